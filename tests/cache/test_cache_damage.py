@@ -34,18 +34,6 @@ def _flips(entry, bits):
                 yield file, original, bytes(data)
 
 
-def test_every_byte_flipped_once_is_detected(directory, entry):
-    disk, count = Disk(directory, writing=True), 0
-    for file, original, flipped in _flips(entry, lambda position: [position % 8]):
-        file.write_bytes(flipped)
-        with pytest.raises(DamagedEntryError):
-            disk.read(entry.key.digest)
-        file.write_bytes(original)
-        count += 1
-    assert count == entry.size_bytes
-    assert disk.read(entry.key.digest).files == {"kernel.py": SOURCE}
-
-
 def test_every_byte_flipped_once_is_rebuilt(directory, entry):
     build, count = Builder(SOURCE), 0
     with warnings.catch_warnings(record=True) as caught:

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
-import warnings
 
 import pytest
 from cache_helpers import (
     Builder,
-    assert_whole_or_absent,
     count_down,
     fork,
     key_of,
     leftovers,
-    place,
 )
 
 from nmm_compiler.cache.disk import Disk
 from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.store import Store
-
-FILES = {f"part{i}.py": f"part = {i}\n" * 4000 for i in range(4)}
-
 
 # Many processes
 WORKER = """
@@ -69,40 +61,6 @@ def test_eight_processes_build_the_same_twenty_keys(tmp_path, directory):
 
 
 # Kills
-
-
-def _killed_builds(directory, kills, seed):
-    """Fork a child that builds, SIGKILL it after a random time; return how the kills landed."""
-    generator = random.Random(seed)
-    landed = {"staged": 0, "published": 0, "absent": 0}
-    start = time.perf_counter()
-    Store(directory).get_or_build(key_of(-1), lambda: FILES)
-    longest = 2 * (time.perf_counter() - start)
-    for number in range(kills):
-        before = len(leftovers(directory))
-        child = fork(lambda n=number: Store(directory).get_or_build(key_of(n), lambda: FILES))
-        time.sleep(generator.uniform(0, longest))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        assert_whole_or_absent(directory, lambda key: FILES)
-        present = place(directory, key_of(number)).exists()
-        staged = len(leftovers(directory)) > before
-        landed["published" if present else "staged" if staged else "absent"] += 1
-        build = Builder("again\n")
-        expected = FILES if present else {"kernel.py": "again\n"}
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert Store(directory).get_or_build(key_of(number), build).files == expected
-        assert build.calls == (0 if present else 1)
-        Store(directory)._disk.remove(key_of(number).digest)
-    return landed
-
-
-def test_kills_at_random_moments(directory):
-    landed = _killed_builds(directory, 30, seed=1)
-    assert sum(landed.values()) == 30
-    Store(directory).prune()
-    assert leftovers(directory) == []
 
 
 DELETING = ("rename", "chmod", "unlink", "rmdir", "open", "close")

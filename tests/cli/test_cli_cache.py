@@ -173,12 +173,6 @@ def test_changes_need_mode_rw(directory, build, run, tmp_path, monkeypatch):
     assert "2 entries" in run("list")
 
 
-@pytest.mark.parametrize("command", ["list", "verify", "clear"])
-def test_help_has_an_example(run, command):
-    shown = run(command, "--help")
-    assert "Example: nmm cache" in shown
-
-
 def test_verify_rebuilds_real_kernels(tmp_path, monkeypatch, run):
     """An entry of this version is built again and compared; one of another version is skipped."""
     build = pytest.importorskip("nmm_compiler.codegen.build")

@@ -6,7 +6,6 @@ import errno
 import io
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -26,13 +25,6 @@ def workshop(tmp_path_factory):
     return place
 
 
-@pytest.fixture(scope="module")
-def whole_workshop(tmp_path_factory):
-    place = tmp_path_factory.mktemp("lines")
-    command_lines.make_workshop(place)
-    return place
-
-
 def _faults(place, seed, count, only=None):
     verdicts = list(command_lines.work(place, seed, 0, count, only))
     assert len(verdicts) == count
@@ -41,14 +33,6 @@ def _faults(place, seed, count, only=None):
 
 def test_random_lines_of_every_command(workshop):
     assert _faults(workshop, 11, len(command_lines.command_names())) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("command", command_lines.command_names())
-def test_three_hundred_random_lines(whole_workshop, command):
-    seed = secrets.randbelow(1 << 31)
-    faults = _faults(whole_workshop, seed, 300, command)
-    assert not faults, f"seed {seed}, {len(faults)} faults:\n" + "\n".join(faults[:20])
 
 
 def test_lines_are_the_same_for_the_same_seed():

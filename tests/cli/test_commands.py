@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 from nmm_compiler.cli import main
-from nmm_compiler.kernels import FAMILIES
 
 
 def nmm(*words, **environment):
@@ -46,23 +45,9 @@ def test_help_lists_every_command_and_an_example():
     assert top.returncode == 0
     for command in ("demo", "kernel", "explain", "simulate", "lint", "compress", "export", "cache"):
         assert command in top.stdout
-    for command in (
-        "demo",
-        "kernel",
-        "explain",
-        "simulate",
-        "doctor",
-        "lint",
-        "compress",
-        "export",
-    ):
-        assert "Example: nmm" in here(command, "--help").stdout, command
-
-
-def test_kernel_help_names_every_family_and_layout():
-    shown = here("kernel", "--help").stdout
-    assert ", ".join(FAMILIES) in shown
-    assert "--x-layout row or col" in shown
+    for words in ("demo", "kernel", "explain", "simulate", "doctor", "lint", "compress", "export",
+                  "cache list", "cache verify", "cache clear"):  # fmt: skip
+        assert "Example: nmm" in here(*words.split(), "--help").stdout, words
 
 
 def test_kernel_check_prints_path_schedule_profile_and_error():
@@ -161,12 +146,6 @@ def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save():
     assert "1536" in done.stdout
 
 
-def test_explain_of_an_unknown_model_names_the_choices():
-    done = here("explain", "all-MiniLM-L6")
-    assert done.returncode == 2
-    assert "all-MiniLM-L6-v2" in done.stderr
-
-
 def test_doctor_reports_versions_targets_and_neuron():
     done = nmm("doctor")
     assert done.returncode == 0, done.stderr
@@ -198,21 +177,6 @@ def test_simulate_runs_a_file_with_random_arguments(tmp_path):
     assert "sub" in bad.stderr
     assert here("simulate", f"{source}:add", "--arg", "a=128x:float32").returncode == 2
     assert "dtype" in here("simulate", f"{source}:add", "--arg", "a=8x8:float33").stderr
-
-
-def test_help_is_wrapped_at_the_terminal_and_not_where_a_docstring_is():
-    def sentence(words):
-        shown = nmm(*words, "--help", COLUMNS="80", TERMINAL_WIDTH="80").stdout
-        return [line.strip() for line in shown.splitlines()]
-
-    # A line of the docstring's own width would be wrapped to a line of two words.
-    assert "us\" is a line's share of the critical path; these figures add up to the" in sentence(
-        ["profile"]
-    )
-    assert any(
-        line.startswith("Of one entry: its key, what was predicted for it, its files, and how")
-        for line in sentence(["cache", "list"])
-    )
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,3 @@ def test_a_saved_directory_loads_as_a_checkpoint_of_factors(saved):
     assert load_factors(dense, saved)
     ids = torch.arange(6)[None]
     assert torch.equal(dense(ids).logits, whole(ids).logits)
-
-
-@pytest.mark.long
-def test_the_stress_area_of_saves_is_clean():
-    tally = importlib.import_module("benchmarks.stress.save").attempt(60, 0)
-    assert tally.attempts == 60
-    assert tally.clean, tally.examples

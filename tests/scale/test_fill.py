@@ -1,10 +1,7 @@
 """Many kernels in many processes: each built once, whatever is killed meanwhile."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -99,12 +96,6 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_built_twice(cache):
         assert all(one.done() for one in waits)
 
 
-@pytest.mark.long
-def test_killed_workers_of_several(cache):
-    with on_processes(2) as workers:
-        kill_and_fill(workers, REQUESTS, at=(1, 3))
-
-
 def test_a_call_that_kills_every_worker_is_an_error_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(module, "_PROGRAM", "raise SystemExit(3)")
     with on_processes(2) as workers:
@@ -136,25 +127,6 @@ def test_a_call_that_an_executor_loses_is_begun_again():
     assert executor.calls == 3
     (lost,) = run(Losing(), build_one, ["a"], attempts=1)
     assert isinstance(lost[1], ConnectionError)
-
-
-@pytest.mark.long
-def test_builders_at_the_same_time_build_each_key_once(cache, tmp_path):
-    program = (
-        "import json, sys\n"
-        "from nmm_compiler.codegen.build_many import fill\n"
-        "from nmm_compiler.kernels.lowrank import LowRankSpec\n"
-        "specs = [LowRankSpec(m=8, k=16, r=4, n=16 * n) for n in range(1, 5)]\n"
-        "filled = fill([(spec, 'trn2') for spec in specs], jobs=1)\n"
-        "print(json.dumps(filled.to_dict()))\n"
-    )
-    both = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    told = [json.loads(one.communicate(timeout=120)[0]) for one in both]
-    assert sum(one["built"] for one in told) == 4
-    assert all(one["built"] + one["elsewhere"] + one["present"] == 4 for one in told)
 
 
 @pytest.mark.long

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import signal
 import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -170,22 +168,6 @@ def test_processes_give_the_choice_of_a_serial_run(tmp_path, monkeypatch):
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         assert tune.tune(SPECS, executor=pool) == serial
     assert [best_of(spec) for spec in SPECS] == want
-
-
-@pytest.mark.long
-def test_killed_workers_lose_nothing_and_change_nothing(tmp_path, monkeypatch):
-    serial = tune.tune(SPECS, executor=Serial())
-    elsewhere(tmp_path, monkeypatch, "killed")
-    killed = []
-
-    def kill(words, done, known):
-        if len(killed) < 2 and workers.processes() and done > 4 * len(killed):
-            killed.append(workers.processes()[0])
-            os.kill(killed[-1], signal.SIGKILL)
-
-    with on_processes(2) as workers:
-        assert tune.tune(SPECS, executor=workers, progress=kill) == serial
-    assert len(killed) == 2  # fewer than one call survives
 
 
 def test_a_search_that_was_ended_goes_on():
