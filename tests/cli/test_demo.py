@@ -52,7 +52,7 @@ def test_demo_proves_every_kernel_and_every_embedding(tmp_path):
     assert f"saved: {out / 'ratio-0.2'}" in said
     predicted = ModelPrediction.from_dict(run["prediction"])
     assert predicted.gain["pass"] > 0
-    assert "a pass (batch 40) on trn2" in " ".join(said.split())
+    assert "a pass (batch 40, stack own) on trn2" in " ".join(said.split())
     # q, k and v of one x in one kernel; 384-384 after attention, and the pooler's on one token per
     # sentence; 384-1536 and 1536-384
     shared = [proof for proof in run["proofs"] if proof["kernel"].startswith("lowrank_shared")]
