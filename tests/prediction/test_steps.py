@@ -5,6 +5,7 @@ import json
 import pytest
 import transformers
 
+import nmm_compiler as nmm
 from nmm_compiler.errors import NmmError
 from nmm_compiler.prediction.measured import differences, read_measured, verdict
 from nmm_compiler.prediction.phase import Line, Phase
@@ -25,14 +26,12 @@ def test_the_steps_of_a_pass_sum_to_its_time(weights, tp, lnc):
     for phase in made.phases:
         assert sum(step.us for step in phase.steps) == pytest.approx(phase.us, rel=1e-3)
         assert all(step.us > 0 for step in phase.steps)
-        bytes_us = phase.steps[0].us
         assert phase.steps[0].name == "bytes at the full rate"
-        assert bytes_us <= phase.us
-    # the weights of a decode step at the full rate, by hand: layers, head, two matrices of k and v
-    weight_bytes = made.memory.weight_bytes - CONFIG.vocab_size * CONFIG.hidden_size * 2
-    if tp == 1:
-        rate = 1e6 * weight_bytes / (360e9 * lnc)
-        assert made.phases[1].steps[0].us == pytest.approx(rate, rel=0.15)
+    if tp == 1:  # the weights but for the embedding, and the cache, by hand; x and y are small
+        embedding = CONFIG.vocab_size * CONFIG.hidden_size * 2
+        moved = made.memory.weight_bytes - embedding + made.memory.cache_bytes
+        rate = nmm.targets.get("trn2").memory_bytes_per_second
+        assert made.phases[1].steps[0].us == pytest.approx(1e6 * moved / rate, rel=0.02)
 
 
 def test_every_stack_is_priced_and_a_program_a_layer_costs_its_gaps():
