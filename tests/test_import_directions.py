@@ -22,9 +22,9 @@ PACKAGE = ROOT / "nmm_compiler"
 LAYERS = {
     "errors": 0, "log_names": 0, "records": 0, "version": 0,
     "outputs": 1,
-    "targets": 2, "nki_api": 2, "report": 2,
-    "options": 3,
-    "simulator": 4, "cache": 4, "kernels": 4,
+    "targets": 2, "report": 2,
+    "options": 3, "simulator": 3,
+    "nki_api": 4, "cache": 4, "kernels": 4,
     "codegen": 5,
     "ops": 6, "prices": 6,
     "passes": 7, "runtime": 7,
@@ -309,7 +309,7 @@ def test_declared_dependencies_cover_what_is_imported(imports):
     ("file", "line", "said"),
     [
         ("simulator/run.py", "from nmm_compiler.codegen.build import x", "lower never imports"),
-        ("simulator/run.py", "import nmm_compiler.kernels", "share layer 4"),
+        ("cache/store.py", "import nmm_compiler.kernels", "share layer 4"),
         (
             "simulator/run.py",
             "def f():\n    from nmm_compiler import passes",

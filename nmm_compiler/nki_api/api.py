@@ -1,67 +1,27 @@
 """The NKI API of one version: its names, and the parameters of each function.
 
-`api("0.6")` reads `table.py` once. By full name ("nki.isa.nc_matmul") it has a function's
-parameters, the version that added or removed a name, and the replacement of a deprecated one. The
-lint uses it, and so can any other reader or writer of NKI source.
+`api("0.6")` takes functions and enumerations from the simulator's `nki.isa` and `nki.language`,
+whose signatures are the documented ones, and what changed when from `table.py`. By full name
+("nki.isa.nc_matmul") it has a function's parameters, the version that added or removed a name, and
+the replacement of a deprecated one. The lint uses it, and so can any other reader or writer of NKI
+source.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import functools
-import re
-from collections.abc import Iterator
+import inspect
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api import table
+from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS
+from nmm_compiler.simulator.isa.names import NAMES as ISA
+from nmm_compiler.simulator.language.names import NAMES as LANGUAGE
+from nmm_compiler.simulator.signatures import Api, Function, Parameter, described, entries
 
 API_VERSION = table.API_VERSION
 VERSIONS = table.VERSIONS
 MODULES = ("nki", "nki.isa", "nki.language", "nki.collectives")
-_ENTRY = re.compile(r"\s*([\w,\s]+?)\((.*?)\)\s*(?=\n[a-z]|\Z)", re.DOTALL)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """One parameter of a function: its name and its default as text (None when required)."""
-
-    name: str
-    default: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Function:
-    """A documented function: its full name and its parameters in positional order."""
-
-    name: str
-    parameters: tuple[Parameter, ...]
-
-    def __str__(self) -> str:
-        shown = (p.name if p.default is None else f"{p.name}={p.default}" for p in self.parameters)
-        return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Api:
-    """What NKI of `version` documents, by full name.
-
-    functions: callables with a known signature; values: every other name (dtypes, memories,
-    classes, modules); members: enumeration or record -> its attribute names.
-    """
-
-    version: str
-    functions: dict[str, Function]
-    values: frozenset[str]
-    members: dict[str, tuple[str, ...]]
-
-    def names(self, owner: str) -> tuple[str, ...]:
-        """Return the attribute names of a module, an enumeration or a record, in table order."""
-        if owner in self.members:
-            return self.members[owner]
-        prefix = owner + "."
-        known = (*self.functions, *self.values)
-        return tuple(n[len(prefix) :] for n in known if n.startswith(prefix))
 
 
 def known_version(version: str) -> str:
@@ -81,25 +41,10 @@ def _ordinal(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
-def _entries(text: str) -> Iterator[tuple[str, str]]:
-    for match in _ENTRY.finditer(text):
-        for name in match.group(1).split(","):
-            yield name.strip(), " ".join(match.group(2).split())
-
-
-def parameters_of(text: str) -> tuple[Parameter, ...]:
-    """Return the parameters of the text between the parentheses of a signature."""
-    arguments = ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
-    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + [
-        ast.unparse(d) for d in arguments.defaults
-    ]
-    return tuple(Parameter(a.arg, d) for a, d in zip(arguments.args, defaults, strict=True))
-
-
-def _adjusted(name: str, parameters: tuple[Parameter, ...], version: str) -> Function:
+def _adjusted(function: Function, version: str) -> Function:
     """Undo the changes that are younger than `version`."""
-    kept = []
-    for parameter in parameters:
+    kept, name = [], function.name
+    for parameter in function.parameters:
         since = table.PARAMETER_ADDED.get((name, parameter.name), "0.3")
         if name.startswith("nki.collectives.") and parameter.name == "name":
             since = table.COLLECTIVE_NAME_ADDED
@@ -117,27 +62,25 @@ def api(version: str = API_VERSION) -> Api:
     Raises UnknownNameError for a version outside VERSIONS.
     """
     version = known_version(version)
-    sources = [
-        ("nki.isa", table.ISA_NAMED, ", name=None"),
-        ("nki.isa", table.ISA_PLAIN, ""),
-        ("nki.language", table.LANGUAGE, ""),
-        ("nki.collectives", table.COLLECTIVES, ""),
-    ]
-    functions = {}
-    for module, text, more in sources:
-        for short, arguments in _entries(text):
-            name = f"{module}.{short}"
-            if _exists(name, version):
-                functions[name] = _adjusted(name, parameters_of(arguments + more), version)
-    members = {f"nki.isa.{name}": tuple(text.split()) for name, text in table.ISA_ENUMS.items()}
+    functions = list(entries("nki.collectives", table.COLLECTIVES))
+    values = {f"nki.{n}" for n in table.TOP_VALUES.split()} | {"nki.collectives.ReplicaGroup"}
+    for module, names in (("nki.isa", ISA), ("nki.language", LANGUAGE)):
+        for short, value in names.items():
+            if inspect.isfunction(value):
+                functions.append(described(f"{module}.{short}", value))
+            else:
+                values.add(f"{module}.{short}")
+    values |= {"nki.isa.NkiValidationError", "nki.isa.constants"}
+    members = {f"nki.isa.{name}": tuple(enum.__members__) for name, enum in ENUMS.items()}
     for record, text in table.LANGUAGE_RECORDS.items():
         owner = f"nki.language.{record}"
         members[owner] = tuple(n for n in text.split() if _exists(f"{owner}.{n}", version))
-    values = {f"nki.isa.{n}" for n in table.ISA_VALUES.split()} | set(members)
-    values |= {f"nki.language.{n}" for n in table.LANGUAGE_VALUES.split()}
-    values |= {f"nki.{n}" for n in table.TOP_VALUES.split()} | {"nki.collectives.ReplicaGroup"}
-    values = {name for name in values if _exists(name, version)}
-    return Api(version, functions, frozenset(values), members)
+    return Api(
+        version,
+        {f.name: _adjusted(f, version) for f in functions if _exists(f.name, version)},
+        frozenset(name for name in values if _exists(name, version)),
+        members,
+    )
 
 
 def _exists(name: str, version: str) -> bool:

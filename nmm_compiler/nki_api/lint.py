@@ -24,7 +24,7 @@ from nmm_compiler.nki_api.lint_finding import Finding
 from nmm_compiler.nki_api.lint_names import Names
 from nmm_compiler.nki_api.lint_subset import check_device_loops, check_purity, check_subset
 from nmm_compiler.nki_api.lint_values import check_values
-from nmm_compiler.nki_api.source_text import read_source
+from nmm_compiler.simulator.loading.source_text import read_source
 
 Rule = Callable[[Names, Api], Iterator[Finding]]
 

@@ -1,9 +1,9 @@
-"""The documented NKI API as data: names, parameters, defaults, and what changed when.
+"""The documented NKI API as data: what changed when, and what the simulator has no function for.
 
 Facts taken from the public documentation of AWS Neuron SDK 2.32 (NKI 0.6.0: the stubs of
 `nki.isa`, `nki.language`, `nki.collectives`, the migration guides and the release notes of 0.2.0
 to 0.6.0) and from the announcements of NKI 0.7.0. Nothing here is code of that project.
-`api.py` reads these tables; a new NKI version is edited here and nowhere else.
+`api.py` reads these tables; what a new NKI version removes or renames is edited here alone.
 
 One entry is `name, name, ...(parameters)`; entries that share a signature share a line.
 """
@@ -11,138 +11,10 @@ One entry is `name, name, ...(parameters)`; entries that share a signature share
 from __future__ import annotations
 
 API_VERSION = "0.6"
-"""The NKI version whose stubs the signatures below were read from."""
+"""The NKI version whose stubs the signatures were read from."""
 
 VERSIONS = ("0.3", "0.4", "0.5", "0.6", "0.7")
 """Versions the lint knows, oldest first."""
-
-# Every one of these also takes name=None as its last parameter.
-ISA_NAMED = """
-dma_copy(dst, src, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown,
-    engine=engine.unknown)
-dma_transpose(dst, src, axes=None, priority=None, dge_mode=dge_mode.unknown,
-    oob_mode=oob_mode.error)
-dma_compute(dst, srcs, reduce_op, scales=None, unique_indices=True, oob_mode=oob_mode.error)
-nc_matmul(dst, stationary, moving, is_stationary_onezero=False, is_moving_onezero=False,
-    is_transpose=False, accumulate=None, tile_position=(), tile_size=(),
-    perf_mode=matmul_perf_mode.none)
-nc_matmul_mx(dst, stationary, moving, stationary_scale, moving_scale, tile_position=None,
-    tile_size=None, accumulate=None)
-nc_transpose(dst, data, engine=engine.unknown)
-tensor_copy(dst, src, engine=engine.unknown)
-memset(dst, value, engine=engine.unknown)
-tensor_copy_predicated(dst, src, predicate, reverse_pred=False)
-tensor_tensor(dst, data1, data2, op, engine=engine.unknown)
-tensor_scalar(dst, data, op0, operand0, reverse0=False, op1=None, operand1=None,
-    reverse1=False, engine=engine.unknown)
-scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False)
-tensor_reduce(dst, op, data, axis, negate=False, keepdims=False)
-tensor_partition_reduce(dst, op, data)
-tensor_scalar_reduce(dst, data, op0, operand0, reduce_op, reduce_res=None, reverse0=False,
-    reduce_cmd=reduce_cmd.reset_reduce, reduce_init=None, reduce_res_negate=False)
-tensor_scalar_cumulative(dst, src, op0, op1, imm0, imm1=None,
-    reduce_cmd=reduce_cmd.reset_reduce)
-tensor_tensor_scan(dst, data0, data1, initial, op0, op1, reverse0=False, reverse1=False)
-activation(dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None,
-    reduce_cmd=reduce_cmd.idle)
-activation_reduce(dst, op, data, reduce_op, reduce_res, bias=None, scale=1.0)
-activate2(dst, op, data, imm0, imm1, op0, op1, relu_param=0.0, reverse0=False, reverse1=False,
-    reduce_op=None, reduce_res=None, reduce_cmd=reduce_cmd.idle)
-exponential(dst, src, max_value=0.0, reduce_res=None, reduce_cmd=reduce_cmd.idle,
-    reduce_init=0.0)
-reciprocal(dst, data)
-bn_stats, bn_aggr(dst, data)
-iota(dst, pattern, offset=0, channel_multiplier=0)
-affine_select(dst, pattern, channel_multiplier, on_true_tile, on_false_value, cmp_op=equal,
-    offset=0)
-range_select(dst, on_true_tile, comp_op0, comp_op1, bound0, bound1,
-    reduce_cmd=reduce_cmd.reset_reduce, reduce_res=None, reduce_op=maximum, range_start=0,
-    on_false_value=...)
-select_reduce(dst, predicate, on_true, on_false, reduce_res=None, reduce_cmd=reduce_cmd.idle,
-    reduce_op=maximum, reverse_pred=False)
-nc_stream_shuffle(dst, src, shuffle_mask)
-local_gather(dst, src_buffer, index, num_elem_per_idx=1, num_valid_indices=None)
-nc_n_gather(dst, data, indices)
-dropout(dst, data, prob)
-max8(dst, src)
-nc_find_index8(dst, data, vals)
-nc_match_replace8(dst, data, vals, imm, dst_idx=None)
-topk(val_dst, idx_dst, src, n)
-nonzero_with_count(dst, src, index_offset=0, padding_val=-1)
-sequence_bounds(dst, segment_ids)
-quantize_mx(dst, src, dst_scale)
-rng(dst, engine=engine.vector)
-rand2(dst, min, max)
-set_rng_seed(src_seeds)
-rand_set_state(src_seeds, engine=engine.gpsimd)
-rand_get_state(dst, engine=engine.gpsimd)
-core_barrier(data, cores, engine=engine.gpsimd)
-sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id, dma_engine=dma_engine.dma)
-"""
-
-ISA_PLAIN = """
-register_alloc(x=None)
-register_move, register_load, register_store(dst, src)
-get_nc_version, get_nc_sub_version()
-"""
-
-# Enumerations of nki.isa: the name and its members.
-ISA_ENUMS = {
-    "engine": "tensor vector scalar gpsimd dma sync unknown",
-    "reduce_cmd": "idle reset reduce reset_reduce load_reduce",
-    "dge_mode": "unknown swdge hwdge none",
-    "oob_mode": "error skip",
-    "matmul_perf_mode": "none double_row",
-    "nc_version": "gen2 gen3 gen4",
-    "dma_engine": "dma gpsimd_dma",
-}
-
-ISA_VALUES = """NkiInstruction NkiValidationError VirtualRegister tensor_engine vector_engine
-scalar_engine gpsimd_engine unknown_engine constants"""
-
-LANGUAGE = """
-exp, log, sqrt, rsqrt, tanh, sigmoid, relu, gelu, gelu_apprx_sigmoid, gelu_apprx_tanh,
-    gelu_dx, gelu_apprx_sigmoid_dx, silu, silu_dx, softplus, mish, erf, erf_dx, reciprocal, sin,
-    cos, tan, arctan, ceil, floor, trunc, negative, sign, abs, square, invert, logical_not,
-    copy, transpose(x, dtype=None)
-add, subtract, multiply, divide, maximum, minimum, abs_max, abs_min, power, fmod, mod, equal,
-    not_equal, less, less_equal, greater, greater_equal, bitwise_and, bitwise_or, bitwise_xor,
-    left_shift, right_shift, logical_and, logical_or, logical_xor(x, y, dtype=None)
-sum, max, min, mean, prod, var(x, axis, dtype=None, keepdims=False)
-all(x, axis, dtype=None)
-softmax(x, axis=-1, dtype=None)
-rms_norm(x, w, axis, n, epsilon=1e-06, dtype=None, compute_dtype=None)
-where(condition, x, y, dtype=None)
-dropout(x, rate, dtype=None)
-matmul(x, y, transpose_x=False)
-expand_dims(x, axis)
-broadcast_to(x, shape, dtype=None)
-ndarray(shape, dtype, buffer=sbuf, name='', address=None)
-zeros, ones, rand(shape, dtype, buffer=sbuf, name='')
-full(shape, fill_value, dtype, buffer=sbuf, name='')
-zeros_like, empty_like(x, dtype=None, buffer=None, name='')
-load(src, dtype=None)
-store(dst, value)
-load_transpose2d(src, dtype=None)
-gather_flattened(data, indices, axis=0, dtype=None)
-ds(start, size)
-affine_range, sequential_range, static_range, dynamic_range(start, stop=None, step=1)
-fori_loop(lower, upper, body_fun, step=1)
-while_loop(init, body_fun)
-no_reorder, program_ndim()
-program_id(axis=0)
-num_programs(axes=0)
-shared_constant(constant)
-shared_identity_matrix(n, dtype=uint8, dst=None)
-device_print(print_prefix, tensor)
-random_seed(seed)
-is_hbm, is_on_chip, is_psum, is_sbuf(buffer)
-"""
-
-LANGUAGE_VALUES = """bool_ int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 tfloat32 float32
-float8_e4m3 float8_e4m3fn float8_e5m2 float8_e8m0fnu float8_e5m2_x4 float8_e4m3fn_x4
-float4_e2m1fn_x4 sbuf psum hbm private_hbm shared_hbm average prelu bypass DType MemoryRegion
-NKIObject NkiTensor"""
 
 LANGUAGE_RECORDS = {
     "tile_size": """pmax psum_fmax psum_bank_fmax psum_bank_fmax_bytes gemm_stationary_fmax

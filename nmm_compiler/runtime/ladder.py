@@ -29,11 +29,11 @@ from nmm_compiler.errors import NeuronSetupError, NmmError, UnknownNameError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
 from nmm_compiler.nki_api.lint import oldest_version
-from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.runtime import first_run, machine, neuron
+from nmm_compiler.simulator.loading.source_text import read_source
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import Target
 

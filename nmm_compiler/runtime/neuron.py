@@ -38,10 +38,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nmm_compiler.errors import ChangedFileError, NeuronSetupError, NoKernelError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
-from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.runtime import first_run, machine
-from nmm_compiler.simulator.loading.run_text import run_source
+from nmm_compiler.simulator.loading.source_text import read_source, run_source
 
 
 def _nki(wanted: str = machine.MINIMUM_NKI) -> Any:

@@ -28,9 +28,9 @@ from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.nki_api.beta1_api import beta_1
 from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.options import Options
+from nmm_compiler.simulator.beta1.table import beta_1
 from nmm_compiler.targets import get
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))

@@ -12,9 +12,9 @@ import pytest
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import SourceFileError
 from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.nki_api.source_text import LARGEST_SOURCE_BYTES, read_source
 from nmm_compiler.options import Options
 from nmm_compiler.simulator.loading.loader import resolve
+from nmm_compiler.simulator.loading.source_text import LARGEST_SOURCE_BYTES, read_source
 from nmm_compiler.simulator.run import simulate
 
 SPEC = LowRankSpec(m=8, k=32, r=8, n=24, x_layout="col")

@@ -4,6 +4,5 @@ A Beta 1 kernel runs as Python under its own stand-ins (`modules.py`). Only this
 differences to the current dialect: index expressions and masks (`index.py`), tiles that
 instructions return instead of fill and block dimensions (`tensor.py`), arguments (`instructions.py`
 and `language.py`), launch grids (`kernel.py`). The tensor, the rows of the instructions, memory,
-data, traces and timing are those of the simulator. Names and signatures are data, in
-`nki_api/beta1_table.py`.
+data, traces and timing are those of the simulator. Names and signatures are data (`table.py`).
 """

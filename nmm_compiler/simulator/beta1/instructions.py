@@ -3,7 +3,7 @@
 The instruction's row says which operands there are and how their sizes depend on each other. Beta 1
 differs in that the instruction returns its first destination, so that the row also gives the shape
 and the memories of the result; and in masks, which cut an instruction to a box of all its operands.
-`nki_api/beta1_table.py` has the parameters, and names the rules below for what the row cannot say.
+`table.py` has the parameters, and what the row cannot say.
 
 The compiler of that version copied what an engine could not read as it lay. Here that is a PSUM
 tile for an engine that reads SBUF, a vector of another dtype, one of two tiles that do not start at
@@ -27,9 +27,8 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.nki_api.beta1_api import beta_1
-from nmm_compiler.nki_api.beta1_table import ISA_ENUMS, REFUSED
 from nmm_compiler.simulator.beta1.index import Box, Index, Mask, Part, box_of, common_part
+from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
     Issue,
     Masked,
@@ -643,7 +642,7 @@ def _function(short: str) -> Callable[..., Any]:
     full = f"nki.isa.{short}"
     if full in REFUSED:
         return refuse(f"nisa.{short}", full)
-    rule, own = beta_1().returns.get(full, ""), _OWN.get(short)
+    rule, own = beta_1().functions[full].result, _OWN.get(short)
 
     def body(**given: Any) -> Any:
         return own(f"nisa.{short}", given) if own is not None else _by_row(short, rule, given)

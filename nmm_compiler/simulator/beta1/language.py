@@ -22,8 +22,6 @@ from nmm_compiler.errors import (
     TensorShapeError,
     UnsupportedInstructionError,
 )
-from nmm_compiler.nki_api.beta1_api import beta_1
-from nmm_compiler.nki_api.beta1_table import REFUSED
 from nmm_compiler.simulator.beta1 import instructions
 from nmm_compiler.simulator.beta1.index import Index, Part, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
@@ -44,6 +42,7 @@ from nmm_compiler.simulator.beta1.instructions import (
     transposed,
     turned_by_dma,
 )
+from nmm_compiler.simulator.beta1.table import REFUSED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
     OPERATIONS,
     Blocks,

@@ -18,11 +18,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.nki_api.source_text import read_source
 from nmm_compiler.simulator.beta1 import modules as beta1
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.nki_object import NKIObject
-from nmm_compiler.simulator.loading.run_text import run_source
+from nmm_compiler.simulator.loading.source_text import read_source, run_source
 
 _LIBRARIES = frozenset({"nkilib", "nkilib_src", "nki_samples"})
 _STDLIB = sys.stdlib_module_names

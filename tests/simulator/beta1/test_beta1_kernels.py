@@ -8,8 +8,8 @@ from beta1_helpers import HEADER, ops, run, values
 from simulator_kernels import kernel_file
 
 from nmm_compiler import errors
-from nmm_compiler.nki_api.beta1_api import beta_1
 from nmm_compiler.simulator.beta1 import instructions, language
+from nmm_compiler.simulator.beta1.table import beta_1
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 

@@ -12,8 +12,9 @@ has. The result says what the row cannot: the tile's dtype where it is not that 
 
 from __future__ import annotations
 
-BETA_1 = "0.1"
-"""The version that a file which imports `neuronxcc.nki` is written for."""
+import functools
+
+from nmm_compiler.simulator.signatures import Api, entries
 
 # All of these also take mask=None and dtype=None, by keyword. nc_matmul's perf_mode
 # is nki-samples', a keyword that its stub's **kwargs take.
@@ -146,3 +147,28 @@ REFUSED = {
     "nki.isa.tensor_copy_dynamic_dst": "nisa.dma_copy through HBM with an index tile",
 }
 """Documented names that the simulator refuses, because it has no documented semantics for them."""
+
+
+@functools.cache
+def beta_1() -> Api:
+    """Return the API of NKI Beta 1 under the names of the current one ("nki.isa.nc_matmul").
+
+    So one set of lint rules and one simulator serve both.
+    """
+    functions = {
+        function.name: function
+        for module, text, more in (
+            ("nki.isa", ISA, "mask=None, dtype=None"),
+            ("nki.isa", ISA_WITHOUT_DTYPE, "mask=None"),
+            ("nki.isa", ISA_UNMASKED, ""),
+            ("nki.language", LANGUAGE, "mask=None"),
+            ("nki.language", LANGUAGE_UNMASKED, ""),
+        )
+        for function in entries(module, text, more)
+    }
+    members = {f"nki.isa.{name}": tuple(text.split()) for name, text in ISA_ENUMS.items()}
+    members |= {f"nki.language.{name}": tuple(t.split()) for name, t in LANGUAGE_RECORDS.items()}
+    values = {f"nki.isa.{n}" for n in ISA_VALUES.split()} | set(members)
+    values |= {f"nki.language.{n}" for n in LANGUAGE_VALUES.split()}
+    values |= {f"nki.{n}" for n in TOP_VALUES.split()}
+    return Api("0.1", functions, frozenset(values), members)
