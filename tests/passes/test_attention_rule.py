@@ -83,6 +83,18 @@ def test_other_lengths_of_causal_queries_stay():
     assert "3 causal queries for 5 keys" in str(result.declined)
 
 
+def test_values_of_another_width_stay():
+    """As in DeepSeek's latent attention."""
+    q, v = torch.randn(1, 2, 5, 12), torch.randn(1, 2, 5, 8)
+
+    def call(q, v):
+        return F.scaled_dot_product_attention(q, q, v)
+
+    result = nmm.rewrite(call, (q, v), options=ON)
+    assert names(result) == []
+    assert "values of 8 features, queries of 12" in str(result.declined)
+
+
 def test_compiled_and_differentiated():
     torch.manual_seed(0)
     model, x = Block(is_causal=True), torch.randn(2, 7, 32)

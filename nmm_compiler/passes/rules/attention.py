@@ -79,7 +79,7 @@ class Attention(Rule):
             return None
         q, k, v = values
         assert q is not None and k is not None and v is not None  # noqa: PT018
-        why = _unlike(node, given, q, k)
+        why = _unlike(node, given, q, k, v)
         if why is not None:
             return why
         seen = Seen(causal=bool(given.get("is_causal", False)))
@@ -199,7 +199,7 @@ def _stacked(editor: Editor, angles: tuple[fx.Node, fx.Node]) -> fx.Node:
 
 
 def _unlike(
-    node: fx.Node, given: dict[str, Any], q: torch.Tensor, k: torch.Tensor
+    node: fx.Node, given: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Refusal | None:
     """Return what of a call no kernel of the family computes, or None."""
     sizes = (*q.shape, *k.shape)
@@ -224,4 +224,7 @@ def _unlike(
             f"{q.shape[1]} heads of q and {k.shape[1]} of k",
             node,
         )
+    if v.shape[-1] != q.shape[-1]:
+        wide = f"values of {v.shape[-1]} features, queries of {q.shape[-1]}"
+        return Refusal("no_kernel", wide, node)
     return None
