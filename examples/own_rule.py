@@ -18,8 +18,7 @@ from torch import fx, nn
 
 import nmm_compiler as nmm
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Add, Scale
+from nmm_compiler.passes.graph.canonical import Add, Canonical, Scale
 
 Match, Refusal, Rule = nmm.Match, nmm.Refusal, nmm.Rule
 LOWRANK = "nmm::lowrank_matmul"

@@ -17,7 +17,6 @@ import pytest
 TREE = Path(__file__).resolve().parent.parent
 PACKAGE = TREE / "nmm_compiler"
 ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "examples")
-MAX_LINES = 500
 
 ENVIRONMENT_FILE = "options.py"
 # Running text is what these are for; everything else parses it or leaves it alone.
@@ -58,7 +57,6 @@ def faults_of(file: str, text: str) -> Iterator[str]:
         yield f"{file}:1: a file named so collects strangers; name it after its one idea"
     if not ast.get_docstring(tree):
         yield f"{file}:1: no module docstring; say what goes in, what comes out, the hard idea"
-    yield from _length_faults(file, lines)
     for node in ast.walk(tree):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ExceptHandler):
@@ -82,14 +80,6 @@ def faults_of(file: str, text: str) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             yield from _call_faults(node, where, file)
     yield from _comment_faults(file, text)
-
-
-def _length_faults(file: str, lines: list[str]) -> Iterator[str]:
-    if len(lines) > MAX_LINES:
-        yield (
-            f"{file}:{len(lines)}: {len(lines)} lines, over {MAX_LINES}; split it where a second "
-            "idea begins"
-        )
 
 
 def _handler_faults(node: ast.ExceptHandler, where: str, lines: list[str]) -> Iterator[str]:
@@ -224,14 +214,6 @@ def test_the_package_keeps_the_house_rules():
     assert not faults, f"{len(faults)} fault(s):\n" + "\n".join(faults)
 
 
-def test_no_file_of_the_tree_is_long():
-    faults = []
-    for path in (path for room in ROOMS for path in sorted((TREE / room).rglob("*.py"))):
-        lines = path.read_text("utf-8").splitlines()
-        faults += _length_faults(path.relative_to(TREE).as_posix(), lines)
-    assert not faults, "\n".join(faults)
-
-
 def long_signatures(file: str, text: str) -> Iterator[tuple[str, str]]:
     """Yield (name, fault) of each function with more than MAX_PARAMETERS, self left out."""
     tree = ast.parse(text, file)
@@ -326,7 +308,6 @@ DOC = '"""What it is."""\n'
         (DOC + "x = 1  # " + "TODO: more\n", "issue"),
         (DOC + "x = 1  # type: " + "ignore\n", "code"),
         (DOC + "x = 1  # no" + "qa\n", "CODE"),
-        (DOC + "x = 1\n" * 501, "502 lines"),
     ],
 )
 def test_the_rules_find(text, said):

@@ -38,7 +38,7 @@ from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.distributed import local_part
-from nmm_compiler.passes.low_rank_gain import could_bring
+from nmm_compiler.passes.opportunities import could_bring
 from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS

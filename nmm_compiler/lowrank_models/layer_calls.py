@@ -22,8 +22,8 @@ from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten, without_data
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
-from nmm_compiler.passes.emit.fused_calls import Call, GatedCall, LowRankCall, SharedCall
-from nmm_compiler.passes.graph.canonical_forms import owner_of
+from nmm_compiler.passes.emit.calls import Call, GatedCall, LowRankCall, SharedCall
+from nmm_compiler.passes.graph.canonical import owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.prices.ways import Row, alternatives, beside, fastest

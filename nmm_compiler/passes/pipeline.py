@@ -22,9 +22,15 @@ from nmm_compiler.errors import (
     UnknownNameError,
 )
 from nmm_compiler.options import Options
-from nmm_compiler.passes import step_checks
-from nmm_compiler.passes.attempt import Attempt
-from nmm_compiler.passes.chains.refusal import Refusal
+from nmm_compiler.passes.attempt import (
+    Attempt,
+    added_nodes_are_read,
+    every_node_is_read,
+    layouts_agree,
+    matches_are_apart,
+    values_agree,
+)
+from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.dump import Dump
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph.canonical import PLAIN
@@ -36,16 +42,14 @@ from nmm_compiler.passes.result import Explanation, RewriteResult
 from nmm_compiler.passes.rules.adapter import Adapter
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Rule
-from nmm_compiler.passes.rules.gated_mlp import GatedMLP
-from nmm_compiler.passes.rules.gated_mlp_up import GatedMLPUp
+from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import LowRank
 from nmm_compiler.passes.rules.mla import MLA
 from nmm_compiler.passes.rules.norm import NormInside
 from nmm_compiler.passes.rules.reassociate import Association
 from nmm_compiler.passes.rules.residual import ResidualInside
-from nmm_compiler.passes.rules.shared_u import SharedU
-from nmm_compiler.passes.rules.shared_x import SharedX
+from nmm_compiler.passes.rules.shared import SharedU, SharedX
 
 RULES: tuple[Rule, ...] = (
     MLA(),
@@ -74,14 +78,14 @@ class Pass:
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("read", Attempt.read, step_checks.every_node_is_read),
-    Pass("match", Attempt.match, step_checks.matches_are_apart),
-    Pass("combine", Attempt.combine, step_checks.matches_are_apart),
-    Pass("layout", Attempt.lay_out, step_checks.layouts_agree),
-    Pass("emit", Attempt.emit, step_checks.values_agree),
+    Pass("read", Attempt.read, every_node_is_read),
+    Pass("match", Attempt.match, matches_are_apart),
+    Pass("combine", Attempt.combine, matches_are_apart),
+    Pass("layout", Attempt.lay_out, layouts_agree),
+    Pass("emit", Attempt.emit, values_agree),
     # After emit: it follows changed strides forward through the whole of the new graph.
-    Pass("strides", Attempt.settle_strides, step_checks.added_nodes_are_read),
-    Pass("lint", Attempt.lint, step_checks.added_nodes_are_read),
+    Pass("strides", Attempt.settle_strides, added_nodes_are_read),
+    Pass("lint", Attempt.lint, added_nodes_are_read),
 )
 """The steps of a rewrite, in order: the built-in rules that make calls at once, then each of those
 that read calls, then each rule of a user."""

@@ -18,15 +18,77 @@ from torch import fx
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.passes import verify
-from nmm_compiler.passes.chains.refusal import distance
+from nmm_compiler.passes.chains.safety import distance
 from nmm_compiler.passes.graph_view import graph_parts
-from nmm_compiler.passes.low_rank_gain import calls_bring, could_bring
+from nmm_compiler.passes.opportunities import Opportunity, calls_bring, could_bring
 from nmm_compiler.passes.reproduce import reproducer
-from nmm_compiler.passes.rule_counts import RuleCount, merged
 from nmm_compiler.passes.rules.base import Declined, Match
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
+
+
+@dataclass
+class RuleCount:
+    """How often a rule proposed a place, and the outcomes.
+
+    refused: the rule's own check refused, with a reason. lost: another rule, by name, took the
+    place. nearest: of a rule of two functions, the place where most of the pattern was found, and
+    the difference there. failed: the exception that the rule raised for the original graph.
+    """
+
+    rule: str
+    built_in: bool = True
+    proposed: int = 0
+    matched: int = 0
+    refused: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    nearest: tuple[int, str] | None = None
+    failed: str | None = None
+
+    def add(self, other: RuleCount) -> None:
+        """Add the outcome of the rule's proposals in another graph."""
+        self.proposed += other.proposed
+        self.matched += other.matched
+        self.refused += other.refused
+        self.lost += other.lost
+        self.nearest = max(filter(None, (self.nearest, other.nearest)), default=None)
+        self.failed = self.failed or other.failed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "rule": self.rule,
+            "built_in": self.built_in,
+            "proposed": self.proposed,
+            "matched": self.matched,
+            "refused": self.refused,
+            "lost": dict(self.lost),
+            "nearest": self.nearest[1] if self.nearest else None,
+            "failed": self.failed,
+        }
+
+    def __str__(self) -> str:
+        """Return one sentence for people."""
+        if not (self.proposed or self.lost or self.failed):
+            return f"rule {self.rule}: no node of the graph is what the pattern ends with"
+        said = [f"{self.matched} matched", f"{self.refused} refused"]
+        said += [f"{count} lost to {other}" for other, count in self.lost.items()]
+        text = f"rule {self.rule}: {self.proposed} places proposed, {', '.join(said)}"
+        if self.lost and not self.matched:
+            text += f'; rules=[{self.rule}, "..."] asks it first'
+        if self.nearest and not self.matched:
+            text += f"; the nearest: {self.nearest[1]}"
+        return text + (f"; on the graph as it came it raised {self.failed}" if self.failed else "")
+
+
+def merged(counts: Iterable[RuleCount]) -> dict[str, RuleCount]:
+    """Return the counts of several graphs by rule."""
+    found: dict[str, RuleCount] = {}
+    for count in counts:
+        found.setdefault(count.rule, RuleCount(count.rule, count.built_in)).add(count)
+    return found
+
 
 _BREAKS = (
     "the model has {} graphs: a chain with its products in two of them is not found; "
@@ -34,32 +96,6 @@ _BREAKS = (
 )
 # Places and layouts that a report names before it counts the rest.
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Opportunity:
-    """A dense product that could be factorized, and the savings of rank `r`.
-
-    node: the product. r is the rank that keeps 80 % of the parameters; break_even is the first rank
-    at which the factors are no smaller than the dense matrix. m: tokens of the product, None for a
-    symbolic count; dtype: its operands'. saved_bytes are bytes of weight read per call,
-    saved_flops_per_token are floating-point operations.
-    """
-
-    node: str
-    module: str
-    k: int
-    n: int
-    r: int
-    break_even: int
-    saved_bytes: int
-    saved_flops_per_token: int
-    m: int | None = None
-    dtype: str = "bfloat16"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(repr=False)

@@ -26,8 +26,7 @@ from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.ops.launches import dtype_name
 from nmm_compiler.ops.lower import lower, op_name, tokens
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Activation, Key, Product, Scale, owner_of
+from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, Product, Scale, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph

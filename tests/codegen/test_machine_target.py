@@ -21,7 +21,7 @@ from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.ops.lower import too_large
 from nmm_compiler.options import Options
-from nmm_compiler.passes.chains.product_order import Cost
+from nmm_compiler.passes.chains.prices import Cost
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import simulated_us
 from nmm_compiler.prices.ways import ways

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
-from nmm_compiler.passes.chains.product_order import Cost, order
+from nmm_compiler.passes.chains.prices import Cost, order
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.prices.estimate import estimate_us
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nmm_compiler.passes.chains.product_order import Cost
+from nmm_compiler.passes.chains.prices import Cost
 from nmm_compiler.passes.graph.effects import ANYTHING, Effects
-from nmm_compiler.passes.layout.assignment import DMA_TRANSPOSE, GRAPH_TRANSPOSE
+from nmm_compiler.passes.layout import DMA_TRANSPOSE, GRAPH_TRANSPOSE
 from nmm_compiler.passes.pipeline import run
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._higher_order_ops.wrap import wrap
 
+from nmm_compiler.passes import layout
 from nmm_compiler.passes.graph.effects import (
     ANYTHING,
     Effects,
@@ -17,7 +18,6 @@ from nmm_compiler.passes.graph.effects import (
     storages_of,
     written_arguments,
 )
-from nmm_compiler.passes.layout import regions
 
 aten = torch.ops.aten
 
@@ -126,7 +126,7 @@ def test_a_write_to_memory_of_which_nothing_is_known_may_be_to_any():
     start, end = effects.position[nodes["h"]], effects.position[nodes["y"]]
     assert effects.crossed_write(start, end, [nodes["h"]]) is not None
     assert effects.is_written(nodes["h"])
-    assert regions.is_written(SimpleNamespace(effects=effects), [nodes["h"]])
+    assert layout.is_written(SimpleNamespace(effects=effects), [nodes["h"]])
 
 
 def test_an_edge_is_seen_wherever_it_stands_between():

@@ -12,16 +12,14 @@ from torch import fx, nn
 
 from nmm_compiler import backend
 from nmm_compiler.errors import InternalFaultError, NoShapesError
-from nmm_compiler.passes import attempt, pipeline
-from nmm_compiler.passes.emit import fused_calls as calls
+from nmm_compiler.passes import attempt, layout, pipeline
+from nmm_compiler.passes.emit import calls
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import canonical
 from nmm_compiler.passes.graph import read_operations as table
-from nmm_compiler.passes.layout import assignment as layout
-from nmm_compiler.passes.layout import regions
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.passes.rules.lowrank import LowRank
-from nmm_compiler.passes.rules.shared_x import SharedX
+from nmm_compiler.passes.rules.shared import SharedX
 
 
 class Three(nn.Module):
@@ -64,7 +62,7 @@ def final(name):
     """Say whether a call or a region ends at a node."""
 
     def hit(call, *_):
-        value = call.values[0] if isinstance(call, regions.Region) else call
+        value = call.values[0] if isinstance(call, layout.Region) else call
         return getattr(value, "final", value).name == name
 
     return hit
@@ -82,14 +80,14 @@ FAULTS = {
         LowRank, "check", {"when": lambda r, c, k: k[0].name[:2] == "qb"}, ["lowrank"] * 2,
     ),
     "joining": (SharedX, "combine", {}, ["lowrank"] * 3),
-    "growing regions": (regions, "_read", {}, ["shared_x", "lowrank"]),
+    "growing layout": (layout, "_read", {}, ["shared_x", "lowrank"]),
     "absorbing": (layout, "_absorb_transpose", {}, ["shared_x", "lowrank"]),
     "layout": (layout, "_decide", {"when": second(final("pb"))}, ["shared_x", "lowrank"]),
     "emission": (calls.LowRankCall, "emit", {"when": final("sb"), "at": "after"}, ["shared_x"]),
     "emission of a group": (calls.SharedCall, "emit", {"at": "after"}, ["lowrank"] * 3),
     "emission before": (calls.LowRankCall, "emit", {}, ["shared_x"]),
     "emission of a pointwise operation": (
-        regions.Pointwise, "emit", {"when": final("tanh"), "at": "after"}, ["shared_x", "lowrank"],
+        layout.Pointwise, "emit", {"when": final("tanh"), "at": "after"}, ["shared_x", "lowrank"],
     ),
     "strides": (
         attempt, "settle_strides", {"when": lambda e: e.restrided}, ["shared_x", "lowrank"],

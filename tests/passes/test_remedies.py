@@ -8,7 +8,7 @@ from torch.nn.utils.fusion import fuse_linear_bn_eval
 from torch.utils.checkpoint import checkpoint
 
 import nmm_compiler as nmm
-from nmm_compiler.passes.chains.refusal import REMEDIES
+from nmm_compiler.passes.chains.safety import REMEDIES
 from nmm_compiler.passes.pipeline import explain, rewrite, run
 
 L = F.linear

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import nmm_compiler as nmm
-from nmm_compiler.passes.rules.shared_x import NEAR
+from nmm_compiler.passes.rules.shared import NEAR
 
 
 class Far(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.passes.chains import prices
-from nmm_compiler.passes.chains.product_order import TYPICAL_TOKENS
+from nmm_compiler.passes.chains.prices import TYPICAL_TOKENS
 from nmm_compiler.passes.pipeline import rewrite, run
 from nmm_compiler.prices.ways import ways
 

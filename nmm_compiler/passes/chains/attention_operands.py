@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.refusal import Refusal
+from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.constant_values import constant_value
 from nmm_compiler.passes.graph.effects import fetch_attribute

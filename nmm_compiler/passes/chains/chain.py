@@ -1,7 +1,11 @@
-"""The low-rank chain: two products with constant matrices, and only foldable steps between.
+"""The low-rank chain: two products with constant matrices, and what a kernel computes around them.
 
-`steps` reads the steps between, `read_chain` joins the two products, `epilogue` reads the steps
-after the products, and `safety` refuses chains that must not move.
+`read_chain` joins the two products with foldable steps between; `read_with_function` allows an
+activation or a norm there, `read_summed_chain` the sum over devices of a chain cut by rows.
+`extend` absorbs the steps after a chain: constant bias, scale, activation, in this order.
+`read_projection` reads a value as a projection of some x, a chain or one dense product, for the
+rules of groups (LoRA, gated MLP), and `same_tokens` says whether two read the same x alike.
+`safety` refuses chains that must not move.
 """
 
 from __future__ import annotations
@@ -9,27 +13,44 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import Stage, Weight, is_whole_feature, read_stage
-from nmm_compiler.passes.chains.refusal import Refusal, part_of_one
-from nmm_compiler.passes.chains.steps import Step, Walk, trace_back
+from nmm_compiler.kernels.base import ACTIVATIONS
+from nmm_compiler.passes.chains.linear_map import (
+    Stage,
+    Step,
+    Walk,
+    Weight,
+    affine,
+    is_whole_feature,
+    path_nodes,
+    read_stage,
+    trace_back,
+    trace_on,
+)
+from nmm_compiler.passes.chains.prices import too_wide
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, real_users
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import (
+from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
+    Canonical,
     Cast,
     Form,
     Key,
     Norm,
+    Opaque,
     Product,
     Scale,
     Virtual,
     owner_of,
 )
-from nmm_compiler.passes.graph.views import FEATURE, Dims
+from nmm_compiler.passes.graph.distributed import is_distributed
+from nmm_compiler.passes.graph.torch_names import Call
+from nmm_compiler.passes.graph.views import FEATURE, Dim, Dims
 
 _STEPS_BETWEEN = 4
 _GATED = "an activation multiplies between the products"
@@ -385,3 +406,380 @@ def join_stages(
     return Chain(
         first, second, tuple(steps), second.key, out_dims, nodes, per_token=tuple(per_token)
     )
+
+
+def read_with_function(
+    c: Canonical, key: Key, form: Product, kind: type[Activation] | type[Norm]
+) -> Chain | Refusal | None:
+    """Read the chain with a function of a kind that ends at a product; None where there is none.
+
+    The rank has to save work, r (k + n) < k n: an MLP whose middle is wide is none.
+    """
+    weight_is_rhs = c.is_weight(form.rhs)
+    data = form.lhs if weight_is_rhs else form.rhs
+    if c.is_constant(data) or not (weight_is_rhs or c.is_weight(form.lhs)):
+        return None
+    walk, why = trace_back(c, data)
+    function = c.forms[walk.key]
+    if not isinstance(why, Refusal) or not isinstance(function, kind) or walk.steps:
+        return None
+    inner = _inner_of(c, function)
+    second = read_stage(c, key, form, weight_is_rhs)
+    if inner is None or isinstance(second, Refusal):
+        return None
+    if isinstance(function, Norm) and not _is_over_rank(c, walk, second, function):
+        return None
+    walk.nodes |= c.helpers.get(walk.key, frozenset())
+    if not walk.descend(c, function.value):
+        return None
+    walk, first = trace_on(c, walk)
+    if not isinstance(first, Product) or not is_low(c, first, second):
+        return None
+    found = join_stages(c, second, walk, first)
+    if isinstance(found, Refusal):
+        return found
+    biases = tuple(step for step in found.middle if step.kind == "bias")
+    scaled = [s for s in found.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
+    if scaled or found.per_token or (inner.gain is not None and biases):
+        what = "activation" if inner.gain is None else "norm"
+        return Refusal(
+            "between",
+            f"a factor{'' if inner.gain is None else ' or a bias'} stands before the {what} "
+            "between the products",
+            walk.key,
+        )
+    return dataclasses.replace(found, middle=biases, inner=inner)
+
+
+def _inner_of(c: Canonical, function: Activation | Norm) -> Inner | None:
+    if isinstance(function, Activation):
+        return Inner(function.name) if function.name in ACTIVATIONS else None
+    eps = function.eps
+    if eps is None and c.dtype(function.value) == torch.float32:
+        eps = torch.finfo(torch.float32).eps  # what F.rms_norm takes then
+    if function.kind != "rms" or function.bias is not None or function.weight is None:
+        return None
+    return None if eps is None else Inner(gain=function.weight, eps=eps)
+
+
+def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
+    """Return whether a norm's last axis is what the second product contracts, all of it."""
+    shape = c.shape(walk.key)
+    if not shape or shape[-1] != second.weight.k or c.shape(norm.value) != shape:
+        return False
+    last = views.identity(shape)[-1]
+    contracted = [
+        walk.dims[i]
+        for i, dim in enumerate(second.x_dims)
+        if dim and is_whole_feature(dim, second.weight.k)
+    ]
+    base, dims = c.base(norm.value)
+    same = views.identity(c.shape(base) or ())
+    return contracted == [last] and bool(dims) and dims[-1] in same
+
+
+def read_summed_chain(c: Canonical, key: Key, form: Product) -> Chain | None:
+    """Read the chain that ends at a product and sums over the devices between its products."""
+    node, dims = c.base(form.lhs)
+    source = _summed(c, node)
+    shape = c.shape(node)
+    if source is None or shape is None or dims != views.identity(shape):
+        return None
+    second = read_stage(c, key, form, True)
+    walk, inner = trace_back(c, source)
+    if isinstance(second, Refusal) or isinstance(inner, Refusal) or walk.steps:
+        return None
+    assert isinstance(node, fx.Node)
+    walk.nodes.add(node)
+    chain = join_stages(c, second, walk, inner)
+    if isinstance(chain, Refusal) or not _cut_by_rows(c, chain):
+        return None
+    return dataclasses.replace(chain, nodes=chain.nodes | {node})
+
+
+def devices_of(c: Canonical, chain: Chain) -> tuple[int, str]:
+    """Return how many devices sum, and the name of their process group."""
+    mesh = _tensor(c, chain.first.x).device_mesh
+    return int(mesh.size()), str(mesh.get_group().group_name)
+
+
+def _summed(c: Canonical, node: Key) -> fx.Node | None:
+    """Return the value whose sum over the devices a node is."""
+    form = c.forms[node]
+    if not (isinstance(form, Opaque) and form.name == "redistribute" and isinstance(node, fx.Node)):
+        return None
+    source = Call(node, form.name).get(0, "self")
+    if not isinstance(source, fx.Node):
+        return None
+    old, new = c.tensor(source), c.tensor(node)
+    if not (is_distributed(old) and is_distributed(new)):
+        return None
+    before, after = _tensor(c, source), _tensor(c, node)
+    if before.device_mesh != after.device_mesh or before.device_mesh.ndim != 1:
+        return None
+    (was,), (now,) = before.placements, after.placements
+    summed = was.is_partial() and getattr(was, "reduce_op", "") == "sum" and now.is_replicate()
+    return source if summed else None
+
+
+def _cut_by_rows(c: Canonical, chain: Chain) -> bool:
+    """Return whether x and u are cut evenly by inputs, and v is whole."""
+    x, u, v = (_tensor(c, one) for one in (chain.first.x, chain.u.key, chain.v.key))
+    if not all(is_distributed(one) for one in (x, u, v)):
+        return False
+    rows = 0 if chain.u.layout == "row" else 1
+    even = x.shape[-1] == chain.u.k and chain.u.k % x.device_mesh.size() == 0
+    return (
+        even
+        and x.placements[0].is_shard(x.ndim - 1)
+        and u.placements[0].is_shard(rows)
+        and v.placements[0].is_replicate()
+    )
+
+
+def _tensor(c: Canonical, key: Key) -> Any:
+    return c.tensor(key)
+
+
+EPILOGUES = ("relu", "silu", "gelu", "gelu_tanh")
+
+
+def _reader(c: Canonical, key: Key) -> Key | None:
+    """Return the one value computed from `key`, None when there are several or none."""
+    if isinstance(key, Virtual):
+        return key.owner
+    users = real_users(key)
+    if len(users) > 1:  # several steps of one activation that is spelled out
+        ends = {c.part_of.get(user, user) for user in users}
+        (end,) = ends if len(ends) == 1 else (None,)
+        return end if end in c.helpers else None
+    return users[0] if len(users) == 1 and users[0].op != "output" else None
+
+
+def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
+    """Absorb constant bias, scale and activation after the chain, as far as they have no others."""
+    if chain.per_token:
+        return _with_own_bias(c, chain)
+    base, base_dims = chain.out, chain.out_dims
+    pending: set[fx.Node] = set()
+    key: Key = chain.out
+    n = chain.v.n
+    while True:
+        reader = _reader(c, key)
+        if reader is None or reader in c.effects.writers:
+            return chain
+        if c.is_view_of(owner_of(reader), key):
+            if c.base(reader)[0] != base:
+                return chain
+            pending.add(owner_of(reader))
+            key = reader
+            continue
+        form = c.forms.get(reader)  # no reader for a view of another value that names this one
+        dims = views.compose(c.base(key)[1], base_dims)
+        if dims is None:
+            return chain
+        new: Chain | None = None
+        if isinstance(key, Virtual) and isinstance(form, Add):
+            steps = _after_steps(c, reader, form, key, dims, n)
+            if steps is None and not isinstance(form.b, float):
+                factor = (Step("scale", form.alpha),) if form.alpha != 1.0 else ()
+                return dataclasses.replace(
+                    chain,
+                    after=(*chain.after, *factor),
+                    addend=(form.b, form.beta),
+                    out=reader,
+                    out_dims=dims,
+                    nodes=chain.nodes | {owner_of(reader)},
+                )
+        if isinstance(form, Activation) and form.name in EPILOGUES and activations:
+            new = dataclasses.replace(chain, activation=form.name)
+        elif isinstance(form, (Scale, Add)):
+            steps = _after_steps(c, reader, form, key, dims, n)
+            if steps is not None and not (_keeps_its_scale(chain) and any(map(_scales, steps))):
+                new = dataclasses.replace(chain, after=(*chain.after, *steps))
+        if new is None or c.dtype(reader) != c.dtype(chain.out):
+            return chain
+        nodes = chain.nodes | pending | {owner_of(reader)} | c.helpers.get(reader, frozenset())
+        chain = dataclasses.replace(new, out=reader, out_dims=dims, nodes=nodes)
+        if chain.activation != "identity":
+            return chain
+        base, base_dims, key, pending = reader, dims, reader, set()
+
+
+def _keeps_its_scale(chain: Chain) -> bool:
+    """Return whether a scale of the result is none of the first factor, or not of it alone."""
+    return bool(chain.base or chain.more or chain.inner)
+
+
+def _with_own_bias(c: Canonical, chain: Chain) -> Chain:
+    """Return a chain that a factor of tokens multiplies, with the bias of its last operation.
+
+    The bias comes behind the factor, so it stays outside of the kernel.
+    """
+    form = c.forms[owner_of(chain.out)] if isinstance(chain.out, Virtual) else None
+    if not isinstance(form, Add) or form.a is not chain.out or isinstance(form.b, float):
+        return chain
+    if isinstance(form.b, Virtual) and form.b.attribute is None:
+        return chain
+    scale = (Step("scale", form.alpha),) if form.alpha != 1.0 else ()
+    node = owner_of(chain.out)
+    return dataclasses.replace(
+        chain, after=(*chain.after, *scale), addend=(form.b, form.beta), out=node
+    )
+
+
+def _scales(step: Step) -> bool:
+    return step.kind == "scale" and step.number != 1.0
+
+
+def _after_steps(
+    c: Canonical, reader: Key, form: Scale | Add, key: Key, dims: Dims, n: int
+) -> list[Step] | None:
+    found = affine(c, reader, form)
+    if found is None or found[0] != key:
+        return None
+    steps: list[Step] = []
+    for step in reversed(found[1]):
+        if step.kind in ("vector", "token") or (step.kind == "scale" and step.key is not None):
+            return None
+        if step.kind == "bias":
+            moved = views.compose(step.dims, dims)
+            if moved is None or not is_whole_feature(tuple(a for d in moved for a in d), n):
+                return None
+        steps.append(step)
+    return steps
+
+
+@dataclass(frozen=True)
+class Projection:
+    """x times one or two weights, then affine steps; out_dims over the tokens of `first`."""
+
+    first: Stage
+    weights: tuple[Weight, ...]
+    middle: tuple[Step, ...]
+    after: tuple[Step, ...]
+    out: Key
+    out_dims: Dims
+    nodes: frozenset[fx.Node]
+    chain: Chain | None = None
+
+    @property
+    def k(self) -> int:
+        """Return the input features."""
+        return self.weights[0].k
+
+    @property
+    def n(self) -> int:
+        """Return the output features."""
+        return self.weights[-1].n
+
+    @property
+    def low_rank(self) -> bool:
+        """Return whether there are two factors."""
+        return len(self.weights) == 2
+
+    def only_bias(self) -> bool:
+        """Return whether nothing but biases surrounds the products."""
+        steps = (*self.middle, *self.after)
+        return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
+
+    def keys(self) -> list[Key]:
+        """Return the values that the projection reads."""
+        steps = (*self.middle, *self.after)
+        keys: list[Key] = [self.first.x, *(w.key for w in self.weights)]
+        return keys + [s.key for s in steps if s.key is not None]
+
+
+def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection | None:
+    """Read a value as a projection; None when it is none.
+
+    inputs: the factors of a low-rank one may be inputs of the graph.
+    """
+    walk, form = trace_back(c, key)
+    if isinstance(form, Refusal):
+        return None
+    chain = read_chain(c, walk.key, form, inputs)
+    if isinstance(chain, Chain) and chain.per_token:
+        return None
+    if isinstance(chain, Chain) and not too_wide(c, chain.first, chain.u.n, chain.v.n, walk.key):
+        stage, middle = chain.first, chain.middle
+        weights: tuple[Weight, ...] = (chain.u, chain.v)
+        inner_dims, nodes = chain.out_dims, chain.nodes
+    else:
+        chain = None
+        constant = (c.is_constant(form.lhs), c.is_constant(form.rhs))
+        if not any(constant):
+            constant = (c.is_weight(form.lhs), c.is_weight(form.rhs))
+        if not any(constant):
+            return None
+        weight_is_rhs = constant[1]  # when both are inputs of the graph, x stands on the left
+        read = read_stage(c, walk.key, form, weight_is_rhs)
+        if isinstance(read, Refusal) or part_of_one(read.x) is not None:
+            return None
+        stage, weights, middle = read, (read.weight,), ()
+        inner_dims, nodes = read.out_dims, read.nodes
+    out_dims = views.compose(walk.dims, inner_dims)
+    if out_dims is None:
+        return None
+    after: list[Step] = []
+    for step in reversed(walk.steps):
+        moved = views.compose(step.dims, inner_dims)
+        if moved is None:
+            return None
+        if step.kind != "scale" and not is_whole_feature(
+            tuple(a for d in moved for a in d), weights[-1].n
+        ):
+            return None
+        if step.kind in ("vector", "token"):
+            return None
+        after.append(step)
+    covered = nodes | frozenset(walk.nodes) | path_nodes(c, key)
+    return Projection(stage, weights, middle, tuple(after), key, out_dims, covered, chain)
+
+
+def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
+    """Express dims over a stage's tokens by the axes of the value that x is a view of."""
+    _, view = c.base(stage.x)
+    tokens: dict[int, Dim] = {}
+    for own, over in zip(stage.x_dims, view, strict=True):
+        if own and own[0].axis != FEATURE:
+            tokens[own[0].axis] = over
+    out: list[Dim] = []
+    for dim in dims:
+        atoms: list[views.Atom] = []
+        for atom in dim:
+            if atom.axis == FEATURE:
+                atoms.append(atom)
+                continue
+            part = views.compose(((views.Atom(0, atom.size, atom.inner),),), (tokens[atom.axis],))
+            if part is None:
+                return None
+            atoms.extend(part[0])
+        out.append(views.coalesce(atoms))
+    return tuple(out)
+
+
+def features_over_base(c: Canonical, stage: Stage) -> Dim:
+    """Return the features that a stage contracts, by the axes of the value that x is a view of."""
+    _, view = c.base(stage.x)
+    pieces = [
+        (int(own[0].inner), over)
+        for own, over in zip(stage.x_dims, view, strict=True)
+        if own and own[0].axis == FEATURE
+    ]
+    return views.coalesce([a for _, over in sorted(pieces, key=lambda p: -p[0]) for a in over])
+
+
+def same_x(c: Canonical, one: Stage, two: Stage) -> bool:
+    """Return whether two stages read the same features of the same value."""
+    if c.base(one.x)[0] is not c.base(two.x)[0]:
+        return False
+    return features_over_base(c, one) == features_over_base(c, two)
+
+
+def same_tokens(c: Canonical, one: Stage, one_dims: Dims, two: Stage, two_dims: Dims) -> bool:
+    """Return whether two results lie over the tokens of the same x in the same way."""
+    if not same_x(c, one, two):
+        return False
+    left, right = over_base(c, one, one_dims), over_base(c, two, two_dims)
+    return left is not None and left == right

@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Add, Cast, Key, Norm, Scale, owner_of
+from nmm_compiler.passes.graph.canonical import Add, Canonical, Cast, Key, Norm, Scale, owner_of
 from nmm_compiler.passes.graph.norms import is_last
 
 

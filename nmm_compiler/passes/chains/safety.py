@@ -1,4 +1,7 @@
-"""Reasons against replacing nodes by one call at the place of the last one.
+"""Why a place is no match, and the checks against replacing nodes by one call at the last one.
+
+A rule refuses with a code, a reason and the value where its walk stopped. `Declined` adds the
+operation, its line in the model's source, and the remedy of the code.
 
 `unsafe` checks the reasons against any replacement: other users of inner values, devices, tensor
 subclasses, and writes or edges of regions that the move would cross (`crossed`). `refuse` adds the
@@ -8,21 +11,81 @@ dtypes of kernels. `prices.too_wide` checks the cost.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.graph.canonical import PLAIN, Canonical
-from nmm_compiler.passes.graph.canonical_forms import (
+from nmm_compiler.passes.graph.canonical import (
+    PLAIN,
+    Canonical,
     Cast,
     Key,
     Leaf,
     Product,
+    Virtual,
     owner_of,
 )
 from nmm_compiler.passes.graph.distributed import is_distributed
 from nmm_compiler.passes.graph.effects import is_ignorable
+
+REMEDIES: dict[str, str] = {
+    "other_user": "let only the chain read its inner values",
+    "mutation": "use the functional form, or write before or after the chain",
+    "region": "keep both products on one side of the region, transform or graph break",
+    "dtype": "keep one dtype through the chain: bfloat16, float16 or float32",
+    "device": "keep plain tensors on one device, or cut both factors over the devices alike",
+    "rank_too_large": "use a smaller rank, or store one dense weight",
+    "other_x": "feed both products the same tensor, in one dtype",
+    "order": "write (x @ u) @ v, or set Options(reassociate=True)",
+    "weight": "store each factor as one 2-D parameter or buffer of static size",
+    "training": "call model.eval()",
+    "shape": "keep tokens and features apart: contract exactly what the first product made",
+    "between": "do it before the first product or behind the second, or fold it into a factor once",
+    "slower": "nothing: the graph runs as it is written",
+    "no_kernel": "nothing: PyTorch computes it",
+    "pattern": "change the model, or the rule's pattern or condition",
+    "internal": "report it with the command that the warning names",
+}
+"""What would have to change, by the code of a refusal; the nearest miss comes first."""
+
+_RANK = {code: rank for rank, code in enumerate(REMEDIES)}
+
+
+def distance(code: str) -> int:
+    """Return how far a refusal is from a match, as a rank; a user's own codes rank last."""
+    return _RANK.get(code, len(_RANK))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a place is no match of a rule: a code, a reason, and the value where the walk stopped.
+
+    remedy: what would have to change; by default that of the code.
+    report_even_if_superseded: the report has it even where another rule takes the place. agreed:
+    for a place that is no match of a pattern, how many of its values agree; where the rule matches
+    nothing, the report shows the place with most of them.
+    """
+
+    code: str
+    reason: str
+    key: Key
+    remedy: str = ""
+    report_even_if_superseded: bool = False
+    agreed: int = 0
+
+    @property
+    def node(self) -> fx.Node:
+        """Return the fx node to blame."""
+        return owner_of(self.key)
+
+
+def part_of_one(key: Key) -> Refusal | None:
+    """Refuse a value inside one operation of several products: no node of the graph holds it."""
+    if not isinstance(key, Virtual) or key.attribute is not None:
+        return None
+    return Refusal("between", "the two products are a part of one operation of more", key)
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

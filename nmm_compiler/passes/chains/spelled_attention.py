@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.refusal import Refusal
+from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.torch_names import target_name
 

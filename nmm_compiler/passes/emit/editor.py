@@ -14,10 +14,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from nmm_compiler.passes.chains.refusal import Refusal
+from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Key, Virtual
+from nmm_compiler.passes.graph.canonical import Canonical, Key, Virtual
 from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size

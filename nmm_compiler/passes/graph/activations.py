@@ -16,8 +16,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical, View
-from nmm_compiler.passes.graph.canonical_forms import Activation
+from nmm_compiler.passes.graph.canonical import Activation, Canonical, View
 from nmm_compiler.passes.graph.torch_names import target_name
 
 _POINTS = (-6.0, -2.5, -1.0, -0.3, 0.2, 0.7, 1.5, 4.0)

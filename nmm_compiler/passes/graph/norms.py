@@ -13,8 +13,16 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Add, Cast, Form, Key, Norm, Scale, owner_of
+from nmm_compiler.passes.graph.canonical import (
+    Add,
+    Canonical,
+    Cast,
+    Form,
+    Key,
+    Norm,
+    Scale,
+    owner_of,
+)
 from nmm_compiler.passes.graph.torch_names import Call, target_name
 
 _ENDS = frozenset({"mul", "div", "add"})

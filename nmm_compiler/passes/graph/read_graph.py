@@ -18,12 +18,21 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.activations import Spelled
-from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Result, View
-from nmm_compiler.passes.graph.canonical_forms import Cast, Key, Leaf, Opaque, Product, Virtual
+from nmm_compiler.passes.graph.canonical import (
+    PLAIN,
+    Canonical,
+    Cast,
+    Key,
+    Leaf,
+    Opaque,
+    Product,
+    Result,
+    View,
+    Virtual,
+)
 from nmm_compiler.passes.graph.effects import ANYTHING, fetch_attribute, is_pure, storages_of
 from nmm_compiler.passes.graph.norms import spelled_norm
-from nmm_compiler.passes.graph.read_operations import TABLE
-from nmm_compiler.passes.graph.torch_modules import read_module
+from nmm_compiler.passes.graph.read_operations import TABLE, read_module
 from nmm_compiler.passes.graph.torch_names import (
     Call,
     changes_gradient,

@@ -21,15 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nmm_compiler.errors import PatternError
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.chains.safety import unsafe
+from nmm_compiler.passes.chains.safety import Refusal, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Key
+from nmm_compiler.passes.graph.canonical import Canonical, Key
 from nmm_compiler.passes.graph.views import Dims
-from nmm_compiler.passes.patterns.pattern import Parameters, Pattern, read_pattern, readings
-from nmm_compiler.passes.patterns.unify import Found, Unifier
+from nmm_compiler.passes.patterns.unify import (
+    Found,
+    Parameters,
+    Pattern,
+    Unifier,
+    read_pattern,
+    readings,
+)
 from nmm_compiler.passes.rules.base import Match, Rule
 
 Where = Callable[..., bool | str]

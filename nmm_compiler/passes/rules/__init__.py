@@ -4,8 +4,7 @@ A rule of your own needs `Rule` or `rule`, `Match`, `Refusal`, and the safety ch
 rules: `unsafe` for any replacement, `refuse` for one by a kernel.
 """
 
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.chains.safety import refuse, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, refuse, unsafe
 from nmm_compiler.passes.patterns.two_functions import rule
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
 

@@ -11,12 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.between_function import read_with_function
-from nmm_compiler.passes.chains.chain import Chain
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.emit.fused_calls import LowRankCall
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Activation, Product, owner_of
+from nmm_compiler.passes.chains.chain import Chain, read_with_function
+from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.emit.calls import LowRankCall
+from nmm_compiler.passes.graph.canonical import Activation, Canonical, Product, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import check_chain, products_at
 

@@ -29,12 +29,10 @@ from nmm_compiler.passes.chains.attention_operands import (
     read_mask,
     rotation,
 )
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.chains.safety import refuse
+from nmm_compiler.passes.chains.safety import Refusal, refuse
 from nmm_compiler.passes.chains.spelled_attention import spelled_out
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Opaque, Product
+from nmm_compiler.passes.graph.canonical import Canonical, Opaque, Product
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import Match, Rule
 

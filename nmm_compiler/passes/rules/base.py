@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from nmm_compiler.passes.chains.prices import call_ways, predicted_info, slower
-from nmm_compiler.passes.chains.refusal import REMEDIES, Refusal
-from nmm_compiler.passes.emit.call_prices import spec_of
+from nmm_compiler.passes.chains.safety import REMEDIES, Refusal
+from nmm_compiler.passes.emit.calls import spec_of
 
 if TYPE_CHECKING:
     from nmm_compiler.passes.emit.editor import Editor

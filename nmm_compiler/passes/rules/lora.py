@@ -22,19 +22,14 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain
-from nmm_compiler.passes.chains.epilogue import extend
-from nmm_compiler.passes.chains.linear_map import path_nodes
+from nmm_compiler.passes.chains.chain import Chain, Projection, extend, read_projection, same_tokens
+from nmm_compiler.passes.chains.linear_map import Step, path_nodes
 from nmm_compiler.passes.chains.prices import too_wide
-from nmm_compiler.passes.chains.projections import Projection, read_projection, same_tokens
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.chains.safety import real_users, refuse
-from nmm_compiler.passes.chains.steps import Step
+from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
+from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.emit.fused_calls import LowRankCall
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Add, Key, Leaf, Scale, Virtual, owner_of
+from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Leaf, Scale, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import chain_operands
 

@@ -14,17 +14,13 @@ import torch
 from torch import fx
 
 from nmm_compiler.ops.registration import is_reference
-from nmm_compiler.passes.chains.chain import Chain, read_chain
-from nmm_compiler.passes.chains.epilogue import extend
-from nmm_compiler.passes.chains.over_ranks import read_summed_chain
+from nmm_compiler.passes.chains.chain import Chain, extend, read_chain, read_summed_chain
 from nmm_compiler.passes.chains.prices import too_wide
-from nmm_compiler.passes.chains.refusal import Refusal, part_of_one
-from nmm_compiler.passes.chains.safety import refuse, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, unsafe
+from nmm_compiler.passes.emit.calls import LowRankCall, RowsCall
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
-from nmm_compiler.passes.emit.fused_calls import LowRankCall
-from nmm_compiler.passes.emit.ranks_call import RowsCall
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import (
+from nmm_compiler.passes.graph.canonical import (
+    Canonical,
     Key,
     Product,
     Virtual,

@@ -14,13 +14,12 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.between_function import read_with_function
-from nmm_compiler.passes.chains.chain import Chain
+from nmm_compiler.passes.chains.chain import Chain, read_with_function
 from nmm_compiler.passes.chains.linear_map import read_stage
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.emit.fused_calls import LowRankCall
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import (
+from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.emit.calls import LowRankCall
+from nmm_compiler.passes.graph.canonical import (
+    Canonical,
     Cast,
     Key,
     Norm,

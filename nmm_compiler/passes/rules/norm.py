@@ -17,13 +17,11 @@ from torch import fx
 
 from nmm_compiler.passes.chains.norm_before import NormBefore, read_norm
 from nmm_compiler.passes.chains.prices import tokens_to_judge
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.chains.safety import DTYPES, crossed, real_users, unsafe
+from nmm_compiler.passes.chains.safety import DTYPES, Refusal, crossed, real_users, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.kernel_calls import KernelCall, call_us, kernel_call, pass_us
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Opaque, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Opaque, owner_of
 from nmm_compiler.passes.rules.base import Match, Rule
 
 

@@ -18,18 +18,13 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, join_stages
-from nmm_compiler.passes.chains.epilogue import extend
-from nmm_compiler.passes.chains.linear_map import Stage, Weight, path_nodes, read_stage
-from nmm_compiler.passes.chains.prices import tokens_to_judge, too_wide
-from nmm_compiler.passes.chains.product_order import Cost
-from nmm_compiler.passes.chains.refusal import Refusal, part_of_one
-from nmm_compiler.passes.chains.safety import real_users, refuse
-from nmm_compiler.passes.chains.steps import trace_back
-from nmm_compiler.passes.emit.fused_calls import LowRankCall
+from nmm_compiler.passes.chains.chain import Chain, extend, join_stages
+from nmm_compiler.passes.chains.linear_map import Stage, Weight, path_nodes, read_stage, trace_back
+from nmm_compiler.passes.chains.prices import Cost, tokens_to_judge, too_wide
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, real_users, refuse
+from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Key, Product, Virtual, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import FEATURE
 from nmm_compiler.passes.rules.base import KernelRule, Match

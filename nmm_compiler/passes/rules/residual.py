@@ -17,13 +17,11 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.prices import tokens_to_judge
-from nmm_compiler.passes.chains.refusal import Refusal
-from nmm_compiler.passes.chains.safety import DTYPES, real_users, unsafe
+from nmm_compiler.passes.chains.safety import DTYPES, Refusal, real_users, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.emit.kernel_calls import KernelCall, call_us, kernel_call, pass_us
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical
-from nmm_compiler.passes.graph.canonical_forms import Add, Key, owner_of
+from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, owner_of
 from nmm_compiler.passes.graph.views import Dims, Size
 from nmm_compiler.passes.rules.base import Match, Rule
 

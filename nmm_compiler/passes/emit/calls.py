@@ -1,0 +1,1126 @@
+"""The kernel calls that matches emit; their layouts are assigned later.
+
+Constants around the products are folded into a kernel's operands: factors, one bias, one scale.
+Nodes of the graph compute the folded operands at each call from the stored weights, so they follow
+updates of a weight, and gradients reach it.
+
+Weights stored in eight bits are read as they are:
+
+    mul(clamp(to(view(bytes, float8_e4m3fn), bfloat16), -240, 240), scale)   ->   bytes, scale
+
+The clamp says that the bytes mean the same in NKI's float8_e4m3, which ends at 240. Where a kernel
+cannot read the bytes, the weight is made of them at each call, and the report says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
+from nmm_compiler.ops.scaled import SUFFIX
+from nmm_compiler.passes.chains.chain import Chain, devices_of
+from nmm_compiler.passes.chains.linear_map import Step, Weight, is_whole_feature
+from nmm_compiler.passes.chains.prices import Cost, order, tokens_to_judge
+from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.emit.editor import WEIGHT_ONLY, Editor, NotEmittedError, aten
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import (
+    Canonical,
+    Cast,
+    Key,
+    Leaf,
+    Opaque,
+    Scale,
+    Virtual,
+    owner_of,
+)
+from nmm_compiler.passes.graph.distributed import is_distributed, local_part
+from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
+
+if TYPE_CHECKING:
+    from nmm_compiler.passes.chains.chain import Projection
+
+
+STORED_FP8 = torch.float8_e4m3fn
+NAMES = {
+    STORED_FP8: "fp8",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
+# dtypes of x that TensorE multiplies by fp8
+X_DTYPES = (torch.bfloat16, torch.float16)
+_BYTES_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A weight as stored: values (fp8, or the bytes of it), and the scale that multiplies them.
+
+    Both are leaves of the graph, so that a call may read them wherever it stands.
+    """
+
+    values: Key
+    scale: Key
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a call reads its weights of eight bits.
+
+    stored: of each weight in order; empty where they are dequantized, and then `reason` says why.
+    format: their common format, or "" for no weights of eight bits.
+    """
+
+    format: str = ""
+    stored: tuple[Bytes, ...] = ()
+    reason: str = ""
+
+    @property
+    def info(self) -> dict[str, str]:
+        """Return what a match's data says of weights that are read as stored."""
+        return {"weights": self.format} if self.stored else {}
+
+    @property
+    def note(self) -> str:
+        """Return what a report says of them, "" without such weights."""
+        if self.stored:
+            return f"{self.format} factors are read as stored: a byte an element"
+        if self.format:
+            return f"{self.format} factors are dequantized at each call: {self.reason}"
+        return ""
+
+
+PLAIN = Kept()
+"""Of a call without weights of eight bits."""
+
+
+def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
+    """Return (format, how a weight of eight bits is stored or why no kernel reads it so).
+
+    None for a weight of another kind.
+    """
+    key, scale, bound = weight.key, None, False
+    for _ in range(_BYTES_STEPS):
+        form = c.forms.get(key)
+        if isinstance(form, Leaf):
+            break
+        inner: Key | None = None
+        if isinstance(form, Scale) and scale is None and not isinstance(form.factor, float):
+            sides = (form.value, form.factor)
+            inner = next((s for s in sides if c.shape(s) == c.shape(key)), None)
+            scale = form.factor if inner is form.value else form.value
+        elif isinstance(form, Cast):
+            inner = form.value
+        elif isinstance(form, Opaque) and isinstance(key, fx.Node):
+            limits = [key.kwargs.get("min"), key.kwargs.get("max")]
+            limits = [a for a in (*key.args[1:], *limits) if a is not None]
+            if form.name in ("clamp", "clip") and limits == [-FP8_MAX, FP8_MAX]:
+                inner, bound = form.inputs[0], True
+        if inner is None or c.base(inner)[1] != views.identity(c.shape(key) or ()):
+            return None
+        key = c.base(inner)[0]
+    dtype = c.dtype(key)
+    if not isinstance(c.forms.get(key), Leaf) or dtype not in NAMES:
+        return None
+    return NAMES[dtype], _stored(c, weight, key, scale, bound)
+
+
+def _stored(
+    c: Canonical, weight: Weight, values: Key, scale: Key | None, bound: bool
+) -> Bytes | str:
+    if c.dtype(values) != STORED_FP8:
+        return "no kernel multiplies such numbers; quantize_factors(model, 'fp8') is kept"
+    if not bound:
+        return (
+            "numbers of float8_e4m3fn may lie beyond 240, where NKI's float8_e4m3 ends; quantize "
+            "to 240 and clamp(-240, 240) what is cast, as nmm.quantize_factors does"
+        )
+    if scale is None or not isinstance(c.form(scale), Leaf):
+        return "its scale is no stored tensor that multiplies the weight"
+    if is_distributed(c.tensor(values)):
+        return "its bytes are cut over devices"
+    outputs = weight.n if weight.layout == "row" else 1
+    shapes = [(1,), (1, 1), (outputs,), (1, outputs)]
+    if weight.layout == "col":
+        shapes = [(1,), (1, 1), (weight.n, 1)]
+    if c.shape(values) != weight.stored or c.shape(scale) not in shapes:
+        return "its scale is not one number, or one for each output"
+    source = owner_of(values)
+    if source.op not in ("placeholder", "get_attr"):  # bytes seen as fp8
+        inner = source.args[0] if source.args else None
+        if not isinstance(inner, fx.Node) or c.shape(inner) != c.shape(values):
+            return "its bytes are a part of a stored tensor"
+        values = inner
+    if any(owner_of(k).op not in ("placeholder", "get_attr") for k in (values, c.base(scale)[0])):
+        return "its bytes or its scale are no stored tensors"
+    return Bytes(values, c.base(scale)[0])
+
+
+def keep(c: Canonical, weights: Sequence[Weight], dtype: torch.dtype | None, why: str) -> Kept:
+    """Return how a call that computes in a dtype reads its weights.
+
+    why: a reason of the call's own against kernels of fp8 weights, or "".
+    """
+    if any(weight.factors for weight in weights):
+        return PLAIN
+    read = [read_bytes(c, weight) for weight in weights]
+    found = [one for one in read if one is not None]
+    if not found:
+        return PLAIN
+    format = found[0][0]
+    reasons = [stored for _, stored in found if isinstance(stored, str)]
+    if reasons:
+        return Kept(format, (), reasons[0])
+    stored = tuple(stored for _, stored in found if isinstance(stored, Bytes))
+    if len(found) < len(weights):
+        why = why or "the call has other weights, too"
+    if not c.chip.float8_kernels:
+        why = f"{c.chip.name} has no fp8 kernels; trn2 and trn3 have"
+    if dtype not in X_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        why = why or f"x is {name}; cast the model to bfloat16"
+    return Kept(format, () if why else stored, why)
+
+
+def beside_products(chain: Chain) -> str:
+    """Return what stands around the products of a chain that no kernel of fp8 weights computes."""
+    steps = (*chain.middle, *chain.after)
+    if chain.base is not None or chain.more:
+        return "the products of a base, or of several adapters, are added"
+    if chain.middle or chain.inner is not None:
+        return "something stands between the products"
+    if any(s.kind != "bias" and (s.key is not None or s.number != 1.0) for s in steps):
+        return "a scale stands behind the products"
+    return ""
+
+
+def kept_together(rule: str, each: Sequence[Kept]) -> Kept:
+    """Return how a call of several chains reads their weights: every u, then every v."""
+    named = [kept for kept in each if kept.format]
+    if not named:
+        return PLAIN
+    if not all(kept.stored for kept in each):
+        why = next(
+            (kept.reason for kept in named if kept.reason), "the call has other weights, too"
+        )
+        return Kept(named[0].format, (), why)
+    firsts = each[:1] if rule == "shared_u" else each
+    stored = (*(kept.stored[0] for kept in firsts), *(kept.stored[1] for kept in each))
+    return Kept(named[0].format, stored)
+
+
+def kept_of_gated(c: Canonical, gated: Any) -> Kept:
+    """Return how the call of a gated MLP reads its weights."""
+    projections = gated.projections()
+    weights = [w for p in projections for w in p.weights]
+    plain = all(p.only_bias() and not p.middle for p in projections)
+    why = "" if plain else "something beside biases stands around a projection"
+    return keep(c, weights, c.dtype(gated.node), why)
+
+
+@dataclass
+class Source:
+    """The data operand of a call: a value, and its dimensions over tokens and FEATURE."""
+
+    key: Key
+    dims: Dims
+    k: int
+
+    def tokens(self) -> Dims:
+        """Return the token dimensions in the order they have in the value."""
+        out: list[Dim] = []
+        for dim in self.dims:
+            rest = tuple(a for a in dim if a.axis != FEATURE)
+            if rest or not dim:
+                out.append(rest)
+        if self.k == 1 and out and out[-1] == ():
+            out.pop()  # the feature dimension itself, of size 1
+        return tuple(out)
+
+    def is_row(self) -> bool:
+        """Return whether the value is [tokens..., k] as it is."""
+        return bool(self.dims) and is_whole_feature(self.dims[-1], self.k)
+
+    def is_col(self) -> bool:
+        """Return whether the value is [k, tokens] as it is."""
+        return (
+            len(self.dims) == 2
+            and is_whole_feature(self.dims[0], self.k)
+            and not any(a.axis == FEATURE for a in self.dims[1])
+            and not is_whole_feature(self.dims[1], self.k)
+        )
+
+
+def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> Source:
+    """Return the operand, or the tensor that it is a view or copy of, if that needs no transpose.
+
+    The call reads that tensor at its own place, so nothing may write to it in between.
+    """
+    here = Source(key, dims, k)
+    base, inner = c.base(key)
+    if base is key or isinstance(base, Virtual):
+        return here
+    inverse = _invert(inner, dims, c.shape(base) or ())
+    if inverse is None:
+        return here
+    below = Source(base, inverse, k)
+    if not below.is_col() and not below.is_row():
+        return here
+    position = c.effects.position
+    seen = [owner_of(k) for k in c.through(key)]
+    start = min(position[node] for node in seen)
+    if c.effects.crossed_write(start - 1, position[final], [base, *seen]) is not None:
+        return here
+    return below
+
+
+def _invert(inner: Dims, dims: Dims, shape: tuple[Size, ...]) -> Dims | None:
+    """Given a value as dims over a base, and as dims over tokens, return the base over tokens."""
+    pieces: dict[int, list[tuple[Atom, Dim]]] = {}
+    for over_base, over_tokens in zip(inner, dims, strict=True):
+        if not over_base:
+            if over_tokens:
+                return None
+            continue
+        sizes = [a.size for a in over_base]
+        split = views.reshape((over_tokens,), sizes)
+        if split is None or any(a.axis < 0 for a in over_base):
+            return None
+        for atom, part in zip(over_base, split, strict=True):
+            pieces.setdefault(atom.axis, []).append((atom, part))
+    out: list[Dim] = []
+    for axis, size in enumerate(shape):
+        if size == 1:
+            out.append(())
+            continue
+        own = pieces.get(axis, [])
+        rest: Size = size
+        atoms: list[Atom] = []
+        while rest != 1:
+            index = next(
+                (i for i, (a, _) in enumerate(own) if views.times(a.inner, a.size) == rest), None
+            )
+            if index is None:
+                return None
+            atom, part = own.pop(index)
+            atoms.extend(part)
+            rest = atom.inner
+        out.append(tuple(atoms))
+    return tuple(out)
+
+
+def feature_axis(size: int) -> Dim:
+    """Return the dimension of a whole feature axis."""
+    return () if size == 1 else (Atom(FEATURE, size, 1),)
+
+
+def source_over_raw(c: Canonical, made: Any, reader: Any) -> Source | None:
+    """Return a reader's x as a [features, tokens] result, None when it does not fit.
+
+    made: a Call or a pointwise operation of a region. reader: anything with a `source`.
+    """
+    base, view = c.base(reader.source.key)
+    if base is not made.final or made.n != reader.source.k:
+        return None
+    lead = made.source.tokens() if made.lead is None else made.lead
+    flat = tuple(a for d in lead for a in d)
+    pieces: dict[int, list[tuple[Atom, Atom]]] = {}
+    inner: Size = 1
+    for atom in reversed(flat):
+        pieces.setdefault(atom.axis, []).append((atom, Atom(1, atom.size, inner)))
+        inner = views.times(inner, atom.size)
+    axes: dict[int, Dim] = {}
+    for axis, own in pieces.items():
+        place: list[Atom] = []
+        reached: Size = 1
+        while own:  # the axis again, innermost part first
+            index = next((i for i, (atom, _) in enumerate(own) if atom.inner == reached), None)
+            if index is None:
+                return None
+            atom, there = own.pop(index)
+            place.insert(0, there)
+            reached = views.times(reached, atom.size)
+        axes[axis] = tuple(place)
+    over: list[Dim] = []
+    for dim in made.out_dims:
+        atoms: list[Atom] = []
+        for atom in dim:
+            if atom.axis == FEATURE:
+                atoms.append(Atom(0, atom.size, atom.inner))
+                continue
+            part = views.compose(((Atom(0, atom.size, atom.inner),),), (axes[atom.axis],))
+            if part is None:
+                return None
+            atoms.extend(part[0])
+        over.append(tuple(atoms))
+    seen = views.compose(view, tuple(over))
+    if seen is None:
+        return None
+    inverse = _invert(seen, reader.source.dims, (made.n, inner))
+    if inverse is None:
+        return None
+    source = Source(owner_of(reader.source.key), inverse, made.n)
+    return source if source.is_col() else None
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The nodes of scale * (x u) v + bias, with u and v in the layouts of `chain`.
+
+    inner_bias and inner_gain: of a function between the products.
+    """
+
+    chain: Chain
+    u: fx.Node
+    v: fx.Node
+    scale: float
+    bias: fx.Node | None
+    inner_bias: fx.Node | None = None
+    inner_gain: fx.Node | None = None
+
+
+def fold_chain(editor: Editor, chain: Chain) -> Factors:
+    """Fold the steps between and after the products of a chain."""
+    u, v = weight_node(editor, chain.u), weight_node(editor, chain.v)
+    plain_v = v  # the inner bias is multiplied by v before scales are folded into v
+    scale, bias = 1.0, None
+
+    def absorb(steps: Sequence[Step], width: int) -> None:
+        nonlocal u, v, scale, bias
+        for step in steps:
+            if step.kind == "bias":
+                assert step.key is not None
+                bias = plus(editor, bias, one_dim(editor, step.key, width), step.number)
+                continue
+            scale *= step.number
+            bias = times(editor, bias, step.number)
+            if step.key is not None:
+                size = width if step.kind == "vector" else 1
+                factor = one_dim(editor, step.key, size)
+                bias = bias if bias is None else editor.call(aten.mul.Tensor, bias, factor)
+                u, v = fold(editor, chain, u, v, factor)
+
+    absorb(chain.middle, chain.u.n)
+    inner = gain = None
+    if chain.inner is not None:
+        inner, bias = bias, None
+        if chain.inner.gain is not None:
+            gain = one_dim(editor, chain.inner.gain, chain.u.n)
+    elif bias is not None:
+        bias = times_matrix(editor, plain_v, chain.v.layout, bias)
+    absorb(chain.after, chain.v.n)
+    return Factors(chain, u, v, scale, bias, inner, gain)
+
+
+def join(editor: Editor, parts: Sequence[Factors]) -> Factors:
+    """Join chains of one x that are added into one: u = [u1 | u2], v = [s1 v1; s2 v2]."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    same = all(part.scale == first.scale for part in parts)
+    us, vs, bias = [], [], None
+    for part in parts:
+        own = part.chain
+        u, v = part.u, part.v
+        us.append(u if own.u.layout == first.chain.u.layout else editor.permute(u, (1, 0)))
+        v = v if own.v.layout == first.chain.v.layout else editor.permute(v, (1, 0))
+        vs.append(v if same or part.scale == 1.0 else editor.call(aten.mul.Tensor, v, part.scale))
+        if part.bias is not None:
+            bias = part.bias if bias is None else plus(editor, bias, part.bias, 1.0)
+    u = editor.call(aten.cat.default, us, 1 if first.chain.u.layout == "row" else 0)
+    v = editor.call(aten.cat.default, vs, 0 if first.chain.v.layout == "row" else 1)
+    return Factors(first.chain, u, v, first.scale if same else 1.0, bias)
+
+
+def weight_node(editor: Editor, weight: Weight) -> fx.Node:
+    """Return the 2-D node of a weight as it is stored; a product of factors is made here."""
+    if weight.factors:
+        return _product(editor, weight)
+    return editor.reshape(editor.operand(weight.key), weight.stored)
+
+
+def _product(editor: Editor, weight: Weight) -> fx.Node:
+    """Emit the product of a weight's factors in the cheapest order."""
+    made: dict[tuple[int, int], fx.Node] = {}
+    for index, factor in enumerate(weight.factors):
+        node = weight_node(editor, factor)
+        made[index, index + 1] = node if factor.layout == "row" else editor.permute(node, (1, 0))
+    value = editor.c.values[made[0, 1]]
+    sizes = [weight.factors[0].k, *(factor.n for factor in weight.factors)]
+    name = str(value.dtype).removeprefix("torch.")
+    chip = editor.c.chip
+    cost = Cost.on(chip, name, editor.options.price, editor.options.lnc)
+    for first, cut, end in order(cost, sizes):
+        node = editor.call(aten.mm.default, made[first, cut], made[cut, end])
+        node.meta[WEIGHT_ONLY] = True
+        made[first, end] = node
+    return made[0, len(weight.factors)]
+
+
+def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
+    """Return a constant as the 1-D vector it is."""
+    return editor.reshape(editor.operand(key), (size,))
+
+
+def chain_bias(editor: Editor, chain: Chain) -> fx.Node | None:
+    """Emit the bias of a chain that has only biases around its products."""
+    bias = None
+    for step in chain.middle:
+        if step.kind == "bias" and step.key is not None:
+            bias = plus(editor, bias, one_dim(editor, step.key, chain.u.n), step.number)
+    if bias is not None:
+        bias = _through_weight(editor, chain.v, bias)
+    for step in chain.after:
+        if step.kind == "bias" and step.key is not None:
+            bias = plus(editor, bias, one_dim(editor, step.key, chain.v.n), step.number)
+    return bias
+
+
+def fold_projection(editor: Editor, projection: Projection) -> tuple[list[fx.Node], fx.Node | None]:
+    """Emit the weights and the bias of a projection; scales go into a low-rank one's factors."""
+    if projection.chain is not None:
+        whole = dataclasses.replace(projection.chain, after=projection.after)
+        folded = fold_chain(editor, whole)
+        v = folded.v
+        if folded.scale != 1.0:
+            v = editor.call(aten.mul.Tensor, v, folded.scale)
+        return [folded.u, v], folded.bias
+    weights = [weight_node(editor, weight) for weight in projection.weights]
+    return weights, bias_of(editor, projection)
+
+
+def bias_of(editor: Editor, projection: Projection) -> fx.Node | None:
+    """Emit the bias behind a projection."""
+    own = () if projection.chain is None else projection.chain.after
+    bias = None
+    for step in (*own, *projection.after):
+        if step.kind == "bias":
+            assert step.key is not None
+            bias = plus(editor, bias, one_dim(editor, step.key, projection.n), step.number)
+    return bias
+
+
+def stored_node(editor: Editor, weight: Weight, stored: Bytes) -> fx.Node:
+    """Return the 2-D node of an fp8 weight as it is stored."""
+    node = editor.node(stored.values)
+    if editor.c.values[node].dtype != STORED_FP8:
+        node = editor.call(aten.view.dtype, node, STORED_FP8)
+    return editor.reshape(node, weight.stored)
+
+
+def scales_of(editor: Editor, kept: Kept) -> list[fx.Node]:
+    """Return the 1-D nodes of the scales of fp8 weights."""
+    nodes = [editor.node(stored.scale) for stored in kept.stored]
+    return [editor.reshape(node, (math.prod(editor.shape(node)),)) for node in nodes]
+
+
+def _through_weight(editor: Editor, weight: Weight, bias: fx.Node) -> fx.Node:
+    return times_matrix(editor, weight_node(editor, weight), weight.layout, bias)
+
+
+def times_matrix(editor: Editor, node: fx.Node, layout: str, vector: fx.Node) -> fx.Node:
+    """Emit vector @ matrix for a matrix stored in either layout."""
+    matrix = node if layout == "col" else editor.permute(node, (1, 0))
+    return editor.call(aten.mv.default, matrix, vector)
+
+
+def times(editor: Editor, bias: fx.Node | None, number: float) -> fx.Node | None:
+    """Emit a bias times a number; no bias stays none."""
+    if bias is None or number == 1.0:
+        return bias
+    return editor.call(aten.mul.Tensor, bias, number)
+
+
+def plus(editor: Editor, bias: fx.Node | None, own: fx.Node, number: float) -> fx.Node:
+    """Emit a bias plus `number` times a vector."""
+    if bias is None:
+        return own if number == 1.0 else editor.call(aten.mul.Tensor, own, number)
+    return editor.call(aten.add.Tensor, bias, own, alpha=number)
+
+
+def fold(
+    editor: Editor, chain: Chain, u: fx.Node, v: fx.Node, factor: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """Multiply the smaller factor by a vector over the rank (or by one number)."""
+    over_u = chain.u.k <= chain.v.n
+    weight, node = (chain.u, u) if over_u else (chain.v, v)
+    rank_is_last = (weight.layout == "row") == over_u
+    size = editor.shape(factor)[0]
+    if not rank_is_last and size != 1:
+        factor = editor.reshape(factor, (size, 1))
+    folded = editor.call(aten.mul.Tensor, node, factor)
+    return (folded, v) if over_u else (u, folded)
+
+
+@dataclass
+class Call:
+    """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
+
+    unread: no node reads the result in the graph's own order. direct: transposed views of the
+    result, with their dims, that are equal to the kernel's result. kept: how it reads weights of
+    eight bits.
+    """
+
+    op: str
+    source: Source
+    final: fx.Node
+    out_dims: Dims
+    n: int
+    x_layout: str = "row"
+    out_layout: str = "row"
+    lead: Dims | None = None
+    covered: frozenset[fx.Node] = frozenset()
+    many: bool = False
+    unread: bool = False
+    direct: tuple[tuple[fx.Node, Dims], ...] = ()
+    kept: Kept = PLAIN
+
+    def results(self) -> tuple[Call, ...]:
+        """Return one call per result, each with a layout of its own."""
+        return (self,)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the kernel's result is the value; else it keeps the graph's own order."""
+        return True
+
+    def tokens_count(self) -> Size:
+        """Return m, the number of tokens."""
+        return views.product([a.size for d in self.source.tokens() for a in d])
+
+    def prepare_x(self, editor: Editor) -> fx.Node:
+        """Emit the operand in the x layout and fix the order of tokens."""
+        node, source = self._resolve(editor)
+        if self.x_layout == "col":
+            assert self.lead is not None
+            return editor.arrange(node, source.dims, (feature_axis(source.k), *self.lead))
+        assert self.lead is not None
+        if source.is_row():
+            return node
+        return editor.arrange(node, source.dims, (*self.lead, feature_axis(source.k)))
+
+    def _resolve(self, editor: Editor) -> tuple[fx.Node, Source]:
+        """Return the operand's node and its dimensions, and set `lead`."""
+        source, node = self.source, None
+        made = editor.raw.get(owner_of(editor.c.base(source.key)[0]))
+        if made is not None and made[0].out_layout == "col" and self.x_layout == "col":
+            raw = source_over_raw(editor.c, made[0], self)
+            if raw is not None:
+                source, node = raw, made[1]
+        if node is None and not source.is_col():
+            self.x_layout = "row"
+        node = node or editor.operand(source.key)
+        tokens = source.tokens()
+        flat = tuple(a for d in tokens for a in d)
+        if self.x_layout == "col":
+            self.lead = (flat,)
+        else:
+            self.lead = source.dims[:-1] if source.is_row() else tokens
+        return node, source
+
+    def result_value(self, editor: Editor, x: fx.Node, n: int) -> Any:
+        """Return the metadata value of a result with n features."""
+        assert self.lead is not None
+        shape = (*views.shape_of(self.lead), n)
+        old = editor.c.values[self.final]
+        if self.out_layout == "row" and all(isinstance(s, int) for s in shape):
+            # Fake operations are slow; the replaced value often is also the result's.
+            same = old.dtype == editor.c.values[x].dtype and views.sizes_of(old) == shape
+            if same and views.strides_of(old) == views.row_major(shape):
+                return old
+        lead = [editor.size_value(s, x) for s in shape[:-1]]
+        value = editor.c.values[x]
+        if self.out_layout == "row":
+            return value.new_empty([*lead, n])
+        count: Any = 1
+        for size in lead:
+            count = count * size
+        return value.new_empty([n, count])
+
+    def result_dims(self, n: int) -> Dims:
+        """Return the dimensions of a result as the kernel makes it."""
+        assert self.lead is not None
+        if self.out_layout == "row":
+            return (*self.lead, feature_axis(n))
+        return (feature_axis(n), tuple(a for d in self.lead for a in d))
+
+    def finish(self, editor: Editor, y: fx.Node, final: fx.Node, want: Dims) -> fx.Node:
+        """Bring a result to the dimensions and strides of the node it replaces."""
+        editor.raw[final] = (self, y)
+        return settle(self, editor, y, final, self.result_dims(self.n), want)
+
+    def op_call(
+        self,
+        editor: Editor,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        value: Any,
+    ) -> fx.Node:
+        """Emit the op with layouts, target and executor."""
+        op = self.op
+        if self.kept.stored:
+            op += SUFFIX
+            args = (args[0], scales_of(editor, self.kept), *args[1:])
+        while args and args[-1] is None:
+            args = args[:-1]
+        options = editor.options
+        cut = is_distributed(editor.c.tensor(self.final))
+        node = editor.call(
+            getattr(torch.ops.nmm, op).default,
+            *args,
+            meta_value=None if cut else value,
+            **keywords,
+            x_layout=self.x_layout,
+            out_layout=self.out_layout,
+            target=options.target,
+            executor=options.executor,
+        )
+        if cut:
+            _check_placements(editor, node, self)
+        return node
+
+
+def _check_placements(editor: Editor, node: fx.Node, call: Call) -> None:
+    """Refuse a call whose results are cut over devices in another way than those it replaces."""
+    made = editor.c.values[node]
+    for one, value in zip(call.results(), made if call.many else [made], strict=True):
+        want = editor.c.values[one.final].placements
+        if value.placements != want:
+            raise NotEmittedError(
+                Refusal(
+                    "device",
+                    f"one call returns {value.placements}, the products {want}",
+                    one.final,
+                )
+            )
+
+
+def settle(
+    made: Any, editor: Editor, y: fx.Node, final: fx.Node, have: Dims, want: Dims
+) -> fx.Node:
+    """Return the value for readers of `final`; views that equal `y` are replaced by it.
+
+    made: a Call or a pointwise operation of a region, whose result `y` has the dimensions `have`.
+    """
+    for value, dims in made.direct:
+        editor.replace(value, editor.like(editor.arrange(y, have, dims), value))
+    if made.unread:
+        return y
+    return editor.like(editor.arrange(y, have, want), final)
+
+
+@dataclass
+class LowRankCall(Call):
+    """nmm.lowrank_matmul for a chain. made: names of factors that the graph makes at each call."""
+
+    chain: Chain | None = None
+    made: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether nothing outside of the kernel is added to its result or multiplies it."""
+        assert self.chain is not None
+        return self.chain.addend is None and not self.chain.per_token
+
+    @classmethod
+    def of(cls, c: Canonical, chain: Chain) -> LowRankCall:
+        """Return the call that a chain becomes."""
+        source = best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, owner_of(chain.out))
+        return cls(
+            op="lowrank_matmul",
+            source=source,
+            final=owner_of(chain.out),
+            out_dims=chain.out_dims,
+            n=chain.v.n,
+            covered=chain.nodes,
+            chain=chain,
+            made=tuple(owner_of(key).name for key in _weights(chain) if _is_made(c, key)),
+            kept=keep(
+                c,
+                (chain.u, chain.v),
+                c.dtype(owner_of(chain.out)),
+                beside_products(chain),
+            ),
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Return what a report says about the call."""
+        assert self.chain is not None
+        m = self.tokens_count()
+        u, v = self.chain.u, self.chain.v
+        return {
+            "m": m if isinstance(m, int) else str(m),
+            "k": u.k,
+            "r": self.chain.r,
+            "n": v.n,
+            "u_layout": u.layout,
+            "v_layout": v.layout,
+            "bias": any(s.kind == "bias" for s in (*self.chain.middle, *self.chain.after)),
+            "activation": self.chain.activation,
+            "base": self.chain.base is not None,
+            "chains": 1 + len(self.chain.more),
+            **self._inner(),
+            **self.kept.info,
+        }
+
+    def _inner(self) -> dict[str, Any]:
+        """Return the function between the products."""
+        assert self.chain is not None
+        return {} if self.chain.inner is None else {"inner": self.chain.inner.name()}
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the reader should know about rounding and per-call work."""
+        assert self.chain is not None
+        notes = []
+        kinds = {s.kind for part in (self.chain, *self.chain.more) for s in part.middle}
+        if "vector" in kinds or any(s.key is not None and s.kind == "scale" for s in self._steps()):
+            notes.append("a scale that is a tensor is folded into a factor at each call")
+        if "bias" in kinds and self.chain.inner is None:
+            notes.append("the inner bias becomes b v, one vector product at each call")
+        if any(s.kind == "scale" and s.number != 1.0 for s in self._steps()):
+            notes.append("a scalar moved to the epilogue, which moves a rounding")
+        if self.chain.more:
+            notes.append("the factors of the adapters are joined along the rank at each call")
+        notes += [self.kept.note] if self.kept.note else []
+        if self.made and not self.kept.stored:
+            notes.append("a factor is dequantized or made of stored weights at each call")
+        if self.chain.per_token:
+            notes.append("a factor for each token multiplies the result, not the inner value")
+        if self.chain.addend is not None:
+            notes.append("the addend of the last product stays a separate add")
+        return tuple(notes)
+
+    def _steps(self) -> tuple[Step, ...]:
+        assert self.chain is not None
+        return tuple(s for p in (self.chain, *self.chain.more) for s in (*p.middle, *p.after))
+
+    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
+        """Emit the call and what surrounds it; return the node with the final value."""
+        chain = self.chain
+        assert chain is not None
+        x = self.prepare_x(editor)
+        if self.kept.stored:
+            return self._emit_scaled(editor, x)
+        folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
+        keywords: dict[str, Any] = {}
+        w = None
+        if chain.base is not None:
+            w = weight_node(editor, chain.base.weight)
+            keywords["w_layout"] = chain.base.weight.layout
+        if folded.scale != 1.0:
+            keywords["scale"] = folded.scale
+        if chain.activation != "identity":
+            keywords["activation"] = chain.activation
+        if chain.inner is not None and chain.inner.gain is not None:
+            keywords["inner_eps"] = chain.inner.eps
+        elif chain.inner is not None:
+            keywords["inner_activation"] = chain.inner.activation
+        y = self.op_call(
+            editor,
+            (x, folded.u, folded.v, folded.bias, w, folded.inner_bias, folded.inner_gain),
+            {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
+            self.result_value(editor, x, chain.v.n),
+        )
+        y = self.finish(editor, y, self.final, self.out_dims)
+        for step in chain.per_token:
+            y = _times_tokens(editor, y, step, self.out_dims)
+        if chain.addend is not None:
+            other = editor.node(chain.addend[0])
+            more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
+            y = editor.call(aten.add.Tensor, y, other, **more)
+        return y
+
+    def _emit_scaled(self, editor: Editor, x: fx.Node) -> fx.Node:
+        """Emit the call of fp8 weights: its chain has nothing but a bias and an activation."""
+        chain = self.chain
+        assert chain is not None
+        keywords = {"activation": chain.activation} if chain.activation != "identity" else {}
+        pairs = zip((chain.u, chain.v), self.kept.stored, strict=True)
+        u, v = (stored_node(editor, weight, stored) for weight, stored in pairs)
+        y = self.op_call(
+            editor,
+            (x, u, v, chain_bias(editor, chain)),
+            {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
+            self.result_value(editor, x, chain.v.n),
+        )
+        return self.finish(editor, y, self.final, self.out_dims)
+
+
+def _weights(chain: Chain) -> list[Key]:
+    own = [*chain.u.keys, *chain.v.keys, *([chain.base.weight.key] if chain.base else [])]
+    return own + [key for other in chain.more for key in _weights(other)]
+
+
+def _is_made(c: Canonical, key: Key) -> bool:
+    return key in c.made or c.base(key)[0] in c.quantized
+
+
+def _times_tokens(editor: Editor, y: fx.Node, step: Step, out_dims: Dims) -> fx.Node:
+    """Emit a result times one number for each of its tokens, or for several of them.
+
+    The factor keeps its dtype, as it did between the products.
+    """
+    assert step.key is not None
+    factor = editor.reshape(editor.node(step.key), views.shape_of(step.dims))
+    axes = {atom.axis for dim in step.dims for atom in dim}
+    if axes:
+        tokens = tuple(tuple(a for a in dim if a.axis in axes) for dim in out_dims)
+        factor = editor.arrange(factor, step.dims, tokens)
+    return editor.call(aten.mul.Tensor, y, factor)
+
+
+@dataclass
+class SharedCall(Call):
+    """nmm.lowrank_matmul_shared_x or _shared_u for several chains of one x."""
+
+    members: tuple[LowRankCall, ...] = ()
+
+    @classmethod
+    def of(cls, rule: str, members: list[LowRankCall]) -> SharedCall:
+        """Return the call that the members become."""
+        first = members[0]
+        return cls(
+            op=f"lowrank_matmul_{rule}",
+            source=first.source,
+            final=first.final,
+            out_dims=first.out_dims,
+            n=first.n,
+            covered=frozenset(n for m in members for n in m.covered),
+            many=True,
+            members=tuple(members),
+            kept=kept_together(rule, [member.kept for member in members]),
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Return what a report says about the call."""
+        each = [member.info() for member in self.members]
+        ranks = each[:1] if self.op.endswith("shared_u") else each
+        return {
+            "m": each[0]["m"],
+            "k": each[0]["k"],
+            "r": "+".join(str(e["r"]) for e in ranks),
+            "n": "+".join(str(e["n"]) for e in each),
+            "chains": len(each),
+        }
+
+    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
+        """Emit the call; every member's final node is replaced, the first one's is returned."""
+        chains = [m.chain for m in self.members if m.chain is not None]
+        for chain in chains:
+            steps = (*chain.middle, *chain.after)
+            own = [*chain.u.keys, *chain.v.keys]
+            editor.hoist([*own, *(s.key for s in steps if s.key is not None)])
+        x = self.prepare_x(editor)
+        firsts = chains[:1] if self.op.endswith("shared_u") else chains
+        weights = [*(chain.u for chain in firsts), *(chain.v for chain in chains)]
+        if self.kept.stored:
+            editor.hoist([key for one in self.kept.stored for key in (one.values, one.scale)])
+            pairs = zip(weights, self.kept.stored, strict=True)
+            nodes = [stored_node(editor, weight, stored) for weight, stored in pairs]
+        else:
+            nodes = [weight_node(editor, weight) for weight in weights]
+        us, vs = nodes[: len(firsts)], nodes[len(firsts) :]
+        biases = [chain_bias(editor, chain) for chain in chains]
+        keywords: dict[str, Any] = {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
+        if any(chain.activation != "identity" for chain in chains):
+            keywords["activations"] = [chain.activation for chain in chains]
+        layouts = [member.out_layout for member in self.members]
+        self.out_layout = layouts[0]
+        if len(set(layouts)) > 1:
+            self.out_layout, keywords["out_layouts"] = "row", layouts
+        values = []
+        for member in self.members:
+            member.x_layout = self.x_layout
+            member._resolve(editor)
+            values.append(member.result_value(editor, x, member.n))
+        first = us[0] if self.op.endswith("shared_u") else us
+        y = self.op_call(editor, (x, first, vs, biases), keywords, values)
+        results = []
+        for index, member in enumerate(self.members):
+            part = editor.call(operator.getitem, y, index, meta_value=values[index])
+            results.append(member.finish(editor, part, member.final, member.out_dims))
+        for member, result in zip(self.members[1:], results[1:], strict=True):
+            if not member.unread:
+                editor.replace(member.final, result)
+        self.unread = self.members[0].unread
+        return results[0]
+
+    def results(self) -> tuple[Call, ...]:
+        """Return the members."""
+        return self.members
+
+
+@dataclass
+class GatedCall(Call):
+    """nmm.gated_mlp_up for a gate and an up projection, nmm.gated_mlp with the down projection."""
+
+    gated: Any = None
+
+    @classmethod
+    def of(cls, c: Canonical, gated: Any) -> GatedCall:
+        """Return the call that the projections become."""
+        gate, last = gated.gate, gated.projections()[-1]
+        source = best_source(c, gate.first.x, gate.first.x_dims, gate.k, gated.node)
+        return cls(
+            op="gated_mlp_up" if gated.down is None else "gated_mlp",
+            source=source,
+            final=gated.node,
+            out_dims=gate.out_dims if gated.down is None else last.out_dims,
+            n=last.n,
+            covered=gated.nodes,
+            gated=gated,
+            kept=kept_of_gated(c, gated),
+        )
+
+    def info(self) -> dict[str, Any]:
+        """Return what a report says about the call; n: output features of gate and up."""
+        m = self.tokens_count()
+        ranks = [p.weights[0].n if p.low_rank else 0 for p in self.gated.projections()]
+        return {
+            "m": m if isinstance(m, int) else str(m),
+            "k": self.source.k,
+            "r": "+".join(str(r) if r else "dense" for r in ranks),
+            "n": self.gated.gate.n,
+            "activation": self.gated.activation,
+            "chains": sum(bool(r) for r in ranks),
+            **self.kept.info,
+        }
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the reader should know about per-call work."""
+        layouts = {w.layout for p in self.gated.projections() for w in p.weights}
+        notes = ["weights of both layouts: some are passed transposed"] if len(layouts) > 1 else []
+        return (*notes, *([self.kept.note] if self.kept.note else []))
+
+    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
+        """Emit the call and what surrounds it; return the node with the final value."""
+        x = self.prepare_x(editor)
+        projections = self.gated.projections()
+        stored = [w.layout for p in projections for w in p.weights]
+        layout = "col" if stored.count("col") * 2 >= len(stored) else "row"
+        operands, biases = [], []
+        stored_weights = iter(self.kept.stored)
+        for projection in projections:
+            if self.kept.stored:
+                factors = [stored_node(editor, w, next(stored_weights)) for w in projection.weights]
+                bias = bias_of(editor, projection)
+            else:
+                factors, bias = fold_projection(editor, projection)
+            biases.append(bias)
+            pairs = zip(factors, projection.weights, strict=True)
+            operands.append(
+                [n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs]
+            )
+        args = (x, *operands, *biases)
+        keywords = {"activation": self.gated.activation, "weight_layout": layout}
+        value = self.result_value(editor, x, self.n)
+        y = self.op_call(editor, args, keywords, value)
+        return self.finish(editor, y, self.final, self.out_dims)
+
+
+@dataclasses.dataclass
+class RowsCall(LowRankCall):
+    """nmm.lowrank_matmul on one of `tp` ranks of a process group, with tp_axis "rows"."""
+
+    tp: int = 1
+    group: str = ""
+
+    @classmethod
+    def over(cls, c: Canonical, chain: Chain) -> RowsCall:
+        """Return the call of a chain that sums over devices."""
+        made = cls.of(c, chain)
+        assert isinstance(made, RowsCall)
+        made.tp, made.group = devices_of(c, chain)
+        return made
+
+    def info(self) -> dict[str, Any]:
+        """Return what a report says about the call."""
+        return super().info() | {"tp": self.tp}
+
+    def notes(self) -> tuple[str, ...]:
+        """Return that the call sums, besides what the reader should know about any call."""
+        return (*super().notes(), f"the sum over {self.tp} devices is inside of the call")
+
+    def op_call(
+        self, editor: Editor, args: tuple[Any, ...], keywords: dict[str, Any], value: Any
+    ) -> fx.Node:
+        """Emit the op with the ranks that sum."""
+        ranks = {"tp": self.tp, "tp_axis": "rows", "group": self.group}
+        return super().op_call(editor, args, keywords | ranks, value)
+
+
+def spec_of(c: Canonical, call: Call) -> KernelSpec:
+    """Return what the kernel of a call computes, its operands as the runtime passes them.
+
+    Of tensors that are cut over devices: what it computes on one of them.
+    """
+    dtype = str(c.dtype(call.final)).removeprefix("torch.")
+    m, k = _rows(c, call)
+    common: dict[str, Any] = {"m": m, "k": k, "dtype": dtype}
+    if call.kept.stored:
+        common |= {"dtype": FP8, "scales": "channel", "x_dtype": dtype}
+    if isinstance(call, LowRankCall):
+        assert call.chain is not None
+        chain = call.chain
+        r = chain.r if chain.more else _sizes(c, chain.u)[1]
+        has: dict[str, Any] = {"base": chain.base is not None, "activation": chain.activation}
+        if chain.inner is not None and chain.inner.gain is not None:
+            has |= {"inner_norm": True, "inner_eps": chain.inner.eps}
+        elif chain.inner is not None:
+            has |= {"inner_activation": chain.inner.activation, "inner_bias": bool(chain.middle)}
+        if isinstance(call, RowsCall):
+            has |= {"tp": call.tp, "tp_axis": "rows"}
+        return LowRankSpec(**common, r=r, n=_sizes(c, chain.v)[1], **has)
+    if isinstance(call, SharedCall):
+        chains = [member.chain for member in call.members if member.chain is not None]
+        pairs: list[Any] = [(_sizes(c, one.u)[1], (_sizes(c, one.v)[1],)) for one in chains]
+        if call.op.endswith("shared_u"):
+            pairs = [(pairs[0][0], tuple(n for _, (n,) in pairs))]
+        return LowRankSharedSpec(**common, pairs=tuple(pairs))
+    assert isinstance(call, GatedCall)
+    gated = call.gated
+    ranks = [_sizes(c, p.weights[0])[1] if p.low_rank else 0 for p in gated.projections()]
+    fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
+    family: type[GatedMLPUpSpec] = GatedMLPUpSpec if gated.down is None else GatedMLPSpec
+    n = _sizes(c, gated.gate.weights[-1])[1]
+    return family(**common, n=n, activation=gated.activation, **fields)
+
+
+def _rows(c: Canonical, call: Call) -> tuple[int, int]:
+    """Return the tokens and the features of x."""
+    m, k = tokens_to_judge(call.tokens_count()), call.source.k
+    value = c.tensor(call.source.key)
+    if value is None or not is_distributed(value):
+        return m, k
+    first = call.gated.gate.weights[0] if isinstance(call, GatedCall) else _first(call)
+    own = _sizes(c, first)[0]
+    return max(1, local_part(value).numel() // own), own
+
+
+def _first(call: Call) -> Weight:
+    one = call.members[0] if isinstance(call, SharedCall) else call
+    assert isinstance(one, LowRankCall)
+    assert one.chain is not None
+    return one.chain.u
+
+
+def _sizes(c: Canonical, weight: Weight) -> tuple[int, int]:
+    """Return the inputs and outputs of a weight, on one device if it is cut over several."""
+    value = c.tensor(weight.key)
+    if not is_distributed(value) or value.dim() != 2:  # type: ignore[union-attr]
+        return weight.k, weight.n
+    rows, columns = local_part(value).shape
+    return (rows, columns) if weight.layout == "row" else (columns, rows)

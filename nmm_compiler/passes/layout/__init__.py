@@ -1,1 +1,0 @@
-"""Layouts of the tensors between kernels: regions, and one assignment over the graph."""
