@@ -24,7 +24,6 @@ from nmm_compiler.passes.chains.prices import TYPICAL_TOKENS
 from nmm_compiler.passes.chains.safety import Refusal, in_transform
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
-from nmm_compiler.passes.emit.kernel_calls import has_kernel_calls
 from nmm_compiler.passes.emit.strides import settle_strides
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
@@ -36,6 +35,7 @@ from nmm_compiler.passes.layout import LAYOUT, Pointwise, assign_layouts, count_
 from nmm_compiler.passes.opportunities import opportunities
 from nmm_compiler.passes.result import RewriteResult, RuleCount
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
+from nmm_compiler.passes.rules.inside_calls import kernel_call
 
 
 @dataclasses.dataclass
@@ -83,7 +83,7 @@ class Attempt:
 
     def has_calls_to_change(self) -> bool:
         """Return whether rules that read calls have any to read."""
-        return self.options.norms and has_kernel_calls(self.module.graph)
+        return self.options.norms and any(map(kernel_call, self.module.graph.nodes))
 
     def read(self) -> None:
         """Read the graph into canonical forms."""

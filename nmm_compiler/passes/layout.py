@@ -22,14 +22,14 @@ tokens [1, tokens], a full operand from elsewhere is transposed. An operation th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from nmm_compiler.passes.chains.linear_map import is_whole_feature
-from nmm_compiler.passes.chains.safety import real_users
+from nmm_compiler.passes.chains.safety import readings, real_users
 from nmm_compiler.passes.emit.calls import (
     Call,
     Source,
@@ -191,18 +191,6 @@ def grow_regions(c: Canonical, calls: list[Call]) -> list[Region]:
         else:
             region.pointwise.append(value)
     return list(regions.values())
-
-
-def readings(c: Canonical, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (the value or a view of it, a node that computes with it)."""
-    queue = [node]
-    while queue:
-        value = queue.pop()
-        for user in real_users(value):
-            if c.is_view_of(user, value):
-                queue.append(user)
-            else:
-                yield value, user
 
 
 def is_written(c: Canonical, nodes: Iterable[fx.Node]) -> bool:

@@ -43,12 +43,11 @@ from nmm_compiler.passes.rules.adapter import Adapter
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Rule
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
+from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside
 from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import LowRank
 from nmm_compiler.passes.rules.mla import MLA
-from nmm_compiler.passes.rules.norm import NormInside
 from nmm_compiler.passes.rules.reassociate import Association
-from nmm_compiler.passes.rules.residual import ResidualInside
 from nmm_compiler.passes.rules.shared import SharedU, SharedX
 
 RULES: tuple[Rule, ...] = (

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from nmm_compiler.kernels.base import ACTIVATIONS
@@ -423,7 +422,7 @@ def read_with_function(
     function = c.forms[walk.key]
     if not isinstance(why, Refusal) or not isinstance(function, kind) or walk.steps:
         return None
-    inner = _inner_of(c, function)
+    inner = _inner_of(function)
     second = read_stage(c, key, form, weight_is_rhs)
     if inner is None or isinstance(second, Refusal):
         return None
@@ -451,15 +450,13 @@ def read_with_function(
     return dataclasses.replace(found, middle=biases, inner=inner)
 
 
-def _inner_of(c: Canonical, function: Activation | Norm) -> Inner | None:
+def _inner_of(function: Activation | Norm) -> Inner | None:
     if isinstance(function, Activation):
         return Inner(function.name) if function.name in ACTIVATIONS else None
-    eps = function.eps
-    if eps is None and c.dtype(function.value) == torch.float32:
-        eps = torch.finfo(torch.float32).eps  # what F.rms_norm takes then
-    if function.kind != "rms" or function.bias is not None or function.weight is None:
+    plain = function.kind == "rms" and function.bias is None and not function.offset
+    if not plain or function.weight is None or function.eps is None:
         return None
-    return None if eps is None else Inner(gain=function.weight, eps=eps)
+    return Inner(gain=function.weight, eps=function.eps)
 
 
 def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:

@@ -10,7 +10,7 @@ dtypes of kernels. `prices.too_wide` checks the cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def real_users(node: fx.Node) -> list[fx.Node]:
     """Return the users of a value, without those that only assert."""
     return [user for user in node.users if not is_ignorable(user)]
+
+
+def readings(c: Canonical, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (the value or a view of it, a node that computes with it)."""
+    queue = [node]
+    while queue:
+        value = queue.pop()
+        for user in real_users(value):
+            if c.is_view_of(user, value):
+                queue.append(user)
+            else:
+                yield value, user
 
 
 def refuse(

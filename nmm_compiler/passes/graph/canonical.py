@@ -125,7 +125,8 @@ class Activation:
 class Norm:
     """RMS or layer normalization over the last dimension; weight and bias may be absent.
 
-    kind: "rms" or "layer". eps stands under the root; None where it is not known.
+    kind: "rms" or "layer". eps stands under the root; None where it is not known. offset: a number
+    that is added to the weight.
     """
 
     value: Key
@@ -133,6 +134,7 @@ class Norm:
     weight: Key | None
     bias: Key | None = None
     eps: float | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """Norms that are spelled out: x * rsqrt(mean(x ** 2) + eps) * weight, and layer norms like it.
 
-Hugging Face's RMSNorm computes in float32 and casts back before its weight. The last operation of
-the expression gets the form Norm, whose value is the input of the whole expression; the operations
-before it are its helpers. An expression that differs from a norm over the last dimension in any way
-is not changed.
+    x * rsqrt(mean(x ** 2) + eps) * w             Llama, in float32, cast back before the weight
+    (x.float() * rsqrt(...) * (1 + w)).to(x)      Gemma, whose weight is stored less one
+
+The last operation of the expression gets the form Norm, whose value is the input of the whole
+expression; the operations before it are its helpers. An expression that differs from a norm over
+the last dimension in any way is not changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import fx
@@ -33,12 +36,13 @@ def spelled_norm(c: Canonical, node: fx.Node, name: str, form: Any) -> Norm | No
 
     form: of the node alone.
     """
-    if name not in _ENDS:
-        return None
     nodes: set[fx.Node] = set()
-    norm = _core(c, node, name, nodes)
-    if norm is None and isinstance(form, (Scale, Add)):
-        norm = _with_vector(c, node, form, nodes)
+    if isinstance(form, Cast):
+        norm = _narrowed(c, form, nodes)
+    elif name in _ENDS:
+        norm = _core(c, node, name, nodes) or _with_vector(c, node, form, nodes)
+    else:
+        return None
     if norm is not None:
         c.helpers[node] = frozenset(nodes - {node})
     return norm
@@ -183,7 +187,8 @@ def _path(c: Canonical, node: fx.Node) -> list[fx.Node]:
 
 
 def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -> Norm | None:
-    """Read a norm times a weight, or plus a bias, with casts around a wider computation."""
+    """Read a norm times a weight, or plus a bias; either may be cast, and a weight stored less
+    one."""
     if isinstance(form, Scale) and not isinstance(form.factor, float):
         pairs = ((form.value, form.factor), (form.factor, form.value))
     elif isinstance(form, Add) and not isinstance(form.b, float):
@@ -192,48 +197,60 @@ def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -
         pairs = ((form.a, form.b), (form.b, form.a))
     else:
         return None
-    for value, vector in pairs:
-        if not c.is_constant(vector) or c.shape(value) != c.shape(node):
-            continue
+    for value, factor in pairs:
         inside: set[fx.Node] = set()
-        read = _normed(c, value, inside)
-        if read is None or c.dtype(vector) != c.dtype(node) or not is_last(c, vector, node):
+        norm, vector = _normed(c, value, inside), _vector(c, factor)
+        if norm is None or vector is None or c.shape(value) != c.shape(node):
             continue
-        if isinstance(form, Scale) and read.weight is None and read.bias is None:
+        if c.dtype(factor) != c.dtype(node) or not _is_last(c, factor, node):
+            continue
+        if isinstance(form, Scale) and norm.weight is None and norm.bias is None:
             nodes |= inside
-            return Norm(read.value, read.kind, vector, None, read.eps)
-        if isinstance(form, Add) and read.bias is None and read.kind == "layer":
+            return dataclasses.replace(norm, weight=vector[0], offset=vector[1])
+        if isinstance(form, Add) and norm.bias is None and norm.kind == "layer" and not vector[1]:
             nodes |= inside
-            return Norm(read.value, read.kind, read.weight, vector, read.eps)
+            return dataclasses.replace(norm, bias=vector[0])
     return None
 
 
 def _normed(c: Canonical, value: Key, nodes: set[fx.Node]) -> Norm | None:
-    """Return the norm that a value is, without the casts around it."""
+    """Return the norm that a value is."""
     base, dims = c.base(value)
     form = c.forms[base]
-    if dims != views.identity(c.shape(base) or ()) or not isinstance(base, fx.Node):
+    if dims != views.identity(c.shape(base) or ()) or not isinstance(form, Norm):
         return None
-    nodes |= {base, *(owner_of(key) for key in c.through(value))}
-    if isinstance(form, Norm):
-        nodes |= c.helpers.get(base, frozenset())
-        return form
-    if not isinstance(form, Cast):
-        return None
-    inner = _normed(c, form.value, nodes)
-    if inner is not None and c.dtype(inner.value) == form.dtype and inner.weight is None:
-        return inner  # it was widened by the product with the wider root
-    wide = None if inner is None else c.base(inner.value)[0]
-    up = None if wide is None else c.forms[wide]
-    if inner is None or not isinstance(up, Cast) or c.dtype(up.value) != form.dtype:
-        return None
-    if inner.weight is not None or c.base(inner.value)[1] != views.identity(c.shape(wide) or ()):  # type: ignore[arg-type]
-        return None
-    nodes |= {owner_of(wide), *(owner_of(key) for key in c.through(inner.value))}  # type: ignore[arg-type]
-    return Norm(up.value, inner.kind, None, None, inner.eps)
+    nodes |= {*(owner_of(key) for key in (base, *c.through(value))), *c.helpers.get(base, ())}
+    return form
 
 
-def is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
+def _narrowed(c: Canonical, form: Cast, nodes: set[fx.Node]) -> Norm | None:
+    """Return the norm that a cast returns to the dtype of the input of a wider computation."""
+    norm = _normed(c, form.value, nodes)
+    if norm is None or c.dtype(norm.value) == form.dtype:
+        return norm  # it was widened by the product with the wider root
+    wide, dims = c.base(norm.value)
+    up = c.forms[wide]
+    if not isinstance(up, Cast) or c.dtype(up.value) != form.dtype:
+        return None
+    if dims != views.identity(c.shape(wide) or ()):
+        return None
+    nodes |= {owner_of(key) for key in (wide, *c.through(norm.value))}
+    return dataclasses.replace(norm, value=up.value)
+
+
+def _vector(c: Canonical, key: Key) -> tuple[Key, float] | None:
+    """Return (stored vector, number added to it) of a gain, cast or not."""
+    base, offset = c.base(key)[0], 0.0
+    form = c.forms[base]
+    if isinstance(form, Add) and isinstance(form.b, float) and form.alpha == form.beta == 1.0:
+        offset, base = form.b, c.base(form.a)[0]
+        form = c.forms[base]
+    if isinstance(form, Cast):
+        base = c.base(form.value)[0]
+    return (base, offset) if c.is_constant(base) and len(c.shape(base) or ()) == 1 else None
+
+
+def _is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
     """Return whether a constant varies along the last dimension alone, and along all of it."""
     shape, base = c.shape(node) or (), c.base(vector)[0]
     dims = views.expand(c.base(vector)[1], shape)

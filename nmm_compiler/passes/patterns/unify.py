@@ -538,7 +538,8 @@ class Unifier:
 
     def _norm(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
         (key, form), (other, there) = own, theirs
-        if form.kind != there.kind or form.eps is None or there.eps is None:
+        same = (form.kind, form.offset) == (there.kind, there.offset)
+        if not same or form.eps is None or there.eps is None:
             return
         pairs = [(form.value, there.value)]
         for a, b in ((form.weight, there.weight), (form.bias, there.bias)):

@@ -19,7 +19,7 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
 from nmm_compiler.passes.chains.prices import call_ways, predicted_info
-from nmm_compiler.passes.chains.safety import Refusal, crossed, real_users, refuse
+from nmm_compiler.passes.chains.safety import crossed, readings, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall, RowsCall, SharedCall, spec_of
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -159,16 +159,7 @@ class SharedU(KernelRule):
 
 def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:
     """Return the nodes that compute with equal values, through their rearrangements."""
-    found: dict[fx.Node, None] = {}
-    queue = [owner_of(key) for key in twins]
-    while queue:
-        value = queue.pop()
-        for user in real_users(value):
-            if c.is_view_of(user, value) and c.base(user)[0] in twins:
-                queue.append(user)
-            else:
-                found[user] = None
-    return list(found)
+    return list(dict.fromkeys(user for key in twins for _, user in readings(c, owner_of(key))))
 
 
 def _chain_at(c: Canonical, user: fx.Node, firsts: list[Key]) -> Chain | None:
