@@ -310,7 +310,8 @@ class _Search:
         """Return the nodes at which a match of a rule may end, last first."""
         if rule.ends_at is None:
             return self._nodes
-        found = {index for form in rule.ends_at for index in self._by_form.get(form, ())}
+        forms = (form for form in self._by_form if issubclass(form, rule.ends_at))
+        found = {index for form in forms for index in self._by_form[form]}
         return [self._nodes[index] for index in sorted(found)]
 
     def ask(self, rule: Rule, node: fx.Node, count: RuleCount) -> None:

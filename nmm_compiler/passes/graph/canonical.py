@@ -68,9 +68,13 @@ def owner_of(key: Key) -> fx.Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value from outside the graph: source is parameter, buffer, attribute or input."""
+    """A value from outside the graph: source is parameter, buffer, attribute or input.
+
+    part: which part of a weight it is, where it is one.
+    """
 
     source: str
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,27 @@ class Opaque:
 
     name: str
     inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Softmax(Opaque):
+    """Softmax over the last dimension."""
+
+
+@dataclass(frozen=True)
+class Concatenation(Opaque):
+    """The inputs, one after the other along an axis."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class Part(Opaque):
+    """Neighbours along an axis of the one input, from `start` to before `stop`."""
+
+    axis: int
+    start: int
+    stop: int
 
 
 Form = Leaf | Product | Scale | Add | Cast | Activation | Norm | Diagonal | Opaque

@@ -25,6 +25,7 @@ from nmm_compiler.passes.graph.canonical import (
     Key,
     Leaf,
     Opaque,
+    Part,
     Product,
     Result,
     View,
@@ -156,8 +157,8 @@ def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
         if source in c.made:
             c.made.add(node)
         return
-    if result is None and _shares_constant(c, node):
-        result = Leaf("part of a weight")
+    if (result is None or isinstance(result, Part)) and _shares_constant(c, node):
+        result = Leaf("part of a weight", result)
     if result is None:
         result = Opaque(_opaque_name(c, node), tuple(node.all_input_nodes))
     c.define(node, result, shape)

@@ -19,11 +19,14 @@ from nmm_compiler.passes.graph.canonical import (
     Add,
     Canonical,
     Cast,
+    Concatenation,
     Diagonal,
     Handler,
     Norm,
+    Part,
     Result,
     Scale,
+    Softmax,
 )
 from nmm_compiler.passes.graph.contractions import (
     CONTRACTIONS,
@@ -153,23 +156,67 @@ def _getitem(c: Canonical, call: Call) -> Result:
     if source is None:
         return None
     index = call.get(1, "key")
-    entries = index if isinstance(index, tuple) else (index,)
-    full = (slice(None), slice(None, None, 1), slice(0, None, None), slice(0, None, 1))
-    if all(e is None or e is Ellipsis or any(_equal_slice(e, f) for f in full) for e in entries):
+    entries = list(index) if isinstance(index, tuple) else [index]
+    cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or _is_full(e))]
+    if not cut:
         return _regroup(c, call)
-    return None
+    if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
+        return None
+    rank, after = len(c.shape(source) or ()), entries[cut[0] + 1 :]
+    axis = rank - 1 - len(after) if Ellipsis in entries[: cut[0]] else cut[0]
+    kept: slice = entries[cut[0]]
+    return _part(c, call, source, axis, (kept.start, kept.stop, kept.step))
 
 
-def _equal_slice(a: Any, b: slice) -> bool:
-    return isinstance(a, slice) and (a.start, a.stop, a.step) == (b.start, b.stop, b.step)
+def _is_full(entry: Any) -> bool:
+    return isinstance(entry, slice) and (entry.start, entry.stop, entry.step) in _FULL
+
+
+_FULL = ((None, None, None), (None, None, 1), (0, None, None), (0, None, 1))
 
 
 def _slice(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    if source is None or c.shape(source) != c.shape(call.node):
+    source, axis = _first(c, call), call.get(1, "dim", default=0)
+    ends = (call.get(2, "start"), call.get(3, "end"), call.get(4, "step"))
+    return None if source is None else _part(c, call, source, axis, ends)
+
+
+def _part(c: Canonical, call: Call, source: fx.Node, axis: Any, ends: tuple[Any, ...]) -> Result:
+    """Read a slice with step 1 of one axis; the same value where it leaves nothing out."""
+    shape = c.shape(source) or ()
+    if not isinstance(axis, int) or not shape or ends[2] not in (None, 1):
         return None
-    start, step = call.get(2, "start", default=0), call.get(4, "step", default=1)
-    return _same(c, source) if start in (0, None) and step == 1 else None
+    if shape == c.shape(call.node) and ends[0] in (0, None):
+        return _same(c, source)
+    size = shape[axis]
+    if not all(isinstance(n, int) for n in (size, ends[0] or 0, 0 if ends[1] is None else ends[1])):
+        return None
+    start, stop, _ = slice(*ends).indices(size)
+    return Part(call.name, (source,), axis % len(shape), start, stop)
+
+
+def _concatenate(c: Canonical, call: Call) -> Result:
+    parts, axis = call.get(0, "tensors"), call.get(1, "dim", "axis", default=0)
+    if not isinstance(parts, (tuple, list)) or not isinstance(axis, int):
+        return None
+    return Concatenation(call.name, tuple(parts), axis % max(len(c.shape(call.node) or ()), 1))
+
+
+def _repeat(c: Canonical, call: Call) -> Result:
+    """Read repeat_interleave: each element of an axis several times."""
+    source, times, axis = _first(c, call), call.get(1, "repeats"), call.get(2, "dim")
+    if source is None or not isinstance(times, int) or not isinstance(axis, int):
+        return None
+    dims = list(views.identity(c.shape(source) or ()))
+    dims[axis] = (*dims[axis], views.Atom(views.BROADCAST, times, 0))
+    return source, tuple(dims)
+
+
+def _softmax(c: Canonical, call: Call) -> Result:
+    source, axis = _first(c, call), call.get(1, "dim")
+    rank = len(c.shape(call.node) or ())
+    last = source is not None and isinstance(axis, int) and axis in (-1, rank - 1)
+    return Softmax(call.name, (source,)) if last else None
 
 
 # -- copies, casts, and what does nothing -----------------------------------------------------
@@ -403,6 +450,9 @@ TABLE: dict[str, Handler] = {
     "getattr": _getattr,
     "getitem": _getitem,
     "slice": _slice,
+    **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
+    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    "repeat_interleave": _repeat,
     **dict.fromkeys(("expand", "expand_as", "expand_copy"), _expand),
     **dict.fromkeys(("contiguous", "clone", "alias", "positive", "resolve_conj"), _identity),
     "detach": _detach,

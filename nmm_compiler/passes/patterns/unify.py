@@ -37,13 +37,16 @@ from nmm_compiler.passes.graph.canonical import (
     Add,
     Canonical,
     Cast,
+    Concatenation,
     Form,
     Key,
     Leaf,
     Norm,
     Opaque,
+    Part,
     Product,
     Scale,
+    Softmax,
     Virtual,
     describe,
     owner_of,
@@ -707,7 +710,7 @@ _READERS: dict[type[Form], Callable[..., Iterator[Found]]] = {
     Activation: Unifier._named,
     Cast: Unifier._named,
     Norm: Unifier._norm,
-    Opaque: Unifier._opaque,
+    **dict.fromkeys((Opaque, Softmax, Concatenation, Part), Unifier._opaque),
 }
 
 

@@ -3,12 +3,20 @@
     F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
       ->   nmm.attention(q, k, v, causal=True)
 
-It is off by default, since inner compilers bring an attention of their own. A mask that is a tensor
-is read where it depends on no input (causal, sliding window), keys and values that the graph
-repeats for all heads are taken as they were before, and RoPE on q, or on q and k, moves into the
-kernel (`chains/attention_operands.py`). Attention that is spelled out, a softmax between two
-products, is read as such a call with a soft cap (`chains/spelled_attention.py`). Other masks and
-dropout stay with PyTorch.
+    softmax(mask + cap(scale * (q @ k.transpose(2, 3))), -1).to(dtype) @ v
+      ->   the same, cap(s) being s or c tanh(s / c), as transformers' eager attention spells it
+
+It is off by default, since inner compilers bring an attention of their own. What stands around the
+call is part of its kernel:
+
+mask    a tensor that depends on no input, causal or a sliding window
+          ->  causal=True, window=w
+k, v    a view that repeats the heads of keys for all heads  ->  k [b, kv, t, d]
+q, k    x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin, where both halves of cos, and of
+        sin, are equal  ->  x, and the angles
+
+Other masks and dropout stay with PyTorch. Dropout that is off and casts of the weights are passed
+over: the kernel's softmax is in fp32.
 """
 
 from __future__ import annotations
@@ -22,29 +30,43 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.passes.chains.attention_operands import (
-    Rotated,
-    Seen,
-    before_repeat,
-    read_mask,
-    rotation,
-)
 from nmm_compiler.passes.chains.safety import Refusal, refuse
-from nmm_compiler.passes.chains.spelled_attention import spelled_out
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical, Opaque, Product
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import (
+    Activation,
+    Add,
+    Canonical,
+    Cast,
+    Concatenation,
+    Key,
+    Leaf,
+    Opaque,
+    Part,
+    Product,
+    Scale,
+    Softmax,
+)
+from nmm_compiler.passes.graph.constant_values import constant_value
+from nmm_compiler.passes.graph.contractions import matmul_labels
+from nmm_compiler.passes.graph.effects import fetch_attribute
+from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.graph.views import BROADCAST
 from nmm_compiler.passes.rules.base import Match, Rule
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+# Additive masks hold the smallest number of their dtype, or about its half where two were added.
+_HIDDEN = -1.0e4
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The operands of a call, the rotation that moves into it, and the spec of its kernel."""
+    """The operands of a call, the angles of a rotation inside of it, and the spec of its kernel."""
 
     operands: tuple[fx.Node, ...]
-    angles: tuple[fx.Node, fx.Node] | None
+    angles: tuple[fx.Node, ...]
     spec: AttentionSpec
 
 
@@ -59,65 +81,53 @@ class Attention(Rule):
         if not graph.options.attention:
             return
         if target_name(node) == "scaled_dot_product_attention":
-            given = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
-            yield node, given
-            return
-        found = spelled_out(graph, node)
-        if found is not None:
-            yield node, found
+            yield node, dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+        elif isinstance(graph.forms.get(node), Product):
+            found = _spelled_out(graph, node)
+            if found is not None:
+                yield node, found
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the call as a spec, and check that a kernel computes the same."""
         node, given = candidate
         if isinstance(given, Refusal):
             return given
-        operands: tuple[Any, ...] = tuple(given.get(name) for name in _ARGUMENTS[:3])
-        values = [graph.tensor(o) if isinstance(o, fx.Node) else None for o in operands]
-        if any(value is None for value in values):
+        q, k, v = operands = tuple(given.get(name) for name in _ARGUMENTS[:3])
+        if any(graph.tensor(operand) is None for operand in operands):
             return None
-        q, k, v = values
-        assert q is not None and k is not None and v is not None  # noqa: PT018
-        why = _unlike(node, given, q, k, v)
+        shape, keys = graph.tensor(q).shape, graph.tensor(k).shape  # type: ignore[union-attr]
+        why = _unlike(node, given, shape, keys, graph.tensor(v).shape)  # type: ignore[union-attr]
         if why is not None:
             return why
-        seen = Seen(causal=bool(given.get("is_causal", False)))
-        if given.get("attn_mask") is not None:
-            found = read_mask(graph, node, given["attn_mask"], (q.shape[2], k.shape[2]))
-            if isinstance(found, Refusal):
-                return found
-            seen = found
-        operands = (operands[0], *_shared_keys(graph, operands[1:], q.shape[1]))
-        operands, rope, angles = _unrotated(graph, operands)
-        k = graph.tensor(operands[1])
-        assert k is not None
+        seen: tuple[bool, int] | Refusal = bool(given.get("is_causal", False)), 0
+        mask = given.get("attn_mask")
+        if mask is not None:
+            seen = _read_mask(graph, node, mask, (shape[2], keys[2]))
+        if isinstance(seen, Refusal):
+            return seen
+        shared = _before_repeat(graph, k), _before_repeat(graph, v)
+        if graph.shape(shared[0]) == graph.shape(shared[1]):
+            k, v = shared
+        rope, q, k, angles = _unrotated(graph, q, k)
         try:
             spec = AttentionSpec(
-                m=q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], context=k.shape[2],
-                d=q.shape[3], batch=q.shape[0], dtype=str(q.dtype).removeprefix("torch."),
-                causal=seen.causal, window=seen.window, scale=given.get("scale"), rope=rope,
+                m=shape[2], heads=shape[1], kv_heads=(graph.shape(k) or keys)[1], context=keys[2],
+                d=shape[3], batch=shape[0],
+                dtype=str(graph.dtype(q)).removeprefix("torch."),
+                causal=seen[0], window=seen[1], scale=given.get("scale"), rope=rope,
                 soft_cap=given.get("soft_cap", 0.0),
             )  # fmt: skip
         except NmmError as error:
             return Refusal("no_kernel", str(error), node)
-        mask = given.get("attn_mask")
-        read = (*operands, *(angles or ()), *([mask] if isinstance(mask, fx.Node) else []))
-        inner = _between(node, read)
-        unsafe = refuse(graph, inner, node, [*operands, *(angles or ())])
-        if unsafe is not None:
-            return unsafe
-        info: dict[str, Any] = {
-            "m": spec.m,
-            "context": spec.context,
-            "heads": spec.heads,
-            "d": spec.d,
-        }
-        info |= {"window": spec.window, "rope": spec.rope}
-        return Match(
+        read = (q, k, v, *angles)
+        inner = _between(node, {*read, mask})
+        fields = ("m", "context", "heads", "d", "window", "rope", "kv_heads", "causal")
+        return refuse(graph, inner, node, read) or Match(
             rule=self.name,
             node=node,
             nodes=frozenset(inner),
-            data=_Call(operands, angles, spec),
-            info={**info, "kv_heads": spec.kv_heads, "causal": spec.causal},
+            data=_Call((q, k, v), angles, spec),
+            info={name: getattr(spec, name) for name in fields},
             length=spec.d + spec.context,
         )
 
@@ -125,16 +135,15 @@ class Attention(Rule):
         """Emit the call."""
         call: _Call = match.data
         q = editor.c.values[call.operands[0]]
-        rope = () if call.angles is None else (_stacked(editor, call.angles),)
         more: dict[str, Any] = {"window": call.spec.window} if call.spec.window else {}
         if call.spec.soft_cap:
             more["soft_cap"] = call.spec.soft_cap
-        if rope:
-            more |= {"rotates": call.spec.rope}
+        if call.angles:
+            more["rotates"] = call.spec.rope
         new = editor.call(
             torch.ops.nmm.attention.default,
             *call.operands,
-            *rope,
+            *([_stacked(editor, call.angles)] if call.angles else []),
             meta_value=q.new_empty(q.shape),
             causal=call.spec.causal,
             scale=call.spec.scale,
@@ -145,48 +154,15 @@ class Attention(Rule):
         return editor.like(new, match.node)
 
 
-def _between(node: fx.Node, stops: tuple[fx.Node, ...]) -> list[fx.Node]:
+def _between(node: fx.Node, stops: set[Any]) -> list[fx.Node]:
     """Return the nodes from `stops` to a node, with it: what the call replaces."""
-    found, waiting = {node: None}, [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found and source not in stops:
-                found[source] = None
-                waiting.append(source)
-    return list(found)
+    found = [node]
+    for current in found:
+        found += [n for n in current.all_input_nodes if n not in stops and n not in found]
+    return found
 
 
-def _shared_keys(graph: Canonical, pair: tuple[Any, ...], heads: int) -> tuple[fx.Node, fx.Node]:
-    """Return keys and values as they are before the graph repeats both for all heads."""
-    k, v = pair
-    before = before_repeat(graph, k, heads), before_repeat(graph, v, heads)
-    shapes = [graph.tensor(node) for node in before]
-    same = shapes[0] is not None and shapes[1] is not None and shapes[0].shape == shapes[1].shape
-    return before if same else (k, v)
-
-
-def _unrotated(
-    graph: Canonical, operands: tuple[fx.Node, ...]
-) -> tuple[tuple[fx.Node, ...], str, tuple[fx.Node, fx.Node] | None]:
-    """Return operands before their rotation, which of them the kernel rotates, and the angles.
-
-    A rotated value that others read, as a cache does the keys, stays as it is.
-    """
-    q, k, v = operands
-    of_q, of_k = _rotation_of(graph, q), _rotation_of(graph, k)
-    if of_q is None:
-        return operands, "none", None
-    angles = (of_q.cos, of_q.sin)
-    if of_k is not None and (of_k.cos, of_k.sin) == angles:
-        return (of_q.x, of_k.x, v), "qk", angles
-    return (of_q.x, k, v), "q", angles
-
-
-def _rotation_of(graph: Canonical, node: fx.Node) -> Rotated | None:
-    return rotation(graph, node) if len(node.users) == 1 else None
-
-
-def _stacked(editor: Editor, angles: tuple[fx.Node, fx.Node]) -> fx.Node:
+def _stacked(editor: Editor, angles: tuple[fx.Node, ...]) -> fx.Node:
     """Return the first halves of cos and sin [1, 1, tokens, d] as [2, tokens, d / 2]."""
     halves = []
     for node in angles:
@@ -196,33 +172,242 @@ def _stacked(editor: Editor, angles: tuple[fx.Node, fx.Node]) -> fx.Node:
     return editor.call(torch.ops.aten.stack.default, halves)
 
 
-def _unlike(
-    node: fx.Node, given: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Refusal | None:
-    """Return what of a call no kernel of the family computes, or None."""
-    sizes = (*q.shape, *k.shape)
-    if q.dim() != 4 or k.dim() != 4 or not all(isinstance(size, int) for size in sizes):
-        return Refusal(
-            "shape",
-            f"operands of shapes {tuple(q.shape)} and {tuple(k.shape)}",
-            node,
-        )
+def _unlike(node: fx.Node, given: dict[str, Any], q: Any, k: Any, v: Any) -> Refusal | None:
+    """Return what of a call of such shapes no kernel of the family computes, or None."""
+    if len(q) != 4 or len(k) != 4 or not all(isinstance(size, int) for size in (*q, *k)):
+        return Refusal("shape", f"operands of shapes {tuple(q)} and {tuple(k)}", node)
     if given.get("dropout_p", 0.0) != 0.0:
         return Refusal("training", f"dropout_p is {given['dropout_p']}", node)
-    if given.get("is_causal", False) and q.shape[2] != k.shape[2]:
+    reason = ""
+    if given.get("is_causal", False) and q[2] != k[2]:
         # PyTorch counts from the first key, the kernel from the last
-        return Refusal(
-            "no_kernel",
-            f"{q.shape[2]} causal queries for {k.shape[2]} keys",
-            node,
-        )
-    if q.shape[1] != k.shape[1] and not given.get("enable_gqa", False):
-        return Refusal(
-            "no_kernel",
-            f"{q.shape[1]} heads of q and {k.shape[1]} of k",
-            node,
-        )
-    if v.shape[-1] != q.shape[-1]:
-        wide = f"values of {v.shape[-1]} features, queries of {q.shape[-1]}"
-        return Refusal("no_kernel", wide, node)
+        reason = f"{q[2]} causal queries for {k[2]} keys"
+    elif q[1] != k[1] and not given.get("enable_gqa", False):
+        reason = f"{q[1]} heads of q and {k[1]} of k"
+    elif v[-1] != q[-1]:
+        reason = f"values of {v[-1]} features, queries of {q[-1]}"
+    return Refusal("no_kernel", reason, node) if reason else None
+
+
+# -- attention that is spelled out ------------------------------------------------------------
+
+
+def _spelled_out(c: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | None:
+    """Return the arguments of the call that a product of weights and v spells out.
+
+    None: the product has no softmax on its left. Refusal: it has, and scores of another kind.
+    """
+    form = c.forms[node]
+    if not isinstance(form, Product) or not _is_matmul(c, form):
+        return None
+    weights = _uncast(c, form.lhs)
+    soft = c.forms[weights]
+    drops = isinstance(soft, Opaque) and soft.name == "dropout"
+    if drops and isinstance(c.forms[_uncast(c, soft.inputs[0])], Softmax):
+        return Refusal("training", "dropout of the weights is on", weights)
+    if not isinstance(soft, Softmax):
+        return None
+    scores = _uncast(c, soft.inputs[0])
+    for inner, mask in [(scores, None), *_orders(c, scores, Add)]:
+        found = _scores(c, inner)
+        if found is not None and isinstance(form.rhs, fx.Node):
+            return found | {"value": form.rhs, "attn_mask": mask, "enable_gqa": True}
+    reason = "the scores below the softmax are not scale q k^T, capped and masked"
+    return Refusal("no_kernel", reason, weights)
+
+
+def _is_matmul(c: Canonical, form: Product) -> bool:
+    """Return whether a product is that of [b, heads, m, k] and [b, heads, k, n]."""
+    labels = (form.lhs_labels, form.rhs_labels, form.out_labels)
+    shapes = c.shape(form.lhs) or (), c.shape(form.rhs) or ()
+    return labels == matmul_labels(4, 4) and shapes[0][:2] == shapes[1][:2]
+
+
+def _scores(c: Canonical, key: Key) -> dict[str, Any] | None:
+    """Return query, key, scale and soft cap of c tanh(scale q k^T / c), or of scale q k^T."""
+    scale, inner = _factor(c, key)
+    form, cap = c.forms[inner], 0.0
+    if isinstance(form, Activation) and form.name == "tanh":
+        cap = scale
+        scale, inner = _factor(c, form.value)
+        scale *= cap  # what the kernel multiplies scores by before it divides by the cap
+        form = c.forms[inner]
+    if not isinstance(form, Product) or not _is_matmul(c, form) or scale <= 0 or cap < 0:
+        return None
+    turned = c.views[form.rhs]
+    for k in (*c.through(form.rhs), turned[0]):
+        base, dims = c.views[k]
+        straight = (base, views.permute(dims, (0, 1, 3, 2))) if len(dims) == 4 else None
+        if straight == turned and isinstance(k, fx.Node):
+            return {"query": form.lhs, "key": k, "scale": scale, "soft_cap": cap}
     return None
+
+
+def _factor(c: Canonical, key: Key) -> tuple[float, Key]:
+    """Return the numbers that multiply a value, as one, and the value."""
+    number, base = 1.0, _uncast(c, key)
+    form = c.forms[base]
+    while isinstance(form, Scale) and isinstance(form.factor, float):
+        number, base = number * form.factor, _uncast(c, form.value)
+        form = c.forms[base]
+    return number, base
+
+
+def _same(c: Canonical, key: Key) -> Key:
+    """Return the base of a value that is its base as it lies, else the value."""
+    base, dims = c.base(key)
+    return base if dims == views.identity(c.shape(base) or ()) else key
+
+
+def _uncast(c: Canonical, key: Key) -> Key:
+    """Return what a value is cast or copied from."""
+    base = _same(c, key)
+    form = c.forms.get(base)
+    return _uncast(c, form.value) if isinstance(form, Cast) else base
+
+
+def _orders(c: Canonical, key: Key, kind: type[Add] | type[Scale]) -> list[tuple[Key, Key]]:
+    """Return both orders of the operands of a sum or a product, element by element."""
+    form = c.forms.get(_same(c, key))
+    if not isinstance(form, kind):
+        return []
+    one, two = (form.a, form.b) if isinstance(form, Add) else (form.value, form.factor)
+    plain = not isinstance(form, Add) or form.alpha == form.beta == 1.0
+    return [(one, two), (two, one)] if plain and not isinstance(two, float) else []
+
+
+# -- masks, shared heads, rotations -----------------------------------------------------------
+
+
+def _read_mask(
+    graph: Canonical, call: fx.Node, mask: Any, sizes: tuple[int, int]
+) -> tuple[bool, int] | Refusal:
+    """Return (causal, window): which of `context` keys the last m queries see.
+
+    sizes: m and context.
+    """
+    if not isinstance(mask, fx.Node):
+        return Refusal("no_kernel", "the mask is no value of the graph", call)
+    found = constant_value(graph, mask)
+    if isinstance(found, fx.Node):
+        reason = f"the mask is a tensor of unknown values, because of {found.name}"
+        return Refusal("no_kernel", reason, found)
+    m, context = sizes
+    seen = found if found.dtype == torch.bool else found == 0
+    if found.dtype != torch.bool and bool((found.masked_fill(seen, _HIDDEN) > _HIDDEN).any()):
+        reason = "the mask adds numbers to scores, not only 0 and minus infinity"
+        return Refusal("no_kernel", reason, mask)
+    seen = seen.broadcast_to(torch.broadcast_shapes(seen.shape, (m, context)))
+    each = seen.reshape(-1, m, context)
+    if bool((each != each[0]).any()):
+        return Refusal("no_kernel", "the mask differs between sequences or heads", mask)
+    seen = each[0]
+    if bool(seen.all()):
+        return False, 0
+    ahead, window = context - m, int(seen[-1].sum())
+    causal = torch.ones_like(seen).tril(ahead)
+    for width in (0, window) if ahead >= 0 and window else ():
+        if torch.equal(seen, causal.triu(ahead - width + 1) if width else causal):
+            return True, width
+    reason = "the mask is neither causal nor a sliding window of the last queries"
+    return Refusal("no_kernel", reason, mask)
+
+
+def _before_repeat(c: Canonical, node: fx.Node) -> fx.Node:
+    """Return keys or values [b, kv, t, d] that the graph repeats for all heads, else the node."""
+    base, dims = c.views[node]
+    if len(dims[1]) < 2 or dims[1][-1].axis != BROADCAST:
+        return node
+    once = (base, (dims[0], dims[1][:-1], *dims[2:]))
+    sources = (key for key in (*c.through(node), base) if c.views[key] == once)
+    found = next(sources, node)
+    return found if isinstance(found, fx.Node) else node
+
+
+def _unrotated(
+    c: Canonical, q: fx.Node, k: fx.Node
+) -> tuple[str, fx.Node, fx.Node, tuple[fx.Node, ...]]:
+    """Return which operands the kernel rotates, q and k before that, and the angles.
+
+    A rotated value that others read, as a cache does the keys, stays as it is.
+    """
+    of_q, of_k = (_rotation(c, node) if len(node.users) == 1 else None for node in (q, k))
+    if of_q is None:
+        return "none", q, k, ()
+    if of_k is not None and of_k[1:] == of_q[1:]:
+        return "qk", of_q[0], of_k[0], of_q[1:]
+    return "q", of_q[0], k, of_q[1:]
+
+
+def _rotation(c: Canonical, node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Return x, cos and sin of x * cos + rotate_half(x) * sin."""
+    for straight, crossed in _orders(c, node, Add):
+        for x, cos in _orders(c, straight, Scale):
+            for half, sin in _orders(c, crossed, Scale):
+                angles = all(_are_angles(c, one, x) for one in (cos, sin))
+                if angles and _is_half_turn(c, half, x):
+                    return x, cos, sin  # type: ignore[return-value]
+    return None
+
+
+def _is_half_turn(c: Canonical, key: Key, x: Key) -> bool:
+    """Return whether a value is cat(-x[..., d/2:], x[..., :d/2])."""
+    form, shape = c.form(key), c.shape(x) or ()
+    if not isinstance(form, Concatenation) or (len(form.inputs), form.axis, len(shape)) != (
+        2,
+        3,
+        4,
+    ):
+        return False
+    half, (sign, back) = shape[3] // 2, _factor(c, form.inputs[0])
+    parts = [c.forms[_same(c, key)] for key in (back, form.inputs[1])]
+    wanted = [(3, half, shape[3]), (3, 0, half)]
+    for form, place in zip(parts, wanted, strict=True):
+        part = form.part if isinstance(form, Leaf) else form
+        if not isinstance(part, Part) or (part.axis, part.start, part.stop) != place:
+            return False
+        if c.views[part.inputs[0]] != c.views[x]:
+            return False
+    return sign == -1.0
+
+
+def _are_angles(c: Canonical, key: Key, x: Key) -> bool:
+    """Return whether angles [1, 1, tokens, d] turn x [b, heads, tokens, d] as the kernel does."""
+    shape = c.shape(x) or ()
+    fits = c.shape(key) == (1, 1, *shape[2:]) and c.dtype(key) == c.dtype(x)
+    return isinstance(key, fx.Node) and fits and _halves_are_equal(c, key)
+
+
+def _halves_are_equal(c: Canonical, key: Key) -> bool:
+    """Return whether a value is a function of cat((f, f), -1), element by element."""
+    base, dims = c.base(key)
+    last = views.identity(c.shape(base) or ())[-1:]
+    if not last or dims[-1:] != last:
+        return False
+    form = c.forms[base]
+    if isinstance(form, Concatenation):
+        whole = form.axis == len(c.shape(base) or ()) - 1
+        return whole and len(form.inputs) == 2 and form.inputs[0] is form.inputs[1]
+    if isinstance(form, Cast) or (isinstance(form, Scale) and isinstance(form.factor, float)):
+        return _halves_are_equal(c, form.value)
+    if isinstance(form, Opaque) and form.name in ("cos", "sin"):
+        return _halves_are_equal(c, form.inputs[0])
+    region = _region_of(c, base)
+    return region is not None and _halves_are_equal(*region)
+
+
+def _region_of(c: Canonical, node: Key) -> tuple[Canonical, Key] | None:
+    """Return the graph and the value in it that a node takes out of a call, as under no_grad."""
+    if not isinstance(node, fx.Node) or target_name(node) != "getitem":
+        return None
+    call, place = node.args
+    if not isinstance(call, fx.Node) or not str(call.target).startswith("wrap_with_set_grad"):
+        return None
+    body = fetch_attribute(c.module, str(getattr(call.args[1], "target", "")))
+    if not isinstance(body, fx.GraphModule) or not isinstance(place, int):
+        return None
+    results: Any = body.graph.output_node().args[0]
+    found = results[place] if isinstance(results, (list, tuple)) else results
+    if not isinstance(found, fx.Node):
+        return None
+    return read_graph(body, collect_values(body, None)), found

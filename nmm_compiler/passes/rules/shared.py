@@ -19,7 +19,7 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
 from nmm_compiler.passes.chains.prices import call_ways, predicted_info
-from nmm_compiler.passes.chains.safety import crossed, readings, refuse
+from nmm_compiler.passes.chains.safety import Refusal, crossed, readings, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall, RowsCall, SharedCall, spec_of
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
