@@ -201,7 +201,7 @@ def _spelled_out(c: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | None
     if not isinstance(form, Product) or not _is_matmul(c, form):
         return None
     weights = _uncast(c, form.lhs)
-    soft = c.forms[weights]
+    soft: Any = c.forms[weights]
     drops = isinstance(soft, Opaque) and soft.name == "dropout"
     if drops and isinstance(c.forms[_uncast(c, soft.inputs[0])], Softmax):
         return Refusal("training", "dropout of the weights is on", weights)
@@ -353,22 +353,18 @@ def _rotation(c: Canonical, node: fx.Node) -> tuple[fx.Node, ...] | None:
 def _is_half_turn(c: Canonical, key: Key, x: Key) -> bool:
     """Return whether a value is cat(-x[..., d/2:], x[..., :d/2])."""
     form, shape = c.form(key), c.shape(x) or ()
-    if not isinstance(form, Concatenation) or (len(form.inputs), form.axis, len(shape)) != (
-        2,
-        3,
-        4,
-    ):
+    if not isinstance(form, Concatenation) or len(form.inputs) != 2 or len(shape) != 4:
         return False
     half, (sign, back) = shape[3] // 2, _factor(c, form.inputs[0])
     parts = [c.forms[_same(c, key)] for key in (back, form.inputs[1])]
     wanted = [(3, half, shape[3]), (3, 0, half)]
-    for form, place in zip(parts, wanted, strict=True):
-        part = form.part if isinstance(form, Leaf) else form
+    for one, place in zip(parts, wanted, strict=True):
+        part = one.part if isinstance(one, Leaf) else one
         if not isinstance(part, Part) or (part.axis, part.start, part.stop) != place:
             return False
         if c.views[part.inputs[0]] != c.views[x]:
             return False
-    return sign == -1.0
+    return sign == -1.0 and form.axis == 3
 
 
 def _are_angles(c: Canonical, key: Key, x: Key) -> bool:

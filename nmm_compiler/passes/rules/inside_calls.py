@@ -136,13 +136,14 @@ class NormInside(Rule):
         call = kernel_call(node) if graph.options.norms else None
         if call is not None and "norm" not in node.kwargs and isinstance(call.args[0], fx.Node):
             final = graph.base(call.args[0])[0]
-            if isinstance(graph.forms[final], Norm) and isinstance(final, fx.Node):
-                yield call, final
+            norm = graph.forms[final]
+            if isinstance(norm, Norm) and isinstance(final, fx.Node):
+                yield call, final, norm
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check whether the norm can move into all that read it."""
-        call, final = candidate
-        norm, shape, dtype = graph.forms[final], graph.shape(final) or (), graph.dtype(final)
+        call, final, norm = candidate
+        shape, dtype = graph.shape(final) or (), graph.dtype(final)
         vectors = [v for v in (norm.weight, norm.bias) if v is not None]
         if dtype not in DTYPES or norm.eps is None or graph.dtype(norm.value) != dtype:
             return None
@@ -241,10 +242,10 @@ class ResidualInside(Rule):
             return Refusal("shape", reason, residual)
         nodes = frozenset({node, call.node, *(owner_of(key) for key in graph.through(y))})
         operands = [*call.node.all_input_nodes, residual]
-        change = {call.gain + 2: call.node}, {}  # of the shape of the residual
+        more = {call.gain + 2: call.node}  # of the shape of the residual
         return (
             unsafe(graph, nodes, node, operands)
-            or _slower(graph, call, "sum", change, node, 3)
+            or _slower(graph, call, "sum", (more, {}), node, 3)
             or Match(
                 rule=self.name,
                 node=node,
