@@ -12,11 +12,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nmm_compiler.errors import InstructionLimitError, SimulationError
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets.base import Target
+
+if TYPE_CHECKING:
+    from nmm_compiler.simulator.programs import Programs
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OWN_FILES: dict[str, bool] = {}
@@ -89,33 +92,6 @@ def place_instructions(machine: Machine, place: tuple[str, int]) -> Iterator[Non
             instruction.file, instruction.line = place
 
 
-class Grid(Protocol):
-    """Exchange of a program with the other programs of its grid."""
-
-    def shared(
-        self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
-    ) -> Any:
-        """Return the next shared_hbm tensor, the same for all programs."""
-
-    def barrier(self, machine: Machine) -> None:
-        """Wait until every program is here."""
-
-    def used(self, machine: Machine, storage: Any) -> None:
-        """Note that a program uses shared HBM, which is forgotten when the programs meet."""
-
-    def next_write(self, machine: Machine) -> int:
-        """Return the number, from 1, of a write to shared HBM since the programs last met."""
-
-    def agree(self, machine: Machine, what: str, value: Any) -> None:
-        """Refuse the n-th `what` of a program if it differs from that of another."""
-
-    def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
-        """Wait for all ranks of a group; return what each one sent to the same collective."""
-
-    def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
-        """Leave `sent` for ranks[0] and return what ranks[1] left."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Seat:
     """Which program of which rank a machine runs.
@@ -129,7 +105,7 @@ class Seat:
     grid: int = 1
     rank: int = 0
     ranks: int = 1
-    programs: Grid | None = None
+    programs: Programs | None = None
     alone: bool = False
 
 

@@ -36,8 +36,8 @@ from nmm_compiler.simulator.collectives import MAX_RANKS
 from nmm_compiler.simulator.faults import failed
 from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
-from nmm_compiler.simulator.loading.jit_kernel import JitKernel, run_kernels_with
 from nmm_compiler.simulator.loading.loader import resolve
+from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
 from nmm_compiler.simulator.machine import Machine, Seat, running, set_current
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.data import poisoned_values

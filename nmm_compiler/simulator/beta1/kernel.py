@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from nmm_compiler.errors import (
@@ -21,31 +22,12 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.beta1.language import SpmdDim, nc, ndarray, store
 from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, session
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
-from nmm_compiler.simulator.loading import jit_kernel
-from nmm_compiler.simulator.loading.jit_kernel import JitKernel
+from nmm_compiler.simulator.loading import standins
+from nmm_compiler.simulator.loading.standins import JitKernel, TensorType
 from nmm_compiler.simulator.machine import current, running
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Grid = tuple[Any, ...]
-
-
-class TensorType:
-    """`nt.tensor[shape]` and `nt.mutable_tensor`: annotations."""
-
-    def __init__(self, mutable: bool) -> None:
-        self.mutable = mutable
-
-    def __getitem__(self, shape: Any) -> TensorType:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> TensorType:
-        """Return the annotation."""
-        return self
-
-    def __or__(self, other: Any) -> TensorType:
-        return self
-
-    __ror__ = __or__
 
 
 def _mutable(annotation: Any) -> bool:
@@ -200,7 +182,7 @@ class Kernel(JitKernel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run: inline inside a kernel, else a simulation of its own."""
         if running() is None:
-            return jit_kernel.simulate_kernel(self)(*args, **kwargs)
+            return standins.simulate_kernel(self)(*args, **kwargs)
         if self.launch:
             raise fail(
                 UnsupportedInstructionError,
@@ -210,28 +192,10 @@ class Kernel(JitKernel):
         return self.plain(*args, **kwargs)
 
 
-class Latency:
-    """`benchmark_result.nc_latency`: the simulated latency, the same at every percentile."""
-
-    def __init__(self, microseconds: float) -> None:
-        self.microseconds = microseconds
-
-    def get_latency_percentile(self, percentile: int) -> float:
-        """Return the simulated latency in us; a simulation has no spread."""
-        return self.microseconds
-
-
-class Result:
-    """`benchmark_result`."""
-
-    def __init__(self, latency: Latency) -> None:
-        self.nc_latency = latency
-
-
 class Benchmark(Kernel):
     """The result of `nki.benchmark`: a call simulates the timing; `benchmark_result` holds it."""
 
-    benchmark_result: Result | None = None
+    benchmark_result: SimpleNamespace | None = None
 
     def _again(self, launch: Grid) -> Kernel:
         return Benchmark(self.plain, launch, checked=self.checked)
@@ -240,8 +204,9 @@ class Benchmark(Kernel):
         """Time the kernel in the simulator; inside a kernel, run inline."""
         if running() is not None:
             return super().__call__(*args, **kwargs)
-        profile = jit_kernel.run(self, *args, mode="timing", named=kwargs).profile
-        self.benchmark_result = Result(Latency(profile.device_us))
+        profile = standins.run(self, *args, mode="timing", named=kwargs).profile
+        latency = SimpleNamespace(get_latency_percentile=lambda percentile: profile.device_us)
+        self.benchmark_result = SimpleNamespace(nc_latency=latency)  # a simulation has no spread
         return None
 
 
@@ -277,4 +242,4 @@ def jit(function: Any = None, mode: str = "auto", **options: Any) -> Any:
 def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a kernel on NumPy arrays; return its outputs."""
     launched = kernel if isinstance(kernel, Kernel) else Kernel(kernel, checked=False)
-    return jit_kernel.simulate_kernel(launched)(*args, **kwargs)
+    return standins.simulate_kernel(launched)(*args, **kwargs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -747,15 +748,9 @@ def finfo(dtype: Any) -> Any:
     return ml_dtypes.finfo(kind_of(dtype).numpy)
 
 
-class _Limits:
-    """`nl.fp32` and `nl.bfp16`: the least value of the format."""
-
-    def __init__(self, least: float) -> None:
-        self.min = least
-
-
 NAMES.update(
-    fp32=_Limits(float(np.finfo(np.float32).min)), bfp16=_Limits(-math.inf), mgrid=mgrid,
+    fp32=SimpleNamespace(min=float(np.finfo(np.float32).min)),
+    bfp16=SimpleNamespace(min=-math.inf), mgrid=mgrid,
     arange=arange, sequential_range=affine_range, static_range=affine_range, spmd_dim=SpmdDim,
     bool_=np.bool_,
 )  # fmt: skip

@@ -19,7 +19,7 @@ from nmm_compiler.simulator.beta1 import instructions, kernel, language
 from nmm_compiler.simulator.beta1.language import Allocator
 from nmm_compiler.simulator.beta1.tensor import Tensor, kind_of
 from nmm_compiler.simulator.language.base import MemoryRegion, no_reorder, psum, sbuf, tile_size
-from nmm_compiler.simulator.loading.stand_in_module import StandIn, module
+from nmm_compiler.simulator.loading.standins import StandIn, TensorType, module
 from nmm_compiler.simulator.machine import kernel_frame
 from nmm_compiler.targets import get
 
@@ -180,8 +180,8 @@ def _build() -> dict[str, ModuleType]:
     enums = {n: v for n, v in instructions.NAMES.items() if isinstance(v, type)}
     typing = module(
         f"{prefix}.typing",
-        {"tensor": kernel.TensorType(False), "mutable_tensor": kernel.TensorType(True),
-         "mutable": kernel.TensorType(True)},
+        {"tensor": TensorType(), "mutable_tensor": TensorType(True),
+         "mutable": TensorType(True)},
     )  # fmt: skip
     compiler = module(f"{prefix}.compiler", _compiler())
     nki = module(

@@ -8,12 +8,11 @@ import numpy as np
 
 from nmm_compiler.errors import TargetRuleError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
-from nmm_compiler.simulator.isa.accumulators import write_sum
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, require_form
 from nmm_compiler.simulator.isa.operators import ACTIVATION, ALU, BY_NAME, Op, Takes
-from nmm_compiler.simulator.isa.values import F32, apply_scalar, f32, put, scalar_value
+from nmm_compiler.simulator.isa.values import F32, apply_scalar, f32, put, scalar_value, write_sum
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor

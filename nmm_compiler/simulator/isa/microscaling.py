@@ -16,13 +16,12 @@ import numpy as np
 from nmm_compiler.errors import EngineRuleError, TensorShapeError
 from nmm_compiler.simulator.isa.instruction import NO_ATTRIBUTES, Call, Steps, instruction
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF
-from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
 from nmm_compiler.simulator.isa.tensor_engine import (
     check_indirect_product,
     check_tile,
     matmul_attributes,
 )
-from nmm_compiler.simulator.isa.values import F32, f32, put, raw
+from nmm_compiler.simulator.isa.values import F32, accumulate_product, check_bank, f32, put, raw
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _ELEMENT = {

@@ -13,7 +13,6 @@ from nmm_compiler.errors import (
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.isa import cycles
-from nmm_compiler.simulator.isa.accumulators import begin, keep, write_sum
 from nmm_compiler.simulator.isa.elementwise import check_operators, check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
@@ -25,7 +24,17 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
 from nmm_compiler.simulator.isa.operators import ALU, REDUCTION, Op, Takes
-from nmm_compiler.simulator.isa.values import F32, apply_scalar, f32, put, raw, scalar_value
+from nmm_compiler.simulator.isa.values import (
+    F32,
+    apply_scalar,
+    begin,
+    f32,
+    keep,
+    put,
+    raw,
+    scalar_value,
+    write_sum,
+)
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOAT32, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 

@@ -14,7 +14,6 @@ from nmm_compiler.errors import (
     TensorShapeError,
 )
 from nmm_compiler.simulator.isa import cycles
-from nmm_compiler.simulator.isa.accumulators import write_sum
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
     INT32,
@@ -26,7 +25,7 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
 from nmm_compiler.simulator.isa.operators import Takes
-from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
+from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value, write_sum
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 

@@ -17,8 +17,7 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import Attributes, Call, Steps, attributes, instruction
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require
-from nmm_compiler.simulator.isa.psum import accumulate_product, check_bank
-from nmm_compiler.simulator.isa.values import f32, put, raw
+from nmm_compiler.simulator.isa.values import accumulate_product, check_bank, f32, put, raw
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 

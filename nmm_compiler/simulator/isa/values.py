@@ -1,6 +1,7 @@
 """How instructions read, compute and write values: in float32, with a cast on the write.
 
 PSUM also remembers which engine wrote each element, because a matmul adds to what a matmul wrote.
+ScalarE and VectorE have accumulator registers, which reductions of other instructions use.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from nmm_compiler.errors import SimulationError, TensorShapeError, UninitializedReadError
+from nmm_compiler.simulator.isa.instruction import Call
 from nmm_compiler.simulator.isa.operators import Op
+from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
 from nmm_compiler.simulator.tensors.indirect import gather, positions, scatter
 from nmm_compiler.simulator.tensors.races import settled
@@ -114,3 +118,167 @@ def apply_scalar(function: Op, data: np.ndarray, value: Any, reverse: bool) -> n
     operand_value = scalar_value(value, data.ndim)
     result = function.alu(operand_value, data) if reverse else function.alu(data, operand_value)
     return np.asarray(result, dtype=F32)
+
+
+# Products in PSUM
+
+
+def check_bank(call: Call, dst: NkiTensor, banks: int) -> None:
+    """Check that dst lies in as many PSUM banks as one matmul may write."""
+    bank = call.machine.target.psum_bank_bytes_per_partition
+    if dst.storage.bytes_per_partition <= bank and dst.storage.address is None:
+        return
+    access = dst.access()
+    base = dst.storage.address[1] if dst.storage.address else 0
+    first = (base + access.byte_start) // bank
+    last = (base + access.byte_stop - 1) // bank
+    if last - first >= banks:
+        raise call.error(
+            TensorShapeError,
+            f"dst {dst.name!r} covers bytes {access.byte_start}..{access.byte_stop} of "
+            f"its PSUM partition and so crosses a bank of {bank} B; write one bank at a time",
+        )
+
+
+def accumulate_product(
+    machine: Machine, dst: NkiTensor, product: np.ndarray, accumulate: Any
+) -> None:
+    """Write a product to dst, or add it to earlier products there; None: PSUM's state decides."""
+    if product.shape != dst.shape:
+        product = product.reshape(dst.shape)
+    storage, direct = dst.storage, dst.indirection is None
+    key = (dst.offset, dst.shape, dst.strides) if direct else None
+    if direct and storage.products == key and accumulate is not False and dst.dtype == "float32":
+        _note_sum(machine, accumulate, True)
+        target = dst.array()  # the same region as the matmul before has the same writers
+        target += product
+        return
+    writers = writers_of(dst)
+    adds = accumulate is not False and (accumulate or bool(writers.any()))
+    if accumulate is None:
+        _note_sum(machine, accumulate, adds)
+    if adds:
+        _check_sum(machine, dst, writers, accumulate)
+        product = _earlier(machine, dst, writers) + product
+    put(dst, product, product=True)
+    storage.products = key
+
+
+def _check_sum(machine: Machine, dst: NkiTensor, writers: np.ndarray, accumulate: Any) -> None:
+    """Check that a product adds to products."""
+    if accumulate and not writers.all():
+        machine.rule(
+            SimulationError,
+            f"nisa.nc_matmul(accumulate=True) into {dst.name!r}, where no matmul has written "
+            "yet: undefined on hardware; start with accumulate=False (or leave it unset)",
+        )
+    elif writers.max() == OTHER and not machine.target.matmul_adds_to_written_psum:
+        text = (
+            f"nisa.nc_matmul(accumulate={accumulate}) adds to {dst.name!r}, which memset or "
+            "another engine wrote: undefined before trn3; pass accumulate=False for the first "
+            "matmul"
+        )
+        if accumulate is None and (_stored(dst)[writers == OTHER] == 0).all():
+            machine.warn(text)  # overwriting and adding to zeros are the same
+        else:
+            machine.rule(SimulationError, text)
+
+
+def _stored(dst: NkiTensor) -> np.ndarray:
+    return dst.array() if dst.indirection is None else gather(dst)[0]
+
+
+def _earlier(machine: Machine, dst: NkiTensor, writers: np.ndarray) -> np.ndarray:
+    """Return what a product is added to: zeros where nobody has written."""
+    if writers.all():
+        return f32(dst)
+    written = writers != 0
+    mask = dst.missing() if dst.indirection is None else None
+    if mask is not None and (mask & written).any():
+        machine.poisoned.append((dst, mask & written, dst.storage.origin))
+    return np.where(written, _stored(dst).astype(F32), F32(0))
+
+
+def _note_sum(machine: Machine, accumulate: Any, adds: bool) -> None:
+    """Tell a loop on the device whether a product adds: the compiler decides that once."""
+    if machine.turn is not None and accumulate is None:
+        machine.note("nc_matmul(accumulate=None) that adds" if adds else
+                     "nc_matmul(accumulate=None) that overwrites")  # fmt: skip
+
+
+# Accumulator registers
+
+
+def begin(
+    call: Call, register: str, command: Any, op: Op, partitions: int, initial: Any = None
+) -> np.ndarray:
+    """Return float32 [P]: what the accumulators hold before an instruction adds to them.
+
+    register: "scalar" or "vector". Each partition has its own, so `reduce` and `idle` find what an
+    instruction of the same partitions has left there, and nothing else.
+    """
+    machine, name = call.machine, getattr(command, "name", "idle")
+    if name in ("reset", "reset_reduce"):
+        return np.full(partitions, op.identity, F32)
+    if name == "load_reduce":
+        start = np.asarray(scalar_value(initial, 1), F32).reshape(-1)
+        return np.broadcast_to(start, (partitions,)).copy()
+    first = call.reads[0].partition_start
+    held, state = machine.accumulators.get(register, (None, None))
+    if held != (first, partitions):
+        machine.rule(
+            UninitializedReadError,
+            f"nisa.{call.op}: reduce_cmd.{name} reads the {register} engine's accumulators of "
+            f"partitions {first}..{first + partitions - 1}, "
+            + ("which no instruction has set" if held is None else
+               f"the last instruction has set {held[0]}..{held[0] + held[1] - 1}")
+            + "; start with reset_reduce",
+        )  # fmt: skip
+        return np.full(partitions, op.identity if name == "reduce" else np.nan, F32)
+    return np.asarray(state)
+
+
+def keep(call: Call, register: str, command: Any, state: np.ndarray) -> None:
+    """Leave `state` in the accumulators, with the elements that depend on unwritten memory."""
+    machine, name = call.machine, getattr(command, "name", "idle")
+    partitions = len(state)
+    machine.accumulators[register] = (call.reads[0].partition_start, partitions), state
+    key = f"poison of {register}"
+    before = None if name not in ("idle", "reduce") else machine.accumulators.get(key)
+    now = [(m, origin) for _, m, origin in machine.poisoned if len(m) == partitions]
+    if before is not None:
+        machine.poisoned.append((None, *before))
+        now.append(before)
+    if now:
+        rows = np.logical_or.reduce([m.reshape(partitions, -1).any(axis=1) for m, _ in now])
+        machine.accumulators[key] = rows[:, None], now[0][1]
+    else:
+        machine.accumulators.pop(key, None)
+
+
+def write_sum(
+    call: Call,
+    register: str,
+    command: Any,
+    op: Op,
+    values: np.ndarray,
+    result: Any,
+    initial: Any = None,
+    negate: bool = False,
+) -> None:
+    """Update the accumulators by a reduce_cmd; read them out into `result` if it is a tile.
+
+    VectorE's idle may still modify them, so their value is unknown afterwards.
+    """
+    idle = command is None or command.name == "idle"
+    if idle and result is None:
+        if register == "vector":
+            call.machine.accumulators.pop(register, None)
+        return
+    total = begin(call, register, command, op, len(values), initial)
+    if not idle and command.name != "reset":
+        part = op.reduce.reduce(np.asarray(values, F32).reshape(len(values), -1), axis=1)
+        total = op.reduce(total, part).astype(F32)
+    keep(call, register, command, total)
+    if result is not None:
+        put(result, (-total if negate else total).reshape(result.shape))
