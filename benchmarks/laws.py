@@ -35,6 +35,7 @@ import timing_texts
 
 from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
+from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import (
     compiler,
     costs,
@@ -180,8 +181,8 @@ LAWS = (
     _constant("tensor_fp32_short_rows", 0, "float32 products"),
     _constant("tensor_latency_seconds", 0.0, "tensor"),
     # VectorE, ScalarE, GpSimd
-    Law(name="fast modes", needs="trn2", code=(costs._fast_mode,),
-        patches=((costs, "_fast_mode", _one_rate),)),
+    Law(name="fast modes", needs="trn2", code=(cycles._fast_mode,),
+        patches=((cycles, "_fast_mode", _one_rate),)),
     _constant("engine_streaming_overhead_cycles", 0),
     _constant("engine_isolated_overhead_cycles", 64),
     _constant("scalar_isolated_overhead_cycles", 64, "scalar"),
