@@ -16,7 +16,7 @@ from nmm_compiler.targets import Target
 Cost = tuple[float, float]
 
 _US = 1e6
-RULES = {op: cycles for op, cycles in CYCLES.items() if cycles is not one_pass}
+RULES = {op: cycles for op, cycles in sorted(CYCLES.items()) if cycles is not one_pass}
 """How long an instruction holds its engine, where that is not a pass over its elements."""
 
 
