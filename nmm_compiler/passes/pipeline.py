@@ -39,14 +39,12 @@ from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.result import Explanation, RewriteResult
-from nmm_compiler.passes.rules.adapter import Adapter
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Rule
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside
 from nmm_compiler.passes.rules.lora import LoRA
-from nmm_compiler.passes.rules.lowrank import LowRank
-from nmm_compiler.passes.rules.mla import MLA
+from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank
 from nmm_compiler.passes.rules.reassociate import Association
 from nmm_compiler.passes.rules.shared import SharedU, SharedX
 

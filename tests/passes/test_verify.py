@@ -125,8 +125,8 @@ def test_verify_finds_a_built_in_rule_that_is_wrong(monkeypatch):
 
     right = calls.fold_chain
 
-    def wrong(editor, chain):
-        factors = right(editor, chain)
+    def wrong(editor, chain, *stored):
+        factors = right(editor, chain, *stored)
         return calls.Factors(chain, factors.u, factors.v, 1.01 * factors.scale, factors.bias)
 
     monkeypatch.setattr(calls, "fold_chain", wrong)

@@ -112,6 +112,21 @@ class Chain:
         """Return the inner dimension, summed over the chains that are added."""
         return self.u.n + sum(chain.r for chain in self.more)
 
+    @property
+    def weights(self) -> list[Key]:
+        """Return the matrices that the kernel reads."""
+        own = [*self.u.keys, *self.v.keys, *([self.base.weight.key] if self.base else [])]
+        return own + [key for other in self.more for key in other.weights]
+
+    @property
+    def operands(self) -> list[Key]:
+        """Return the values that the kernel reads, and what stays outside of it."""
+        parts = (self, *self.more)
+        keys = [part.first.x for part in parts] + self.weights
+        keys += [s.key for p in parts for s in (*p.middle, *p.after) if s.key is not None]
+        keys += [self.inner.gain] if self.inner and self.inner.gain is not None else []
+        return keys + ([self.addend[0]] if self.addend else [])
+
 
 def read_chain(
     c: Canonical, key: Key, form: Product, inputs: bool = False
@@ -731,6 +746,8 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection 
             return None
         after.append(step)
     covered = nodes | frozenset(walk.nodes) | path_nodes(c, key)
+    if chain is not None:
+        chain = dataclasses.replace(chain, after=tuple(after), nodes=covered)
     return Projection(stage, weights, middle, tuple(after), key, out_dims, covered, chain)
 
 

@@ -14,7 +14,6 @@ cannot read the bytes, the weight is made of them at each call, and the report s
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
 from nmm_compiler.ops.scaled import SUFFIX
-from nmm_compiler.passes.chains.chain import Chain, devices_of
+from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Step, Weight, is_whole_feature
 from nmm_compiler.passes.chains.prices import Cost, order, tokens_to_judge
 from nmm_compiler.passes.chains.safety import Refusal
@@ -392,9 +391,9 @@ class Factors:
     inner_gain: fx.Node | None = None
 
 
-def fold_chain(editor: Editor, chain: Chain) -> Factors:
-    """Fold the steps between and after the products of a chain."""
-    u, v = weight_node(editor, chain.u), weight_node(editor, chain.v)
+def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Bytes] = ()) -> Factors:
+    """Fold the steps between and after the products of a chain; stored: its weights as bytes."""
+    u, v = weight_nodes(editor, (chain.u, chain.v), stored)
     plain_v = v  # the inner bias is multiplied by v before scales are folded into v
     scale, bias = 1.0, None
 
@@ -406,7 +405,7 @@ def fold_chain(editor: Editor, chain: Chain) -> Factors:
                 bias = plus(editor, bias, one_dim(editor, step.key, width), step.number)
                 continue
             scale *= step.number
-            bias = times(editor, bias, step.number)
+            bias = bias if bias is None else times(editor, bias, step.number)
             if step.key is not None:
                 size = width if step.kind == "vector" else 1
                 factor = one_dim(editor, step.key, size)
@@ -437,12 +436,27 @@ def join(editor: Editor, parts: Sequence[Factors]) -> Factors:
         u, v = part.u, part.v
         us.append(u if own.u.layout == first.chain.u.layout else editor.permute(u, (1, 0)))
         v = v if own.v.layout == first.chain.v.layout else editor.permute(v, (1, 0))
-        vs.append(v if same or part.scale == 1.0 else editor.call(aten.mul.Tensor, v, part.scale))
+        vs.append(v if same else times(editor, v, part.scale))
         if part.bias is not None:
             bias = part.bias if bias is None else plus(editor, bias, part.bias, 1.0)
     u = editor.call(aten.cat.default, us, 1 if first.chain.u.layout == "row" else 0)
     v = editor.call(aten.cat.default, vs, 0 if first.chain.v.layout == "row" else 1)
     return Factors(first.chain, u, v, first.scale if same else 1.0, bias)
+
+
+def weight_nodes(
+    editor: Editor, weights: Sequence[Weight], stored: Sequence[Bytes]
+) -> list[fx.Node]:
+    """Return the 2-D nodes of weights as they are stored, of their bytes where these are given."""
+    if not stored:
+        return [weight_node(editor, weight) for weight in weights]
+    nodes = []
+    for weight, one in zip(weights, stored, strict=True):
+        node = editor.node(one.values)
+        if editor.c.values[node].dtype != STORED_FP8:
+            node = editor.call(aten.view.dtype, node, STORED_FP8)
+        nodes.append(editor.reshape(node, weight.stored))
+    return nodes
 
 
 def weight_node(editor: Editor, weight: Weight) -> fx.Node:
@@ -475,50 +489,20 @@ def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
     return editor.reshape(editor.operand(key), (size,))
 
 
-def chain_bias(editor: Editor, chain: Chain) -> fx.Node | None:
-    """Emit the bias of a chain that has only biases around its products."""
-    bias = None
-    for step in chain.middle:
-        if step.kind == "bias" and step.key is not None:
-            bias = plus(editor, bias, one_dim(editor, step.key, chain.u.n), step.number)
-    if bias is not None:
-        bias = _through_weight(editor, chain.v, bias)
-    for step in chain.after:
-        if step.kind == "bias" and step.key is not None:
-            bias = plus(editor, bias, one_dim(editor, step.key, chain.v.n), step.number)
-    return bias
-
-
-def fold_projection(editor: Editor, projection: Projection) -> tuple[list[fx.Node], fx.Node | None]:
+def fold_projection(
+    editor: Editor, projection: Projection, stored: Sequence[Bytes]
+) -> tuple[list[fx.Node], fx.Node | None]:
     """Emit the weights and the bias of a projection; scales go into a low-rank one's factors."""
     if projection.chain is not None:
-        whole = dataclasses.replace(projection.chain, after=projection.after)
-        folded = fold_chain(editor, whole)
-        v = folded.v
-        if folded.scale != 1.0:
-            v = editor.call(aten.mul.Tensor, v, folded.scale)
+        folded = fold_chain(editor, projection.chain, stored)
+        v = times(editor, folded.v, folded.scale)
         return [folded.u, v], folded.bias
-    weights = [weight_node(editor, weight) for weight in projection.weights]
-    return weights, bias_of(editor, projection)
-
-
-def bias_of(editor: Editor, projection: Projection) -> fx.Node | None:
-    """Emit the bias behind a projection."""
-    own = () if projection.chain is None else projection.chain.after
     bias = None
-    for step in (*own, *projection.after):
-        if step.kind == "bias":
-            assert step.key is not None
+    weights = weight_nodes(editor, projection.weights, stored)
+    for step in projection.after:
+        if step.key is not None:
             bias = plus(editor, bias, one_dim(editor, step.key, projection.n), step.number)
-    return bias
-
-
-def stored_node(editor: Editor, weight: Weight, stored: Bytes) -> fx.Node:
-    """Return the 2-D node of an fp8 weight as it is stored."""
-    node = editor.node(stored.values)
-    if editor.c.values[node].dtype != STORED_FP8:
-        node = editor.call(aten.view.dtype, node, STORED_FP8)
-    return editor.reshape(node, weight.stored)
+    return weights, bias
 
 
 def scales_of(editor: Editor, kept: Kept) -> list[fx.Node]:
@@ -527,27 +511,21 @@ def scales_of(editor: Editor, kept: Kept) -> list[fx.Node]:
     return [editor.reshape(node, (math.prod(editor.shape(node)),)) for node in nodes]
 
 
-def _through_weight(editor: Editor, weight: Weight, bias: fx.Node) -> fx.Node:
-    return times_matrix(editor, weight_node(editor, weight), weight.layout, bias)
-
-
 def times_matrix(editor: Editor, node: fx.Node, layout: str, vector: fx.Node) -> fx.Node:
     """Emit vector @ matrix for a matrix stored in either layout."""
     matrix = node if layout == "col" else editor.permute(node, (1, 0))
     return editor.call(aten.mv.default, matrix, vector)
 
 
-def times(editor: Editor, bias: fx.Node | None, number: float) -> fx.Node | None:
-    """Emit a bias times a number; no bias stays none."""
-    if bias is None or number == 1.0:
-        return bias
-    return editor.call(aten.mul.Tensor, bias, number)
+def times(editor: Editor, node: fx.Node, number: float) -> fx.Node:
+    """Emit a value times a number."""
+    return node if number == 1.0 else editor.call(aten.mul.Tensor, node, number)
 
 
 def plus(editor: Editor, bias: fx.Node | None, own: fx.Node, number: float) -> fx.Node:
     """Emit a bias plus `number` times a vector."""
     if bias is None:
-        return own if number == 1.0 else editor.call(aten.mul.Tensor, own, number)
+        return times(editor, own, number)
     return editor.call(aten.add.Tensor, bias, own, alpha=number)
 
 
@@ -724,10 +702,16 @@ def settle(
 
 @dataclass
 class LowRankCall(Call):
-    """nmm.lowrank_matmul for a chain. made: names of factors that the graph makes at each call."""
+    """nmm.lowrank_matmul for a chain.
+
+    made: names of factors that the graph makes at each call. tp, group: devices of a process group
+    that sum between the products.
+    """
 
     chain: Chain | None = None
     made: tuple[str, ...] = ()
+    tp: int = 1
+    group: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -736,7 +720,7 @@ class LowRankCall(Call):
         return self.chain.addend is None and not self.chain.per_token
 
     @classmethod
-    def of(cls, c: Canonical, chain: Chain) -> LowRankCall:
+    def of(cls, c: Canonical, chain: Chain, tp: int = 1, group: str = "") -> LowRankCall:
         """Return the call that a chain becomes."""
         source = best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, owner_of(chain.out))
         return cls(
@@ -747,13 +731,15 @@ class LowRankCall(Call):
             n=chain.v.n,
             covered=chain.nodes,
             chain=chain,
-            made=tuple(owner_of(key).name for key in _weights(chain) if _is_made(c, key)),
+            made=tuple(owner_of(key).name for key in chain.weights if _is_made(c, key)),
             kept=keep(
                 c,
                 (chain.u, chain.v),
                 c.dtype(owner_of(chain.out)),
                 beside_products(chain),
             ),
+            tp=tp,
+            group=group,
         )
 
     def info(self) -> dict[str, Any]:
@@ -772,25 +758,23 @@ class LowRankCall(Call):
             "activation": self.chain.activation,
             "base": self.chain.base is not None,
             "chains": 1 + len(self.chain.more),
-            **self._inner(),
+            **({} if self.chain.inner is None else {"inner": self.chain.inner.name()}),
             **self.kept.info,
+            **({"tp": self.tp} if self.tp > 1 else {}),
         }
-
-    def _inner(self) -> dict[str, Any]:
-        """Return the function between the products."""
-        assert self.chain is not None
-        return {} if self.chain.inner is None else {"inner": self.chain.inner.name()}
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
         assert self.chain is not None
         notes = []
-        kinds = {s.kind for part in (self.chain, *self.chain.more) for s in part.middle}
-        if "vector" in kinds or any(s.key is not None and s.kind == "scale" for s in self._steps()):
+        parts = (self.chain, *self.chain.more)
+        kinds = {s.kind for part in parts for s in part.middle}
+        scales = [s for p in parts for s in (*p.middle, *p.after) if s.kind == "scale"]
+        if "vector" in kinds or any(s.key is not None for s in scales):
             notes.append("a scale that is a tensor is folded into a factor at each call")
         if "bias" in kinds and self.chain.inner is None:
             notes.append("the inner bias becomes b v, one vector product at each call")
-        if any(s.kind == "scale" and s.number != 1.0 for s in self._steps()):
+        if any(s.number != 1.0 for s in scales):
             notes.append("a scalar moved to the epilogue, which moves a rounding")
         if self.chain.more:
             notes.append("the factors of the adapters are joined along the rank at each call")
@@ -801,20 +785,17 @@ class LowRankCall(Call):
             notes.append("a factor for each token multiplies the result, not the inner value")
         if self.chain.addend is not None:
             notes.append("the addend of the last product stays a separate add")
+        if self.tp > 1:
+            notes.append(f"the sum over {self.tp} devices is inside of the call")
         return tuple(notes)
-
-    def _steps(self) -> tuple[Step, ...]:
-        assert self.chain is not None
-        return tuple(s for p in (self.chain, *self.chain.more) for s in (*p.middle, *p.after))
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
         chain = self.chain
         assert chain is not None
         x = self.prepare_x(editor)
-        if self.kept.stored:
-            return self._emit_scaled(editor, x)
-        folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
+        parts = (chain, *chain.more)
+        folded = join(editor, [fold_chain(editor, part, self.kept.stored) for part in parts])
         keywords: dict[str, Any] = {}
         w = None
         if chain.base is not None:
@@ -828,10 +809,13 @@ class LowRankCall(Call):
             keywords["inner_eps"] = chain.inner.eps
         elif chain.inner is not None:
             keywords["inner_activation"] = chain.inner.activation
+        keywords |= {"u_layout": chain.u.layout, "v_layout": chain.v.layout}
+        if self.tp > 1:
+            keywords |= {"tp": self.tp, "tp_axis": "rows", "group": self.group}
         y = self.op_call(
             editor,
             (x, folded.u, folded.v, folded.bias, w, folded.inner_bias, folded.inner_gain),
-            {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
+            keywords,
             self.result_value(editor, x, chain.v.n),
         )
         y = self.finish(editor, y, self.final, self.out_dims)
@@ -842,26 +826,6 @@ class LowRankCall(Call):
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
             y = editor.call(aten.add.Tensor, y, other, **more)
         return y
-
-    def _emit_scaled(self, editor: Editor, x: fx.Node) -> fx.Node:
-        """Emit the call of fp8 weights: its chain has nothing but a bias and an activation."""
-        chain = self.chain
-        assert chain is not None
-        keywords = {"activation": chain.activation} if chain.activation != "identity" else {}
-        pairs = zip((chain.u, chain.v), self.kept.stored, strict=True)
-        u, v = (stored_node(editor, weight, stored) for weight, stored in pairs)
-        y = self.op_call(
-            editor,
-            (x, u, v, chain_bias(editor, chain)),
-            {**keywords, "u_layout": chain.u.layout, "v_layout": chain.v.layout},
-            self.result_value(editor, x, chain.v.n),
-        )
-        return self.finish(editor, y, self.final, self.out_dims)
-
-
-def _weights(chain: Chain) -> list[Key]:
-    own = [*chain.u.keys, *chain.v.keys, *([chain.base.weight.key] if chain.base else [])]
-    return own + [key for other in chain.more for key in _weights(other)]
 
 
 def _is_made(c: Canonical, key: Key) -> bool:
@@ -925,15 +889,10 @@ class SharedCall(Call):
             editor.hoist([*own, *(s.key for s in steps if s.key is not None)])
         x = self.prepare_x(editor)
         firsts = chains[:1] if self.op.endswith("shared_u") else chains
-        weights = [*(chain.u for chain in firsts), *(chain.v for chain in chains)]
-        if self.kept.stored:
-            editor.hoist([key for one in self.kept.stored for key in (one.values, one.scale)])
-            pairs = zip(weights, self.kept.stored, strict=True)
-            nodes = [stored_node(editor, weight, stored) for weight, stored in pairs]
-        else:
-            nodes = [weight_node(editor, weight) for weight in weights]
-        us, vs = nodes[: len(firsts)], nodes[len(firsts) :]
-        biases = [chain_bias(editor, chain) for chain in chains]
+        editor.hoist([key for one in self.kept.stored for key in (one.values, one.scale)])
+        stored = [member.kept.stored if self.kept.stored else () for member in self.members]
+        folded = [fold_chain(editor, *pair) for pair in zip(chains, stored, strict=True)]
+        us, vs = [one.u for one in folded[: len(firsts)]], [one.v for one in folded]
         keywords: dict[str, Any] = {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
         if any(chain.activation != "identity" for chain in chains):
             keywords["activations"] = [chain.activation for chain in chains]
@@ -947,7 +906,7 @@ class SharedCall(Call):
             member._resolve(editor)
             values.append(member.result_value(editor, x, member.n))
         first = us[0] if self.op.endswith("shared_u") else us
-        y = self.op_call(editor, (x, first, vs, biases), keywords, values)
+        y = self.op_call(editor, (x, first, vs, [one.bias for one in folded]), keywords, values)
         results = []
         for index, member in enumerate(self.members):
             part = editor.call(operator.getitem, y, index, meta_value=values[index])
@@ -1012,13 +971,10 @@ class GatedCall(Call):
         stored = [w.layout for p in projections for w in p.weights]
         layout = "col" if stored.count("col") * 2 >= len(stored) else "row"
         operands, biases = [], []
-        stored_weights = iter(self.kept.stored)
+        left = self.kept.stored
         for projection in projections:
-            if self.kept.stored:
-                factors = [stored_node(editor, w, next(stored_weights)) for w in projection.weights]
-                bias = bias_of(editor, projection)
-            else:
-                factors, bias = fold_projection(editor, projection)
+            own, left = left[: len(projection.weights)], left[len(projection.weights) :]
+            factors, bias = fold_projection(editor, projection, own)
             biases.append(bias)
             pairs = zip(factors, projection.weights, strict=True)
             operands.append(
@@ -1029,37 +985,6 @@ class GatedCall(Call):
         value = self.result_value(editor, x, self.n)
         y = self.op_call(editor, args, keywords, value)
         return self.finish(editor, y, self.final, self.out_dims)
-
-
-@dataclasses.dataclass
-class RowsCall(LowRankCall):
-    """nmm.lowrank_matmul on one of `tp` ranks of a process group, with tp_axis "rows"."""
-
-    tp: int = 1
-    group: str = ""
-
-    @classmethod
-    def over(cls, c: Canonical, chain: Chain) -> RowsCall:
-        """Return the call of a chain that sums over devices."""
-        made = cls.of(c, chain)
-        assert isinstance(made, RowsCall)
-        made.tp, made.group = devices_of(c, chain)
-        return made
-
-    def info(self) -> dict[str, Any]:
-        """Return what a report says about the call."""
-        return super().info() | {"tp": self.tp}
-
-    def notes(self) -> tuple[str, ...]:
-        """Return that the call sums, besides what the reader should know about any call."""
-        return (*super().notes(), f"the sum over {self.tp} devices is inside of the call")
-
-    def op_call(
-        self, editor: Editor, args: tuple[Any, ...], keywords: dict[str, Any], value: Any
-    ) -> fx.Node:
-        """Emit the op with the ranks that sum."""
-        ranks = {"tp": self.tp, "tp_axis": "rows", "group": self.group}
-        return super().op_call(editor, args, keywords | ranks, value)
 
 
 def spec_of(c: Canonical, call: Call) -> KernelSpec:
@@ -1081,7 +1006,7 @@ def spec_of(c: Canonical, call: Call) -> KernelSpec:
             has |= {"inner_norm": True, "inner_eps": chain.inner.eps}
         elif chain.inner is not None:
             has |= {"inner_activation": chain.inner.activation, "inner_bias": bool(chain.middle)}
-        if isinstance(call, RowsCall):
+        if call.tp > 1:
             has |= {"tp": call.tp, "tp_axis": "rows"}
         return LowRankSpec(**common, r=r, n=_sizes(c, chain.v)[1], **has)
     if isinstance(call, SharedCall):

@@ -193,6 +193,7 @@ def describe(form: Form) -> str:
     return type(form).__name__.lower()
 
 
+_SPLITS = ("getitem", "slice", "split", "split_with_sizes", "chunk", "narrow")
 View = tuple[Key, Dims]
 Result = Form | View | None
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
@@ -289,6 +290,16 @@ class Canonical:
     def form(self, key: Key) -> Form:
         """Return the form of the base that the value is a rearrangement of."""
         return self.forms[self.views[key][0]]
+
+    def origin(self, key: Key, parts: bool = False) -> Key:
+        """Return the base behind views and casts, and behind parts of it."""
+        base = self.base(key)[0]
+        form = self.forms[base]
+        if isinstance(form, Cast):
+            return self.origin(form.value, parts)
+        cut = isinstance(form, Opaque) and (isinstance(form, Part) or form.name in _SPLITS)
+        sources = owner_of(base).all_input_nodes
+        return self.origin(sources[0], parts) if parts and cut and sources else base
 
     def is_constant(self, key: Key) -> bool:
         """Return whether the value comes from outside the graph, by nothing but views."""

@@ -49,7 +49,6 @@ from nmm_compiler.passes.graph.views import Dims, identity
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lora import is_adapted
 from nmm_compiler.passes.rules.lowrank import products_at
-from nmm_compiler.passes.rules.mla import before_split
 
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
@@ -147,7 +146,7 @@ def _is_bottleneck(gate: Projection, down: Projection) -> bool:
 
 def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:
     """Return why two values are no gate and up, if one comes from a low-rank projection."""
-    sources = [before_split(c, key) for key in (gate, up)]
+    sources = [c.origin(key, parts=True) for key in (gate, up)]
     if sources[0] is sources[1] and sources[0] is not c.base(gate)[0]:
         merged = read_projection(c, sources[0])
         if merged is not None and merged.low_rank:

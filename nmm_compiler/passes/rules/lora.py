@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, Projection, extend, read_projection, same_tokens
+from nmm_compiler.passes.chains.chain import Projection, extend, read_projection, same_tokens
 from nmm_compiler.passes.chains.linear_map import Step, path_nodes
 from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
@@ -31,7 +31,6 @@ from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Leaf, Scale, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.lowrank import chain_operands
 
 MOST_TERMS = 16
 
@@ -80,7 +79,7 @@ class LoRA(KernelRule):
                     "base and branch do not read the same x in the same way",
                     base.out,
                 )
-        chains = [_chain_of(branch) for branch in branches]
+        chains = [branch.chain for branch in branches if branch.chain is not None]
         wide = too_wide(graph, first.first, sum(c.r for c in chains), first.n, chains[0].second.key)
         if wide is not None:
             return wide if base is not None else None
@@ -104,7 +103,7 @@ class LoRA(KernelRule):
                 graph,
                 final.nodes,
                 owner_of(final.out),
-                chain_operands(final),
+                final.operands,
                 allowed=added.writers,
                 redirected=readers,
             )
@@ -182,7 +181,10 @@ def _base_and_branches(
             return None
         if found.low_rank:
             scale = () if factor == 1.0 else (Step("scale", factor),)
-            branches.append(dataclasses.replace(found, after=(*found.after, *scale)))
+            after = (*found.after, *scale)
+            assert found.chain is not None
+            whole = dataclasses.replace(found.chain, after=after)
+            branches.append(dataclasses.replace(found, after=after, chain=whole))
         elif base is None and factor == 1.0 and found.only_bias():
             base = found
         else:
@@ -201,12 +203,6 @@ def is_adapted(c: Canonical, key: Key) -> bool:
     _flatten(c, found[0], found[1], 1.0, added)
     read = _base_and_branches(c, added.terms)
     return read is not None and read[0] is not None
-
-
-def _chain_of(branch: Projection) -> Chain:
-    """Return a low-rank projection as its chain, with the steps that follow."""
-    assert branch.chain is not None
-    return dataclasses.replace(branch.chain, after=branch.after, nodes=branch.nodes)
 
 
 def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:

@@ -1,8 +1,15 @@
-"""Rule `lowrank`: y = (x u) v, with foldable steps before, between and after, as one call.
+"""Rules `lowrank`, `adapter` and `mla`: two products, and what stands between them, as one call.
 
-h = linear(x, A); y = linear(h, B, bias)   ->   nmm.lowrank_matmul(x, A, B, bias, "col", "col")
+    y = linear(linear(x, A), B, b)            with foldable steps before, between and after
+      ->   nmm.lowrank_matmul(x, A, B, b)
+    y = linear(gelu(linear(x, A, a)), B, b)   a bottleneck with an activation
+      ->   nmm.lowrank_matmul(x, A, B, b, None, a, inner_activation="gelu")
+    y = linear(rms_norm(linear(x, A), g), B)  multi-head latent attention; any spelling of the norm
+      ->   nmm.lowrank_matmul(x, A, B, None, None, None, g, inner_eps=1e-6)
 
-DTensors that are cut by rows are summed between the products: the call has tp and tp_axis then.
+A latent that is one part of a split is reported and left alone: the other part, the rotated keys,
+reads the down projection, too. DTensors that are cut by rows are summed between the products: the
+call has tp and tp_axis then.
 """
 
 from __future__ import annotations
@@ -14,14 +21,24 @@ import torch
 from torch import fx
 
 from nmm_compiler.ops.registration import is_reference
-from nmm_compiler.passes.chains.chain import Chain, extend, read_chain, read_summed_chain
+from nmm_compiler.passes.chains.chain import (
+    Chain,
+    devices_of,
+    extend,
+    read_chain,
+    read_summed_chain,
+    read_with_function,
+)
+from nmm_compiler.passes.chains.linear_map import read_stage
 from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, unsafe
-from nmm_compiler.passes.emit.calls import LowRankCall, RowsCall
+from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.graph.canonical import (
+    Activation,
     Canonical,
     Key,
+    Norm,
     Product,
     Virtual,
     owner_of,
@@ -57,7 +74,7 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
             why = why or (_bias_behind(candidate.out) if candidate.per_token else None)
             why = why or part_of_one(candidate.out)
             continue
-        operands = chain_operands(candidate)
+        operands = candidate.operands
         final = owner_of(candidate.out)
         why = refuse(c, candidate.nodes, final, operands)
         factors = [step.key for step in candidate.per_token if step.key is not None]
@@ -77,39 +94,86 @@ def _bias_behind(key: Key) -> Refusal:
     )
 
 
-def chain_operands(chain: Chain) -> list[Key]:
-    """Return the values that the kernel reads."""
-    steps = (*chain.middle, *chain.after)
-    keys = [chain.first.x, *chain.u.keys, *chain.v.keys]
-    keys += [s.key for s in steps if s.key is not None]
-    keys += [chain.base.weight.key] if chain.base else []
-    keys += [chain.inner.gain] if chain.inner and chain.inner.gain is not None else []
-    for other in chain.more:
-        keys += chain_operands(other)
-    return keys + ([chain.addend[0]] if chain.addend else [])
+class Adapter(KernelRule):
+    """Down, an activation, up."""
 
-
-class LowRank(KernelRule):
-    """The plain chain of two products."""
-
-    name = "lowrank"
+    name = "adapter"
     ends_at = (Product,)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose every product at the node."""
         yield from products_at(graph, node)
 
+    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
+        """Read the chain that ends at a product."""
+        return read_with_function(graph, key, form, Activation)
+
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the chain and check whether it may move to its end."""
-        key, form = candidate
-        chain = read_chain(graph, key, form)
-        if isinstance(chain, Refusal) and chain.code == "device":
-            return self._over_ranks(graph, key, form) or chain
+        chain = self.read(graph, *candidate)
         found = check_chain(graph, chain) if isinstance(chain, Chain) else chain
-        if not isinstance(found, Chain):
-            return found
-        call = LowRankCall.of(graph, found)
-        return self.matched(graph, owner_of(found.out), found.nodes, call)
+        return self.called(graph, found) if isinstance(found, Chain) else found
+
+    def called(
+        self, graph: Canonical, chain: Chain, tp: int = 1, group: str = ""
+    ) -> Match | Refusal:
+        """Return the match of a chain that may move."""
+        call = LowRankCall.of(graph, chain, tp, group)
+        return self.matched(graph, owner_of(chain.out), chain.nodes, call)
+
+
+class MLA(Adapter):
+    """Down, RMSNorm, up."""
+
+    name = "mla"
+
+    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
+        """Walk back over the norm to a down projection."""
+        return read_with_function(graph, key, form, Norm) or self._reported(graph, key, form)
+
+    def _reported(self, graph: Canonical, key: Key, form: Product) -> Match | None:
+        """Return a match that is not rewritten, where the latent is a part of a split."""
+        norm = graph.forms[graph.origin(form.lhs)]
+        if not isinstance(norm, Norm) or norm.kind != "rms" or not graph.is_weight(form.rhs):
+            return None
+        inner_key = graph.origin(norm.value, parts=True)
+        inner = graph.forms[inner_key]
+        if not isinstance(inner, Product) or not graph.is_weight(inner.rhs):
+            return None
+        up = read_stage(graph, key, form, True)
+        down = read_stage(graph, inner_key, inner, True)
+        if isinstance(up, Refusal) or isinstance(down, Refusal) or up.weight.k > down.weight.n:
+            return None
+        k, r, n = down.weight.k, up.weight.k, up.weight.n
+        if r * (k + n) >= k * n:
+            return None
+        split = "the latent is one part of a split"
+        other = "no kernel takes this norm between the products"
+        return Match(
+            rule=self.name,
+            node=owner_of(key),
+            nodes=frozenset({owner_of(inner_key), owner_of(key)}),
+            rewritten=False,
+            info={"chains": 1, "k": k, "r": r, "n": n},
+            notes=(split if down.weight.n != r else other,),
+        )
+
+
+class LowRank(Adapter):
+    """The plain chain of two products."""
+
+    name = "lowrank"
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Read the chain, one that sums over devices too, and check whether it may move."""
+        found = super().check(graph, candidate)
+        if isinstance(found, Refusal) and found.code == "device":
+            return self._over_ranks(graph, *candidate) or found
+        return found
+
+    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
+        """Read the chain without a function between the products."""
+        return read_chain(graph, key, form)
 
     def _over_ranks(self, graph: Canonical, key: Key, form: Product) -> Match | Refusal | None:
         """Return the match of a chain that sums over devices; None where no call has the sum."""
@@ -136,7 +200,5 @@ class LowRank(KernelRule):
         found = check_chain(graph, chain)
         if isinstance(found, Refusal):
             return found
-        call = RowsCall.over(graph, found)
-        if call.kept.stored:
-            return None
-        return self.matched(graph, owner_of(found.out), found.nodes, call)
+        match = self.called(graph, found, *devices_of(graph, chain))
+        return None if isinstance(match, Match) and match.data.kept.stored else match

@@ -28,7 +28,7 @@ from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import FEATURE
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.lowrank import chain_operands, products_at
+from nmm_compiler.passes.rules.lowrank import products_at
 
 # Operations that are defined for any order of association.
 _OPEN = ("multi_dot", "chain_matmul", "einsum")
@@ -81,7 +81,7 @@ def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Matc
     if not cheaper:
         return None
     found = extend(c, chain)
-    why = refuse(c, found.nodes, owner_of(found.out), chain_operands(found))
+    why = refuse(c, found.nodes, owner_of(found.out), found.operands)
     if why is not None:
         return why
     call = LowRankCall.of(c, found)

@@ -20,10 +20,10 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
 from nmm_compiler.passes.chains.prices import call_ways, predicted_info
 from nmm_compiler.passes.chains.safety import Refusal, crossed, readings, refuse
-from nmm_compiler.passes.emit.calls import LowRankCall, RowsCall, SharedCall, spec_of
+from nmm_compiler.passes.emit.calls import LowRankCall, SharedCall, spec_of
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.lowrank import chain_operands, products_at
+from nmm_compiler.passes.rules.lowrank import products_at
 
 # Results further apart than this many nodes are not worth keeping alive.
 NEAR = 48
@@ -48,7 +48,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         return None
     if len(set(finals)) != len(finals) or len({c.dtype(f) for f in finals}) > 1:
         return None
-    keys = [key for call in calls if call.chain for key in chain_operands(call.chain)]
+    keys = [key for call in calls if call.chain for key in call.chain.operands]
     own_x = {call.chain.first.x for call in calls if call.chain}
     if all(call.kept.stored for call in calls):  # made of leaves, which are hoisted
         own_x |= {
@@ -94,7 +94,7 @@ class SharedX(KernelRule):
             call = match.data
             if not isinstance(call, LowRankCall) or call.chain is None:
                 continue
-            if isinstance(call, RowsCall):  # no kernel of several chains sums over devices
+            if call.tp > 1:  # no kernel of several chains sums over devices
                 continue
             plain = only_bias(call.chain) and len(call.source.dims) > 1
             single = all(len(dim) <= 1 for dim in call.source.dims)
