@@ -147,11 +147,10 @@ class Attempt:
         """Give every tensor between calls a layout; built-in rules only."""
         self.turned, self.findings = [], ()
         if self.makes_calls:
-            layouts = assign_layouts(self.c, self.matches)
-            self.result.layouts += layouts.choices
-            self.turned = layouts.turned
+            choices, self.turned = assign_layouts(self.c, self.matches)
+            self.result.layouts += choices
             self.result.transposes_before += count_transposes(self.c)
-            self.findings = map(str, layouts.choices)
+            self.findings = map(str, choices)
         self.result.matches += self.matches
         if self.makes_calls:
             taken = {n for match in self.matches for n in match.nodes}

@@ -285,16 +285,11 @@ class Choice:
         return f"{self.node}: {self.layout} ({costs}{more})"
 
 
-@dataclass(frozen=True)
-class Layouts:
-    """The choices that had an alternative, and the operations to emit again in another layout."""
+def assign_layouts(c: Canonical, matches: list[Match]) -> tuple[list[Choice], list[Pointwise]]:
+    """Choose x_layout and out_layout of every call, and the layout of what lies between them.
 
-    choices: list[Choice]
-    turned: list[Pointwise]
-
-
-def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
-    """Choose x_layout and out_layout of every call, and the layout of what lies between them."""
+    Return the choices that had an alternative, and the operations to emit again in another layout.
+    """
     calls = [m.data for m in matches if m.rewritten and isinstance(m.data, Call)]
     readers: dict[fx.Node, list[Call]] = {}
     for call in calls:
@@ -309,47 +304,23 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> Layouts:
         if absorbs and call.final not in readers:
             with c.faults.guard("absorbing a transpose into", match.node, LAYOUT):
                 _absorb_transpose(c, match)
-    layouts = Layouts([], [])
+    choices: list[Choice] = []
+    turned: list[Pointwise] = []
     whole = [call for call in calls if call.is_whole]
     for region in grow_regions(c, [one for call in whole for one in call.results()]):
-        # First decide, then change: after a fault the whole region stays in row order.
         with c.faults.guard("laying out", region.values[0].final, LAYOUT):
-            decision = _decide(c, region, readers)
-            if decision is not None:
-                decision.carry_out(region, layouts)
-    layouts.turned.sort(key=lambda made: c.effects.position[made.node])
-    return layouts
+            choice = _decide(c, region, readers)
+            choices += [] if choice is None else [choice]
+            if choice is not None and choice.layout == "col":
+                turned += region.pointwise
+    return choices, sorted(turned, key=lambda made: c.effects.position[made.node])
 
 
-@dataclass(frozen=True)
-class _Decision:
-    """The layout of a region; in "col" its readers of x, its direct views, and its unread values.
-
-    direct and unread have one entry per value of the region.
-    """
-
-    choice: Choice
-    turned_readers: list[Call]
-    direct: list[tuple[tuple[fx.Node, Dims], ...]]
-    unread: list[bool]
-
-    def carry_out(self, region: Region, layouts: Layouts) -> None:
-        """Give the region its layout."""
-        layouts.choices.append(self.choice)
-        if self.choice.layout == "row":
-            return
-        for reader in self.turned_readers:
-            reader.x_layout = "col"
-        for made, direct, unread in zip(region.values, self.direct, self.unread, strict=True):
-            made.out_layout, made.direct, made.unread = "col", direct, unread
-        layouts.turned.extend(region.pointwise)
-
-
-def _decide(c: Canonical, region: Region, readers: dict[fx.Node, list[Call]]) -> _Decision | None:
-    """Return the cheaper layout of a region, None where there is nothing to choose."""
+def _decide(c: Canonical, region: Region, readers: dict[fx.Node, list[Call]]) -> Choice | None:
+    """Give a region its cheaper layout and return it; None where there is nothing to choose."""
     row = col = 0
     linked = [(made, reader) for made in region.values for reader in readers.get(made.final, [])]
-    fitting = [(made, reader) for made, reader in linked if takes_col(c, made, reader)]
+    fitting = [pair for pair in linked if source_over_raw(c, *pair) is not None]
     for made, reader in linked:
         if (made, reader) not in fitting:
             col += GRAPH_TRANSPOSE * made.n
@@ -382,14 +353,18 @@ def _decide(c: Canonical, region: Region, readers: dict[fx.Node, list[Call]]) ->
         return None
     chosen = "col" if col < row and not is_written(c, own) else "row"
     choice = Choice(region.values[0].final.name, chosen, row, col, len(region.pointwise))
-    direct, unread = [], []
-    for made in region.values:
+    changes = []  # first decide, then change: after a fault the whole region stays in row order
+    for made in region.values if chosen == "col" else ():
         reads = outside[made.final]
-        turned_views = {v: d for v, d in reads if v is not made.final and is_col(d, made.n)}
-        direct.append(tuple(turned_views.items()))
+        direct = {v: d for v, d in reads if v is not made.final and is_col(d, made.n)}
         met = all(v is not made.final and is_col(d, made.n) for v, d in reads)
-        unread.append(met and all(entry in fitting for entry in linked if entry[0] is made))
-    return _Decision(choice, [reader for _, reader in fitting], direct, unread)
+        unread = met and all(entry in fitting for entry in linked if entry[0] is made)
+        changes.append((made, tuple(direct.items()), unread))
+    for made, views_of_it, unread in changes:
+        made.out_layout, made.direct, made.unread = "col", views_of_it, unread
+    for _, reader in fitting if chosen == "col" else ():
+        reader.x_layout = "col"
+    return choice
 
 
 def _outside_reads(
@@ -423,11 +398,6 @@ def is_col(dims: Dims, n: int) -> bool:
     """Return whether the value is [features, tokens] with nothing before the features."""
     real = [d for d in dims if d]
     return len(real) >= 2 and n > 1 and is_whole_feature(real[0], n)
-
-
-def takes_col(c: Canonical, made: Call | Pointwise, reader: Call) -> bool:
-    """Return whether a reader can take a result as [features, tokens], as it is."""
-    return source_over_raw(c, made, reader) is not None
 
 
 def _absorb_transpose(c: Canonical, match: Match) -> None:

@@ -37,7 +37,6 @@ from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
     Canonical,
-    Cast,
     Form,
     Key,
     Norm,
@@ -312,12 +311,9 @@ def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | No
 
 
 def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
-    if isinstance(form, (Scale, Cast, Activation, Norm)):
-        factor = getattr(form, "factor", None)
-        return [form.value, *([] if factor is None or isinstance(factor, float) else [factor])]
-    if isinstance(form, Add):
-        return [form.a, *([] if isinstance(form.b, float) else [form.b])]
-    return [] if isinstance(key, Virtual) else key.all_input_nodes
+    given = [getattr(form, name, None) for name in ("value", "factor", "a", "b")]
+    read = [key for key in given if isinstance(key, (fx.Node, Virtual))]
+    return read or ([] if isinstance(key, Virtual) else key.all_input_nodes)
 
 
 def _tokens(dim: views.Dim) -> list[views.Atom]:
@@ -703,10 +699,17 @@ class Projection:
 
 
 def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection | None:
-    """Read a value as a projection; None when it is none.
+    """Read a value as a projection; None when it is none. Several rules read the same value.
 
     inputs: the factors of a low-rank one may be inputs of the graph.
     """
+    if (key, inputs) not in c.projections:
+        c.projections[key, inputs] = _projection(c, key, inputs)
+    found: Projection | None = c.projections[key, inputs]
+    return found
+
+
+def _projection(c: Canonical, key: Key, inputs: bool) -> Projection | None:
     walk, form = trace_back(c, key)
     if isinstance(form, Refusal):
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -159,24 +160,15 @@ def read_stage(
         joined = _ordered(flat)
         if joined is None or joined != flat:  # several axes, in an order that is not the stored one
             return odd
-        size = 1
-        for entry in flat:
-            size *= entry[1]
-        entry = (label, size, joined[-1][2])
+        entry = (label, math.prod(size for _, size, _ in flat), joined[-1][2])
         (outputs if label in out else inputs).append(entry)
     k_atoms, n_atoms = _ordered(inputs), _ordered(outputs)
     if k_atoms is None or n_atoms is None:
         return odd
-    k, n, total = 1, 1, 1
-    for atom in k_atoms:
-        k *= atom[1]
-    for atom in n_atoms:
-        n *= atom[1]
-    for s in shape:
-        total *= int(s)
+    k, n = (math.prod(size for _, size, _ in atoms) for atoms in (k_atoms, n_atoms))
     k_stride = k_atoms[-1][2] if k_atoms else n
     n_stride = n_atoms[-1][2] if n_atoms else 1
-    if k * n != total:
+    if k * n != math.prod(shape):
         return odd
     if (n_stride, k_stride) == (1, n) or (k == 1 and n_stride == 1):
         layout = "row"
@@ -208,14 +200,8 @@ def read_stage(
         elif label in tokens:
             out_dims.append((Atom(label, tokens[label], 1),))
         else:
-            expanded = [
-                a
-                for own, dim in zip(w_labels, w_dims, strict=True)
-                if own == label
-                for a in dim
-                if a.axis == views.BROADCAST
-            ]
-            if expanded:
+            pairs = zip(w_labels, w_dims, strict=True)
+            if any(a.axis == views.BROADCAST for own, dim in pairs if own == label for a in dim):
                 return odd
             out_dims.append(())
     nodes = frozenset({owner_of(key)}) | path_nodes(c, w) | c.helpers.get(key, frozenset())
@@ -389,7 +375,7 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
     if isinstance(form, Scale):
         if isinstance(form.factor, float):
             return form.value, [Step("scale", form.factor)]
-        for value, factor in ((form.value, form.factor), (form.factor, form.value)):
+        for value, factor in form.orders:
             if c.shape(value) == c.shape(key):
                 step = _step_over(c, "vector", factor, key, 1.0) or _token_step(c, factor, key)
                 if step is not None and not isinstance(c.form(value), Leaf):

@@ -85,18 +85,19 @@ class Editor:
         assert self.at is not None
         with self._place((args, kwargs)):
             node = self.graph.call_function(operator, args, kwargs)
-        for name in _COPIED:
-            if name in self.at.meta:
-                node.meta[name] = self.at.meta[name]
         value = meta_value
         if value is None:
             values = self.c.values
             real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: values.get(n))
             value = operator(*real_args, **real_kwargs)
-        node.meta[self.value_key] = value
-        self.c.values[node] = value
-        self.added.append(node)
         self._behind(node)
+        return self._described(node, self.at, value)
+
+    def _described(self, node: fx.Node, like: fx.Node, value: Any) -> fx.Node:
+        """Give a new node its value, and the metadata of another."""
+        node.meta |= {name: like.meta[name] for name in _COPIED if name in like.meta}
+        node.meta[self.value_key] = self.c.values[node] = value
+        self.added.append(node)
         return node
 
     def _place(self, arguments: Any) -> Any:
@@ -120,10 +121,7 @@ class Editor:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: new.get(a, a))
         with self.graph.inserting_before(self.at):
             made = self.graph.create_node(node.op, node.target, args, kwargs)
-        made.meta = {name: node.meta[name] for name in _COPIED if name in node.meta}
-        made.meta[self.value_key] = self.c.values[made] = meta_value
-        self.added.append(made)
-        return made
+        return self._described(made, node, meta_value)
 
     def node(self, key: Key) -> fx.Node:
         """Return the fx node of a value, adding a `get_attr` for a called module's parameter."""
@@ -158,10 +156,7 @@ class Editor:
         value = self.c.values[node].dequantize()
         with self.graph.inserting_before(self.at):
             made = self.graph.call_method("dequantize", (node,))
-        made.meta = {name: self.at.meta[name] for name in _COPIED if name in self.at.meta}
-        made.meta[self.value_key] = self.c.values[made] = value
-        self.added.append(made)
-        return made
+        return self._described(made, self.at, value)
 
     def hoist(self, keys: Iterable[Key]) -> None:
         """Move `get_attr` nodes to the top, so that a call may stand anywhere."""

@@ -98,6 +98,13 @@ class Scale:
     value: Key
     factor: float | Key
 
+    @property
+    def orders(self) -> tuple[tuple[Key, Key], ...]:
+        """Return both orders of two tensors; nothing where the factor is a number."""
+        if isinstance(self.factor, float):
+            return ()
+        return (self.value, self.factor), (self.factor, self.value)
+
 
 @dataclass(frozen=True)
 class Add:
@@ -107,6 +114,13 @@ class Add:
     b: Key | float
     alpha: float = 1.0
     beta: float = 1.0
+
+    @property
+    def orders(self) -> tuple[tuple[Key, Key], ...]:
+        """Return both orders of a plain sum of two tensors; nothing for other sums."""
+        if isinstance(self.b, float) or (self.alpha, self.beta) != (1.0, 1.0):
+            return ()
+        return (self.a, self.b), (self.b, self.a)
 
 
 @dataclass(frozen=True)
@@ -245,6 +259,8 @@ class Canonical:
         self.input_matrices: set[fx.Node] = set()
         self._shapes: dict[Key, tuple[Size, ...]] = {}
         self._twins: dict[Any, list[Key]] | None = None
+        # What `read_projection` returned, by its arguments.
+        self.projections: dict[tuple[Key, bool], Any] = {}
 
     def note_subclass(self, node: fx.Node, kind: type[torch.Tensor]) -> None:
         """Note that a leaf is a tensor subclass."""
@@ -290,6 +306,11 @@ class Canonical:
     def form(self, key: Key) -> Form:
         """Return the form of the base that the value is a rearrangement of."""
         return self.forms[self.views[key][0]]
+
+    def is_whole(self, key: Key) -> bool:
+        """Return whether a value is its base as it lies."""
+        base, dims = self.views[key]
+        return dims == views.identity(self.shape(base) or ())
 
     def origin(self, key: Key, parts: bool = False) -> Key:
         """Return the base behind views and casts, and behind parts of it."""

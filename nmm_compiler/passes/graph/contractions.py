@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from nmm_compiler.passes.graph import views
@@ -28,6 +29,7 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     owner_of,
 )
+from nmm_compiler.passes.graph.constant_values import constant_value
 from nmm_compiler.passes.graph.torch_names import Call, target_name
 from nmm_compiler.passes.graph.views import Dim, Size, identity
 
@@ -98,7 +100,9 @@ def with_addend(
 
 def _addmm(c: Canonical, call: Call) -> Result:
     addend = call.get(0, "input", "self")
-    inner = _contract(c, call.get(1, "mat1", "batch1", "mat"), call.get(2, "mat2", "batch2", "vec"))
+    a = call.get(1, "mat1", "batch1", "mat", "vec1")
+    b = call.get(2, "mat2", "batch2", "vec", "vec2")
+    inner = _spread(c, a, b) if call.name == "addr" else _contract(c, a, b)
     # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
     beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
     if inner is None or not _is_tensor(c, addend) or not _number(beta) or not _number(alpha):
@@ -247,19 +251,14 @@ def _along(
 
 
 def _outer(c: Canonical, call: Call) -> Result:
-    a, b = call.get(0, "input", "self"), call.get(1, "vec2", "other")
-    if not _is_tensor(c, a) or not _is_tensor(c, b):
-        return None
-    return Product(a, b, (M,), (N,), (M, N)) if len(c.shape(a) or ()) == 1 else None
+    return _spread(c, call.get(0, "input", "self"), call.get(1, "vec2", "other"))
 
 
-def _addr(c: Canonical, call: Call) -> Result:
-    """Read beta * input + alpha * outer(vec1, vec2)."""
-    addend, a, b = (call.get(i, n) for i, n in enumerate(("input", "vec1", "vec2")))
-    beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
-    if not all(_is_tensor(c, t) for t in (addend, a, b)) or not (_number(beta) and _number(alpha)):
+def _spread(c: Canonical, a: Any, b: Any) -> Product | None:
+    """Return the outer product of two vectors."""
+    if not _is_tensor(c, a) or not _is_tensor(c, b) or len(c.shape(a) or ()) != 1:
         return None
-    return with_addend(c, call.node, Product(a, b, (M,), (N,), (M, N)), addend, alpha, beta)
+    return Product(a, b, (M,), (N,), (M, N))
 
 
 def spread_product(c: Canonical, node: fx.Node, a: Key, b: Key) -> Product | None:
@@ -321,14 +320,16 @@ def _tensordot(c: Canonical, call: Call) -> Result:
         pairs = [(p % rank_a, q % rank_b) for p, q in zip(first, second, strict=True)]
     else:
         return None
-    labels_a = list(range(rank_a))
-    labels_b = [100 + i for i in range(rank_b)]
+    return _dot(a, b, rank_a, rank_b, pairs) if pairs else None
+
+
+def _dot(a: Key, b: Key, rank_a: int, rank_b: int, pairs: list[tuple[int, int]]) -> Product:
+    """Return the product summed over pairs of dimensions."""
+    labels_a, labels_b = list(range(rank_a)), [100 + i for i in range(rank_b)]
     for p, q in pairs:
         labels_b[q] = p
     contracted = {p for p, _ in pairs}
-    out = [x for x in labels_a if x not in contracted] + [x for x in labels_b if x >= 100]
-    if not contracted:
-        return None
+    out = [x for x in (*labels_a, *labels_b) if x not in contracted]
     return Product(a, b, tuple(labels_a), tuple(labels_b), tuple(out))
 
 
@@ -388,24 +389,20 @@ def _inner(c: Canonical, call: Call) -> Result:
     if not _is_tensor(c, a) or not _is_tensor(c, b):
         return None
     rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
-    if not rank_a or not rank_b:
-        return None
-    rows = tuple(BATCH + i for i in range(rank_a - 1))
-    columns = tuple(100 + i for i in range(rank_b - 1))
-    return Product(a, b, (*rows, K), (*columns, K), (*rows, *columns))
+    whole = rank_a and rank_b
+    return _dot(a, b, rank_a, rank_b, [(rank_a - 1, rank_b - 1)]) if whole else None
 
 
 CONTRACTIONS: dict[str, Handler] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot"), _matmul),
     **dict.fromkeys(("__rmatmul__",), lambda c, call: _contract(c, call.get(1), call.get(0))),
     "linear": _linear,
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _addmm),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addr"), _addmm),
     "einsum": _einsum,
     **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
     "tensordot": _tensordot,
     "inner": _inner,
     **dict.fromkeys(("outer", "ger"), _outer),
-    "addr": _addr,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
 }
@@ -492,42 +489,14 @@ def _where(c: Canonical, call: Call) -> Result:
     shape = c.shape(call.node) or ()
     if not isinstance(vector, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
         return None
-    if not _is_zero(other) or not isinstance(mask, fx.Node) or not _is_eye(c, mask, shape[0]):
-        return None
     base, dims = c.base(vector)
-    if c.shape(base) != shape[:1] or views.expand(dims, shape) is None:
-        return None
     along = views.expand(dims, shape)
-    columns = along is not None and along[1] == views.identity(shape[:1])[0]
-    return Diagonal(base) if columns else None
-
-
-def _is_zero(value: Any) -> bool:
-    if isinstance(value, fx.Node):
-        full = target_name(value) == "full" and list(value.args[0]) == []  # type: ignore[arg-type]
-        if target_name(value) != "scalar_tensor" and not full:
-            return False
-        value = value.args[1 if full else 0]
-    return isinstance(value, (int, float)) and value == 0
-
-
-def _is_eye(c: Canonical, mask: fx.Node, size: Any) -> bool:
-    """Return whether a mask is arange(size) == arange(size).unsqueeze(-1), either way round."""
-    node = owner_of(c.base(mask)[0])
-    if target_name(node) != "eq" or c.shape(node) != (size, size):
-        return False
-    seen = []
-    for operand in node.args[:2]:
-        if not isinstance(operand, fx.Node):
-            return False
-        base, dims = c.base(operand)
-        source = owner_of(base)
-        numbers = [a for a in source.args if a != 0] if target_name(source) == "arange" else []
-        over = views.expand(dims, (size, size))
-        if numbers != [size] or c.shape(base) != (size,) or over is None:
-            return False
-        seen.append(tuple(bool(d) and d[0].axis == 0 for d in over))
-    return sorted(seen) == [(False, True), (True, False)]
+    if c.shape(base) != shape[:1] or along is None or along[1] != views.identity(shape[:1])[0]:
+        return None
+    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (mask, other))
+    if not isinstance(eye, torch.Tensor) or isinstance(zero, fx.Node) or not bool(zero == 0):
+        return None
+    return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
 
 
 DECOMPOSED: dict[str, Handler] = {

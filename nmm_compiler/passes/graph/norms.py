@@ -175,8 +175,8 @@ def _widened(c: Canonical, one: fx.Node, two: fx.Node, nodes: set[fx.Node]) -> b
 
 def _same(c: Canonical, node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
     """Return the value that a node copies; record the nodes between."""
-    base, dims = c.base(node)
-    if isinstance(base, fx.Node) and dims == views.identity(c.shape(base) or ()):
+    base = c.base(node)[0]
+    if isinstance(base, fx.Node) and c.is_whole(node):
         nodes |= set(_path(c, node))
         return base
     return node
@@ -189,15 +189,7 @@ def _path(c: Canonical, node: fx.Node) -> list[fx.Node]:
 def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -> Norm | None:
     """Read a norm times a weight, or plus a bias; either may be cast, and a weight stored less
     one."""
-    if isinstance(form, Scale) and not isinstance(form.factor, float):
-        pairs = ((form.value, form.factor), (form.factor, form.value))
-    elif isinstance(form, Add) and not isinstance(form.b, float):
-        if (form.alpha, form.beta) != (1.0, 1.0):
-            return None
-        pairs = ((form.a, form.b), (form.b, form.a))
-    else:
-        return None
-    for value, factor in pairs:
+    for value, factor in form.orders if isinstance(form, (Scale, Add)) else ():
         inside: set[fx.Node] = set()
         norm, vector = _normed(c, value, inside), _vector(c, factor)
         if norm is None or vector is None or c.shape(value) != c.shape(node):
@@ -215,9 +207,9 @@ def _with_vector(c: Canonical, node: fx.Node, form: Form, nodes: set[fx.Node]) -
 
 def _normed(c: Canonical, value: Key, nodes: set[fx.Node]) -> Norm | None:
     """Return the norm that a value is."""
-    base, dims = c.base(value)
+    base = c.base(value)[0]
     form = c.forms[base]
-    if dims != views.identity(c.shape(base) or ()) or not isinstance(form, Norm):
+    if not isinstance(form, Norm) or not c.is_whole(value):
         return None
     nodes |= {*(owner_of(key) for key in (base, *c.through(value))), *c.helpers.get(base, ())}
     return form
@@ -228,11 +220,9 @@ def _narrowed(c: Canonical, form: Cast, nodes: set[fx.Node]) -> Norm | None:
     norm = _normed(c, form.value, nodes)
     if norm is None or c.dtype(norm.value) == form.dtype:
         return norm  # it was widened by the product with the wider root
-    wide, dims = c.base(norm.value)
+    wide = c.base(norm.value)[0]
     up = c.forms[wide]
-    if not isinstance(up, Cast) or c.dtype(up.value) != form.dtype:
-        return None
-    if dims != views.identity(c.shape(wide) or ()):
+    if not isinstance(up, Cast) or c.dtype(up.value) != form.dtype or not c.is_whole(norm.value):
         return None
     nodes |= {owner_of(key) for key in (wide, *c.through(norm.value))}
     return dataclasses.replace(norm, value=up.value)

@@ -246,12 +246,8 @@ def _to(c: Canonical, call: Call) -> Result:
 
 
 def _dropout(c: Canonical, call: Call) -> Result:
-    default = 0.5
-    p = call.get(1, "p", default=default)
-    training = call.get(2, "training", "train", default=True)
-    if training is False or p in (0, 0.0):
-        return _identity(c, call)
-    return None
+    off = call.get(2, "training", "train", default=True) is False
+    return _identity(c, call) if off or call.get(1, "p", default=0.5) == 0 else None
 
 
 # -- pointwise ------------------------------------------------------------------------------
@@ -414,15 +410,6 @@ def _diagonal(c: Canonical, call: Call) -> Result:
 _DIAGONAL_DEFAULTS = ((1, "diagonal", 0), (2, "dim1", -2), (3, "dim2", -1))
 
 
-def _combine_in_place(base: str) -> Handler:
-    """An in-place sum reads as the sum; the rules decide whether it may be fused."""
-
-    def read(c: Canonical, call: Call) -> Result:
-        return TABLE[base](c, call)
-
-    return read
-
-
 TABLE: dict[str, Handler] = {
     **dict.fromkeys(
         (
@@ -466,8 +453,9 @@ TABLE: dict[str, Handler] = {
     "neg": _negate,
     "add": _add,
     "sub": _subtract,
-    "add_": _combine_in_place("add"),
-    "sub_": _combine_in_place("sub"),
+    # an in-place sum reads as the sum; the rules decide whether it may be fused
+    "add_": _add,
+    "sub_": _subtract,
     **{name: _activation(name) for name in _ACTIVATIONS},
     **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
@@ -475,8 +463,7 @@ TABLE: dict[str, Handler] = {
     **CONTRACTIONS,
     **DECOMPOSED,
     **DISTRIBUTED,
-    "addmm_": _combine_in_place("addmm"),
-    "baddbmm_": _combine_in_place("baddbmm"),
+    **dict.fromkeys(("addmm_", "baddbmm_"), CONTRACTIONS["addmm"]),
 }
 
 

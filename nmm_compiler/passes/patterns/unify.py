@@ -112,16 +112,12 @@ class Pattern:
         Raises ValueError where it is another number than the pattern's.
         """
         for name, traced in self.parameters.numbers.items():
-            for there, back in (
-                (lambda v: v, lambda v: v),
-                (lambda v: -v, lambda v: -v),
-                (lambda v: 1.0 / v, lambda v: 1.0 / v),
-            ):
-                if own != there(traced):
+            for power, sign in ((1, 1), (1, -1), (-1, 1)):
+                if own != sign * traced**power:
                     continue
-                if theirs == 0.0 and there(2.0) == 0.5:
+                if theirs == 0.0 and power == -1:
                     raise ValueError("no number has the inverse 0")
-                value = back(theirs)
+                value = sign * theirs**power
                 if known.get(name, value) != value:
                     raise ValueError(f"{name} is {known[name]} and {value}")
                 return {name: value}
@@ -507,7 +503,7 @@ class Unifier:
                     )
                 yield from self._elementwise(at, [(form.value, there.value)], seen, more)
             return
-        for a, b in ((there.value, there.factor), (there.factor, there.value)):
+        for a, b in there.orders:
             yield from self._elementwise(at, [(form.value, a), (form.factor, b)], seen, found)
 
     def _add(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
@@ -728,12 +724,10 @@ def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
 def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, frozenset[fx.Node]]]:
     """Return a term of a sum as it is, and without a number that multiplies it, if one does."""
     terms = [(key, number, frozenset[fx.Node]())]
-    base, dims = c.base(key)
+    base = c.base(key)[0]
     form = c.forms[base]
-    scaled = isinstance(form, Scale) and dims == views.identity(c.shape(base) or ())
-    if scaled and isinstance(form.factor, float):  # type: ignore[union-attr]
-        nodes = path_nodes(c, key) | {owner_of(base)}
-        terms.append((form.value, number * form.factor, nodes))  # type: ignore[union-attr]
+    if isinstance(form, Scale) and isinstance(form.factor, float) and c.is_whole(key):
+        terms.append((form.value, number * form.factor, path_nodes(c, key) | {owner_of(base)}))
     return terms
 
 

@@ -255,8 +255,7 @@ def _factor(c: Canonical, key: Key) -> tuple[float, Key]:
 
 def _same(c: Canonical, key: Key) -> Key:
     """Return the base of a value that is its base as it lies, else the value."""
-    base, dims = c.base(key)
-    return base if dims == views.identity(c.shape(base) or ()) else key
+    return c.base(key)[0] if c.is_whole(key) else key
 
 
 def _uncast(c: Canonical, key: Key) -> Key:
@@ -266,14 +265,10 @@ def _uncast(c: Canonical, key: Key) -> Key:
     return _uncast(c, form.value) if isinstance(form, Cast) else base
 
 
-def _orders(c: Canonical, key: Key, kind: type[Add] | type[Scale]) -> list[tuple[Key, Key]]:
+def _orders(c: Canonical, key: Key, kind: type[Add] | type[Scale]) -> tuple[tuple[Key, Key], ...]:
     """Return both orders of the operands of a sum or a product, element by element."""
     form = c.forms.get(_same(c, key))
-    if not isinstance(form, kind):
-        return []
-    one, two = (form.a, form.b) if isinstance(form, Add) else (form.value, form.factor)
-    plain = not isinstance(form, Add) or form.alpha == form.beta == 1.0
-    return [(one, two), (two, one)] if plain and not isinstance(two, float) else []
+    return form.orders if isinstance(form, kind) else ()
 
 
 # -- masks, shared heads, rotations -----------------------------------------------------------

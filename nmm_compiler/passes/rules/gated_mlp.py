@@ -31,7 +31,7 @@ from nmm_compiler.passes.chains.chain import (
     read_projection,
     same_tokens,
 )
-from nmm_compiler.passes.chains.linear_map import affine, is_whole_feature, path_nodes
+from nmm_compiler.passes.chains.linear_map import is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
 from nmm_compiler.passes.emit.calls import GatedCall, spec_of
 from nmm_compiler.passes.graph import views
@@ -45,7 +45,7 @@ from nmm_compiler.passes.graph.canonical import (
     Virtual,
     owner_of,
 )
-from nmm_compiler.passes.graph.views import Dims, identity
+from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lora import is_adapted
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -76,9 +76,9 @@ class Gated:
 
 def _activated(c: Canonical, key: Key) -> tuple[str, Key, frozenset[fx.Node]] | None:
     """Read a value as activation(inner), however the activation is spelled."""
-    base, dims = c.base(key)
+    base = c.base(key)[0]
     form = c.forms[base]
-    if not isinstance(form, Activation) or dims != identity(c.shape(base) or ()):
+    if not isinstance(form, Activation) or not c.is_whole(key):
         return None
     nodes = path_nodes(c, key) | {owner_of(base)} | c.helpers.get(base, frozenset())
     return form.name, form.value, nodes
@@ -97,7 +97,7 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
         return
     if c.is_weight(form.factor) or c.shape(form.value) != c.shape(form.factor):
         return
-    for gate, up in ((form.value, form.factor), (form.factor, form.value)):
+    for gate, up in form.orders:
         read = _activated(c, gate)
         if read is not None:
             yield node, read, up
@@ -186,10 +186,6 @@ class GatedMLPUp(KernelRule):
         return self.matched(graph, gated.node, gated.nodes, call)
 
 
-# From the end of a down projection to h: two products, and a bias after each.
-_STEPS = 4
-
-
 class GatedMLP(KernelRule):
     """The whole MLP, down projection included."""
 
@@ -198,17 +194,15 @@ class GatedMLP(KernelRule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products, and sums after them, that a product of two activations feeds."""
-        h = _product_behind(graph, node)
-        if h is not None and not _is_inner(graph, node):
-            for gates in gates_at(graph, h):
-                yield node, gates
+        here = node in graph.forms and not _is_inner(graph, node)
+        down = read_projection(graph, node) if here else None
+        h = None if down is None else graph.base(down.first.x)[0]
+        for gates in gates_at(graph, h) if isinstance(h, fx.Node) and h is not node else ():
+            yield node, down, gates
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that only the down projection reads h, and that one kernel pays."""
-        node, gates = candidate
-        down = read_projection(graph, node)
-        if down is None or graph.base(down.first.x)[0] is not gates[0]:
-            return None
+        node, down, gates = candidate
         gated = read_gated(graph, gates, down)
         if not isinstance(gated, Gated):
             return None  # `gated_mlp_up` returns the reason
@@ -228,29 +222,6 @@ class GatedMLP(KernelRule):
             return made
         pair = gated.gate.low_rank or gated.up.low_rank  # reported where two calls take its place
         return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
-
-
-def _product_behind(c: Canonical, node: fx.Node) -> fx.Node | None:
-    """Return the product of two activations that a projection ending here would read."""
-    key: Key = node
-    for _ in range(_STEPS):
-        form = c.forms.get(key)
-        if isinstance(form, Product):
-            sides = (form.lhs, form.rhs)
-            data = [side for side in sides if not c.is_weight(side)]
-            if len(data) != 1:
-                return None
-            key = c.base(data[0])[0]
-        elif isinstance(form, Add):
-            found = affine(c, key, form)
-            if found is None:
-                return None
-            key = c.base(found[0])[0]
-        else:
-            break
-    form = c.forms.get(key)
-    gated = isinstance(form, Scale) and not isinstance(form.factor, float)
-    return key if gated and key is not node and isinstance(key, fx.Node) else None
 
 
 def _is_inner(c: Canonical, node: fx.Node) -> bool:

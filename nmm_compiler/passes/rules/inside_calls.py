@@ -221,13 +221,12 @@ class ResidualInside(Rule):
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose sums of a call and another tensor, in either order."""
         form = graph.forms.get(node)
-        if not graph.options.norms or not isinstance(form, Add) or isinstance(form.b, float):
+        if not graph.options.norms or not isinstance(form, Add):
             return
-        if (form.alpha, form.beta) == (1.0, 1.0):
-            for y, residual in ((form.b, form.a), (form.a, form.b)):
-                call = kernel_call(graph.base(y)[0])
-                if call is not None and len(call.args) > call.gain + 2 and call.args[-1] is None:
-                    yield node, call, y, residual
+        for residual, y in form.orders:
+            call = kernel_call(graph.base(y)[0])
+            if call is not None and len(call.args) > call.gain + 2 and call.args[-1] is None:
+                yield node, call, y, residual
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check shapes and dtypes, the call's readers, and what is written in between."""

@@ -28,7 +28,6 @@ from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Leaf, Scale, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
@@ -147,11 +146,9 @@ def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | 
     """
     number, nodes = 1.0, set()
     while True:
-        base, dims = c.base(value)
+        base = c.base(value)[0]
         form = c.forms[base]
-        if isinstance(base, Virtual) or len(real_users(base)) != 1:
-            return None
-        if dims != views.identity(c.shape(base) or ()):
+        if isinstance(base, Virtual) or len(real_users(base)) != 1 or not c.is_whole(value):
             return None
         nodes |= {base, *path_nodes(c, value)}
         if isinstance(form, Scale) and isinstance(form.factor, float):

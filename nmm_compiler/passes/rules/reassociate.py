@@ -104,10 +104,7 @@ def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
     written = cost.as_written(m, [[g[0].k, *(w.n for w in g)] for g in row.groups])
     stage = row.stage
     u, v = _joined(weights[:cut]), _joined(weights[cut:])
-    first, second = (
-        Stage(stage.key, stage.x, stage.x_dims, w, stage.out_dims, stage.tokens, stage.nodes)
-        for w in (u, v)
-    )
+    first, second = (dataclasses.replace(stage, weight=weight) for weight in (u, v))
     chain = Chain(first, second, (), stage.key, stage.out_dims, stage.nodes)
     return chain, total < written
 
@@ -147,15 +144,10 @@ def _read(c: Canonical, key: Key, form: Product) -> _Row | None:
         nodes |= found.nodes | more_nodes
         products += more_products
         whole = Weight(found.u.key, found.u.k, stage.weight.n, "row")
-        first = found.first
-        stage = Stage(
-            key, first.x, first.x_dims, whole, found.out_dims, first.tokens, frozenset(nodes)
-        )
+        stage = dataclasses.replace(found.first, key=key, weight=whole, out_dims=found.out_dims)
     if part_of_one(stage.x) or (c.is_constant(stage.x) and not c.inputs_are_weights):
         return None  # a product of weights alone
-    done = Stage(
-        key, stage.x, stage.x_dims, stage.weight, stage.out_dims, stage.tokens, frozenset(nodes)
-    )
+    done = dataclasses.replace(stage, nodes=frozenset(nodes))
     return _Row(done, tuple(groups), tuple(products))
 
 
