@@ -14,6 +14,11 @@ def test_every_public_name_loads(name):
     assert getattr(nmm_compiler, name) is not None
 
 
+@pytest.mark.parametrize("name", ["check_rule", "rule", "rewrite"])
+def test_a_name_loads_as_the_first_of_a_process(name):
+    ran("-c", f"import nmm_compiler; nmm_compiler.{name}")
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         nmm_compiler.no_such_name  # noqa: B018

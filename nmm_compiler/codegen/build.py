@@ -155,12 +155,22 @@ def build_kernel(
 ) -> Kernel:
     """Return the kernel of `spec` for `target`, from the cache when it is there.
 
-    schedule: how to run; None takes what `tune` found, else chooses it. dialect: "nki", "neuronxcc"
-    (NKI Beta 1) or "auto"; None is that of the options. options: which cache, and how many
-    instructions at most. lnc: physical cores that share it; None is that of the spec. Raises
-    SpecError or CapacityError, with the numbers, when nothing legal exists, DialectError for what
-    the dialect has no form for, LintError if the emitted source breaks a rule of the NKI compiler,
-    and CacheTrustError if one from the cache is more than a kernel.
+    Args:
+        spec: what to compute: family, sizes, dtype, layouts.
+        target: hardware, by name or as a record.
+        schedule: how to run; None takes what `tune` found, else chooses it.
+        dialect: "nki", "neuronxcc" (NKI Beta 1) or "auto"; None is that of the options.
+        options: which cache, and how many instructions at most.
+        lnc: physical cores that share it; None is that of the spec.
+
+    Returns:
+        The kernel: its source, its file, its reference and its predicted profile.
+
+    Raises:
+        SpecError, CapacityError: nothing legal exists; with the numbers.
+        DialectError: the dialect has no form for something.
+        LintError: the emitted source breaks a rule of the NKI compiler.
+        CacheTrustError: a source from the cache is more than a kernel.
     """
     if lnc is not None:
         spec = dataclasses.replace(spec, lnc=lnc)

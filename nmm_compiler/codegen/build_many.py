@@ -82,8 +82,18 @@ def build_many(
 ) -> list[Kernel]:
     """Return the kernels of `specs`, in order; those that the cache lacks are built in parallel.
 
-    jobs: processes at once; by default one for each core, and none where there are few kernels.
-    Without a cache on disk all are built here. Raises what `build_kernel` raises.
+    Args:
+        specs: what to compute.
+        target: hardware, by name.
+        options: which cache; without one on disk all are built here.
+        jobs: processes at once; by default one for each core, and none where there are few
+            kernels.
+
+    Returns:
+        One kernel for each spec.
+
+    Raises:
+        SpecError, CapacityError, DialectError, LintError, CacheTrustError: as `build_kernel`.
     """
     fill_cache(specs, target, options=options, jobs=jobs)
     return [build_kernel(spec, target, options=options) for spec in specs]

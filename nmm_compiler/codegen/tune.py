@@ -103,17 +103,29 @@ def tune(
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> list[Tuned]:
-    """Time schedules of each kernel and keep the best in the cache; return the outcomes, in order.
+    """Time schedules of each kernel and keep the best in the cache.
 
-    specs: specs, or (spec, target) each. search: "candidates" times every candidate of the family;
-    "grid" every legal combination of their values; "guided" `trials` of the grid, as Optuna's TPE
-    sampler picks them. What these two find beyond the candidates is checked against float64. What
-    `build_kernel` takes without tuning is timed too, so that no tuning is worse.
-    executor: anything with `submit` (concurrent.futures, dask, `RayExecutor`); by default `jobs`
-    processes here. The outcome does not depend on the executor.
+    Args:
+        specs: specs, or (spec, target) each.
+        target: hardware of specs that come without one.
+        search: "candidates" times every candidate of the family; "grid" every legal combination
+            of their values; "guided" `trials` of the grid, as Optuna's TPE sampler picks them.
+            What the last two find beyond the candidates is checked against float64.
+        trials: schedules that "guided" times.
+        executor: anything with `submit` (concurrent.futures, dask, `RayExecutor`). The outcome
+            does not depend on it.
+        jobs: processes here, where there is no executor.
+        options: which cache, and how many instructions at most.
+        progress: called with a line, and how many of how many schedules are timed.
 
-    Raises CacheError where the cache is not writable, WorkerError when workers keep dying, and
-    SpecError or CapacityError for a kernel without a legal schedule.
+    Returns:
+        The outcomes, in order. What `build_kernel` takes without tuning is timed too, so that no
+        tuning is worse.
+
+    Raises:
+        CacheError: the cache is not writable.
+        WorkerError: workers keep dying.
+        SpecError, CapacityError: a kernel has no legal schedule.
     """
     if search not in SEARCHES:
         raise UnknownNameError("search", search, SEARCHES)

@@ -39,22 +39,29 @@ def export_mlir(
 ) -> MLIRModule:
     """Rewrite a model and return it as an MLIR module with one call per fused kernel.
 
-    model_or_graph: an nn.Module (or GraphModule) in eval mode, or an ExportedProgram; ops of
-        namespace nmm that are in it already stay.
-    example_inputs: as for `rewrite`: a tensor, a tuple of positional or a dict of keyword inputs.
-    dialect: "torch", "linalg" (linalg on tensors) or "stablehlo".
-    kernels: "call" declares each distinct kernel and calls it (custom_call in StableHLO);
-        "inline" gives the same functions the op's PyTorch reference as body, so that the module
-        runs anywhere.
-    weights: "args" makes parameters and buffers the first arguments of @main, by name; "resources"
-        writes them into the module.
-    dynamic_shapes: as torch.export takes it; with kernels="call" the NKI sources are written for
-        the token counts of options["buckets"].
-    sources: write NKI sources for the kernels; by default for kernels="call" only.
+    Args:
+        model_or_graph: an nn.Module (or GraphModule) in eval mode, or an ExportedProgram; ops of
+            namespace nmm that are in it already stay.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword inputs.
+        dialect: "torch", "linalg" (linalg on tensors) or "stablehlo".
+        kernels: "call" declares each distinct kernel and calls it (custom_call in StableHLO);
+            "inline" gives the same functions the op's PyTorch reference as body, so that the
+            module runs anywhere.
+        options: of the rewrite.
+        weights: "args" makes parameters and buffers the first arguments of @main, by name;
+            "resources" writes them into the module.
+        dynamic_shapes: as torch.export takes it; with kernels="call" the NKI sources are written
+            for the token counts of options["buckets"].
+        sources: write NKI sources for the kernels; by default for kernels="call" only.
 
-    Raises UnknownNameError for a dialect, mode or option that is not known, MissingPackageError
-    without torch-mlir, ExportError when the model cannot be traced or lowered (with the node and
-    torch-mlir's message).
+    Returns:
+        The module, which saves itself with its sources.
+
+    Raises:
+        UnknownNameError: a dialect, mode or option is not known.
+        MissingPackageError: there is no torch-mlir.
+        ExportError: the model cannot be traced or lowered; with the node and torch-mlir's
+            message.
     """
     for kind, value, known in (
         ("dialect", dialect, lower.DIALECTS),

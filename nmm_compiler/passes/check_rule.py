@@ -14,15 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from nmm_compiler.errors import RuleNotFiredError
 from nmm_compiler.options import Options
+from nmm_compiler.passes import rules
 from nmm_compiler.passes.graph.capture import arguments, to_graph
 from nmm_compiler.passes.patterns.two_functions import PatternRule
 from nmm_compiler.passes.pipeline import rewrite_in_order, rule_order
 from nmm_compiler.passes.result import Explanation, RewriteResult
-from nmm_compiler.passes.rules.base import Rule
 
 
 def check_rule(
-    rule: Rule,
+    rule: rules.Rule,
     inputs: Any,
     *,
     model: Any = None,
@@ -31,14 +31,23 @@ def check_rule(
 ) -> float:
     """Run the rule's pattern and its replacement on random inputs and compare the results.
 
-    inputs: example tensors for the parameters of a rule of two functions, in order or by name; or
-    a RewriteResult or Explanation: the shapes that the rule met there, each once. A rule that is a
-    class is checked in a model: pass the `model`, and its inputs. Random numbers take the place of
-    floating-point inputs; other inputs are used as they are.
+    Args:
+        rule: a rule of two functions, or a class.
+        inputs: example tensors for the parameters of a rule of two functions, in order or by
+            name; or a RewriteResult or Explanation: the shapes that the rule met there, each
+            once. Random numbers take the place of floating-point inputs; others are used as they
+            are.
+        model: where a rule that is a class is checked, on its `inputs`.
+        trials: random inputs of each shape.
+        options: of the rewrite.
 
-    Returns the largest error as a fraction of the bound, which follows from the dtype and the
-    lengths of contractions. Raises VerificationError where results differ, and RuleNotFiredError
-    where the rule matches nothing.
+    Returns:
+        The largest error as a fraction of the bound, which follows from the dtype and the lengths
+        of contractions.
+
+    Raises:
+        VerificationError: results differ.
+        RuleNotFiredError: the rule matches nothing.
     """
     made = Options.make(options)
     worst = 0.0
@@ -64,7 +73,11 @@ def check_rule(
 
 
 def _proved(
-    rule: Rule, result: RewriteResult, args: Sequence[Any], kwargs: dict[str, Any], trials: int
+    rule: rules.Rule,
+    result: RewriteResult,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    trials: int,
 ) -> float:
     if not any(match.rule == rule.name and match.rewritten for match in result.matches):
         refused = [str(one) for one in result.declined if one.rule == rule.name]

@@ -154,14 +154,24 @@ def rewrite(
 ) -> RewriteResult:
     """Rewrite a model's graph: find the low-rank chains, fuse them, report what was left and why.
 
-    model_or_graph: an nn.Module or function (traced with torch.export), a GraphModule of Dynamo,
-    torch.export or symbolic_trace, or an ExportedProgram. example_inputs: positional arguments as
-    a tuple, keywords as a dict; needed unless the graph carries shapes. rules: see `rule_order`.
-    verify: run the graph before and after on the example inputs and compare (`result.check`).
+    Args:
+        model_or_graph: an nn.Module or function (traced with torch.export), a GraphModule of
+            Dynamo, torch.export or symbolic_trace, or an ExportedProgram. It is not changed.
+        example_inputs: positional arguments as a tuple, keywords as a dict; needed unless the
+            graph carries shapes.
+        options: an `Options`, or a dict of its fields.
+        rules: rules of yours and names of built-in ones, in order; "..." is all others.
+        verify: run the graph before and after on the example inputs and compare (`result.check`).
 
-    The original is not changed; the result's graph_module shares its parameters. Raises
-    CaptureError, NoShapesError, BrokenRuleError, UnknownNameError, VerificationError and
-    NoRealInputsError.
+    Returns:
+        The rewritten graph, which shares the model's parameters, and what was found.
+
+    Raises:
+        CaptureError: the model cannot be traced.
+        NoShapesError, NoRealInputsError: inputs are needed.
+        BrokenRuleError: a rule of yours raises, or returns something else.
+        UnknownNameError: for names of options and rules.
+        VerificationError: the results differ.
     """
     captured = to_graph(model_or_graph, example_inputs)
     made = Options.make(options)
@@ -186,10 +196,22 @@ def explain(
     options: Options | Mapping[str, Any] | None = None,
     rules: Sequence[Rule | str] | None = None,
 ) -> Explanation:
-    """Dry run of `rewrite` over every graph of a model; arguments as for `rewrite`.
+    """Say what `rewrite` would do in every graph of a model, without doing it.
 
     The model runs once, under torch.compile with a backend that only collects. A GraphModule or
     an ExportedProgram is read as it is.
+
+    Args:
+        model_or_graph: as for `rewrite`.
+        example_inputs: as for `rewrite`.
+        options: as for `rewrite`.
+        rules: as for `rewrite`.
+
+    Returns:
+        What matches, what is left alone and why, and what could be factorized.
+
+    Raises:
+        CaptureError, BrokenRuleError, UnknownNameError: as `rewrite`.
     """
     made = Options.make(options)
     if isinstance(model_or_graph, (fx.GraphModule, torch.export.ExportedProgram)):

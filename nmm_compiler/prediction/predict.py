@@ -61,26 +61,40 @@ def predict(
 ) -> ModelPrediction:
     """Return the predicted latency of a model on `target`, and that of the dense model.
 
-    model_or_config: an nn.Module (low-rank or not), a transformers config or a dict of its fields,
-        a directory that `save_pretrained` wrote, low-rank or not, or the name of a public model
-        (`public_models.json`). Weights are not needed.
-    prompt: tokens of the prompt, or of the input of a model that does not generate. context: tokens
-        in the cache when a token is generated. batch: sequences at once.
-    tp: logical cores that share the model. lnc: physical cores of a logical one: 1, as our kernels
-        run, or 2, as AWS's software on trn2 and trn3 does by default.
-    dtype: default bfloat16, and a module's own. weights: format of the stored matrices, default
-        `dtype`: also float8_e4m3, or int8.
-    ratio, rank, include, exclude: the linears that `compress` would make low-rank, and to what
-        ranks, those that get slower too, which `compress` leaves dense; neither a ratio nor a rank:
-        the model as it is.
-    inputs: for a module that is no transformers model: its example inputs, for one phase.
-    dense: what a low-rank module is compared with: the model before `compress`, or its config.
-    price: of a kernel: "simulated", seconds for each new shape; "tuned", the same with the
-        schedules that `tune` found where the cache has them; "closed_form", no time at all.
-    stack: what runs the programs, one of `prediction.stacks.STACKS`: their gaps and host time.
+    Args:
+        model_or_config: an nn.Module (low-rank or not), a transformers config or a dict of its
+            fields, a directory that `save_pretrained` wrote, low-rank or not, or the name of a
+            public model (`public_models.json`). Weights are not needed.
+        target: hardware, by name.
+        prompt: tokens of the prompt, or of the input of a model that does not generate.
+        context: tokens in the cache when a token is generated.
+        batch: sequences at once.
+        tp: logical cores that share the model.
+        lnc: physical cores of a logical one: 1, as our kernels run, or 2, as AWS's software on
+            trn2 and trn3 does by default.
+        dtype: default bfloat16, and a module's own.
+        weights: format of the stored matrices, default `dtype`: also float8_e4m3, or int8.
+        ratio: the share of parameters that `compress` would remove, from layers that get slower
+            too.
+        rank: the ranks that `compress` would take; neither a ratio nor a rank: the model as it
+            is.
+        include: the linears that `compress` would make low-rank.
+        exclude: those that it would leave.
+        inputs: for a module that is no transformers model: its example inputs, for one phase.
+        dense: what a low-rank module is compared with: the model before `compress`, or its
+            config.
+        price: of a kernel: "simulated", seconds for each new shape; "tuned", the same with the
+            schedules that `tune` found where the cache has them; "closed_form", no time at all.
+        stack: what runs the programs, one of `prediction.stacks.STACKS`: their gaps and host
+            time.
 
-    Raises PredictionError for a model that cannot be traced or cut, UnknownNameError and
-    OptionTypeError for bad arguments, and what `compress` raises for ratios and ranks.
+    Returns:
+        Every piece with its time and source, and the sums.
+
+    Raises:
+        PredictionError: the model cannot be traced or cut.
+        UnknownNameError, OptionTypeError: for bad arguments.
+        RankError: as `compress` raises it.
     """
     sizes = {"prompt": prompt, "context": context, "batch": batch, "tp": tp}
     for name, size in sizes.items():

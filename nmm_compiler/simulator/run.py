@@ -156,22 +156,35 @@ def simulate(
 ) -> Simulation:
     """Run an NKI kernel on the CPU.
 
-    kernel: "file.py", "file.py:name", a Path, a function, or an object with .path and .name.
-    arrays, kwargs: the kernel's arguments. NumPy arrays (ml_dtypes too) and torch CPU tensors
-        become HBM tensors, and are updated in place when the kernel writes them, as in AWS's
-        simulator; everything else passes through. `ArraySpec` stands for an array in timing mode.
-    named: more arguments of the kernel by name, for names that are parameters of this function.
-    one_of_ranks: in timing mode, run the kernel as one of so many ranks that exchange data by
-        nki.collectives and all arrive at once; data needs all of them, see `simulate_ranks`.
-    grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
-    loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still hold,
-        as the Beta 1 compiler did (timing/compiler.py). Default: "reused" for Beta 1 kernels.
-    reorder: whether the compiler's scheduler may move independent instructions and DMAs across each
-        other, as AWS documents outside of nl.no_reorder (the default), or keeps program order.
-    strict: False turns broken rules into warnings where a result exists. uninitialized: "poison"
-    lets a kernel read unwritten elements, and refuses it when they reach an output, an index, a
-    predicate or a branch; "error" refuses the read. Raises SimulationError and its subclasses, each
-    with the kernel's own file and line.
+    Args:
+        kernel: "file.py", "file.py:name", a Path, a function, or an object with .path and .name.
+        arrays: the kernel's arguments. NumPy arrays (ml_dtypes too) and torch CPU tensors become
+            HBM tensors, and are updated in place when the kernel writes them, as in AWS's
+            simulator; everything else passes through. `ArraySpec` stands for an array in timing
+            mode.
+        target: hardware, by name or as a record.
+        grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
+        mode: "full", "functional" (no timing), or "timing" (no data).
+        strict: False turns broken rules into warnings where a result exists.
+        uninitialized: "poison" lets a kernel read unwritten elements, and refuses it when they
+            reach an output, an index, a predicate or a branch; "error" refuses the read.
+        max_instructions: ends an endless loop.
+        loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still
+            hold, as the Beta 1 compiler did. Default: "reused" for Beta 1 kernels.
+        reorder: whether the compiler's scheduler may move independent instructions and DMAs
+            across each other, as AWS documents outside of nl.no_reorder, or keeps program order.
+        named: more arguments of the kernel by name, for names that are parameters of this
+            function.
+        one_of_ranks: in timing mode, run the kernel as one of so many ranks that exchange data by
+            nki.collectives and all arrive at once; data needs all of them, see `simulate_ranks`.
+        kwargs: the kernel's arguments by name.
+
+    Returns:
+        The outputs, the profile, the trace and the warnings.
+
+    Raises:
+        SimulationError: a rule is broken, or the kernel fails; with the kernel's own file and
+            line.
     """
     options = _Options(
         target, grid, mode, strict, uninitialized, max_instructions, loads, reorder, one_of_ranks
@@ -194,9 +207,23 @@ def simulate_ranks(
 ) -> tuple[Simulation, ...]:
     """Run a kernel on several ranks that exchange data by `nki.collectives`.
 
-    inputs: for each rank, 2 to 64 of them, its arguments in order or by name. grid: programs of
-        each rank. The other parameters, and what is raised, are those of `simulate`.
-    Returns one Simulation for each rank.
+    Args:
+        kernel: as for `simulate`.
+        inputs: for each rank, 2 to 64 of them, its arguments in order or by name.
+        target: as for `simulate`.
+        grid: programs of each rank.
+        mode: as for `simulate`.
+        strict: as for `simulate`.
+        uninitialized: as for `simulate`.
+        max_instructions: as for `simulate`.
+        loads: as for `simulate`.
+        reorder: as for `simulate`.
+
+    Returns:
+        One Simulation for each rank.
+
+    Raises:
+        SimulationError: as for `simulate`.
     """
     if not 1 <= len(inputs) <= MAX_RANKS:
         raise KernelArgumentError(f"{len(inputs)} ranks; the simulator runs 1 to {MAX_RANKS}")

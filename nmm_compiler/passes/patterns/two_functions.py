@@ -163,16 +163,23 @@ def rule(
 ) -> PatternRule:
     """Make a rule of two PyTorch functions with the same parameters.
 
-    pattern: what to look for. Its parameters stand for tensors, as [tokens, features] matrices or
-    vectors of features: a match may have any number of token dimensions and any memory order. A
-    parameter with a number as default stands for any number; a number in the body for itself.
-    replacement: what to compute in its place, of the same shape and dtype.
-    where: called with the parameters by name, as tensors without data (shape, dtype, device) and
-    numbers; returns True, or False or a reason. constants: parameters that have to be stored
-    weights. ranks: 0, 1 or 2 dimensions of a parameter, where the pattern leaves it open, or more.
-    name: what reports call the rule; the pattern's name by default.
+    Args:
+        pattern: what to look for. Its parameters stand for tensors, as [tokens, features]
+            matrices or vectors of features: a match may have any number of token dimensions and
+            any memory order. A parameter with a number as default stands for any number; a number
+            in the body for itself.
+        replacement: what to compute in its place, of the same shape and dtype.
+        where: called with the parameters by name, as tensors without data (shape, dtype, device)
+            and numbers; returns True, or False or a reason.
+        constants: parameters that have to be stored weights.
+        ranks: 0, 1 or 2 dimensions of a parameter, where the pattern leaves it open, or more.
+        name: what reports call the rule; the pattern's name by default.
 
-    Raises PatternError where the pattern cannot be read.
+    Returns:
+        A rule for `rules=` of `rewrite`, `explain` and `Options`.
+
+    Raises:
+        PatternError: the pattern cannot be read.
     """
     shown = name or str(getattr(pattern, "__name__", "rule")).replace("<lambda>", "pattern")
     return PatternRule(shown, pattern, replacement, where, constants, ranks or {})

@@ -428,9 +428,17 @@ def _share(part: float, whole: float) -> float:
 
 
 def write_trace(profiles: Mapping[str, Profile], path: str | Path) -> Path:
-    """Write the timelines of `profiles` to `path`, one below the other; return the path.
+    """Write the timelines of `profiles` to `path`, one below the other.
 
-    The keys name them: the cores of a grid, or rival schedules. Raises TimelineMissingError for a
-    profile that came from JSON, OutputError if the file cannot be written.
+    Args:
+        profiles: by name: the cores of a grid, or rival schedules.
+        path: a file for ui.perfetto.dev.
+
+    Returns:
+        The path.
+
+    Raises:
+        TimelineMissingError: a profile came from JSON.
+        OutputError: the file cannot be written.
     """
     return write_chrome_traces({name: p.timeline for name, p in profiles.items()}, path)
