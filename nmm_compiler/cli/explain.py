@@ -1,7 +1,8 @@
 """`nmm explain`: what would be fused in a model, what not and why; as a page also what it becomes.
 
 The page compiles the model: it has the graphs, each kernel with its timeline and source, and the
-whole model's prediction.
+whole model's prediction. All that it says of a call is simulated, so that a call has one price on
+it; without a page the closed form answers at once.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def explain(
             compressed = compress(loaded, ratio)
             first = [Section("compression", tuple(compressed.page_parts()), folded=True)]
         step("tracing and matching")
-        options: Any = {"target": target, "rules": own}
+        price = "closed_form" if html is None else "simulated"
+        options: Any = {"target": target, "rules": own, "price": price}
         found = run(loaded, dict(inputs), options=options)
         if html is not None:
             with models.foreign(model.partition(":")[0], "running it raised"):
@@ -131,7 +133,7 @@ def _phases(kernel: Kernel, target: str) -> list[str]:
     cells: list[str] = []
     for spec in (given, dataclasses.replace(given, m=1)):
         try:
-            made = ways(spec, target)
+            made = ways(spec, target, source="simulated")
             cells += [
                 "-" if us is None else f"{us:.1f}" for us in (made.fused, made.separate, made.dense)
             ]

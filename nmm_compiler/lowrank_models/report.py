@@ -179,7 +179,9 @@ class CompressionReport(Shown, Record):
         gains = [(t.dense_us / t.us, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
         if not gains:
             return f"no time is predicted for this dtype; {quality}"
-        where = f"in these layers on {self.target}" if self.target else "in these layers"
+        where = (
+            f"in these layers (closed form) on {self.target}" if self.target else "in these layers"
+        )
         made = headline(gains, where, error=ERRORS["closed_form"], quality=quality, remedy=REMEDY)
         return made + (f" (the whole model is not predicted: {reason})" if reason else "")
 
@@ -273,7 +275,12 @@ class CompressionReport(Shown, Record):
         """Return what the calls of the layers take, and which layers are slower than dense."""
         if not self.workload:
             return []
-        where = f" on one physical core of {self.target}" if self.target else ""
+        error = ERRORS["closed_form"]
+        where = (
+            f" by the closed form (error {100 * error:.0f} %) on one physical core of {self.target}"
+            if self.target
+            else ""
+        )
         times = "; ".join(map(str, self.workload))
         how = f"; {self.priced}" if self.priced else ""
         made: list[Part] = [Line(self.headline(), "headline")]

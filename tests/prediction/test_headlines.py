@@ -1,7 +1,5 @@
 """Every report begins with what low rank gains, computed when it is shown."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,6 @@ from torch import nn
 import nmm_compiler as nmm
 from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes.pipeline import explain
-from nmm_compiler.prices.ways import ways
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,7 +68,7 @@ def test_what_is_no_decoder_says_what_it_is_about():
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
     report = nmm.compress(model, 0.3)
     said = report.headline()
-    assert "in pass of 512 tokens in these layers on trn2" in said
+    assert "in pass of 512 tokens in these layers (closed form) on trn2" in said
     assert "the whole model is not predicted: Sequential is no transformers model" in said
 
 
@@ -123,36 +120,3 @@ def test_a_model_that_cannot_be_copied_is_said():
 
     report = nmm.compress(nn.Sequential(Held(256, 256), nn.Linear(256, 256)), 0.3)
     assert "it cannot be copied: RuntimeError: holds a socket" in report.headline()
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("Llama", torch.bfloat16), ("Qwen3", torch.float32)], ids=str
-)
-def test_the_simulator_agrees_with_the_verdict_of_a_page(kind, dtype):
-    """Every call has one price, that of its kernel, and dense is the fastest dense way."""
-    config = getattr(transformers, f"{kind}Config")(
-        hidden_size=512, intermediate_size=2048, num_hidden_layers=1, vocab_size=64,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=128,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
-    nmm.compress(model, 0.2, include=["*mlp*"], allow_slower=True)
-    torch._dynamo.reset()
-    reports = []
-    options = {"inner": "eager", "report": reports.append}
-    with torch.no_grad():
-        torch.compile(model, backend="nmm", options=options)(
-            input_ids=torch.zeros(1, 64, dtype=torch.long), use_cache=False
-        )
-    (report,) = reports
-    assert report.kernels
-    saved = 0.0
-    for line, built in zip(report.kernels, report.built, strict=True):
-        times = ways(built.spec, "trn2", source="simulated")
-        assert line.predicted_us == round(times.fused, 3)
-        saved += line.calls * (times.dense - times.fused)
-    said = report.headline()
-    (gain,) = map(float, re.findall(r"([\d.]+)x for this graph", said))
-    assert (gain > 1.0) == (saved > 0) or abs(gain - 1.0) < 0.005
-    assert said.startswith("predicted") == (gain >= 1.03)
-    assert " us" not in said
