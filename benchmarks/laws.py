@@ -101,7 +101,6 @@ class _NoSums(dict[Any, float]):
 
 _CLOCK = tensor_clock.TensorClock.__init__
 _TRANSFER = timeline._Pass._transfer
-_WORK = timeline.Works._work
 _ISSUE = dma.DmaCosts._issue
 _TAKE = resources.Pool.take
 
@@ -130,12 +129,6 @@ def _take_without_stores(self: Any, size: int) -> float:
         self.settle = settle
 
 
-def _work_with_weights_loaded(self: Any, *given: Any) -> Any:
-    work = _WORK(self, *given)
-    work.load = 0.0
-    return work
-
-
 def _own_queues(self: Any, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
     queue, seconds = _ISSUE(self, mode, issuer, descriptors)
     return (f"software-{mode}" if queue == "software" else queue), seconds
@@ -147,12 +140,11 @@ def _one_rate(target: Target, instruction: Any, engine: str) -> float:
 
 LAWS = (
     # What the compiler does to a kernel
-    Law(name="equal results once", patches=((compiler, "_equal_results", lambda trace: {}),),
-        code=(compiler._equal_results, compiler._some_alike, compiler._fresh)),
-    Law(name="equal rows spread once", patches=((compiler, "_equal_rows", lambda trace: {}),),
-        code=(compiler._equal_rows, compiler._spreads_row, compiler._copies)),
+    Law(name="loads reused", patches=((compiler, "_reused_loads", lambda *given: {}),),
+        code=(compiler._Tile, compiler._reused_loads, compiler._tiles, compiler._only_read,
+              compiler._live_bytes, compiler._holds, compiler._contents, compiler._dead_fills,
+              compiler._covers)),
     _constant("beta1_product_awaits_load", False),
-    _constant("beta1_shares_unset_engine", False),
     _constant("unset_engine_prefers_scalar", False),
     Law(name="tiles through PSUM", needs="trn1", code=(compiler.PassedOn,),
         patches=((compiler.PassedOn, "timed", lambda self, instruction, on_scalar: instruction),)),
@@ -169,11 +161,6 @@ LAWS = (
         patches=((tensor_clock.TensorClock, "__init__", _clock_without_sums),)),
     Law(name="the clock falls when idle", needs="tensor",
         patches=((tensor_clock.TensorClock, "__init__", _clock_that_stays_warm),)),
-    Law(name="weights load in the open", needs="tensor",
-        patches=((timeline.Works, "_work", _work_with_weights_loaded),),
-        code=(costs.ComputeCosts.stationary_load_us,)),
-    Law(name="float32 columns apart", needs="float32 products", code=(costs._skips_elements,),
-        patches=((costs, "_skips_elements", lambda instruction: False),)),
     _constant("tensor_ramp_seconds", 0.0, "tensor"),
     _constant("tensor_interval_overhead_cycles", 0, "tensor"),
     _constant("tensor_fp32_overhead_cycles", 0, "float32 products"),
@@ -239,6 +226,7 @@ def kernels(clones: dict[str, Path], each: int) -> list[Kernel]:
         ))  # fmt: skip
     ranked: list[tuple[int, Kernel]] = []
     seen: dict[str, int] = {}
+    kinds = timing_texts.recorded("kinds")
     for text in timing_texts.texts():
         clone = clones.get(text.repository)
         if clone is None:
@@ -253,8 +241,8 @@ def kernels(clones: dict[str, Path], each: int) -> list[Kernel]:
         if place > each:
             continue
         ranked.append((place, Kernel(
-            text.name, text.problem.repository, text.kind, text.measured, text.counted,
-            "device us", run_text,
+            text.name, text.problem.repository, kinds.get(text.name, ""), text.measured,
+            text.counted, "device us", run_text,
         )))  # fmt: skip
     return [kernel for _, kernel in sorted(ranked, key=lambda one: one[0])] + found
 

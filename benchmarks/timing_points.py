@@ -172,7 +172,7 @@ def text_results(
     """Return the texts of which something is known; predicted is NaN where one does not run."""
     found = timing_texts.results(texts, clones, pool)
     return [
-        Result(_as_point(text), math.nan if one.predicted is None else one.predicted, (),
+        Result(_as_point(text, one.kind), math.nan if one.predicted is None else one.predicted, (),
                one.instructions, one.seconds, one.shares)
         for text in texts if (one := found.get(text.name))
     ]  # fmt: skip
@@ -182,10 +182,10 @@ def _table_of(text: timing_texts.Text) -> str:
     return TEXTS if side(text.problem.repository) == "held out" else LAWS
 
 
-def _as_point(text: timing_texts.Text) -> Point:
+def _as_point(text: timing_texts.Text, kind: str) -> Point:
     problem = text.problem
     return Point(
-        name=text.name, set=_table_of(text), kind=text.kind or "-",
+        name=text.name, set=_table_of(text), kind=kind or "-",
         target=problem.target, source=text.source, kernel=text.digest, shapes=problem.shapes,
         measured=text.measured, dtype=problem.dtype, counted=text.counted, remark=text.remark,
     )  # fmt: skip
@@ -416,10 +416,13 @@ def _write(results: list[Result], tables: dict[str, list[str]]) -> None:
         ],
     }
     HELD_OUT.write_text(json.dumps(record, indent=1) + "\n")
-    texts = {r.point.name: r.predicted for r in results if r.point.set in (TEXTS, LAWS)}
+    texts = {r.point.name: r for r in results if r.point.set in (TEXTS, LAWS)}
     if len(texts) == len(timing_texts.texts()):
-        shares = {r.point.name: r.shares for r in results if r.shares}
-        timing_texts.write_record(texts, shares)
+        timing_texts.write_record(
+            {name: r.predicted for name, r in texts.items()},
+            {name: r.point.kind.strip("-") for name, r in texts.items()},
+            {name: r.shares for name, r in texts.items() if r.shares},
+        )
 
 
 def main() -> int:

@@ -73,17 +73,15 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """One text: its published time in us, its digest, the class of its profile.
+    """One text: its published time in us, and its digest.
 
-    kind is "" for a text that does not run; the remark says why it is not counted. file, home:
-    where the text is, if not where its problem says.
+    remark: why it is not counted. file, home: where the text is, if not where its problem says.
     logged: the time in ms as the log has it, if it is not the measured one.
     """
 
     problem: Problem
     measured: float
     digest: str
-    kind: str = ""
     counted: bool = True
     remark: str = ""
     file: str = ""
@@ -112,6 +110,7 @@ class Text:
 class Ran:
     """What a run says: device us, class, why it does not count, if so; and its own size.
 
+    kind: the class of its profile, "" if it does not run.
     shares: by engine, its busy time by the log over the busy time of the run.
     """
 
@@ -127,9 +126,7 @@ def texts() -> list[Text]:
     """Return the texts of the data file, in its order."""
     data = tomllib.loads(DATA.read_text())
     problems = {row["name"]: Problem(**row) for row in data["problem"]}
-    return [
-        Text(problems[row.pop("problem")], kind=row.pop("class", ""), **row) for row in data["text"]
-    ]
+    return [Text(problems[row.pop("problem")], **row) for row in data["text"]]
 
 
 def digest(text: str) -> str:
@@ -215,11 +212,11 @@ def ran(text: Text, clones: Mapping[str, Path]) -> Ran:
             engine: round(share * text.measured / run.profile.engine_busy_us[engine], 3)
             for engine, share in logged.items() if run.profile.engine_busy_us[engine] > _BUSY
         }  # fmt: skip
-        found = Ran(run.profile.device_us, kind, left_out, shares, size, seconds)
-    if bool(found.left_out) == text.counted or found.kind != text.kind:
+        found = Ran(round(run.profile.device_us, 3), kind, left_out, shares, size, seconds)
+    if bool(found.left_out) == text.counted:
         raise SystemExit(
-            f"{text.name}: {DATA.name} says class {text.kind!r} and counted = {text.counted}; the "
-            f"run says class {found.kind!r} and {found.left_out or 'nothing that leaves it out'}"
+            f"{text.name}: {DATA.name} says counted = {text.counted}; the run says "
+            f"{found.left_out or 'nothing that leaves it out'}"
         )
     return found
 
@@ -288,9 +285,9 @@ def results(chosen: Iterable[Text], clones: Mapping[str, Path], pool: Any) -> di
     waiting = {
         text.name: pool.submit(ran, text, clones) for text in rows if text.repository in clones
     }  # fmt: skip
-    known, shares = recorded("predicted"), recorded("shares")
+    known, kinds, shares = recorded("predicted"), recorded("kinds"), recorded("shares")
     old = {
-        t.name: Ran(known[t.name], t.kind, shares=shares.get(t.name, {}))
+        t.name: Ran(known[t.name], kinds[t.name], shares=shares.get(t.name, {}))
         for t in rows if t.name in known
     }  # fmt: skip
     return old | {name: one.result() for name, one in waiting.items()}
@@ -298,16 +295,22 @@ def results(chosen: Iterable[Text], clones: Mapping[str, Path], pool: Any) -> di
 
 @functools.cache
 def recorded(what: str) -> dict[str, Any]:
-    """Return the predictions or the shares of the last run by name; none if a constant changed."""
+    """Return the predictions, kinds or shares of the last run by name; none if a constant changed."""
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     same = record.get("constants") == constants_hash()
     return dict(record.get(what, {})) if same else {}
 
 
-def write_record(predicted: Mapping[str, float], shares: Mapping[str, dict[str, float]]) -> None:
-    """Record the predictions of all texts by name, NaN where one does not run, and the shares."""
-    found = {k: None if math.isnan(us) else round(us, 3) for k, us in sorted(predicted.items())}
+def write_record(
+    predicted: Mapping[str, float],
+    kinds: Mapping[str, str],
+    shares: Mapping[str, dict[str, float]],
+) -> None:
+    """Record the predictions of all texts by name, NaN where one does not run, their classes, and
+    the shares."""
+    found = {k: None if math.isnan(us) else us for k, us in sorted(predicted.items())}
     record = {
-        "constants": constants_hash(), "predicted": found, "shares": dict(sorted(shares.items())),
+        "constants": constants_hash(), "predicted": found, "kinds": dict(sorted(kinds.items())),
+        "shares": dict(sorted(shares.items())),
     }  # fmt: skip
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

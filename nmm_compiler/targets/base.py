@@ -105,7 +105,6 @@ class Target:
     wide_stride_bytes: int
     wide_stride_factor: float
     unset_engine_prefers_scalar: bool
-    beta1_shares_unset_engine: bool
     beta1_product_awaits_load: bool
     activation_table_load_seconds: float
 

@@ -93,9 +93,6 @@ TARGET = TRN2.variant(
     unset_engine_prefers_scalar=measured(
         True, "NKIBench profiles: copies and tensor_scalar are ScalarE's, VectorE idles in matmul"
     ),
-    beta1_shares_unset_engine=measured(
-        False, "NKIBench profiles: copies are ScalarE's even where it is the busier engine"
-    ),
     beta1_product_awaits_load=measured(
         False, "NKIBench profiles: the weights of both norms with a product are loaded once"
     ),

@@ -36,41 +36,6 @@ def test_transpose_mode_halves_the_passes_of_float32():
     assert turned.start[1] == pytest.approx(us(2 * 128 + 16, 2.4e9))
 
 
-def test_weights_load_behind_the_previous_matmul_and_show_after_a_wait():
-    builder = Builder()
-    weight = builder.tensor("sbuf", 128, 128, "bfloat16")
-    moving = builder.tensor("sbuf", 128, 512, "bfloat16")
-    source = builder.tensor("sbuf", 128, 512, "bfloat16")
-    out = builder.tensor("psum", 128, 512)
-    builder.copy(moving.all, source.all)
-    builder.matmul(out.all, weight.all, moving.all)
-    timeline = time_trace(builder.trace, STEADY)
-    # the matmul waits for the copy, so its 128 columns of weights load in the open: 32 cycles
-    expected = us(512 + 9, 2.4e9) + 0.203 + us(128 / 4, 2.4e9)
-    assert timeline.end[1] - timeline.start[1] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("kind", ["edge", "barrier"])
-def test_weights_load_in_the_open_behind_an_edge_and_a_barrier(kind):
-    """Nothing moves across either, so no product hides the load of the first one behind it."""
-    builder = Builder()
-    weight = builder.tensor("sbuf", 128, 128, "bfloat16")
-    moving = builder.tensor("sbuf", 128, 512, "bfloat16")
-    sums = [builder.tensor("psum", 128, 512) for _ in range(3)]
-    builder.matmul(sums[0].all, weight.all, moving.all)
-    if kind == "edge":
-        builder.trace.loop_edges = [1]
-    else:
-        flag = builder.tensor("hbm", 1, 1).all
-        builder.add("core_barrier", "gpsimd", [flag], [flag], cores=2)
-    behind, hidden = (builder.matmul(s.all, weight.all, moving.all) for s in sums[1:])
-    timeline = time_trace(builder.trace, STEADY)
-    assert timeline.start[behind] == pytest.approx(timeline.end[0])
-    product, load_us = us(512 + 9, 2.4e9) + 0.203, us(128 / 4, 2.4e9)
-    assert timeline.end[behind] - timeline.start[behind] == pytest.approx(product + load_us)
-    assert timeline.end[hidden] - timeline.start[hidden] == pytest.approx(product)
-
-
 def test_clock_ramp_starts_at_half_and_ends():
     timeline = time_trace(matmuls(40), TRN2)
     full = us(521, 2.4e9)

@@ -94,7 +94,7 @@ def test_an_accumulation_waits_until_the_last_one_comes_through():
     assert step(512, True) == pytest.approx(us(512 + 9, 2.4e9))
 
 
-def test_short_contractions_and_spread_columns_slow_float32_products():
+def test_short_contractions_slow_float32_products():
     def interval(rows, step):
         builder = Builder()
         weight = builder.tensor("sbuf", 128, 128)
@@ -106,8 +106,7 @@ def test_short_contractions_and_spread_columns_slow_float32_products():
 
     assert interval(128, 1) == interval(65, 1) == pytest.approx(us(4 * 512 + 16, 2.4e9))
     assert interval(64, 1) == pytest.approx(us(8 * 512 + 16, 2.4e9))  # 1,707 ns measured
-    assert interval(128, 2) == interval(128, 1)
-    assert interval(128, 3) == pytest.approx(us(8 * 512 + 16, 2.4e9))
+    assert interval(128, 8) == interval(128, 1)
 
 
 def open_engine(target, *pairs):

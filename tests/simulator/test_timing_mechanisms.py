@@ -3,7 +3,6 @@
 import pytest
 from trace_builder import STEADY, TRN1, TRN2, TRN3, Builder, matmuls, us
 
-from nmm_compiler.simulator.timing.compiler import compiled
 from nmm_compiler.simulator.timing.resources import Pool
 from nmm_compiler.simulator.timing.timeline import time_trace
 
@@ -219,50 +218,6 @@ def test_tensors_at_one_manual_address_wait_for_each_other(address, waits):
     builder.copy(two.all, source.all, engine="gpsimd")
     timeline = time_trace(builder.trace, TRN2)
     assert (timeline.start[2] >= timeline.interval_end[1]) is waits
-
-
-def products(change):
-    """The product of two tiles twice, each used once; `change` acts between the two."""
-    builder = Builder()
-    left, right = builder.tensor("sbuf", 128, 512), builder.tensor("sbuf", 128, 512)
-    sink = builder.tensor("sbuf", 128, 1024)
-    for at in (0, 512):
-        result = builder.tensor("sbuf", 128, 512)
-        function = "multiply" if change != "function" or not at else "add"
-        builder.add(
-            "tensor_tensor", "vector", [result.all], [left.all, right.all], function=function
-        )
-        builder.copy(sink[:, at : at + 512], result.all, engine="gpsimd")
-        if change == "operand":
-            builder.add("memset", "gpsimd", [left[:, 5:6]])
-        if change == "result":
-            builder.add("memset", "gpsimd", [result.all])
-    return builder.trace
-
-
-@pytest.mark.parametrize("change", ["nothing", "function", "operand", "result"])
-def test_the_same_product_twice_is_computed_once(change):
-    timeline = time_trace(products(change), TRN2)
-    if change == "nothing":
-        assert timeline.repeated == {2: 0}
-        assert timeline.busy_us["vector"] == pytest.approx(us(512 + 150, 0.96e9))
-        assert timeline.start[3] >= timeline.end[0]
-    else:
-        assert timeline.repeated == {}
-        assert timeline.busy_us["vector"] > us(2 * 512, 0.96e9)
-
-
-@pytest.mark.parametrize(("between", "reused"), [(998, True), (999, True), (1000, False)])
-def test_a_result_is_kept_for_a_thousand_instructions(between, reused):
-    builder = Builder()
-    left, right = builder.tensor("sbuf", 128, 8), builder.tensor("sbuf", 128, 8)
-    for again in (False, True):
-        result = builder.tensor("sbuf", 128, 8)
-        at = builder.add("tensor_tensor", "vector", [result.all], [left.all, right.all])
-        for _ in range(0 if again else between):
-            builder.add("memset", "gpsimd", [builder.tensor("sbuf", 128, 8).all])
-    assert at == between + 1
-    assert compiled(builder.trace, TRN2).dropped == ({at: 0} if reused else {})
 
 
 @pytest.mark.parametrize("edge", [True, False])

@@ -1,21 +1,10 @@
 """What a compiler is taken to do to a kernel before it runs: one step, each law with its source.
 
-Kernels that leave such work to a compiler are others': ours load and compute everything once and
-name their engines. Two of the laws were set from kda-for-trainium, whose kernels are held out
-otherwise: equal rows, and the spreading of open work; benchmarks/laws.py shows their worth.
-
-*Equal results once.* The published profile of the fused_mamba tutorial (v3, aws-neuron-sdk) shows
-39,695 VectorE instructions for 8,192 iterations of a loop that is written with five each: the
-product of two loop-invariant tiles is computed once. So is any result that function and operands
-determine, if nothing wrote the operands in between.
-
-*Equal rows once.* NKIBench's matmul_add_rmsnorm spreads its scales over the partitions in each of
-32 iterations, and by the counters of kda-for-trainium (v1) TensorE works for its other products
-only.
+Kernels that leave such work to a compiler are others': ours load everything once and name their
+engines. benchmarks/laws.py shows what each law is worth.
 
 *Open work.* The documentation says only "the compiler selects the best engine". On trn1, profiles
-of NKIBench (zhang677/AccelOpt) show copies and multiply-add on ScalarE; Beta 1's compiler for trn2
-spreads them over VectorE and ScalarE (`Works.find`, `_Pass._shared_work`).
+of NKIBench (zhang677/AccelOpt) show copies and multiply-add on ScalarE (`Works.find`).
 
 *Tiles through PSUM.* Where two inputs in SBUF take two passes (trn1), PSUM spares one. The profile
 of NKIBench's adamw, a kernel without a tensor in PSUM, writes six tiles there for each set of six
@@ -50,8 +39,6 @@ from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets.base import Target
 
 Key = tuple[object, ...]
-_PURE = frozenset({"tensor_tensor", "reciprocal"})
-_DISTANCE = 1000  # assumed: instructions over which the compiler keeps a result for reuse
 _SCALAR_PAIRS = frozenset({("multiply", "add"), ("multiply", None), ("add", None)})
 
 
@@ -71,9 +58,7 @@ class Compiled:
 def compiled(trace: Trace, target: Target) -> Compiled:
     """Return what the compiler is taken to make of a trace."""
     one_buffer = _awaited_tiles(trace, target)
-    dropped = _equal_results(trace) | _equal_rows(trace)
-    if trace.loads == "reused":
-        dropped |= _reused_loads(trace, target, one_buffer)
+    dropped = _reused_loads(trace, target, one_buffer) if trace.loads == "reused" else {}
     return Compiled(dropped, one_buffer)
 
 
@@ -87,113 +72,6 @@ def scalar_can(instruction: Instruction) -> bool:
         return False
     pair = attributes.get("function"), attributes.get("function1") or None
     return instruction.op == "tensor_copy" or pair in _SCALAR_PAIRS
-
-
-def _equal_results(trace: Trace) -> dict[int, int]:
-    """Return the pairs of instructions with the same result, the later one first."""
-    if not _some_alike(trace):
-        return {}
-    versions: dict[int, int] = {}
-    seen: dict[tuple[object, ...], int] = {}
-    pairs: list[tuple[int, int]] = []
-    for index, instruction in enumerate(trace.instructions):
-        writes = instruction.writes
-        if instruction.op in _PURE and len(writes) == 1 and not instruction.after:
-            key = (
-                instruction.op,
-                instruction.engine,
-                instruction.attributes.get("function"),
-                _region(writes[0]),
-                *((a.storage, versions.get(a.storage, 0), _region(a)) for a in instruction.reads),
-            )
-            earlier = seen.get(key)
-            if earlier is not None and index - earlier <= _DISTANCE:
-                pairs.append((index, earlier))
-            else:
-                seen[key] = index
-        for access in writes:
-            versions[access.storage] = versions.get(access.storage, 0) + 1
-    instructions = trace.instructions
-    return {
-        index: earlier
-        for index, earlier in pairs
-        if _fresh(instructions[index].writes[0], versions, trace)
-        and _fresh(instructions[earlier].writes[0], versions, trace)
-    }
-
-
-def _equal_rows(trace: Trace) -> dict[int, int]:
-    """Return the pairs of products, and of copies, that fill a tile as an earlier one is filled."""
-    spreads = [i for i, ins in enumerate(trace.instructions) if _spreads_row(trace, i, ins)]
-    if len(spreads) < 2:
-        return {}
-    keys: dict[int, list[tuple[object, ...]]] = {}  # of each tile: what is spread, and whereto
-    first: dict[int, list[int]] = {}  # of each tile: the products that fill it
-    versions: dict[int, int] = {}
-    spread = set(spreads)
-    for index, instruction in enumerate(trace.instructions):
-        if index in spread:
-            row, copy = instruction.reads[-1], trace.instructions[index + 1]
-            result, version = copy.writes[0], versions.get(row.storage, 0)
-            key = (copy.engine, row.storage, version, _region(row), _region(result))
-            keys.setdefault(result.storage, []).append(key)
-            first.setdefault(result.storage, []).append(index)
-        for access in instruction.writes:
-            versions[access.storage] = versions.get(access.storage, 0) + 1
-    pairs: dict[int, int] = {}
-    seen: dict[tuple[object, ...], list[int]] = {}
-    for storage, parts in keys.items():
-        products = first[storage]
-        if versions[storage] != len(parts) or trace.allocations[storage].address is not None:
-            continue  # something else writes it as well
-        if any(versions[trace.instructions[i].writes[0].storage] != 1 for i in products):
-            continue
-        earlier = seen.get(tuple(parts))
-        if earlier is not None and products[0] - earlier[0] <= _DISTANCE:
-            for later, known in zip(products, earlier, strict=True):
-                pairs |= {later: known, later + 1: known + 1}
-        else:
-            seen[tuple(parts)] = products
-    return pairs
-
-
-def _spreads_row(trace: Trace, index: int, instruction: Instruction) -> bool:
-    """Return whether TensorE spreads a row over the partitions here: ones times one row, a copy."""
-    if instruction.op != "nc_matmul":
-        return False
-    attributes = instruction.attributes
-    if attributes.get("k") != 1 or not attributes.get("onezero"):
-        return False
-    behind = trace.instructions[index + 1 : index + 2]
-    return bool(behind) and _copies(behind[0], instruction.writes[0].storage)
-
-
-def _copies(instruction: Instruction, storage: int) -> bool:
-    function = instruction.attributes.get("function")
-    plain = instruction.op == "tensor_copy" or (
-        instruction.op == "activation" and function in ("copy", "identity")
-    )
-    return plain and len(instruction.reads) == 1 and instruction.reads[0].storage == storage
-
-
-def _some_alike(trace: Trace) -> bool:
-    """Return whether two instructions read the same regions, whatever was written in between."""
-    seen = set()
-    for instruction in trace.instructions:
-        if instruction.op in _PURE:
-            key = (instruction.op, *[(a.storage, _region(a)) for a in instruction.reads])
-            if key in seen:
-                return True
-            seen.add(key)
-    return False
-
-
-def _fresh(access: Access, versions: dict[int, int], trace: Trace) -> bool:
-    """Return whether a tensor is on chip, placed by the compiler and written only this once."""
-    if access.memory == "hbm" or versions[access.storage] != 1:
-        return False
-    allocation = trace.allocations.get(access.storage)
-    return allocation is not None and allocation.address is None
 
 
 class PassedOn:

@@ -57,7 +57,6 @@ class ComputeCosts:
             "gpsimd": _US / target.gpsimd_clock_hz,
             "sync": _US / target.gpsimd_clock_hz,
         }
-        self._column_load_us = self._clock_us["tensor"] / target.stationary_load_speedup
 
     def tensor(self, instruction: Instruction) -> Cost:
         """Return the cost of a matmul or a transpose on TensorE, at full clock."""
@@ -80,7 +79,7 @@ class ComputeCosts:
 
         The next LoadStationary runs behind it at up to four times the speed, so it shows only when
         the stationary tile has more than four times the columns of the moving one. fp32 also pays
-        for a short contraction and for moving columns that are more than 8 bytes apart.
+        for a short contraction.
         """
         target = self.target
         attributes = instruction.attributes
@@ -97,19 +96,12 @@ class ComputeCosts:
                 factor *= target.tensor_fp32_short_factor
             elif attributes.get("onezero"):
                 factor /= 2.0  # an operand of ones and zeros needs no low half
-            if not transpose and _skips_elements(instruction):
-                factor *= target.wide_stride_factor
             columns = max(columns, target.tensor_fp32_min_columns)
             cycles = factor * columns + target.tensor_fp32_overhead_cycles
         else:
             cycles = columns + target.tensor_interval_overhead_cycles
         interval = cycles * self._clock_us["tensor"]
         return interval, interval + target.tensor_latency_seconds * _US
-
-    def stationary_load_us(self, instruction: Instruction) -> float:
-        """Return the time of a LoadStationary that no MultiplyMoving hides."""
-        stationary = instruction.attributes.get("m") or self.target.stationary_free_max_elements
-        return stationary * self._column_load_us
 
     def other(self, instruction: Instruction, engine: str = "") -> Cost:
         """Return the cost of an instruction of any engine but TensorE.
@@ -149,12 +141,6 @@ class ComputeCosts:
         accesses = (*instruction.reads, *instruction.writes)
         least = self.target.wide_stride_bytes
         return any(a.memory != "hbm" and _inner_stride_bytes(a) >= least for a in accesses)
-
-
-def _skips_elements(instruction: Instruction) -> bool:
-    """Return whether the moving columns of a product are more than two elements apart."""
-    moving = instruction.reads[-1]
-    return _inner_stride_bytes(moving) > 2 * moving.item_bytes
 
 
 def _pipeline_cycles(target: Target, instruction: Instruction, engine: str) -> float:

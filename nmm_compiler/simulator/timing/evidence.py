@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nmm_compiler import targets
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing import compiler, resources
+from nmm_compiler.simulator.timing import resources
 from nmm_compiler.simulator.timing.costs import RULES, ComputeCosts
 from nmm_compiler.simulator.timing.dma import DmaCosts
 from nmm_compiler.simulator.trace import Access, Instruction
@@ -26,7 +26,6 @@ HELD_OUT = Path(__file__).with_name("held_out.json")
 CLASSES = ("matrix", "vector", "mixed")
 
 _CONSTANTS = (
-    (compiler, "_DISTANCE"),
     (resources, "_GAPS_KEPT"), (resources, "_SMALLEST_GAP_US"), (resources, "_WORTH_A_SWAP"),
 )  # fmt: skip
 

@@ -58,8 +58,6 @@ class TensorClock:
         if ready > begin:
             begin = ready
         fill = work.latency - interval
-        if begin > tail and begin > 0.0:
-            fill += work.load
         ramp_us = self.ramp_us
         if ramp_us:
             gap = (begin if begin > tail else tail) - self.utilization_at

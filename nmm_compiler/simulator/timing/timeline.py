@@ -33,7 +33,7 @@ from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts, DmaEngines
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.tensor_clock import TensorClock
 from nmm_compiler.simulator.timing.work import Work, Works
-from nmm_compiler.simulator.trace import Access, Instruction, Trace
+from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
 __all__ = ["Timeline", "Transfer", "collector_held_off", "time_trace", "time_traces"]
@@ -166,9 +166,7 @@ class _Pass:
 
     def __init__(self, trace: Trace, target: Target, reorder: bool, dma_costs: DmaCosts) -> None:
         self.trace, self.target, self.reorder = trace, target, reorder
-        shares = trace.beta_1 and target.beta1_shares_unset_engine
-        self.works = Works(target, dma_costs, shares)
-        self.given = [0.0] * len(ENGINES)  # what each engine has been given, if they share
+        self.works = Works(target, dma_costs)
         self.dependences = Dependences(trace, target, self._book, self._settle, reorder)
         count = len(trace.instructions)
         self.start = [0.0] * count
@@ -208,7 +206,7 @@ class _Pass:
         ready_of, done = self.dependences.ready, self.dependences.done
         kinds, find = self.works.kinds, self.works.find
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
-        repeated, shares = self.dependences.repeated, self.works.shares
+        repeated = self.dependences.repeated
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
                 self._meet(index)
@@ -220,8 +218,6 @@ class _Pass:
                 yield self.floor
             work = kinds.get(instruction.kind) or find(instruction)
             reads, writes = instruction.reads, instruction.writes
-            if shares:
-                work = self._shared_work(work, reads, writes)
             engine = work.engine
             if work.placed:
                 self.placed[index] = ENGINES[engine]
@@ -245,28 +241,12 @@ class _Pass:
         while self._settle():
             pass
 
-    def _shared_work(
-        self, work: Work, reads: tuple[Access, ...], writes: tuple[Access, ...]
-    ) -> Work:
-        """Return the work, or the same on ScalarE if that is free first, or has less to do."""
-        if work.on_scalar is not None:
-            ready = self.dependences.ready(VECTOR, reads, writes)
-            vector, scalar = (
-                (max(ready, self.engines[engine].tail), self.given[engine])
-                for engine in (VECTOR, SCALAR)
-            )
-            if scalar < vector:
-                work = work.on_scalar
-        self.given[work.engine] += work.interval
-        return work
-
     def _meet(self, index: int) -> None:
         """Make all engines wait where a turn of a loop on the device begins or ends.
 
         The hardware runs one copy of the body again, on the same tensors, and the compiler cannot
         move instructions across its edge (nki-dynamic-loops: allocated once and reused). The
-        engines' own ends stay as they are: TensorE stands still until the floor, so its first
-        product behind the edge loads its weights in the open.
+        engines' own ends stay as they are.
         """
         while self._settle():
             pass

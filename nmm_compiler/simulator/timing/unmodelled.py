@@ -42,10 +42,7 @@ def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterato
         1 for i in trace.instructions if i.engine == "vector" and i.attributes.get("unset")
     )
     if open_engines:
-        if trace.beta_1 and target.beta1_shares_unset_engine:
-            chosen = "whichever of VectorE and ScalarE is free first"
-        else:
-            chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
+        chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
         yield f"unknown engine: {open_engines} instructions are placed on {chosen}, where it can"
     if trace.loop_edges:
         yield "loops on the device: jumping back and fetching instructions are free"

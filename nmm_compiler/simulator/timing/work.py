@@ -23,23 +23,20 @@ class Work:
     """One kind of instruction. Times in microseconds.
 
     engine: where it runs, as an index of ENGINES. placed: the compiler put it there, not the trace.
-    interval, latency: as in costs.py. load: a LoadStationary that no product hides.
+    interval, latency: as in costs.py.
     table: the activation function whose table it needs, "" for none. dma: the cost of a transfer.
-    on_scalar: the same on ScalarE, if the compiler takes whichever engine is free first.
     psum, sbuf: whether it uses that memory.
     """
 
     __slots__ = (
-        "dma", "engine", "interval", "latency", "load", "on_scalar", "placed", "psum", "sbuf",
-        "table",
+        "dma", "engine", "interval", "latency", "placed", "psum", "sbuf", "table",
     )  # fmt: skip
 
     def __init__(self, engine: int, placed: bool, instruction: Instruction) -> None:
         self.engine, self.placed = engine, placed
-        self.interval = self.latency = self.load = 0.0
+        self.interval = self.latency = 0.0
         self.table = ""
         self.dma: DmaCost | None = None
-        self.on_scalar: Work | None = None
         memories = {a.memory for a in (*instruction.reads, *instruction.writes)}
         self.psum, self.sbuf = "psum" in memories, "sbuf" in memories
 
@@ -47,12 +44,11 @@ class Work:
 class Works:
     """The work of every kind of instruction on one target.
 
-    shares: the compiler puts what the kernel leaves open on whichever engine is free first.
     kinds: by `Instruction.kind`; what is not there, `find` works out.
     """
 
-    def __init__(self, target: Target, dma_costs: DmaCosts, shares: bool = False) -> None:
-        self.target, self.dma_costs, self.shares = target, dma_costs, shares
+    def __init__(self, target: Target, dma_costs: DmaCosts) -> None:
+        self.target, self.dma_costs = target, dma_costs
         self.costs = ComputeCosts(target)
         self.kinds: dict[int, Work] = {}
         self._codes = {name: code for code, name in enumerate(ENGINES)}
@@ -65,8 +61,6 @@ class Works:
             work = self._work(SCALAR, True, instruction)
         else:
             work = self._work(engine, False, instruction)
-            if is_open and self.shares:
-                work.on_scalar = self._work(SCALAR, True, instruction)
         if instruction.kind:
             self.kinds[instruction.kind] = work
         return work
@@ -77,7 +71,6 @@ class Works:
             work.dma = self.dma_costs.cost(instruction)
         elif engine == TENSOR:
             work.interval, work.latency = self.costs.tensor(instruction)
-            work.load = self.costs.stationary_load_us(instruction)
         else:
             work.interval, work.latency = self.costs.other(instruction, ENGINES[engine])
             name = instruction.attributes.get("function", "")
