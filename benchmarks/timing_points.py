@@ -35,10 +35,11 @@ from typing import Any
 
 import timing_conflicts
 import timing_texts
+from timing_hash import constants_hash
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
-from nmm_compiler.simulator.timing.evidence import CLASSES, HELD_OUT, ErrorBand, constants_hash
+from nmm_compiler.simulator.timing.evidence import CLASSES, HELD_OUT, ErrorBand
 from nmm_compiler.simulator.timing.profile import Profile
 
 HERE = Path(__file__).resolve().parent

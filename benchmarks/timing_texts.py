@@ -24,9 +24,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from timing_hash import constants_hash
+
 from nmm_compiler.errors import NmmError
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
-from nmm_compiler.simulator.timing.evidence import constants_hash, kernel_class
+from nmm_compiler.simulator.timing.evidence import kernel_class
 from nmm_compiler.simulator.timing.profile import Profile
 
 DATA = Path(__file__).resolve().parent / "data" / "timing_texts.toml"

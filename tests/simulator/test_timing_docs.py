@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "timing.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import timing_conflicts  # noqa: E402
+import timing_hash  # noqa: E402
 import timing_points  # noqa: E402
 import timing_texts  # noqa: E402
 
@@ -71,7 +72,7 @@ def test_the_held_out_errors_were_printed_with_the_constants_of_today():
     ucb-bar/autocomp, zhang677/AccelOpt and Jerry2423/kda-for-trainium (`--autocomp CLONE --accelopt
     CLONE --kda CLONE`)."""
     recorded = json.loads(evidence.HELD_OUT.read_text())
-    assert recorded["constants"] == evidence.constants_hash()
+    assert recorded["constants"] == timing_hash.constants_hash()
     for name in ("held out", timing_points.TEXTS):
         assert f"hash `{recorded['constants']}`" in section(name)
     assert timing_texts.recorded("predicted").keys() == {text.name for text in TEXTS}
@@ -88,18 +89,18 @@ def test_the_held_out_errors_were_printed_with_the_constants_of_today():
 
 
 def test_the_hash_notices_a_constant(monkeypatch):
-    before = evidence.constants_hash()
+    before = timing_hash.constants_hash()
     monkeypatch.setattr(resources, "_WORTH_A_SWAP", 0.25)
-    other = evidence.constants_hash()
+    other = timing_hash.constants_hash()
     monkeypatch.undo()
     slower = dataclasses.replace(targets.get("trn1"), semaphore_seconds=1e-6)
     monkeypatch.setattr(targets, "get", lambda name: slower)
-    assert len({before, other, evidence.constants_hash()}) == 3
+    assert len({before, other, timing_hash.constants_hash()}) == 3
 
 
 @pytest.mark.parametrize("op", [*costs.RULES, "one_pass", "_fast_mode", "_pipeline_cycles"])
 def test_the_hash_notices_a_cost_rule(op, monkeypatch):
-    before = evidence.constants_hash()
+    before = timing_hash.constants_hash()
     if op in costs.RULES:
         rule = costs.RULES[op]
         monkeypatch.setitem(costs.RULES, op, lambda *given: rule(*given) + 0.5)
@@ -107,7 +108,7 @@ def test_the_hash_notices_a_cost_rule(op, monkeypatch):
         module = cycles if op == "_fast_mode" else costs
         rule = getattr(module, op)
         monkeypatch.setattr(module, op, lambda *given: rule(*given) + 0.5)
-    assert evidence.constants_hash() != before
+    assert timing_hash.constants_hash() != before
 
 
 @pytest.mark.parametrize(
@@ -121,24 +122,24 @@ def test_the_hash_notices_a_cost_rule(op, monkeypatch):
     ],
 )
 def test_the_hash_notices_how_transfers_and_products_are_priced(module, name, other, monkeypatch):
-    before = evidence.constants_hash()
+    before = timing_hash.constants_hash()
     monkeypatch.setattr(module, name, other)
-    assert evidence.constants_hash() != before
+    assert timing_hash.constants_hash() != before
 
 
 def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch):
     """What the hash leaves out is read nowhere in the timing model."""
-    before = evidence.constants_hash()
+    before = timing_hash.constants_hash()
     known = targets.get
     freed = {"absent_forms": (), "hbm_bytes": 1, "collective_points": ()}
     monkeypatch.setattr(targets, "get", lambda name: dataclasses.replace(known(name), **freed))
-    assert evidence.constants_hash() == before
+    assert timing_hash.constants_hash() == before
     folder = Path(evidence.__file__).parent
     source = "".join(path.read_text() for path in folder.glob("*.py"))
     read = set(re.findall(r"target\.(\w+)", source))
     assert len(read) > 50
-    assert not evidence.NOT_OF_TIMING & read
-    assert {field.name for field in dataclasses.fields(targets.Target)} > evidence.NOT_OF_TIMING
+    assert not timing_hash.NOT_OF_TIMING & read
+    assert {field.name for field in dataclasses.fields(targets.Target)} > timing_hash.NOT_OF_TIMING
 
 
 def test_each_conflict_is_borne_out_and_is_a_counted_held_out_point():

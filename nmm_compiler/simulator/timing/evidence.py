@@ -1,48 +1,24 @@
-"""The errors of predictions on held-out kernels, and the constants for which they are valid.
+"""The errors of predictions for published kernels that no constant and no law was set from.
 
 `held_out.json` beside this file is written by `benchmarks/timing_points.py --write` together with
-the tables of docs/timing.md: the errors by class, and the hash of the constants and the prices that
-they were printed with. If one has changed since, the figures are stale; a test recomputes the hash.
+the tables of docs/timing.md. It has the errors by class, and the hash of the constants and prices
+that they were printed with; a test computes it again (benchmarks/timing_hash.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
-import itertools
 import json
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from nmm_compiler import targets
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing import resources
-from nmm_compiler.simulator.timing.costs import RULES, ComputeCosts
-from nmm_compiler.simulator.timing.dma import DmaCosts
-from nmm_compiler.simulator.trace import Access, Instruction
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
 CLASSES = ("matrix", "vector", "mixed")
 
-_CONSTANTS = (
-    (resources, "_GAPS_KEPT"), (resources, "_SMALLEST_GAP_US"), (resources, "_WORTH_A_SWAP"),
-)  # fmt: skip
 
-# Fields of a target that no prediction of one kernel on one core depends on: rules for
-# instructions, and limits for tiles, models and groups of cores. The hash covers every field that
-# is not named here.
-NOT_OF_TIMING = frozenset({
-    "absent_forms", "absent_instructions", "collective_points",
-    "dma_transposes", "hbm_bytes", "matmul_adds_to_written_psum", "matmul_bfloat16_sums",
-    "matmul_float8_e4m3fn", "matmul_psum_banks", "matmul_tile_min_elements",
-    "moving_free_max_elements", "physical_cores_per_logical_core", "scalar_all_operators",
-    "scalar_number_bias", "scalar_tensor_scalar", "tensor_indirection", "tensor_transposes_fp8",
-    "device_loops", "dma_transposes_in_loops", "float8_kernels", "nki_beta_1",
-})  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ErrorBand(Record):
     """The errors of published kernels of one class that no constant was set from.
 
@@ -59,85 +35,6 @@ class ErrorBand(Record):
             f"held-out error of {self.kind} kernels {self.mean:.0%} mean, {self.worst:.0%} worst "
             f"of {self.points}"
         )
-
-
-def constants_hash() -> str:
-    """Return the digest of every constant that a prediction depends on, and of what the rules of
-    `costs.py` and `dma.py` make of them."""
-    values: dict[str, object] = {}
-    for name in targets.names():
-        target = targets.get(name)
-        fields = sorted(set(target.sources) - NOT_OF_TIMING)
-        values |= {f"{name}.{field}": getattr(target, field) for field in fields}
-        compute, transfers = ComputeCosts(target), DmaCosts(target)
-        values[f"{name} prices"] = [
-            *(compute.tensor(product) for product in _products()),
-            *(compute.other(work) for work in _work()),
-            *(dataclasses.astuple(transfers.cost(transfer)) for transfer in _transfers()),
-        ]
-    values |= {name: getattr(module, name) for module, name in _CONSTANTS}
-    text = json.dumps(values, sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-_SIZES = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
-_ATTRIBUTES: tuple[dict[str, object], ...] = (
-    {},
-    {"function": "exp"},
-    {"function": "add", "reduces": True, "nonzero": True, "k": 16, "indices": 64, "elements": 4},
-)
-
-
-def _probe(op: str, engine: str, out: Access, *reads: Access, **attributes: object) -> Instruction:
-    return Instruction(op, engine, reads, (out,), attributes, "", 0)
-
-
-def _access(memory: str, dtype: str, columns: int = 512, step: int = 1, rows: int = 128) -> Access:
-    """Return a region on chip; in HBM its rows lie apart."""
-    item = _SIZES[dtype]
-    pattern: tuple[tuple[int, int], ...] = ((step * item, columns),)
-    if memory == "hbm":
-        pattern, rows = ((2 * step * columns * item, rows), *pattern), 1
-    stop = sum(pitch * (count - 1) for pitch, count in pattern) + item
-    return Access(1, memory, 0, rows, 0, stop, pattern, dtype, item)
-
-
-def _products() -> Iterator[Instruction]:
-    """Yield products and transposes of every dtype, long and short, dense and with holes."""
-    sides = itertools.product(_SIZES, (32, 128), (16, 512), (1, 4), (False, True), (False, True))
-    for dtype, k, n, step, turns, onezero in sides:
-        yield _probe(
-            "nc_matmul", "tensor", _access("psum", "float32", n),
-            _access("sbuf", dtype, 128, rows=k), _access("sbuf", dtype, n, step, k),
-            k=k, m=128, n=n, is_transpose=turns, onezero=onezero,
-        )  # fmt: skip
-
-
-def _work() -> Iterator[Instruction]:
-    """Yield each instruction of `RULES` and one without a rule, on each engine and memory."""
-    places = [(1, memories) for memories in itertools.product(("sbuf", "psum"), repeat=3)]
-    tensors = [
-        (_access(out, to), _access(first, of, step=step), _access(second, of))
-        for to, of in (*zip(_SIZES, _SIZES, strict=True), ("float32", "bfloat16"))
-        for step, (out, first, second) in (*places, (8, ("sbuf", "sbuf", "sbuf")))
-    ]
-    engines = ("vector", "scalar", "gpsimd")
-    for op, engine, attributes in itertools.product((*RULES, ""), engines, _ATTRIBUTES):
-        for out, first, second in tensors:
-            reads = (first, second)[: 0 if op == "memset" else 2 if "tensor_tensor" in op else 1]
-            yield _probe(op, engine, out, *reads, **attributes)
-
-
-def _transfers() -> Iterator[Instruction]:
-    """Yield transfers of short and long rows, by each generator, turned and as they lie."""
-    places = itertools.permutations(("hbm", "hbm", "sbuf", "sbuf"), 2)
-    modes = (("unknown", ""), ("none", ""), ("swdge", ""), ("hwdge", "sync"), ("hwdge", "scalar"))
-    sides = itertools.product(sorted(set(places)), modes, _SIZES, (24, 512, 65536), (False, True))
-    for (to, of), (mode, issuer), dtype, columns, turns in sides:
-        yield _probe(
-            "dma_copy", "dma", _access(to, dtype, columns), _access(of, dtype, columns),
-            dge_mode=mode, issuer=issuer, transpose=turns,
-        )  # fmt: skip
 
 
 @functools.cache
