@@ -297,7 +297,7 @@ def results(chosen: Iterable[Text], clones: Mapping[str, Path], pool: Any) -> di
 
 @functools.cache
 def recorded(what: str) -> dict[str, Any]:
-    """Return the predictions, kinds or shares of the last run by name; none if a constant changed."""
+    """Return one column of the record by name of text; none if a constant has changed since."""
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     same = record.get("constants") == constants_hash()
     return dict(record.get(what, {})) if same else {}

@@ -3,15 +3,14 @@
 An access is a set of bytes: a partition range, a byte range and a strided pattern inside it.
 Bounding ranges are compared first; only when they intersect and one side has holes are the
 patterns themselves compared. A kernel that tiles one HBM tensor writes thousands of interleaved
-regions. So the records of a storage are kept in a grid of its rows and columns, and the comparison
-of two patterns at one distance is cached.
+regions. So the records of a storage are kept in a grid of its rows and columns, whose cell is a
+region that was met, and the comparison of two patterns at one distance is cached.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,9 +18,8 @@ from nmm_compiler.simulator.trace import Access
 
 Pattern = tuple[tuple[int, int], ...]
 
-_LIST_LIMIT = 12
 _WIDE_CELLS = 16
-_SMALLEST_CELL_BITS = 4
+_WIDE_RECORDS = 12
 _RUNS_LIMIT = 1 << 20
 
 
@@ -124,283 +122,114 @@ def _covers(new: Access, new_dense: bool, old: Access) -> bool:
     return new.byte_start == old.byte_start and new.pattern == old.pattern
 
 
-class Tiling:
-    """Equal regions on a regular grid: two of them share a byte only if they start at the same.
-
-    like: any of them. pitch: the step of their outer dimension, 0 for one dense run; rows, width:
-    the steps of that dimension in a region, and the bytes of each.
-    """
-
-    __slots__ = ("like", "pitch", "rows", "width")
-
-    def __init__(self, like: Access, pitch: int, rows: int, width: int) -> None:
-        self.like, self.pitch, self.rows, self.width = like, pitch, rows, width
-
-    @classmethod
-    def of(cls, access: Access) -> Tiling | None:
-        """Return the tiling that `access` belongs to; None if it is on no such grid."""
-        pattern, item = access.pattern, access.item_bytes
-        step, width = pattern[-1][0], pattern[-1][1] * item
-        if len(pattern) > 2 or step != item:
-            return None
-        pitch, rows = pattern[0] if len(pattern) == 2 else (0, 1)
-        if len(pattern) == 2 and (pitch < width or rows < 1):
-            return None
-        found = cls(access, pitch, rows, width)
-        return found if found.aligned(access.byte_start) else None
-
-    def same(self, access: Access) -> bool:
-        """Return whether `access` has the shape of the regions, at any place."""
-        like = self.like
-        return (
-            access.partition_stop == like.partition_stop
-            and access.partition_start == like.partition_start
-            and access.item_bytes == like.item_bytes
-            and (access.pattern is like.pattern or access.pattern == like.pattern)
-        )
-
-    def aligned(self, start: int) -> bool:
-        """Return whether a region that starts at this byte is on the grid."""
-        if not self.pitch:
-            return start % self.width == 0
-        row, column = divmod(start, self.pitch)
-        return (
-            row % self.rows == 0 and column % self.width == 0 and column + self.width <= self.pitch
-        )
-
-
 def distinct_bytes(accesses: Sequence[Access]) -> int:
     """Return how many bytes accesses to one HBM tensor touch; a shared byte counts once."""
-    tiling = Tiling.of(accesses[0])
-    if tiling and all(tiling.same(a) and tiling.aligned(a.byte_start) for a in accesses):
-        return len(accesses) * tiling.rows * tiling.width
-    starts, lengths = [], []
+    found: dict[tuple[Pattern, int], list[int]] = {}
     for access in accesses:
         steps = [(abs(step), count) for step, count in access.pattern if step and count > 1]
-        offsets, run = _run_starts(tuple(sorted(steps, reverse=True)), access.item_bytes)
-        starts.append(offsets + access.byte_start)
-        lengths.append(np.full(len(offsets), run))
-    start, length = np.concatenate(starts), np.concatenate(lengths)
+        shape = tuple(sorted(steps, reverse=True)), access.item_bytes
+        found.setdefault(shape, []).append(access.byte_start)
+    starts, stops = [], []
+    for shape, firsts in found.items():
+        offsets, run = _run_starts(*shape)
+        starts.append((np.unique(firsts)[:, None] + offsets).ravel())
+        stops.append(starts[-1] + run)
+    start, stop = np.concatenate(starts), np.concatenate(stops)
     order = np.argsort(start)
-    start, stop = start[order], start[order] + length[order]
-    seen = np.maximum.accumulate(stop)
-    seen = np.concatenate(([start[0]], seen[:-1]))
+    start, stop = start[order], stop[order]
+    seen = np.concatenate(([start[0]], np.maximum.accumulate(stop)[:-1]))
     return int(np.maximum(stop - np.maximum(start, seen), 0).sum())
 
 
 class Records:
-    """The accesses of one storage that a later access may depend on.
+    """The accesses of one storage that a later access may depend on, in a grid of cells.
 
-    Regions of one tiling are found by where they start. Others are in a short list at first; then
-    in a grid. Rows are multiples of the storage's pitch (the step that most of the accesses take in
-    their outermost dimension), columns the bytes within a row, both in steps of the median access;
-    so tiles of a matrix meet only their neighbours. Accesses that would cover many cells are kept
-    aside, and the grid is laid anew when they become many.
+    The grid is laid by one access: its pitch is the step of that one's outermost dimension (0 for
+    one row), a cell has as many rows and as many bytes of each. So equal tiles have a cell each.
+    Accesses of many cells are kept aside; when they become many, one of them lays the grid anew.
     """
 
-    __slots__ = (
-        "cells",
-        "column_shift",
-        "items",
-        "pitch",
-        "row_shift",
-        "tiles",
-        "tiling",
-        "used",
-        "wide",
-        "wide_limit",
-    )
+    __slots__ = ("across", "cells", "pitch", "rows", "used", "wide", "wide_limit", "width")
 
     def __init__(self) -> None:
         self.used = False
-        self.tiling: Tiling | None = None
-        self.tiles: dict[int, list[Record]] = {}
-        self.items: list[Record] = []
-        self.cells: dict[tuple[int, int], list[Record]] | None = None
+        self.cells: dict[int, list[Record]] = {}
         self.wide: list[Record] = []
-        self.wide_limit = _LIST_LIMIT
-        self.pitch = self.row_shift = self.column_shift = 0
+        self.wide_limit = _WIDE_RECORDS
+        self.pitch, self.rows, self.width, self.across = 0, 1, 1, 1
 
     def near(self, access: Access) -> Iterable[Record]:
-        """Return the records that may overlap `access` (a superset; some may come twice).
-
-        The last ones first, where that costs nothing: who waits for the latest compares fewer.
-        """
-        tiling = self.tiling
-        if tiling is not None:
-            if tiling.same(access):
-                start = access.byte_start
-                found = self.tiles.get(start)
-                if found is not None:
-                    return found
-                if tiling.aligned(start):
-                    return ()
-            starts = self._starts(tiling, access)
-            if starts is not None:
-                tiles = self.tiles
-                return [record for start in starts for record in tiles.get(start, ())]
-            self._leave_tiling()
-        if self.cells is None:
-            return self.items[::-1]
-        return self._in_cells(access)
-
-    def _starts(self, tiling: Tiling, access: Access) -> Iterable[int] | None:
-        """Return where the tiles start that `access` may touch; None if a grid finds them sooner.
-
-        Of dense tiles, those between its first and its last byte.
-        """
-        if not tiling.pitch:
-            width = tiling.width
-            first = access.byte_start // width * width
-            if (access.byte_stop - first) // width < len(self.tiles):
-                return reversed(range(first, access.byte_stop, width))
-            return reversed(list(self.tiles))
-        return reversed(list(self.tiles)) if len(self.tiles) <= _LIST_LIMIT else None
-
-    def _leave_tiling(self) -> None:
-        """Keep the records in the list, or in the grid, from now on."""
-        records = [record for tile in self.tiles.values() for record in tile]
-        self.tiling, self.tiles = None, {}
-        if len(records) > _LIST_LIMIT:
-            self._lay_grid(records)
-        else:
-            self.items = records
-
-    def _in_cells(self, access: Access) -> Iterator[Record]:
-        assert self.cells is not None
-        yield from self.wide
-        rows, columns = self._span(access)
-        if len(rows) * len(columns) > len(self.cells):
-            for cell in self.cells.values():
-                yield from cell
-            return
-        for row in rows:
-            for column in columns:
-                yield from self.cells.get((row, column), ())
+        """Return the records that may overlap `access` (a superset; some may come twice)."""
+        cells, keys = self.cells, self._cells_of(access)
+        if not self.wide and len(keys) == 1:
+            return cells.get(keys[0], ())
+        if len(keys) > len(cells):
+            keys = list(cells)
+        return [*self.wide, *(record for key in keys for record in cells.get(key, ()))]
 
     def replace_covered(self, access: Access) -> None:
         """Forget the records that a new write of `access` covers whole."""
-        tiling = self.tiling
-        if tiling is not None and tiling.same(access):
-            self.tiles.pop(access.byte_start, None)  # equal regions cover only one another
-            return
         dense = is_dense(access.pattern, access.item_bytes, access.byte_stop - access.byte_start)
-        if tiling is not None:
-            starts = self._starts(tiling, access)
-            if starts is not None:
-                self._drop_covered(starts, access, dense)
-                return
-            self._leave_tiling()
-        if self.cells is None:
-            if self.items:
-                self.items = [r for r in self.items if not _covers(access, dense, r.access)]
-            return
         if self.wide:
             self.wide = [r for r in self.wide if not _covers(access, dense, r.access)]
-        rows, columns = self._span(access)
-        if len(rows) * len(columns) > len(self.cells):
-            keys = list(self.cells)
-        else:
-            keys = [(row, column) for row in rows for column in columns]
-        for key in keys:
-            cell = self.cells.get(key)
+        cells, keys = self.cells, self._cells_of(access)
+        for key in keys if len(keys) <= len(cells) else list(cells):
+            cell = cells.get(key)
             if cell:
-                self.cells[key] = [r for r in cell if not _covers(access, dense, r.access)]
+                cells[key] = [r for r in cell if not _covers(access, dense, r.access)]
 
     def write(self, record: Record) -> None:
         """Remember a write, and forget the accesses that it covers whole."""
-        access, tiling = record.access, self.tiling
-        if tiling is not None and tiling.same(access):
-            start, tiles = access.byte_start, self.tiles
-            if start in tiles or tiling.aligned(start):
-                tiles[start] = [record]  # equal regions cover only one another
-                return
         if self.used:
-            self.replace_covered(access)
+            self.replace_covered(record.access)
         self.add(record)
-
-    def _drop_covered(self, starts: Iterable[int], access: Access, dense: bool) -> None:
-        """Forget the tiles that `access` covers; all records of a tile have its region."""
-        for start in starts:
-            tile = self.tiles.get(start)
-            if tile and _covers(access, dense, tile[0].access):
-                del self.tiles[start]
 
     def add(self, record: Record) -> None:
         """Remember one access."""
-        access = record.access
         if not self.used:
             self.used = True
-            self.tiling = Tiling.of(access)
-        tiling = self.tiling
-        if tiling is not None:
-            if tiling.same(access):
-                found = self.tiles.get(access.byte_start)
-                if found is not None:
-                    found.append(record)
-                    return
-                if tiling.aligned(access.byte_start):
-                    self.tiles[access.byte_start] = [record]
-                    return
-            self._leave_tiling()
-        if self.cells is not None:
-            self._place(record)
-            if len(self.wide) > self.wide_limit:
-                self._lay_grid([*self.wide, *(r for c in self.cells.values() for r in c)])
-                self.wide_limit = max(self.wide_limit, 2 * len(self.wide))
+            self._lay(record.access)
+        keys = self._cells_of(record.access)
+        if len(keys) <= _WIDE_CELLS:
+            for key in keys:
+                self.cells.setdefault(key, []).append(record)
             return
-        self.items.append(record)
-        if len(self.items) > _LIST_LIMIT:
-            self._lay_grid(self.items)
-            self.items = []
+        self.wide.append(record)
+        if len(self.wide) > self.wide_limit:
+            inside = (record for cell in self.cells.values() for record in cell)
+            known = {id(one): one for one in (*inside, *self.wide)}
+            self.cells, self.wide = {}, []
+            self.wide_limit = 2 * len(known)
+            self._lay(record.access)
+            for one in known.values():
+                self.add(one)
 
-    def _lay_grid(self, records: list[Record]) -> None:
-        """Choose the pitch and the size of a cell from `records`, and place them."""
-        unique = list({id(record): record for record in records}.values())
-        steps = [
-            r.access.pattern[0][0]
-            for r in unique
-            if len(r.access.pattern) > 1 and r.access.pattern[0][1] > 1
-        ]
-        self.pitch = max(statistics.mode(steps), 0) if steps else 0
-        self.row_shift = self.column_shift = 0
-        rows, columns = zip(*(self._span(r.access) for r in unique), strict=True)
-        self.row_shift = _shift(rows)
-        self.column_shift = max(_SMALLEST_CELL_BITS, _shift(columns))
-        self.cells, self.wide = {}, []
-        for record in unique:
-            self._place(record)
+    def _lay(self, access: Access) -> None:
+        """Take the pitch and the cell from an access."""
+        (step, count), *inner = access.pattern
+        self.pitch = step if inner and count > 1 and step > 0 else 0
+        self.rows = count if self.pitch else 1
+        extent = access.byte_stop - access.byte_start - (self.rows - 1) * self.pitch
+        self.width = max(extent, access.item_bytes)
+        self.across = -(-self.pitch // self.width) or 1
 
-    def _span(self, access: Access) -> tuple[range, range]:
-        """Return the rows and columns of cells that `access` touches."""
-        start, stop, pitch = access.byte_start, access.byte_stop, self.pitch
+    def _cells_of(self, access: Access) -> Sequence[int]:
+        """Return the cells that `access` touches, by their numbers."""
+        start, stop, pitch, width = access.byte_start, access.byte_stop, self.pitch, self.width
         if not pitch:
-            rows, low, high = range(1), start, stop
-        else:
-            first, low = divmod(start, pitch)
-            outer = access.pattern[0]
-            count = outer[1] if outer[0] == pitch else 1
-            high = low + stop - start - (count - 1) * pitch
-            rows = range(first, first + count)
-            if high > pitch:  # not a tile of this matrix: whole rows
-                rows, low, high = range(first, (stop - 1) // pitch + 1), 0, pitch
-        bits, shift = self.row_shift, self.column_shift
-        return (
-            range(rows.start >> bits, ((rows.stop - 1) >> bits) + 1),
-            range(low >> shift, ((high - 1) >> shift) + 1),
-        )
-
-    def _place(self, record: Record) -> None:
-        assert self.cells is not None
-        rows, columns = self._span(record.access)
-        if len(rows) * len(columns) > _WIDE_CELLS:
-            self.wide.append(record)
-            return
-        for row in rows:
-            for column in columns:
-                self.cells.setdefault((row, column), []).append(record)
-
-
-def _shift(spans: Iterable[range]) -> int:
-    """Return the bits of a cell that the median span fills."""
-    return max(0, int(statistics.median_low([len(span) for span in spans]) - 1).bit_length())
+            return range(start // width, (stop - 1) // width + 1)
+        first, low = divmod(start, pitch)
+        step, count = access.pattern[0]
+        last = first + count - 1 if step == pitch else first
+        high = low + stop - start - (last - first) * pitch
+        if high > pitch:  # not a tile of this matrix: whole rows
+            last, low, high = (stop - 1) // pitch, 0, pitch
+        first, last = first // self.rows * self.across, last // self.rows * self.across
+        left, right = low // width, (high - 1) // width
+        if first == last:
+            return range(first + left, first + right + 1)
+        return [
+            row + column
+            for row in range(first, last + 1, self.across)
+            for column in range(left, right + 1)
+        ]
