@@ -38,7 +38,6 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import (
     compiler,
-    costs,
     dependence,
     dma,
     resources,
