@@ -26,10 +26,16 @@ from nmm_compiler.lowrank_models.layer_calls import Layer
 from nmm_compiler.lowrank_models.measure import measure, scaled_coefficients
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
 from nmm_compiler.lowrank_models.one_thread import one_thread
-from nmm_compiler.lowrank_models.plan import check_meta, check_statistics, make_plan, moments_of
+from nmm_compiler.lowrank_models.plan import (
+    check_base,
+    check_meta,
+    check_statistics,
+    make_plan,
+    moments_of,
+)
 from nmm_compiler.lowrank_models.predicted_time import Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import Steps
-from nmm_compiler.lowrank_models.quantize import quantize_factors
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear, make_layer, residual
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport, Skipped
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, only_read_reason
 
@@ -64,14 +70,14 @@ def compress(
     _check_model(model)
     hf.check_savable(model)
     started = time.monotonic()
-    before = count_parameters(model)
+    before, held = count_parameters(model), count_bytes(model)
     experts.split(model)
     try:
-        report = _compress(model, config)
-        if config.factors is not None and report.compressed:
-            quantize_factors(model, config.factors)
         return dataclasses.replace(
-            report, model_parameters_before=before, seconds=time.monotonic() - started
+            _compress(model, config),
+            model_parameters_before=before,
+            model_bytes_before=held,
+            seconds=time.monotonic() - started,
         )
     finally:
         experts.join(model)
@@ -100,17 +106,21 @@ def calibrate(
     include: Patterns = None,
     exclude: Patterns = None,
     gradients: bool = True,
+    base: str | None = None,
 ) -> Statistics:
     """Return the statistics for `compress(calibration=...)`, which can be used more than once.
 
     One pass over the data then serves any number of ratios and methods. Arguments are those of
     `compress`; gradients: also sample the gradients that method "two-sided" needs.
     """
+    config = CompressionConfig(base=base)
     _check_model(model)
     experts.split(model)
     try:
         sites, _ = find_sites(model, include, exclude)
-        return collect(model, sites, as_batches(calibration), gradients=gradients)
+        check_base(config, sites)
+        batches = as_batches(calibration)
+        return collect(model, sites, batches, gradients=gradients, base=config.base_format)
     finally:
         experts.join(model)
 
@@ -118,6 +128,11 @@ def calibrate(
 def count_parameters(model: nn.Module) -> int:
     """Return the elements of all parameters, tied ones once."""
     return sum(p.numel() for p in model.parameters())
+
+
+def count_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers, tied ones once."""
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def _check_model(model: object) -> None:
@@ -132,6 +147,7 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
     """
     sites, skipped = find_sites(model, config.include, config.exclude)
     check_meta(config, sites)
+    check_base(config, sites)
     for site in sites:
         if not site.weight.is_meta:
             check_finite(site.weight, site.name)
@@ -141,10 +157,10 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         statistics = config.calibration
     elif config.calibration is not None:
         batches = as_batches(config.calibration)
-        statistics = collect(model, sites, batches, gradients=gradients)
+        statistics = collect(model, sites, batches, gradients=gradients, base=config.base_format)
     if statistics is not None:
         sites, skipped = _without_only_read(sites, skipped, statistics.only_read)
-        check_statistics(statistics, sites, gradients)
+        check_statistics(statistics, sites, gradients, config.base_format)
     prices = _prices(model, sites, config, batches)
     plan, align = make_plan(sites, config, statistics, prices)
     timed = () if prices is None else prices.timed({layer.name: layer.rank for layer in plan})
@@ -159,21 +175,25 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         layers=_carry_out(model, plan, by_name, config, statistics),
         skipped=skipped,
         model_parameters_after=count_parameters(model),
+        model_bytes_after=count_bytes(model),
         calibration_tokens=0 if statistics is None else statistics.tokens,
         target=config.target,
         workload=timed,
         priced="" if prices is None else prices.note,
         factors=config.format or "",
+        base=config.base_format or "",
     )
 
 
 def _prices(
     model: nn.Module, sites: Sequence[Site], config: CompressionConfig, batches: list[Any] | None
 ) -> Prices | None:
-    """Return the prices of the sites; None for a dtype without kernels.
+    """Return the prices of the sites; None for a dtype or a base without kernels.
 
     A model on the meta device whose ranks no price decides needs none either.
     """
+    if config.base is not None:
+        return None
     if sites[0].weight.is_meta and config.allow_slower:
         return None
     layers = [Layer(site.name, site.k, site.n) for site in sites]
@@ -216,14 +236,7 @@ def _carry_out(
                 steps.show(layer.name)
                 site = by_name.pop(layer.name)
                 made = layer
-                if layer.rank is not None and site.weight.is_meta:
-                    stored = config.dtype or site.weight.dtype
-                    bias = site.module.bias is not None
-                    empty = LowRankLinear(
-                        site.k, layer.rank, site.n, bias, device="meta", dtype=stored
-                    )
-                    put(model, site.names, empty.train(site.module.training))
-                elif layer.rank is not None:
+                if layer.rank is not None:
                     with one_thread(site.k * site.n):
                         made = _replace(model, site, layer, layer.rank, config, statistics)
                 done.append(made)
@@ -243,24 +256,53 @@ def _replace(
     statistics: Statistics | None,
 ) -> LayerReport:
     """Put factors in the place of one layer; return its report with the errors."""
-    weight = site.weight
-    moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
-    factors = factorize(weight, rank, moments, site.name)
-    up, down = balance(factors, config.dtype or weight.dtype)
-    theory = factors.relative_error
+    weight, target, base = site.weight, site.weight, None
+    if config.base_format is not None:
+        base = QuantizedLinear.of(weight, config.base_format)
+        layer = dataclasses.replace(layer, base=base.format)
+    dtype = config.dtype or weight.dtype
+    if weight.is_meta:
+        up, down = (weight.new_empty(s, dtype=dtype) for s in ((site.n, rank), (rank, site.k)))
+        _put_layer(model, site, up, down, base, config)
+        return layer
+    if base is not None:
+        target = residual(weight, base)
     inputs = None if statistics is None else statistics.inputs.get(site.name)
     inputs = inputs if inputs is not None and inputs.tokens else None
-    inside = None
+    up, down = (target.new_zeros(s, dtype=dtype) for s in ((site.n, 0), (0, site.k)))
+    inside = theory = None
     if inputs is not None and inputs.carried:
+        inside = torch.zeros(0, site.n, dtype=torch.float64)
+    if rank:
+        moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
+        factors = factorize(target, rank, moments, site.name)
+        up, down = balance(factors, dtype)
+        theory = factors.relative_error
+    made = _put_layer(model, site, up, down, base, config)
+    if isinstance(made, LowRankLinear):
+        up, down = made.up.weight, made.down.weight
+    if rank and inside is not None:
         inside = scaled_coefficients(factors, down)
-    del factors
-    weight_error, output_error = measure(weight, up, down, inputs, inside)
-    bias = cast("nn.Parameter | None", site.module.bias)
-    made = LowRankLinear.from_factors(down, up, bias)
-    wants = cast(torch.Tensor, site.module.weight).requires_grad
-    made.down.weight.requires_grad_(wants)
-    made.up.weight.requires_grad_(wants)
-    put(model, site.names, made.train(site.module.training))
+    weight_error, output_error = measure(
+        weight, up.detach(), down.detach(), inputs, inside, None if base is None else target
+    )
     return dataclasses.replace(
         layer, weight_error=weight_error, output_error=output_error, theory_error=theory
     )
+
+
+def _put_layer(
+    model: nn.Module,
+    site: Site,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    base: QuantizedLinear | None,
+    config: CompressionConfig,
+) -> nn.Module:
+    """Put a base, factors or both in the place of a linear; return what was put."""
+    wants = cast(torch.Tensor, site.module.weight).requires_grad
+    bias = cast("nn.Parameter | None", site.module.bias)
+    made = make_layer(down.requires_grad_(wants), up.requires_grad_(wants), bias, base,
+                      config.format)  # fmt: skip
+    put(model, site.names, made.train(site.module.training))
+    return made

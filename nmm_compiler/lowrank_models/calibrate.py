@@ -37,13 +37,15 @@ class Statistics:
     """The moments of one pass over the calibration data, by layer name.
 
     only_read: layers whose weight the model reads while it never calls them. Their inputs are
-    unknown, and the model would multiply their factors back.
+    unknown, and the model would multiply their factors back. base: the format of the weights that
+    they are collected for, since moments are carried through what that leaves.
     """
 
     inputs: dict[str, SecondMoment]
     gradients: dict[str, SecondMoment]
     tokens: int = 0
     only_read: tuple[str, ...] = ()
+    base: str | None = None
 
 
 def as_batches(calibration: Any) -> list[Any]:
@@ -82,6 +84,7 @@ def collect(
     batches: Sequence[Any],
     *,
     gradients: bool = False,
+    base: str | None = None,
 ) -> Statistics:
     """Run the batches through the model in eval mode and return the layers' statistics.
 
@@ -91,7 +94,7 @@ def collect(
     """
     free = available_bytes()
     for share in (True, False):
-        listener = Collector(sites, gradients, share)
+        listener = Collector(sites, gradients, share, base)
         try:
             with frozen(model), listener, Steps("calibrating", len(batches)) as steps:
                 generator = torch.Generator().manual_seed(0)
@@ -107,7 +110,7 @@ def collect(
         for moment in moments.values():
             moment.finish()
     tokens = max((moment.tokens for moment in listener.inputs.values()), default=0)
-    return Statistics(listener.inputs, listener.gradients, tokens, listener.check_reached())
+    return Statistics(listener.inputs, listener.gradients, tokens, listener.check_reached(), base)
 
 
 class _NotSharedError(Exception):
@@ -120,8 +123,11 @@ class Collector:
     leader: per layer, the first that read the same tensor.
     """
 
-    def __init__(self, sites: Sequence[Site], gradients: bool, share: bool) -> None:
+    def __init__(
+        self, sites: Sequence[Site], gradients: bool, share: bool, base: str | None = None
+    ) -> None:
         self.sites = sites
+        self.base = base
         self.want_gradients = gradients
         self.share = share
         self.inputs: dict[str, SecondMoment] = {}
@@ -169,6 +175,11 @@ class Collector:
     def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
         def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:
             self._take_input(site, arguments[0])
+            if self.base is not None and self.inputs[site.name].carried:
+                bias = getattr(module, "bias", None)
+                made = result.detach() if bias is None else result.detach() - bias
+                rows = rows_of(made, self._mask).double()
+                self.inputs[site.name].energy += float(rows.square().sum())
             if not self.want_gradients:
                 return None
             if not result.requires_grad:
@@ -188,7 +199,7 @@ class Collector:
         if name not in self.leader:
             self.leader[name] = reader or name
             if site.n < site.k:
-                self.inputs[name] = SecondMoment(site.k, site.weight)
+                self.inputs[name] = SecondMoment(site.k, site.target(self.base))
             else:
                 first = self._shared.setdefault(self.leader[name], name)
                 self.inputs[name] = self.inputs.get(first) or SecondMoment(site.k)
@@ -203,7 +214,7 @@ class Collector:
     def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
         moment = self.gradients.get(site.name)
         if moment is None:
-            through = site.weight.T if site.n > site.k else None
+            through = site.target(self.base).T if site.n > site.k else None
             moment = self.gradients[site.name] = SecondMoment(site.n, through)
         moment.add(self._rows(gradient, f"the gradient at the output of {site.name}"))
 

@@ -164,7 +164,7 @@ class _Saving:
     def _cost(self, shape: Shape, nominal: Mapping[str, Rank]) -> Cost:
         first, own = self.members[shape.name][0], self.dense[shape.name]
         base = self.prices.at(first, None, nominal)
-        return lambda _k, _n, rank: own + self.prices.at(first, rank, nominal) - base
+        return lambda rank: own + self.prices.at(first, rank, nominal) - base
 
     def ranks(
         self,

@@ -10,13 +10,15 @@ from typing import Annotated, Any, Self
 import torch
 
 from nmm_compiler.errors import OptionTypeError, UnknownNameError
-from nmm_compiler.lowrank_models.quantize import read_format
+from nmm_compiler.lowrank_models.quantize import FORMAT_NAMES, read_format
 from nmm_compiler.lowrank_models.select import Patterns
-from nmm_compiler.options import FACTORS, TARGETS, Values, check_fields, is_positive, is_target_file
+from nmm_compiler.options import TARGETS, Values, check_fields, is_positive, is_target_file
 
 METHODS = ("auto", "svd", "whitened", "two-sided")
 BUDGETS = ("parameters", "latency")
 DEFAULT_RATIO = 0.2
+DEFAULT_BRANCH = 32
+"""The rank beside a base, where neither ranks nor a ratio are given."""
 
 Workload = tuple[tuple[str, int, float], ...]
 
@@ -26,7 +28,7 @@ def _is_share(value: float) -> bool:
 
 
 def _are_ranks(given: int | dict[str, int]) -> bool:
-    return all(rank >= 1 for rank in (given.values() if isinstance(given, dict) else (given,)))
+    return all(rank >= 0 for rank in (given.values() if isinstance(given, dict) else (given,)))
 
 
 def _is_floating_point(dtype: torch.dtype) -> bool:
@@ -52,8 +54,12 @@ class CompressionConfig:
     """How a model is made low-rank: the keywords of `compress`.
 
     ratio: share of the parameters of the selected matrices to remove, in [0, 1); 0.2 where no rank
-        is given either. With budget="latency": share of their predicted time.
-    rank: instead of a ratio, one rank for all, or {name pattern: rank} for those matched.
+        is given either. With budget="latency": share of their predicted time. With base: share of
+        the bytes that they take in 16 bits; what the base leaves of it is spent on branches.
+    rank: instead of a ratio, one rank for all, or {name pattern: rank} for those matched. With base
+        the rank of the branch: 0 for none, and 32 where no ratio is given either.
+    base: "mxfp4", "mxfp8", "int4", "fp8", "int8" or another of `kernels/packed_formats.py`: the
+        weights are rounded to this format, and the factors approximate what that loses.
     calibration: batches to run through the model (dicts of arguments, tuples, or tensors), or what
         `calibrate` returned for this model.
     include, exclude: name patterns ("mlp", "layers.0.*", "re:..."); each must match something.
@@ -69,7 +75,7 @@ class CompressionConfig:
         weight of each.
     allow_slower: also make layers low-rank whose calls are then predicted to be slower than dense.
     factors: "float8_e4m3" or "int8": round the factors to a byte an element with a scale for each
-        output, once all are made (`quantize_factors`).
+        output; or a format with blocks, such as "mxfp8", for ranks that are multiples of 32.
     """
 
     ratio: Annotated[
@@ -80,6 +86,7 @@ class CompressionConfig:
         int | dict[str, int] | None,
         Values("a positive whole number, or {name pattern: rank}", _are_ranks),
     ] = None
+    base: Annotated[str | None, Values(names=FORMAT_NAMES)] = None
     calibration: Any = None
     include: Patterns = None
     exclude: Patterns = None
@@ -99,7 +106,7 @@ class CompressionConfig:
         ),
     ] = 512
     allow_slower: bool = False
-    factors: Annotated[str | None, Values(names=FACTORS)] = None
+    factors: Annotated[str | None, Values(names=FORMAT_NAMES)] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, Mapping):  # a copy: the caller's may change
@@ -114,7 +121,15 @@ class CompressionConfig:
             raise OptionTypeError(
                 "method", self.method, "calibration= with it, or method='svd' without"
             )
-        if self.rank is not None and self.budget == "latency":
+        if self.base is None and 0 in (
+            self.rank.values() if isinstance(self.rank, dict) else (self.rank,)
+        ):
+            raise OptionTypeError("rank", 0, "at least 1, or base= with it: nothing would be left")
+        if self.base is not None and self.budget == "latency":
+            raise OptionTypeError(
+                "budget", "latency", "budget='parameters' with a base: its kernels have no price"
+            )
+        if self.given_ranks is not None and self.budget == "latency":
             raise OptionTypeError("budget", "latency", "it with a ratio: given ranks are no budget")
 
     @classmethod
@@ -135,9 +150,16 @@ class CompressionConfig:
     @property
     def effective_ratio(self) -> float | None:
         """The ratio, its default when neither ratio nor rank is given, None with ranks."""
-        if self.rank is not None:
+        if self.given_ranks is not None:
             return None
         return DEFAULT_RATIO if self.ratio is None else float(self.ratio)
+
+    @property
+    def given_ranks(self) -> int | dict[str, int] | None:
+        """The rank or ranks, with a base their default; None with a ratio."""
+        if self.rank is None and self.ratio is None and self.base is not None:
+            return DEFAULT_BRANCH
+        return self.rank
 
     @property
     def resolved_method(self) -> str:
@@ -146,20 +168,25 @@ class CompressionConfig:
             return self.method
         if self.calibration is None:
             return "svd"
-        return "two-sided" if self.rank is None else "whitened"
+        return "two-sided" if self.given_ranks is None else "whitened"
 
     @property
     def allocation(self) -> str:
         """How ranks are chosen: "explicit", "uniform" or "global"."""
-        if self.rank is not None:
+        if self.given_ranks is not None:
             return "explicit"
-        by_loss = self.calibration is not None or self.budget == "latency"
+        by_loss = self.calibration is not None or self.budget == "latency" or self.base is not None
         return "global" if by_loss else "uniform"
 
     @property
     def format(self) -> str | None:
         """The number format of the factors, None for that of the weights."""
         return None if self.factors is None else read_format(self.factors)
+
+    @property
+    def base_format(self) -> str | None:
+        """The number format of the base, None without one."""
+        return None if self.base is None else read_format(self.base)
 
     @property
     def passes(self) -> Workload:

@@ -32,7 +32,7 @@ from torch import nn
 
 from nmm_compiler.errors import FactorsFileError, MissingPackageError, OptionTypeError, OutputError
 from nmm_compiler.lowrank_models.experts import expert_ranks
-from nmm_compiler.lowrank_models.hf_layers import METHOD, saved_formats, saved_ranks
+from nmm_compiler.lowrank_models.hf_layers import METHOD, saved_bases, saved_formats, saved_ranks
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.replace import replace_directory
 
@@ -63,7 +63,7 @@ def attach(model: Any) -> None:
     check_savable(model)
     check_plain(model)
     _own_config(model)
-    config = LowRankConfig(saved_ranks(model), saved_formats(model))
+    config = LowRankConfig(saved_ranks(model), saved_formats(model), saved_bases(model))
     model.config.quantization_config = config
     model.hf_quantizer = LowRankQuantizer(config)
 

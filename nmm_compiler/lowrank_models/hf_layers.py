@@ -15,8 +15,14 @@ from torch import nn
 
 from nmm_compiler.errors import FactorsFileError
 from nmm_compiler.lowrank_models.experts import expert_ranks, install_empty, stacked_home
-from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put
-from nmm_compiler.lowrank_models.quantize import FORMATS, empty_factors, format_of
+from nmm_compiler.lowrank_models.modules import lowrank_layers, put
+from nmm_compiler.lowrank_models.quantize import (
+    FORMATS,
+    QuantizedLinear,
+    format_of,
+    make_layer,
+    quantized_layers,
+)
 from nmm_compiler.lowrank_models.select import is_conv1d
 
 METHOD = "nmm_lowrank"
@@ -24,8 +30,12 @@ METHOD = "nmm_lowrank"
 _LARGEST_RANK = 1 << 24
 
 
-def checked_ranks(ranks: object) -> dict[str, int]:
-    """Return {layer name: rank} as a saved config gives it; raise FactorsFileError for others."""
+def checked_ranks(ranks: object, bases: object = None) -> dict[str, int]:
+    """Return {layer name: rank} as a saved config gives it; raise FactorsFileError for others.
+
+    bases: {layer name: format}; of these layers a rank may be 0.
+    """
+    alone = set(bases) if isinstance(bases, Mapping) else set()
     if not isinstance(ranks, Mapping):
         shown = "none" if ranks is None else f"a {type(ranks).__name__}"
         raise FactorsFileError(
@@ -34,7 +44,11 @@ def checked_ranks(ranks: object) -> dict[str, int]:
         )
     for name, rank in ranks.items():
         whole = isinstance(rank, int) and not isinstance(rank, bool)
-        if not isinstance(name, str) or not whole or not 1 <= rank < _LARGEST_RANK:
+        if (
+            not isinstance(name, str)
+            or not whole
+            or not (name not in alone) <= rank < _LARGEST_RANK
+        ):
             raise FactorsFileError(
                 f"the saved config gives {name!r} the rank {rank!r:.60}; a rank is a positive "
                 "whole number: restore config.json from the directory the model was saved to"
@@ -43,25 +57,29 @@ def checked_ranks(ranks: object) -> dict[str, int]:
 
 
 def checked_formats(formats: object, ranks: Mapping[str, int]) -> dict[str, str]:
-    """Return {layer name: "int8" or "fp8"} as a saved config gives it, for some of the layers."""
+    """Return {layer name: format} as a saved config gives it, for some of the layers."""
     found = {} if formats is None else formats
     if isinstance(found, Mapping):
-        wrong = [n for n, kind in found.items() if n not in ranks or kind not in FORMATS]
+        wrong = [n for n, kind in found.items() if n not in ranks or str(kind) not in FORMATS]
         if not wrong:
             return dict(found)
         found = {wrong[0]: found[wrong[0]]}
     raise FactorsFileError(
-        f"the saved config gives factors the formats {found!r:.100}; each layer that has a rank "
+        f"the saved config gives layers the formats {found!r:.100}; each layer that has a rank "
         f"may have one of {', '.join(FORMATS)}: restore config.json from the saved directory"
     )
 
 
 def prepare(
-    model: nn.Module, ranks: Mapping[str, int], formats: Mapping[str, str] | None = None
+    model: nn.Module,
+    ranks: Mapping[str, int],
+    formats: Mapping[str, str] | None = None,
+    bases: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Replace the named linears by empty low-rank layers on the same device and dtype.
 
-    formats: those whose factors are of eight bits. Returns their names in this model.
+    formats: of factors that are not floats. bases: of the weights beside them. Returns their names
+    in this model.
 
     Raises FactorsFileError for a name that is no linear of the model.
     """
@@ -87,11 +105,15 @@ def prepare(
         weight = old.weight
         assert isinstance(weight, torch.Tensor)
         n, k = weight.shape if isinstance(old, nn.Linear) else weight.shape[::-1]
-        bias = old.bias is not None
-        layer = LowRankLinear(k, rank, n, bias, device=weight.device, dtype=weight.dtype)
-        if saved_name in (formats or {}):
-            empty_factors(layer, (formats or {})[saved_name])
-        put(model, [name], layer)
+        down, up, dense = (
+            torch.empty(shape, device="meta", dtype=weight.dtype)
+            for shape in ((rank, k), (n, rank), (n, k))
+        )
+        bias = None if old.bias is None else nn.Parameter(torch.empty_like(up[:, 0], device="meta"))
+        named = (bases or {}).get(saved_name)
+        base = None if named is None else QuantizedLinear.of(dense, named)
+        layer = make_layer(down, up, bias, base, (formats or {}).get(saved_name))
+        put(model, [name], layer if weight.is_meta else layer.to_empty(device=weight.device))
     return tuple(name for name in found.values() if name is not None)
 
 
@@ -105,10 +127,9 @@ def ignore_guards(model: Any, names: Sequence[str]) -> None:
 def guarded(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict with a guard per low-rank layer, and per stack of experts."""
     state: dict[str, torch.Tensor] = dict(model.state_dict())
-    guards = {
-        f"{name}.weight": torch.zeros(1, dtype=layer.down.weight.dtype)
-        for name, layer in lowrank_layers(model).items()
-    }
+    dtype = getattr(model, "dtype", torch.float32)
+    layers = (*lowrank_layers(model), *quantized_layers(model))
+    guards = {f"{name}.weight": torch.zeros(1, dtype=dtype) for name in layers}
     # Of a stack [experts, n, k] with one expert, which transformers may store as two matrices.
     guards |= {name: torch.zeros(1, 2, 1) for name in expert_ranks(model)}
     return state | {name: guard for name, guard in guards.items() if _is_stored(model, name, guard)}
@@ -168,17 +189,25 @@ def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
 def describe(model: nn.Module, config: Any) -> None:
     """Write the ranks and formats of a model into its quantization config."""
     config.ranks, config.formats = saved_ranks(model), saved_formats(model)
+    config.bases = saved_bases(model)
 
 
 def saved_ranks(model: nn.Module) -> dict[str, int]:
     """Return {layer name, or name of stacked experts: rank}, as a saved config has it."""
     ranks = {name: layer.rank for name, layer in lowrank_layers(model).items()}
-    return ranks | expert_ranks(model)
+    return ranks | dict.fromkeys(quantized_layers(model), 0) | expert_ranks(model)
 
 
 def saved_formats(model: nn.Module) -> dict[str, str]:
-    """Return {layer name: format} of the layers with factors of eight bits."""
-    found = {name: format_of(layer) for name, layer in lowrank_layers(model).items()}
+    """Return {layer name: format} of the layers whose factors are not floats."""
+    found = {name: format_of(layer.down) for name, layer in lowrank_layers(model).items()}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def saved_bases(model: nn.Module) -> dict[str, str]:
+    """Return {layer name: format} of the layers with a base."""
+    found = {name: format_of(layer.base) for name, layer in lowrank_layers(model).items()}
+    found |= {name: layer.format for name, layer in quantized_layers(model).items()}
     return {name: kind for name, kind in found.items() if kind is not None}
 
 

@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nmm_compiler.lowrank_models import hf_layers
 from nmm_compiler.lowrank_models.modules import lowrank_layers, put
+from nmm_compiler.lowrank_models.quantize import quantized_layers
 
 
 class LowRankConfig(QuantizationConfigMixin):
@@ -26,16 +27,19 @@ class LowRankConfig(QuantizationConfigMixin):
         self,
         ranks: Mapping[str, int] | None = None,
         formats: Mapping[str, str] | None = None,
+        bases: Mapping[str, str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = cast(Any, hf_layers.METHOD)
-        self.ranks = hf_layers.checked_ranks(ranks)
+        self.ranks = hf_layers.checked_ranks(ranks, bases)
         self.formats = hf_layers.checked_formats(formats, self.ranks)
+        self.bases = hf_layers.checked_formats(bases, self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json gets."""
-        formats = {"formats": dict(self.formats)} if self.formats else {}
-        return {"quant_method": hf_layers.METHOD, "ranks": dict(self.ranks), **formats}
+        given = {"formats": dict(self.formats), "bases": dict(self.bases)}
+        given = {name: held for name, held in given.items() if held}
+        return {"quant_method": hf_layers.METHOD, "ranks": dict(self.ranks), **given}
 
 
 class LowRankQuantizer(HfQuantizer):
@@ -45,7 +49,8 @@ class LowRankQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         config = cast(Any, self.quantization_config)
-        hf_layers.ignore_guards(model, hf_layers.prepare(model, config.ranks, config.formats))
+        names = hf_layers.prepare(model, config.ranks, config.formats, config.bases)
+        hf_layers.ignore_guards(model, names)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
@@ -73,7 +78,7 @@ class LowRankQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
-        for name, layer in lowrank_layers(model).items():
+        for name, layer in (lowrank_layers(model) | quantized_layers(model)).items():
             put(model, [name], layer.merge())
         return model
 

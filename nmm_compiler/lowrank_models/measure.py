@@ -26,13 +26,14 @@ def measure(
     down: torch.Tensor,
     moment: SecondMoment | None,
     coefficients: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
 ) -> tuple[float, float | None]:
-    """Return (|W - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
+    """Return (|T - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
 
-    moment: of the inputs. coefficients: C [r, n] where it is carried, down = C W + rounding. Then
-    A is known as T = W A W^T, and the squared error is that of (1 - up C) T (1 - up C)^T, plus what
-    the rounding of `down` adds where it is independent from column to column:
-    sum over j of |up (down - C W)_j|^2 A_jj.
+    target: T, what a base leaves of W; None for W itself. moment: of the inputs. coefficients:
+    C [r, n] where it is carried, down = C T + rounding. Then A is known as T A T^T, and the squared
+    error is that of (1 - up C) T A T^T (1 - up C)^T, plus what the rounding of `down` adds where it
+    is independent from column to column: sum over j of |up (down - C T)_j|^2 A_jj.
 
     Computed in float32 for weights of half precision (whose rounding is coarser), else float64;
     blocks of W and of A are widened one at a time.
@@ -45,7 +46,8 @@ def measure(
     for start in range(0, weight.shape[0], size):
         rows = slice(start, start + size)
         block = weight[rows].to(wide)
-        missing = torch.addmm(block, up[rows].to(wide), wide_down, alpha=-1)
+        wanted = block if target is None else target[rows].to(wide)
+        missing = torch.addmm(wanted, up[rows].to(wide), wide_down, alpha=-1)
         sums[0] += _dot(missing, missing)
         sums[1] += _dot(block, block)
         for first in range(0, weight.shape[1], size) if direct is not None else ():
@@ -55,7 +57,10 @@ def measure(
             sums[2] += _dot(missing @ a, missing[:, columns])
             sums[3] += _dot(block @ a, block[:, columns])
     if moment is not None and coefficients is not None:
-        sums[2:] = _measure_carried(weight, up, down, moment, coefficients)
+        wanted = weight if target is None else target
+        sums[2], sums[3] = _measure_carried(wanted, up, down, moment, coefficients)
+        if target is not None:
+            sums[3] = moment.energy
     left, whole, weighted_left, weighted_whole = sums.tolist()
     plain = (left / whole) ** 0.5 if whole > 0 else 0.0
     if moment is None:

@@ -11,28 +11,51 @@ import transformers
 from torch import nn
 from transformers.quantizers import auto
 
+E4M3 = torch.float8_e4m3fn
+BYTES = {"int8": torch.int8, "fp8": E4M3, "mxfp8": E4M3, "mxfp8_e5m2": torch.float8_e5m2}
+HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+NIBBLES = {
+    "mxfp4": [*HALF, *(-x for x in HALF)],
+    "int4": [float(i) for i in (*range(8), *range(-8, 0))],
+}
 
-class ByteLinear(nn.Module):
-    """A linear whose elements are a byte each, with a scale for each output."""
+
+class FewBitLinear(nn.Module):
+    """A linear of few bits, with a scale for each output or for 32 elements of it."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, kind: str) -> None:
         super().__init__()
-        self.stored = torch.int8 if kind == "int8" else torch.float8_e4m3fn
-        self.register_buffer("values", torch.zeros(outputs, inputs, dtype=torch.uint8))
-        self.scale = nn.Parameter(torch.ones(outputs, 1), requires_grad=False)
+        self.kind = kind
+        width = inputs if kind in BYTES else inputs // 2
+        self.register_buffer("values", torch.zeros(outputs, width, dtype=torch.uint8))
+        scales = torch.ones(outputs, 1 if kind in ("int8", "fp8") else inputs // 32)
+        if kind.startswith("mx"):
+            self.register_buffer("scale", scales.to(torch.uint8))
+        else:
+            self.scale = nn.Parameter(scales, requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., inputs] to [.., outputs]."""
         values: Any = self.values
-        weight = values.view(self.stored).to(self.scale.dtype) * self.scale
-        return nn.functional.linear(x, weight, self.bias)
+        scale: Any = self.scale
+        if self.kind.startswith("mx"):
+            scale = scale.view(torch.float8_e8m0fnu).to(x.dtype)
+        if self.kind in BYTES:
+            elements = values.view(BYTES[self.kind]).to(scale.dtype)
+        else:
+            codes = torch.stack((values & 15, values >> 4), -1).flatten(1).int()
+            elements = torch.tensor(NIBBLES[self.kind], device=x.device, dtype=scale.dtype)[codes]
+        blocks = elements.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
+        return nn.functional.linear(x, blocks.flatten(1), self.bias)
 
 
 class LowRankLinear(nn.Module):
-    """A linear as two factors. `weight` is stored so that the dense class refuses the file."""
+    """A linear as two factors, perhaps beside a base of few bits."""
 
-    def __init__(self, inputs: int, rank: int, outputs: int, bias: bool, kind: str | None) -> None:
+    def __init__(
+        self, inputs: int, rank: int, outputs: int, bias: bool, kind: str | None, base: str | None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
         self.down: nn.Module
@@ -40,13 +63,14 @@ class LowRankLinear(nn.Module):
         if kind is None:
             self.down, self.up = nn.Linear(inputs, rank, False), nn.Linear(rank, outputs, bias)
         else:
-            self.down = ByteLinear(inputs, rank, False, kind)
-            self.up = ByteLinear(rank, outputs, bias, kind)
-        self.register_buffer("weight", torch.zeros(1))
+            self.down = FewBitLinear(inputs, rank, False, kind)
+            self.up = FewBitLinear(rank, outputs, bias, kind)
+        self.base = None if base is None else FewBitLinear(inputs, outputs, False, base)
 
     def forward(self, x: torch.Tensor) -> Any:
         """Map x [.., inputs] to [.., outputs]."""
-        return self.up(self.down(x))
+        y = self.up(self.down(x))
+        return y if self.base is None else self.base(x) + y
 
 
 def _with_factors(model: Any, saved: Any) -> None:
@@ -62,9 +86,14 @@ def _with_factors(model: Any, saved: Any) -> None:
         path = path or name
         old: Any = modules[path]
         inputs, outputs = old.weight.shape[::-1] if isinstance(old, nn.Linear) else old.weight.shape
-        kind = saved.get("formats", {}).get(name)
+        kind, base = (saved.get(key, {}).get(name) for key in ("formats", "bases"))
         parent, _, child = path.rpartition(".")
-        new = LowRankLinear(inputs, rank, outputs, old.bias is not None, kind)
+        new: nn.Module
+        if rank:
+            new = LowRankLinear(inputs, rank, outputs, old.bias is not None, kind, base)
+        else:
+            new = FewBitLinear(inputs, outputs, old.bias is not None, str(base))
+        new.register_buffer("weight", torch.zeros(1))  # stored: the dense class refuses the file
         setattr(model.get_submodule(parent), child, new)
 
 

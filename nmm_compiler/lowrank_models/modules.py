@@ -4,6 +4,9 @@ y = up(down(x)), where `down` is [r, k] (no bias) and `up` is [n, r] (with the l
 factors are two child `nn.Linear`s, so that tools which look for linears (PEFT, torchao, the passes
 of this package) find them. The layer has the attributes that callers read from an `nn.Linear`
 (`weight`, `bias`, `in_features`, `out_features`).
+
+With a `base`, y = base(x) + up(down(x)): the base is the weight rounded to few bits, without bias
+(`quantize.py`), and the factors are the branch that mends what rounding lost.
 """
 
 from __future__ import annotations
@@ -42,10 +45,15 @@ class LowRankLinear(nn.Module):
             )
         self.down = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
         self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
+        self.base: nn.Module | None = None
 
     @classmethod
     def from_factors(
-        cls, down: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None = None
+        cls,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        base: nn.Module | None = None,
     ) -> LowRankLinear:
         """Return the layer whose factors are `down` [r, k] and `up` [n, r], not copied.
 
@@ -70,6 +78,7 @@ class LowRankLinear(nn.Module):
         layer.up.weight = nn.Parameter(up, up.requires_grad)
         if bias is not None:
             layer.up.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        layer.base = base
         return layer
 
     @property
@@ -89,8 +98,11 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The product up @ down, [n, k]: a new tensor on each access, differentiable in both."""
-        return self.up.weight @ self.down.weight
+        """The base and up @ down, [n, k]: a new tensor on each access, differentiable in both."""
+        product = self.up.weight @ self.down.weight
+        if self.base is None:
+            return product
+        return cast(torch.Tensor, self.base.weight).to(product.dtype) + product
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -99,15 +111,19 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [..., k] to [..., n]."""
-        return cast(torch.Tensor, self.up(self.down(x)))
+        y = cast(torch.Tensor, self.up(self.down(x)))
+        return y if self.base is None else self.base(x) + y
 
     @torch.no_grad()
     def merge(self) -> nn.Linear:
-        """Return the dense `nn.Linear` with weight up @ down, multiplied in at least float32."""
+        """Return the dense `nn.Linear` of base and up @ down, multiplied in at least float32."""
         up, down = self.up.weight, self.down.weight
         wide = torch.promote_types(up.dtype, torch.float32)
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        dense.weight = nn.Parameter((up.to(wide) @ down.to(wide)).to(up.dtype))
+        weight = up.to(wide) @ down.to(wide)
+        if self.base is not None:
+            weight += cast(torch.Tensor, self.base.weight)
+        dense.weight = nn.Parameter(weight.to(up.dtype))
         if self.up.bias is not None:
             dense.bias = nn.Parameter(self.up.bias.detach().clone())
         return dense.train(self.training)

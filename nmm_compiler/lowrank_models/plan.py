@@ -20,13 +20,17 @@ from nmm_compiler.lowrank_models.choose_ranks import (
     uniform_ranks,
 )
 from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.experts import ExpertLinear
 from nmm_compiler.lowrank_models.factorize import spectrum
 from nmm_compiler.lowrank_models.moments import Moments, regularize
 from nmm_compiler.lowrank_models.predicted_time import Prices
 from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.quantize import check_blocks, stored_bytes
 from nmm_compiler.lowrank_models.report import LayerReport
 from nmm_compiler.lowrank_models.select import Site, matches
 
+_BRANCH_ALIGN = 32
+"""The tile of ranks beside a base: a block of MX factors, and few enough for a choice."""
 Losses = dict[str, list[float]]
 """Per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all."""
 
@@ -38,16 +42,34 @@ def check_meta(config: CompressionConfig, sites: Sequence[Site]) -> None:
         raise OptionTypeError(
             name,
             "given",
-            "neither calibration nor budget='latency' for a model on the meta device, which has "
-            "shapes and no weights",
+            "neither calibration, budget='latency' nor a ratio with base= for a model on the meta "
+            "device, which has shapes and no weights",
         )
 
 
-def check_statistics(statistics: Statistics, sites: Sequence[Site], gradients: bool) -> Statistics:
+def check_base(config: CompressionConfig, sites: Sequence[Site]) -> None:
+    """Raise OptionTypeError or ShapeError, naming the layer, for what has no such base."""
+    form = config.base_format
+    for site in sites if form is not None else ():
+        if isinstance(site.module, ExpertLinear):
+            raise OptionTypeError(
+                "base", config.base, f"None, or exclude= {site.group}: experts have no base"
+            )
+        check_blocks(site.k, str(form), site.name)
+
+
+def check_statistics(
+    statistics: Statistics, sites: Sequence[Site], gradients: bool, base: str | None = None
+) -> Statistics:
     """Return statistics collected beforehand, if they fit the sites.
 
     Raises CalibrationError naming the layers they lack.
     """
+    if statistics.base != base:
+        raise CalibrationError(
+            f"the statistics are for base={statistics.base!r}, and compress has base={base!r}: "
+            f"pass calibrate(..., base={base!r})"
+        )
     kinds = {"inputs": (statistics.inputs, {s.name: s.k for s in sites if s.group == s.name})}
     if gradients:
         reached = {s.name: s.n for s in sites if s.name in statistics.gradients}
@@ -73,11 +95,14 @@ def moments_of(site: Site, method: str, statistics: Statistics | None) -> Moment
     return Moments(regularize(inputs), None if gradient is None else regularize(gradient))
 
 
-def losses_of(sites: Sequence[Site], method: str, statistics: Statistics | None) -> Losses:
+def losses_of(
+    sites: Sequence[Site], method: str, statistics: Statistics | None, base: str | None = None
+) -> Losses:
     """Return the losses of these sites by group.
 
     A loss is, with gradients, half the expected g^T (dW x) squared, summed over the tokens; else
     the squared relative error of the matrix, weighted by its inputs when there is calibration.
+    With a base the ranks are those of the branch.
     """
     losses: Losses = {}
     with Steps("measuring spectra", len(sites)) as steps:
@@ -86,16 +111,53 @@ def losses_of(sites: Sequence[Site], method: str, statistics: Statistics | None)
             moments = moments_of(site, method, statistics).to(site.weight.device)
             tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
             if statistics is None or moments.inputs is not None:
-                squares = spectrum(site.weight, moments, site.name)
+                squares = spectrum(site.target(base), moments, site.name)
                 tail = torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
                 if moments.gradients is not None and statistics is not None:
                     tail *= 0.5 * statistics.inputs[site.name].tokens
                 elif tail[0] > 0:
-                    tail /= tail[0].clone()
+                    tail /= tail[0].clone() if base is None else _squared_norm(site, statistics)
             before = losses.get(site.group, [0.0] * len(tail))
             losses[site.group] = [a + b for a, b in zip(before, tail.tolist(), strict=True)]
             steps.advance()
     return losses
+
+
+def _squared_norm(site: Site, statistics: Statistics | None) -> float:
+    """Return |W A^1/2|_F^2 of a weight, or |W|_F^2 without calibration."""
+    moment = None if statistics is None else statistics.inputs[site.name]
+    if moment is not None and moment.carried:
+        return moment.energy / moment.tokens
+    wide = site.weight.double()
+    weighted = wide if moment is None else wide @ moment.mean.to(wide.device)
+    return float((weighted * wide).sum())
+
+
+def shape_of(site: Site, config: CompressionConfig) -> allocation.Shape:
+    """Return a site as a matrix to allocate a rank for; with a base in units of 16 bits."""
+    if config.base is None:
+        return allocation.Shape(site.name, site.k, site.n)
+    none, some = (layer_bytes(site, rank, config) for rank in (0, 32))
+    scales = _factor_bytes(site, 0, config)
+    unit = (some - none - scales) / 32 / (site.k + site.n)
+    return allocation.Shape(site.name, site.k, site.n, base=(none + scales) / 2, unit=unit / 2)
+
+
+def layer_bytes(site: Site, rank: int | None, config: CompressionConfig) -> int:
+    """Return the bytes of a layer's matrices with their scales; rank None for a dense one."""
+    dtype = site.weight.dtype
+    if rank is None:
+        return stored_bytes(site.n, site.k, None, dtype)
+    base = 0
+    if config.base_format is not None:
+        base = stored_bytes(site.n, site.k, config.base_format, dtype)
+    return base + (_factor_bytes(site, rank, config) if rank else 0)
+
+
+def _factor_bytes(site: Site, rank: int, config: CompressionConfig) -> int:
+    dtype = config.dtype or site.weight.dtype
+    down = stored_bytes(rank, site.k, config.format, dtype)
+    return down + stored_bytes(site.n, rank, config.format, dtype)
 
 
 def make_plan(
@@ -115,22 +177,27 @@ def make_plan(
         used = {s.group for s in sites if s.name in statistics.gradients}
         unused = [site for site in sites if site.group not in used]
         sites = [site for site in sites if site.group in used]
-    shapes = [allocation.Shape(s.name, s.k, s.n) for s in sites]
+    shapes = [shape_of(s, config) for s in sites]
+    by_name = {s.name: s for s in (*sites, *unused)}
     ratio = config.effective_ratio
     judge = None if config.allow_slower else prices
     if ratio is None:
         layers, align = _explicit(sites, config, judge), config.align or 1
     else:
-        align = config.align or allocation.choose_align(shapes, ratio)
+        align = config.align or _BRANCH_ALIGN
+        if config.base is None:
+            align = config.align or allocation.choose_align(shapes, ratio)
         if config.allocation == "uniform":
             ranks, slow = uniform_ranks(shapes, ratio, align, judge)
         else:
-            losses = losses_of(sites, config.resolved_method, statistics) if ratio else {}
+            losses = {}
+            if ratio:
+                losses = losses_of(sites, config.resolved_method, statistics, config.base_format)
             groups: dict[str, list[Site]] = {}
             for site in sites:
                 groups.setdefault(site.group, []).append(site)
             grouped = [
-                allocation.Shape(name, members[0].k, members[0].n, len(members))
+                replace(shape_of(members[0], config), name=name, count=len(members))
                 for name, members in groups.items()
             ]
             named = {name: [site.name for site in members] for name, members in groups.items()}
@@ -147,7 +214,12 @@ def make_plan(
     aside = [
         LayerReport(name=s.name, k=s.k, n=s.n, rank=None, note=note, counted=False) for s in unused
     ]
-    return [*layers, *aside], align
+    made = [*layers, *aside]
+    for layer in made if config.format is not None else ():
+        if layer.rank:
+            check_blocks(layer.k, config.format, f"{layer.name}.down")
+            check_blocks(layer.rank, config.format, f"{layer.name}.up")
+    return [replace(x, bytes=layer_bytes(by_name[x.name], x.rank, config)) for x in made], align
 
 
 def _decided(shape: allocation.Shape, rank: int | None, align: int, slow: str) -> LayerReport:
@@ -160,8 +232,9 @@ def _explicit(
     sites: Sequence[Site], config: CompressionConfig, prices: Prices | None
 ) -> list[LayerReport]:
     """Return the layers with the ranks that the user gave; each pattern must match something."""
+    ranks_given = config.given_ranks
     given: Mapping[str, int] = (
-        {"*": config.rank} if isinstance(config.rank, int) else config.rank or {}
+        {"*": ranks_given} if isinstance(ranks_given, int) else ranks_given or {}
     )
     names = [name for site in sites for name in site.names]
     for pattern in given:
@@ -177,10 +250,11 @@ def _explicit(
             (r for p, r in given.items() if any(matches(name, p) for name in site.names)), None
         )
         ranks[site.name], notes[site.name] = rank, "no rank given: kept dense"
-        if rank is not None:
-            shape = allocation.Shape(site.name, site.k, site.n)
+        if config.base is not None and not rank:
+            ranks[site.name], notes[site.name] = 0, ""
+        elif rank is not None:
             ranks[site.name], notes[site.name] = allocation.check_explicit(
-                shape, rank, config.align
+                shape_of(site, config), rank, config.align
             )
     slow: dict[str, str] = {}
     while found := found_slower(ranks, prices):

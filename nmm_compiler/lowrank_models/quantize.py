@@ -1,41 +1,80 @@
-"""Factors of eight bits: call `quantize_factors` after `compress`.
+"""Linears of eight bits or fewer: a model's weights (`base=`), or its factors (`factors=`).
 
-Each factor becomes a `QuantizedLinear`: one byte an element, one scale a row (an output feature),
-so that a row's largest element is exact. Its forward multiplies out the weight and calls `linear`;
-graph passes recognize this as a constant weight with scales.
+A `QuantizedLinear` keeps a weight as `kernels/packed_formats.py` packs it. Its forward multiplies
+the weight out and calls `linear`. This is what graph passes find, in a traced graph:
+
+    formats with a scale a row (fp8, int8)   values.view(dtype).to(float) * scale, clamped for fp8
+    formats with blocks (MX, int4)           torch.ops.nmm.dequantize(values, scale, format, dtype)
+
+With a low-rank branch (`LowRankLinear.base`) a layer is linear(x, dequantized, None) +
+linear(linear(x, down), up, bias).
 """
 
 from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from nmm_compiler.errors import NoMatchingModulesError, UnknownNameError
+from nmm_compiler.errors import NoMatchingModulesError, ShapeError, UnknownNameError
+from nmm_compiler.kernels.packed_formats import FORMATS, PackedFormat, element_values, quantize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
-from nmm_compiler.options import FACTORS
 
-# Largest number of each format; fp8 is NKI's float8_e4m3, which ends at 240 where PyTorch's goes on
-# to 448: values up to 240 have the same bits in both.
-FORMATS = {"int8": 127.0, "fp8": 240.0}
-_NAMES = {"float8_e4m3": "fp8"}  # as specs call it
+FORMAT_NAMES = (*FORMATS, "float8_e4m3")
+"""What `base` and `factors` take; the last is fp8, as specs call it."""
 
 
 def read_format(format: str) -> str:
-    """Return "int8" or "fp8" for the name of a format; raise UnknownNameError for any other."""
-    found = _NAMES.get(format, format)
+    """Return the name of a format in the table; raise UnknownNameError for any other."""
+    found = "fp8" if format == "float8_e4m3" else format
     if found not in FORMATS:
-        raise UnknownNameError("factor format", format, FACTORS)
+        raise UnknownNameError("format", format, FORMAT_NAMES)
     return found
 
 
-class QuantizedLinear(nn.Module):
-    """A linear of bytes: x [.., k] -> x (values * scale)^T + bias [.., n].
+def check_blocks(k: int, format: str, name: str) -> PackedFormat:
+    """Return a format; raise ShapeError where its blocks do not divide k input features."""
+    form = FORMATS[format]
+    if form.block and k % form.block:
+        raise ShapeError(
+            f"{name} has {k} input features, which blocks of {form.block} of {format} do not "
+            f"divide: pass a rank or exclude= that leaves it out, or int8 or fp8 for all"
+        )
+    return form
 
-    values: uint8 [n, k], the bits of int8 or float8_e4m3fn elements (`format`). scale: [n, 1], in
-    the dtype of the model.
+
+@torch.library.custom_op("nmm::dequantize", mutates_args=())
+def dequantize(
+    values: torch.Tensor, scale: torch.Tensor, format: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weight [n, k] in a dtype, of a format with blocks of elements."""
+    form = FORMATS[format]
+    if form.bits == 4:
+        codes = torch.stack((values & 0xF, values >> 4), -1).flatten(1)
+        table = torch.from_numpy(element_values(form)).to(values.device, dtype)
+        elements = table[codes.int()]
+    else:
+        elements = values.view(getattr(torch, np.dtype(form.element).name)).to(dtype)
+    if form.power_scales:
+        scale = scale.view(torch.float8_e8m0fnu)
+    blocks = elements.unflatten(1, (-1, form.block)) * scale.to(dtype)[..., None]
+    return blocks.flatten(1)
+
+
+@dequantize.register_fake
+def _(values: torch.Tensor, scale: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
+    n, k = values.shape
+    return values.new_empty(n, k * 8 // FORMATS[format].bits, dtype=dtype)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear of few bits: x [.., k] -> x dequantized^T + bias [.., n].
+
+    values: uint8 [n, k bits / 8]. scale: [n, 1] or [n, k / block], in the dtype of the model, or
+    uint8 for powers of two.
     """
 
     def __init__(
@@ -49,61 +88,92 @@ class QuantizedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        format = read_format(format)
-        self.in_features, self.out_features, self.format = in_features, out_features, format
-        shape = (out_features, in_features)
+        self.format = read_format(format)
+        form = check_blocks(in_features, self.format, "a quantized linear")
+        self.in_features, self.out_features = in_features, out_features
+        shape = (out_features, in_features * form.bits // 8)
         self.register_buffer("values", torch.zeros(shape, dtype=torch.uint8, device=device))
-        ones = torch.ones(out_features, 1, dtype=dtype, device=device)
-        self.scale = nn.Parameter(ones, requires_grad=False)
+        scales = (out_features, in_features // form.block if form.block else 1)
+        if form.power_scales:
+            self.register_buffer("scale", torch.zeros(scales, dtype=torch.uint8, device=device))
+        else:
+            ones = torch.ones(scales, dtype=dtype, device=device)
+            self.scale = nn.Parameter(ones, requires_grad=False)
         self.bias = (
             nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         )
 
     @classmethod
-    def of(cls, linear: nn.Linear, format: str) -> QuantizedLinear:
-        """Return a linear's elements rounded to a format, with its original bias."""
-        format = read_format(format)
-        weight = linear.weight.detach()
-        made = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, format,
-            device=weight.device, dtype=weight.dtype,
-        )  # fmt: skip
-        wide = weight.float()
-        scale = (wide.abs().amax(1, keepdim=True) / FORMATS[format]).to(weight.dtype)
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        steps = (wide / scale.float()).clamp(-FORMATS[format], FORMATS[format])
-        if format == "int8":
-            values = steps.round().to(torch.int8)
-        else:
-            values = steps.to(torch.float8_e4m3fn)
-        made.values = values.view(torch.uint8)
-        made.scale.data = scale
-        made.bias = linear.bias
-        return made.train(linear.training)
+    def of(
+        cls, weight: torch.Tensor, format: str, bias: nn.Parameter | None = None
+    ) -> QuantizedLinear:
+        """Return the linear of a weight [n, k] rounded to a format, with this bias.
+
+        Scales of floats have the weight's dtype.
+        """
+        n, k = weight.shape
+        made = cls(k, n, False, format, device=weight.device, dtype=weight.dtype)
+        if not weight.is_meta:
+            wide = weight.detach().float().cpu().numpy()
+            scale_dtype = str(weight.dtype).removeprefix("torch.")
+            values, scale = quantize(wide, FORMATS[made.format], scale_dtype)
+            made.values.copy_(torch.from_numpy(values))
+            made.scale.data.copy_(torch.from_numpy(scale))
+        made.bias = bias
+        return made
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight [n, k] in the scale's dtype: a new tensor on each access."""
-        values, dtype = cast(torch.Tensor, self.values), self.scale.dtype
-        if self.format == "int8":
-            return values.view(torch.int8).to(dtype) * self.scale
-        # the clamp changes nothing here: it tells graph passes that NKI's float8_e4m3 has the bits
-        largest = FORMATS[self.format]
-        return values.view(torch.float8_e4m3fn).to(dtype).clamp(-largest, largest) * self.scale
+        """The weight [n, k] in the scale's dtype, float32 for MX: a new tensor on each access."""
+        scale = self.scale
+        return self.dequantized(scale.dtype if scale.is_floating_point() else torch.float32)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [n, k] in a dtype."""
+        values, form = cast(torch.Tensor, self.values), FORMATS[self.format]
+        if form.block:
+            return cast(
+                torch.Tensor, torch.ops.nmm.dequantize(values, self.scale, self.format, dtype)
+            )
+        elements = values.view(getattr(torch, np.dtype(form.element).name)).to(self.scale.dtype)
+        if self.format == "fp8":
+            # nothing is clamped here: it tells graph passes that NKI's float8_e4m3 has the bits
+            elements = elements.clamp(form.lowest, form.largest)
+        return elements * self.scale
+
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        """Return the dense `nn.Linear`."""
+        dense = nn.Linear(self.in_features, self.out_features, False, device="meta")
+        dense.weight, dense.bias = nn.Parameter(self.weight), self.bias
+        return dense.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., k] to [.., n]."""
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.dequantized(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
         """Show k, n and the format."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
 
 
-def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
-    """Round the factors of all low-rank layers to a byte an element, in place; return the names.
+def residual(weight: torch.Tensor, base: QuantizedLinear) -> torch.Tensor:
+    """Return what a base leaves of a weight, in the weight's dtype."""
+    return (weight.float() - base.dequantized(torch.float32)).to(weight.dtype)
 
-    format: "int8", or "fp8", also called "float8_e4m3": with scales, kernels read it as it is.
+
+def stored_bytes(n: int, k: int, format: str | None, dtype: torch.dtype) -> int:
+    """Return the bytes of a matrix [n, k] in a format, None for plain elements of a dtype."""
+    if format is None:
+        return n * k * dtype.itemsize
+    return FORMATS[format].stored_bytes(n, k, dtype.itemsize)
+
+
+def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
+    """Round the factors of all low-rank layers to few bits an element, in place; return the names.
+
+    format: "int8", "fp8" (also called "float8_e4m3": with scales, kernels read it as it is), or
+    another of `kernels/packed_formats.py`, whose blocks have to divide each rank.
 
     Such a model is saved and loaded as any low-rank one, but `recover` and merging adapters refuse
     it. Raises NoMatchingModulesError for a model without low-rank layers.
@@ -119,30 +189,50 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
             f"{type(model).__name__} has no low-rank layer with factors of floats; run compress on "
             "it first"
         )
+    for name, layer in layers.items():
+        check_blocks(layer.in_features, format, name)
+        check_blocks(layer.rank, format, f"{name}.up")
     for layer in layers.values():
-        set_factors(layer, *(QuantizedLinear.of(x, format) for x in (layer.down, layer.up)))
+        round_factors(layer, format)
     return tuple(layers)
 
 
-def empty_factors(layer: LowRankLinear, format: str) -> None:
-    """Give a layer quantized factors without values, on its device, for weights to be loaded to."""
-    made = []
-    for linear in (layer.down, layer.up):
-        weight = linear.weight
-        empty = QuantizedLinear(
-            linear.in_features, linear.out_features, linear.bias is not None, format,
-            device=weight.device, dtype=weight.dtype,
-        )  # fmt: skip
-        made.append(empty)
-    set_factors(layer, *made)
+def round_factors(layer: LowRankLinear, format: str) -> None:
+    """Put linears of a format in the place of a layer's factors; on the meta device empty ones."""
+    for name in ("down", "up"):
+        linear = cast(nn.Linear, getattr(layer, name))
+        made = QuantizedLinear.of(linear.weight, format, linear.bias)
+        setattr(layer, name, made.train(linear.training))
 
 
-def set_factors(layer: LowRankLinear, down: nn.Module, up: nn.Module) -> None:
-    """Put two linears in the place of a layer's factors."""
-    for name, factor in (("down", down), ("up", up)):
-        setattr(layer, name, factor)
+def make_layer(
+    down: torch.Tensor,
+    up: torch.Tensor,
+    bias: nn.Parameter | None,
+    base: QuantizedLinear | None,
+    factors: str | None,
+) -> LowRankLinear | QuantizedLinear:
+    """Return a layer of factors, in floats or a format, of a base, or of both."""
+    if base is not None and not down.shape[0]:
+        base.bias = bias
+        return base
+    layer = LowRankLinear.from_factors(down, up, bias, base)
+    if factors is not None:
+        round_factors(layer, factors)
+    return layer
 
 
-def format_of(layer: LowRankLinear) -> str | None:
-    """Return the format of a layer's factors, None for floats."""
-    return getattr(layer.down, "format", None)
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Return the quantized layers of a model that have no branch, by name."""
+    low = [m for m in model.modules() if isinstance(m, LowRankLinear)]
+    inside = {id(part) for layer in low for part in layer.children()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear) and id(module) not in inside
+    }
+
+
+def format_of(linear: nn.Module | None) -> str | None:
+    """Return the format of a factor or a base, None for floats."""
+    return getattr(linear, "format", None)

@@ -3,7 +3,8 @@
 In: the shapes of the matrices, a budget, the tile `align` that every rank must be a multiple of,
 and for global allocation the spectrum of each matrix in one common unit of loss. Out: a rank, or
 None (dense), per matrix. The allocation considers only multiples of the tile below break-even, r (k
-+ n) < k n; it rounds no rank afterwards.
++ n) < k n; it rounds no rank afterwards. A matrix with a base of few bits keeps that base and is
+never dense; its branch may have rank 0.
 
 Global allocation is a multiple-choice knapsack: each matrix offers its ranks and "dense", each with
 a cost (elements, or predicted microseconds) and a loss (the sum of discarded squared singular
@@ -15,14 +16,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nmm_compiler.errors import RankError
 
-# cost(k, n, r) of one product in any unit; r is None for the dense one.
-Cost = Callable[[int, int, int | None], float]
+# cost(r) of one product in any unit; r is None for the dense one.
+Cost = Callable[[int | None], float]
 
 ALIGNS = (128, 64, 32)
 _MAX_MOVED = 0.04
@@ -33,12 +35,28 @@ class Shape:
     """A matrix to allocate a rank for: y = x W^T with W [n, k].
 
     count: how many such matrices get this rank together, as the experts of a layer do.
+    base: what its base takes, in elements of the dense weight's size; None without a base.
+    unit: what an element of the factors takes, likewise.
     """
 
     name: str
     k: int
     n: int
     count: int = 1
+    base: float | None = None
+    unit: float = 1.0
+
+    def cost(self, rank: int | None) -> float:
+        """Return the elements that are kept: k n when dense, else those of the base and factors."""
+        if rank is None:
+            return float(self.k * self.n)
+        return (self.base or 0.0) + self.unit * rank * (self.k + self.n)
+
+    @property
+    def largest_rank(self) -> int:
+        """The last rank below break-even."""
+        left = self.k * self.n - (self.base or 0.0)
+        return math.ceil(left / (self.unit * (self.k + self.n))) - 1
 
 
 @dataclass(frozen=True)
@@ -48,15 +66,9 @@ class _Choice:
     loss: float
 
 
-def parameter_cost(k: int, n: int, rank: int | None) -> float:
-    """Return the elements a matrix keeps: r (k + n), or k n when dense."""
-    return float(k * n if rank is None else rank * (k + n))
-
-
 def legal_ranks(shape: Shape, align: int) -> range:
-    """Return the multiples of align that are below break-even, r (k + n) < k n."""
-    last = (shape.k * shape.n - 1) // (shape.k + shape.n)
-    return range(align, last + 1, align)
+    """Return the multiples of align that are below break-even, without a base r (k + n) < k n."""
+    return range(align, shape.largest_rank + 1, align)
 
 
 def choose_align(shapes: Sequence[Shape], ratio: float) -> int:
@@ -129,7 +141,6 @@ def allocate_global(
     losses: Mapping[str, Sequence[float]],
     ratio: float,
     align: int,
-    cost: Cost = parameter_cost,
     *,
     costs: Mapping[str, Cost] | None = None,
     permitted: Callable[[str, int], bool] | None = None,
@@ -138,8 +149,8 @@ def allocate_global(
 
     losses: per name, the loss of keeping rank 0, 1, 2, ... (what remains of the squared singular
         values), in a unit common to all matrices; dense loses 0.
-    cost: the unit of the budget: `parameter_cost` or a prediction of the kernels' latency.
-    costs: the same for each name, instead of one for all.
+    costs: the unit of the budget for each name, such as a prediction of the kernels' latency;
+        default is `Shape.cost`.
     permitted: (name, rank) -> whether the rank may be chosen.
 
     Raises RankError when no legal ranks fit the budget.
@@ -147,8 +158,8 @@ def allocate_global(
     if ratio == 0:
         return {s.name: None for s in shapes}
     usable = _usable(shapes, align)
-    of = {s.name: costs[s.name] if costs else cost for s in usable}
-    dense = sum(s.count * of[s.name](s.k, s.n, None) for s in usable)
+    of = {s.name: costs[s.name] if costs else s.cost for s in usable}
+    dense = sum(s.count * of[s.name](None) for s in usable)
     budget = (1 - ratio) * dense
     tables = {s.name: _choices(s, losses[s.name], align, of[s.name], permitted) for s in usable}
     hulls = {name: _hull(table) for name, table in tables.items()}
@@ -189,18 +200,18 @@ def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | No
             f"rank {rank} for {shape.name} is no multiple of align={align}: pass "
             f"{max(align, rank // align * align)} or {-(-rank // align) * align}, or align=1"
         )
-    if rank * (shape.k + shape.n) >= shape.k * shape.n:
-        limit = (shape.k * shape.n - 1) // (shape.k + shape.n)
-        return None, f"rank {rank} saves nothing (break-even above {limit}): kept dense"
+    if rank > shape.largest_rank:
+        without, kept = (None, "kept dense") if shape.base is None else (0, "the base alone")
+        return without, f"rank {rank} saves nothing (break-even above {shape.largest_rank}): {kept}"
     return rank, ""
 
 
 def _usable(shapes: Sequence[Shape], align: int) -> list[Shape]:
     """Return the shapes that have a legal rank at all; raise RankError when none has."""
-    usable = [s for s in shapes if len(legal_ranks(s, align))]
+    usable = [s for s in shapes if len(legal_ranks(s, align)) or s.base is not None]
     if not usable:
-        largest = max(shapes, key=lambda s: s.k * s.n / (s.k + s.n))
-        limit = (largest.k * largest.n - 1) // (largest.k + largest.n)
+        largest = max(shapes, key=lambda s: s.largest_rank)
+        limit = largest.largest_rank
         raise RankError(
             f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
             f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to {limit}: pass "
@@ -219,8 +230,8 @@ def _power_below(limit: int) -> int:
 
 def _unreachable(what: str, asked: float, reachable: float, align: int) -> RankError:
     return RankError(
-        f"{what} {asked:g} cannot be met with ranks that are multiples of align={align}: one "
-        f"tile in every matrix removes {reachable:.3f}; pass a {what} of at most that, "
+        f"{what} {asked:g} cannot be met with ranks that are multiples of align={align}: the "
+        f"smallest in every matrix removes {reachable:.3f}; pass a {what} of at most that, "
         "or a smaller align"
     )
 
@@ -234,15 +245,12 @@ def _choices(
 ) -> list[_Choice]:
     """Return the choices of a matrix by rising cost, each with less loss than the one before."""
     table = [
-        _Choice(
-            rank,
-            shape.count * cost(shape.k, shape.n, rank),
-            float(losses[min(rank, len(losses) - 1)]),
-        )
+        _Choice(rank, shape.count * cost(rank), float(losses[min(rank, len(losses) - 1)]))
         for rank in legal_ranks(shape, align)
         if permitted is None or permitted(shape.name, rank)
     ]
-    table.append(_Choice(None, shape.count * cost(shape.k, shape.n, None), 0.0))
+    without = None if shape.base is None else 0
+    table.append(_Choice(without, shape.count * cost(without), losses[0] if shape.base else 0.0))
     table.sort(key=lambda c: (c.cost, c.loss))
     best: list[_Choice] = []
     for choice in table:

@@ -60,7 +60,10 @@ class LayerReport(Record):
     weight_error: |W - W_r|_F / |W|_F of the factors as stored (rounded to their dtype).
     output_error: the same in the calibration's norm, |(W - W_r) X|_F / |W X|_F: the relative error
         of the layer's output over the calibration tokens; None without calibration.
-    theory_error: the minimized error by the method's theorem, before rounding.
+    theory_error: the minimized error by the method's theorem, before rounding; with a base, of
+        what the base loses.
+    base: the format of the weight beside the factors, "" without one; a rank of 0 is it alone.
+    bytes: what its matrices take as stored, with scales.
     counted: whether the ratio is over this matrix, too; not where it had to stay dense.
     dense_us, us: its share of its call's predicted time, before and after, in the mix of workloads;
         a call of several layers is shared out by their parameters.
@@ -74,6 +77,8 @@ class LayerReport(Record):
     weight_error: float | None = None
     output_error: float | None = None
     theory_error: float | None = None
+    base: str = ""
+    bytes: int = 0
     counted: bool = True
     note: str = ""
     dense_us: float | None = None
@@ -86,8 +91,16 @@ class LayerReport(Record):
         return self.k * self.n
 
     @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense weight in 16 bits."""
+        return 2 * self.k * self.n
+
+    @property
     def parameters(self) -> int:
-        """Elements now kept: r (k + n), or k n when dense."""
+        """Elements now kept: r (k + n), or k n when dense; with a base, those of 16 bits that take
+        as many bytes."""
+        if self.base:
+            return self.bytes // 2
         return self.k * self.n if self.rank is None else self.rank * (self.k + self.n)
 
     @property
@@ -97,7 +110,7 @@ class LayerReport(Record):
 
     @property
     def ratio(self) -> float:
-        """Share of this matrix's elements that was removed."""
+        """Share of this matrix's elements that was removed; with a base, of its bytes."""
         return 1 - self.parameters / self.dense_parameters
 
 
@@ -112,7 +125,9 @@ class CompressionReport(Shown, Record):
     target: what times are predicted for, "" by a cost= of the caller's.
     workload: predicted times of all calls of the layers, for each kind of pass; empty for a dtype
         without kernels. priced: how layers were priced, where not by the calls of the backend.
-    factors: their format of eight bits, "" for floats.
+    factors: their format of eight bits, "" for floats. base: that of the weights beside them, ""
+        without; `ratio` and `achieved_ratio` are then over bytes, of the weights in 16 bits.
+    model_bytes_before / _after: of all parameters and buffers of the model, tied ones once.
     whole: (quality) -> the sentence on the whole model, or why there is none; it takes seconds.
     """
 
@@ -125,17 +140,20 @@ class CompressionReport(Shown, Record):
     skipped: tuple[Skipped, ...] = ()
     model_parameters_before: int = 0
     model_parameters_after: int = 0
+    model_bytes_before: int = 0
+    model_bytes_after: int = 0
     calibration_tokens: int = 0
     target: str = ""
     workload: tuple[Timed, ...] = ()
     priced: str = ""
     factors: str = ""
+    base: str = ""
     seconds: float = field(default=0.0, compare=False)
     whole: Any = field(default=None, repr=False, compare=False)
 
     @property
     def compressed(self) -> tuple[LayerReport, ...]:
-        """The layers that are low-rank now."""
+        """The layers that are low-rank, or quantized, now."""
         return tuple(layer for layer in self.layers if layer.rank is not None)
 
     @property
@@ -147,10 +165,11 @@ class CompressionReport(Shown, Record):
 
     @property
     def model_ratio(self) -> float:
-        """Share of the whole model's parameters that was removed."""
-        if not self.model_parameters_before:
-            return 0.0
-        return 1 - self.model_parameters_after / self.model_parameters_before
+        """Share of the whole model's parameters that was removed; with a base, of its bytes."""
+        before, after = self.model_parameters_before, self.model_parameters_after
+        if self.base:
+            before, after = self.model_bytes_before, self.model_bytes_after
+        return 1 - after / before if before else 0.0
 
     @property
     def slower(self) -> tuple[LayerReport, ...]:
@@ -178,7 +197,7 @@ class CompressionReport(Shown, Record):
             return said
         gains = [(t.dense_us / t.us, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
         if not gains:
-            return f"no time is predicted for this dtype; {quality}"
+            return f"no time is predicted for this {'base' if self.base else 'dtype'}; {quality}"
         where = (
             f"in these layers (closed form) on {self.target}" if self.target else "in these layers"
         )
@@ -201,13 +220,15 @@ class CompressionReport(Shown, Record):
         asked = "explicit ranks" if self.ratio is None else f"ratio {self.ratio:g} asked"
         if self.budget == "latency":
             asked = f"{self.ratio:g} of the predicted time asked"
-        stored = f", factors of {self.factors}" if self.factors else ""
+        stored = f", base of {self.base}" if self.base else ""
+        stored += f", factors of {self.factors}" if self.factors else ""
+        what = "bytes in 16 bits" if self.base else "parameters"
         calibrated = (
             f", {self.calibration_tokens} calibration tokens" if self.calibration_tokens else ""
         )
         return (
             f"compressed {len(self.compressed)} of {len(self.layers)} matrices: {asked}, "
-            f"{self.achieved_ratio:.3f} of their parameters removed "
+            f"{self.achieved_ratio:.3f} of their {what} removed "
             f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
             f"ranks in multiples of {self.align}{calibrated}{stored}, {self.seconds:.1f} s"
         )

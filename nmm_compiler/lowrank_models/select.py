@@ -22,6 +22,7 @@ from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, closest
 from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedFactors
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.probe import difference_from_linear
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear, residual
 from nmm_compiler.lowrank_models.report import Skipped
 
 Patterns = str | Iterable[str] | None
@@ -57,6 +58,12 @@ class Site:
         stored = self.module.weight
         assert isinstance(stored, torch.Tensor)
         return stored.detach().T if self.transposed else stored.detach()
+
+    def target(self, base: str | None) -> torch.Tensor:
+        """Return what factors approximate: the weight, or what rounding it to a base loses."""
+        if base is None:
+            return self.weight
+        return residual(self.weight, QuantizedLinear.of(self.weight, base))
 
     @property
     def dense_parameters(self) -> int:
@@ -129,7 +136,7 @@ def find_sites(
     for module, all_names in names:
         name = all_names[0]
         if isinstance(module, LowRankLinear):
-            inside.update((id(module.down), id(module.up)))
+            inside.update((id(module.down), id(module.up), id(module.base)))
         if id(module) in inside:
             continue
         shape = _shape(module)
@@ -228,6 +235,8 @@ def _refusal(
     name = names[0]
     if isinstance(module, LowRankLinear):
         return f"already low-rank (rank {module.rank})"
+    if isinstance(module, QuantizedLinear):
+        return f"already quantized ({module.format})"
     kind = type(module).__name__
     if any(isinstance(child, StackedFactors) for child in module.children()):
         return "already low-rank (stacked experts)"

@@ -137,7 +137,7 @@ WRONG = {
     "ratio": ["0.2", True], "rank": [True, "4", {"q": 2.0}], "include": [3], "exclude": [3],
     "method": [3, "svdd"], "align": [4.0, True, 0], "dtype": ["bfloat16", torch.int8],
     "budget": [0, "time"], "target": ["bogus", 2], "allow_slower": ["yes", 1],
-    "workload": [0, 512.0, True, {"prefill": 512}], "factors": ["fp4", 8],
+    "workload": [0, 512.0, True, {"prefill": 512}], "factors": ["fp4", 8], "base": ["fp4", 8],
 }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_elements_are_off_by_half_a_step(format, half_step):
     """int8: half a step of the row's grid. e4m3 has three bits behind the point: 2^-4 relative."""
     linear = nn.Linear(40, 30)
     linear.weight.data[3] = 0
-    rounded = QuantizedLinear.of(linear, format)
+    rounded = QuantizedLinear.of(linear.weight, format, linear.bias)
     off = (rounded.weight - linear.weight).abs()
     largest = linear.weight.abs().amax(1, keepdim=True)
     size = largest if format == "int8" else linear.weight.abs().clamp_min(largest * 2**-6 / 240)

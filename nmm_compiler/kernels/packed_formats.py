@@ -1,0 +1,148 @@
+"""Weights [n, k] of eight bits or fewer: the table of formats, and how elements are packed.
+
+A weight is `packed`, uint8 [n, k bits / 8], of which the lower four bits of a byte are the earlier
+element, and `scales`: one for each block of consecutive elements along k, or for each row. MX
+formats (OCP Microscaling Formats 1.0) have blocks of 32 and scales of powers of two, e8m0: the
+exponent plus 127 in a byte. The others have scales of floats. None has a zero point.
+
+`for_nki` gives both as nc_matmul_mx of trn3 reads them. An element of an x4 dtype is four
+consecutive values along k, so that row p of the array holds k = 4 p .. 4 p + 3, and 8 rows share a
+scale: a block of 32. In SBUF the scales of 32 rows of data are the first four rows of a quadrant.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_BLOCK_ELEMENTS = 1 << 20
+"""Elements that are quantized at a time: 4 MiB of float32."""
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """One format of a weight.
+
+    element: the dtype of an element. lowest, largest: its range. A scale of floats makes a block's
+    largest magnitude `largest`, or `lowest` where that is farther from zero; the scale then may be
+    negative. block: elements of one scale, None for a whole row. tries: multiples of this scale, of
+    which each block takes the one with the least squared error.
+    """
+
+    name: str
+    element: Any
+    bits: int
+    lowest: float
+    largest: float
+    block: int | None = None
+    power_scales: bool = False
+    tries: tuple[float, ...] = (1.0,)
+
+    def stored_bytes(self, n: int, k: int, scale_bytes: int) -> int:
+        """Return the bytes of a weight and its scales; scale_bytes: of a scale of floats."""
+        scales = n * (k // self.block if self.block else 1)
+        return n * k * self.bits // 8 + scales * (1 if self.power_scales else scale_bytes)
+
+
+_MX = {"block": 32, "power_scales": True, "tries": (1.0, 2.0)}
+FORMATS = {
+    made.name: made
+    for made in (
+        PackedFormat("mxfp4", ml_dtypes.float4_e2m1fn, 4, -6.0, 6.0, **_MX),
+        PackedFormat("mxfp8", ml_dtypes.float8_e4m3fn, 8, -448.0, 448.0, **_MX),
+        PackedFormat("mxfp8_e5m2", ml_dtypes.float8_e5m2, 8, -57344.0, 57344.0, **_MX),
+        # NKI's float8_e4m3 ends at 240; up to there it has the bits of float8_e4m3fn.
+        PackedFormat("fp8", ml_dtypes.float8_e4m3fn, 8, -240.0, 240.0),
+        PackedFormat("int8", np.int8, 8, -127.0, 127.0),
+        PackedFormat("int4", ml_dtypes.int4, 4, -8.0, 7.0, 32, tries=(1.0, 0.93, 0.86)),
+    )
+}
+
+
+def quantize(
+    weight: np.ndarray, form: PackedFormat, scale_dtype: Any = np.float32
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (packed, scales) of a weight [n, k] whose k is a multiple of the block.
+
+    scales: uint8 for powers of two, else float32 values of scale_dtype.
+    """
+    n, k = weight.shape
+    rows = max(1, _BLOCK_ELEMENTS // k)
+    pieces = [
+        _quantize(weight[start : start + rows].astype(np.float32), form, scale_dtype)
+        for start in range(0, n, rows)
+    ]
+    packed, scales = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+    return packed, scales
+
+
+def _quantize(
+    rows: np.ndarray, form: PackedFormat, scale_dtype: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    blocks = rows.reshape(rows.shape[0], -1, form.block or rows.shape[1])
+    ends = blocks.max(-1), blocks.min(-1)
+    peaks = np.where(ends[0] >= -ends[1], *ends)
+    scales = np.stack([_scales(peaks, step, form, scale_dtype) for step in form.tries])
+    factors = scale_values(scales)[..., None]
+    codes = _codes(blocks / factors, form)
+    off = element_values(form)[codes] * factors - blocks
+    errors = np.square(off / np.where(peaks == 0, 1, peaks)[..., None]).sum(-1)
+    best = errors.argmin(0)[None]
+    flat = np.take_along_axis(codes, best[..., None], 0).reshape(rows.shape)
+    packed = flat if form.bits == 8 else flat[:, ::2] | flat[:, 1::2] << 4
+    return packed, np.take_along_axis(scales, best, 0)[0]
+
+
+def _scales(peaks: np.ndarray, step: float, form: PackedFormat, dtype: Any) -> np.ndarray:
+    """Return the scales of blocks whose elements of the largest magnitude are these."""
+    if form.power_scales:
+        _, exponents = np.frexp(peaks * np.float32(step))
+        exponents = np.where(peaks == 0, -127, exponents - np.frexp(form.largest)[1])
+        return (np.clip(exponents, -127, 127) + 127).astype(np.uint8)
+    end = (np.abs(peaks), form.largest) if form.lowest == -form.largest else (peaks, form.lowest)
+    scales = (end[0] / np.float32(end[1]) * np.float32(step)).astype(dtype).astype(np.float32)
+    return np.where(scales == 0, np.float32(1.0), scales)
+
+
+def _codes(steps: np.ndarray, form: PackedFormat) -> np.ndarray:
+    """Return the code of each element, a byte, of multiples of the scale."""
+    steps = np.clip(steps, form.lowest, form.largest)
+    if np.dtype(form.element).name.startswith("int"):
+        return np.rint(steps).astype(np.int8).view(np.uint8) & np.uint8(2**form.bits - 1)
+    return steps.astype(form.element).view(np.uint8)
+
+
+def dequantize(packed: np.ndarray, scales: np.ndarray, form: PackedFormat) -> np.ndarray:
+    """Return the weight [n, k] in float32."""
+    if form.bits == 4:
+        packed = np.stack((packed & 0xF, packed >> 4), -1).reshape(packed.shape[0], -1)
+    elements = element_values(form)[packed]
+    blocks = elements.reshape(packed.shape[0], -1, form.block or packed.shape[1])
+    return (blocks * scale_values(scales)[..., None]).reshape(packed.shape)
+
+
+@functools.cache
+def element_values(form: PackedFormat) -> np.ndarray:
+    """Return the float32 value of each code."""
+    codes = np.arange(2**form.bits, dtype=np.uint8)
+    return codes.view(form.element).astype(np.float32)
+
+
+def scale_values(scales: np.ndarray) -> np.ndarray:
+    """Return scales in float32: those of uint8 are exponents plus 127."""
+    if scales.dtype != np.uint8:
+        return scales
+    return np.ldexp(np.float32(1.0), scales.astype(np.int32) - 127).astype(np.float32)
+
+
+def for_nki(
+    packed: np.ndarray, scales: np.ndarray, form: PackedFormat
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the operands [k / 4, n] of nc_matmul_mx, as the integers that x4 dtypes are stored in,
+    and their scales [k / 32, n], of an MX weight."""
+    four = np.ascontiguousarray(packed).view(np.uint16 if form.bits == 4 else np.uint32)
+    return np.ascontiguousarray(four.T), np.ascontiguousarray(scales.T)

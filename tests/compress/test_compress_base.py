@@ -1,0 +1,255 @@
+"""Weights of few bits with a low-rank branch: errors, bytes, ranks, saving, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from compress_models import stack, tokens
+from torch import nn
+
+from nmm_compiler.errors import (
+    CalibrationError,
+    OptionTypeError,
+    RankError,
+    ShapeError,
+    UnknownNameError,
+)
+from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
+from nmm_compiler.lowrank_models import hf
+from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
+from nmm_compiler.lowrank_models.load import load
+from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear, quantized_layers
+
+IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def small(dtype=torch.float32):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(shape).eval().to(dtype)
+
+
+def outputs(model, batches):
+    """The inputs and outputs of each linear of `stack` over batches: {name: (x, y)}."""
+    found = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda module, x, y, name=name: found.setdefault(name, []).append((x[0], y))
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for hook in hooks:
+        hook.remove()
+    return {n: [torch.cat(part) for part in zip(*pairs, strict=True)] for n, pairs in found.items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_op_gives_what_the_table_says(name):
+    """Bit for bit: both multiply an element by a scale, in float32."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 24)
+    made = QuantizedLinear.of(linear.weight, name, linear.bias)
+    expected = dequantize(made.values.numpy(), made.scale.detach().numpy(), FORMATS[name])
+    assert torch.equal(made.weight, torch.from_numpy(expected))
+    x = torch.randn(5, 64)
+    assert torch.equal(made(x), nn.functional.linear(x, made.weight, linear.bias))
+    assert torch.equal(made.merge()(x), made(x))
+
+
+@pytest.mark.parametrize("method", ["whitened", "two-sided"])
+@pytest.mark.parametrize("rank", [0, 12])
+def test_reported_errors_are_those_of_the_outputs(method, rank):
+    """Over the calibration data, with moments that are carried through what the base leaves."""
+    batches, model = tokens(width=128), stack(width=128, inner=192)
+    original = copy.deepcopy(model)
+    seen = outputs(original, batches)
+    report = compress(model, base="mxfp4", rank=rank, calibration=batches, method=method)
+    for layer in report.layers:
+        x, y = seen[layer.name]
+        new, bias = model.get_submodule(layer.name), original.get_submodule(layer.name).bias
+        with torch.no_grad():
+            y = y if bias is None else y - bias
+            off = (new(x) if bias is None else new(x) - bias) - y
+        # both are sums of float32; the base and the branch are added in float32
+        assert layer.output_error == pytest.approx(float(off.norm() / y.norm()), rel=1e-3)
+        assert (layer.rank, layer.base) == (rank, "mxfp4")
+        kind = LowRankLinear if rank else QuantizedLinear
+        assert isinstance(new, kind)
+
+
+def test_a_branch_mends_more_where_it_knows_the_inputs():
+    batches = tokens(width=128)
+    errors = []
+    for keywords in ({"rank": 0}, {"rank": 16, "method": "svd"}, {"rank": 16, "data": True}):
+        model = stack(width=128, inner=192)
+        original = copy.deepcopy(model)
+        data = batches if keywords.pop("data", False) else None
+        compress(model, base="mxfp4", calibration=data, **keywords)
+        with torch.no_grad():
+            off = [(model(x) - original(x)).norm() / (original(x) - x).norm() for x in batches]
+        errors.append(float(sum(off)))
+    assert errors[2] < 0.7 * errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("base", "factors", "dtype"),
+    [
+        ("mxfp4", None, torch.bfloat16),
+        ("mxfp4", "mxfp8", torch.float32),
+        ("int4", "fp8", torch.bfloat16),
+        ("int8", None, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 32])
+def test_bytes_are_those_that_are_held(base, factors, dtype, rank):
+    model = stack(width=256, inner=320).to(dtype)
+    report = compress(model, base=base, rank=rank, factors=factors)
+    layers = [model.get_submodule(layer.name) for layer in report.layers]
+    for layer, module in zip(report.layers, layers, strict=True):
+        biases = sum(p.nbytes for name, p in module.named_parameters() if name.endswith("bias"))
+        assert layer.bytes == count_bytes(module) - biases
+    assert report.model_bytes_after == count_bytes(model)
+    said = " ".join(str(report).split())
+    assert f"base of {base}" in said
+    assert report.achieved_ratio == 1 - sum(x.bytes for x in report.layers) / sum(
+        2 * x.k * x.n for x in report.layers
+    )
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("factors", [None, "fp8"])
+def test_a_budget_of_bytes_is_kept_and_spent(calibrated, factors):
+    model = stack(width=128, inner=256).bfloat16()
+    data = [x.bfloat16() for x in tokens(width=128)] if calibrated else None
+    report = compress(
+        model, 0.6, base="mxfp4", factors=factors, calibration=data, align=8, method="auto"
+    )
+    assert 0.6 <= report.achieved_ratio < 0.63
+    assert len({layer.rank for layer in report.layers}) > 1
+
+
+def test_ranks_follow_what_a_base_loses():
+    """A matrix that its base keeps whole gets no branch."""
+    model = stack(width=64, inner=64)
+    exact = model.layers[0].q
+    exact.weight.data = exact.weight.data.sign() / 2
+    report = compress(model, 0.5, base="mxfp4", calibration=tokens(width=64), align=4)
+    ranks = {layer.name: layer.rank for layer in report.layers}
+    assert ranks["layers.0.q"] == 0 < max(ranks.values())
+    assert isinstance(model.layers[0].q, QuantizedLinear)
+
+
+def test_statistics_are_collected_for_a_base():
+    batches = tokens(width=64)
+    statistics = calibrate(stack(width=64, inner=96), batches, base="mxfp4")
+    models = [stack(width=64, inner=96) for _ in range(2)]
+    for model, data in zip(models, (statistics, batches), strict=True):
+        compress(model, 0.5, base="mxfp4", calibration=data, align=8)
+    state = models[1].state_dict()
+    assert all(torch.equal(state[key], value) for key, value in models[0].state_dict().items())
+    with pytest.raises(CalibrationError, match=r"base='mxfp4'.*base='int4'"):
+        compress(stack(width=64, inner=96), rank=8, base="int4", calibration=statistics)
+
+
+@pytest.mark.parametrize(
+    ("base", "rank", "factors"),
+    [("mxfp4", 8, None), ("mxfp4", 32, "mxfp8"), ("int4", 0, None), ("fp8", {"mlp": 8}, None)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_are_saved_and_loaded_bit_for_bit(base, rank, factors, dtype, tmp_path):
+    model = small(dtype)
+    compress(model, base=base, rank=rank, factors=factors)
+    expected = model(IDS).logits
+    hf.save(model, tmp_path)
+    loaded = load(tmp_path)
+    state = loaded.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert set(lowrank_layers(loaded)) == set(lowrank_layers(model))
+    assert set(quantized_layers(loaded)) == set(quantized_layers(model))
+    if dtype == torch.float32:  # `.to(bfloat16)` also rounds the frequencies of the positions
+        assert torch.equal(loaded(IDS).logits, expected)
+
+
+def test_the_code_beside_the_weights_computes_the_same(tmp_path):
+    from nmm_compiler.lowrank_models import modeling_nmm_lowrank as alone
+
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 24), torch.randn(5, 64)
+    for name in FORMATS:
+        made = QuantizedLinear.of(linear.weight, name, linear.bias)
+        twin = alone.FewBitLinear(64, 24, True, name)
+        twin.load_state_dict(made.state_dict())
+        assert torch.equal(twin(x), made(x))
+
+
+def test_adapters_go_on_top_of_a_branch():
+    peft = pytest.importorskip("peft")
+    model = small()
+    compress(model, base="mxfp4", rank=8)
+    expected = model(IDS).logits
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["down", "up"], r=2))
+    assert torch.equal(adapted(IDS).logits, expected)  # an adapter starts at zero
+    adapted(IDS).logits.sum().backward()
+    found = [p.grad for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert found
+    assert all(grad is not None and grad.abs().max() > 0 for grad in found)
+
+
+def test_a_layer_traces_into_one_op_and_three_products():
+    model = nn.Sequential(nn.Linear(64, 96))
+    compress(model, base="mxfp4", rank=8)
+    graph = torch.export.export(model, (torch.randn(4, 64),)).graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names.count("nmm.dequantize.default") == 1
+    assert names.count("aten.linear.default") == 3
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"base": "mxfp5"}, UnknownNameError, "mxfp4"),
+        ({"rank": 0}, OptionTypeError, "base="),
+        ({"base": "mxfp4", "ratio": 0.3, "budget": "latency"}, OptionTypeError, "no price"),
+        ({"base": "mxfp4", "rank": 12, "factors": "mxfp8"}, ShapeError, r"q\.up has 12.*32"),
+        ({"base": "mxfp4", "ratio": 0.9}, RankError, "cannot be met"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(keywords, error, text):
+    model = stack(width=64, inner=96)
+    with pytest.raises(error, match=text):
+        compress(model, **keywords)
+    assert not lowrank_layers(model)
+    assert not quantized_layers(model)
+
+
+def test_blocks_that_do_not_divide_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 64))
+    with pytest.raises(ShapeError, match=r"1 has 40 input features.*exclude="):
+        compress(model, base="mxfp4", rank=4)
+    assert compress(model, base="mxfp4", rank=4, exclude="1").layers[0].base == "mxfp4"
+
+
+def test_a_rank_above_break_even_leaves_the_base_alone_and_says_so():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(512, 512)).bfloat16()
+    report = compress(model, base="mxfp4", rank=32)
+    assert [layer.rank for layer in report.layers] == [0, 32]
+    assert "rank 32 saves nothing (break-even above 23): the base alone" in report.layers[0].note
+
+
+def test_what_has_a_base_is_not_compressed_again():
+    model = stack(width=64, inner=96)
+    compress(model, base="mxfp4", rank=0, include="layers.0")
+    report = compress(model, base="int4", rank=4)
+    assert all("already quantized (mxfp4)" in skip.reason for skip in report.skipped)
+    assert [layer.name for layer in report.layers] == [
+        f"layers.1.{name}" for name in ("q", "k", "up", "down")
+    ]
