@@ -20,8 +20,7 @@ from nmm_compiler.errors import LintError
 from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, Api, api
 from nmm_compiler.nki_api.lint_beta1 import beta_1_findings, is_beta_1
 from nmm_compiler.nki_api.lint_calls import check_calls, check_methods, check_names
-from nmm_compiler.nki_api.lint_finding import Finding
-from nmm_compiler.nki_api.lint_names import Names
+from nmm_compiler.nki_api.lint_names import Finding, Names
 from nmm_compiler.nki_api.lint_subset import check_device_loops, check_purity, check_subset
 from nmm_compiler.nki_api.lint_values import check_values
 from nmm_compiler.simulator.loading.source_text import read_source

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from nmm_compiler.errors import closest
 from nmm_compiler.nki_api.lint_calls import fits_positions
-from nmm_compiler.nki_api.lint_finding import Finding, at
-from nmm_compiler.nki_api.lint_names import Names
+from nmm_compiler.nki_api.lint_names import Finding, Names, at
 from nmm_compiler.simulator.beta1.table import beta_1
 
 _PREFIX = "neuronxcc."

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from nmm_compiler.errors import closest
 from nmm_compiler.nki_api import table
 from nmm_compiler.nki_api.api import MODULES, Api, Function, before
-from nmm_compiler.nki_api.lint_finding import Finding, at
-from nmm_compiler.nki_api.lint_names import Names
+from nmm_compiler.nki_api.lint_names import Finding, Names, at
 
 
 def check_names(names: Names, api: Api) -> Iterator[Finding]:

@@ -5,6 +5,8 @@ In: a parsed file. `Names.resolve(node)` returns "nki.isa.nc_matmul" for `nisa.n
 anything a local name shadows. `Names.kernel_code` holds the functions that the NKI compiler reads:
 those under @nki.jit, the functions that they call in the same file, and every function that calls
 nki.isa or nki.language itself (a file of helpers has no kernel, but all of it is kernel code).
+
+A rule of the lint yields a `Finding` at a node.
 """
 
 from __future__ import annotations
@@ -259,3 +261,31 @@ def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield from _evaluated(child)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Finding:
+    """Where (1-based line and column) and what: a code of docs/lint.md and a sentence.
+
+    Codes with an E are refused by the NKI compiler or fail on a device; codes with a W work
+    today and are deprecated or undocumented.
+    """
+
+    line: int
+    column: int
+    code: str
+    message: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the kernel will not compile or not run on a device."""
+        return "-E" in self.code
+
+    def __str__(self) -> str:
+        return f"{self.line}:{self.column} {self.code} {self.message}"
+
+
+def at(node: ast.AST, code: str, message: str) -> Finding:
+    """Return a finding at the place of a syntax node."""
+    line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
+    return Finding(line, column + 1, code, message)

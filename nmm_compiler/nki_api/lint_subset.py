@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterator
 
 from nmm_compiler.nki_api.api import Api, before
-from nmm_compiler.nki_api.lint_finding import Finding, at
-from nmm_compiler.nki_api.lint_names import FunctionNode, Names
+from nmm_compiler.nki_api.lint_names import Finding, FunctionNode, Names, at
 
 # Evaluated at compile time on plain numbers and types, and so usable inside a kernel.
 _HARMLESS = {"typing", "typing_extensions", "dataclasses", "enum", "math", "collections", "abc"}

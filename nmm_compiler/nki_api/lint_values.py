@@ -12,8 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from nmm_compiler.nki_api.api import Api
-from nmm_compiler.nki_api.lint_finding import Finding, at
-from nmm_compiler.nki_api.lint_names import Names
+from nmm_compiler.nki_api.lint_names import Finding, Names, at
 
 _ALLOCATORS = {f"nki.language.{n}": n for n in ("ndarray", "zeros", "ones", "full", "rand")}
 _VIEWS = {

@@ -7,6 +7,7 @@ instruction is a box: each comparison cuts one axis.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from operator import index as as_index
@@ -122,13 +123,8 @@ class Index:
         steps = tuple(m + sign * n for m, n in zip(a, b, strict=True))
         return Index(shape, self.const + sign * other.const, steps)
 
-    def __add__(self, other: Any) -> Any:
-        return self._plus(other, 1)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self._plus(other, -1)
+    __add__ = __radd__ = functools.partialmethod(_plus, sign=1)
+    __sub__ = functools.partialmethod(_plus, sign=-1)
 
     def __rsub__(self, other: Any) -> Any:
         return (-self)._plus(other, 1)
@@ -147,29 +143,22 @@ class Index:
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
-        found = self._quotient(whole(other))
-        if found is None:
-            raise _unsupported(
-                f"{self!r} // {other!r}, which is not affine; add an axis to the index"
-            )
-        return found
+        return self._quotient(other, "//")
 
     def __mod__(self, other: Any) -> Any:
-        found = self._quotient(whole(other))
-        if found is None:
-            raise _unsupported(
-                f"{self!r} % {other!r}, which is not affine; add an axis to the index"
-            )
-        return self - found * other
+        return self - self._quotient(other, "%") * other
 
-    def _quotient(self, factor: int | None) -> Index | None:
-        """Return self // factor, None unless it is affine: each term is, or all values are one."""
-        if not factor:
-            return None
-        if not any(v % factor for v in (self.const, *self.coeffs)):
+    def _quotient(self, other: Any, op: str) -> Index:
+        """Return self // other, which must be affine: each term is, or all values are one."""
+        factor = whole(other) or 0
+        if factor and not any(v % factor for v in (self.const, *self.coeffs)):
             return Index(self.shape, self.const // factor, tuple(a // factor for a in self.coeffs))
-        first, last = (bound // factor for bound in self.bounds())
-        return Index(self.shape, first, (0,) * len(self.shape)) if first == last else None
+        first, last = (bound // factor for bound in self.bounds()) if factor else (0, 1)
+        if first != last:
+            raise _unsupported(
+                f"{self!r} {op} {other!r}, which is not affine; add an axis to the index"
+            )
+        return Index(self.shape, first, (0,) * len(self.shape))
 
     def __bool__(self) -> bool:
         raise _no_control_flow()
@@ -178,24 +167,12 @@ class Index:
         difference = self._plus(other, -1)
         return difference if difference is NotImplemented else Mask(((difference, op),))
 
-    def __lt__(self, other: Any) -> Any:
-        return self._compare(other, "less")
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare(other, "less_equal")
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(other, "greater")
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(other, "greater_equal")
-
-    def __eq__(self, other: Any) -> Any:
-        return self._compare(other, "equal")
-
-    def __ne__(self, other: Any) -> Any:
-        return self._compare(other, "not_equal")
-
+    __lt__ = functools.partialmethod(_compare, op="less")
+    __le__ = functools.partialmethod(_compare, op="less_equal")
+    __gt__ = functools.partialmethod(_compare, op="greater")
+    __ge__ = functools.partialmethod(_compare, op="greater_equal")
+    __eq__ = functools.partialmethod(_compare, op="equal")
+    __ne__ = functools.partialmethod(_compare, op="not_equal")
     __hash__ = None  # type: ignore[assignment]
 
     def reshape(self, *shape: Any) -> Index:
@@ -222,13 +199,6 @@ class Mask:
 
     def __init__(self, terms: tuple[tuple[Index, str], ...]) -> None:
         self.terms = terms
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the comparisons have together."""
-        rank = max(len(e.shape) for e, _ in self.terms)
-        shapes = [e.aligned(rank)[0] for e, _ in self.terms]
-        return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
     def __and__(self, other: Any) -> Any:
         if isinstance(other, Mask):

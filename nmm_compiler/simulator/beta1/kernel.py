@@ -170,10 +170,8 @@ class Kernel(JitKernel):
         self.title = getattr(plain, "__name__", "kernel")
 
     def __getitem__(self, grid: Any) -> Kernel:
-        return type(self)._again(self, grid if isinstance(grid, tuple) else (grid,))
-
-    def _again(self, launch: Grid) -> Kernel:
-        return Kernel(self.plain, launch, checked=self.checked)
+        launch = grid if isinstance(grid, tuple) else (grid,)
+        return type(self)(self.plain, launch, checked=self.checked)
 
     def launched(self, grid: Any) -> JitKernel:
         """Return the kernel with a launch grid, unless it has one or the grid is 1."""
@@ -196,9 +194,6 @@ class Benchmark(Kernel):
     """The result of `nki.benchmark`: a call simulates the timing; `benchmark_result` holds it."""
 
     benchmark_result: SimpleNamespace | None = None
-
-    def _again(self, launch: Grid) -> Kernel:
-        return Benchmark(self.plain, launch, checked=self.checked)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Time the kernel in the simulator; inside a kernel, run inline."""

@@ -38,6 +38,7 @@ from nmm_compiler.simulator.isa import enums
 from nmm_compiler.simulator.isa.cycles import Cycles, one_pass
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
+    Equation,
     check_destination,
     check_dtype,
     check_hazard,
@@ -51,7 +52,6 @@ from nmm_compiler.simulator.isa.operands import (
 )
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.poison import spread
-from nmm_compiler.simulator.isa.shapes import Equation
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.geometry import geometry_of
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
