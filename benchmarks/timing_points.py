@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -346,6 +347,24 @@ def summary(held: list[Result], texts: list[Result]) -> list[str]:
     return lines
 
 
+def gains(results: list[Result]) -> str:
+    """Return how far off predicted gains are, of each text over each other of its problem."""
+    conflicts = timing_conflicts.contradicted(BARS["worst"])
+    groups: dict[str, list[float]] = {}
+    for result in results:
+        if result.point.counted and result.point.name not in conflicts:
+            problem = result.point.name.rsplit(", ", 1)[0]
+            groups.setdefault(problem, []).append(1.0 + result.error)
+    both = (pair for group in groups.values() for pair in itertools.combinations(group, 2))
+    pairs = [abs(one / other - 1) for one, other in both]
+    if not pairs:
+        return ""
+    return (
+        f"gains of a held-out text over another of its problem: {len(pairs)} pairs, off by "
+        f"{statistics.mean(pairs):.1%} in the mean, {statistics.median(pairs):.1%} in the median"
+    )
+
+
 def bands(results: list[Result]) -> list[ErrorBand]:
     """Return the error bands of what is held out and contradicts no other published figure."""
     conflicts = timing_conflicts.contradicted(BARS["worst"])
@@ -488,6 +507,7 @@ def main() -> int:
             f"\n{instructions:,} instructions in {seconds:.1f} s of one core: "
             f"{instructions / seconds:,.0f} per second"
         )
+    print(gains(kept))
     sentences, code = verdict([*results, *kept])
     print("\n".join(sentences))
     return code

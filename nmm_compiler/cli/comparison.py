@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.simulator.timing.profile_parts import statement
@@ -27,7 +28,10 @@ def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
         for share in by_instruction(profile.timeline):
             row = operations.setdefault(f"{share.name} on {share.engine}", {})
             row[name] = row.get(name, 0.0) + share.path_us
+    error = max(found[best].error_band.mean, first.error_band.mean)
     headline = f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}, "
+    if found[best] is not first:
+        headline += not_told(gain, error, "the first")
     return [
         Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
         _figures(found, first),

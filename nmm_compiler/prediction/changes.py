@@ -12,6 +12,7 @@ from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
+from nmm_compiler.report.headline import told_apart
 
 Again = Callable[..., ModelPrediction]
 """Predicts the same setting with some arguments of `predict` changed."""
@@ -90,7 +91,7 @@ def _change(name: str, base: ModelPrediction, other: ModelPrediction) -> Change:
 
 
 def _of(name: str, base: ModelPrediction, us: float, gain: float, fits: bool) -> Change:
-    told = abs(gain - 1.0) > ERRORS[base.price]
+    told = told_apart(gain, ERRORS[base.price])
     return Change(name=name, us=us, gain=gain, told_apart=told, fits=fits)
 
 

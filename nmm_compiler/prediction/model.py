@@ -14,7 +14,7 @@ from nmm_compiler.prediction.phase import STEPS, Line, Phase, Step
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, bars
-from nmm_compiler.report.headline import headline
+from nmm_compiler.report.headline import headline, told_apart
 from nmm_compiler.report.parts import Grid, Part, Section
 from nmm_compiler.report.parts import Line as Text
 from nmm_compiler.report.shown import Shown
@@ -75,7 +75,7 @@ class ModelPrediction(Shown, Record):
     @property
     def told_apart(self) -> bool:
         """Whether some phase differs from dense by more than the error of the prices."""
-        return any(abs(gain - 1.0) > ERRORS[self.price] for gain in self.gain.values())
+        return any(told_apart(gain, ERRORS[self.price]) for gain in self.gain.values())
 
     def phase(self, name: str) -> Phase | None:
         """Return a phase by name."""

@@ -22,7 +22,7 @@ from nmm_compiler.prediction.measured import Difference, Measured, differences, 
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.phase import Phase
 from nmm_compiler.prediction.predict import predict
-from nmm_compiler.prediction.way_out import WORTH, WayOut, ways_out
+from nmm_compiler.prediction.way_out import WayOut, pays, ways_out
 from nmm_compiler.prediction.way_out import step_gain as _gain
 from nmm_compiler.prices.kernel import noted_kernels
 from nmm_compiler.prices.many import price_many
@@ -56,7 +56,7 @@ class Plan(Shown, Record):
         """The low-rank prediction with the largest gain that fits; None where none pays."""
         fitting = [p for p in self.predictions if p.memory.fits and p.gain]
         best = max(fitting, key=_gain, default=None)
-        return best if best is not None and _gain(best) >= WORTH else None
+        return best if best is not None and pays(_gain(best)) else None
 
     def verdict(self) -> list[str]:
         """Return sentences: which setting pays most, in which layers, on which targets, or that
@@ -69,8 +69,9 @@ class Plan(Shown, Record):
             nearest = max(low, key=_gain)
             told = {(one.target, one.tp) for one in self.ways_out}
             remedy = "" if (nearest.target, nearest.tp) in told else f"; {nearest.remedy()}"
+            verb = "is told apart from dense" if _gain(nearest) > 1.0 else "pays"
             return [
-                f"no setting pays: the nearest is {_setting(nearest)} with {_gain(nearest):.2f}x"
+                f"no setting {verb}: the nearest is {_setting(nearest)} with {_gain(nearest):.2f}x"
                 f"{remedy}",
                 *map(str, self.ways_out),
             ]
@@ -85,8 +86,8 @@ class Plan(Shown, Record):
             )
         for target in dict.fromkeys(p.target for p in low):
             most = max((p for p in low if p.target == target), key=_gain)
-            pays = "pays" if _gain(most) >= WORTH else "does not pay"
-            said.append(f"{target}: {pays}, {_gain(most):.2f}x at best ({_setting(most)})")
+            gain = _gain(most)
+            said.append(f"{target}: {_verb(gain)}, {gain:.2f}x at best ({_setting(most)})")
         if any(_gain(p) < 1.0 for p in low):
             worst = min(low, key=_gain)
             said.append(f"slower than dense: {_setting(worst)}, {_gain(worst):.2f}x")
@@ -228,21 +229,21 @@ def plan(
         if tp == 1 or not low:
             return None
         key, best = max(low.items(), key=lambda one: _gain(one[1]))
-        if _gain(best) >= WORTH:
+        if pays(_gain(best)):
             return None
 
         def again(**changes: Any) -> ModelPrediction:
             return predicted(key[:-1], **changes)
 
         fewer = [n for n in (1 << i for i in range(tp.bit_length())) if n < tp][::-1]
-        pays = ways_out(
+        others = ways_out(
             best, again, layer_gains if include is None else lambda p: {}, fewer,
             lambda said: step(f"what pays in place of tp {tp}: {said}", 0, 0),
         )  # fmt: skip
         setting = f"batch {best.batch}, prompt {best.prompt}, context {best.context}"
         return WayOut(
             target=target, tp=tp, setting=f"{setting}, ratio {best.ratio:g}", gain=_gain(best),
-            pays=pays,
+            pays=others,
         )  # fmt: skip
 
     told: tuple[Change, ...] = ()
@@ -293,6 +294,12 @@ def _by_layer(phase: Phase) -> dict[str, float]:
         if line.kind in ("kernel", "all_reduce", "all_gather") and inner:
             made[inner] = made.get(inner, 0.0) + line.us
     return made
+
+
+def _verb(gain: float) -> str:
+    if pays(gain):
+        return "pays"
+    return "is not told apart from dense" if gain > 1.0 else "does not pay"
 
 
 def _setting(p: ModelPrediction) -> str:

@@ -15,9 +15,8 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
+from nmm_compiler.report.headline import told_apart
 
-WORTH = 1.0 + ERRORS["simulated"]
-"""A smaller gain cannot be told from none."""
 RATIOS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 """Ratios that are tried; beyond them little is left of a model."""
 
@@ -42,6 +41,11 @@ class WayOut(Record):
             f"{self.target}, tp {self.tp} does not pay: {self.gain:.2f}x at best ({self.setting}); "
             f"there pays: {what}"
         )
+
+
+def pays(gain: float) -> bool:
+    """Return whether a gain is one, and more than the error of the simulated prices."""
+    return gain > 1.0 and told_apart(gain, ERRORS["simulated"])
 
 
 def step_gain(prediction: ModelPrediction) -> float:
@@ -73,7 +77,7 @@ def ways_out(
         for include in _worth_trying(tried, gains_of(tried)):
             kind = "layers" if include else "ratio"
             found = None if kind in seen else _tried(again, ratio=ratio, include=include)
-            if found is not None and step_gain(found) >= WORTH:
+            if found is not None and pays(step_gain(found)):
                 seen.add(kind)
                 flags = "".join(f" --include {name}" for name in include or ())
                 named = f" of {', '.join(include)} alone ({flags.strip()})" if include else ""
@@ -83,7 +87,7 @@ def ways_out(
     for tp in fewer:
         progress(f"tp {tp}")
         found = _tried(again, tp=tp, ratio=best.ratio)
-        if found is not None and step_gain(found) >= WORTH:
+        if found is not None and pays(step_gain(found)):
             made.append(f"tp {tp} with ratio {best.ratio:g}, {step_gain(found):.2f}x")
             break
     return tuple(made)
@@ -91,10 +95,10 @@ def ways_out(
 
 def _worth_trying(tried: ModelPrediction, layers: dict[str, float]) -> Iterator[list[str] | None]:
     """Yield the layers that pay alone, and None for all, as the closed form has them."""
-    paying = [name for name, gain in layers.items() if gain >= WORTH]
+    paying = [name for name, gain in layers.items() if pays(gain)]
     if 0 < len(paying) < len(layers):
         yield paying
-    if step_gain(tried) >= WORTH:
+    if pays(step_gain(tried)):
         yield None
 
 

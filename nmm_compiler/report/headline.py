@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def told_apart(gain: float, error: float) -> bool:
+    """Return whether a gain, how many times faster, differs from 1 by more than its error."""
+    return abs(gain - 1.0) > error
+
+
+def not_told(gain: float, error: float, other: str) -> str:
+    """Return the words before a gain that is not told apart from `other`; "" if it is."""
+    if told_apart(gain, error):
+        return ""
+    return f"not told apart from {other} (error {100 * error:.0f} %): "
+
+
 def headline(
     gains: Sequence[tuple[float, str]],
     where: str,
@@ -15,7 +27,7 @@ def headline(
     quality: str = "",
     remedy: str = "",
 ) -> str:
-    """Return "predicted 1.19x per token and 1.12x to first token (batch 1, stack own) on trn2 over ...".
+    """Return "predicted 1.19x per token and 1.12x to first token (batch 1, stack own) on trn2 ...".
 
     gains: (how many times faster than dense, of what). where: setting and target. error: how far a
     gain has to be from 1 to be told from none. could: of a dense model, which has not reached the
@@ -28,8 +40,8 @@ def headline(
     text = f"{'could gain' if could and pays else 'predicted'} {said} {where} over {over}"
     if not pays:
         text = f"{'would not pay' if could else 'does not pay'}: {text}"
-    elif most < 1.0 + error:
-        text = f"not told apart from dense (error {100 * error:.0f} %): {text}"
-    if most < 1.0 + error and remedy:
+    else:
+        text = not_told(most, error, "dense") + text
+    if remedy and not (pays and told_apart(most, error)):
         text += f"; {remedy}"
     return text + (f"; {quality}" if quality else "")

@@ -82,12 +82,12 @@ def test_what_pays_on_several_cores_is_named_with_its_predicted_gain():
         asked.append((ratio, tp, include, price))
         if ratio == 0.7:
             raise PredictionError("no such rank")
-        mlp = 100.0 if ratio < 0.5 else 80.0 if price == "closed_form" or include else 99.9
+        mlp = 100.0 if ratio < 0.5 else 50.0 if price == "closed_form" or include else 99.9
         return made({"mlp": mlp, "self_attn": 50.0 if include else 60.0}, DENSE, tp=tp)
 
     slow = made({"mlp": 110.0, "self_attn": 60.0}, DENSE, tp=4)
     found = ways_out(slow, again, layer_gains, (2, 1))
-    assert found == ("ratio 0.5 of mlp alone (--include mlp), 1.15x",)
+    assert found == ("ratio 0.5 of mlp alone (--include mlp), 1.50x",)
     assert asked[:2] == [(0.3, 4, None, "closed_form"), (0.4, 4, None, "closed_form")]
     assert (0.5, 4, None, "simulated") in asked  # by the closed form all of them would pay
     assert (0.8, 4, None, "closed_form") not in asked  # behind a ratio that cannot be had
@@ -97,6 +97,14 @@ def test_what_pays_on_several_cores_is_named_with_its_predicted_gain():
     assert "tp 4 does not pay: 0.80x at best (batch 1); there pays: ratio 0.5 of mlp alone" in text
     none = dataclasses.replace(out, pays=())
     assert "nothing up to ratio 0.8" in str(none)
+
+
+def test_a_gain_within_the_error_of_the_prices_is_not_told_apart():
+    near = made({"mlp": 90.0, "self_attn": 55.0}, DENSE)
+    (said, *_) = Plan(name="toy", predictions=(DENSE, near)).verdict()
+    assert said.startswith("no setting is told apart from dense: the nearest is ")
+    assert not near.told_apart
+    assert made({"mlp": 50.0, "self_attn": 50.0}, DENSE).told_apart
 
 
 def test_a_setting_that_cannot_be_had_is_named():

@@ -1,12 +1,14 @@
 """What would save time: each advice is what the kernel gains when it follows it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.simulator.run import simulate
-from nmm_compiler.simulator.timing.advice import advise
+from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.shares import by_instruction, by_line, waits
 
 LOADS = """
@@ -59,7 +61,15 @@ def test_bfloat16_saves_what_the_bfloat16_kernel_saves_on_tensor_e():
     slow = build_kernel(LowRankSpec(m=128, k=512, r=128, n=512, dtype="float32")).profile()
     advice = next(a for a in slow.advice() if a.remedy == "bfloat16 operands")
     assert 0 < advice.gain_us < slow.engine_busy_us["tensor"] * 0.8
+    assert advice.error == slow.error_band.mean
+    assert advice.gain == slow.latency_us / (slow.latency_us - advice.gain_us)
     assert str(advice).endswith(f"would save about {advice.gain_us:.2f} us")
+
+
+def test_advice_within_the_error_of_its_class_says_so():
+    advice = Advice(seen="a", remedy="b", gain_us=1.0, gain=1.1, error=0.12, at_most=False)
+    assert str(advice) == "not told apart from none (error 12 %): a: b would save about 1.00 us"
+    assert str(dataclasses.replace(advice, gain=1.2)) == "a: b would save about 1.00 us"
 
 
 def test_a_kernel_at_the_roofline_gets_no_advice_on_rows():

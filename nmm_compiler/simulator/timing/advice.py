@@ -13,7 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from nmm_compiler.records import Record
+from nmm_compiler.report.headline import not_told
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
+from nmm_compiler.simulator.timing.evidence import band_of
 from nmm_compiler.simulator.timing.shares import on_the_path, waits
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
@@ -27,19 +29,28 @@ _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
 class Advice(Record):
     """One change. gain_us: latency that it saves; at_most: the gain is an upper bound.
 
+    gain: how many times faster the kernel would be; error: of such a figure, by the kernel's class.
     lines: the source lines that it is about.
     """
 
     seen: str
     remedy: str
     gain_us: float
+    gain: float
+    error: float
     at_most: bool
     lines: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         bound = "at most" if self.at_most else "about"
         place = f" ({_lines(self.lines)})" if self.lines else ""
-        return f"{self.seen}{place}: {self.remedy} would save {bound} {self.gain_us:.2f} us"
+        what = f"{self.seen}{place}: {self.remedy}"
+        return f"{self.unsure}{what} would save {bound} {self.gain_us:.2f} us"
+
+    @property
+    def unsure(self) -> str:
+        """The words before a gain within its error; "" for any other."""
+        return not_told(self.gain, self.error, "none")
 
 
 Experiment = Callable[[Timeline], "Advice | None"]
@@ -351,9 +362,14 @@ def _advice(
     *,
     at_most: bool = False,
 ) -> Advice:
-    gain = timeline.latency_us - latency_us
     return Advice(
-        seen=seen, remedy=remedy, gain_us=gain, at_most=at_most, lines=tuple(sorted(set(lines)))
+        seen=seen,
+        remedy=remedy,
+        gain_us=timeline.latency_us - latency_us,
+        gain=timeline.latency_us / max(latency_us, 1e-3),
+        error=band_of(timeline.busy_us).mean,
+        at_most=at_most,
+        lines=tuple(sorted(set(lines))),
     )
 
 

@@ -44,6 +44,17 @@ def bands() -> dict[str, ErrorBand]:
     return {band["kind"]: ErrorBand.from_dict(band) for band in found}
 
 
+def mean_error() -> float:
+    """Return the mean error of the held-out kernels of all classes."""
+    found = bands().values()
+    return sum(band.mean * band.points for band in found) / sum(band.points for band in found)
+
+
+def band_of(busy_us: dict[str, float]) -> ErrorBand:
+    """Return the error band of a kernel's class."""
+    return bands()[kernel_class(busy_us)]
+
+
 def kernel_class(busy_us: dict[str, float]) -> str:
     """Return the class of a kernel by which engines are busy.
 

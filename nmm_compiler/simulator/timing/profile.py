@@ -22,7 +22,7 @@ from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, causes_of
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_trace, write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
-from nmm_compiler.simulator.timing.evidence import ErrorBand, bands, kernel_class
+from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of
 from nmm_compiler.simulator.timing.regions import Pattern, distinct_bytes
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
 from nmm_compiler.simulator.timing.unmodelled import unmodelled
@@ -114,7 +114,7 @@ class Profile(Shown, Record):
     @property
     def error_band(self) -> ErrorBand:
         """The errors of predictions for published kernels of this class that were held out."""
-        return bands()[kernel_class(self.engine_busy_us)]
+        return band_of(self.engine_busy_us)
 
     @property
     def timeline(self) -> Timeline:

@@ -63,7 +63,11 @@ def advice_table(advice: Sequence[Advice]) -> Part:
     if not advice:
         return Line("none of the changes that were tried saves half a percent", "note")
     rows = [
-        (f"{'<=' if a.at_most else '~'} {a.gain_us:.2f}", _places(a.lines), f"{a.seen}: {a.remedy}")
+        (
+            f"{'<=' if a.at_most else '~'} {a.gain_us:.2f}",
+            _places(a.lines),
+            f"{a.unsure}{a.seen}: {a.remedy}",
+        )
         for a in advice
     ]
     return Grid.of(("saves us", "lines", "what"), rows, right=("saves us",))
