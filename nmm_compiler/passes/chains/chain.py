@@ -134,7 +134,7 @@ def read_chain(
 
     inputs: factors may be inputs of the graph, like x.
     """
-    if _may_be_factor(c, form.rhs, inputs) and not _feeds_product(c, form.rhs):
+    if _may_be_factor(c, form.rhs, inputs) and not isinstance(c.form(form.rhs), Product):
         sides: tuple[bool, ...] = (True, False)
     else:
         sides = (False, True)
@@ -155,7 +155,8 @@ def read_chain(
         if isinstance(inner, Refusal):
             refusal = _worth_telling(c, walk, second, inner) or refusal
             continue
-        if not (inputs or any(_is_made_of_weights(c, side) for side in (inner.lhs, inner.rhs))):
+        made = any(c.is_weight(key) or owner_of(key) in c.derived for key in (inner.lhs, inner.rhs))
+        if not (inputs or made):
             mixed = _tokens_mixed(c, inner, second, walk.key)
             refusal = mixed or _first_is_given(c, inner, second) or refusal
             continue  # as in attention
@@ -172,10 +173,6 @@ def read_chain(
 
 def _may_be_factor(c: Canonical, key: Key, inputs: bool) -> bool:
     return c.is_weight(key) or (inputs and c.base(key)[0] in c.input_matrices)
-
-
-def _feeds_product(c: Canonical, key: Key) -> bool:
-    return isinstance(c.form(key), Product)
 
 
 def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key) -> Refusal | None:
@@ -233,10 +230,6 @@ def _is_made_of_a_product(c: Canonical, key: Key, limit: int = 12) -> bool:
         seen.update(new)
         queue += new
     return False
-
-
-def _is_made_of_weights(c: Canonical, key: Key) -> bool:
-    return c.is_weight(key) or owner_of(key) in c.derived
 
 
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
@@ -316,10 +309,6 @@ def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
     return read or ([] if isinstance(key, Virtual) else key.all_input_nodes)
 
 
-def _tokens(dim: views.Dim) -> list[views.Atom]:
-    return [atom for atom in dim if atom.axis != FEATURE]
-
-
 def _short(c: Canonical, key: Key) -> str:
     return str(c.dtype(key)).removeprefix("torch.")
 
@@ -392,7 +381,9 @@ def join_stages(
         moved = views.compose(step.dims, first.out_dims)
         if step.kind == "token" and moved is not None:
             axes = {a.axis for dim in moved for a in dim}
-            whole = all(len({a.axis in axes for a in _tokens(dim)}) <= 1 for dim in out_dims)
+            whole = all(
+                len({a.axis in axes for a in dim if a.axis != FEATURE}) <= 1 for dim in out_dims
+            )
             if any(axis < 0 for axis in axes) or not whole:
                 return Refusal(
                     "between",
@@ -603,7 +594,10 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
             new = dataclasses.replace(chain, activation=form.name)
         elif isinstance(form, (Scale, Add)):
             steps = _after_steps(c, reader, form, key, dims, n)
-            if steps is not None and not (_keeps_its_scale(chain) and any(map(_scales, steps))):
+            # a scale of the result is none of the first factor, or not of it alone
+            fixed = chain.base or chain.more or chain.inner
+            scaled = any(s.kind == "scale" and s.number != 1.0 for s in steps or ())
+            if steps is not None and not (fixed and scaled):
                 new = dataclasses.replace(chain, after=(*chain.after, *steps))
         if new is None or c.dtype(reader) != c.dtype(chain.out):
             return chain
@@ -612,11 +606,6 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
         if chain.activation != "identity":
             return chain
         base, base_dims, key, pending = reader, dims, reader, set()
-
-
-def _keeps_its_scale(chain: Chain) -> bool:
-    """Return whether a scale of the result is none of the first factor, or not of it alone."""
-    return bool(chain.base or chain.more or chain.inner)
 
 
 def _with_own_bias(c: Canonical, chain: Chain) -> Chain:
@@ -634,10 +623,6 @@ def _with_own_bias(c: Canonical, chain: Chain) -> Chain:
     return dataclasses.replace(
         chain, after=(*chain.after, *scale), addend=(form.b, form.beta), out=node
     )
-
-
-def _scales(step: Step) -> bool:
-    return step.kind == "scale" and step.number != 1.0
 
 
 def _after_steps(

@@ -233,7 +233,9 @@ def _unfit_operand(
             )
         if value is None:
             continue
-        if not _is_plain(value) and not (distributed == {True} and _is_local_or_cut(value)):
+        plain = type(value) in PLAIN and value.layout == torch.strided
+        cut = distributed == {True} and (is_distributed(value) or type(value) in PLAIN)
+        if not plain and not cut:
             return Refusal(
                 "device",
                 f"operand is a tensor subclass, {type(value).__name__}",
@@ -292,11 +294,3 @@ def crossed(
             edge[0],
         )
     return None
-
-
-def _is_local_or_cut(value: torch.Tensor) -> bool:
-    return is_distributed(value) or type(value) in PLAIN
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    return type(value) in PLAIN and value.layout == torch.strided

@@ -731,7 +731,11 @@ class LowRankCall(Call):
             n=chain.v.n,
             covered=chain.nodes,
             chain=chain,
-            made=tuple(owner_of(key).name for key in chain.weights if _is_made(c, key)),
+            made=tuple(
+                owner_of(key).name
+                for key in chain.weights
+                if key in c.made or c.base(key)[0] in c.quantized
+            ),
             kept=keep(
                 c,
                 (chain.u, chain.v),
@@ -826,10 +830,6 @@ class LowRankCall(Call):
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
             y = editor.call(aten.add.Tensor, y, other, **more)
         return y
-
-
-def _is_made(c: Canonical, key: Key) -> bool:
-    return key in c.made or c.base(key)[0] in c.quantized
 
 
 def _times_tokens(editor: Editor, y: fx.Node, step: Step, out_dims: Dims) -> fx.Node:

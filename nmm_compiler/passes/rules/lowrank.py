@@ -71,7 +71,9 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
     why: Refusal | None = None
     for candidate in (extend(c, chain), extend(c, chain, activations=False), plain):
         if isinstance(candidate.out, Virtual):
-            why = why or (_bias_behind(candidate.out) if candidate.per_token else None)
+            behind = "the last product adds a bias of its own behind a factor of each token"
+            if candidate.per_token:
+                why = why or Refusal("between", behind, candidate.out)
             why = why or part_of_one(candidate.out)
             continue
         operands = candidate.operands
@@ -84,14 +86,6 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
             return candidate
     assert why is not None
     return why
-
-
-def _bias_behind(key: Key) -> Refusal:
-    return Refusal(
-        "between",
-        "the last product adds a bias of its own behind a factor of each token",
-        key,
-    )
 
 
 class Adapter(KernelRule):
