@@ -206,21 +206,6 @@ def beside_products(chain: Chain) -> str:
     return ""
 
 
-def kept_together(rule: str, each: Sequence[Kept]) -> Kept:
-    """Return how a call of several chains reads their weights: every u, then every v."""
-    named = [kept for kept in each if kept.format]
-    if not named:
-        return PLAIN
-    if not all(kept.stored for kept in each):
-        why = next(
-            (kept.reason for kept in named if kept.reason), "the call has other weights, too"
-        )
-        return Kept(named[0].format, (), why)
-    firsts = each[:1] if rule == "shared_u" else each
-    stored = (*(kept.stored[0] for kept in firsts), *(kept.stored[1] for kept in each))
-    return Kept(named[0].format, stored)
-
-
 def kept_of_gated(c: Canonical, gated: Any) -> Kept:
     """Return how the call of a gated MLP reads its weights."""
     projections = gated.projections()
@@ -853,9 +838,13 @@ class SharedCall(Call):
     members: tuple[LowRankCall, ...] = ()
 
     @classmethod
-    def of(cls, rule: str, members: list[LowRankCall]) -> SharedCall:
+    def of(cls, c: Canonical, rule: str, members: list[LowRankCall]) -> SharedCall:
         """Return the call that the members become."""
         first = members[0]
+        chains = [member.chain for member in members if member.chain is not None]
+        firsts = chains[:1] if rule == "shared_u" else chains
+        weights = [*(chain.u for chain in firsts), *(chain.v for chain in chains)]
+        why = next(filter(None, map(beside_products, chains)), "")
         return cls(
             op=f"lowrank_matmul_{rule}",
             source=first.source,
@@ -865,7 +854,7 @@ class SharedCall(Call):
             covered=frozenset(n for m in members for n in m.covered),
             many=True,
             members=tuple(members),
-            kept=kept_together(rule, [member.kept for member in members]),
+            kept=keep(c, weights, c.dtype(first.final), why),
         )
 
     def info(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         return None
     if crossed(c, set(nodes), finals[-1], keys) is not None:
         return None
-    call = SharedCall.of(rule, calls)
+    call = SharedCall.of(c, rule, calls)
     spec = spec_of(c, call)
     times = call_ways(c, spec)
     if times.fused > times.separate:
