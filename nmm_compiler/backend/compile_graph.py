@@ -56,9 +56,18 @@ def nmm(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph; the function that torch.compile's backend "nmm" names.
 
-    options: a dict or an Options. mode: for an inner inductor. Raises UnknownNameError and
-    OptionTypeError for bad options, what the inner backend raises, and under strict what our own
-    stages raise.
+    Args:
+        gm: the graph.
+        example_inputs: its inputs.
+        mode: for an inner inductor.
+        options: an Options, or a dict of its fields.
+        more: fields of Options, without `options`.
+
+    Returns:
+        The compiled graph.
+
+    Raises:
+        UnknownNameError, OptionTypeError: for bad options.
     """
     warn_if_untested()
     chosen = Options.make(options, **more)

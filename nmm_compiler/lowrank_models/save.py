@@ -42,10 +42,18 @@ _STYLES = tuple(
 
 
 def save_factors(model: nn.Module, path: str | Path) -> Path:
-    """Write the factors of all low-rank layers of `model` to `path`; return the path.
+    """Write the factors of all low-rank layers of `model` to a file.
 
-    Raises FactorsFileError when the model has none, OutputError when the disk refuses; an older
-    file at `path` is then as it was.
+    Args:
+        model: any module.
+        path: of a safetensors file.
+
+    Returns:
+        The path.
+
+    Raises:
+        FactorsFileError: the model has no low-rank layer.
+        OutputError: the disk refuses; an older file is as it was.
     """
     layers = lowrank_layers(model)
     if not layers:
@@ -82,13 +90,19 @@ def save_factors(model: nn.Module, path: str | Path) -> Path:
 def load_factors(
     model: nn.Module, source: str | Path | Mapping[str, torch.Tensor]
 ) -> tuple[str, ...]:
-    """Load factors into a dense (or low-rank) model; return the names of the low-rank layers.
+    """Load factors into a dense (or low-rank) model.
 
-    source: a safetensors file of factors or a whole checkpoint, a directory of files (with or
-    without an index), or a state dict. Other tensors in it are loaded as they are.
+    Args:
+        model: any module; it is unchanged when an error is raised.
+        source: a safetensors file of factors or a whole checkpoint, a directory of files (with or
+            without an index), or a state dict. Other tensors in it are loaded as they are.
 
-    Raises FactorsFileError when there are no factors, a pair is incomplete or does not fit, or a
-    tensor has no place in the model, which is then unchanged.
+    Returns:
+        The names of the low-rank layers.
+
+    Raises:
+        FactorsFileError: there are no factors, a pair is incomplete or does not fit, or a tensor
+            has no place in the model.
     """
     tensors, where = _read(source)
     prefix = getattr(model, "base_model_prefix", "")

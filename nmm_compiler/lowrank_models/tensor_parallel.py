@@ -40,10 +40,18 @@ def tensor_parallel_plan(
 ) -> dict[str, ParallelStyle]:
     """Return how `parallelize_module` cuts a compressed Llama, Qwen3 or the like over a mesh.
 
-    model: a transformers model, low-rank or not. mesh: of one dimension. split: how low-rank
-    linears are cut, "row" or "rank". Raises OptionTypeError for a model without a plan of
-    transformers, UnknownNameError for a split, and ShapeError where heads, features or ranks do not
-    divide by the devices.
+    Args:
+        model: a transformers model, low-rank or not.
+        mesh: of one dimension.
+        split: how low-rank linears are cut, "row" or "rank".
+
+    Returns:
+        A style for each linear, by name.
+
+    Raises:
+        OptionTypeError: transformers has no plan for the model.
+        UnknownNameError: for a split.
+        ShapeError: heads, features or ranks do not divide by the devices.
     """
     if not torch.distributed.is_available():
         raise MissingPackageError("torch.distributed", "tensor parallelism", "hf")

@@ -37,6 +37,26 @@ def test_the_reference_has_every_name_of_the_door():
     assert set(nmm_compiler.__all__) - {"__version__", "NmmError"} <= shown
 
 
+def test_args_of_a_public_function_are_its_parameters():
+    import inspect
+
+    import nmm_compiler
+
+    documented = 0
+    for name in nmm_compiler.__all__:
+        value = getattr(nmm_compiler, name)
+        rest = (inspect.getdoc(value) or "").partition("\nArgs:\n")[2]
+        if inspect.isfunction(value) and rest:
+            listed = re.findall(r"^    (\w+): ", rest.split("\n\n")[0], re.MULTILINE)
+            code = value.__code__  # the signature of compress is that of its config, too
+            count = code.co_argcount + code.co_kwonlyargcount
+            count += bool(code.co_flags & inspect.CO_VARARGS)
+            count += bool(code.co_flags & inspect.CO_VARKEYWORDS)
+            assert set(listed) == set(code.co_varnames[:count]), name
+            documented += 1
+    assert documented >= 17
+
+
 def unknown_names(text, public):
     """Return the `nmm.<name>` of a page that the package's door does not have."""
     return {name for name in re.findall(r"(?<![\w./-])nmm\.(\w+)", text) if name not in public}
