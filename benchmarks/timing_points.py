@@ -45,7 +45,7 @@ from nmm_compiler.simulator.timing.profile import Profile
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data" / "timing_points.toml"
-PAGE = HERE.parent / "docs" / "timing.md"
+PAGE = HERE.parent / "docs" / "timing-evidence.md"
 SETS = ("constants", "held out")
 TEXTS, LAWS = "texts as published", "texts that set laws"
 _ENGINES = {"tensor": "TensorE busy, theirs / ours", "vector": "VectorE", "scalar": "ScalarE"}
@@ -450,7 +450,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="points whose name contains this text")
     parser.add_argument("--set", default="", choices=("", *SETS, TEXTS, LAWS), help="one table")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/timing.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
     parser.add_argument("--jobs", type=int, default=1, help="processes that simulate")
     parser.add_argument("--autocomp", type=Path, help="clone of ucb-bar/autocomp: run its texts")
     parser.add_argument("--accelopt", type=Path, help="clone of zhang677/AccelOpt: run its texts")
