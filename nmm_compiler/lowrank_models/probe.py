@@ -6,13 +6,16 @@ name does not say, so a few random rows go through a float64 copy of the module,
 training mode, and the result is compared with the product of its weight.
 
 Is a linear called, or is its weight only read? Callers of `F.multi_head_attention_forward` (WavLM)
-pass `self.q_proj.weight`, and factors would be multiplied back on every call. `watch_reads` records
-it while calibration runs.
+pass `self.q_proj.weight`, and factors would be multiplied back on every call. `only_reads` finds it
+in the code of the module that holds the linear; `watch_reads` records it while calibration runs.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
+import inspect
+import itertools
 
 import torch
 from torch import nn
@@ -82,3 +85,25 @@ def unwatch_reads(module: nn.Module) -> None:
     watched = module._parameters
     if isinstance(watched, _Watched):
         module.__dict__["_parameters"] = watched.inner
+
+
+def only_reads(owner: nn.Module, name: str) -> bool:
+    """Return whether the code that an owner's forward reaches reads `self.name.weight`, and uses
+    `self.name` for nothing but such parameters.
+
+    That code is `forward` and the methods of the class that it names. A use that cannot be told
+    from a call, as of the module itself, counts as one.
+    """
+    kind = type(owner)
+    reached, waiting, uses = {""}, ["forward"], set[str]()
+    while waiting:
+        method = inspect.unwrap(getattr(kind, waiting.pop(), None) or object)
+        codes = [method.__code__] if inspect.isfunction(method) else []
+        for code in codes:  # grows by the functions inside
+            codes += [one for one in code.co_consts if inspect.iscode(one)]
+            waiting += [one for one in code.co_names if one not in reached and hasattr(kind, one)]
+            reached.update(code.co_names)
+            for one, after in itertools.pairwise(dis.get_instructions(code)):
+                if one.argval == name and one.opname.startswith("LOAD"):
+                    uses.add(after.argval if after.opname == "LOAD_ATTR" else "")
+    return "weight" in uses and uses <= {"weight", "bias"}

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, closest, nearest
 from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedFactors
 from nmm_compiler.lowrank_models.modules import LowRankLinear
-from nmm_compiler.lowrank_models.probe import difference_from_linear
+from nmm_compiler.lowrank_models.probe import difference_from_linear, only_reads
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, residual
 from nmm_compiler.lowrank_models.report import Skipped
 
@@ -275,6 +275,9 @@ def _refusal(
         return "its forward was replaced on this module, which a replacement would lose"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight and never calls it"
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if only_reads(owner, name.rpartition(".")[2]):
+        return only_read_reason(type(owner).__name__)
     if isinstance(module, nn.Linear):
         difference = difference_from_linear(module)
         if difference is not None:

@@ -105,6 +105,34 @@ def test_layers_that_are_only_read_stay_dense_and_are_named():
         )  # fmt: skip
 
 
+class Uses(nn.Module):
+    """Uses its layers in ways that its code tells apart."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("only_read", "read_by_a_method", "called", "both", "handed_on", "not_reached"):
+            setattr(self, name, nn.Linear(32, 32))
+
+    def rows(self):
+        return self.read_by_a_method.weight, self.both.weight
+
+    def unused(self):
+        return self.not_reached.weight
+
+    def forward(self, x):
+        x = functional.linear(x, self.only_read.weight, self.only_read.bias)
+        first, second = self.rows()
+        for layer in (self.handed_on,):
+            x = layer(x)
+        return self.called((lambda y: self.both(y))(x @ first @ second))
+
+
+def test_without_calibration_the_code_says_which_layers_are_only_read():
+    report = compress(nn.Sequential(Uses()), 0.3, align=4)
+    assert {one.name for one in report.skipped} == {"0.only_read", "0.read_by_a_method"}
+    assert all("Uses reads its weight and never calls it" in s.reason for s in report.skipped)
+
+
 def test_a_weight_of_eight_bits_is_left_alone_by_name():
     model = stack()
     weight = model.layers[0].q.weight.detach().to(torch.float8_e4m3fn)

@@ -279,13 +279,10 @@ VISION = (
     C("timesformer", 14, 14, {"num_frames": 2}, inputs=random("pixel_values", 2, 3, 16, 16)),
 )  # fmt: skip
 SPEECH = {**BART, **{name: None for name in WAVES if name not in BART}, "num_hidden_layers": None}
-MHA = (
-    "its attention hands the weights to F.multi_head_attention_forward instead of calling the "
-    'layers: calibrate, or pass exclude="attention", and it stays dense'
-)
+MHA = "its attention hands the weights to F.multi_head_attention_forward, and stays dense"
 AUDIO = (
     C("wav2vec2", 13, 9, {}), C("hubert", 13, 9, {}), C("unispeech", 13, 9, {}),
-    C("wavlm", 13, 5, {}, uses=5, chains=5, note=MHA), C("data2vec-audio", 13, 9, {}),
+    C("wavlm", 5, 5, {}, note=MHA), C("data2vec-audio", 13, 9, {}),
     C("sew", 13, 9, {}),
     C("sew-d", 13, 11, {}, uses=17, note="position keys pass through the layers of the tokens"),
     C("wav2vec2-conformer", 19, 15, {}),

@@ -68,8 +68,19 @@ def test_values_are_sane(target):
         if name == "absent_forms":
             isa = Path(targets.__file__).parents[1] / "simulator" / "isa"
             code = "".join(path.read_text() for path in isa.glob("*.py"))
-            named = [form for form in value if f'"{form}"' not in code]
-            assert all(f"def {form.partition('(')[0]}(" in code for form in named)  # (engine=...)
+            # a form by engine is asked for with what the call names or chooses
+            asked = {"rng": "rng(engine={call.choose()})"}
+            by_engine = {
+                form: form.partition("(engine=")[0] for form in value if "(engine=" in form
+            }
+            spelled = {
+                form: asked.get(name, "{call.op}(engine={chosen})")
+                for form, name in by_engine.items()
+            }
+            assert all(f'"{spelled.get(form, form)}"' in code for form in value)
+            engines = {form.partition("(engine=")[2].rstrip(")") for form in by_engine}
+            assert engines <= {"vector", "scalar", "gpsimd", "tensor"}
+            assert all(f"def {name}(" in code for name in by_engine.values())
             continue
         if name == "collective_points":
             assert value
