@@ -48,7 +48,7 @@ class PackedFormat:
         return n * k * self.bits // 8 + scales * (1 if self.power_scales else scale_bytes)
 
 
-_MX = {"block": 32, "power_scales": True, "tries": (1.0, 2.0)}
+_MX: dict[str, Any] = {"block": 32, "power_scales": True, "tries": (1.0, 2.0)}
 FORMATS = {
     made.name: made
     for made in (

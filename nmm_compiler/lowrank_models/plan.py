@@ -215,8 +215,8 @@ def make_plan(
         LayerReport(name=s.name, k=s.k, n=s.n, rank=None, note=note, counted=False) for s in unused
     ]
     made = [*layers, *aside]
-    for layer in made if config.format is not None else ():
-        if layer.rank:
+    for layer in made:
+        if layer.rank and config.format is not None:
             check_blocks(layer.k, config.format, f"{layer.name}.down")
             check_blocks(layer.rank, config.format, f"{layer.name}.up")
     return [replace(x, bytes=layer_bytes(by_name[x.name], x.rank, config)) for x in made], align

@@ -117,7 +117,7 @@ class QuantizedLinear(nn.Module):
             wide = weight.detach().float().cpu().numpy()
             scale_dtype = str(weight.dtype).removeprefix("torch.")
             values, scale = quantize(wide, FORMATS[made.format], scale_dtype)
-            made.values.copy_(torch.from_numpy(values))
+            cast(torch.Tensor, made.values).copy_(torch.from_numpy(values))
             made.scale.data.copy_(torch.from_numpy(scale))
         made.bias = bias
         return made
@@ -144,8 +144,9 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def merge(self) -> nn.Linear:
         """Return the dense `nn.Linear`."""
-        dense = nn.Linear(self.in_features, self.out_features, False, device="meta")
-        dense.weight, dense.bias = nn.Parameter(self.weight), self.bias
+        dense = nn.Linear(self.in_features, self.out_features, device="meta")
+        dense.weight = nn.Parameter(self.weight)
+        dense.register_parameter("bias", self.bias)
         return dense.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
