@@ -366,7 +366,7 @@ class BrokenRuleError(NmmError):
         shown = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         super().__init__(
             f"rule {rule!r} failed on node {node!r}: {shown}; the graph is unchanged. Fix "
-            f"the rule, or leave it out with Options(disable=({rule!r},))"
+            f"the rule, or leave it out with Options(rules=('-{rule}',))"
         )
 
 
@@ -391,7 +391,7 @@ class VerificationError(NmmError, AssertionError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"the rewritten graph is wrong: {what}. Leave the rule out with "
-            "options={'disable': [its name]}; a built-in rule that is wrong is a fault in "
+            "options={'rules': ['-its_name']}; a built-in rule that is wrong is a fault in "
             "nmm_compiler, please report it"
         )
 

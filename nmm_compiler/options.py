@@ -1,8 +1,8 @@
 """Every option of the package, in one frozen record, and the only place that reads the environment.
 
 `Options.make` accepts what users pass (a dict, an Options, keywords), refuses unknown names with
-the closest known one, and checks each value. Target, dialect, lnc, verdicts and instruction budget
-can change an emitted kernel, and so belong to the cache key; all others must not.
+the closest known one, and checks each value. Target, dialect, lnc and instruction budget can
+change an emitted kernel, and so belong to the cache key; all others must not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ LARGEST_BUCKET = 4096
 # kernel-optimization tutorial: 32,768 matmuls, 5,403 copies and about 2,000 DMAs, all unrolled.
 # By a public report to aws-neuron-sdk far larger ones took half an hour and 30 GB to compile.
 INSTRUCTION_BUDGET = 40_000
-CACHE_OPTIONS = ("cache", "cache_dir", "cache_max_bytes", "remote_cache")
+SWITCHES = ("attention", "norms", "reassociate", "simulated")
+"""What the passes do only where `Options.rules` has "+name"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +131,6 @@ def is_positive(number: float) -> bool:
     return number > 0
 
 
-def _is_size(number: int) -> bool:
-    return number >= 0
-
-
 def _is_pair_or_one(cores: int) -> bool:
     return cores in (1, 2)
 
@@ -159,7 +156,21 @@ def _is_hashable(value: object) -> bool:
     return True
 
 
-_Place = Annotated[str | None, Values("a path or URL as a string")]
+def _is_mode_or_directory(cache: str) -> bool:
+    mode, directory = _mode_and_directory(cache)
+    return mode in (None, *CACHE_MODES) and (directory is None or _looks_like_a_path(directory))
+
+
+def _mode_and_directory(cache: str | None) -> tuple[str | None, str | None]:
+    """Return the parts of "mode", "directory" and "mode:directory"."""
+    mode, _, directory = (cache or "").partition(":")
+    if mode in CACHE_MODES:
+        return mode, directory or None
+    return (None, cache) if cache and _looks_like_a_path(cache) else (cache or None, None)
+
+
+def _looks_like_a_path(text: str) -> bool:
+    return "/" in text or text.startswith(("~", "."))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,29 +188,23 @@ class Options:
     kernels: "build" writes every kernel while compiling, "lazy" when a call first needs it.
     freeze: weights never change after compilation, so packed copies need no checks.
     buckets: increasing token counts that kernels are built for; None uses the default ladder.
-    price: how the passes compare one call with its products and a dense product: "closed_form"
-        takes no time, "simulated" runs each kernel in the simulator once, which takes up to seconds
-        a shape, and keeps the figures in the kernel cache.
-    reassociate: permit rewrites that change where the intermediate result is rounded.
-    attention: make scaled_dot_product_attention a kernel too; off, it is left to the inner backend,
-        which brings its own.
-    norms: take a norm before our calls, and a residual behind them, into their kernels, where that
-        is predicted to be no slower.
     strict: raise on an internal failure, and where a kernel fails its first run on a device; the
         default is a warning and the plain graph, or PyTorch in place of that kernel.
     verify: run each graph before and after the rewrite on its inputs and raise where they differ.
-    dump: directory to write each graph to after each step of the passes, as readable code.
     report: called with the CompileReport of each graph; True prints it; a path ending in .html is
         written as one page with all graphs compiled so far.
-    disable: names of rewrite rules to leave out.
     rules: rewrite rules of your own (nmm_compiler.rule, nmm_compiler.Rule), which run after the
         built-in ones; "..." in the list stands for the built-in ones, and a name for one of them.
+        "-name" leaves a rule out. "+attention" makes scaled_dot_product_attention a kernel too,
+        which is else left to the inner backend, "+norms" takes a norm before our calls, and a
+        residual behind them, into their kernels, where that is predicted to be no slower, and
+        "+reassociate" permits rewrites that change where the intermediate result is rounded, and
+        "+simulated" compares one call with its products and a dense product by running each kernel
+        in the simulator once, which takes up to seconds a shape, and not by a closed form.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
         blocks of tokens in a loop on the device.
-    verdicts: the file that `nmm doctor --device` wrote, or "off"; None asks NMM_VERDICTS, and then
-        looks beside the kernel cache. Kernels do without what failed there.
-    cache, cache_dir, cache_max_bytes, remote_cache: the kernel cache; None asks the
-        environment (NMM_CACHE, NMM_CACHE_DIR, NMM_CACHE_MAX_BYTES, NMM_REMOTE_CACHE).
+    cache: the kernel cache: a mode (off, ro, rw, require), a directory, or "mode:directory"; None
+        asks the environment, which also has its bound and its shared store (docs/cache.md).
     """
 
     target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
@@ -213,13 +218,8 @@ class Options:
         tuple[int, ...] | None,
         Values("increasing positive token counts, e.g. (1, 128)", _is_increasing),
     ] = None
-    price: Annotated[str, Values(names=PRICES)] = "closed_form"
-    reassociate: bool = False
-    attention: bool = False
-    norms: bool = False
     strict: bool = False
     verify: bool = False
-    dump: _Place = None
     report: Annotated[
         bool | str | Callable[[Any], None],
         Values(
@@ -227,19 +227,48 @@ class Options:
             _is_page_if_text,
         ),
     ] = False
-    disable: Annotated[tuple[str, ...], Values("a list of names of rewrite rules")] = ()
     rules: Annotated[tuple[Any, ...], Values("a list of rules", _is_hashable)] = ()
     instruction_budget: Annotated[int, Values("a number of instructions above 0", is_positive)] = (
         INSTRUCTION_BUDGET
     )
-    verdicts: _Place = None
-    cache: Annotated[str | None, Values(names=CACHE_MODES)] = None
-    cache_dir: _Place = None
-    cache_max_bytes: Annotated[int | None, Values("a whole number of bytes", _is_size)] = None
-    remote_cache: _Place = None
+    cache: Annotated[
+        str | None,
+        Values(
+            "off, ro, rw, require, a directory with a slash, or mode:directory",
+            _is_mode_or_directory,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for rule in self.rules:
+            if isinstance(rule, str) and rule.startswith("+") and rule[1:] not in SWITCHES:
+                raise UnknownNameError("switch of rules", rule, [f"+{name}" for name in SWITCHES])
+
+    @property
+    def attention(self) -> bool:
+        """Whether attention becomes a kernel."""
+        return "+attention" in self.rules
+
+    @property
+    def price(self) -> str:
+        """How the passes compare calls, of PRICES."""
+        return "simulated" if "+simulated" in self.rules else "closed_form"
+
+    @property
+    def norms(self) -> bool:
+        """Whether norms and residuals are taken into kernels."""
+        return "+norms" in self.rules
+
+    @property
+    def reassociate(self) -> bool:
+        """Whether rewrites may change where the intermediate result is rounded."""
+        return "+reassociate" in self.rules
+
+    @property
+    def disable(self) -> tuple[str, ...]:
+        """The names of the rules that are left out."""
+        return tuple(r[1:] for r in self.rules if isinstance(r, str) and r.startswith("-"))
 
     @classmethod
     def make(cls, options: Options | Mapping[str, Any] | None = None, **more: Any) -> Options:
@@ -260,18 +289,16 @@ class Options:
         for name in given:
             if name not in known:
                 raise UnknownNameError("option", name, known)
-        for name in ("buckets", "disable", "rules"):
+        for name in ("buckets", "rules"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         return cls(**given)
 
     def call_options(self) -> dict[str, Any]:
         """Return the options that a rewritten call needs when it runs, without defaults."""
-        names = ("dialect", "lnc", "buckets", "freeze", "strict", "instruction_budget", "verdicts")
+        names = ("dialect", "lnc", "buckets", "freeze", "strict", "instruction_budget", "cache")
         fields = {f.name: f.default for f in dataclasses.fields(self)}
-        return {
-            n: getattr(self, n) for n in (*names, *CACHE_OPTIONS) if getattr(self, n) != fields[n]
-        }
+        return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
 
 
 # The bytes that `os.environ` holds on POSIX. It raises two exceptions inside for a name that is not
@@ -308,20 +335,30 @@ def dma_transposes_on_tensor() -> bool:
     return value is not None and value.lower() in ("1", "true")
 
 
+def verdict_setting() -> str | None:
+    """Return NMM_VERDICTS: the file that `nmm doctor --device` wrote, or "off"."""
+    return _environment("NMM_VERDICTS")
+
+
+def dump_directory() -> str | None:
+    """Return NMM_DUMP: where each graph is written after each step of the passes."""
+    return _environment("NMM_DUMP")
+
+
 def verdict_file(options: Options | None = None, *, to_write: bool = False) -> Path | None:
-    """Return where the verdicts of `nmm doctor --device` are: the option, else NMM_VERDICTS.
+    """Return where the verdicts of `nmm doctor --device` are: NMM_VERDICTS names the file.
 
     Else a file beside the kernel cache; None for "off", or where the cache has no directory.
     Raises OptionTypeError for a given file that is not there, unless it is about to be written.
     """
-    given = (options.verdicts if options else None) or _environment("NMM_VERDICTS")
+    given = verdict_setting()
     if given == "off":
         return None
     if given:
         path = Path(os.path.expanduser(given))
         if not to_write and not path.is_file():
             raise OptionTypeError(
-                "verdicts", given, "a file that nmm doctor --device wrote, or 'off'"
+                "NMM_VERDICTS", given, "a file that nmm doctor --device wrote, or 'off'"
             )
         return path
     try:
@@ -369,7 +406,8 @@ def neuron_environment(target: str) -> Iterator[None]:
 
 def cache_mode(options: Options | None = None) -> str:
     """Return the cache mode: the option, else NMM_CACHE, else "rw"."""
-    mode = (options.cache if options else None) or _environment("NMM_CACHE") or "rw"
+    given, _ = _mode_and_directory(options.cache if options else None)
+    mode = given or _environment("NMM_CACHE") or "rw"
     if mode not in CACHE_MODES:
         raise UnknownNameError("NMM_CACHE", mode, CACHE_MODES)
     return mode
@@ -380,7 +418,8 @@ def cache_dir(options: Options | None = None) -> Path:
 
     Raises CacheDirectoryError when that needs a home directory and there is none.
     """
-    given = (options.cache_dir if options else None) or _environment("NMM_CACHE_DIR")
+    _, named = _mode_and_directory(options.cache if options else None)
+    given = named or _environment("NMM_CACHE_DIR")
     if given and not given.startswith("~"):
         return _cache_dir(given, None, None)
     return _cache_dir(given, _environment("XDG_CACHE_HOME"), os.environ.get("HOME"))
@@ -407,10 +446,8 @@ def _cache_dir(given: str | None, base: str | None, home: str | None) -> Path:
     return found
 
 
-def cache_max_bytes(options: Options | None = None) -> int:
-    """Return the cache's size bound in bytes: the option, else NMM_CACHE_MAX_BYTES, else 1 GiB."""
-    if options and options.cache_max_bytes is not None:
-        return options.cache_max_bytes
+def cache_max_bytes() -> int:
+    """Return the cache's size bound in bytes: NMM_CACHE_MAX_BYTES, else 1 GiB."""
     given = _environment("NMM_CACHE_MAX_BYTES")
     if given is None:
         return 1 << 30
@@ -419,9 +456,9 @@ def cache_max_bytes(options: Options | None = None) -> int:
     return int(given)
 
 
-def remote_cache(options: Options | None = None) -> str | None:
-    """Return the declared fsspec URL of the second cache level, or None."""
-    given = (options.remote_cache if options else None) or _environment("NMM_REMOTE_CACHE")
+def remote_cache() -> str | None:
+    """Return NMM_REMOTE_CACHE, the declared fsspec URL of the shared store, or None."""
+    given = _environment("NMM_REMOTE_CACHE")
     if given is None:
         return None
     try:

@@ -26,15 +26,10 @@ valid = st.fixed_dictionaries(
         "freeze": st.booleans(),
         "buckets": st.none()
         | st.lists(st.integers(1, 10**6), min_size=1, max_size=5, unique=True).map(sorted),
-        "reassociate": st.booleans(),
-        "attention": st.booleans(),
         "strict": st.booleans(),
         "report": st.booleans() | st.just(print),
-        "disable": st.lists(st.text(), max_size=3),
-        "cache": st.none() | st.sampled_from(module.CACHE_MODES),
-        "cache_dir": st.none() | st.text(),
-        "cache_max_bytes": st.none() | st.integers(0, 10**12),
-        "remote_cache": st.none() | st.text(),
+        "rules": st.lists(st.sampled_from(["...", "-lora", "+norms", "+attention"]), max_size=3),
+        "cache": st.none() | st.sampled_from([*module.CACHE_MODES, "/a", "ro:/a", "rw:~/b"]),
     },
 )
 anything = st.recursive(
@@ -98,7 +93,7 @@ def test_a_name_that_is_no_option_is_refused(name, value):
 
 @pytest.mark.parametrize(
     ("wrong", "right"),
-    [("taget", "target"), ("bucket", "buckets"), ("Strict", "strict"), ("cachedir", "cache_dir")],
+    [("taget", "target"), ("bucket", "buckets"), ("Strict", "strict"), ("cashe", "cache")],
 )
 def test_the_closest_option_is_named(wrong, right):
     with pytest.raises(UnknownNameError, match=f"did you mean '{right}'"):
@@ -116,22 +111,16 @@ def test_the_closest_option_is_named(wrong, right):
         ("inner", None, "inner"),
         ("freeze", 1, "True or False"),
         ("strict", "yes", "True or False"),
-        ("reassociate", None, "True"),
         ("report", 3, "report"),
-        ("disable", "lora", "list of names"),
-        ("disable", [1], "list of names"),
-        ("cache_dir", 3, "string"),
-        ("remote_cache", b"x", "string"),
-        ("cache_max_bytes", -1, "bytes"),
-        ("cache_max_bytes", True, "bytes"),
-        ("cache_max_bytes", 1.5, "bytes"),
+        ("rules", "lora", "list of rules"),
+        ("rules", ["+lora"], "+attention, +norms"),
+        ("cache", 3, "directory"),
+        ("cache", "ro:here", "a directory with a slash"),
         ("lnc", 2.0, "1 or 2"),
         ("lnc", True, "1 or 2"),
         ("lnc", 3, "1 or 2"),
         ("instruction_budget", 0, "above 0"),
         ("instruction_budget", 1e4, "above 0"),
-        ("verdicts", 3, "string"),
-        ("norms", 1, "True or False"),
     ],
 )
 def test_a_bad_value_names_the_option_and_the_way_out(option, value, said):
@@ -173,7 +162,7 @@ def test_keywords_lie_over_the_rest():
 def test_call_options_bring_back_what_a_call_needs(given_options):
     options = Options.make(given_options)
     again = Options.make(options.call_options())
-    for name in ("buckets", "freeze", "strict", *module.CACHE_OPTIONS):
+    for name in ("buckets", "freeze", "strict", "cache"):
         assert getattr(again, name) == getattr(options, name)
     assert Options().call_options() == {}
 
@@ -184,24 +173,29 @@ def test_call_options_bring_back_what_a_call_needs(given_options):
 @pytest.mark.parametrize(
     ("function", "variable", "text", "value", "option", "other", "default"),
     [
-        (module.cache_mode, "NMM_CACHE", "ro", "ro", "cache", "off", "rw"),
-        (module.cache_dir, "NMM_CACHE_DIR", "/a", Path("/a"), "cache_dir", "/b", None),
-        (module.cache_max_bytes, "NMM_CACHE_MAX_BYTES", "7", 7, "cache_max_bytes", 0, 1 << 30),
-        (module.remote_cache, "NMM_REMOTE_CACHE", "s3://a", "s3://a", "remote_cache", "x://", None),
+        (module.cache_mode, "NMM_CACHE", "ro", "ro", "off", "off", "rw"),
+        (module.cache_mode, "NMM_CACHE", "ro", "ro", "off:/b", "off", "rw"),
+        (module.cache_dir, "NMM_CACHE_DIR", "/a", Path("/a"), "/b", Path("/b"), None),
+        (module.cache_dir, "NMM_CACHE_DIR", "/a", Path("/a"), "ro:/b", Path("/b"), None),
     ],
 )
 def test_an_option_wins_over_the_environment_over_the_default(
     monkeypatch, function, variable, text, value, option, other, default
 ):
-    if function is not module.cache_dir:
+    if default is not None:
         assert function() == function(Options()) == default
     monkeypatch.setenv(variable, f" {text} ")
     assert function() == function(Options()) == value
-    wanted = Path(other) if function is module.cache_dir else other
-    assert function(Options.make({option: other})) == wanted
+    assert function(Options(cache=option)) == other
     monkeypatch.setenv(variable, "  ")
-    if function is not module.cache_dir:
+    if default is not None:
         assert function() == default
+
+
+def test_switches_of_rules_are_read_by_name():
+    options = Options.make(rules=["+norms", "-lora", "..."])
+    assert (options.norms, options.attention, options.disable) == (True, False, ("lora",))
+    assert (options.price, Options(rules=("+simulated",)).price) == ("closed_form", "simulated")
 
 
 def test_the_default_directory(monkeypatch, tmp_path):

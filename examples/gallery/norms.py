@@ -1,4 +1,4 @@
-"""Norms before chains and residuals behind them, under Options(norms=True)."""
+"""Norms before chains and residuals behind them, under the switch "+norms"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from gallery.case import Holder, K, case, lam
 
 F = nn.functional
-ON = {"norms": True}
+ON = {"rules": ("+norms",)}
 
 
 def spelled(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:

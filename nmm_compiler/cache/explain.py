@@ -49,7 +49,7 @@ class Explanation:
             return f"miss, because its entry is {self.state}"
         if self.nearest is None:
             return "miss; the cache has no whole entry to compare with"
-        names = ", ".join(dict.fromkeys(name.partition(".")[0] for name, _, _ in self.changes))
+        names = ", ".join(self.key.diff(self.nearest))
         return f"miss among {counted(self.entries, 'entry', 'entries')}, because of: {names}"
 
 

@@ -55,7 +55,6 @@ _RANGES = ("range", "static_range", "affine_range", "sequential_range", "arange"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_RANGE = 1 << 20
 _MAX_INTEGER = 1 << 62
-_DECORATORS = {"nki.jit", "jit"}
 _REPEATABLE = (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)
 _FRAMES = ("gi_", "f_", "tb_", "cr_", "ag_", "co_")  # how frames and code objects are reached
 _NODES = (
@@ -107,7 +106,10 @@ def _fault_at_import(statement: ast.stmt) -> str:
     given = statement.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     notes = [*(argument.annotation for argument in every if argument), statement.returns]
-    decorators = {ast.unparse(decorator) for decorator in statement.decorator_list} - _DECORATORS
+    decorators = {ast.unparse(decorator) for decorator in statement.decorator_list} - {
+        "jit",
+        "nki.jit",
+    }
     if decorators:
         return f"decorator {min(decorators)}"
     if not all(_is_literal(value) for value in (*given.defaults, *given.kw_defaults) if value):

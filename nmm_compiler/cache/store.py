@@ -39,8 +39,6 @@ from nmm_compiler.errors import (
 )
 
 REMOTE_FAILURES = 3  # in a row, after which this process stops asking; one timeout will do
-LOOKS = 128  # at all entries, while as many bytes are published as the cache may hold
-ROOM = 15 / 16  # of the bound is kept at a look, so that the next ones find it kept
 Files = Mapping[str, str]
 Meta = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 Check = Callable[[str, str], None]
@@ -94,8 +92,8 @@ class Store:
         settings = (
             options_module.cache_dir(options) if on_disk else None,
             options_module.cache_mode(options),
-            options_module.cache_max_bytes(options),
-            options_module.remote_cache(options),
+            options_module.cache_max_bytes(),
+            options_module.remote_cache(),
         )
         store = _OPEN.get(settings) or _OPEN.setdefault(settings, cls(*settings))
         store.check = check or store.check
@@ -244,10 +242,11 @@ class Store:
             try:
                 self._disk.publish(entry)
                 entry = self._disk.read(digest)
-                # Looking at every entry takes a while, so few publications of a large cache do.
-                # Digests are spread evenly, so they tell which.
-                if int(digest[:15], 16) % max(1, self.max_bytes // (LOOKS * size)) == 0:
-                    self._disk.evict(self.max_bytes * ROOM, digest)
+                # Looking at every entry takes a while, so few publications of a large cache do:
+                # 128 while as many bytes are published as it may hold. Digests are spread evenly,
+                # so they tell which. A look frees a sixteenth, so that the next ones come in time.
+                if int(digest[:15], 16) % max(1, self.max_bytes // (128 * size)) == 0:
+                    self._disk.evict(self.max_bytes * 15 / 16, digest)
             except (FileNotFoundError, DamagedEntryError):
                 pass  # deleted at once by somebody else; the next miss tries again
             except OSError as error:
@@ -376,7 +375,7 @@ class Store:
         """
         if self.remote is None:
             raise CacheError(
-                "no remote cache is declared; set NMM_REMOTE_CACHE or the option remote_cache"
+                "no shared store is declared; set NMM_REMOTE_CACHE to a URL, s3://bucket/kernels"
             )
         return self.remote.push(self._whole(prefix))
 

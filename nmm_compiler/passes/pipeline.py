@@ -21,7 +21,7 @@ from nmm_compiler.errors import (
     OptionTypeError,
     UnknownNameError,
 )
-from nmm_compiler.options import Options
+from nmm_compiler.options import Options, dump_directory
 from nmm_compiler.passes.attempt import (
     Attempt,
     added_nodes_are_read,
@@ -231,7 +231,8 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
     options are taken.
     """
     known = {rule.name: rule for rule in RULES}
-    given = list(options.rules if rules is None else rules)
+    own = (r for r in options.rules if not (isinstance(r, str) and r.startswith(("+", "-"))))
+    given = list(own if rules is None else rules)
     if not any(isinstance(entry, str) for entry in given):
         given = ["...", *given]
     named = {e for e in given if isinstance(e, str)} | {
@@ -327,7 +328,7 @@ class _Run:
             return self.done[id(original)]
         children: dict[str, fx.GraphModule] = {}
         last = next(iter(reversed(original.graph.nodes)))
-        dump = Dump(self.options.dump, path.rstrip("."))
+        dump = Dump(dump_directory(), path.rstrip("."))
         modes = iter(("quick", "careful", "none"))
         mode = next(modes)
         while True:

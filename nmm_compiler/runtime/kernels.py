@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.errors import CacheMissError
-from nmm_compiler.options import KERNEL_EXECUTORS, Options
+from nmm_compiler.options import KERNEL_EXECUTORS, Options, verdict_setting
 from nmm_compiler.runtime import buckets
 
 _WORTH_SPLITTING_TOKENS = 128
@@ -24,7 +24,8 @@ Key = tuple[Any, ...]
 
 def _key(spec: Any, target: str, options: Options) -> Key:
     """Return a kernel's spec and target, and the options that can change its source."""
-    return (spec, target, options.dialect, options.instruction_budget, options.verdicts)
+    verdicts = options.cache, verdict_setting()  # what says where they are
+    return (spec, target, options.dialect, options.instruction_budget, verdicts)
 
 
 class Kernels:

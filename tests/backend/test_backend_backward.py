@@ -147,7 +147,7 @@ def test_the_report_says_which_backward_products_are_no_kernels(launched):
         return nn.functional.scaled_dot_product_attention(q, k, k)
 
     q, k = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(2))
-    compiled(attention, attention=True)(q, k).sum().backward()
+    compiled(attention, rules=["+attention"])(q, k).sum().backward()
     said = " ".join(str(backend.last_report()).split())
     assert "PyTorch, no kernel, computes backward products: " in said
     assert "[2, 16, 16] x [2, 16, 8]" in said

@@ -247,8 +247,9 @@ def test_training_runs_through_simulated_kernels():
 
 def test_cache_mode_require_names_what_is_missing_and_how_to_build_it(tmp_path):
     model, x = FactorPair(nn.Linear(16, 12), 2).eval(), torch.randn(4, 16)
-    options = {"inner": "eager", "cache_dir": str(tmp_path / "cache")}
-    required = torch.compile(model, backend="nmm", options={**options, "cache": "require"})
+    cache = tmp_path / "cache"
+    options = {"inner": "eager", "cache": str(cache)}
+    required = torch.compile(model, backend="nmm", options={**options, "cache": f"require:{cache}"})
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="CacheMissError") as caught:
         required(x)
     assert "1 kernel is not in" in str(caught.value)

@@ -145,7 +145,7 @@ def test_a_source_found_in_the_cache_is_checked_too(tmp_path, monkeypatch):
     from nmm_compiler.kernels.matmul import MatmulSpec
     from nmm_compiler.options import Options
 
-    spec, options = MatmulSpec(m=4, k=8, n=4), Options(cache_dir=str(tmp_path / "cache"))
+    spec, options = MatmulSpec(m=4, k=8, n=4), Options(cache=str(tmp_path / "cache"))
     kernel = build.build_kernel(spec, options=options)
     monkeypatch.setattr(build, "_KERNELS", {})
     assert build.build_kernel(spec, options=options).source == kernel.source

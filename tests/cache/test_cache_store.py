@@ -357,7 +357,8 @@ def test_open_is_one_store_per_settings_and_reads_the_environment(directory, mon
     other = Store.open()
     assert other is not store
     assert (other.mode, other.max_bytes) == ("ro", 5000)
-    assert Store.open(Options(cache="rw", cache_max_bytes=1 << 30)) is store
+    monkeypatch.delenv("NMM_CACHE_MAX_BYTES")
+    assert Store.open(Options(cache=f"rw:{directory}")) is store
 
 
 def _fill(directory, count):

@@ -281,11 +281,11 @@ def test_mode_require_raises_where_other_modes_go_on_in_memory(monkeypatch):
 
     open_to_all = str(open_directory(0o777))
     with pytest.raises(CacheTrustError):
-        Store.for_kernels(Options(cache="require", cache_dir=open_to_all))
+        Store.for_kernels(Options(cache=f"require:{open_to_all}"))
     with pytest.warns(CacheWarning, match="mend it.*Until then kernels are kept in memory"):
-        kept = Store.for_kernels(Options(cache_dir=open_to_all))
+        kept = Store.for_kernels(Options(cache=open_to_all))
     build = Builder()
     assert kept.get_or_build(key_of(1), build) is kept.get_or_build(key_of(1), build)
     assert build.calls == 1
-    assert kept is Store.for_kernels(Options(cache_dir=open_to_all))
+    assert kept is Store.for_kernels(Options(cache=open_to_all))
     assert os.listdir(open_to_all) == []

@@ -44,7 +44,7 @@ def test_each_target_has_its_own_kernel():
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path):
-    options = Options(cache="off", cache_dir=str(tmp_path / "none"))
+    options = Options(cache=f"off:{tmp_path}/none")
     kernel = build_kernel(SPEC, "trn2", options=options)
     assert kernel.path.is_file()
     assert not (tmp_path / "none").exists()

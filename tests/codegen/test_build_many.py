@@ -17,7 +17,7 @@ SPECS = [LowRankSpec(m=8, k=16, r=4, n=16), LowRankSpec(m=8, k=16, r=4, n=32),
 
 def test_two_processes(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
-    apart, alone = (Options(cache_dir=str(tmp_path / name)) for name in ("apart", "alone"))
+    apart, alone = (Options(cache=str(tmp_path / name)) for name in ("apart", "alone"))
     assert fill_cache([*SPECS, SPECS[0]], options=apart, jobs=2) == 3
     assert fill_cache(SPECS, options=apart, jobs=2) == 0  # nothing is missing now
     with monkeypatch.context() as patch:
@@ -31,7 +31,7 @@ def test_two_processes(tmp_path, monkeypatch):
 
 def test_a_worker_that_ends_leaves_its_kernels_to_the_caller(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
-    options = Options(cache_dir=str(tmp_path / "cache"))
+    options = Options(cache=str(tmp_path / "cache"))
     monkeypatch.setattr(workers, "_PROGRAM", "raise SystemExit(3)")
     assert fill_cache(SPECS[:2], options=options, jobs=2) == 0
     assert [k.spec for k in build_many(SPECS[:2], options=options, jobs=2)] == SPECS[:2]
@@ -43,7 +43,7 @@ def test_without_a_cache_nothing_is_started():
 
 def test_an_interrupt_says_what_is_done(tmp_path):
     tmp_path.chmod(0o700)
-    options = Options(cache_dir=str(tmp_path / "cache"))
+    options = Options(cache=str(tmp_path / "cache"))
 
     def after_one(said, done, whole):
         if done:

@@ -38,7 +38,7 @@ def verdicts(path, failed=(), passed=(), executor="neuron", target="trn2", nki="
     rungs += [{"rung": name, "verdict": "passed"} for name in passed]
     told = {"executor": executor, "target": target, "verdicts": rungs, "machine": {"nki": nki}}
     path.write_text(json.dumps(told), encoding="utf-8")
-    return Options(verdicts=str(path), cache="off")
+    return Options(cache=f"off:{path.parent}")
 
 
 CASES = [
@@ -60,7 +60,7 @@ CASES = [
 def test_a_construct_that_failed_is_not_chosen(tmp_path, rung, spec, construct, budget):
     """The kernel that is chosen instead is right, and is another cache entry."""
     failed = verdicts(tmp_path / "device.json", [rung])
-    off = Options(verdicts="off", cache="off")
+    off = Options(cache="off")
     if budget:
         off, failed = (dataclasses.replace(o, instruction_budget=budget) for o in (off, failed))
     before = build_kernel(spec, "trn2", options=off)
@@ -80,7 +80,7 @@ def test_x_turns_on_tensor_engine_in_a_loop_where_dma_transposes_fail_there(tmp_
     looped = [
         [c.schedule.x.load for c in rank(spec, machine_target("trn2", options), 60)
          if c.schedule.m_loop]
-        for options in (Options(verdicts="off"), failed)
+        for options in (Options(), failed)
     ]  # fmt: skip
     assert set(looped[0]) == {"dma", "tensor"}
     assert set(looped[1]) == {"tensor"}
@@ -92,7 +92,7 @@ def test_fp8_turns_as_bytes_where_that_passed(tmp_path):
     kernel = build_kernel(spec, "trn2", options=passed)
     assert "turned[0:deep, 0:width, 0]" in kernel.source
     assert prove(kernel).passed
-    plain = build_kernel(spec, "trn2", options=Options(verdicts="off", cache="off"))
+    plain = build_kernel(spec, "trn2", options=Options(cache="off"))
     assert "width), dtype=nl.bfloat16, buffer=nl.psum)" in plain.source
     assert prove(plain).passed
 
@@ -157,13 +157,13 @@ def test_prices_are_those_of_the_machine(tmp_path, monkeypatch, price, size):
 def test_rules_decide_for_the_machine_of_the_options(tmp_path):
     spec = dataclasses.replace(LARGE, k=2100)
     lowrank = LowRankSpec(m=spec.m, k=spec.k, r=1000, n=spec.n)
-    mine = Options(target=calibrated(tmp_path / "mine.json", 2), verdicts="off")
+    mine = Options(target=calibrated(tmp_path / "mine.json", 2))
     plain, slow = (
         ways(lowrank, machine_target(options.target, options), source=options.price)
-        for options in (Options(verdicts="off"), mine)
+        for options in (Options(), mine)
     )
     assert slow.fused > 1.5 * plain.fused
-    for options in (Options(verdicts="off"), mine):
+    for options in (Options(), mine):
         cost = Cost.on(machine_target(options.target, options), "bfloat16", "closed_form")
         wanted = estimate_us(dataclasses.replace(spec, x_layout="row"), options.target)
         assert cost.product(spec.m, spec.k, spec.n) == wanted
@@ -183,7 +183,7 @@ def test_one_process_keeps_kernels_of_each_machine_apart(tmp_path):
     spec = MatmulSpec(m=300, k=300, n=300)
     failed = verdicts(tmp_path / "device.json", ["DMA transpose 77"])
     kernels = Kernels()
-    found = [kernels.get(spec, "trn2", o) for o in (Options(verdicts="off", cache="off"), failed)]
+    found = [kernels.get(spec, "trn2", o) for o in (Options(cache="off"), failed)]
     assert ["dma_transpose" in kernel.source for kernel in found] == [True, False]
     assert too_large(spec, "trn2", failed) is None
 
@@ -199,19 +199,19 @@ def test_every_rung_that_is_named_exists_and_every_change_is_a_capability():
     assert about - {"TensorE transpose"} <= set(WITHOUT) | set(WITH)
 
 
-def test_the_file_is_the_option_else_the_variable_else_beside_the_cache(tmp_path, monkeypatch):
+def test_the_variable_names_the_file_else_it_is_beside_the_cache(tmp_path, monkeypatch):
     options = verdicts(tmp_path / "a.json", ["DMA transpose 8"])
     monkeypatch.setenv("NMM_VERDICTS", str(tmp_path / "a.json"))
     assert not machine_target("trn2").dma_transposes
-    assert machine_target("trn2", Options(verdicts="off")).dma_transposes
-    monkeypatch.delenv("NMM_VERDICTS")
+    monkeypatch.setenv("NMM_VERDICTS", "off")
     assert machine_target("trn2").dma_transposes
-    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("NMM_VERDICTS")
+    assert machine_target("trn2", options).dma_transposes
     os.rename(tmp_path / "a.json", tmp_path / "device.json")
-    assert not machine_target("trn2").dma_transposes
+    assert not machine_target("trn2", options).dma_transposes
+    monkeypatch.setenv("NMM_VERDICTS", str(tmp_path / "a.json"))
     with pytest.raises(OptionTypeError, match="nmm doctor --device wrote"):
-        machine_target("trn2", options)  # a file that is named has to be there
-    assert options.call_options()["verdicts"] == str(tmp_path / "a.json")
+        machine_target("trn2")  # a file that is named has to be there
 
 
 NO_NAME = '{"verdicts": [{"rung": [], "verdict": "failed"}]}'
@@ -221,7 +221,7 @@ NO_NAME = '{"verdicts": [{"rung": [], "verdict": "failed"}]}'
 def test_a_file_that_is_no_ladder_is_an_error(tmp_path, text):
     (tmp_path / "device.json").write_text(text)
     with pytest.raises(MachineFileError, match=r"device\.json"):
-        machine_target("trn2", Options(verdicts=str(tmp_path / "device.json")))
+        machine_target("trn2", Options(cache=f"off:{tmp_path}"))
 
 
 def test_a_file_written_anew_counts(tmp_path):

@@ -108,7 +108,7 @@ def test_rows(name, function, tokens, plain, permitted):
     model, x = Row(function), torch.randn(2, tokens // 2, 64) / 8
     with torch.no_grad():
         want = torch.utils._pytree.tree_leaves(model(x))
-    for options, ranks in (({}, plain), ({"reassociate": True}, permitted)):
+    for options, ranks in (({}, plain), ({"rules": ["+reassociate"]}, permitted)):
         result = run(fx.symbolic_trace(model), (x,), options=options)
         found = tuple(m.info["r"] for m in result.rewritten)
         assert found == (ranks if isinstance(ranks, tuple) else () if ranks is None else (ranks,))
@@ -124,7 +124,7 @@ def test_rows(name, function, tokens, plain, permitted):
 
 def test_the_note_says_what_moved():
     model, x = Row(lambda p, x: x @ p.a @ p.b @ p.c), torch.randn(MANY, 64)
-    result = run(fx.symbolic_trace(model), (x,), options={"reassociate": True})
+    result = run(fx.symbolic_trace(model), (x,), options={"rules": ["+reassociate"]})
     assert "reassociated" in result.rewritten[0].notes[-1]
     model = Row(lambda p, x: torch.linalg.multi_dot([x, p.a, p.b, p.c]))
     result = run(fx.symbolic_trace(model), (x,))
@@ -133,7 +133,7 @@ def test_the_note_says_what_moved():
 
 def test_gradients_reach_every_factor():
     model, x = Row(lambda p, x: x @ p.a @ p.b @ p.c @ p.d @ p.e), torch.randn(MANY, 64) / 8
-    graph = run(fx.symbolic_trace(model), (x,), options={"reassociate": True}).graph_module
+    graph = run(fx.symbolic_trace(model), (x,), options={"rules": ["+reassociate"]}).graph_module
     leaves = list(model.parameters())
     one, two = (torch.autograd.grad(m(x).square().sum(), leaves) for m in (model, graph))
     for left, right in zip(one, two, strict=True):

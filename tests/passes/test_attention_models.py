@@ -7,7 +7,7 @@ import nmm_compiler as nmm
 
 transformers = pytest.importorskip("transformers")
 
-ON = {"attention": True, "inner": "aot_eager"}
+ON = {"rules": ["+attention"], "inner": "aot_eager"}
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 16,

@@ -7,7 +7,7 @@ from torch import nn
 
 import nmm_compiler as nmm
 
-ON = {"attention": True}
+ON = {"rules": ["+attention"]}
 pytestmark = pytest.mark.filterwarnings("error:nmm")
 
 

@@ -9,7 +9,7 @@ from nmm_compiler import compress, rewrite
 
 K, RANK = 64, 16
 X = torch.randn(2, 8, K, generator=torch.Generator().manual_seed(0))
-ON = {"norms": True, "strict": True}
+ON = {"rules": ["+norms"], "strict": True}
 
 
 class Factors(nn.Module):
@@ -109,7 +109,7 @@ def test_a_norm_of_several_readers_goes_into_their_one_call():
 
 
 def test_calls_that_stay_apart_each_take_the_norm_in():
-    result = rewritten(Block(LlamaNorm()), X, disable=("shared_x",))
+    result = rewritten(Block(LlamaNorm()), X, rules=("+norms", "-shared_x"))
     assert kinds(result) == ["lowrank", "lowrank", "norm", "norm", "residual"]
     assert "rsqrt" not in result.graph_module.code
 

@@ -129,7 +129,7 @@ def test_one_call_has_one_price_in_a_compile_report():
 
 def test_the_simulated_price_is_asked_for_by_an_option():
     model, x = Pair(64, 8, 64), torch.randn(4, 64)
-    found = explain(model, x, options={"price": "simulated"}).matches[0].info["predicted"]
+    found = explain(model, x, options={"rules": ["+simulated"]}).matches[0].info["predicted"]
     want = simulated_us(LowRankSpec(m=4, k=64, r=8, n=64, dtype="float32"), "trn2")
     assert found["fused"] == want
     assert found["source"] == "simulated"

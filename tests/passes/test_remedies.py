@@ -222,7 +222,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("code", "rule", "refused", "mended"), ENDS)
 def test_a_norm_or_a_residual_goes_into_the_call(code, rule, refused, mended):
-    options = {**VERIFIED, "norms": True}
+    options = {**VERIFIED, "rules": ["+norms"]}
     before, after = (rewrite(Model(f), (X,), options=options) for f in (refused, mended))
     assert [d.code for d in before.declined if d.rule == rule] == [code]
     assert rule not in [m.kind for m in before.rewritten]
@@ -354,7 +354,7 @@ def test_factors_from_outside():
 def test_a_free_order():
     refused = traced(lambda p, x: L(x, p.b @ p.a), X)
     assert [d.code for d in refused.declined] == ["order"]
-    options = {**VERIFIED, "reassociate": True}
+    options = {**VERIFIED, "rules": ["+reassociate"]}
     assert rewrite(Model(lambda p, x: L(x, p.b @ p.a)), (X,), options=options).rewritten
 
 
@@ -365,7 +365,7 @@ def test_attention_that_a_kernel_computes_and_that_none_does():
     def spelled(q, k, v):
         return torch.softmax((q @ k.transpose(-1, -2)).relu(), -1) @ v
 
-    on = {"attention": True}
+    on = {"rules": ["+attention"]}
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 9, 8)
     mask = torch.ones(5, 5).tril().bool()
     for code, (refused, inputs), (mended, others) in (
@@ -383,6 +383,6 @@ def test_attention_of_groups_of_heads():
     def call(**more):
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **more)
 
-    q, grouped, on = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), {"attention": True}
+    q, grouped, on = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), {"rules": ["+attention"]}
     graph = torch.fx.symbolic_trace(call(enable_gqa=True))
     assert run(graph, (q, grouped, grouped), on).rewritten

@@ -68,7 +68,7 @@ def low_rank():
 def test_a_script_ends_with_1_where_nothing_is_found(capsys):
     result = nmm.rewrite(low_rank(), (torch.randn(4, 64),))
     script = result.reproducer()
-    code, said = ends(script.replace("options={", 'options={"disable": ["lowrank"], '), capsys)
+    code, said = ends(script.replace("options={", 'options={"rules": ["-lowrank"], '), capsys)
     assert code == 1
     assert "0 matched" in said
 

@@ -208,7 +208,7 @@ def test_two_symbolic_sizes_and_a_result_passed_as_columns():
     results = []
 
     def backend(module, inputs):
-        results.append(run(module, inputs, Options(disable=("gated_mlp",))))
+        results.append(run(module, inputs, Options(rules=("-gated_mlp",))))
         return results[-1].graph_module.forward
 
     torch._dynamo.reset()

@@ -304,7 +304,7 @@ def test_a_cache_that_may_not_be_used_is_said_once_and_kernels_run(
         monkeypatch.delenv("NMM_CACHE_DIR")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setenv("HOME", "~nobody-of-this-name")
-    name = executor_name(Options(executor="simulator", cache_dir=path))
+    name = executor_name(Options(executor="simulator", cache=path))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = NMM.lowrank_matmul(x, u, v, executor=name)

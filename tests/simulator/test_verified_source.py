@@ -56,7 +56,7 @@ def changes(path, marker):
 
 
 def test_what_was_built_runs_after_its_file_was_changed(tmp_path):
-    options = Options.make(cache_dir=str(tmp_path / "cache"))
+    options = Options.make(cache=str(tmp_path / "cache"))
     kernel = build_kernel(SPEC, options=options)
     operands = arrays()
     wanted = kernel.simulate(*operands).output.tobytes()

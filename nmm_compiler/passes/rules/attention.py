@@ -1,4 +1,4 @@
-"""Rule `attention`: scaled_dot_product_attention becomes a kernel, under Options(attention=True).
+"""Rule `attention`: scaled_dot_product_attention becomes a kernel, under "+attention".
 
     F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
       ->   nmm.attention(q, k, v, causal=True)

@@ -3,7 +3,7 @@
     x @ (u @ v)              ->   nmm.lowrank_matmul(x, u, v)
     x @ a @ b @ c @ d        ->   nmm.lowrank_matmul(x, a @ b, c @ d)
 
-It changes which values are rounded, so it runs under Options(reassociate=True), or inside one
+It changes which values are rounded, so it runs under the switch "+reassociate", or inside one
 `multi_dot` or `einsum`, which leave the order open. Without permission, products keep their order,
 and `lowrank` takes the pairs that save work; such pairs never overlap, since
 r1 (k + r2) < k r2 asks for r1 < r2, and the next pair for r2 < r1.
