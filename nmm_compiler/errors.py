@@ -107,52 +107,27 @@ class LintError(NmmError):
         )
 
 
-class NoMatchingModulesError(NmmError, ValueError):
-    """Nothing in the model is what compression was asked to factorize; lists what was seen."""
+class ModelError(NmmError, ValueError):
+    """A model, its data or its config that cannot be worked on; names the part and the values."""
 
 
-class RankError(NmmError, ValueError):
-    """A ratio, budget or rank that no legal rank can meet; gives the nearest that can."""
+class FileError(NmmError, ValueError):
+    """A file or directory that the user named and that does not hold what it should.
+
+    Nothing of a kernel file that is refused was executed.
+    """
 
 
-class CalibrationError(NmmError, ValueError):
-    """Calibration data that is empty, not finite, or never reaches a layer; names the layer."""
-
-
-class MemoryBudgetError(NmmError, MemoryError):
-    """Calibration needs more memory than there is; says how much."""
-
-
-class EvaluationError(NmmError, RuntimeError):
-    """lm-eval could not run a task, for example without its data; says which and why."""
-
-
-class WeightError(NmmError, ValueError):
-    """A weight that cannot be worked on: NaN or infinite elements; names the layer."""
-
-
-class NoGradientError(NmmError, RuntimeError):
-    """A gradient of numbers that are rounded was asked for."""
-
-
-class RecoveryError(NmmError):
-    """Fine-tuning that cannot start or has diverged; the best factors so far are in place."""
-
-
-class FactorsFileError(NmmError, ValueError):
-    """A file of factors that is incomplete, or does not fit the model it is loaded into."""
+class WorkerError(NmmError, RuntimeError):
+    """A process that worked for us ended, ran out of its time or memory, or its call raised."""
 
 
 class CacheError(NmmError):
     """Base of what the kernel cache refuses or cannot do."""
 
 
-class CacheKeyError(CacheError, ValueError):
-    """A cache key, file name or metadata value that would not mean the same in another process."""
-
-
 class CacheTrustError(CacheError):
-    """A directory, archive or remote entry that others could have written; says how to mend it."""
+    """A cache directory, archive or entry that cannot be used safely; says how to mend it."""
 
 
 class CacheMissError(CacheError, LookupError):
@@ -167,31 +142,12 @@ class DamagedEntryError(CacheError):
     """A cache entry whose bytes are not those that were published; says which file and why."""
 
 
-class CacheDirectoryError(CacheError, OSError):
-    """A cache directory that cannot be named, looked at or made; says why and what to set."""
-
-
 class CacheWarning(UserWarning):
     """The kernel cache lost or skipped an entry; results are right all the same."""
 
 
 class NeuronSetupError(NmmError, RuntimeError):
-    """A Neuron package or device is missing or too old for what was asked."""
-
-
-class MachineFileError(NmmError, ValueError):
-    """A file about this machine (verdicts, a calibrated target) is missing or holds no facts."""
-
-
-class NoKernelError(NmmError, RuntimeError):
-    """A kernel executor was named and there is no kernel to run; the `__cause__` says why."""
-
-    def __init__(self, executor: str, what: str, reason: str) -> None:
-        self.executor = executor
-        super().__init__(
-            f"executor {executor!r} was asked for and there is no kernel for {what}: {reason}; "
-            "pass executor='auto' (kernels where they can be used, else PyTorch) or 'reference'"
-        )
+    """The executor asked for cannot run a call: a package, a device or a kernel is missing."""
 
 
 class SimulationError(NmmError):
@@ -202,12 +158,6 @@ class SimulationError(NmmError):
     def __init__(self, message: str, file: str = "", line: int = 0) -> None:
         self.file, self.line = file, line
         super().__init__(f"{message} [{file}:{line}]" if file else message)
-
-
-class KernelNotFoundError(SimulationError, LookupError):
-    """The kernel file, or the function in it, is not there; lists what is."""
-
-    exit_code = 2
 
 
 class KernelArgumentError(SimulationError, TypeError):
@@ -228,161 +178,34 @@ class OutOfBoundsError(SimulationError, IndexError):
     """An index, slice, pattern or runtime offset that leaves its tensor."""
 
 
-class UninitializedReadError(SimulationError):
-    """Elements are read that nothing has written."""
+class OperandError(SimulationError, ValueError, TypeError):
+    """An operand's shape, dtype, memory or engine that the instruction does not take here."""
 
 
 class HazardError(SimulationError):
-    """One instruction would overwrite what it still has to read, or addresses overlap."""
-
-
-class TensorShapeError(SimulationError, ValueError):
-    """Shapes, sizes or partitions that the instruction does not take."""
-
-
-class TensorDtypeError(SimulationError, TypeError):
-    """A dtype that the instruction does not take."""
-
-
-class OperandValueError(SimulationError, ValueError):
-    """An operand holds values that the instruction was promised it does not hold."""
-
-
-class EngineRuleError(SimulationError):
-    """An operand in a memory, or an op on an engine, that the hardware does not connect."""
-
-
-class TargetRuleError(SimulationError):
-    """Something that only other targets have."""
+    """Data that nothing has written, that is lost, or that is not what was promised is read."""
 
 
 class OnChipCapacityError(SimulationError, CapacityError):
     """SBUF or PSUM is full: lists the live tensors with their sizes."""
 
 
-class InstructionLimitError(SimulationError):
-    """More instructions than `max_instructions`: an endless loop, or a limit set too low."""
-
-    exit_code = 2
-
-
-class ProgramsDisagreeError(SimulationError):
-    """The programs of a grid took different paths: one waits for a step that the other skips."""
-
-
-class SimulatorFaultError(SimulationError):
-    """The simulator's own code raised in an NKI call; the original exception is the `__cause__`.
-
-    call: the function with its arguments, as far as they can be shown.
-    """
-
-    exit_code = 70
-
-    def __init__(self, call: str, cause: BaseException, file: str = "", line: int = 0) -> None:
-        text = " ".join(str(cause).split())[:300]
-        super().__init__(
-            f"a fault of the simulator in {call}: {type(cause).__name__}: {text}; please report it "
-            "with this line, and pass other arguments meanwhile",
-            file,
-            line,
-        )
-
-
-class ExportError(NmmError):
-    """A model, or an operation in it, that cannot be written as MLIR; says which and why."""
-
-
-class SourceFileError(NmmError, OSError):
-    """A file that is no readable Python source: a folder, a pipe, too large, not UTF-8."""
-
-
-class ResourceLimitError(NmmError):
-    """Work on a user's file took more time or memory than its limit."""
-
-
-class WorkerEndedError(NmmError):
-    """A user's file ended or crashed the process that worked on it."""
-
-
-class ChangedFileError(NmmError):
-    """A kernel's file no longer holds the text that was verified; nothing of it was executed."""
-
-
 class OutputError(NmmError, OSError):
     """A file that cannot be written; nothing half-written is left behind."""
 
 
-class UserFileError(NmmError):
-    """A file or directory that the user named ran or loaded, and raised; names it and the line."""
-
-    def __init__(self, path: str, what: str, cause: BaseException, line: int = 0) -> None:
-        self.path, self.line = path, line
-        place = f"{path}:{line}" if line else path
-        text = " ".join(str(cause).split())[:400]
-        super().__init__(f"{place}: {what}: {type(cause).__name__}: {text}; mend it there")
-
-
-class TimelineMissingError(NmmError, ValueError):
-    """A profile read back from JSON holds the figures, not the timeline behind them."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this Profile came from JSON and has no timeline; simulate the kernel again with "
-            "mode='timing' to get one"
-        )
-
-
-class ImpossibleProfileError(NmmError, ValueError):
-    """A profile whose latency is below what the hardware's peak allows: a fault of the model."""
-
-    exit_code = 70
-
-    def __init__(self, what: str, least_us: float, latency_us: float) -> None:
-        super().__init__(
-            f"{what} take at least {least_us:.4g} us at the target's peak, but the profile says "
-            f"{latency_us:.4g} us; this is a fault in the timing model, please report the kernel"
-        )
-
-
-class NoShapesError(NmmError, ValueError):
-    """A graph without shape metadata came without example inputs."""
-
-    def __init__(self, node: str) -> None:
-        super().__init__(
-            f"the graph carries no shapes (first missing: node {node!r}); pass example_inputs, "
-            "for instance nmm_compiler.rewrite(graph, (torch.empty(4, 512),))"
-        )
-
-
-class CaptureError(NmmError):
-    """A model that could not be turned into one graph."""
-
-
-class BrokenRuleError(NmmError):
-    """A rewrite rule raised, or left the graph in a state that does not lint."""
-
-    def __init__(self, rule: str, node: str, cause: BaseException | str) -> None:
-        self.rule, self.node = rule, node
-        shown = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        super().__init__(
-            f"rule {rule!r} failed on node {node!r}: {shown}; the graph is unchanged. Fix "
-            f"the rule, or leave it out with Options(rules=('-{rule}',))"
-        )
+class BrokenRuleError(NmmError, ValueError):
+    """A rewrite rule that cannot be read, that raised, or that left the graph broken."""
 
 
 class InternalFaultError(NmmError):
-    """A fault of this package's own, met under strict; the original exception is the `__cause__`.
-
-    Without strict, the place that met it stays as it was.
-    """
+    """A fault of this package's own; the original exception is the `__cause__`."""
 
     exit_code = 70
 
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"a fault in nmm_compiler, {what}; please report it with the traceback. Without "
-            "options={'strict': True} the place is left alone and the rest is rewritten"
-        )
+
+class CodegenError(NmmError, ValueError):
+    """A kernel's text that cannot be written out, as a whole or in the wanted dialect of NKI."""
 
 
 class VerificationError(NmmError, AssertionError):
@@ -396,74 +219,112 @@ class VerificationError(NmmError, AssertionError):
         )
 
 
-class NoRealInputsError(NmmError, ValueError):
-    """Verification of a rewrite without inputs that hold data."""
-
-    def __init__(self, given: object) -> None:
-        super().__init__(
-            f"verify=True runs the graph and needs inputs with data, got {given!r:.80}; pass real "
-            "example_inputs, or call result.check(*inputs) later"
-        )
-
-
-class PredictionError(NmmError, ValueError):
-    """A model, a config or a setting that no latency can be predicted for."""
-
-
-class PatternError(NmmError, ValueError):
-    """A pattern function of a rule cannot be read; the message says why."""
-
-    def __init__(self, function: object, why: str) -> None:
-        name = getattr(function, "__name__", "function")
-        super().__init__(
-            f"the pattern {name!r} cannot be read: {why}; a pattern is a function of tensors, and "
-            "of numbers with defaults, that returns one tensor. A class made from "
-            "nmm_compiler.Rule says what two functions cannot"
-        )
-
-
-class RuleNotFiredError(NmmError, ValueError):
-    """A rule to be proved matches nothing in what it was given."""
-
-    def __init__(self, rule: str, why: str) -> None:
-        super().__init__(f"rule {rule!r} matches nothing: {why}")
-
-
-class AheadOfTimeError(NmmError, RuntimeError):
-    """An inner backend returned something that cannot be written to a file."""
-
-    def __init__(self, inner: str) -> None:
-        super().__init__(
-            f"inner backend {inner!r} returns a callable that cannot be saved; pass "
-            "options={'inner': 'inductor'} or 'eager' to aot_compile"
-        )
-
-
-class TemplateError(NmmError, TypeError):
-    """A kernel template uses a record as code generation cannot write it out."""
-
-
-class DialectError(NmmError, ValueError):
-    """A kernel says something that the wanted dialect of NKI has no form for."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"NKI Beta 1 (neuronxcc.nki) has no form for {what}, which this kernel needs; emit it "
-            "with dialect 'nki', or pass a schedule that does without"
-        )
-
-
-TO_MEND = (BrokenRuleError, CacheMissError, MachineFileError, NeuronSetupError, OptionTypeError)
+TO_MEND = (BrokenRuleError, CacheMissError, FileError, NeuronSetupError, OptionTypeError)
 """What the user has to mend: raised from wherever it is met, and never taken for a fault."""
 
 
-class WorkerError(NmmError, RuntimeError):
-    """A process that builds or times kernels ended, or its call raised."""
+def user_file_error(path: str, what: str, cause: BaseException, line: int = 0) -> FileError:
+    """Return the error of a user's file that ran or loaded, and raised; names it and the line."""
+    place = f"{path}:{line}" if line else path
+    text = " ".join(str(cause).split())[:400]
+    return FileError(f"{place}: {what}: {type(cause).__name__}: {text}; mend it there")
 
-    def __init__(self, attempts: int, said: str = "") -> None:
-        super().__init__(
-            f"a worker process failed: {said}"
-            if said
-            else f"{attempts} worker processes ended within the same call, the last one too; the "
-            "machine may be short of memory, so try fewer with jobs="
-        )
+
+def timeline_missing() -> SimulationError:
+    """Return the error of a profile read back from JSON, which holds figures and no timeline."""
+    return SimulationError(
+        "this Profile came from JSON and has no timeline; simulate the kernel again with "
+        "mode='timing' to get one"
+    )
+
+
+def impossible_profile(what: str, least_us: float, latency_us: float) -> InternalFaultError:
+    """Return the error of a latency below what the hardware's peak allows."""
+    return InternalFaultError(
+        f"{what} take at least {least_us:.4g} us at the target's peak, but the profile says "
+        f"{latency_us:.4g} us; this is a fault in the timing model, please report the kernel"
+    )
+
+
+def no_shapes(node: str) -> ModelError:
+    """Return the error of a graph without shape metadata that came without example inputs."""
+    return ModelError(
+        f"the graph carries no shapes (first missing: node {node!r}); pass example_inputs, "
+        "for instance nmm_compiler.rewrite(graph, (torch.empty(4, 512),))"
+    )
+
+
+def no_real_inputs(given: object) -> ModelError:
+    """Return the error of a verification without inputs that hold data."""
+    return ModelError(
+        f"verify=True runs the graph and needs inputs with data, got {given!r:.80}; pass real "
+        "example_inputs, or call result.check(*inputs) later"
+    )
+
+
+def rule_not_fired(rule: str, why: str) -> ModelError:
+    """Return the error of a rule to be proved that matches nothing in what it was given."""
+    return ModelError(f"rule {rule!r} matches nothing: {why}")
+
+
+def cannot_be_saved(inner: str) -> ModelError:
+    """Return the error of an inner backend's callable that cannot be written to a file."""
+    return ModelError(
+        f"inner backend {inner!r} returns a callable that cannot be saved; pass "
+        "options={'inner': 'inductor'} or 'eager' to aot_compile"
+    )
+
+
+def broken_rule(rule: str, node: str, cause: BaseException | str) -> BrokenRuleError:
+    """Return the error of a rule that raised, or left the graph in a state that does not lint."""
+    shown = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+    return BrokenRuleError(
+        f"rule {rule!r} failed on node {node!r}: {shown}; the graph is unchanged. Fix "
+        f"the rule, or leave it out with Options(rules=('-{rule}',))"
+    )
+
+
+def unreadable_pattern(function: object, why: str) -> BrokenRuleError:
+    """Return the error of a rule's pattern function that cannot be read."""
+    name = getattr(function, "__name__", "function")
+    return BrokenRuleError(
+        f"the pattern {name!r} cannot be read: {why}; a pattern is a function of tensors, and "
+        "of numbers with defaults, that returns one tensor. A class made from "
+        "nmm_compiler.Rule says what two functions cannot"
+    )
+
+
+def internal_fault(what: str) -> InternalFaultError:
+    """Return the error of a fault met under strict; else the place that met it stays as it was."""
+    return InternalFaultError(
+        f"a fault in nmm_compiler, {what}; please report it with the traceback. Without "
+        "options={'strict': True} the place is left alone and the rest is rewritten"
+    )
+
+
+def simulator_fault(call: str, cause: BaseException, place: str) -> InternalFaultError:
+    """Return the error of the simulator's own code that raised in an NKI call.
+
+    call: the function with its arguments, as far as they can be shown; place: the kernel's line.
+    """
+    text = " ".join(str(cause).split())[:300]
+    return InternalFaultError(
+        f"a fault of the simulator in {call}: {type(cause).__name__}: {text}; please report it "
+        f"with this line, and pass other arguments meanwhile [{place}]"
+    )
+
+
+def no_kernel(executor: str, what: str, reason: str) -> NeuronSetupError:
+    """Return the error of an executor that was named and has no kernel to run."""
+    return NeuronSetupError(
+        f"executor {executor!r} was asked for and there is no kernel for {what}: {reason}; "
+        "pass executor='auto' (kernels where they can be used, else PyTorch) or 'reference'"
+    )
+
+
+def no_beta1_form(what: str) -> CodegenError:
+    """Return the error of a kernel that NKI Beta 1 cannot say."""
+    return CodegenError(
+        f"NKI Beta 1 (neuronxcc.nki) has no form for {what}, which this kernel needs; emit it "
+        "with dialect 'nki', or pass a schedule that does without"
+    )

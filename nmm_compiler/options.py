@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from nmm_compiler import targets
-from nmm_compiler.errors import CacheDirectoryError, OptionTypeError, UnknownNameError
+from nmm_compiler.errors import CacheTrustError, OptionTypeError, UnknownNameError
 from nmm_compiler.targets.this_machine import FILE
 
 TARGETS = targets.names()
@@ -363,7 +363,7 @@ def verdict_file(options: Options | None = None, *, to_write: bool = False) -> P
         return path
     try:
         return _beside_cache(cache_dir(options))
-    except CacheDirectoryError:
+    except CacheTrustError:
         return None
 
 
@@ -416,7 +416,7 @@ def cache_mode(options: Options | None = None) -> str:
 def cache_dir(options: Options | None = None) -> Path:
     """Return the cache directory: the option, else NMM_CACHE_DIR, else the user's cache folder.
 
-    Raises CacheDirectoryError when that needs a home directory and there is none.
+    Raises CacheTrustError when that needs a home directory and there is none.
     """
     _, named = _mode_and_directory(options.cache if options else None)
     given = named or _environment("NMM_CACHE_DIR")
@@ -434,12 +434,12 @@ def _cache_dir(given: str | None, base: str | None, home: str | None) -> Path:
             return Path(given).expanduser()
         found = (Path(base) if base else Path.home() / ".cache") / "nmm_compiler"
     except RuntimeError as error:  # no HOME and no passwd entry, or "~somebody" who is nobody
-        raise CacheDirectoryError(
+        raise CacheTrustError(
             f"the kernel cache has no directory: {error}; set NMM_CACHE_DIR to a directory of your "
             "own"
         ) from None
     if not found.is_absolute():
-        raise CacheDirectoryError(
+        raise CacheTrustError(
             f"the kernel cache would be in {str(found)!r}, which is no absolute path; set "
             "NMM_CACHE_DIR (or HOME) to an absolute one"
         )

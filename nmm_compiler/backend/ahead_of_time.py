@@ -32,7 +32,7 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import keep_tuning, schedule_in, tuning_files
-from nmm_compiler.errors import AheadOfTimeError
+from nmm_compiler.errors import cannot_be_saved
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
@@ -62,7 +62,7 @@ class AheadOfTime(SerializableCallable):
     ) -> AheadOfTime:
         """Wrap what an inner backend made of a graph.
 
-        Raises AheadOfTimeError for a callable that has nothing to save.
+        Raises ModelError for a callable that has nothing to save.
         """
         inner: SerializableCallable
         if getattr(compiled, "serialize", None) is not None:
@@ -70,7 +70,7 @@ class AheadOfTime(SerializableCallable):
         elif report.inner == "eager":  # "eager" runs the graph itself
             kind, inner = "graph", GraphModuleSerializableCallable(graph)
         else:
-            raise AheadOfTimeError(report.inner)
+            raise cannot_be_saved(report.inner)
         header = {
             "target": options.target,
             "options": options.call_options(),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.cache.key import Key, plain
-from nmm_compiler.errors import CacheError, CacheKeyError, DamagedEntryError, OutputError
+from nmm_compiler.errors import CacheError, DamagedEntryError, OutputError
 from nmm_compiler.outputs import write_text
 from nmm_compiler.version import VERSION
 
@@ -91,13 +91,13 @@ class Entry:
 def make(key: Key, files: Mapping[str, str], meta: Mapping[str, Any] | None) -> Entry:
     """Return the entry of what a builder returned, in memory, with its manifest rendered.
 
-    Raises CacheKeyError for a bad file name, no files, text that is not UTF-8, or meta not JSON.
+    Raises CacheError for a bad file name, no files, text that is not UTF-8, or meta not JSON.
     """
     if not isinstance(files, Mapping) or not files:
-        raise CacheKeyError(f"the builder of {key} returned {files!r:.80}; return {{name: text}}")
+        raise CacheError(f"the builder of {key} returned {files!r:.80}; return {{name: text}}")
     for name, text in files.items():
         if not (isinstance(name, str) and FILE_NAME.fullmatch(name) and isinstance(text, str)):
-            raise CacheKeyError(
+            raise CacheError(
                 f"{name!r:.120} of {key} is a {type(text).__name__}; return text in files named "
                 f"with letters, digits, '_', '-' and '.', which do not start with '.' or '-', and "
                 f"are not {MANIFEST}"
@@ -116,10 +116,10 @@ def make(key: Key, files: Mapping[str, str], meta: Mapping[str, Any] | None) -> 
             "files": {name: _sha256(text.encode()) for name, text in files.items()},
         }
     except UnicodeEncodeError as error:
-        raise CacheKeyError(f"a file of {key} is not UTF-8 text: {error}") from None
+        raise CacheError(f"a file of {key} is not UTF-8 text: {error}") from None
     entry = Entry(key, dict(files), body["meta"], made_by, render(body))
     if entry.size_bytes > MAX_ENTRY_BYTES or len(files) > MAX_FILES:
-        raise CacheKeyError(
+        raise CacheError(
             f"{key} has {len(files)} files of {entry.size_bytes} B, over {MAX_FILES} files or "
             f"{MAX_ENTRY_BYTES} B"
         )
@@ -153,7 +153,9 @@ def verified(digest: str, contents: Mapping[str, bytes], directory: Path | None 
             raise DamagedEntryError(f"{MANIFEST} has format {body['format']!r}")
         key, sha256s = Key.make(body["key"]), {**body["files"]}
         meta, created, named = {**body["meta"]}, {**body["created"]}, body["digest"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except DamagedEntryError:
+        raise
+    except (CacheError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedEntryError(f"{MANIFEST} is not a manifest: {error!r:.200}") from None
     if key.digest != digest or named != digest:
         raise DamagedEntryError(f"{MANIFEST} is that of another entry, {key.digest[:12]}")

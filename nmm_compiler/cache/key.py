@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nmm_compiler.errors import CacheKeyError
+from nmm_compiler.errors import CacheError
 from nmm_compiler.records import Record
 
 KEY_FORMAT = 1
@@ -28,7 +28,7 @@ _HASH = re.compile(r"[0-9a-f]{16,}")
 def plain(value: Any, where: str) -> Any:
     """Return `value` as JSON data of exact built-in types; `where` names it in errors.
 
-    Raises CacheKeyError for anything that JSON cannot carry there and back unchanged.
+    Raises CacheError for anything that JSON cannot carry there and back unchanged.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -36,7 +36,7 @@ def plain(value: Any, where: str) -> Any:
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise CacheKeyError(f"{where} is {value!r}; pass a finite number or a string")
+            raise CacheError(f"{where} is {value!r}; pass a finite number or a string")
         return float(value)
     if isinstance(value, str):
         return str.__str__(value)
@@ -47,9 +47,9 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                raise CacheKeyError(f"{where} has the key {name!r}; pass strings as names")
+                raise CacheError(f"{where} has the key {name!r}; pass strings as names")
         return {str.__str__(n): plain(item, f"{where}.{n}") for n, item in value.items()}
-    raise CacheKeyError(
+    raise CacheError(
         f"{where} is a {type(value).__name__} ({value!r:.80}), which has no canonical JSON; pass "
         "numbers, strings, booleans, None, lists, dicts with string names, or a Record"
     )
@@ -73,13 +73,13 @@ class Key:
 
     @classmethod
     def make(cls, entries: Mapping[str, Any]) -> Key:
-        """Return the key of `entries`; raise CacheKeyError for none, or data it cannot hold."""
+        """Return the key of `entries`; raise CacheError for none, or data it cannot hold."""
         if not isinstance(entries, Mapping) or not entries:
-            raise CacheKeyError(f"a cache key needs named entries, got {entries!r:.80}")
+            raise CacheError(f"a cache key needs named entries, got {entries!r:.80}")
         try:
             made = plain(entries, "key")
         except RecursionError:
-            raise CacheKeyError("a cache key's data is nested without end") from None
+            raise CacheError("a cache key's data is nested without end") from None
         document = canonical({"format": KEY_FORMAT, "entries": made})
         return cls(tuple(made.items()), hashlib.sha256(document.encode()).hexdigest())
 

@@ -30,7 +30,6 @@ from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.remote import Remote
 from nmm_compiler.errors import (
-    CacheDirectoryError,
     CacheError,
     CacheMissError,
     CacheTrustError,
@@ -72,7 +71,7 @@ class Store:
         try:
             self._disk.check()
         except (OSError, ValueError) as error:  # no right to look, too long, a NUL in it
-            raise CacheDirectoryError(
+            raise CacheTrustError(
                 f"cache directory {str(self.directory)!r:.200} cannot be looked at: {error!s:.200}"
                 "; set NMM_CACHE_DIR to a directory of your own"
             ) from None
@@ -109,7 +108,7 @@ class Store:
         """
         try:
             return cls.open(options, check=check)
-        except (CacheTrustError, CacheDirectoryError) as error:
+        except CacheTrustError as error:
             if options_module.cache_mode(options) == "require":
                 raise
             store = cls.open(options, check=check, on_disk=False)

@@ -14,7 +14,7 @@ from nmm_compiler.cli import models, values
 from nmm_compiler.cli.cache import open_store
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
-from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, UserFileError
+from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid
 from nmm_compiler.report.text import counted
@@ -180,14 +180,14 @@ def _kernels(
 
 
 def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]:
-    """Return the kernels of a file that `--list` wrote; UserFileError for a line that is none."""
+    """Return the kernels of a file that `--list` wrote; FileError for a line that is none."""
     from nmm_compiler.codegen.build_many import request_of
 
     found: dict[tuple[KernelSpec, str], None] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except ValueError as error:
-        raise UserFileError(str(path), "it must be UTF-8 text", error) from error
+        raise user_file_error(str(path), "it must be UTF-8 text", error) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -195,9 +195,9 @@ def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]
             told = json.loads(line)
             spec, named, _ = request_of(told)
         except (ValueError, RecursionError, NmmError) as error:
-            raise UserFileError(str(path), "each line is one kernel", error, number) from error
+            raise user_file_error(str(path), "each line is one kernel", error, number) from error
         for one in [named] if "target" in told else targets:
             found[spec, one] = None
     if not found:
-        raise UserFileError(str(path), "each line is one kernel", ValueError("it is empty"))
+        raise user_file_error(str(path), "each line is one kernel", ValueError("it is empty"))
     return list(found)

@@ -94,12 +94,12 @@ def _changes(changes: list[tuple[str, str, str]]) -> Grid:
 def _key(path: Path) -> Key:
     """Return the key of a JSON file: named entries, or what --json prints of an entry."""
     from nmm_compiler.cache.key import Key
-    from nmm_compiler.errors import CacheKeyError
+    from nmm_compiler.errors import CacheError
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CacheKeyError(f"{path} is not a JSON file of named entries: {error}") from None
+        raise CacheError(f"{path} is not a JSON file of named entries: {error}") from None
     return Key.make(data["key"] if isinstance(data, dict) and "key" in data else data)
 
 

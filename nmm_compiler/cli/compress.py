@@ -13,7 +13,7 @@ import typer
 from nmm_compiler.cli import models, values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
-from nmm_compiler.errors import CalibrationError, OptionTypeError
+from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.options import FACTORS
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def compress(
     if out_dir.exists() and not out_dir.is_dir():
         raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
     if recover_steps and text is None:
-        raise CalibrationError("--recover needs text to train on; pass --text FILE")
+        raise ModelError("--recover needs text to train on; pass --text FILE")
     with steps(f"loading {model}"):
         loaded, tokenizer = models.with_weights(model)
     batches = None if text is None else read_batches(text, tokenizer, loaded)
@@ -126,21 +126,21 @@ def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch
     """Return calibration batches of a text file.
 
     For a causal language model the text is one stream, cut into sequences; for others each line is
-    a sequence, padded. Raises CalibrationError without a tokenizer or text.
+    a sequence, padded. Raises ModelError without a tokenizer or text.
     """
     import torch
 
     if tokenizer is None:
-        raise CalibrationError(
+        raise ModelError(
             "--text needs a tokenizer, and the model's directory has none; save one there with "
             "tokenizer.save_pretrained"
         )
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"--text {path} cannot be read as UTF-8 text: {error}") from error
+        raise ModelError(f"--text {path} cannot be read as UTF-8 text: {error}") from error
     if not lines:
-        raise CalibrationError(f"--text {path} has no text; pass a file with some hundred lines")
+        raise ModelError(f"--text {path} has no text; pass a file with some hundred lines")
     if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         ids = torch.tensor(tokenizer("\n".join(lines), truncation=False)["input_ids"])
         pieces = [piece for piece in ids.split(_LENGTH) if len(piece) == _LENGTH] or [ids]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nmm_compiler.errors import OptionTypeError, ShapeError, UserFileError, nearest
+from nmm_compiler.errors import OptionTypeError, ShapeError, nearest, user_file_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +59,7 @@ def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
 def parse_argument(text: str, seed: int, *, data: bool = True) -> tuple[str, Any]:
     """Return (name, value) of `x=128x512:bfloat16` (a random array), `x=@x.npy`, `n=8`, `op=add`.
 
-    Raises ShapeError for a text that is none of these, UserFileError for a file that is no array.
+    Raises ShapeError for a text that is none of these, FileError for a file that is no array.
     """
     name, equals, value = text.partition("=")
     if not (name and equals and value):
@@ -123,7 +123,7 @@ def _of_file(name: str, data: bool) -> Any:
     try:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserFileError(path, "--arg takes a .npy file", error) from error
+        raise user_file_error(path, "--arg takes a .npy file", error) from error
     if not isinstance(array, np.ndarray):
         raise OptionTypeError("arg", path, "a .npy file: an .npz holds several arrays")
     narrower = {"float64": np.float32, "int64": np.int32}.get(array.dtype.name)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nmm_compiler.errors import NmmError, ResourceLimitError, SimulatorFaultError, WorkerEndedError
+from nmm_compiler.errors import InternalFaultError, NmmError, WorkerError
 
 _GIB = 1 << 30
 _START_SECONDS = 60.0
@@ -40,12 +40,12 @@ def run_limited(
 
     what: the file, for messages. modules: imported before the memory limit is set, which counts
     the address space that is added from then on (Linux; macOS does not enforce it).
-    Raises NmmError with the message and exit code of an error of the catalogue; ResourceLimitError
-    when the child ran too long or asked for too much memory; WorkerEndedError when it ended in any
+    Raises NmmError with the message and exit code of an error of the catalogue; WorkerError
+    when the child ran too long or asked for too much memory; WorkerError when it ended in any
     other way.
     """
     if not (seconds > 0 and gigabytes > 0):
-        raise ResourceLimitError(
+        raise WorkerError(
             f"--time-limit={seconds:g} and --memory-limit={gigabytes:g} must be above 0"
         )
     sys.stdout.flush()
@@ -63,7 +63,7 @@ def run_limited(
         os.close(answer_end)
         status = _end(child, gently=line is not None)
     if line is None:
-        raise ResourceLimitError(
+        raise WorkerError(
             f"{what} ran longer than --time-limit={seconds:g} seconds; is a loop endless? "
             "Otherwise raise --time-limit"
         )
@@ -120,13 +120,13 @@ def _value(line: bytes, what: str, status: int, gigabytes: float) -> Any:
             how = f"left it with exit code {os.WEXITSTATUS(status)}"
         else:
             how = "lost the way to answer, or the system killed it for want of memory"
-        raise WorkerEndedError(
+        raise WorkerError(
             f"{what} ended the process that worked on it: it {how}; nothing was computed"
         ) from None
     if kind == "value":
         return value
     if kind == "memory":
-        raise ResourceLimitError(
+        raise WorkerError(
             f"{what} needed more memory than --memory-limit={gigabytes:g} GiB; raise the limit"
         )
     refused = NmmError(str(value))
@@ -187,7 +187,7 @@ def _outcome(
         place = "".join(traceback.format_tb(error.__traceback__)[-1:]).split("\n")[0].strip()
         return {
             "kind": "error",
-            "code": SimulatorFaultError.exit_code,
+            "code": InternalFaultError.exit_code,
             "value": f"a fault in nmm_compiler while it worked on {what}: {type(error).__name__}: "
             f"{error} ({place}); please report it with this command",
         }

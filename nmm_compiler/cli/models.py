@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from nmm_compiler.errors import (
-    CaptureError,
     MissingPackageError,
+    ModelError,
     NmmError,
     OptionTypeError,
     UnknownNameError,
-    UserFileError,
+    user_file_error,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def check(name: str, *, weights: bool = False) -> str:
 
     weights: the command needs them; a config, a public name or a function does not do.
     Raises UnknownNameError for a name that is no model, OptionTypeError for one that is known and
-    does not do here, CaptureError for a kernel.
+    does not do here, ModelError for a kernel.
     """
     named = name.lower() in public_names()
     if name in PACKAGED or (Path(name) / "config.json").is_file():
@@ -95,7 +95,7 @@ def _check_function(file: str, function: str) -> None:
     if found is None or not {"nki", "neuronxcc"} & _imports(tree):
         return
     if found.decorator_list or len(found.args.args) > len(found.args.defaults):
-        raise CaptureError(
+        raise ModelError(
             f"{file}:{function} is an NKI kernel, and this command takes a model; run nmm profile "
             f"{file}:{function}, or nmm simulate"
         )
@@ -157,7 +157,7 @@ def described(name: str) -> Any:
 def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor]:
     """Return one row of tokens or one image, all zeros, as the model asks for.
 
-    Raises CaptureError for a model of other inputs.
+    Raises ModelError for a model of other inputs.
     """
     import torch
 
@@ -172,7 +172,7 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
         sizes = (size, size) if isinstance(size, int) else tuple(size)
         shape = (1, getattr(model.config, "num_channels", 3), *sizes)
         return {"pixel_values": torch.zeros(shape, dtype=model.dtype, device=device)}
-    raise CaptureError(
+    raise ModelError(
         f"{name}: {type(model).__name__} takes {wanted}, of which the config does not say the "
         "size; pass FILE.py:function, which returns (model, dict of inputs)"
     )
@@ -182,7 +182,7 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
 def foreign(path: str, what: str) -> Iterator[None]:
     """Turn any exception of a user's file, or of a library that reads it, into one error.
 
-    Ctrl-C and errors of the catalogue pass. The UserFileError names the last line of `path` itself.
+    Ctrl-C and errors of the catalogue pass. The FileError names the last line of `path` itself.
     """
     try:
         yield
@@ -194,7 +194,7 @@ def foreign(path: str, what: str) -> Iterator[None]:
             f.lineno or 0 for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)
         ]
         line = error.lineno if isinstance(error, SyntaxError) else None
-        raise UserFileError(path, what, error, line or (own or [0])[-1]) from error
+        raise user_file_error(path, what, error, line or (own or [0])[-1]) from error
 
 
 def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

@@ -62,7 +62,7 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
     """Return what FILE.py:function gives for the kernel's arguments.
 
     It is called by name if it has parameters of these names, else with the arrays in order. Raises
-    UserFileError for what it raises.
+    FileError for what it raises.
     """
     file, colon, function = name.rpartition(":")
     if not (colon and file.endswith(".py")):

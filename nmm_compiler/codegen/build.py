@@ -168,7 +168,7 @@ def build_kernel(
 
     Raises:
         SpecError, CapacityError: nothing legal exists; with the numbers.
-        DialectError: the dialect has no form for something.
+        CodegenError: the dialect has no form for something.
         LintError: the emitted source breaks a rule of the NKI compiler.
         CacheTrustError: a source from the cache is more than a kernel.
     """

@@ -93,7 +93,7 @@ def build_many(
         One kernel for each spec.
 
     Raises:
-        SpecError, CapacityError, DialectError, LintError, CacheTrustError: as `build_kernel`.
+        SpecError, CapacityError, CodegenError, LintError, CacheTrustError: as `build_kernel`.
     """
     fill_cache(specs, target, options=options, jobs=jobs)
     return [build_kernel(spec, target, options=options) for spec in specs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from nmm_compiler.codegen.beta1.translate import to_beta_1
-from nmm_compiler.errors import DialectError, SpecError, UnknownNameError
+from nmm_compiler.errors import SpecError, UnknownNameError, no_beta1_form
 from nmm_compiler.nki_api.installed import beta_1_only
 from nmm_compiler.options import DIALECTS
 from nmm_compiler.targets import Target
@@ -38,9 +38,9 @@ def _beta_1_only() -> bool:
 
 
 def in_dialect(source: str, dialect: str, cores: int = 1, ranks: int = 1) -> str:
-    """Return an emitted file in a dialect. Raises DialectError for what Beta 1 lacks."""
+    """Return an emitted file in a dialect. Raises CodegenError for what Beta 1 lacks."""
     if ranks > 1 and dialect == "neuronxcc":
-        raise DialectError(f"collectives between the {ranks} ranks of a kernel")
+        raise no_beta1_form(f"collectives between the {ranks} ranks of a kernel")
     if cores > 1 and dialect == "neuronxcc":
-        raise DialectError(f"two physical cores of one logical core (lnc={cores})")
+        raise no_beta1_form(f"two physical cores of one logical core (lnc={cores})")
     return to_beta_1(source) if dialect == "neuronxcc" else source

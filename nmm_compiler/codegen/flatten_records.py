@@ -8,7 +8,7 @@ fields.
 A parameter is a record if its annotation names a class of the template's files. A field may be a
 record again. The argument for a record is a record parameter, a field of one, a new record, None,
 or a constant of the schedule. A record that is set in a branch or a loop is known there only: its
-use behind it raises TemplateError. An argument has its field's name where that is free in the
+use behind it raises CodegenError. An argument has its field's name where that is free in the
 function, else with the parameter's name, or the record's, before it.
 """
 
@@ -25,7 +25,7 @@ import libcst as cst
 
 from nmm_compiler.codegen.tidy import with_comments
 from nmm_compiler.codegen.trees import Editor, nodes
-from nmm_compiler.errors import TemplateError
+from nmm_compiler.errors import CodegenError
 
 Classes = Mapping[str, Sequence[tuple[str, str]]]
 """Class -> (field, its class if it is a record, else "")."""
@@ -107,7 +107,7 @@ def _name(leaf: tuple[str, ...], every: Sequence[tuple[str, ...]], taken: set[st
         name = short(leaf)
         if name not in taken and [short(other) for other in every].count(name) == 1:
             return name
-    raise TemplateError(f"{'.'.join(leaf)} has no name of its own; rename the parameter")
+    raise CodegenError(f"{'.'.join(leaf)} has no name of its own; rename the parameter")
 
 
 def _last(leaf: tuple[str, ...]) -> str:
@@ -191,7 +191,7 @@ class _Flatten(Editor):
         if not any(kind for _, kind in signature):
             return updated
         if any(arg.keyword is not None for arg in original.args):
-            raise TemplateError(f"a call of {name} has keywords; pass its records by position")
+            raise CodegenError(f"a call of {name} has keywords; pass its records by position")
         flat: list[cst.Arg] = []
         for place, (before, after) in enumerate(zip(original.args, updated.args, strict=True)):
             kind = signature[place][1]
@@ -236,13 +236,13 @@ class _Flatten(Editor):
             else:
                 made[(field,)] = self.edit(value)
         if given:
-            raise TemplateError(f"{kind} has no fields {sorted(given)}; it has {dict(fields)}")
+            raise CodegenError(f"{kind} has no fields {sorted(given)}; it has {dict(fields)}")
         return made
 
     def _check_sure(self, name: str) -> None:
-        """Raise TemplateError for a record that only a branch or a loop sets."""
+        """Raise CodegenError for a record that only a branch or a loop sets."""
         if name in self.unsure:
-            raise TemplateError(
+            raise CodegenError(
                 f"the record {name} is set in a branch or a loop and used behind it; set it once, "
                 "before, and choose its fields there"
             )

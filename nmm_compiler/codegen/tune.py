@@ -415,7 +415,7 @@ def _asked(told: dict[str, Any]) -> tuple[KernelSpec, Target, Options]:
         json.dumps(differences(chip, get(chip.name)))
     ):
         raise WorkerError(
-            1, "it runs another version of nmm_compiler, or has other verdicts of the device"
+            "a worker runs another version of nmm_compiler, or has other verdicts of the device"
         )
     return spec, chip, options
 

@@ -101,7 +101,8 @@ class Workers(Executor):
                     self._end(worker)
                     worker = None
             except OSError as error:  # no process can be started
-                future.set_exception(WorkerError(1, f"{type(error).__name__}: {error}"))
+                told = f"{type(error).__name__}: {error}"
+                future.set_exception(WorkerError(f"a worker process failed: {told}"))
                 continue
             _settle(future, answer)
         if worker is not None:
@@ -140,11 +141,16 @@ def _asked(worker: subprocess.Popen[str], line: str) -> str:
 
 def _settle(future: Future[str], answer: str) -> None:
     if not answer:
-        future.set_exception(WorkerError(ATTEMPTS))
+        future.set_exception(
+            WorkerError(
+                f"{ATTEMPTS} worker processes ended within the same call, the last one too; the "
+                "machine may be short of memory, so try fewer with jobs="
+            )
+        )
         return
     told = json.loads(answer)
     if "error" in told:
-        future.set_exception(WorkerError(1, told["error"]))
+        future.set_exception(WorkerError(f"a worker process failed: {told['error']}"))
     else:
         future.set_result(told["text"])
 

@@ -25,7 +25,7 @@ import libcst as cst
 
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.trees import Editor, nodes
-from nmm_compiler.errors import TemplateError
+from nmm_compiler.errors import CodegenError
 
 
 def write_out_helpers(
@@ -33,7 +33,7 @@ def write_out_helpers(
 ) -> dict[str, cst.FunctionDef]:
     """Return the other functions, with such helpers written out.
 
-    Raises TemplateError where the caller has a name that the helper assigns, where an argument that
+    Raises CodegenError where the caller has a name that the helper assigns, where an argument that
     the helper assigns is no name, and for arguments that are not passed by position.
     """
     helpers = {name: node for name, node in functions.items() if _is_written_out(node, classes)}
@@ -88,7 +88,7 @@ class _WriteOut(Editor):
         name = helper.name.value
         names = [parameter.name.value for parameter in helper.params.params]
         if len(call.args) != len(names) or any(arg.keyword for arg in call.args):
-            raise TemplateError(
+            raise CodegenError(
                 f"{self.caller} calls {name} with {len(call.args)} arguments; pass all "
                 f"{len(names)} by position"
             )
@@ -96,10 +96,10 @@ class _WriteOut(Editor):
         assigned = assigned_names(helper.body.body)
         both = sorted(assigned - set(names) & self.taken)
         if both:
-            raise TemplateError(f"{self.caller} has names that {name} assigns: {both}; rename them")
+            raise CodegenError(f"{self.caller} has names that {name} assigns: {both}; rename them")
         for one in assigned & set(names):
             if not isinstance(given[one], cst.Name):
-                raise TemplateError(f"{name} assigns {one}; pass it a name from {self.caller}")
+                raise CodegenError(f"{name} assigns {one}; pass it a name from {self.caller}")
         return given
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError
+from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
@@ -57,13 +57,13 @@ def compress(
 
     Raises:
         OptionTypeError, UnknownNameError: for bad arguments.
-        NoMatchingModulesError: there is nothing to factorize.
-        RankError: no legal ranks meet the ratio, or all of them are predicted to be slower than
+        ModelError: there is nothing to factorize.
+        ModelError: no legal ranks meet the ratio, or all of them are predicted to be slower than
             dense.
-        CalibrationError: calibration is empty, not finite or does not reach a layer.
-        MemoryBudgetError: calibration does not fit into memory.
-        WeightError: a weight is not finite.
-        FactorsFileError: a transformers model is quantized (or was loaded from GGUF) and could not
+        ModelError: calibration is empty, not finite or does not reach a layer.
+        CapacityError: calibration does not fit into memory.
+        ModelError: a weight is not finite.
+        FileError: a transformers model is quantized (or was loaded from GGUF) and could not
             be saved afterwards.
     """
     config = CompressionConfig.make(ratio, keywords)
@@ -215,7 +215,7 @@ def _without_only_read(
     reason = only_read_reason("the model, over the calibration data,")
     more = [Skipped(name=s.name, shape=tuple(s.weight.shape), reason=reason) for s in aside]
     if sites and not left:
-        raise NoMatchingModulesError(
+        raise ModelError(
             f"none of the {len(sites)} selected layers can be factorized: {aside[0].name}: {reason}"
         )
     return left, (*skipped, *more)

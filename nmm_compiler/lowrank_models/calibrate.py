@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.errors import CalibrationError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.memory import available_bytes, check_fits
 from nmm_compiler.lowrank_models.moments import SecondMoment
 from nmm_compiler.lowrank_models.probe import unwatch_reads, watch_reads
@@ -52,18 +52,18 @@ def as_batches(calibration: Any) -> list[Any]:
     """Return calibration data as a list of batches.
 
     Accepts an iterable of batches (a DataLoader, a list, a generator), or one batch: a dict of
-    tensors or a tensor. Raises CalibrationError when there are none.
+    tensors or a tensor. Raises ModelError when there are none.
     """
     if isinstance(calibration, (Mapping, torch.Tensor)):
         return [calibration]
     if not isinstance(calibration, Iterable):
-        raise CalibrationError(
+        raise ModelError(
             f"calibration is a {type(calibration).__name__}; pass an iterable of batches, each a "
             "dict of model arguments, a tuple of them, or a tensor"
         )
     batches = list(calibration)
     if not batches:
-        raise CalibrationError(
+        raise ModelError(
             "calibration has no batches; pass at least one, or leave it out for plain SVD"
         )
     return batches
@@ -88,8 +88,8 @@ def collect(
 ) -> Statistics:
     """Run the batches through the model in eval mode and return the layers' statistics.
 
-    Raises CalibrationError, naming the layer, for activations or gradients that are not finite, and
-    listing them, for layers that no token reached; MemoryBudgetError, after the first batch, where
+    Raises ModelError, naming the layer, for activations or gradients that are not finite, and
+    listing them, for layers that no token reached; CapacityError, after the first batch, where
     the moments and the work on them do not fit into memory.
     """
     free = available_bytes()
@@ -221,7 +221,7 @@ class Collector:
     def _rows(self, x: torch.Tensor, what: str) -> torch.Tensor:
         rows = rows_of(x.detach(), self._mask)
         if not torch.isfinite(rows).all():
-            raise CalibrationError(
+            raise ModelError(
                 f"{what} has NaN or infinite elements in calibration batch {self._index}; "
                 "check that batch, or run calibration in a wider dtype"
             )
@@ -243,7 +243,7 @@ class Collector:
         missing = [name for name in missing if name not in only_read and name not in few]
         if missing:
             more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
-            raise CalibrationError(
+            raise ModelError(
                 f"calibration never reached {len(missing)} of {len(self.sites)} layers: "
                 f"{', '.join(missing[:12])}{more}; name them in exclude=, or calibrate with "
                 "inputs that use them"
@@ -257,11 +257,11 @@ class Collector:
 
 
 def backward(model: nn.Module, result: torch.Tensor) -> None:
-    """Backpropagate; raise CalibrationError for a model that cannot be differentiated."""
+    """Backpropagate; raise ModelError for a model that cannot be differentiated."""
     try:
         result.backward()
     except RuntimeError as error:
-        raise CalibrationError(
+        raise ModelError(
             f"{type(model).__name__} cannot be differentiated ({error}); pass "
             'method="whitened", which needs no gradients'
         ) from error
@@ -283,7 +283,7 @@ def main_output(result: Any) -> tuple[torch.Tensor, bool]:
         return result, False
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
         return result[0], False
-    raise CalibrationError(
+    raise ModelError(
         f"the model returned a {type(result).__name__} without logits or last_hidden_state; wrap "
         "it in a module that returns the tensor whose change matters, and pass that"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from nmm_compiler.errors import RankError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.layer_calls import Rank
 from nmm_compiler.lowrank_models.predicted_time import Prices
@@ -33,7 +33,7 @@ def uniform_ranks(
 ) -> tuple[Ranks, Slow]:
     """Return (ranks, why some stay dense) of uniform allocation.
 
-    prices: None permits slower layers. Raises RankError when no legal ranks meet the ratio, or all
+    prices: None permits slower layers. Raises ModelError when no legal ranks meet the ratio, or all
     of them are slower.
     """
     slow: Slow = {}
@@ -58,7 +58,7 @@ def global_ranks(
 ) -> tuple[Ranks, Slow]:
     """Return (ranks of the members, why some stay dense) of global allocation.
 
-    shapes: one for each group of members that gets one rank together. Raises RankError as
+    shapes: one for each group of members that gets one rank together. Raises ModelError as
     `uniform_ranks` does.
     """
     ratio = config.effective_ratio
@@ -114,16 +114,16 @@ def slow_note(prices: Prices, name: str, ranks: Mapping[str, Rank]) -> str:
 def check_left(
     shapes: Sequence[Shape], align: int, slow: Mapping[str, str], prices: Prices | None
 ) -> None:
-    """Raise RankError where each shape that has a legal rank is slower than dense."""
+    """Raise ModelError where each shape that has a legal rank is slower than dense."""
     legal = [shape for shape in shapes if len(legal_ranks(shape, align))]
     if prices is None or not legal or any(shape.name not in slow for shape in legal):
         return
     raise all_slower(len(legal), prices)
 
 
-def all_slower(count: int, prices: Prices) -> RankError:
+def all_slower(count: int, prices: Prices) -> ModelError:
     """Return the error for a model in which low rank pays in no layer."""
-    return RankError(
+    return ModelError(
         f"low rank is predicted to be slower than dense in all {count} layers that have a "
         f"rank, for {said(prices)}; pass allow_slower=True for a smaller model all the same, a "
         "larger ratio, or the workload= that the model serves"
@@ -184,7 +184,7 @@ class _Saving:
                 made = allocate_global(
                     self.shapes, losses, share, self.align, costs=self.costs, permitted=permitted
                 )
-            except RankError:
+            except ModelError:
                 break
             each = {name: made.get(s.name) for s in self.shapes for name in self.members[s.name]}
             saved = before - self.prices.total_us(each)
@@ -198,7 +198,7 @@ class _Saving:
             if high is not None:
                 asked = (low + high) / 2
         if best is None:
-            raise RankError(
+            raise ModelError(
                 f"{ratio:g} of the predicted time cannot be saved with ranks that are "
                 f"multiples of align={self.align}; pass a smaller ratio, or a smaller align"
             )

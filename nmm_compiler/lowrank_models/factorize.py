@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nmm_compiler.errors import RankError, WeightError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.moments import Moment, Moments
 from nmm_compiler.lowrank_models.one_thread import eigh, eigvalsh
 
@@ -135,12 +135,12 @@ def factorize(
 ) -> Factors:
     """Return the factors of W [n, k] at `rank` that are optimal in the moments' norm.
 
-    Raises RankError unless 1 <= rank <= min(n, k), and WeightError for a weight that is not finite;
+    Raises ModelError unless 1 <= rank <= min(n, k), and ModelError for a weight that is not finite;
     both call the matrix by `name`.
     """
     n, k = weight.shape
     if not 1 <= rank <= min(n, k):
-        raise RankError(f"rank {rank} for {name} [{n}, {k}]: pass 1 to {min(n, k)}")
+        raise ModelError(f"rank {rank} for {name} [{n}, {k}]: pass 1 to {min(n, k)}")
     check_finite(weight, name)
     weight, moments = weight.detach(), moments or Moments()
     problem = _Problem.of(weight, moments)
@@ -171,10 +171,10 @@ def balance(
 
 
 def check_finite(weight: torch.Tensor, name: str) -> None:
-    """Raise WeightError, naming the matrix, for a weight with NaN or infinite elements."""
+    """Raise ModelError, naming the matrix, for a weight with NaN or infinite elements."""
     # Least and greatest element, not isfinite(): that makes copies of the weight.
     if weight.numel() and not torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all():
-        raise WeightError(
+        raise ModelError(
             f"the weight of {name} {list(weight.shape)} has NaN or infinite elements and cannot be "
             "factorized; repair it, or name it in exclude="
         )

@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from nmm_compiler.errors import FactorsFileError, MissingPackageError, OptionTypeError, OutputError
+from nmm_compiler.errors import FileError, MissingPackageError, OptionTypeError, OutputError
 from nmm_compiler.lowrank_models.experts import expert_ranks
 from nmm_compiler.lowrank_models.hf_layers import METHOD, saved_bases, saved_formats, saved_ranks
 from nmm_compiler.lowrank_models.modules import lowrank_layers
@@ -54,7 +54,7 @@ def register() -> None:
 def attach(model: Any) -> None:
     """Write the ranks of a transformers model's low-rank layers into a config of its own.
 
-    The config is copied first: another model may share it. Raises FactorsFileError when the model
+    The config is copied first: another model may share it. Raises FileError when the model
     is quantized by another method.
     """
     register()
@@ -75,7 +75,7 @@ def attach_if_transformers(model: nn.Module) -> None:
 
 
 def check_savable(model: nn.Module) -> None:
-    """Raise FactorsFileError for a transformers model that is quantized by another method.
+    """Raise FileError for a transformers model that is quantized by another method.
 
     That includes models loaded from GGUF with their blocks kept.
     """
@@ -85,7 +85,7 @@ def check_savable(model: nn.Module) -> None:
     if method in (None, METHOD):
         return
     unpacked = "quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else "floats"
-    raise FactorsFileError(
+    raise FileError(
         f"{type(model).__name__} is already quantized by {method!r}; transformers stores one "
         f"method per model, so a low-rank one could not be saved: load it as {unpacked} and "
         "quantize after compressing"
@@ -93,12 +93,12 @@ def check_savable(model: nn.Module) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise FactorsFileError for factors that another library has quantized, as torchao does."""
+    """Raise FileError for factors that another library has quantized, as torchao does."""
     for name, layer in lowrank_layers(model).items():
         for linear in (layer.down, layer.up):
             weight = linear.weight
             if type(weight) not in (torch.Tensor, nn.Parameter):
-                raise FactorsFileError(
+                raise FileError(
                     f"the factors of {name} are {type(weight).__name__}s, which cannot be saved "
                     "with ranks; save the model before quantizing and quantize after loading, or "
                     'use quantize_factors(model, "int8" or "fp8"), which is saved with it'

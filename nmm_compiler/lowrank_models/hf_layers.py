@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models.experts import expert_ranks, install_empty, stacked_home
 from nmm_compiler.lowrank_models.modules import lowrank_layers, put
 from nmm_compiler.lowrank_models.quantize import (
@@ -31,14 +31,14 @@ _LARGEST_RANK = 1 << 24
 
 
 def checked_ranks(ranks: object, bases: object = None) -> dict[str, int]:
-    """Return {layer name: rank} as a saved config gives it; raise FactorsFileError for others.
+    """Return {layer name: rank} as a saved config gives it; raise FileError for others.
 
     bases: {layer name: format}; of these layers a rank may be 0.
     """
     alone = set(bases) if isinstance(bases, Mapping) else set()
     if not isinstance(ranks, Mapping):
         shown = "none" if ranks is None else f"a {type(ranks).__name__}"
-        raise FactorsFileError(
+        raise FileError(
             f"the saved config's quantization_config has {shown} where its ranks belong; restore "
             "config.json from the directory that the model was saved to"
         )
@@ -49,7 +49,7 @@ def checked_ranks(ranks: object, bases: object = None) -> dict[str, int]:
             or not whole
             or not (name not in alone) <= rank < _LARGEST_RANK
         ):
-            raise FactorsFileError(
+            raise FileError(
                 f"the saved config gives {name!r} the rank {rank!r:.60}; a rank is a positive "
                 "whole number: restore config.json from the directory the model was saved to"
             )
@@ -64,7 +64,7 @@ def checked_formats(formats: object, ranks: Mapping[str, int]) -> dict[str, str]
         if not wrong:
             return dict(found)
         found = {wrong[0]: found[wrong[0]]}
-    raise FactorsFileError(
+    raise FileError(
         f"the saved config gives layers the formats {found!r:.100}; each layer that has a rank "
         f"may have one of {', '.join(FORMATS)}: restore config.json from the saved directory"
     )
@@ -81,7 +81,7 @@ def prepare(
     formats: of factors that are not floats. bases: of the weights beside them. Returns their names
     in this model.
 
-    Raises FactorsFileError for a name that is no linear of the model.
+    Raises FileError for a name that is no linear of the model.
     """
     modules = dict(model.named_modules())
     base = getattr(model, "base_model_prefix", "")
@@ -98,7 +98,7 @@ def prepare(
             continue
         old = modules.get(name) if name is not None else None
         if name is None or not (isinstance(old, nn.Linear) or (old is not None and is_conv1d(old))):
-            raise FactorsFileError(
+            raise FileError(
                 f"the saved config gives rank {rank} to {saved_name!r}, which is no linear layer "
                 f"of {type(model).__name__}; load it into the architecture it was saved from"
             )
@@ -149,7 +149,7 @@ def _is_stored(model: nn.Module, name: str, guard: torch.Tensor) -> bool:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Raise FactorsFileError when transformers has not found a factor and has initialized it.
+    """Raise FileError when transformers has not found a factor and has initialized it.
 
     transformers 5 marks each parameter that it has loaded; earlier ones leave no trace.
     """
@@ -158,18 +158,16 @@ def check_loaded(model: nn.Module) -> None:
     for name, layer in lowrank_layers(model).items():
         for part, linear in (("down", layer.down), ("up", layer.up)):
             if linear.weight.is_meta:
-                raise FactorsFileError(
-                    f"the weights have no {name}.{part}; copy the directory again"
-                )
+                raise FileError(f"the weights have no {name}.{part}; copy the directory again")
             for kind, parameter in linear.named_parameters():
                 if not getattr(parameter, "_is_hf_initialized", False):
-                    raise FactorsFileError(
+                    raise FileError(
                         f"the weights have no {name}.{part}.{kind} [{_shape(parameter)}], which "
                         "the saved config's ranks ask for; the files are incomplete or of another "
                         "save: copy the whole directory again"
                     )
                 if not parameter.is_floating_point():
-                    raise FactorsFileError(
+                    raise FileError(
                         f"the weights have {name}.{part}.{kind} as {parameter.dtype}, which is no "
                         "floating-point type; copy the whole directory again"
                     )

@@ -2,7 +2,7 @@
 
 When `from_pretrained` meets a config whose `quantization_config` has method "nmm_lowrank", it
 replaces the named linears by empty `LowRankLinear`s before the weights are loaded, and raises
-FactorsFileError when a factor is not among them.
+FileError when a factor is not among them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nmm_compiler.errors import FactorsFileError, NmmError
+from nmm_compiler.errors import FileError, NmmError
 from nmm_compiler.lowrank_models import hf, hf_layers
 
 _INDEX = "model.safetensors.index.json"
@@ -42,30 +42,30 @@ def load(directory: str | Path) -> Any:
         The model, of the architecture that its config names. No code of the directory runs.
 
     Raises:
-        FactorsFileError: the directory is not a whole model; the message is one line.
+        FileError: the directory is not a whole model; the message is one line.
     """
     directory = Path(directory)
     try:
         check_files(directory)
         return _load(directory)
     except NmmError as error:
-        raise FactorsFileError(f"{directory} cannot be loaded: {_one_line(error)}") from error
+        raise FileError(f"{directory} cannot be loaded: {_one_line(error)}") from error
     except Exception as error:  # whatever transformers raises for what is in the files
-        raise FactorsFileError(
+        raise FileError(
             f"{directory} cannot be loaded ({type(error).__name__}: {_one_line(error)}); copy the "
             "whole directory again, or save the model anew"
         ) from error
 
 
 def check_files(directory: Path) -> None:
-    """Raise FactorsFileError unless config, index and safetensors files can be read as such."""
+    """Raise FileError unless config, index and safetensors files can be read as such."""
     config = read_json(directory / "config.json")
     for key, value in config.items():
         largest = next((v for end, v in _LARGEST.items() if key.endswith(end)), None)
         if largest is None or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         if not isinstance(value, int) or not 0 <= value <= largest:
-            raise FactorsFileError(f"config.json has {key} {value!s:.40}; restore the file")
+            raise FileError(f"config.json has {key} {value!s:.40}; restore the file")
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == hf_layers.METHOD:
         hf_layers.checked_ranks(quantization.get("ranks"), quantization.get("bases"))
@@ -77,16 +77,16 @@ def check_files(directory: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise FactorsFileError for anything else."""
+    """Return the object in a JSON file; raise FileError for anything else."""
     check_regular(path)
     if path.stat().st_size > _LARGEST_JSON:
-        raise FactorsFileError(f"{path.name} has {path.stat().st_size} bytes, too many for JSON")
+        raise FileError(f"{path.name} has {path.stat().st_size} bytes, too many for JSON")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FactorsFileError(f"{path.name} is not JSON ({error}); restore the file") from error
+        raise FileError(f"{path.name} is not JSON ({error}); restore the file") from error
     if not isinstance(data, dict):
-        raise FactorsFileError(f"{path.name} holds a {type(data).__name__}, not an object")
+        raise FileError(f"{path.name} holds a {type(data).__name__}, not an object")
     return data
 
 
@@ -94,35 +94,35 @@ def shards_of(index: dict[str, Any]) -> list[str]:
     """Return the safetensors files that an index names, all in its own directory."""
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise FactorsFileError(f"{_INDEX} has no weight_map; restore the file")
+        raise FileError(f"{_INDEX} has no weight_map; restore the file")
     for name in names.values():
         if (
             not isinstance(name, str)
             or Path(name).name != name
             or not name.endswith(".safetensors")
         ):
-            raise FactorsFileError(
+            raise FileError(
                 f"{_INDEX} names {name!r:.80}, which is no safetensors file of this directory"
             )
     return sorted(set(names.values()))
 
 
 def check_weights(path: Path) -> None:
-    """Raise FactorsFileError unless the file is a whole safetensors file."""
+    """Raise FileError unless the file is a whole safetensors file."""
     check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             file.keys()
     except (SafetensorError, OSError) as error:
-        raise FactorsFileError(f"{path.name} is no whole safetensors file ({error})") from error
+        raise FileError(f"{path.name} is no whole safetensors file ({error})") from error
 
 
 def check_regular(path: Path) -> None:
-    """Raise FactorsFileError for what is missing, or no regular file (a pipe would hang)."""
+    """Raise FileError for what is missing, or no regular file (a pipe would hang)."""
     if not path.exists():
-        raise FactorsFileError(f"{path.name} is missing; copy the whole directory again")
+        raise FileError(f"{path.name} is missing; copy the whole directory again")
     if not stat.S_ISREG(path.stat().st_mode):
-        raise FactorsFileError(f"{path.name} is not a regular file")
+        raise FileError(f"{path.name} is not a regular file")
 
 
 def _load(directory: Path) -> Any:
@@ -142,13 +142,13 @@ def _load(directory: Path) -> Any:
     for what, keys in info.items():
         if what in ("missing_keys", "mismatched_keys") and keys:
             shown = ", ".join(sorted(map(str, keys))[:4])
-            raise FactorsFileError(
+            raise FileError(
                 f"the weights lack {shown} ({len(keys)} {what.replace('_', ' ')} in all), which "
                 f"{type(model).__name__} needs; copy the whole directory again"
             )
     factors = [k for k in info.get("unexpected_keys", ()) if str(k).endswith(_FACTORS)]
     if factors:
-        raise FactorsFileError(
+        raise FileError(
             f"the weights hold factors ({sorted(factors)[0]}) to which config.json gives no rank; "
             "restore config.json from the directory that the model was saved to"
         )
@@ -158,7 +158,7 @@ def _load(directory: Path) -> Any:
 def _model_class(config: Any) -> Any:
     """Return the class that config.json names, AutoModel where it names none.
 
-    Raises FactorsFileError for a name that transformers does not know: another class would leave
+    Raises FileError for a name that transformers does not know: another class would leave
     weights out, and load.
     """
     import transformers
@@ -169,7 +169,7 @@ def _model_class(config: Any) -> Any:
     name = named[0] if isinstance(named, list) and named else named
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise FactorsFileError(
+        raise FileError(
             f"config.json has architectures {named!r:.100}, and transformers "
             f"{transformers.__version__} has no such model; restore the line of the original"
         )
@@ -177,7 +177,7 @@ def _model_class(config: Any) -> Any:
 
 
 def _check_size(kind: Any, config: Any, directory: Path) -> None:
-    """Raise FactorsFileError when the model that config.json describes dwarfs the weights."""
+    """Raise FileError when the model that config.json describes dwarfs the weights."""
     files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
     stored = sum(path.stat().st_size for path in files)
     build = getattr(kind, "from_config", kind)  # of an auto class, else the class itself
@@ -187,14 +187,14 @@ def _check_size(kind: Any, config: Any, directory: Path) -> None:
     except Exception:  # from_pretrained builds it in another way, and loads it or raises
         return
     if dense > _MOST_DENSE * max(stored, 1 << 10):
-        raise FactorsFileError(
+        raise FileError(
             f"config.json describes a model of {dense} parameters, the weights have {stored} "
             "bytes; restore config.json"
         )
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """Return the tokenizer of a directory, or None; FactorsFileError for one that is damaged."""
+    """Return the tokenizer of a directory, or None; FileError for one that is damaged."""
     import transformers
 
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "tokenizer.model")
@@ -205,7 +205,7 @@ def load_tokenizer(directory: str | Path) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever transformers raises for what is in the files
-        raise FactorsFileError(
+        raise FileError(
             f"the tokenizer in {directory} cannot be loaded ({type(error).__name__}: "
             f"{_one_line(error)}); copy the whole directory again"
         ) from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmm_compiler.errors import MemoryBudgetError
+from nmm_compiler.errors import CapacityError
 from nmm_compiler.lowrank_models.select import Site
 
 
@@ -27,7 +27,7 @@ def available_bytes() -> int | None:
 
 
 def check_fits(sites: Sequence[Site], moments: int, free: int | None) -> None:
-    """Raise MemoryBudgetError unless the moments and the largest factorization fit into memory.
+    """Raise CapacityError unless the moments and the largest factorization fit into memory.
 
     moments: their bytes. The factorization takes three matrices in float64 and a Gram matrix. free:
     the bytes that there were before the calibration; the model, the batches and the activations of
@@ -35,7 +35,7 @@ def check_fits(sites: Sequence[Site], moments: int, free: int | None) -> None:
     """
     need = moments + 8 * max((3 * s.n * s.k + min(s.n, s.k) ** 2 for s in sites), default=0)
     if free is not None and need > free:
-        raise MemoryBudgetError(
+        raise CapacityError(
             f"calibrating {len(sites)} layers at once needs {need / 2**30:.2f} GiB for moments and "
             f'factors, beside the model; {free / 2**30:.2f} GiB can be had: pass method="whitened" '
             "for about half of it, or include= some layers at a time"

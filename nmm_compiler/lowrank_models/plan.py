@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from nmm_compiler.errors import CalibrationError, OptionTypeError, RankError, closest
+from nmm_compiler.errors import ModelError, OptionTypeError, closest
 from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.choose_ranks import (
@@ -63,10 +63,10 @@ def check_statistics(
 ) -> Statistics:
     """Return statistics collected beforehand, if they fit the sites.
 
-    Raises CalibrationError naming the layers they lack.
+    Raises ModelError naming the layers they lack.
     """
     if statistics.base != base:
-        raise CalibrationError(
+        raise ModelError(
             f"the statistics are for base={statistics.base!r}, and compress has base={base!r}: "
             f"pass calibrate(..., base={base!r})"
         )
@@ -78,7 +78,7 @@ def check_statistics(
         lacking = [n for n, size in sizes.items() if n not in found or found[n].size != size]
         if lacking:
             more = f" and {len(lacking) - 12} more" if len(lacking) > 12 else ""
-            raise CalibrationError(
+            raise ModelError(
                 f"the statistics have no {kind} of {', '.join(lacking[:12])}{more}; calibrate "
                 "this model, with the same include and exclude"
                 + (", and gradients=True" if kind == "gradients" else "")
@@ -170,7 +170,7 @@ def make_plan(
 
     Layers without gradients stay dense: the output does not depend on them, so the effect of an
     error in them is unknown. So do layers that would be slower low-rank, by `prices`. Raises
-    RankError when no legal ranks meet the ratio.
+    ModelError when no legal ranks meet the ratio.
     """
     unused: list[Site] = []
     if statistics is not None and config.resolved_method == "two-sided":
@@ -239,7 +239,7 @@ def _explicit(
     names = [name for site in sites for name in site.names]
     for pattern in given:
         if not any(matches(name, pattern) for name in names):
-            raise RankError(
+            raise ModelError(
                 f"rank pattern {pattern!r} matches none of the {len(sites)} selected layers"
                 f"{closest(pattern, names)} (e.g. {', '.join(names[:4])})"
             )

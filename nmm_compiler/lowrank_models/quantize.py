@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nmm_compiler.errors import NoMatchingModulesError, ShapeError, UnknownNameError
+from nmm_compiler.errors import ModelError, ShapeError, UnknownNameError
 from nmm_compiler.kernels.packed_formats import FORMATS, PackedFormat, element_values, quantize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 
@@ -177,7 +177,7 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
     another of `kernels/packed_formats.py`, whose blocks have to divide each rank.
 
     Such a model is saved and loaded as any low-rank one, but `recover` and merging adapters refuse
-    it. Raises NoMatchingModulesError for a model without low-rank layers.
+    it. Raises ModelError for a model without low-rank layers.
     """
     format = read_format(format)
     layers = {
@@ -186,7 +186,7 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
         if isinstance(layer.down, nn.Linear)
     }
     if not layers:
-        raise NoMatchingModulesError(
+        raise ModelError(
             f"{type(model).__name__} has no low-rank layer with factors of floats; run compress on "
             "it first"
         )

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nmm_compiler.errors import RankError
+from nmm_compiler.errors import ModelError
 
 # cost(r) of one product in any unit; r is None for the dense one.
 Cost = Callable[[int | None], float]
@@ -98,7 +98,7 @@ def allocate_uniform(shapes: Sequence[Shape], ratio: float, align: int) -> dict[
     every rank starts at the multiple below its ideal value (1 - ratio) k n / (k + n), and the rest
     of the budget goes to the shapes that were rounded down most.
 
-    Raises RankError when no legal ranks remove that much.
+    Raises ModelError when no legal ranks remove that much.
     """
     if ratio == 0:
         return {s.name: None for s in shapes}
@@ -153,7 +153,7 @@ def allocate_global(
         default is `Shape.cost`.
     permitted: (name, rank) -> whether the rank may be chosen.
 
-    Raises RankError when no legal ranks fit the budget.
+    Raises ModelError when no legal ranks fit the budget.
     """
     if ratio == 0:
         return {s.name: None for s in shapes}
@@ -191,12 +191,12 @@ def allocate_global(
 def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | None, str]:
     """Return (rank or None for dense, note) for a rank the user gave.
 
-    Raises RankError for a rank below 1, or one that is no multiple of an `align` that was given.
+    Raises ModelError for a rank below 1, or one that is no multiple of an `align` that was given.
     """
     if rank < 1:
-        raise RankError(f"rank {rank} for {shape.name}: pass at least 1")
+        raise ModelError(f"rank {rank} for {shape.name}: pass at least 1")
     if align is not None and rank % align:
-        raise RankError(
+        raise ModelError(
             f"rank {rank} for {shape.name} is no multiple of align={align}: pass "
             f"{max(align, rank // align * align)} or {-(-rank // align) * align}, or align=1"
         )
@@ -207,12 +207,12 @@ def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | No
 
 
 def _usable(shapes: Sequence[Shape], align: int) -> list[Shape]:
-    """Return the shapes that have a legal rank at all; raise RankError when none has."""
+    """Return the shapes that have a legal rank at all; raise ModelError when none has."""
     usable = [s for s in shapes if len(legal_ranks(s, align)) or s.base is not None]
     if not usable:
         largest = max(shapes, key=lambda s: s.largest_rank)
         limit = largest.largest_rank
-        raise RankError(
+        raise ModelError(
             f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
             f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to {limit}: pass "
             f"a smaller align, e.g. align={_power_below(limit)}"
@@ -228,8 +228,8 @@ def _power_below(limit: int) -> int:
     return 1 << max(0, limit.bit_length() - 3)
 
 
-def _unreachable(what: str, asked: float, reachable: float, align: int) -> RankError:
-    return RankError(
+def _unreachable(what: str, asked: float, reachable: float, align: int) -> ModelError:
+    return ModelError(
         f"{what} {asked:g} cannot be met with ranks that are multiples of align={align}: the "
         f"smallest in every matrix removes {reachable:.3f}; pass a {what} of at most that, "
         "or a smaller align"

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, RecoveryError
+from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.calibrate import (
     as_batches,
     call,
@@ -117,14 +117,14 @@ def recover(
     Ctrl-C and errors leave the best factors so far in place.
 
     Raises:
-        NoMatchingModulesError: the model has no low-rank layers.
-        RecoveryError: too few batches are left to train on, the two models' outputs differ in
+        ModelError: the model has no low-rank layers.
+        ModelError: too few batches are left to train on, the two models' outputs differ in
             shape, or the loss is not finite.
     """
     _Request(model, teacher, steps, lr)
     layers = lowrank_layers(model)
     if not layers:
-        raise NoMatchingModulesError(
+        raise ModelError(
             f"{type(model).__name__} has no low-rank layer; run compress on it before recover"
         )
     fixed = [n for n, x in layers.items() if not isinstance(x.down, nn.Linear)]
@@ -186,7 +186,7 @@ class _Run:
                 optimizer.zero_grad(set_to_none=True)
                 loss = self.distance(self.model, batch)
                 if not torch.isfinite(loss):
-                    raise RecoveryError(
+                    raise ModelError(
                         f"the loss is {float(loss.detach())} at step {step}; the factors are those "
                         f"of step {self.best_step}: lower lr from {lr:g}, or check the batch"
                     )
@@ -216,7 +216,7 @@ class _Run:
         losses = [float(self.distance(self.model, batch)) for batch in self.held_out]
         loss = sum(losses) / len(losses)
         if not math.isfinite(loss) and step == 0:
-            raise RecoveryError(
+            raise ModelError(
                 f"the held-out loss is {loss} before training; check the model and the batches"
             )
         self.history.append((step, loss))
@@ -253,7 +253,7 @@ def _split(data: Any, validation: Any, steps: int) -> tuple[list[Any], list[Any]
         return batches, as_batches(validation)
     held = max(1, len(batches) // 10)
     if held >= len(batches):
-        raise RecoveryError(
+        raise ModelError(
             f"{len(batches)} batch of data leaves none to train on beside the held-out one; pass "
             "more batches, or validation="
         )
@@ -326,7 +326,7 @@ class Distance:
         self.objective = "logits" if is_logits else "features"
         target, mask = self._target(self.teacher, batch), padding_mask(batch)
         if found.shape != target.shape:
-            raise RecoveryError(
+            raise ModelError(
                 f"the model's output is {list(found.shape)} and the teacher's "
                 f"{list(target.shape)}; pass the model that was compressed as teacher"
             )
@@ -359,7 +359,7 @@ def label_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
     """
     labels = batch.get("labels", batch.get("input_ids")) if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or logits.shape[:-1] != labels.shape:
-        raise RecoveryError(
+        raise ModelError(
             f"recovery without a teacher needs labels or input_ids of the logits' shape "
             f"{list(logits.shape[:-1])} in each batch; pass dicts that have them"
         )

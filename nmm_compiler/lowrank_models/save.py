@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nmm_compiler.errors import FactorsFileError, OutputError, ShapeError
+from nmm_compiler.errors import FileError, OutputError, ShapeError
 from nmm_compiler.lowrank_models.load import read_json, shards_of
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put
 from nmm_compiler.lowrank_models.select import is_conv1d
@@ -52,19 +52,19 @@ def save_factors(model: nn.Module, path: str | Path) -> Path:
         The path.
 
     Raises:
-        FactorsFileError: the model has no low-rank layer.
+        FileError: the model has no low-rank layer.
         OutputError: the disk refuses; an older file is as it was.
     """
     layers = lowrank_layers(model)
     if not layers:
-        raise FactorsFileError(
+        raise FileError(
             f"{type(model).__name__} has no low-rank layer to save; run compress on it first"
         )
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
         for linear in (layer.down, layer.up):
             if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
-                raise FactorsFileError(
+                raise FileError(
                     f"the factors of {name} are quantized, and this file holds floats; save them "
                     "before quantizing, or a transformers model with nmm_compiler.save"
                 )
@@ -101,7 +101,7 @@ def load_factors(
         The names of the low-rank layers.
 
     Raises:
-        FactorsFileError: there are no factors, a pair is incomplete or does not fit, or a tensor
+        FileError: there are no factors, a pair is incomplete or does not fit, or a tensor
             has no place in the model.
     """
     tensors, where = _read(source)
@@ -113,7 +113,7 @@ def load_factors(
             break
     else:
         keys = ", ".join(list(tensors)[:4])
-        raise FactorsFileError(
+        raise FileError(
             f"{where} has no factors of layers of {type(model).__name__} (first keys: {keys}); "
             "known names: NAME.down and NAME.up, *_v_proj and *_u_proj, NAME.V and NAME.U"
         )
@@ -135,7 +135,7 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
         named = [path / name for name in shards_of(read_json(index))] if index.is_file() else []
         files = named or sorted(path.glob("*.safetensors"))
     if not files:
-        raise FactorsFileError(
+        raise FileError(
             f"{path} has no .safetensors file; convert a pickled one by passing "
             "torch.load(path, weights_only=True)"
         )
@@ -144,7 +144,7 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
         try:
             tensors.update(load_file(file))
         except (SafetensorError, OSError) as error:
-            raise FactorsFileError(f"{file} cannot be read as safetensors: {error}") from error
+            raise FileError(f"{file} cannot be read as safetensors: {error}") from error
     return tensors, str(path)
 
 
@@ -177,18 +177,18 @@ def _split(
 
 def _layer(name: str, parts: Mapping[str, torch.Tensor], where: str) -> LowRankLinear:
     if "inner bias" in parts:
-        raise FactorsFileError(
+        raise FileError(
             f"{where}: {name} has a bias between its factors, which a low-rank linear has not; "
             "fold it into the outer bias first (b = b_up + up @ b_down)"
         )
     if not {"down", "up"} <= set(parts):
-        raise FactorsFileError(
+        raise FileError(
             f"{where}: {name} has only {', '.join(sorted(parts))}; a pair of factors is needed"
         )
     try:
         return LowRankLinear.from_factors(parts["down"], parts["up"], parts.get("bias"))
     except ShapeError as error:
-        raise FactorsFileError(f"{where}: {name}: {error}") from error
+        raise FileError(f"{where}: {name}: {error}") from error
 
 
 def _rest(
@@ -208,7 +208,7 @@ def _rest(
             continue  # such as the guard of a saved low-rank layer
         if name not in own or own[name].shape != tensor.shape:
             has = f"as {list(own[name].shape)}" if name in own else "no place for it"
-            raise FactorsFileError(
+            raise FileError(
                 f"{where} has {key!r} as {list(tensor.shape)}, and {type(model).__name__} has "
                 f"{has}; load it into the architecture it was made from"
             )
@@ -219,11 +219,11 @@ def _rest(
 def _check_shapes(
     modules: Mapping[str, nn.Module], layers: Mapping[str, LowRankLinear], where: str
 ) -> None:
-    """Raise FactorsFileError unless each linear has the right shape."""
+    """Raise FileError unless each linear has the right shape."""
     for name, layer in layers.items():
         shape = _shape(modules[name])
         if shape != (layer.out_features, layer.in_features):
-            raise FactorsFileError(
+            raise FileError(
                 f"{where} has {name!r} as [{layer.out_features}, {layer.in_features}], the model "
                 f"has it as {list(shape)}; load it into the model that it was saved from"
             )

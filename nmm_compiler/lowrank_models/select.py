@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from nmm_compiler.errors import NoMatchingModulesError, OptionTypeError, closest, nearest
+from nmm_compiler.errors import ModelError, OptionTypeError, closest, nearest
 from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedFactors
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.probe import difference_from_linear, only_reads
@@ -117,12 +117,12 @@ def find_sites(
     include: only names that match one of these patterns; it also brings in the output head, which
     is left alone otherwise. exclude: never these.
 
-    Raises NoMatchingModulesError when no site is left, when an include pattern matches no linear,
+    Raises ModelError when no site is left, when an include pattern matches no linear,
     or when an exclude pattern matches no module at all; OptionTypeError for what is no pattern.
     """
     wanted, unwanted = as_patterns(include), as_patterns(exclude)
     if include is not None and not wanted:
-        raise NoMatchingModulesError(
+        raise ModelError(
             "include has no patterns, which selects nothing; leave it out to select every linear"
         )
     names = _names_by_module(model)
@@ -298,7 +298,7 @@ def _check_excluded(unwanted: tuple[str, ...], names: list[str], model: nn.Modul
     for pattern in unwanted:
         if not any(matches(name, pattern) for name in names):
             parts = sorted({part for name in names for part in (name, name.rpartition(".")[2])})
-            raise NoMatchingModulesError(
+            raise ModelError(
                 f"exclude pattern {pattern!r} matches no module of {type(model).__name__}"
                 f"{closest(pattern, parts)}; leave it out, or name what is to stay dense"
             )
@@ -315,13 +315,13 @@ def _check_found(
     linears = [text.split(" ")[0] for text in seen]
     for pattern in wanted:
         if not any(matches(name, pattern) for name in linears + hit):
-            raise NoMatchingModulesError(
+            raise ModelError(
                 f"include pattern {pattern!r} matches no linear layer of "
                 f"{type(model).__name__}{closest(pattern, linears)}; {_listing(seen, pattern)}"
             )
     if not sites:
         reasons = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:8])
-        raise NoMatchingModulesError(
+        raise ModelError(
             f"{type(model).__name__} has no layer to factorize with this include and "
             f"exclude{f' (left alone: {reasons})' if reasons else ''}; {_listing(seen)}"
         )

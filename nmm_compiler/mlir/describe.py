@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler.errors import ExportError, NmmError
+from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.mlir.calls import KernelCall
 from nmm_compiler.mlir.module import ExportedKernel, KernelLaunch, KernelSource
 from nmm_compiler.ops import lower as lowering
@@ -27,7 +27,7 @@ def describe(
     """Return the kernel that serves a call and the FX nodes in `nodes`.
 
     sources: build the NKI source of every launch, for the call's token count or, when that is known
-    at run time only, for each of options.buckets. Raises ExportError when no kernel family computes
+    at run time only, for each of options.buckets. Raises ModelError when no kernel family computes
     the call, or there are no buckets.
     """
     keywords = call.keywords
@@ -66,7 +66,7 @@ def _token_counts(call: KernelCall, options: Options, sources: bool) -> tuple[in
     if not sources:
         return (1,)
     if not options.buckets:
-        raise ExportError(
+        raise ModelError(
             f"{call.node} has a token count known at run time only, and an NKI kernel has a fixed "
             "one; pass options={'buckets': (1, 128, ...)} to write a source per count, or "
             "kernels='inline', or sources=False"
@@ -100,7 +100,7 @@ def _launches(
         if sources:
             launches = lowering.fitting(launches, keywords["target"], options)
     except NmmError as error:
-        raise ExportError(f"no kernel computes {call.node}: {error}") from error
+        raise ModelError(f"no kernel computes {call.node}: {error}") from error
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     # The first operand of a launch is x seen as a matrix; the others are the call's own tensors.
     return [

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from nmm_compiler.errors import ExportError, UnknownNameError
+from nmm_compiler.errors import ModelError, UnknownNameError
 from nmm_compiler.mlir import importer, lower, verify
 from nmm_compiler.mlir.bindings import context, load
 from nmm_compiler.mlir.calls import KernelCall, calls_of
@@ -60,7 +60,7 @@ def export_mlir(
     Raises:
         UnknownNameError: a dialect, mode or option is not known.
         MissingPackageError: there is no torch-mlir.
-        ExportError: the model cannot be traced or lowered; with the node and torch-mlir's
+        ModelError: the model cannot be traced or lowered; with the node and torch-mlir's
             message.
     """
     for kind, value, known in (
@@ -133,5 +133,5 @@ def _distinct(
     names = [kernel.name for kernel in found.values()]
     for name in names:
         if names.count(name) > 1:
-            raise ExportError(f"two kernels are called {name}; this is a bug in mlir/describe.py")
+            raise ModelError(f"two kernels are called {name}; this is a bug in mlir/describe.py")
     return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler.errors import ExportError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.mlir.bindings import load, text_attribute, walk
 from nmm_compiler.mlir.calls import KernelCall, TensorType
 from nmm_compiler.mlir.module import ExportedKernel
@@ -66,7 +66,7 @@ def insert_calls(
         and text_attribute(operation, "name").startswith(_OPERATOR)
     ]
     if len(operators) != len(calls):
-        raise ExportError(f"torch-mlir imported {len(operators)} of {len(calls)} kernel calls")
+        raise ModelError(f"torch-mlir imported {len(operators)} of {len(calls)} kernel calls")
     declared: set[str] = set()
     with module.context:
         for operator, call in zip(operators, calls, strict=True):
@@ -109,7 +109,7 @@ def give_body(module: Any, name: str, call: KernelCall) -> None:
     function.attributes["no_inline"] = load().ir.UnitAttr.get(module.context)
     got = str(function.attributes["function_type"])
     if got != wanted:
-        raise ExportError(f"the reference of {call.op} has type {got}, its call {wanted}")
+        raise ModelError(f"the reference of {call.op} has type {got}, its call {wanted}")
 
 
 def describe_kernels(module: Any, kernels: Sequence[ExportedKernel]) -> None:
@@ -176,7 +176,7 @@ def _import(graph: torch.fx.Graph, context: Any, name: str, module: Any) -> Any:
             graph, func_name=name, func_visibility=None if module is None else "private"
         )
     except Exception as error:  # the importer raises many types; the error has the reason
-        raise ExportError(f"torch-mlir cannot import {name}: {error}") from error
+        raise ModelError(f"torch-mlir cannot import {name}: {error}") from error
     function = _function(importer.module, name)
     function.attributes["torch.assume_strict_symbolic_shapes"] = bindings.ir.UnitAttr.get(context)
     return importer.module
@@ -216,5 +216,5 @@ def _results(operator: Any) -> tuple[list[Any], Any]:
     users = [use.owner.operation for use in only.uses]
     if len(users) != 1 or users[0].name != "torch.prim.ListUnpack":
         used_by = ", ".join(user.name for user in users) or "nothing"
-        raise ExportError(f"the list that {operator.name} makes is used by {used_by}")
+        raise ModelError(f"the list that {operator.name} makes is used by {used_by}")
     return list(users[0].results), users[0]

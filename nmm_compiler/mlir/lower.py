@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from nmm_compiler.errors import ExportError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.mlir.bindings import load, text_attribute, walk
 
 DIALECTS = ("torch", "linalg", "stablehlo")
@@ -31,7 +31,7 @@ _REFINEMENT = ",stablehlo-refine-shapes"
 def lower(module: Any, dialect: str) -> None:
     """Lower a module of the torch dialect in place.
 
-    Raises ExportError with torch-mlir's message and the FX node when it cannot.
+    Raises ModelError with torch-mlir's message and the FX node when it cannot.
     """
     _run(module, _TO_TORCH)
     if _FROM_TORCH[dialect]:
@@ -51,13 +51,13 @@ def _run(module: Any, pipeline: str) -> None:
         passes = str(bindings.passmanager.PassManager.parse(f"builtin.module({pipeline})"))
         passes, removed = _CONTRACT_CHECK.subn("", passes)
         if ("backend-to" in pipeline) != bool(removed):
-            raise ExportError(f"the passes of {pipeline} are not as expected: {passes}")
+            raise ModelError(f"the passes of {pipeline} are not as expected: {passes}")
         passes = passes.replace(_REFINEMENT, "")
         try:
             bindings.passmanager.PassManager.parse(passes).run(module.operation)
         except bindings.ir.MLIRError as error:
             reasons = [f"{d.message} at {_place(str(d.location))}" for d in error.error_diagnostics]
-            raise ExportError(
+            raise ModelError(
                 f"torch-mlir cannot lower the graph: {'; '.join(reasons) or error}"
             ) from None
 

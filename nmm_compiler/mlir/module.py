@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler import outputs
-from nmm_compiler.errors import ExportError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.mlir.bindings import load
 from nmm_compiler.mlir.program import Argument
 
@@ -153,11 +153,11 @@ class MLIRModule:
         """Return the module as a StableHLO portable artifact, which other versions can read.
 
         version: the oldest StableHLO that must read it, by default the one of twelve weeks ago;
-        modules with kernel calls need 1.3.0. Raises ExportError for another dialect, or a version
+        modules with kernel calls need 1.3.0. Raises ModelError for another dialect, or a version
         that cannot hold the module.
         """
         if self.dialect != "stablehlo":
-            raise ExportError(f"portable artifacts are StableHLO's; this module is {self.dialect}")
+            raise ModelError(f"portable artifacts are StableHLO's; this module is {self.dialect}")
         stablehlo = load().stablehlo
         if version is None:
             weeks = stablehlo.StablehloCompatibilityRequirement.WEEK_12
@@ -165,7 +165,7 @@ class MLIRModule:
         try:
             made: bytes = stablehlo.serialize_portable_artifact_str(self.text, version)
         except ValueError as error:
-            raise ExportError(f"StableHLO {version} cannot hold this module: {error}") from None
+            raise ModelError(f"StableHLO {version} cannot hold this module: {error}") from None
         return made
 
     def save(self, path: str | Path) -> tuple[Path, ...]:

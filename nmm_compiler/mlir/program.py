@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from nmm_compiler.errors import ExportError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.mlir.bindings import load
 from nmm_compiler.passes.graph.capture import export
 
@@ -61,14 +61,14 @@ def export_program(
 ) -> Program:
     """Export a module (rewritten or not) and decide what becomes an argument.
 
-    Raises ExportError, with PyTorch's reason, when torch.export cannot trace the model.
+    Raises ModelError, with PyTorch's reason, when torch.export cannot trace the model.
     """
     exported = exported_module(model, args, kwargs, dynamic_shapes)
     try:
         with quiet():
             exported = exported.run_decompositions(decompositions())
     except Exception as error:  # torch.export raises many types; the reason is passed on
-        raise ExportError(f"decomposition of the graph failed: {error}") from error
+        raise ModelError(f"decomposition of the graph failed: {error}") from error
     _refuse_mutation(exported)
     _fold_ranges(exported.graph)
     return _program(exported, weights)
@@ -120,14 +120,14 @@ def _layer_norm(
 def exported_module(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
-    """Return the model as an ExportedProgram; ExportError, with PyTorch's reason, if impossible."""
+    """Return the model as an ExportedProgram; ModelError, with PyTorch's reason, if impossible."""
     if not isinstance(model, torch.nn.Module):
-        raise ExportError(
+        raise ModelError(
             f"cannot export {type(model).__name__}; pass an nn.Module, a GraphModule or an "
             "ExportedProgram"
         )
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise ExportError(
+        raise ModelError(
             f"{type(model).__name__} is on the meta device, whose decompositions torch-mlir does "
             "not lower; call model.to_empty(device='cpu') first (with weights='args' no value is "
             "read)"
@@ -136,7 +136,7 @@ def exported_module(
         with torch.no_grad():
             return export(model, args, kwargs, dynamic_shapes)
     except Exception as error:  # torch.export raises many types; the reason is passed on
-        raise ExportError(
+        raise ModelError(
             f"torch.export cannot trace {type(model).__name__}: {error}\n"
             "Pass a model, or the part of one, that torch.export accepts."
         ) from error
@@ -149,7 +149,7 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
         if spec.kind not in (OutputKind.USER_OUTPUT,)
     ]
     if changed:
-        raise ExportError(
+        raise ModelError(
             f"the model changes {', '.join(changed)} in place, which MLIR values cannot express; "
             "export it with the cache or buffer passed in and returned"
         )
@@ -190,10 +190,10 @@ def _program(exported: ExportedProgram, weights: str) -> Program:
             literals[node.name] = _state(exported, target)
             continue
         else:
-            raise ExportError(f"input {node.name!r} of kind {spec.kind.name} cannot be exported")
+            raise ModelError(f"input {node.name!r} of kind {spec.kind.name} cannot be exported")
         value = node.meta["val"]
         if not isinstance(value, Tensor):
-            raise ExportError(f"input {node.name!r} is {value!r}; only tensors can be inputs")
+            raise ModelError(f"input {node.name!r} is {value!r}; only tensors can be inputs")
         shape = tuple(int(s) if isinstance(s, int) else None for s in value.shape)
         arguments.append(Argument(name, kind, shape, str(value.dtype).removeprefix("torch.")))
     return Program(graph, tuple(arguments), literals, len(signature.user_outputs))

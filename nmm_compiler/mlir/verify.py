@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nmm_compiler.errors import ExportError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.mlir.bindings import load, text_attribute, walk
 
 ALLOWED = {
@@ -27,31 +27,31 @@ REQUIRED = ("nmm.family", "nmm.spec", "nmm.target", "nmm.x_layout", "nmm.out_lay
 
 
 def verify(module: Any, dialect: str, calls: int) -> None:
-    """Raise ExportError unless the module keeps the contract; `calls` kernel calls are expected."""
+    """Raise ModelError unless the module keeps the contract; `calls` kernel calls are expected."""
     ir = load().ir
     try:
         module.operation.verify()
     except ir.MLIRError as error:
-        raise ExportError(f"the module does not verify: {error}") from None
+        raise ModelError(f"the module does not verify: {error}") from None
     found = 0
     described = _described(module)
     for operation in walk(module.operation):
         home = operation.name.partition(".")[0]
         if home not in ALLOWED[dialect]:
-            raise ExportError(f"{operation.name} has no place in a {dialect} module")
+            raise ModelError(f"{operation.name} has no place in a {dialect} module")
         if operation.name == "torch.operator":
             name = text_attribute(operation, "name")
-            raise ExportError(f"torch-mlir does not know the operator {name}")
+            raise ModelError(f"torch-mlir does not know the operator {name}")
         if operation.name == "func.call":
             found += text_attribute(operation, "callee") in described
         elif operation.name == "stablehlo.custom_call" and "backend_config" in operation.attributes:
             config = operation.attributes["backend_config"]
             missing = [name for name in REQUIRED if name not in config]
             if missing:
-                raise ExportError(f"a kernel call lacks {', '.join(missing)}")
+                raise ModelError(f"a kernel call lacks {', '.join(missing)}")
             found += 1
     if found != calls:
-        raise ExportError(f"{found} kernel calls left of {calls} in the graph")
+        raise ModelError(f"{found} kernel calls left of {calls} in the graph")
 
 
 def _described(module: Any) -> set[str]:
@@ -63,6 +63,6 @@ def _described(module: Any) -> set[str]:
             name = text_attribute(function, "sym_name")
             missing = [required for required in REQUIRED if required not in given]
             if missing:
-                raise ExportError(f"kernel {name} lacks {', '.join(missing)}")
+                raise ModelError(f"kernel {name} lacks {', '.join(missing)}")
             names.add(name)
     return names

@@ -94,7 +94,7 @@ def _too_deep(tree: ast.Module | None = None) -> Finding:
 
 
 def lint_file(path: str | Path, *, nki: str = API_VERSION) -> tuple[Finding, ...]:
-    """Return the findings of a file on disk; SourceFileError, an OSError, if it is no source."""
+    """Return the findings of a file on disk; FileError, an OSError, if it is no source."""
     return lint_source(read_source(Path(path)), nki=nki, filename=str(path))
 
 

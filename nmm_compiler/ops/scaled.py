@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmm_compiler.errors import NoGradientError, ShapeError, SpecError
+from nmm_compiler.errors import ModelError, ShapeError, SpecError
 from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
 from nmm_compiler.ops.definition import ROW, Op
 from nmm_compiler.ops.gradients import Grads
@@ -65,7 +65,7 @@ def widened(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return x and the weights, each with its layout, as the numbers they stand for.
 
-    keywords: x_scale and out_dtype of the call. Raises NoGradientError where autograd asks for
+    keywords: x_scale and out_dtype of the call. Raises ModelError where autograd asks for
     a gradient of fp8 numbers.
     """
     dtype = result_dtype(x, keywords["out_dtype"])
@@ -92,13 +92,13 @@ def check_formats(x: Tensor, x_scale: float | None, weights: Sequence[Tensor]) -
 
 
 def refuse_gradients(x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-    """Raise NoGradientError if autograd watches fp8 numbers or their scales."""
+    """Raise ModelError if autograd watches fp8 numbers or their scales."""
     if not torch.is_grad_enabled():
         return
     for name, tensors in (("x", [x] * (x.dtype == FP8_DTYPE)), ("a weight", weights),
                           ("a scale", scales)):  # fmt: skip
         if any(t.requires_grad for t in tensors):
-            raise NoGradientError(
+            raise ModelError(
                 f"{name} of a product of fp8 weights requires a gradient, which rounded numbers do "
                 "not have; train the factors first (nmm.recover), then quantize them, or call "
                 "requires_grad_(False)"
@@ -126,7 +126,7 @@ def scaled_op(
         watched += [n for i, _ in places for n in _several(need[i + 1])]
         if any(watched):
             named = [str(t.dtype) for t, n in zip(asked, watched, strict=True) if n]
-            raise NoGradientError(
+            raise ModelError(
                 f"{reference.__name__}: no gradient of fp8 operands or their scales "
                 f"({', '.join(named)}); train the factors first, then quantize them"
             )

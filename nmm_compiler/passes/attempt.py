@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.errors import BrokenRuleError
+from nmm_compiler.errors import broken_rule
 from nmm_compiler.options import Options
 from nmm_compiler.passes.chains.prices import TYPICAL_TOKENS
 from nmm_compiler.passes.chains.safety import Refusal, in_transform
@@ -196,7 +196,7 @@ class Attempt:
         except RuntimeError as error:
             if self.built_in:
                 raise
-            raise BrokenRuleError(self.rules[0].name, "graph", error) from error
+            raise broken_rule(self.rules[0].name, "graph", error) from error
         self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
         self.findings = ()
 
@@ -410,7 +410,7 @@ def matches_are_apart(attempt: Attempt) -> None:
             if other is not match:
                 both = f"{match} and {other} both take over node {node.name}"
                 if not attempt.built_in:
-                    raise BrokenRuleError(attempt.rules[0].name, node.name, both)
+                    raise broken_rule(attempt.rules[0].name, node.name, both)
                 raise ValueError(both)
 
 

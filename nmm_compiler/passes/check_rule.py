@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nmm_compiler.errors import RuleNotFiredError
+from nmm_compiler.errors import rule_not_fired
 from nmm_compiler.options import Options
 from nmm_compiler.passes import rules
 from nmm_compiler.passes.graph.capture import arguments, to_graph
@@ -47,13 +47,13 @@ def check_rule(
 
     Raises:
         VerificationError: results differ.
-        RuleNotFiredError: the rule matches nothing.
+        ModelError: the rule matches nothing.
     """
     made = Options.make(options)
     worst = 0.0
     if model is not None or not isinstance(rule, PatternRule):
         if model is None:
-            raise RuleNotFiredError(rule.name, "it is a class; pass model= and the model's inputs")
+            raise rule_not_fired(rule.name, "it is a class; pass model= and the model's inputs")
         captured = to_graph(model, inputs)
         order = rule_order(made, [rule])
         result = rewrite_in_order(captured.module, captured.inputs, made, order)
@@ -81,7 +81,7 @@ def _proved(
 ) -> float:
     if not any(match.rule == rule.name and match.rewritten for match in result.matches):
         refused = [str(one) for one in result.declined if one.rule == rule.name]
-        raise RuleNotFiredError(rule.name, "; ".join([str(result.rules[rule.name]), *refused]))
+        raise rule_not_fired(rule.name, "; ".join([str(result.rules[rule.name]), *refused]))
     worst = 0.0
     for trial in range(trials):
         generator = torch.Generator().manual_seed(trial)
@@ -97,7 +97,7 @@ def _sets(rule: PatternRule, inputs: Any) -> Iterator[dict[str, torch.Tensor]]:
     if isinstance(inputs, (RewriteResult, Explanation)):
         met = [m.info for m in inputs.matches if m.rule == rule.name]
         if not met:
-            raise RuleNotFiredError(rule.name, "it has no match in this result")
+            raise rule_not_fired(rule.name, "it has no match in this result")
         seen = {(i["dtype"], *(tuple(i["operands"][n]) for n in names)) for i in met}
         for dtype, *shapes in sorted(seen, key=str):
             sizes = [[s if isinstance(s, int) else 16 for s in shape] for shape in shapes]

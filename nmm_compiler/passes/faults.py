@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.errors import TO_MEND, BrokenRuleError, InternalFaultError, NoShapesError
+from nmm_compiler.errors import TO_MEND, InternalFaultError, ModelError, broken_rule, internal_fault
 
 # A built-in rule that fails at more places than this is left out of the graph.
 _MOST_PLACES = 8
@@ -63,7 +63,7 @@ class Faults:
         """Keep an exception of the block as a fault; raise it under strict, or of a user's rule.
 
         rule: a rule, or the name of another step. Raises InternalFaultError under strict,
-        BrokenRuleError for a rule that is not built in, NoShapesError, and what the user has to
+        BrokenRuleError for a rule that is not built in, ModelError, and what the user has to
         mend.
         """
         try:
@@ -76,14 +76,15 @@ class Faults:
 
         For loops over all nodes, where a context manager for each node costs more than its block.
         """
-        if isinstance(error, (InternalFaultError, NoShapesError, *TO_MEND)):
+        told = (ModelError, *TO_MEND, *((InternalFaultError,) if self.strict else ()))
+        if isinstance(error, told):
             raise error
         if not isinstance(rule, str) and not self.is_built_in(rule):
-            raise BrokenRuleError(rule.name, node.name, error) from error
+            raise broken_rule(rule.name, node.name, error) from error
         name = rule if isinstance(rule, str) else rule.name
         fault = Fault(stage, name, node, self.graph, error)
         if self.strict:
-            raise InternalFaultError(str(fault)) from error
+            raise internal_fault(str(fault)) from error
         if not any(_same(fault, known) for known in self.found):
             self.found.append(fault)
 
@@ -97,7 +98,7 @@ class Faults:
         yield
         for was, now in itertools.zip_longest(before, _parts(graph), fillvalue=(None,)):
             if any(a is not b for a, b in itertools.zip_longest(was, now)):
-                raise BrokenRuleError(
+                raise broken_rule(
                     rule.name,
                     str(was[0] or now[0]),
                     "pattern, check or combine edited the graph, which they only read; add nodes "

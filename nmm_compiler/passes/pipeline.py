@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.errors import (
-    CaptureError,
-    NoRealInputsError,
-    OptionTypeError,
-    UnknownNameError,
-)
+from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError, no_real_inputs
 from nmm_compiler.options import Options, dump_directory
 from nmm_compiler.passes.attempt import (
     Attempt,
@@ -114,7 +109,7 @@ def run(
 ) -> RewriteResult:
     """Rewrite a copy of the graph and return it with all that was found.
 
-    Raises NoShapesError for a graph without shapes and without inputs, BrokenRuleError for a rule
+    Raises ModelError for a graph without shapes and without inputs, BrokenRuleError for a rule
     of the user that fails, UnknownNameError for a rule name that is not known, and under strict
     InternalFaultError.
     """
@@ -139,7 +134,7 @@ def rewrite_in_order(
     work.faults.warn(graph_module, example_inputs, options)
     if options.verify:
         if example_inputs is None:
-            raise NoRealInputsError(None)
+            raise no_real_inputs(None)
         result.check(*example_inputs)
     return result
 
@@ -167,8 +162,8 @@ def rewrite(
         The rewritten graph, which shares the model's parameters, and what was found.
 
     Raises:
-        CaptureError: the model cannot be traced.
-        NoShapesError, NoRealInputsError: inputs are needed.
+        ModelError: the model cannot be traced.
+        ModelError, ModelError: inputs are needed.
         BrokenRuleError: a rule of yours raises, or returns something else.
         UnknownNameError: for names of options and rules.
         VerificationError: the results differ.
@@ -183,7 +178,7 @@ def rewrite(
         given = None if example_inputs is None else arguments(example_inputs)
         given = given or getattr(captured.program, "example_inputs", None)
         if given is None:
-            raise NoRealInputsError(None)
+            raise no_real_inputs(None)
         args, kwargs = given
         result.check(*args, **kwargs)
     return result
@@ -211,14 +206,14 @@ def explain(
         What matches, what is left alone and why, and what could be factorized.
 
     Raises:
-        CaptureError, BrokenRuleError, UnknownNameError: as `rewrite`.
+        ModelError, BrokenRuleError, UnknownNameError: as `rewrite`.
     """
     made = Options.make(options)
     if isinstance(model_or_graph, (fx.GraphModule, torch.export.ExportedProgram)):
         return Explanation([rewrite(model_or_graph, example_inputs, options=made, rules=rules)])
     if not callable(model_or_graph):
         kind = type(model_or_graph).__name__
-        raise CaptureError(f"cannot explain a {kind}; pass a model or a function")
+        raise ModelError(f"cannot explain a {kind}; pass a model or a function")
     graphs = all_graphs(model_or_graph, *arguments(example_inputs))
     results = [run(module, inputs, made, rules) for module, inputs in graphs]
     return Explanation(results)

@@ -54,7 +54,7 @@ def reproducer(
     """Return a script that rewrites the nodes of one match alone and checks the results.
 
     module: the graph before the rewrite. inputs: example inputs, for a graph without shapes; raises
-    NoShapesError for such a graph without them.
+    ModelError for such a graph without them.
     """
     inner: Any = module.get_submodule(match.graph) if match.graph else module
     values = collect_values(inner, inputs)

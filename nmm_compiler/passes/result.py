@@ -124,7 +124,7 @@ class RewriteResult(Shown):
         """Run the graph before and after on real inputs; raise where the results differ.
 
         Return the largest error as a fraction of the bound, which is derived from dtypes and
-        contraction lengths (`verify`). Raises VerificationError, NoRealInputsError.
+        contraction lengths (`verify`). Raises VerificationError, ModelError.
         """
         both = self.original, self.graph_module
         return verify.check(*both, self.rewritten, inputs, keywords, self.reordered)
@@ -179,7 +179,7 @@ class RewriteResult(Shown):
 
         match: one of `matches`, or the name of its node or module; None is the first. Its nodes
         become a function of tensors like those that it read, with random numbers. inputs: example
-        inputs in order, for a graph without shapes. Raises UnknownNameError and NoShapesError.
+        inputs in order, for a graph without shapes. Raises UnknownNameError and ModelError.
         """
         found = match if isinstance(match, Match) else named_match(self.matches, match)
         return reproducer(self.original, found, inputs, target)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from nmm_compiler.errors import NoRealInputsError, VerificationError
+from nmm_compiler.errors import VerificationError, no_real_inputs
 from nmm_compiler.passes.graph.effects import fetch_attribute, graph_writes
 from nmm_compiler.passes.rules.base import Match
 
@@ -50,11 +50,11 @@ def check(
     matches: those that were rewritten. args and kwargs: a call's arguments. reordered: graph, node
     and terms of other products that may sum in another order.
     Inputs, parameters and buffers are as before when it returns, random numbers too. Raises
-    VerificationError for a difference, NoRealInputsError for inputs without data.
+    VerificationError for a difference, ModelError for inputs without data.
     """
     inputs = [_concrete(value) for value in _flat(before, args, kwargs)]
     if not all(map(is_real, inputs)):
-        raise NoRealInputsError(next(v for v in inputs if not is_real(v)))
+        raise no_real_inputs(next(v for v in inputs if not is_real(v)))
     places = _places(matches, before.graph)
     wanted = {name: name for name in places}
     for path, node, terms in reordered:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.lowrank_models import apply
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.meta_copies import without_data
@@ -31,13 +31,13 @@ def compress(
     return report.with_headline(functools.cache(said))
 
 
-def _copied(model: nn.Module) -> nn.Module | PredictionError:
+def _copied(model: nn.Module) -> nn.Module | ModelError:
     """Return the model without data, or why it cannot be copied; the report says so."""
     try:
         return without_data(model)
     except Exception as error:  # a module may hold what no copy can be made of
         text = " ".join(str(error).split())[:120]
-        return PredictionError(f"it cannot be copied: {type(error).__name__}: {text}")
+        return ModelError(f"it cannot be copied: {type(error).__name__}: {text}")
 
 
 def _headline(before: Any, after: Any, report: CompressionReport, quality: str) -> tuple[str, str]:
@@ -48,7 +48,7 @@ def _headline(before: Any, after: Any, report: CompressionReport, quality: str) 
     prompt = max((timed.tokens for timed in report.workload), default=512)
     try:
         for copied in (before, after):
-            if isinstance(copied, PredictionError):
+            if isinstance(copied, ModelError):
                 raise copied
         made = predict(after, report.target, prompt=prompt, dense=before, price="closed_form")
         if not made.told_apart:

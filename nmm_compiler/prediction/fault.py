@@ -6,7 +6,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from nmm_compiler.errors import InternalFaultError
+from nmm_compiler.errors import internal_fault
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -22,7 +22,7 @@ def fault_text(error: Exception, *, strict: bool = False) -> str:
     text = " ".join(str(error).split())[:120]
     what = f"{type(error).__name__} while predicting at {place}:{frame.lineno}: {text}"
     if strict:
-        raise InternalFaultError(what) from error
+        raise internal_fault(what) from error
     said = f"a fault in nmm_compiler, {what}; please report it"
     warnings.warn(f"nmm: {said}. Outputs are right; only the prediction is missing", stacklevel=3)
     return said

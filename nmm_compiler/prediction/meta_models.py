@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.errors import MissingPackageError, PredictionError, UnknownNameError
+from nmm_compiler.errors import MissingPackageError, ModelError, UnknownNameError
 from nmm_compiler.lowrank_models import hf_layers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, without_data
 
@@ -32,7 +32,7 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     """Return a model on the meta device.
 
     model_or_config: a module (left as it is), a transformers config, a dict of its fields, a public
-    name, or a directory or file with a config. Raises PredictionError for anything else,
+    name, or a directory or file with a config. Raises ModelError for anything else,
     UnknownNameError for an unknown name, MissingPackageError where transformers is missing.
     """
     if isinstance(model_or_config, nn.Module):
@@ -46,7 +46,7 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
             module = kind.from_config(dense_config(config), dtype=dtype)
         except Exception as error:  # a model's code meets the sizes of any file here
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise PredictionError(f"transformers makes no model of the config: {text}") from error
+            raise ModelError(f"transformers makes no model of the config: {text}") from error
         if ranks:
             hf_layers.prepare(module, ranks)
     return MetaModel(module.eval(), name)
@@ -55,14 +55,14 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
 def saved_ranks(config: Any) -> dict[str, int]:
     """Return {layer name: rank} of the config of a saved low-rank model, {} for any other.
 
-    Raises PredictionError for a config of another quantization, FactorsFileError for damaged ranks.
+    Raises ModelError for a config of another quantization, FileError for damaged ranks.
     """
     saved = getattr(config, "quantization_config", None)
     if saved is None:
         return {}
     fields = saved if isinstance(saved, Mapping) else saved.to_dict()
     if fields.get("quant_method") != hf_layers.METHOD:
-        raise PredictionError(
+        raise ModelError(
             f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
@@ -95,7 +95,7 @@ def read_config(given: Any) -> Any:
             forms = ("DIRECTORY with config.json", "CONFIG.json")
             raise UnknownNameError("model", str(given), list(public_models()), forms)
     if not isinstance(given, Mapping) or "model_type" not in given:
-        raise PredictionError(
+        raise ModelError(
             f"cannot predict {given!r:.80}: pass an nn.Module, a transformers config, a dict with "
             "its fields and model_type, a directory with a config.json, or a public name"
         )
@@ -104,7 +104,7 @@ def read_config(given: Any) -> Any:
         config = transformers.AutoConfig.for_model(given["model_type"], **fields)
     except Exception as error:  # each config class has checks, and errors, of its own
         text = " ".join(str(error).split())
-        raise PredictionError(f"transformers refuses the config: {text}") from error
+        raise ModelError(f"transformers refuses the config: {text}") from error
     if name:
         config.name_or_path = name
     return config
@@ -114,7 +114,7 @@ def _json_object(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # brackets may nest without end
-        raise PredictionError(f"{path} is no config that can be read: {error}") from error
+        raise ModelError(f"{path} is no config that can be read: {error}") from error
 
 
 def _transformers() -> Any:

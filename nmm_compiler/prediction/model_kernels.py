@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nmm_compiler.errors import PredictionError, UnknownNameError
+from nmm_compiler.errors import ModelError, UnknownNameError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.lowrank_models.modules import lowrank_layers
@@ -52,7 +52,7 @@ def model_kernels(
     model_or_config: as for `predict`. ratios: as for `compress`; None takes the model as it is.
     tokens: of a call, all sequences together. tps: cores that share the model; split: how
     `tensor_parallel_plan` cuts its factors. progress: called with (setting, done, of how many).
-    Raises PredictionError for a model that cannot be traced or cut, and where no kernel is found.
+    Raises ModelError for a model that cannot be traced or cut, and where no kernel is found.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
@@ -80,7 +80,7 @@ def model_kernels(
             else:
                 found |= dict.fromkeys(_shares(model, m, tp, split, targets))
     if not found:
-        raise PredictionError(
+        raise ModelError(
             "the model calls no kernel of this package; pass --ratio (ratios=) to make its "
             "linears low-rank, or a directory that `nmm compress` wrote"
         )
@@ -117,7 +117,7 @@ def _shares(
     roles = linear_roles(model.module)
     layers = lowrank_layers(model.module)
     if not roles:
-        raise PredictionError(f"{model.name} has no tensor-parallel plan; use tp=1")
+        raise ModelError(f"{model.name} has no tensor-parallel plan; use tp=1")
     seen: set[tuple[int, ...]] = set()
     for name, layer in layers.items():
         role = roles.get(name)
@@ -130,7 +130,7 @@ def _shares(
         if summed:
             field, size = "k", layer.in_features
         if size % tp:
-            raise PredictionError(f"{name} has {field} {size}, which does not divide by {tp} cores")
+            raise ModelError(f"{name} has {field} {size}, which does not divide by {tp} cores")
         x = torch.empty(1, m, layer.in_features, dtype=layer.up.weight.dtype, device="meta")
         for spec, target in _launched(layer, (x,), {}, targets):
             if not isinstance(spec, LowRankSpec):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.kernels.base import CORES, KernelSpec
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.prediction.changes import Change, changes
@@ -179,7 +179,7 @@ def plan(
     programs, as in `predict`. measured: the user's own figures of the first setting. jobs:
     processes that simulate kernels, by default one for each core. progress: called with (what is
     done now, how many are done, how many there are), of settings and then of kernels. A setting
-    that cannot be predicted is in `refused`; raises PredictionError when none can.
+    that cannot be predicted is in `refused`; raises ModelError when none can.
     """
     settings = list(itertools.product(targets, tps, batches, prompts, contexts))
     wanted = list(itertools.product(settings, (None, *ratios)))
@@ -221,7 +221,7 @@ def plan(
             reason = str(error)
             refused.append(Refused(setting=f"{_named(*setting)} {label}", reason=reason))
     if not made:
-        raise PredictionError(f"nothing could be predicted: {refused[0].reason}")
+        raise ModelError(f"nothing could be predicted: {refused[0].reason}")
 
     def out(target: str, tp: int) -> WayOut | None:
         """Return what pays instead, where no setting on so many cores does."""

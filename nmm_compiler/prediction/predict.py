@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
+from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten
@@ -92,9 +92,9 @@ def predict(
         Every piece with its time and source, and the sums.
 
     Raises:
-        PredictionError: the model cannot be traced or cut.
+        ModelError: the model cannot be traced or cut.
         UnknownNameError, OptionTypeError: for bad arguments.
-        RankError: as `compress` raises it.
+        ModelError: as `compress` raises it.
     """
     sizes = {"prompt": prompt, "context": context, "batch": batch, "tp": tp}
     for name, size in sizes.items():
@@ -267,11 +267,11 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
 
 
 def _refuse_experts(model: MetaModel) -> None:
-    """Raise PredictionError for a model with experts: a token reads some of them, and no kernel
+    """Raise ModelError for a model with experts: a token reads some of them, and no kernel
     here reads weights by an index."""
     for name, module in model.module.named_modules():
         if "experts" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower():
-            raise PredictionError(
+            raise ModelError(
                 f"{model.name} has experts ({name}): a token reads a few of them, and no kernel "
                 "here chooses weights by token, so that a total would count every expert; predict "
                 "a model without experts, or nn.Linear modules of one expert with inputs="
@@ -311,9 +311,7 @@ def model_phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> l
     module: Any = model.module
     config = getattr(module, "config", None)
     if config is None:
-        raise PredictionError(
-            f"{model.name} is no transformers model: pass inputs=, its example inputs"
-        )
+        raise ModelError(f"{model.name} is no transformers model: pass inputs=, its example inputs")
 
     def ids(length: int) -> torch.Tensor:
         return torch.zeros(batch, length, dtype=torch.long, device="meta")

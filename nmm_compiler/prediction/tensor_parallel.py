@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nmm_compiler.errors import PredictionError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
@@ -70,7 +70,7 @@ def shard(model: MetaModel, tp: int) -> None:
     """Cut the model's linears for one of `tp` cores, in place.
 
     Each core has at least one key and value head, and as many query heads as belong to it. Raises
-    PredictionError for a model without a tensor-parallel plan.
+    ModelError for a model without a tensor-parallel plan.
     """
     if tp == 1:
         return
@@ -79,7 +79,7 @@ def shard(model: MetaModel, tp: int) -> None:
         parent = model.module.get_submodule(name.rpartition(".")[0])
         put_cut(parent, name.rpartition(".")[2], role, tp, _Heads.of(parent))
     if not found:
-        raise PredictionError(
+        raise ModelError(
             f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"
         )
 

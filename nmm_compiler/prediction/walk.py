@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.errors import NmmError, PredictionError
+from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
@@ -69,7 +69,7 @@ class Piece:
 def walk(model: MetaModel, inputs: Inputs, target: str) -> list[Piece]:
     """Return the pieces of one pass of the model on these inputs, which need no data.
 
-    Raises PredictionError where the model cannot be traced.
+    Raises ModelError where the model cannot be traced.
     """
     return walk_graphs(model, graphs_of(model, inputs), target)
 
@@ -77,7 +77,7 @@ def walk(model: MetaModel, inputs: Inputs, target: str) -> list[Piece]:
 def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
     """Return the graphs of one pass of the model with their inputs; they are of no target yet.
 
-    Raises PredictionError where the model cannot be traced.
+    Raises ModelError where the model cannot be traced.
     """
     args: Sequence[Any] = () if isinstance(inputs, Mapping) else inputs
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
@@ -87,7 +87,7 @@ def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
         raise
     except Exception as error:  # the model's own code may not run without data
         text = " ".join(str(error).split())[:300]
-        raise PredictionError(
+        raise ModelError(
             f"{model.name} cannot be traced without data: {type(error).__name__}: {text}"
         ) from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler import targets
-from nmm_compiler.errors import MachineFileError
+from nmm_compiler.errors import FileError
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
@@ -108,12 +108,12 @@ def _number(value: float | None) -> str:
 def calibrate(path: Path) -> Calibration:
     """Return the constants of the machine whose ladder is in a file of `nmm doctor --device`.
 
-    Raises MachineFileError for a file without times, which a run without a device has not.
+    Raises FileError for a file without times, which a run without a device has not.
     """
     told = read_json(path)
     base = told.get("target")
     if base not in targets.names():
-        raise MachineFileError(f"{path} names no target; write it with: nmm doctor --device")
+        raise FileError(f"{path} names no target; write it with: nmm doctor --device")
     verdicts = told.get("verdicts")
     times = {
         str(v.get("rung")): number(v.get("time_us"))
@@ -121,7 +121,7 @@ def calibrate(path: Path) -> Calibration:
         if isinstance(v, dict) and v.get("verdict") == "passed"
     }
     if not any(t is not None for t in times.values()):
-        raise MachineFileError(
+        raise FileError(
             f"{path} holds no times: they are of a device, and this is of executor "
             f"{told.get('executor')!r}; run nmm doctor --device where one is"
         )

@@ -5,8 +5,8 @@
 "simulator" runs the kernel's source in this package's simulator, "nki_simulate" in AWS's, "neuron"
 on the device. A token count between buckets is padded with zero rows, whose results are dropped.
 Where a kernel cannot be built or fails its first-run check, executor "auto" leaves the calls to
-PyTorch, with a warning; an executor that was named raises NoKernelError, since a caller who names
-one wants that kernel's numbers. Importing this module registers the executors with the ops.
+PyTorch, with a warning; an executor that was named raises NeuronSetupError, since a caller who
+names one wants that kernel's numbers. Importing this module registers the executors with the ops.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from nmm_compiler.errors import (
     CacheMissError,
+    ModelError,
     NeuronSetupError,
-    NoKernelError,
     ShapeError,
     SpecError,
     UnknownNameError,
-    WeightError,
+    no_kernel,
 )
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import options_of
@@ -60,7 +60,7 @@ class KernelExecutor:
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run op `name`: by its kernels; with executor "auto" by PyTorch where there are none.
 
-        Raises NoKernelError when this executor was named and a kernel cannot be had.
+        Raises NeuronSetupError when this executor was named and a kernel cannot be had.
         """
         executor = kwargs.get("executor", self.name)
         if 0 in args[0].shape:  # no tokens: nothing to compute
@@ -81,7 +81,7 @@ class KernelExecutor:
             if options.strict:
                 raise
             if options.executor == self.name:
-                raise NoKernelError(self.name, f"a call of {name}", str(error)) from error
+                raise no_kernel(self.name, f"a call of {name}", str(error)) from error
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
             return None
         target = kwargs.get("target", "trn2")
@@ -159,7 +159,7 @@ class KernelExecutor:
             raise
         except Exception as error:  # the caller asked for a kernel, and there is none
             reason = f"{type(error).__name__}: {error}"
-            raise NoKernelError(self.name, f"{spec} on {target}", reason) from error
+            raise no_kernel(self.name, f"{spec} on {target}", reason) from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -242,13 +242,13 @@ def _launch_in_simulator(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tenso
 def _operand(tensor: Tensor) -> Any:
     """Return a tensor as a kernel reads it: fp8 numbers as those of NKI's float8_e4m3.
 
-    Raises WeightError for one beyond 240, whose bits are infinity or no number there.
+    Raises ModelError for one beyond 240, whose bits are infinity or no number there.
     """
     if tensor.dtype != torch.float8_e4m3fn:
         return tensor.detach()
     bits = tensor.detach().view(torch.uint8)
     if bool(((bits & 0x7F) > 0x77).any()):
-        raise WeightError(
+        raise ModelError(
             "a weight of torch.float8_e4m3fn holds numbers beyond 240, where NKI's float8_e4m3 "
             "ends; quantize to [-240, 240], as nmm.quantize_factors does"
         )

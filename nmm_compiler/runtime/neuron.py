@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nmm_compiler.errors import ChangedFileError, NeuronSetupError, NoKernelError
+from nmm_compiler.errors import FileError, NeuronSetupError, no_kernel
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.options import neuron_environment
@@ -83,7 +83,7 @@ def load(kernel: Any) -> Any:
 
     The source is executed, not the file. The NKI compiler asks for the function's source again and
     gets the executed text; in case it opens the file, a file with other text is refused with
-    ChangedFileError.
+    FileError.
     """
     path = Path(kernel.path)
     with _lock:
@@ -94,7 +94,7 @@ def load(kernel: Any) -> Any:
             else:
                 _nki(oldest_version(kernel.source))
             if path.exists() and read_source(path) != kernel.source:
-                raise ChangedFileError(
+                raise FileError(
                     f"{path} was changed after kernel {kernel.name} was verified; nothing of it "
                     "was executed. Run `nmm cache verify`, then compile again"
                 )
@@ -301,10 +301,10 @@ def check(kernel: Any, device: torch.device) -> bool:
         return _verdicts[key]
 
 
-def failed_first_run(kernel: Any) -> NoKernelError:
+def failed_first_run(kernel: Any) -> NeuronSetupError:
     """Return the error for a kernel that gave wrong results, where nothing else may compute."""
     reason = f"{kernel.name} failed its first run, as the warning before says"
-    return NoKernelError("neuron", str(kernel.spec), reason)
+    return no_kernel("neuron", str(kernel.spec), reason)
 
 
 def forget() -> None:

@@ -14,13 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    KernelArgumentError,
-    TensorDtypeError,
-    TensorShapeError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, check_destination, operand
 from nmm_compiler.simulator.isa.operands import require_form as require_form_of
 from nmm_compiler.simulator.isa.operators import find_op
@@ -101,12 +95,12 @@ def _operands(
         raise move.error(KernelArgumentError, f"{len(srcs)} sources, {len(dsts)} destinations")
     memories = {t.memory for t in (*srcs, *dsts)}
     if len(memories) > 1:
-        raise move.error(EngineRuleError, "tensors in SBUF and in HBM; all in one of them")
+        raise move.error(OperandError, "tensors in SBUF and in HBM; all in one of them")
     if memories == {"sbuf"} and not sbuf:
-        raise move.error(EngineRuleError, "tensors in SBUF; this collective takes HBM only")
+        raise move.error(OperandError, "tensors in SBUF; this collective takes HBM only")
     if len(srcs) > 1 and (single or memories == {"sbuf"}):
         raise move.error(
-            EngineRuleError, f"{len(srcs)} tensors; several go with HBM tensors of others only"
+            OperandError, f"{len(srcs)} tensors; several go with HBM tensors of others only"
         )
     if priority is not None:
         if not isinstance(priority, int) or not 0 <= priority <= 3:
@@ -115,7 +109,7 @@ def _operands(
     for src, dst in zip(srcs, dsts, strict=True):
         check_destination(machine, op, dst)
         if src.dtype != dst.dtype:
-            raise move.error(TensorDtypeError, f"src is {src.dtype}, dst {dst.dtype}; make equal")
+            raise move.error(OperandError, f"src is {src.dtype}, dst {dst.dtype}; make equal")
     return list(zip(srcs, dsts, strict=True))
 
 
@@ -136,7 +130,7 @@ def _exchange(
         wanted = shape(src)
         if dst.shape != wanted:
             raise move.error(
-                TensorShapeError,
+                OperandError,
                 f"src {src.name!r} {src.shape} on {ranks} ranks makes {wanted}, dst {dst.name!r} "
                 f"is {dst.shape}",
             )
@@ -220,7 +214,7 @@ def _dimension(move: _Move, srcs: list[NkiTensor], given: Any, sbuf: tuple[int, 
     allowed = sbuf if srcs[0].memory == "sbuf" else (0,)
     if given not in allowed:
         raise move.error(
-            TensorShapeError,
+            OperandError,
             f"collective_dim={given!r} of {srcs[0].memory.upper()} tensors; it is "
             f"{' or '.join(map(str, allowed))}",
         )
@@ -231,7 +225,7 @@ def _divided(move: _Move, src: NkiTensor, dim: int) -> tuple[int, ...]:
     count = len(move.ranks)
     if src.shape[dim] % count:
         raise move.error(
-            TensorShapeError, f"dimension {dim} of {src.shape} does not divide by {count} ranks"
+            OperandError, f"dimension {dim} of {src.shape} does not divide by {count} ranks"
         )
     return tuple(n // count if d == dim else n for d, n in enumerate(src.shape))
 
@@ -366,7 +360,7 @@ def collective_permute_implicit_reduce(
         pairs = _operands(move, srcs, dsts, priority, True, single=True)
         if other.shape != pairs[0][0].shape:
             raise move.error(
-                TensorShapeError, f"sources {pairs[0][0].shape} and {other.shape}; make equal"
+                OperandError, f"sources {pairs[0][0].shape} and {other.shape}; make equal"
             )
         reduce = _reduction(move, op)
         _exchange(move, pairs, _predecessor, lambda s: s.shape, name, (other, reduce))

@@ -7,7 +7,12 @@ import sys
 import traceback
 from typing import Any
 
-from nmm_compiler.errors import KernelFailedError, SimulationError, SimulatorFaultError
+from nmm_compiler.errors import (
+    InternalFaultError,
+    KernelFailedError,
+    SimulationError,
+    simulator_fault,
+)
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -15,7 +20,7 @@ _LONGEST_MESSAGE = 1000
 _ELSEWHERE = frozenset({"numpy", "ml_dtypes", *sys.stdlib_module_names})
 
 
-def _own_fault(error: BaseException) -> SimulatorFaultError | None:
+def _own_fault(error: BaseException) -> InternalFaultError | None:
     """Return the error for an exception that the simulator's own code raised, else None.
 
     The innermost frame that is neither NumPy's nor the standard library's says whose code it was;
@@ -34,7 +39,8 @@ def _own_fault(error: BaseException) -> SimulatorFaultError | None:
     code = called.f_code
     names = code.co_varnames[: code.co_argcount]
     shown = ", ".join(f"{n}={_short(called.f_locals[n])}" for n in names if n in called.f_locals)
-    return SimulatorFaultError(f"{code.co_name}({shown})", error, kernel.f_code.co_filename, line)
+    place = f"{kernel.f_code.co_filename}:{line}"
+    return simulator_fault(f"{code.co_name}({shown})", error, place)
 
 
 def _short(value: Any) -> str:
@@ -44,7 +50,7 @@ def _short(value: Any) -> str:
     return f"{value!r:.60}"
 
 
-def failed(error: BaseException, what: str) -> SimulationError:
+def failed(error: BaseException, what: str) -> InternalFaultError | SimulationError:
     """Return the catalogue error for an exception of the kernel's own code, or of ours."""
     fault = None if isinstance(error, ImportError) else _own_fault(error)
     if fault is not None:

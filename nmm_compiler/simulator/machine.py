@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nmm_compiler.errors import InstructionLimitError, SimulationError
+from nmm_compiler.errors import SimulationError
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets.base import Target
 
@@ -247,7 +247,7 @@ class Machine:
         instructions = self.instructions
         index = len(instructions)
         if index >= self.max_instructions:
-            raise InstructionLimitError(
+            raise SimulationError(
                 f"more than max_instructions={self.max_instructions:,} instructions; is a loop "
                 "endless? Otherwise raise max_instructions",
                 filename,
@@ -275,7 +275,7 @@ class Machine:
         """End a loop on the device that has run too often."""
         if count > self.max_instructions:
             raise self.error(
-                InstructionLimitError,
+                SimulationError,
                 f"{what} ran more than max_instructions={self.max_instructions:,} times; "
                 "is its condition ever cleared? Otherwise raise max_instructions",
             )

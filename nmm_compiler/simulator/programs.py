@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from nmm_compiler.errors import ProgramsDisagreeError
+from nmm_compiler.errors import SimulationError
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
@@ -56,7 +56,7 @@ class Programs:
         tensor = tensors[place]
         if tensor.shape != shape or tensor.dtype != dtype:
             raise machine.error(
-                ProgramsDisagreeError,
+                SimulationError,
                 f"shared_hbm tensor number {place} is {shape} {dtype} in program "
                 f"{machine.program_id} and {tensor.shape} {tensor.dtype} in another; all programs "
                 "must allocate the same",
@@ -87,7 +87,7 @@ class Programs:
         while not ready():
             if seen == self.events:
                 raise machine.error(
-                    ProgramsDisagreeError,
+                    SimulationError,
                     f"program {machine.program_id} of rank {machine.rank} waits for {what}, which "
                     "the other program never reaches; all programs must take the same path",
                 )
@@ -127,7 +127,7 @@ class Programs:
         number = self._number(machine.place, what)
         if self.agreed.setdefault((machine.rank, what, number), value) != value:
             raise machine.error(
-                ProgramsDisagreeError,
+                SimulationError,
                 f"{what} number {number} of program {machine.program_id} is not what another "
                 "program has; all programs of a grid share it, so make it the same",
             )

@@ -24,7 +24,6 @@ from nmm_compiler.errors import (
     KernelFailedError,
     NmmError,
     SimulationError,
-    UninitializedReadError,
     UnknownNameError,
 )
 from nmm_compiler.report.parts import Grid, Line, Part
@@ -460,7 +459,7 @@ def _export(machine: Machine, tensor: NkiTensor, given: set[int]) -> np.ndarray:
         )  # fmt: skip
         if machine.strict:
             instruction = machine.instructions[-1] if machine.instructions else None
-            raise UninitializedReadError(
+            raise HazardError(
                 message,
                 instruction.file if instruction else "",
                 tensor.storage.allocation.line,

@@ -36,7 +36,7 @@ def get(name: str | Target) -> Target:
     """Return the target called `name`; a Target passes through.
 
     A name that ends in .json is a file that `nmm doctor --fit` wrote. Raises UnknownNameError with
-    the closest name, MachineFileError for a file that describes no target.
+    the closest name, FileError for a file that describes no target.
     """
     if isinstance(name, Target):
         return name

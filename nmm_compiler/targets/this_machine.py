@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.errors import MachineFileError
+from nmm_compiler.errors import FileError
 from nmm_compiler.targets.base import Source, Target
 
 WITHOUT: Mapping[str, Mapping[str, Any]] = {
@@ -66,7 +66,7 @@ def with_verdicts(target: Target, path: Path, nki: Callable[[], str | None]) -> 
 
     nki: returns the installed version of NKI, or None. Verdicts of another version are ignored,
     with one warning; where none is installed they hold, for kernels that are built for another
-    machine. Raises MachineFileError for a file that is no ladder's.
+    machine. Raises FileError for a file that is no ladder's.
     """
     try:
         found = path.stat()
@@ -84,9 +84,7 @@ def _with_verdicts(
     if not isinstance(verdicts, list) or not all(
         isinstance(v, dict) and isinstance(v.get("rung"), str) and "verdict" in v for v in verdicts
     ):
-        raise MachineFileError(
-            f"{path} holds no verdicts of rungs; write it with: nmm doctor --device"
-        )
+        raise FileError(f"{path} holds no verdicts of rungs; write it with: nmm doctor --device")
     if told.get("executor") != DEVICE or told.get("target") != target.name:
         return target
     machine, installed = told.get("machine"), nki()
@@ -109,19 +107,19 @@ def _with_verdicts(
 def from_file(path: Path, registered: Mapping[str, Target]) -> Target:
     """Return the target of a file of `nmm doctor --fit`: {"base": "trn2", "numbers": {}}.
 
-    Each number is [value, where it comes from]. Raises MachineFileError for anything else.
+    Each number is [value, where it comes from]. Raises FileError for anything else.
     """
     told = read_json(path)
     base, numbers = registered.get(str(told.get("base"))), told.get("numbers")
     if base is None or not isinstance(numbers, dict):
-        raise MachineFileError(
+        raise FileError(
             f"{path} describes no target; write it with: nmm doctor --fit VERDICTS --out {path}"
         )
     for name, given in numbers.items():
         known = getattr(base, name, None) if name in base.sources else None
         value = number(given[0]) if isinstance(given, list) and len(given) == 2 else None
         if not isinstance(known, float) or value is None or not 1e-3 < value / known < 1e3:
-            raise MachineFileError(
+            raise FileError(
                 f"{path}: {name} is {given!r:.80}, and must be [a number, its source] of a "
                 f"measurable number of a target, here within 1000 times of {known!r:.80}"
             )
@@ -140,23 +138,21 @@ def number(value: Any) -> float | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise MachineFileError, naming the file, without one."""
+    """Return the object in a JSON file; raise FileError, naming the file, without one."""
     try:
         found = path.stat()
         whole = stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_BYTES
         text = path.read_text(encoding="utf-8") if whole else ""  # a device may have no end
         told = json.loads(text) if whole else None
     except OSError as error:
-        raise MachineFileError(f"cannot read {path}: {error.strerror}") from None
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise MachineFileError(f"{path} is not JSON ({error}); write it anew") from None
+        raise FileError(f"{path} is not JSON ({error}); write it anew") from None
     if not whole:
-        raise MachineFileError(
+        raise FileError(
             f"{path} is no regular file of at most {LARGEST_BYTES:,} bytes; pass one that "
             "nmm doctor --device or nmm doctor --fit wrote"
         )
     if not isinstance(told, dict):
-        raise MachineFileError(
-            f"{path} holds a {type(told).__name__}, not an object; write it anew"
-        )
+        raise FileError(f"{path} holds a {type(told).__name__}, not an object; write it anew")
     return told

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nmm_compiler.cache.key import Key, canonical, short
-from nmm_compiler.errors import CacheKeyError
+from nmm_compiler.errors import CacheError
 from nmm_compiler.records import Record
 
 json_data = st.recursive(
@@ -105,20 +105,20 @@ def test_records_and_tuples_are_their_json():
     ],
 )  # fmt: skip
 def test_what_could_differ_between_processes_is_refused_by_name(value):
-    with pytest.raises(CacheKeyError, match=r"key\.spec"):
+    with pytest.raises(CacheError, match=r"key\.spec"):
         Key.make({"spec": value})
 
 
 @pytest.mark.parametrize("value", [{}, [], None, "x", 3])
 def test_a_key_needs_named_entries(value):
-    with pytest.raises(CacheKeyError):
+    with pytest.raises(CacheError):
         Key.make(value)
 
 
 def test_endless_nesting_is_refused():
     loop: list[object] = []
     loop.append(loop)
-    with pytest.raises(CacheKeyError, match="nested"):
+    with pytest.raises(CacheError, match="nested"):
         Key.make({"loop": loop})
 
 

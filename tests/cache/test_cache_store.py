@@ -14,12 +14,7 @@ from cache_helpers import Builder, fork, key_of, place
 from nmm_compiler.cache.disk import FOLDER, Disk
 from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.store import Store
-from nmm_compiler.errors import (
-    CacheError,
-    CacheKeyError,
-    CacheMissError,
-    CacheWarning,
-)
+from nmm_compiler.errors import CacheError, CacheMissError, CacheWarning
 from nmm_compiler.options import Options
 
 
@@ -99,7 +94,7 @@ def test_a_failing_build_goes_through_and_leaves_nothing(directory):
     ],
 )  # fmt: skip
 def test_a_builder_cannot_name_files_elsewhere(directory, files):
-    with pytest.raises(CacheKeyError):
+    with pytest.raises(CacheError):
         Store(directory).get_or_build(key_of(1), lambda: files)
     assert Store(directory).get(key_of(1)) is None
 

@@ -9,13 +9,7 @@ import pytest
 from nmm_compiler.cli.kernel_arguments import arguments_of
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.cli.main import main
-from nmm_compiler.errors import (
-    NmmError,
-    ResourceLimitError,
-    ShapeError,
-    SimulatorFaultError,
-    WorkerEndedError,
-)
+from nmm_compiler.errors import NmmError, ShapeError, WorkerError, simulator_fault
 from nmm_compiler.nki_api.lint import lint_source
 
 HEAD = (
@@ -50,19 +44,19 @@ def test_what_ends_well_is_returned():
 
 def test_time_is_up_at_the_limit():
     started = time.monotonic()
-    with pytest.raises(ResourceLimitError, match=r"k.py ran longer than --time-limit=0.2 seconds"):
+    with pytest.raises(WorkerError, match=r"k.py ran longer than --time-limit=0.2 seconds"):
         limited(forever, seconds=0.2)
     assert time.monotonic() - started < 10
 
 
 def test_memory_ends_at_the_limit():
-    with pytest.raises(ResourceLimitError, match=r"more memory than --memory-limit=0.25 GiB"):
+    with pytest.raises(WorkerError, match=r"more memory than --memory-limit=0.25 GiB"):
         limited(fill, gigabytes=0.25)
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
 def test_limits_are_above_0(limit):
-    with pytest.raises(ResourceLimitError, match="must be above 0"):
+    with pytest.raises(WorkerError, match="must be above 0"):
         limited(forever, seconds=limit)
 
 
@@ -76,7 +70,7 @@ def test_limits_are_above_0(limit):
     ],
 )
 def test_an_ended_process_is_one_error(end, shown):
-    with pytest.raises(WorkerEndedError, match=shown):
+    with pytest.raises(WorkerError, match=shown):
         limited(end)
 
 
@@ -219,7 +213,8 @@ def test_an_error_in_a_kernel_ends_with_1(command, body, code, tmp_path, capsys)
 
 
 def test_a_fault_of_the_simulator_ends_with_70(monkeypatch):
-    for fault in (ZeroDivisionError("deliberate"), SimulatorFaultError("nisa.x", ValueError("y"))):
+    raised = simulator_fault("nisa.x", ValueError("y"), "k.py:1")
+    for fault in (ZeroDivisionError("deliberate"), raised):
 
         def work(fault=fault):
             raise fault

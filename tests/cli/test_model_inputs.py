@@ -5,7 +5,7 @@ import torch
 
 from nmm_compiler.cli import models
 from nmm_compiler.cli.main import main
-from nmm_compiler.errors import CaptureError
+from nmm_compiler.errors import ModelError
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -47,7 +47,7 @@ def test_a_model_of_other_inputs_names_the_way_out():
     class Audio(torch.nn.Module):
         main_input_name, config = "input_features", transformers.WhisperConfig()
 
-    with pytest.raises(CaptureError, match=r"input_features.*FILE\.py:function"):
+    with pytest.raises(ModelError, match=r"input_features.*FILE\.py:function"):
         models.example_inputs("whisper", Audio(), 8)
 
 

@@ -21,7 +21,7 @@ from nmm_compiler.codegen.beta1.translate import to_beta_1
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.emitted_file import kernel_source
-from nmm_compiler.errors import CacheTrustError, CapacityError, DialectError, SpecError
+from nmm_compiler.errors import CacheTrustError, CapacityError, CodegenError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
@@ -365,7 +365,7 @@ def kernel(x):
     ],
 )
 def test_what_has_no_form_is_refused_by_name(line, what):
-    with pytest.raises(DialectError) as refused:
+    with pytest.raises(CodegenError) as refused:
         to_beta_1(KERNEL.format(line))
     assert f"no form for {what}, which" in str(refused.value)
 

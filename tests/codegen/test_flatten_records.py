@@ -11,7 +11,7 @@ import pytest
 from nmm_compiler import kernels
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
 from nmm_compiler.codegen.specialize import functions_of, specialize
-from nmm_compiler.errors import TemplateError
+from nmm_compiler.errors import CodegenError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.schedule import Operand
 from nmm_compiler.records import Record
@@ -95,7 +95,7 @@ def test_what_stands_for_a_record():
 
 
 def test_what_is_no_field_is_an_error():
-    with pytest.raises(TemplateError, match="Part has no fields"):
+    with pytest.raises(CodegenError, match="Part has no fields"):
         flat("def f(p: Part):\n    f(Part(1, 2, 3, depth=4))")
 
 
@@ -132,7 +132,7 @@ def test_each_branch_has_its_own_record():
 def test_a_record_that_a_branch_sets_is_refused_behind_it(setting, use):
     """Of two assignments the last would win, whichever branch runs."""
     source = f"def f(p: Part):\n    return p.row\n\ndef outer(x, wide):\n    {setting}\n    {use}"
-    with pytest.raises(TemplateError, match="part is set in a branch or a loop"):
+    with pytest.raises(CodegenError, match="part is set in a branch or a loop"):
         flat(source)
 
 

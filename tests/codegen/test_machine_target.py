@@ -14,7 +14,7 @@ from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import MachineFileError, OptionTypeError
+from nmm_compiler.errors import FileError, OptionTypeError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
@@ -220,7 +220,7 @@ NO_NAME = '{"verdicts": [{"rung": [], "verdict": "failed"}]}'
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"verdicts": [1]}', NO_NAME, "[" * 100_000])
 def test_a_file_that_is_no_ladder_is_an_error(tmp_path, text):
     (tmp_path / "device.json").write_text(text)
-    with pytest.raises(MachineFileError, match=r"device\.json"):
+    with pytest.raises(FileError, match=r"device\.json"):
         machine_target("trn2", Options(cache=f"off:{tmp_path}"))
 
 

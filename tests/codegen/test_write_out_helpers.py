@@ -7,7 +7,7 @@ import pytest
 
 from nmm_compiler.codegen.flatten_records import record_classes
 from nmm_compiler.codegen.write_out_helpers import write_out_helpers
-from nmm_compiler.errors import TemplateError
+from nmm_compiler.errors import CodegenError
 
 HELPERS = '''
 class Norm:
@@ -105,5 +105,5 @@ def test_a_helper_that_calls_a_parameter_calls_the_function_that_it_gets():
     ],
 )
 def test_calls_that_cannot_be_written_out(call, message):
-    with pytest.raises(TemplateError, match=message):
+    with pytest.raises(CodegenError, match=message):
         written_out(f"def outer(x):\n    {call}\n")

@@ -7,7 +7,7 @@ import torch
 from compress_models import stack, tokens
 from torch import nn
 
-from nmm_compiler.errors import CalibrationError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.calibrate import (
     as_batches,
     collect,
@@ -158,17 +158,17 @@ def test_a_layer_that_sees_only_zeros_gets_the_identity():
 def test_bad_calibration_is_named():
     model = stack()
     sites, _ = find_sites(model)
-    with pytest.raises(CalibrationError, match="no batches"):
+    with pytest.raises(ModelError, match="no batches"):
         as_batches(iter(()))
-    with pytest.raises(CalibrationError, match="int"):
+    with pytest.raises(ModelError, match="int"):
         as_batches(7)
     bad = tokens(2)
     bad[1][0, 3, 4] = math.nan
-    with pytest.raises(CalibrationError, match=r"input of layers\.0\.q .*NaN.* batch 1"):
+    with pytest.raises(ModelError, match=r"input of layers\.0\.q .*NaN.* batch 1"):
         collect(model, sites, bad)
     assert not any(module._forward_hooks for module in model.modules())
     model.layers[1].up.weight.data[0, 0] = math.inf
-    with pytest.raises(CalibrationError, match=r"input of layers\.1\.down"):
+    with pytest.raises(ModelError, match=r"input of layers\.1\.down"):
         collect(model, sites, tokens(1))
 
 
@@ -183,7 +183,7 @@ def test_layers_that_calibration_never_reaches_are_listed():
 
     model = Half()
     sites, _ = find_sites(model)
-    with pytest.raises(CalibrationError, match=r"never reached 1 of 2 layers: unused; .*exclude"):
+    with pytest.raises(ModelError, match=r"never reached 1 of 2 layers: unused; .*exclude"):
         collect(model, sites, [torch.randn(3, 4)])
 
 
@@ -198,7 +198,7 @@ def test_a_result_without_a_known_output_asks_for_one():
 
     model = Odd()
     sites, _ = find_sites(model)
-    with pytest.raises(CalibrationError, match="wrap it in a module"):
+    with pytest.raises(ModelError, match="wrap it in a module"):
         collect(model, sites, [torch.randn(3, 4)], gradients=True)
     assert collect(model, sites, [torch.randn(3, 4)]).inputs["linear"].tokens == 3
 
@@ -215,5 +215,5 @@ def test_a_model_that_cannot_be_differentiated_says_what_to_pass():
 
     model = InPlace()
     sites, _ = find_sites(model)
-    with pytest.raises(CalibrationError, match=r'InPlace cannot be differentiated.*"whitened"'):
+    with pytest.raises(ModelError, match=r'InPlace cannot be differentiated.*"whitened"'):
         collect(model, sites, [torch.randn(3, 4)], gradients=True)

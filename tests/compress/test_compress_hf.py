@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nmm_compiler.errors import FactorsFileError, OutputError
+from nmm_compiler.errors import FileError, OutputError
 from nmm_compiler.lowrank_models import hf
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.modules import LowRankLinear
@@ -137,10 +137,10 @@ def test_saved_ranks_that_do_not_fit_are_named(tmp_path):
     hf.save(model, tmp_path / "a")
     path = tmp_path / "a" / "config.json"
     path.write_text(path.read_text().replace("layers.1.mlp.up_proj", "layers.7.mlp.up_proj"))
-    with pytest.raises(FactorsFileError, match=r"layers\.7\.mlp\.up_proj"):
+    with pytest.raises(FileError, match=r"layers\.7\.mlp\.up_proj"):
         auto.from_pretrained(tmp_path / "a")
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    with pytest.raises(FactorsFileError, match="already quantized by 'bitsandbytes'"):
+    with pytest.raises(FileError, match="already quantized by 'bitsandbytes'"):
         hf.save(model, tmp_path / "b")
 
 
@@ -178,7 +178,7 @@ def test_a_config_that_another_model_shares_is_not_written_into(tmp_path):
     # A dense model built from the low-rank one's config is refused when it is loaded.
     third = transformers.LlamaForCausalLM(first.config)
     third.save_pretrained(tmp_path / "third")
-    with pytest.raises(FactorsFileError, match="the weights have no"):
+    with pytest.raises(FileError, match="the weights have no"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / "third")
 
 
@@ -189,7 +189,7 @@ def test_quantized_models_are_refused_before_any_work(method):
         model.config.quantization_config = transformers.GgufConfig()  # as a loaded one has
     else:
         model.config.quantization_config = {"quant_method": method}
-    with pytest.raises(FactorsFileError, match=f"already quantized by '{method}'"):
+    with pytest.raises(FileError, match=f"already quantized by '{method}'"):
         compress(model, 0.2, align=4)
     assert lowrank_count(model) == 0
 
@@ -215,12 +215,12 @@ def test_ranks_that_are_none_are_refused_by_name(ranks, text, tmp_path):
     saved = json.loads(path.read_text())
     saved["quantization_config"]["ranks"] = ranks
     path.write_text(json.dumps(saved))
-    with pytest.raises(FactorsFileError, match=text) as caught:
+    with pytest.raises(FileError, match=text) as caught:
         auto.from_pretrained(tmp_path / "a")
     assert "\n" not in str(caught.value)
     del saved["quantization_config"]["ranks"]
     path.write_text(json.dumps(saved))
-    with pytest.raises(FactorsFileError, match="has none where its ranks belong"):
+    with pytest.raises(FileError, match="has none where its ranks belong"):
         auto.from_pretrained(tmp_path / "a")
 
 
@@ -234,7 +234,7 @@ def test_a_missing_factor_is_refused_and_dropped_ranks_do_not_load(tmp_path):
     assert tensors["model.layers.0.mlp.up_proj.weight"].shape == (1,)
     key = "model.layers.1.mlp.up_proj.down.weight"
     save_file({k: v for k, v in tensors.items() if k != key}, file, {"format": "pt"})
-    with pytest.raises(FactorsFileError, match=rf"no {key} \["):
+    with pytest.raises(FileError, match=rf"no {key} \["):
         auto.from_pretrained(tmp_path / "a")
     save_file(tensors, file, {"format": "pt"})
     path = tmp_path / "a" / "config.json"

@@ -9,7 +9,7 @@ import torch
 from compress_models import stack
 from safetensors.torch import save_file
 
-from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.save import load_factors
 
@@ -40,7 +40,7 @@ def saved(tmp_path_factory):
 def test_damaged_files_are_named(file, text, reason, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "a")
     (tmp_path / "a" / file).write_text(text)
-    with pytest.raises(FactorsFileError, match=reason) as caught:
+    with pytest.raises(FileError, match=reason) as caught:
         load(tmp_path / "a")
     assert "\n" not in str(caught.value)
 
@@ -56,14 +56,14 @@ def test_a_config_that_describes_another_model_is_refused(saved, tmp_path):
         ("architectures", ["Evil"], "has no such model"),
     ):
         path.write_text(json.dumps({**config, key: value}))
-        with pytest.raises(FactorsFileError, match=reason):
+        with pytest.raises(FileError, match=reason):
             load(tmp_path / "a")
     config["num_hidden_layers"] = 2
     path.write_text(json.dumps({**config, "architectures": None}))
     assert type(load(tmp_path / "a")).__name__ == "LlamaModel"
     config["quantization_config"] = None
     path.write_text(json.dumps(config))
-    with pytest.raises(FactorsFileError, match="copy the whole directory again"):
+    with pytest.raises(FileError, match="copy the whole directory again"):
         load(tmp_path / "a")
 
 
@@ -75,14 +75,14 @@ def test_files_of_factors_that_lie_are_refused(tmp_path):
     ):
         tensors = {f"layers.0.q.{n}": t for n, t in zip(("up", "down"), pair, strict=True)}
         save_file(tensors, tmp_path / "f.safetensors")
-        with pytest.raises(FactorsFileError, match=reason):
+        with pytest.raises(FileError, match=reason):
             load_factors(stack(), tmp_path / "f.safetensors")
     state = {"layers.0.q.up.weight": up, "layers.0.q.down.weight": down[:3]}
-    with pytest.raises(FactorsFileError, match="do not chain"):
+    with pytest.raises(FileError, match="do not chain"):
         load_factors(stack(), state)
     for text in ("[", "3", '{"weight_map": {"x": "/etc/passwd"}}'):
         (tmp_path / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(FactorsFileError, match=r"model\.safetensors\.index\.json"):
+        with pytest.raises(FileError, match=r"model\.safetensors\.index\.json"):
             load_factors(stack(), tmp_path)
 
 

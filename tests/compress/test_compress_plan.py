@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nmm_compiler.errors import CalibrationError, OptionTypeError
+from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.moments import SecondMoment
@@ -94,7 +94,7 @@ def test_statistics_of_other_layers_or_sizes_are_refused_by_name():
         ({"a": ROWS, "b": ROWS}, {"a": ROWS, "b": ROWS}, "no gradients of b;"),
         ({"a": ROWS, "b": ROWS}, {}, "no gradients of a, b;"),
     ):
-        with pytest.raises(CalibrationError, match=words):
+        with pytest.raises(ModelError, match=words):
             check_statistics(statistics(inputs, gradients), sites, gradients=True)
     few = statistics({"a": ROWS, "b": ROWS}, {})
     assert check_statistics(few, sites, gradients=False) is few

@@ -5,7 +5,7 @@ import torch
 from compress_models import stack
 from torch import nn
 
-from nmm_compiler.errors import OptionTypeError, RankError
+from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.choose_ranks import found_slower
 from nmm_compiler.lowrank_models.config import CompressionConfig
@@ -136,7 +136,7 @@ def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
         slow, lambda kind, sizes, *_: 10.0 + 5 * sum(r is not None for *_, r in sizes)
     )
     for budget, asked in BUDGETS.items():
-        with pytest.raises(RankError, match=r"all 2 layers .* 512 tokens a call; pass allow"):
+        with pytest.raises(ModelError, match=r"all 2 layers .* 512 tokens a call; pass allow"):
             compress(Two(), align=64, **asked)
         if budget != "latency":
             assert compress(Two(), align=64, **asked, **ASKED).compressed

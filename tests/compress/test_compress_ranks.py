@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmm_compiler.errors import RankError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.ranks import (
     Shape,
     allocate_global,
@@ -46,7 +46,7 @@ def test_uniform_ranks_are_legal_and_meet_the_ratio(dims, ratio, align):
     shapes = [Shape(str(i), k, n) for i, (k, n) in enumerate(dims)]
     try:
         ranks = allocate_uniform(shapes, ratio, align)
-    except RankError:
+    except ModelError:
         usable = [s for s in shapes if len(legal_ranks(s, align))]
         least = sum(align * (s.k + s.n) for s in usable)
         assert not usable or least > (1 - ratio) * dense(usable)
@@ -109,7 +109,7 @@ def test_global_ranks_are_near_the_optimum_and_never_over_budget(dims, ratio, se
     align = 2
     best = brute_force(shapes, losses, ratio, align)
     if best is None:
-        with pytest.raises(RankError):
+        with pytest.raises(ModelError):
             allocate_global(shapes, losses, ratio, align)
         return
     ranks = allocate_global(shapes, losses, ratio, align)
@@ -153,14 +153,14 @@ def test_ratio_zero_keeps_everything_dense():
 
 
 def test_what_no_aligned_rank_can_meet_is_refused_with_a_way_out():
-    with pytest.raises(RankError, match=r"align=32 .*mlp \[48, 48\].*ranks up to 23.*align=4"):
+    with pytest.raises(ModelError, match=r"align=32 .*mlp \[48, 48\].*ranks up to 23.*align=4"):
         allocate_uniform([Shape("mlp", 48, 48)], 0.2, 32)
-    with pytest.raises(RankError, match=r"ratio 0.99 cannot be met .*align=128.*removes 0.\d+"):
+    with pytest.raises(ModelError, match=r"ratio 0.99 cannot be met .*align=128.*removes 0.\d+"):
         allocate_uniform(LLAMA, 0.99, 128)
     losses = {s.name: [1.0] * 129 for s in LLAMA}
-    with pytest.raises(RankError, match="cannot be met"):
+    with pytest.raises(ModelError, match="cannot be met"):
         allocate_global(LLAMA, losses, 0.99, 128)
-    with pytest.raises(RankError, match="too small"):
+    with pytest.raises(ModelError, match="too small"):
         allocate_uniform([Shape("row", 1, 9)], 0.2, 1)
 
 
@@ -170,5 +170,5 @@ def test_explicit_ranks():
     rank, note = check_explicit(shape, 32, None)
     assert rank is None
     assert "break-even" in note
-    with pytest.raises(RankError, match="pass 16 or 32"):
+    with pytest.raises(ModelError, match="pass 16 or 32"):
         check_explicit(shape, 17, 16)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nmm_compiler.errors import RankError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.ranks import (
     Shape,
     allocate_global,
@@ -26,9 +26,9 @@ FLAT = {name: [1.0 - r / 64 for r in range(65)] for name in ("large", "s0", "s1"
 
 
 def test_matrices_that_stay_dense_give_nothing_of_their_share_away():
-    with pytest.raises(RankError, match="cannot be met"):
+    with pytest.raises(ModelError, match="cannot be met"):
         allocate_uniform([LARGE, *SMALL], 0.6, 16)
-    with pytest.raises(RankError, match="cannot be met"):
+    with pytest.raises(ModelError, match="cannot be met"):
         allocate_global([LARGE, *SMALL], FLAT, 0.6, 16)
     assert allocate_uniform([LARGE, *SMALL], 0.5, 16) == {"large": 16, "s0": None, "s1": None}
 
@@ -36,7 +36,7 @@ def test_matrices_that_stay_dense_give_nothing_of_their_share_away():
 def test_half_an_element_over_the_budget_is_over_it():
     ratio = 1 - 2047.5 / 4096
     for allocate in (allocate_uniform, lambda *a: allocate_global(a[0], FLAT, *a[1:])):
-        with pytest.raises(RankError, match="cannot be met"):
+        with pytest.raises(ModelError, match="cannot be met"):
             allocate([LARGE], ratio, 16)
         assert allocate([LARGE], 0.5, 16) == {"large": 16}
 
@@ -90,5 +90,5 @@ def test_a_rank_that_saves_no_loss_is_not_bought():
 
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_rank_below_one_is_refused(rank):
-    with pytest.raises(RankError, match="pass at least 1"):
+    with pytest.raises(ModelError, match="pass at least 1"):
         check_explicit(Shape("q", 64, 64), rank, None)

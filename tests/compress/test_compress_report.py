@@ -8,7 +8,7 @@ from compress_models import stack, tokens
 from typer.testing import CliRunner
 
 from nmm_compiler.cli import compress as command
-from nmm_compiler.errors import CalibrationError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.layer_calls import call_us
 from nmm_compiler.lowrank_models.report import CompressionReport
@@ -109,7 +109,7 @@ def test_text_for_a_causal_model_is_one_stream(tmp_path, monkeypatch):
     batches = command.read_batches(path, Tokenizer(), ToyForCausalLM())
     ids = torch.cat([b["input_ids"] for b in batches])
     assert bytes(ids.flatten().tolist()) == b"abc\ndefgh\nij"
-    with pytest.raises(CalibrationError, match="tokenizer"):
+    with pytest.raises(ModelError, match="tokenizer"):
         command.read_batches(path, None, ToyForCausalLM())
 
 

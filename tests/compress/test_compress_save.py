@@ -11,7 +11,7 @@ import torch
 from compress_models import stack
 from safetensors.torch import save_file
 
-from nmm_compiler.errors import FactorsFileError
+from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.save import load_factors, save_factors
@@ -41,21 +41,21 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(compressed, tmp_path):
     path = save_factors(compressed, tmp_path / "f.safetensors")
     other = stack(width=48)
     before = copy.deepcopy(other)
-    with pytest.raises(FactorsFileError, match=r"'layers\.0\..*' as \[32, .*\[48, "):
+    with pytest.raises(FileError, match=r"'layers\.0\..*' as \[32, .*\[48, "):
         load_factors(other, path)
     assert torch.equal(other(torch.ones(48)), before(torch.ones(48)))
-    with pytest.raises(FactorsFileError, match="no factors of layers of Sequential"):
+    with pytest.raises(FileError, match="no factors of layers of Sequential"):
         load_factors(torch.nn.Sequential(torch.nn.ReLU()), path)
-    with pytest.raises(FactorsFileError, match="no low-rank layer"):
+    with pytest.raises(FileError, match="no low-rank layer"):
         save_factors(stack(), path)
     save_file({"x": X}, tmp_path / "foreign.safetensors")
-    with pytest.raises(FactorsFileError, match="no factors of layers"):
+    with pytest.raises(FileError, match="no factors of layers"):
         load_factors(stack(), tmp_path / "foreign.safetensors")
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(FactorsFileError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         load_factors(stack(), path)
-    with pytest.raises(FactorsFileError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         load_factors(stack(), tmp_path / "absent.safetensors")
 
 
@@ -130,19 +130,19 @@ def test_llama_names_where_up_and_v_are_layers_too():
 def test_bad_checkpoints_are_refused(compressed, tmp_path):
     model = stack()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(FactorsFileError, match="no factors of layers of Stack"):
+    with pytest.raises(FileError, match="no factors of layers of Stack"):
         load_factors(model, {"layers.0.q.weight": torch.zeros(32, 32)})
     pair = {"layers.0.q_u_proj.weight": torch.zeros(32, 4)}
-    with pytest.raises(FactorsFileError, match=r"layers\.0\.q has only up"):
+    with pytest.raises(FileError, match=r"layers\.0\.q has only up"):
         load_factors(model, pair)
     pair["layers.0.q_v_proj.weight"] = torch.zeros(4, 32)
-    with pytest.raises(FactorsFileError, match=r"'foreign\.weight'.*no place"):
+    with pytest.raises(FileError, match=r"'foreign\.weight'.*no place"):
         load_factors(model, {**pair, "foreign.weight": torch.zeros(1)})
-    with pytest.raises(FactorsFileError, match="bias between"):
+    with pytest.raises(FileError, match="bias between"):
         load_factors(model, {**pair, "layers.0.q_v_proj.bias": torch.zeros(4)})
-    with pytest.raises(FactorsFileError, match=r"no \.safetensors file"):
+    with pytest.raises(FileError, match=r"no \.safetensors file"):
         load_factors(model, tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"junk")
-    with pytest.raises(FactorsFileError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         load_factors(model, tmp_path)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())

@@ -111,5 +111,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     errors = (tmp_path / "reference" / "errors" / "index.html").read_text(encoding="utf-8")
-    assert "TimelineMissingError" in errors
+    assert "SimulationError" in errors
     assert "ratio" in (tmp_path / "reference" / "api" / "index.html").read_text(encoding="utf-8")

@@ -9,12 +9,7 @@ import torch
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
 from nmm_compiler.codegen.choose import rank
-from nmm_compiler.errors import (
-    CapacityError,
-    ShapeError,
-    SpecError,
-    UnknownNameError,
-)
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.attention.op import attention
 from nmm_compiler.nki_api.lint import lint_source

@@ -10,7 +10,7 @@ import torch
 from nmm_compiler import LowRankSpec, build_kernel
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.codegen.choose import rank, simulated
-from nmm_compiler.errors import DialectError, KernelArgumentError, ShapeError, SpecError
+from nmm_compiler.errors import CodegenError, KernelArgumentError, ShapeError, SpecError
 from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.prices.kernel import simulated_us
 from nmm_compiler.runtime import first_run
@@ -145,7 +145,7 @@ def test_refusals_say_what_to_do():
         dataclasses.replace(WHOLE, tp_axis="rows")
     with pytest.raises(SpecError, match="on trn1 pass tp=1"):
         build_kernel(WHOLE.sharded(2, "rows"), "trn1")
-    with pytest.raises(DialectError, match="collectives between the 2 ranks"):
+    with pytest.raises(CodegenError, match="collectives between the 2 ranks"):
         build_kernel(WHOLE.sharded(2, "rows"), "trn2", dialect="neuronxcc")
     kernel = build_kernel(WHOLE.sharded(2, "rows"), "trn2")
     with pytest.raises(KernelArgumentError, match="simulate_ranks runs all of them"):

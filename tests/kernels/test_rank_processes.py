@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from nmm_compiler.errors import NoKernelError, SpecError
+from nmm_compiler.errors import NeuronSetupError, SpecError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.ops.registration import OPS
@@ -128,5 +128,5 @@ def test_one_process_runs_no_kernel_of_two_ranks():
 
     shards = WHOLE.sharded(2, "rows").shards(*operands())[0]
     said = "one of 2 that exchange data; use .*, or executor 'reference' in as many processes"
-    with pytest.raises((SpecError, NoKernelError), match=said):
+    with pytest.raises((SpecError, NeuronSetupError), match=said):
         call(*shards, tp=2, tp_axis="rows", group="0", executor="simulator")

@@ -8,7 +8,7 @@ import torch
 from nmm_compiler import LowRankSpec, build_kernel, rewrite, simulate
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.codegen.choose import choose, rank, simulated
-from nmm_compiler.errors import CapacityError, DialectError, SimulationError, SpecError
+from nmm_compiler.errors import CapacityError, CodegenError, SimulationError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import SPLITS
@@ -210,7 +210,7 @@ def test_a_schedule_for_two_cores_needs_two():
 
 
 def test_beta_1_has_no_such_launch():
-    with pytest.raises(DialectError, match="lnc=2"):
+    with pytest.raises(CodegenError, match="lnc=2"):
         build_kernel(SMALL, "trn2", dialect="neuronxcc")
 
 

@@ -13,7 +13,7 @@ import torch
 from mlir_models import one
 from torch import nn
 
-from nmm_compiler.errors import ExportError, OutputError
+from nmm_compiler.errors import ModelError, OutputError
 from nmm_compiler.mlir.export import export_mlir
 from nmm_compiler.mlir.module import MLIRModule
 
@@ -69,10 +69,10 @@ def test_stablehlo_can_be_read_by_older_versions(module: MLIRModule) -> None:
         artifact = module.portable_artifact(version)
         text = str(stablehlo.deserialize_portable_artifact_str(artifact))
         assert module.kernels[0].name in text
-    with pytest.raises(ExportError, match=r"StableHLO 0\.9\.0 cannot hold"):
+    with pytest.raises(ModelError, match=r"StableHLO 0\.9\.0 cannot hold"):
         module.portable_artifact("0.9.0")
     linalg = dataclasses.replace(module, dialect="linalg")
-    with pytest.raises(ExportError, match="this module is linalg"):
+    with pytest.raises(ModelError, match="this module is linalg"):
         linalg.portable_artifact()
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from nmm_compiler import backend
-from nmm_compiler.errors import InternalFaultError, NoShapesError
+from nmm_compiler.errors import InternalFaultError, ModelError
 from nmm_compiler.passes import attempt, layout, pipeline
 from nmm_compiler.passes.emit import calls
 from nmm_compiler.passes.emit.editor import Editor
@@ -163,7 +163,7 @@ def test_internal_fault_in_reading_leaves_the_graph_as_it_was(monkeypatch, name)
 
 
 def test_a_graph_without_shapes_is_no_fault():
-    with pytest.raises(NoShapesError):
+    with pytest.raises(ModelError):
         run(traced())
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nmm_compiler.errors import NoShapesError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import run
 
@@ -106,5 +106,5 @@ def test_autocast_holds_while_values_are_computed():
 
 def test_no_shapes_and_no_inputs():
     module = fx.symbolic_trace(Pair())
-    with pytest.raises(NoShapesError, match="node 'x'"):
+    with pytest.raises(ModelError, match="node 'x'"):
         collect_values(module, None)

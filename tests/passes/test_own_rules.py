@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nmm_compiler as nmm
-from nmm_compiler.errors import PatternError, RuleNotFiredError, VerificationError
+from nmm_compiler.errors import BrokenRuleError, ModelError, VerificationError
 
 ROOT = Path(__file__).parents[2]
 VERIFIED = {"verify": True, "strict": True}
@@ -305,9 +305,9 @@ def test_check_rule():
         nmm.check_rule(wrong, inputs)
     with pytest.raises(VerificationError):
         nmm.check_rule(Doubled(), (torch.randn(3, 4),), model=lambda x: torch.tanh(x) + 1)
-    with pytest.raises(RuleNotFiredError, match="pass model="):
+    with pytest.raises(ModelError, match="pass model="):
         nmm.check_rule(Doubled(), inputs)
-    with pytest.raises(RuleNotFiredError, match="matches nothing"):
+    with pytest.raises(ModelError, match="matches nothing"):
         nmm.check_rule(Doubled(), (torch.randn(3, 4),), model=lambda x: x + 1)
 
 
@@ -326,7 +326,7 @@ def test_check_rule():
     ],
 )
 def test_patterns_that_cannot_be_read(pattern, said):
-    with pytest.raises(PatternError, match=re.escape(said)):
+    with pytest.raises(BrokenRuleError, match=re.escape(said)):
         nmm.rule(pattern, lambda *x: x)
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from nmm_compiler.cli import plan as plan_command
 from nmm_compiler.cli.commands import app
-from nmm_compiler.errors import PredictionError
+from nmm_compiler.errors import ModelError
 from nmm_compiler.prediction import plan as plan_module
 from nmm_compiler.prediction.model import Memory, ModelPrediction
 from nmm_compiler.prediction.phase import Line, Phase
@@ -81,7 +81,7 @@ def test_what_pays_on_several_cores_is_named_with_its_predicted_gain():
     def again(ratio, tp=4, include=None, price="simulated"):
         asked.append((ratio, tp, include, price))
         if ratio == 0.7:
-            raise PredictionError("no such rank")
+            raise ModelError("no such rank")
         mlp = 100.0 if ratio < 0.5 else 50.0 if price == "closed_form" or include else 99.9
         return made({"mlp": mlp, "self_attn": 50.0 if include else 60.0}, DENSE, tp=tp)
 
@@ -114,7 +114,7 @@ def test_a_setting_that_cannot_be_had_is_named():
     assert [one.setting.split()[0] for one in shown.refused] == ["trn1", "trn1"]
     assert "trn1" in str(shown)
     assert Plan.from_json(shown.to_json()) == shown
-    with pytest.raises(PredictionError, match="nothing could be predicted"):
+    with pytest.raises(ModelError, match="nothing could be predicted"):
         plan(TINY, targets=("trn1",), weights="float8_e4m3")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nmm_compiler.errors import OptionTypeError, PredictionError, UnknownNameError
+from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
@@ -252,7 +252,7 @@ def test_a_module_of_ones_own_needs_inputs():
     assert sum(x.calls for x in made.lines if x.kind == "kernel") == 2
     assert made.memory.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
     assert all(not p.is_meta for p in model.parameters())
-    with pytest.raises(PredictionError, match="inputs="):
+    with pytest.raises(ModelError, match="inputs="):
         predict(model)
 
 
@@ -305,11 +305,11 @@ def test_bad_arguments_are_named(changes, error, said):
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(UnknownNameError, match=r"llama-3\.2-1b"):
         predict("llama-3.2-1c")
-    with pytest.raises(PredictionError, match="model_type"):
+    with pytest.raises(ModelError, match="model_type"):
         predict({"hidden_size": 3})
     path = tmp_path / "config.json"
     path.write_text("{")
-    with pytest.raises(PredictionError, match="no config that can be read"):
+    with pytest.raises(ModelError, match="no config that can be read"):
         predict(path)
     path.write_text(json.dumps(LLAMA))
     assert predict(tmp_path, "trn2", **BASE).phases == llama().phases
@@ -322,7 +322,7 @@ def test_a_saved_low_rank_config_is_compared_with_the_dense_model(tmp_path):
     assert made.ranks == (64,)
     assert made.dense.phases == llama().phases
     assert made.phases == predict(LLAMA, "trn2", **BASE, rank=64, include=["mlp"]).phases
-    with pytest.raises(PredictionError, match="quantized by awq"):
+    with pytest.raises(ModelError, match="quantized by awq"):
         predict({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "trn2", **BASE)
 
 
@@ -354,7 +354,7 @@ def test_published_runs_are_within_the_bars():
     ],
 )
 def test_a_config_that_transformers_does_not_take_is_one_error(fields, reason):
-    with pytest.raises(PredictionError, match=reason):
+    with pytest.raises(ModelError, match=reason):
         predict({"model_type": "llama", **fields})
 
 
@@ -430,7 +430,7 @@ def test_a_model_with_experts_gets_no_total():
     config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128,
               "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
               "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 100}  # fmt: skip
-    with pytest.raises(PredictionError, match=r"has experts .* a token reads a few of them"):
+    with pytest.raises(ModelError, match=r"has experts .* a token reads a few of them"):
         predict(config, prompt=16, context=16)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from runtime.simulator_launches import noted_launches, with_empty_tables
 
-from nmm_compiler.errors import NoKernelError
+from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, gamma
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name
@@ -237,7 +237,7 @@ def test_a_backward_kernel_that_cannot_be_built(monkeypatch, launched):
     x = torch.randn(M, K, requires_grad=True)
     u, v = weight(K, R), weight(R, N)
     y = NMM.lowrank_matmul(x, u, v, executor="simulator")
-    with pytest.raises(NoKernelError, match="ZeroDivisionError: a fault in codegen"):
+    with pytest.raises(NeuronSetupError, match="ZeroDivisionError: a fault in codegen"):
         torch.autograd.grad(y.sum(), (u,))
     monkeypatch.setattr(registration, "NEURON_DEVICES", ("neuron", "xla", "cpu"))
     monkeypatch.setitem(registration.EXECUTORS, "neuron", registration.EXECUTORS["simulator"])

@@ -11,7 +11,7 @@ from nmm_compiler import targets
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import MachineFileError, UnknownNameError
+from nmm_compiler.errors import FileError, UnknownNameError
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import ladder, machine
@@ -134,7 +134,7 @@ def test_files_that_say_nothing_are_errors(device, tmp_path):
         (json.dumps(told | {"verdicts": passed(["nan", True, 10**400])}), "holds no times"),
     ):
         (tmp_path / "file.json").write_text(text)
-        with pytest.raises(MachineFileError, match=words):
+        with pytest.raises(FileError, match=words):
             calibrate(tmp_path / "file.json")
     for text in (
         '{"base": "trn9", "numbers": {}}',
@@ -147,11 +147,11 @@ def test_files_that_say_nothing_are_errors(device, tmp_path):
         '{"base": "trn2", "numbers": {"tensor_clock_hz": [1%s, "x"]}}' % ("0" * 400),
     ):
         (tmp_path / "file.json").write_text(text)
-        with pytest.raises(MachineFileError, match=r"file\.json"):
+        with pytest.raises(FileError, match=r"file\.json"):
             targets.get(str(tmp_path / "file.json"))
-    with pytest.raises(MachineFileError, match="no regular file"):
+    with pytest.raises(FileError, match="no regular file"):
         calibrate(Path("/dev/full"))
-    with pytest.raises(MachineFileError, match="cannot read"):
+    with pytest.raises(FileError, match="cannot read"):
         targets.get("nowhere.json")
     with pytest.raises(UnknownNameError):
         Options(target="nowhere.toml")

@@ -8,7 +8,7 @@ import torch
 from runtime.simulator_launches import noted_launches, with_empty_tables
 
 from nmm_compiler.cache import store
-from nmm_compiler.errors import CacheWarning, NeuronSetupError, NoKernelError, UnknownNameError
+from nmm_compiler.errors import CacheWarning, NeuronSetupError, UnknownNameError
 from nmm_compiler.kernels.lowrank.op import lowrank_matmul
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name, options_of
@@ -245,7 +245,9 @@ def test_what_no_kernel_computes_goes_to_pytorch_with_one_warning_or_raises(laun
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         NMM.lowrank_matmul(x, u, v, executor="auto")
-    with pytest.raises(NoKernelError, match=r"'simulator' was asked for.*float64.*'auto'") as found:
+    with pytest.raises(
+        NeuronSetupError, match=r"'simulator' was asked for.*float64.*'auto'"
+    ) as found:
         NMM.lowrank_matmul(x, u, v, executor="simulator")
     assert isinstance(found.value.__cause__, UnknownNameError)
     assert launched == []
@@ -271,7 +273,9 @@ def test_a_kernel_that_cannot_be_built(monkeypatch, launched, auto):
         NMM.lowrank_matmul(x, u, v, executor="auto")
     assert len(tried) == 1
     for name in ("simulator", executor_name(Options(executor="simulator", freeze=True))):
-        with pytest.raises(NoKernelError, match="ZeroDivisionError: a fault in codegen") as found:
+        with pytest.raises(
+            NeuronSetupError, match="ZeroDivisionError: a fault in codegen"
+        ) as found:
             NMM.lowrank_matmul(x, u, v, executor=name)
         assert isinstance(found.value.__cause__, ZeroDivisionError)
     strict = executor_name(Options(executor="simulator", strict=True))
@@ -284,7 +288,7 @@ def test_a_named_executor_raises_for_a_kernel_that_its_launcher_refuses(monkeypa
         registration.EXECUTORS["simulator"], "launcher", lambda kernel, operands: None
     )
     x, u, v = torch.randn(8, K), weight(K, R).float(), weight(R, N).float()
-    with pytest.raises(NoKernelError, match="failed its first run"):
+    with pytest.raises(NeuronSetupError, match="failed its first run"):
         NMM.lowrank_matmul(x, u, v, executor="simulator")
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli.commands import app
-from nmm_compiler.errors import UserFileError
+from nmm_compiler.errors import FileError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 
 LINES = [
@@ -72,7 +72,7 @@ def test_every_target_and_a_kernel_that_fails(cache, specs, tmp_path):
 def test_a_line_that_is_no_kernel_is_named(cache, specs, line):
     specs.write_text(f"{LINES[0]}\n{line}\n")
     done = nmm("build", specs)
-    assert isinstance(done.exception, UserFileError)
+    assert isinstance(done.exception, FileError)
     assert "specs.jsonl:2" in str(done.exception)
 
 

@@ -8,7 +8,7 @@ from trace_builder import Builder
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.errors import OutputError, TimelineMissingError
+from nmm_compiler.errors import OutputError, SimulationError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.simulator.timing.profile import Profile, profile_trace, write_trace
@@ -43,7 +43,7 @@ def test_each_profile_has_its_own_processes(tmp_path):
 
 
 def test_failures_are_named(tmp_path):
-    with pytest.raises(TimelineMissingError):
+    with pytest.raises(SimulationError):
         write_trace({"old": Profile.from_json(profile(8).to_json())}, tmp_path / "t.json")
     with pytest.raises(OutputError, match="nowhere"):
         write_trace({"one": profile(8)}, tmp_path / "nowhere" / "t.json")

@@ -23,7 +23,7 @@ nl = MODULES["nki.language"]
 def twice(call, dst, data, times=2.0, engine=None, name=None):
     """dst = data * times."""
     if times == 0:
-        raise call.error(errors.TensorDtypeError, "times is 0")
+        raise call.error(errors.OperandError, "times is 0")
     yield attributes(times=times)
     put(dst, f32(data) * np.float32(times))
 
@@ -68,11 +68,11 @@ def test_its_signature_is_that_of_the_body_without_the_call():
 @pytest.mark.parametrize(
     ("body", "kind", "said"),
     [
-        (lambda d, x: twice(d, 1.0), errors.TensorShapeError, "nisa.twice: data is float"),
-        (lambda d, x: twice(d, x[:, 0:4]), errors.TensorShapeError, "nisa.twice: shapes"),
+        (lambda d, x: twice(d, 1.0), errors.OperandError, "nisa.twice: data is float"),
+        (lambda d, x: twice(d, x[:, 0:4]), errors.OperandError, "nisa.twice: shapes"),
         (lambda d, x: twice(x[:, 1:8], x[:, 0:7]), errors.HazardError, "nisa.twice writes"),
-        (lambda d, x: twice(d, x, 0), errors.TensorDtypeError, "nisa.twice: times is 0"),
-        (lambda d, x: twice(d[1:128], x[0:127]), errors.EngineRuleError, "starts at partition 1"),
+        (lambda d, x: twice(d, x, 0), errors.OperandError, "nisa.twice: times is 0"),
+        (lambda d, x: twice(d[1:128], x[0:127]), errors.OperandError, "starts at partition 1"),
         (lambda d, x: twice(d), errors.KernelFailedError, "missing 1 required .* 'data'"),
         (lambda d, x: twice(d, x, wide=1), errors.KernelFailedError, "unexpected keyword"),
     ],
@@ -88,7 +88,7 @@ def test_a_memory_that_it_does_not_reach():
         bank = nl.ndarray((128, 8), nl.float32, buffer=nl.psum)
         twice(data, bank)
 
-    with pytest.raises(errors.EngineRuleError, match=r"data .* is in PSUM, it must be in SBUF"):
+    with pytest.raises(errors.OperandError, match=r"data .* is in PSUM, it must be in SBUF"):
         run(body)
 
 
@@ -99,5 +99,5 @@ def test_gpsimd_does_not_reach_psum():
         bank = nl.ndarray((128, 8), nl.float32, buffer=nl.psum)
         twice(bank, data, engine=engine.gpsimd)
 
-    with pytest.raises(errors.EngineRuleError, match="GpSimd cannot access PSUM"):
+    with pytest.raises(errors.OperandError, match="GpSimd cannot access PSUM"):
         run(body)

@@ -257,7 +257,7 @@ def test_two_programs_exchange_and_wait():
 
 
 def test_a_missing_barrier_reads_what_is_not_there():
-    with pytest.raises(errors.UninitializedReadError):
+    with pytest.raises(errors.HazardError):
         run(TWO.format(barrier="pass"), values((8, 4)), grid=2)
 
 
@@ -269,7 +269,7 @@ def test_a_missing_barrier_reads_what_is_not_there():
     ],
 )
 def test_programs_that_part_are_refused(body):
-    with pytest.raises(errors.ProgramsDisagreeError, match="same"):
+    with pytest.raises(errors.SimulationError, match="same"):
         run(body, values((8, 4)), grid=2)
 
 

@@ -226,10 +226,10 @@ def test_nki_simulate_inside_a_file_and_grids(tmp_path):
 @pytest.mark.parametrize(
     ("text", "name", "kind", "shown"),
     [
-        (ADD, "ad", errors.KernelNotFoundError, "did you mean 'add'"),
-        ("x = 1\n", "", errors.KernelNotFoundError, "0 kernels"),
+        (ADD, "ad", errors.KernelArgumentError, "did you mean 'add'"),
+        ("x = 1\n", "", errors.KernelArgumentError, "0 kernels"),
         (ADD + "@nki.jit\ndef other(a):\n    return a\n".replace("@", "\n@"), "",
-         errors.KernelNotFoundError, "2 kernels"),
+         errors.KernelArgumentError, "2 kernels"),
         ("def broken(:\n", "broken", errors.KernelFailedError, "syntax error"),
         ("import nki.nothing\n", "k", errors.UnsupportedInstructionError, "nki.nothing"),
         ("import neuronxcc.nki.isa as isa\nisa.matmull\n", "k",
@@ -248,9 +248,9 @@ def test_files_that_cannot_be_used(tmp_path, text, name, kind, shown):
 
 
 def test_what_is_no_kernel():
-    with pytest.raises(errors.KernelNotFoundError, match="does not exist"):
+    with pytest.raises(errors.KernelArgumentError, match="does not exist"):
         simulate("/nowhere/kernel.py:k", A)
-    with pytest.raises(errors.KernelNotFoundError, match="is no kernel"):
+    with pytest.raises(errors.KernelArgumentError, match="is no kernel"):
         simulate(3, A)
 
 

@@ -236,10 +236,10 @@ def summed(*calls):
 @pytest.mark.parametrize("op", SUMS)
 def test_a_sum_goes_on_where_it_began(op):
     summed((op, "0:32", "reset_reduce"), (op, "0:32", "reduce"))
-    with pytest.raises(errors.UninitializedReadError, match="which no instruction has set"):
+    with pytest.raises(errors.HazardError, match="which no instruction has set"):
         summed((op, "0:32", "reduce"))
     for first, then in (("0:32", "32:64"), ("32:64", "0:32"), ("0:32", "0:64"), ("0:64", "0:32")):
-        with pytest.raises(errors.UninitializedReadError, match="the last instruction has set"):
+        with pytest.raises(errors.HazardError, match="the last instruction has set"):
             summed((op, first, "reset_reduce"), (op, then, "reduce"))
 
 
@@ -250,5 +250,5 @@ def test_instructions_of_one_engine_share_its_sums(first, then):
     if (first in VECTOR) == (then in VECTOR):
         summed(*calls)
     else:
-        with pytest.raises(errors.UninitializedReadError):
+        with pytest.raises(errors.HazardError):
             summed(*calls)

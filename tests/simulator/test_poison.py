@@ -32,7 +32,7 @@ def line_of(error, text):
 def test_it_spreads_element_by_element_in_every_dtype(dtype):
     copy = "nisa.tensor_copy(dst=r, src=t)\n"
     assert (half(copy + "return out(r[:, 0:4])", dtype).output == 1).all()
-    with pytest.raises(errors.UninitializedReadError) as caught:
+    with pytest.raises(errors.HazardError) as caught:
         half(copy + "return out(r)", dtype)
     text = str(caught.value)
     assert "32 of 64 elements of output 'result'" in text
@@ -44,7 +44,7 @@ def test_the_first_read_is_named_after_many_steps():
     steps = "nisa.tensor_scalar(dst=r, data=t, op0=nl.add, operand0=1)\n" + (
         "nisa.tensor_tensor(dst=r, data1=r, data2=r, op=nl.multiply)\n" * 5
     )
-    with pytest.raises(errors.UninitializedReadError, match="tensor 'half'") as caught:
+    with pytest.raises(errors.HazardError, match="tensor 'half'") as caught:
         half(steps + "return out(r)")
     assert f"line {line_of(caught.value, 'op0=nl.add')} " in str(caught.value)
 
@@ -74,7 +74,7 @@ def test_writing_over_it_ends_it():
     ],
 )  # fmt: skip
 def test_an_index_a_predicate_and_a_branch_are_refused(body, what):
-    with pytest.raises(errors.UninitializedReadError, match=what):
+    with pytest.raises(errors.HazardError, match=what):
         half(body + "\nreturn a")
 
 
@@ -88,14 +88,14 @@ def test_an_index_a_predicate_and_a_branch_are_refused(body, what):
 )
 def test_a_comparison_is_known_where_its_inputs_are(compare):
     assert (half(compare + "\nreturn out(r[:, 0:4])").output == 0).all()
-    with pytest.raises(errors.UninitializedReadError, match="32 of 64 elements of output"):
+    with pytest.raises(errors.HazardError, match="32 of 64 elements of output"):
         half(compare + "\nreturn out(r)")
     predicate = "\np = nl.zeros((8, 8), nl.uint8)\nnisa.tensor_copy(dst=p, src=r)\n"
     predicate += (
         "nisa.tensor_copy_predicated(dst=r[:, {0}], src=1.0, predicate=p[:, {0}])\nreturn a"
     )
     half(compare + predicate.format("0:4"))
-    with pytest.raises(errors.UninitializedReadError, match="predicate"):
+    with pytest.raises(errors.HazardError, match="predicate"):
         half(compare + predicate.format("3:5"))
 
 
@@ -107,7 +107,7 @@ s = nl.ndarray((8, 16), nl.float32)
 nisa.tensor_copy(dst=s, src=p)
 return out(s[{}])"""
     assert (half(body.format("0:4")).output == 0).all()
-    with pytest.raises(errors.UninitializedReadError):
+    with pytest.raises(errors.HazardError):
         half(body.format("0:5"))
 
 
@@ -122,7 +122,7 @@ def test_a_local_gather_keeps_it_in_its_partitions():
         return out(r[0:{rows}])
     """
     assert (run(body.format(rows=8), np.ones((8, 8), np.float32)).output == 1).all()
-    with pytest.raises(errors.UninitializedReadError, match="16 of 144 elements"):
+    with pytest.raises(errors.HazardError, match="16 of 144 elements"):
         run(body.format(rows=9), np.ones((8, 8), np.float32))
 
 
@@ -141,13 +141,13 @@ nisa.activation(dst=r[:, 0:4], op=nl.copy, data=t[:, 0:4], reduce_op=nl.add, red
     reduce_res=s)
 return out(s)"""
     assert (half(body.format("reset_reduce")).output == 4).all()
-    with pytest.raises(errors.UninitializedReadError):
+    with pytest.raises(errors.HazardError):
         half(body.format("reduce"))
 
 
 def test_the_read_itself_can_be_the_error():
     body = "nisa.tensor_copy(dst=r, src=t)\nreturn out(r[:, 0:4])"
-    with pytest.raises(errors.UninitializedReadError, match="read on line"):
+    with pytest.raises(errors.HazardError, match="read on line"):
         half(body, uninitialized="error")
     with pytest.raises(errors.UnknownNameError, match="uninitialized"):
         half(body, uninitialized="maybe")

@@ -219,7 +219,7 @@ def test_a_shared_constant_is_the_same_for_all_programs(constant, grid, mode, tm
     if grid == 1:
         run(differs, a, grid=grid, mode=mode)
         return
-    with pytest.raises(errors.ProgramsDisagreeError, match="shared_constant"):
+    with pytest.raises(errors.SimulationError, match="shared_constant"):
         run(differs, a, grid=grid, mode=mode)
 
 

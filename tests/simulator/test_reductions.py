@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from simulator_kernels import run
 
-from nmm_compiler.errors import OutOfBoundsError, SimulationError, TensorShapeError
+from nmm_compiler.errors import OperandError, OutOfBoundsError, SimulationError
 
 
 def values(shape, dtype=np.float32, seed=0):
@@ -48,7 +48,7 @@ def test_tensor_reduce_refuses_other_axes():
     body = "x = load(a)\nr = nl.ndarray((8, 6), nl.float32, nl.sbuf)\n" \
            "nisa.tensor_reduce(dst=r, op=nl.add, data=x, axis={})\nreturn out(r)"  # fmt: skip
     for axis in (0, 1):
-        with pytest.raises(TensorShapeError, match="last contiguous free"):
+        with pytest.raises(OperandError, match="last contiguous free"):
             run(body.format(axis), values((8, 6, 6)))
 
 

@@ -212,7 +212,7 @@ def test_a_register_does_not_choose_partitions(view, source, memory):
     if memory == "nl.hbm":
         run(text)
         return
-    with pytest.raises(errors.TensorShapeError, match="of the partition dimension"):
+    with pytest.raises(errors.OperandError, match="of the partition dimension"):
         run(text)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.errors import SourceFileError
+from nmm_compiler.errors import FileError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.options import Options
 from nmm_compiler.simulator.loading.loader import resolve
@@ -117,11 +117,11 @@ def test_the_source_that_is_shown_is_the_source_that_ran(tmp_path):
 def test_files_that_are_no_source(tmp_path, make, shown):
     path = tmp_path / "k.py"
     make(path)
-    with pytest.raises(SourceFileError, match=shown):
+    with pytest.raises(FileError, match=shown):
         read_source(path)
 
 
 def test_a_pipe_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "k.py")
-    with pytest.raises(SourceFileError, match="no regular file"):
+    with pytest.raises(FileError, match="no regular file"):
         read_source(tmp_path / "k.py")

@@ -12,7 +12,7 @@ from nmm_compiler.codegen.beta1.expressions import Expression, integer, number, 
 from nmm_compiler.codegen.beta1.views import Names
 from nmm_compiler.codegen.fold_constants import BodyFolder
 from nmm_compiler.codegen.trees import nodes
-from nmm_compiler.errors import DialectError
+from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
 
@@ -32,7 +32,7 @@ def unrolled(body: Sequence[Statement]) -> list[Statement]:
         iterator: Any = folded[0]
         bounds = [number(arg.value) for arg in iterator.iter.args]
         if None in bounds:
-            raise DialectError(f"results made in a loop of {text(iterator.iter)}")
+            raise no_beta1_form(f"results made in a loop of {text(iterator.iter)}")
         for turn in range(*bounds):  # type: ignore[arg-type]
             once = [cst.Arg(integer(turn)), cst.Arg(integer(turn + 1))]
             lone = statement.with_changes(iter=statement.iter.with_changes(args=once))

@@ -19,7 +19,7 @@ from nmm_compiler.codegen.beta1.expressions import (
 )
 from nmm_compiler.codegen.beta1.facts import keyword
 from nmm_compiler.codegen.beta1.views import along, index_names
-from nmm_compiler.errors import DialectError
+from nmm_compiler.errors import no_beta1_form
 
 _COMPARISONS: dict[str, Any] = {
     "nl.greater_equal": cst.GreaterThanEqual, "nl.greater": cst.GreaterThan,
@@ -33,7 +33,7 @@ def predicate(call: cst.Call, partitions: Expression) -> tuple[Expression, dict[
     compared = keyword(call, "cmp_op")
     comparison = _COMPARISONS.get(text(compared)) if compared is not None else None
     if not isinstance(pattern, cst.List) or multiplier is None or comparison is None:
-        raise DialectError("nisa.affine_select without a spelled pattern and comparison")
+        raise no_beta1_form("nisa.affine_select without a spelled pattern and comparison")
     rows = [[one.value for one in _list(row.value)] for row in pattern.elements]
     factors = [multiplier, *(factor for factor, _ in rows)]
     sizes = [partitions, *(size for _, size in rows)]
@@ -50,7 +50,7 @@ def predicate(call: cst.Call, partitions: Expression) -> tuple[Expression, dict[
 
 def _list(node: Expression) -> list[cst.Element]:
     if not isinstance(node, cst.List) or len(node.elements) != 2:
-        raise DialectError(f"nisa.affine_select with {text(node)} in its pattern")
+        raise no_beta1_form(f"nisa.affine_select with {text(node)} in its pattern")
     return list(node.elements)  # type: ignore[arg-type]
 
 

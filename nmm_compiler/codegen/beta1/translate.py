@@ -13,7 +13,7 @@ statement by statement, in the older dialect's forms:
 - patterns of affine selects -> comparisons of index expressions, `predicates.py`
 - tensors in shared HBM are made outside of loops
 
-A construct without a form in Beta 1 raises DialectError, which names it.
+A construct without a form in Beta 1 raises CodegenError, which names it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.trees import Editor, nodes
 from nmm_compiler.codegen.unused import names_used, remove_unused
-from nmm_compiler.errors import DialectError
+from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
 
 
 def to_beta_1(source: str) -> str:
-    """Return the source of an emitted kernel in NKI Beta 1; raises DialectError."""
+    """Return the source of an emitted kernel in NKI Beta 1; raises CodegenError."""
     module = cst.parse_module(source)
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
@@ -264,7 +264,7 @@ class _Function:
         moved, rest = left[: uses[-1] + 1], left[uses[-1] + 1 :]
         orelse = statement.orelse
         if not isinstance(orelse, cst.Else):
-            raise DialectError(f"views {sorted(views)} of an `if` without one `else`")
+            raise no_beta1_form(f"views {sorted(views)} of an `if` without one `else`")
         body = statement.body.with_changes(body=[*statement.body.body, *moved])
         other = orelse.body.with_changes(body=[*orelse.body.body, *moved])
         orelse = orelse.with_changes(body=other)
@@ -276,7 +276,7 @@ class _Function:
             if target.value in self.views:
                 view = self.scope.view(value)
                 if view is None:
-                    raise DialectError(f"the view {text(value)}")
+                    raise no_beta1_form(f"the view {text(value)}")
                 self.scope.views[target.value] = view
                 return []
             constant = number(value)
@@ -340,9 +340,9 @@ class _Function:
 
     def _instruction(self, statement: Any, call: cst.Call, name: str) -> list[Statement]:
         if name != "dma_copy" and name not in table.ADDED:
-            raise DialectError(f"nisa.{name}")
+            raise no_beta1_form(f"nisa.{name}")
         if any(argument.keyword is None for argument in call.args):
-            raise DialectError(f"nisa.{name} with arguments that have no keyword")
+            raise no_beta1_form(f"nisa.{name} with arguments that have no keyword")
         dropped = [k for k in table.DROPPED.get(name, ()) if keyword(call, k) is not None]
         if "dge_mode" in dropped:  # the comment is about dge_mode: drop it too
             statement = statement.with_changes(leading_lines=())
@@ -398,7 +398,7 @@ class _Function:
         spread = view.spread if view is not None else None
         if view is not None and spread is not None:
             if elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
-                raise DialectError(f"a DMA that repeats {text(src)} along the free axes")
+                raise no_beta1_form(f"a DMA that repeats {text(src)} along the free axes")
             source, indices = self.names.spelled(view)
             before = self.names.assigned(indices)
         else:
@@ -481,7 +481,7 @@ class _Views(Editor):
             receiver, name, arguments = called
             if name == "select" and number(arguments[0]) == 0:
                 return subscript(receiver, [cst.Index(arguments[1])])
-        raise DialectError(f"the view {text(node)}")
+        raise no_beta1_form(f"the view {text(node)}")
 
 
 class _Values(Editor):
@@ -494,5 +494,5 @@ class _Values(Editor):
             if full in table.VALUES:
                 return parsed(table.VALUES[full])
             if full.startswith("nisa.") and full.count(".") > 1:
-                raise DialectError(full)
+                raise no_beta1_form(full)
         return super().edit(node)

@@ -33,7 +33,7 @@ from nmm_compiler.codegen.beta1.expressions import (
     times,
 )
 from nmm_compiler.codegen.trees import Editor
-from nmm_compiler.errors import DialectError
+from nmm_compiler.errors import no_beta1_form
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
 _NAMES = {1: ("i_f",), 2: ("i_p", "i_f"), 3: ("i_p", "i_t", "i_f"), 4: ("i_p", "i_t", "i_s", "i_f")}
@@ -82,7 +82,7 @@ class View:
                 dimensions.append(Dimension(index.value, (), index))
                 continue
             if index.lower is None or index.upper is None or index.step is not None:
-                raise DialectError(f"a view of {text(base)} with slice {text(index)!r}")
+                raise no_beta1_form(f"a view of {text(base)} with slice {text(index)!r}")
             axes.append(Axis(minus(index.upper, index.lower)))
             dimensions.append(Dimension(index.lower, ((axes[-1], integer(1)),), index))
         return View(base, tuple(dimensions), tuple(axes), flat=len(indices) == 1)
@@ -295,14 +295,14 @@ class Scope:
             sizes[self._constant(arguments[0])] = arguments[1]
             shape = cst.Tuple([cst.Element(size) for size in sizes])
             return dataclasses.replace(view, spread=shape)
-        raise DialectError(f"the view .{name}({', '.join(map(text, arguments))})")
+        raise no_beta1_form(f"the view .{name}({', '.join(map(text, arguments))})")
 
     def _constant(self, node: Expression) -> int:
         found = number(node)
         if found is None and isinstance(node, cst.Name):
             found = self.constants.get(node.value)
         if found is None:
-            raise DialectError(f"a view along dimension {text(node)}, which is no constant")
+            raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
         return found
 
 

@@ -2,8 +2,8 @@
 
 Rules ask `prices.ways` at the call's token count. One call is taken unless smaller calls are
 predicted to be faster. One dense product has to be stored by the model: where it is predicted to be
-faster, the report says so, and from how many tokens low rank pays. The switch "+simulated" selects the
-source of all times, one of `prices.kernel.PRICES`.
+faster, the report says so, and from how many tokens low rank pays. The switch "+simulated" selects
+the source of all times, one of `prices.kernel.PRICES`.
 
 A kernel takes two factors, so a row x w1 w2 ... wn is cut once: u is the product of the matrices
 left of the cut, v of those right of it, and the graph computes both at each call. Per token the cut

@@ -21,7 +21,7 @@ from torch._dynamo import convert_frame, eval_frame
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from nmm_compiler.errors import CaptureError, nearest
+from nmm_compiler.errors import ModelError, nearest
 
 _NO_LIMIT = 1 << 30
 _TRACED: weakref.WeakSet[CodeType] = weakref.WeakSet()
@@ -47,7 +47,7 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (example_inputs,), {}
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
-    raise CaptureError(
+    raise ModelError(
         f"example_inputs is a {type(example_inputs).__name__}; pass a tensor, a tuple of "
         "positional arguments or a dict of keyword arguments"
     )
@@ -58,7 +58,7 @@ def to_graph(model: Any, example_inputs: Any) -> Captured:
 
     GraphModules are used unchanged. ExportedPrograms are unlifted (`program.module()`). Other
     modules and functions go through torch.export, which needs example_inputs.
-    Raises CaptureError for anything else, and when torch.export cannot make one graph.
+    Raises ModelError for anything else, and when torch.export cannot make one graph.
     """
     args, kwargs = arguments(example_inputs)
     if isinstance(model, fx.GraphModule):
@@ -67,18 +67,18 @@ def to_graph(model: Any, example_inputs: Any) -> Captured:
             missing = [n for n in names if n not in kwargs]
             if missing:
                 taken = nearest(missing[0], names)
-                raise CaptureError(f"example_inputs lack {missing[0]!r}; the graph takes {taken}")
+                raise ModelError(f"example_inputs lack {missing[0]!r}; the graph takes {taken}")
             args = tuple(kwargs[n] for n in names)
         return Captured(model, args if example_inputs is not None else None)
     if isinstance(model, torch.export.ExportedProgram):
         return Captured(model.module(), None, model)
     if not callable(model):
-        raise CaptureError(
+        raise ModelError(
             f"cannot rewrite a {type(model).__name__}; pass an nn.Module, a function, a "
             "GraphModule or an ExportedProgram"
         )
     if example_inputs is None:
-        raise CaptureError(
+        raise ModelError(
             "a model that is not a graph yet needs example_inputs to be traced; "
             "pass them as nmm_compiler.rewrite(model, (x,))"
         )
@@ -86,7 +86,7 @@ def to_graph(model: Any, example_inputs: Any) -> Captured:
     try:
         program = export(module, args, kwargs)
     except Exception as error:
-        raise CaptureError(
+        raise ModelError(
             f"torch.export could not make one graph of {type(model).__name__}: {error}. "
             'Use torch.compile(model, backend="nmm"), which handles graph breaks, or explain()'
         ) from error

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from nmm_compiler.errors import NoShapesError
+from nmm_compiler.errors import no_shapes
 from nmm_compiler.passes.graph.effects import fetch_attribute, region_edge
 
 
@@ -30,7 +30,7 @@ def collect_values(
     """Return the metadata value of each node; only missing values are computed.
 
     Nodes without users in a traced graph only log or assert, so they need no value. Raises
-    NoShapesError when values are missing and there are no inputs to propagate.
+    ModelError when values are missing and there are no inputs to propagate.
     """
     key = value_key(module.graph)
     known = {node: node.meta[key] for node in module.graph.nodes if key in node.meta}
@@ -59,7 +59,7 @@ def collect_values(
         pairs = zip(holders, example_inputs, strict=False)
         inputs = [value for holder, value in pairs if holder not in known]
     elif any(holder in missing for holder in holders):
-        raise NoShapesError(missing[0].name)
+        raise no_shapes(missing[0].name)
     return _Propagation(module, known, silent, inputs).values
 
 

@@ -20,7 +20,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nmm_compiler.errors import PatternError
+from nmm_compiler.errors import unreadable_pattern
 from nmm_compiler.passes.chains.safety import Refusal, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
@@ -72,7 +72,7 @@ class PatternRule(Rule):
         self.parameters = Parameters.of(pattern)
         for given in (*self.constants, *ranks):
             if given not in self.parameters.tensors:
-                raise PatternError(pattern, f"it has no tensor parameter {given!r}")
+                raise unreadable_pattern(pattern, f"it has no tensor parameter {given!r}")
         self.readings = readings(pattern, self.parameters, ranks)
         self._patterns: dict[torch.dtype, list[Pattern]] = {}
         first = self._read(torch.float32)[0]
@@ -179,7 +179,7 @@ def rule(
         A rule for `rules=` of `rewrite`, `explain` and `Options`.
 
     Raises:
-        PatternError: the pattern cannot be read.
+        BrokenRuleError: the pattern cannot be read.
     """
     shown = name or str(getattr(pattern, "__name__", "rule")).replace("<lambda>", "pattern")
     return PatternRule(shown, pattern, replacement, where, constants, ranks or {})

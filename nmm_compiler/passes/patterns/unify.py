@@ -29,7 +29,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nmm_compiler.errors import PatternError
+from nmm_compiler.errors import BrokenRuleError, unreadable_pattern
 from nmm_compiler.passes.chains.linear_map import path_nodes
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -69,20 +69,20 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Parameters:
-        """Read a function's signature; raises PatternError for *args, **kwargs and the like."""
+        """Read a function's signature; raises BrokenRuleError for *args, **kwargs and the like."""
         tensors: list[str] = []
         numbers: dict[str, float] = {}
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise PatternError(function, f"parameter {name!r} has no single value")
+                raise unreadable_pattern(function, f"parameter {name!r} has no single value")
             if parameter.default is parameter.empty:
                 tensors.append(name)
             elif isinstance(parameter.default, (int, float)):
                 numbers[name] = 0.8171 + len(numbers) / 977
             else:
-                raise PatternError(function, f"the default of {name!r} is no number")
+                raise unreadable_pattern(function, f"the default of {name!r} is no number")
         if not tensors:
-            raise PatternError(function, "it takes no tensor")
+            raise unreadable_pattern(function, "it takes no tensor")
         return cls(tuple(tensors), numbers)
 
 
@@ -137,7 +137,7 @@ def read_pattern(
     ranks: Mapping[str, int],
     dtype: torch.dtype,
 ) -> Pattern:
-    """Trace and read a function; raises what it raises, and PatternError for an unusable result."""
+    """Trace and read a function; raises what it raises, BrokenRuleError for an unusable result."""
 
     def call(*given: Any) -> Any:
         return function(**dict(zip(parameters.tensors, given, strict=True)), **parameters.numbers)
@@ -147,14 +147,14 @@ def read_pattern(
         module = make_fx(call, tracing_mode="real", pre_dispatch=True)(*values)
     (result,) = next(iter(reversed(module.graph.nodes))).args
     if not isinstance(result, fx.Node):
-        raise PatternError(function, "it returns other than one tensor")
+        raise unreadable_pattern(function, "it returns other than one tensor")
     pattern = Pattern(parameters, read_graph(module, collect_values(module, None)), result)
     if isinstance(pattern.c.forms[pattern.root], Leaf):
-        raise PatternError(function, "it returns a parameter as it is")
+        raise unreadable_pattern(function, "it returns a parameter as it is")
     if sorted(a for a in pattern.axes if a is not None) != list(range(len(pattern.root_shape))):
-        raise PatternError(function, "its result is reshaped")
+        raise unreadable_pattern(function, "its result is reshaped")
     if pattern.unread:
-        raise PatternError(function, f"it does not use {', '.join(pattern.unread)} as it is")
+        raise unreadable_pattern(function, f"it does not use {', '.join(pattern.unread)} as it is")
     return pattern
 
 
@@ -163,7 +163,7 @@ def readings(
 ) -> list[dict[str, int]]:
     """Return the ranks of parameters that a pattern may be read with, matrices first.
 
-    given: ranks that the user states. Raises PatternError where no ranks let the function run.
+    given: ranks that the user states. Raises BrokenRuleError where no ranks let the function run.
     """
     free = [name for name in parameters.tensors if name not in given]
     error: Exception | None = None
@@ -173,14 +173,14 @@ def readings(
         ranks = {name: 1 if name in vectors else 2 for name in free} | dict(given)
         try:
             pattern = read_pattern(function, parameters, ranks, torch.float32)
-        except PatternError:
+        except BrokenRuleError:
             raise
         except Exception as failed:  # the function does not take these ranks: try others
             error = error or failed
             continue
         fixed = {*given, *_in_products(pattern)}
         return list(_variants(function, parameters, ranks, fixed))
-    raise PatternError(function, f"it runs on no matrices and vectors: {error}")
+    raise unreadable_pattern(function, f"it runs on no matrices and vectors: {error}")
 
 
 def _in_products(pattern: Pattern) -> Iterator[str]:

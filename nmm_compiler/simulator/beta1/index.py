@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from operator import index as as_index
 from typing import Any
 
-from nmm_compiler.errors import TensorShapeError, UnsupportedInstructionError
+from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.machine import current
 
 Box = tuple[tuple[int, int], ...]
@@ -117,7 +117,7 @@ class Index:
         right, b = other.aligned(rank)
         if any(m != n and 1 not in (m, n) for m, n in zip(left, right, strict=True)):
             raise current().error(
-                TensorShapeError, f"index shapes {self.shape} and {other.shape} do not broadcast"
+                OperandError, f"index shapes {self.shape} and {other.shape} do not broadcast"
             )
         shape = tuple(max(m, n) for m, n in zip(left, right, strict=True))
         steps = tuple(m + sign * n for m, n in zip(a, b, strict=True))

@@ -21,12 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    KernelArgumentError,
-    TensorShapeError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1.index import Box, Index, Mask, Part, box_of, common_part
 from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
@@ -98,11 +93,11 @@ def kind_of_number(value: Any) -> DType:
 
 
 def tensor(name: str, role: str, value: Any) -> Tensor:
-    """Return `value` as a tensor on chip; raise TensorShapeError when it is none."""
+    """Return `value` as a tensor on chip; raise OperandError when it is none."""
     value = tensor_anywhere(name, role, value)
     if value.memory == "hbm":
         raise fail(
-            EngineRuleError,
+            OperandError,
             f"{name}: {role} {value!r} is in HBM (err_unsupported_memory); nl.load it first",
         )
     return value
@@ -120,7 +115,7 @@ def tensor_anywhere(name: str, role: str, value: Any) -> Tensor:
             "a tile with an operand mask, which nisa.nc_matmul and nl.matmul(transpose_x=True) "
             "alone take (NKI API Masking); pass mask="
         )
-    raise fail(TensorShapeError, f"{name}: {role} is {what}")
+    raise fail(OperandError, f"{name}: {role} is {what}")
 
 
 def copied(view: NkiTensor, kind: DType | None = None) -> NkiTensor:
@@ -206,7 +201,7 @@ def _common_shape(name: str, tiles: list[Tensor]) -> tuple[int, ...]:
             if size != 1 and shape[d] not in (1, size):
                 kind = "partitions (err_num_partition_mismatch)" if d == 0 else "shapes"
                 raise fail(
-                    TensorShapeError,
+                    OperandError,
                     f"{name}: {' and '.join(map(repr, tiles))} have different {kind}",
                 )
             shape[d] = max(shape[d], size)
@@ -300,7 +295,7 @@ def _last(name: str, view: NkiTensor, axes: list[int]) -> tuple[NkiTensor, tuple
     rank = len(view.shape)
     if not axes or axes[0] < 1 or axes[-1] >= rank:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"{name}: axis {axes} of a tile {view.shape}; reduce free axes, 1 to {rank - 1} "
             "(partitions: nisa.tensor_partition_reduce)",
         )
@@ -396,7 +391,7 @@ def _matmul_parts(left: Masked, right: Masked, box: Part, first: int) -> tuple[B
         return None
     if len(left.tile.shape) != first + 1:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"a mask over the columns of {left.tile!r}; index it with {first + 1} dimensions",
         )
     a, b = (m.part if isinstance(m.part, tuple) else tuple((0, size) for size in m.tile.shape)
@@ -427,7 +422,7 @@ def transposed(name: str, data: Any, where: Any, dtype: Any = None, mask: Any = 
     data = tensor(name, "data", data)
     if len(data.shape) > 2 and data.shape[2:] != (1,) * (len(data.shape) - 2):
         raise fail(
-            TensorShapeError, f"{name}: {data!r} has more than 2 dimensions "
+            OperandError, f"{name}: {data!r} has more than 2 dimensions "
             "(err_exceed_max_supported_dimension)",
         )  # fmt: skip
     session().flush()
@@ -521,7 +516,7 @@ def _selected(name: str, given: Arguments) -> Tensor:
     sizes, steps = expression.aligned(rank)
     if sizes != (1,) * (rank - len(tile.shape)) + tile.shape:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"{name}: pred has shape {expression.shape}, on_true_tile {tile.shape}; they must have "
             "the same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
         )
@@ -548,7 +543,7 @@ def _expression(name: str, given: Arguments) -> Tensor:
         expression = Index((1, 1), int(number), (0, 0))
     if not isinstance(expression, Index) or len(expression.shape) < 2:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"{name}: expr is {expression!r}; pass an index expression of two or more axes",
         )
     shape = expression.shape

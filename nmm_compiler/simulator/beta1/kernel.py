@@ -14,11 +14,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from nmm_compiler.errors import (
-    KernelArgumentError,
-    ProgramsDisagreeError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1.language import SpmdDim, nc, ndarray, store
 from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, session
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
@@ -114,7 +110,7 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
         shared = any(t.tile().storage is storage for t in now.shared) or storage.is_input
         if programs_run > 1 and not shared and storage.memory == "hbm":
             raise current().error(
-                ProgramsDisagreeError,
+                SimulationError,
                 f"NKI Beta 1: each of {programs_run} programs returned its own {value!r}; allocate "
                 "it in nl.shared_hbm",
             )

@@ -17,12 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    ProgramsDisagreeError,
-    TensorShapeError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import OperandError, SimulationError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions
 from nmm_compiler.simulator.beta1.index import Index, Part, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
@@ -111,12 +106,12 @@ def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
     given = tuple(shape) if not isinstance(shape, (int, np.integer)) else (shape,)
     marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
     if len(marked) > 1:
-        raise fail(TensorShapeError, f"shape {given} has {len(marked)} partition dimensions")
+        raise fail(OperandError, f"shape {given} has {len(marked)} partition dimensions")
     sizes = []
     for size in given:
         number = as_number(size)
         if number is None or number != int(number) or number < 1:
-            raise fail(TensorShapeError, f"size {size!r} in shape {given}; use positive integers")
+            raise fail(OperandError, f"size {size!r} in shape {given}; use positive integers")
         sizes.append(int(number))
     return tuple(sizes), marked[0] if marked else 0
 
@@ -142,7 +137,7 @@ def _new(shape: Any, dtype: Any, buffer: Any, name: str, more: Any, value: Any =
     blocks, tile = sizes[:par], sizes[par:]
     if tile[0] > tile_size.pmax:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"tensor {name!r} {sizes} has {tile[0]} partitions, the memory has {tile_size.pmax} "
             "(err_num_partition_exceed_arch_limit); tile it, or mark the partition dimension with "
             "nl.par_dim",
@@ -185,7 +180,7 @@ def _new_hbm(
 ) -> Tensor:
     if value is not None:
         raise fail(
-            EngineRuleError,
+            OperandError,
             "a tensor in HBM with an initial value (err_hbm_tensor_with_init_value_not_supported); "
             "make it with nl.ndarray and nl.store the value",
         )
@@ -200,7 +195,7 @@ def _new_hbm(
     now.shared_count += 1
     if (known.shape, known.kind) != (sizes, kind):
         raise fail(
-            ProgramsDisagreeError,
+            SimulationError,
             f"program {now.program} allocates nl.shared_hbm tensor {now.shared_count} as {sizes} "
             f"{kind}, an earlier program as {known.shape} {known.kind}",
         )
@@ -220,7 +215,7 @@ def full(
     """Return a new tensor on chip that is filled with a number."""
     value = as_number(fill_value)
     if value is None:
-        raise fail(TensorShapeError, f"fill_value {fill_value!r}; pass a number")
+        raise fail(OperandError, f"fill_value {fill_value!r}; pass a number")
     return _new(shape, dtype, buffer, name, more, value)
 
 
@@ -295,7 +290,7 @@ def _hbm(name: str, role: str, value: Any) -> Tensor:
     value = tensor_anywhere(name, role, value)
     if value.memory != "hbm":
         raise fail(
-            EngineRuleError,
+            OperandError,
             f"{name}: {role} {value!r} is in {value.memory.upper()}, it must be in HBM "
             "(err_unsupported_memory); nl.copy copies on chip",
         )
@@ -309,7 +304,7 @@ def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
     source = _hbm("nl.load", "src", src)
     if source.shape[0] > tile_size.pmax:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"nl.load of {src!r} takes {source.shape[0]} partitions, the memory has "
             f"{tile_size.pmax} (err_num_partition_exceed_arch_limit); load 128 rows at a time",
         )
@@ -331,7 +326,7 @@ def store(dst: Any, value: Any, *, mask: Any = None) -> None:
     view = written(target, box)
     if number is not None:
         if view.shape[0] > tile_size.pmax:
-            raise fail(TensorShapeError, f"nl.store of {view.shape[0]} partitions; store 128 rows")
+            raise fail(OperandError, f"nl.store of {view.shape[0]} partitions; store 128 rows")
         tile = base.ndarray(view.shape, target.kind, sbuf)
         ISSUE["memset"](tile, in_kind(number, target.kind))
     else:
@@ -351,7 +346,7 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
     source = _hbm("nl.load_transpose2d", "src", src)
     if len(src.shape) != 2 or source.tile(False).indirection is not None:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"nl.load_transpose2d of {src!r}; it takes 2-D tensors without run-time indices",
         )
     by_dma = session().machine.target.dma_transposes and source.kind.item_bytes == 2
@@ -413,9 +408,7 @@ def _binary(short: str) -> Callable[..., Any]:
             return Shifted(tile, other)
         if number is None:
             if isinstance(other, np.ndarray):
-                raise fail(
-                    TensorShapeError, f"{name}: a NumPy array; load it with nl.shared_constant"
-                )
+                raise fail(OperandError, f"{name}: a NumPy array; load it with nl.shared_constant")
             tensor(name, "y", other)
         shape = tile.shape if number is not None else _together(name, x, y)
 
@@ -620,7 +613,7 @@ def _update(dst: Tensor, short: str, value: Any) -> Tensor:
         return dst
     now.flush()
     if dst.memory == "hbm":
-        raise fail(TensorShapeError, f"{short} in place on {dst!r} in HBM; load, compute, store")
+        raise fail(OperandError, f"{short} in place on {dst!r} in HBM; load, compute, store")
     made = NAMES[short](dst, value, dtype=dst.kind)
     now.pending = None
     if made.shape != dst.shape:

@@ -20,13 +20,11 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import (
-    EngineRuleError,
     HazardError,
     NmmError,
+    OperandError,
     OutOfBoundsError,
     SimulationError,
-    TensorDtypeError,
-    TensorShapeError,
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.beta1.index import (
@@ -60,7 +58,7 @@ def kind_of(dtype: Any) -> DType:
     """Return the dtype that a kernel's argument names."""
     kind = dtypes.find(dtype)
     if kind is None:
-        raise fail(TensorDtypeError, f"unknown dtype {dtype!r}; use those of nki.language")
+        raise fail(OperandError, f"unknown dtype {dtype!r}; use those of nki.language")
     return kind
 
 
@@ -233,7 +231,7 @@ class Tensor:
         return self.shape[0]
 
     def __iter__(self) -> Any:
-        raise fail(TensorShapeError, f"{self!r} is not iterable; index it")
+        raise fail(OperandError, f"{self!r} is not iterable; index it")
 
     def __bool__(self) -> bool:
         raise fail(
@@ -259,7 +257,7 @@ class Tensor:
         with place_instructions(now.machine, pending.place):
             if pending.updates:
                 raise fail(
-                    TensorShapeError,
+                    OperandError,
                     "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
                     "nl.loop_reduce(...)",
                 )
@@ -301,7 +299,7 @@ class Tensor:
         rank = len(self.shape)
         keys = full_key(key, rank)
         if sum(k is not None for k in keys) > rank:
-            raise fail(TensorShapeError, f"{len(keys)} indices into {self!r}")
+            raise fail(OperandError, f"{len(keys)} indices into {self!r}")
         if all(k.__class__ is slice and k == slice(None) for k in keys):
             self.tile(False)
             return Tensor(self.shape, self.kind, self.memory, self.place, self.outside)
@@ -340,18 +338,18 @@ class Tensor:
             sizes, steps = k.aligned(rank)
             for axis in range(rank):
                 if sizes[axis] != 1 and shape[axis] not in (1, sizes[axis]):
-                    raise fail(TensorShapeError, f"index shapes of {self!r} do not broadcast")
+                    raise fail(OperandError, f"index shapes of {self!r} do not broadcast")
                 shape[axis] = max(shape[axis], sizes[axis])
                 strides[axis] += steps[axis] * stride
                 if steps[axis] and on_chip and (axis == 0) != (dim == 0):
                     raise fail(
-                        TensorShapeError,
+                        OperandError,
                         f"axis {axis} of the index moves along dimension {dim} of {self!r}; the "
                         "first axis of an index has to be the partitions, and only that",
                     )
             if on_chip and dim == 0 and steps[0] not in (0, 1):
                 raise fail(
-                    TensorShapeError, f"step {steps[0]} over the partitions of {self!r}; use step 1"
+                    OperandError, f"step {steps[0]} over the partitions of {self!r}; use step 1"
                 )
             low, high = k.bounds()
             offset += k.const * stride
@@ -368,7 +366,7 @@ class Tensor:
                 )
         if on_chip and shape[0] > 1 and not strides[0]:
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
             )
         part = NkiTensor(view.storage, tuple(shape), tuple(strides), offset, view.dtype, choice)
@@ -405,9 +403,9 @@ class Tensor:
         return OPERATIONS["copy"](self, dtype=dtype)
 
     def assert_shape(self, shape: Any) -> Tensor:
-        """Return the tensor; raise TensorShapeError unless it has `shape`."""
+        """Return the tensor; raise OperandError unless it has `shape`."""
         if tuple(shape) != self.shape:
-            raise fail(TensorShapeError, f"{self!r} does not have shape {tuple(shape)}")
+            raise fail(OperandError, f"{self!r} does not have shape {tuple(shape)}")
         return self
 
     __hash__ = object.__hash__
@@ -472,7 +470,7 @@ class Blocks(Tensor):
     def tile(self, box: Part = True) -> NkiTensor:
         """Refuse the use of several tiles as one."""
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"{self!r} is no tile: dimension {self.par} is its partition dimension and "
             f"{self.par} block dimensions stand before it "
             "(err_failed_to_infer_tile_from_local_tensor); index them",
@@ -510,7 +508,7 @@ def _integer(tensor: Tensor, key: Any) -> int:
     number = key.const if isinstance(key, Index) and not any(key.coeffs) else whole(key)
     if number is None:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"index {key!r} ({type(key).__name__}) into {tensor!r}; use integers, slices, nl.ds, "
             "or expressions of nl.arange and nl.mgrid",
         )
@@ -580,14 +578,14 @@ def _expressions(tensor: Tensor, keys: list[Any]) -> list[Any]:
     """Return index expressions, integers and tiles of run-time rows, after the rules for them."""
     if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"slices, or too few indices, beside index expressions in an index of {tensor!r} "
             "(err_unsupported_mixing_basic_advanced_tensor_indexing); give one expression for each "
             "dimension",
         )
     if max(len(k.shape) for k in keys if isinstance(k, (Index, Tensor, Shifted))) < 2:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"a 1-D nl.arange as index of {tensor!r} (err_1d_arange_not_supported); add an axis, "
             "nl.arange(n)[:, None], or use a slice",
         )
@@ -684,7 +682,7 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
     name = now.read_only.get(view.storage.identity)
     if name is not None:
         raise fail(
-            EngineRuleError,
+            OperandError,
             f"parameter {name!r} is written (err_cannot_update_immutable_parameter); annotate it "
             "as nt.mutable_tensor and return it, or write to an nl.shared_hbm tensor",
         )
@@ -711,7 +709,7 @@ def assign(dst: Tensor, value: Any) -> None:
     if dst.memory == "hbm":
         now.flush()
         raise fail(
-            EngineRuleError,
+            OperandError,
             f"assignment to {dst!r} in HBM (err_unsupported_memory); use nl.store(dst, value)",
         )
     if not isinstance(value, Tensor):
@@ -733,7 +731,7 @@ def assign(dst: Tensor, value: Any) -> None:
     now.flush()
     if value.memory == "hbm":
         raise fail(
-            EngineRuleError,
+            OperandError,
             f"assignment of {value!r} in HBM (err_unsupported_memory); use nl.load first",
         )
     box: Part = True
@@ -751,7 +749,7 @@ def fill(dst: Tensor, value: Any) -> None:
     number = as_number(value)
     if number is None:
         raise fail(
-            TensorShapeError,
+            OperandError,
             f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a number",
         )
     memset(written(dst), in_kind(number, dst.kind))
@@ -807,4 +805,4 @@ def stretched(tile: Tensor, shape: tuple[int, ...], what: str, box: Part = True)
 
 def no_broadcast(tile: Tensor, shape: tuple[int, ...], what: str) -> Any:
     """Return the error for a tile that does not broadcast to `shape`."""
-    return fail(TensorShapeError, f"{what}: {tile!r} does not broadcast to {shape}")
+    return fail(OperandError, f"{what}: {tile!r} does not broadcast to {shape}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import TargetRuleError, UnsupportedInstructionError
+from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
@@ -74,7 +74,7 @@ def activation(
             require_form(machine, "activation(nl.reciprocal) with bias")
         if bias.__class__ is not NkiTensor and not machine.target.scalar_number_bias:
             call.rule(
-                TargetRuleError,
+                OperandError,
                 f"a scalar bias needs trn2 or newer, the target is {machine.target.name}; pass a "
                 f"({data.shape[0]}, 1) tensor",
             )

@@ -6,13 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    KernelArgumentError,
-    TensorDtypeError,
-    TensorShapeError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa.enums import dge_mode, engine, oob_mode
 from nmm_compiler.simulator.isa.instruction import Attributes, Call, Steps, attributes, instruction
 from nmm_compiler.simulator.isa.operands import (
@@ -42,24 +36,24 @@ def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, st
     if name == "hwdge":
         if not call.machine.target.dma_generates_descriptors:
             call.rule(
-                EngineRuleError,
+                OperandError,
                 f"hwdge needs trn2 or newer, the target is {call.machine.target.name}",
             )
         if not same_dtype:
             raise call.error(
-                TensorDtypeError,
+                OperandError,
                 "hwdge cannot convert dtypes; use the same dtype or another dge_mode",
             )
     if given is _UNKNOWN:
         return ("gpsimd" if name == "swdge" else "sync"), name
     if given not in (engine.sync, engine.scalar) and name == "hwdge":
         raise call.error(
-            EngineRuleError,
+            OperandError,
             f"hwdge descriptors come from the sync or scalar engine, not {given}",
         )
     if name != "hwdge":
         call.rule(
-            EngineRuleError,
+            OperandError,
             f"engine={given.name} with dge_mode {name}; only hwdge takes an engine, leave it unset "
             "or pass dge_mode=nisa.dge_mode.hwdge",
         )
@@ -78,20 +72,20 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
     for view in views:
         if view.indirection is not None and mode == "none":
             raise call.error(
-                EngineRuleError,
+                OperandError,
                 f"{view.name!r} has a runtime address, dge_mode none makes descriptors before the "
                 "run; leave dge_mode unset",
             )
         if view.indirection is not None and view.indirection.kind == "vector":
             if view.memory != "hbm":
                 raise call.error(
-                    EngineRuleError,
+                    OperandError,
                     f"vector_offset on {view.name!r} in {view.memory.upper()}; the indexed tensor "
                     "must be in HBM",
                 )
             if mode == "hwdge":
                 raise call.error(
-                    EngineRuleError,
+                    OperandError,
                     "gather and scatter need software descriptors, not hwdge; leave dge_mode "
                     "unset or use swdge",
                 )
@@ -193,7 +187,7 @@ def dma_transpose(
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
     if not call.machine.target.dma_transposes:
         call.rule(
-            EngineRuleError,
+            OperandError,
             f"it needs trn2 or newer, the target is {call.machine.target.name}; use "
             "nisa.nc_transpose",
         )
@@ -202,14 +196,14 @@ def dma_transpose(
     given = axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)
     if order is None or not given:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"src {src.shape} with axes {axes}; axes are (1, 0), (2, 1, 0) "
             "or (3, 1, 2, 0) for 2, 3 or 4 dimensions",
         )
     expected = tuple(src.shape[a] for a in order)
     if dst.shape != expected:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"dst {dst.name!r} {dst.shape}, src {src.shape} transposes to {expected}",
         )
     _check_priority(call, priority)
@@ -217,10 +211,10 @@ def dma_transpose(
     mode = dge_mode.name
     indirect = _chooses_rows(src)
     if dst.indirection is not None:
-        raise call.error(EngineRuleError, f"dst {dst.name!r} has a runtime address; copy it later")
+        raise call.error(OperandError, f"dst {dst.name!r} has a runtime address; copy it later")
     if src.indirection is None and oob_mode is not None and oob_mode.name == "skip":
         raise call.error(
-            EngineRuleError,
+            OperandError,
             "oob_mode.skip without a runtime index, a direct transpose has none; leave it unset",
         )
     if src.indirection is not None:
@@ -266,7 +260,7 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
         )
     elif mode not in allowed:
         raise call.error(
-            EngineRuleError,
+            OperandError,
             f"dge_mode {mode}; {'indirect' if indirect else 'direct'} "
             f"transposes take {' or '.join(allowed)}",
         )
@@ -274,13 +268,13 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
         shape = src.shape
         if src.dtype.item_bytes != 2 or shape[0] % 16 or shape[-1] > 128:
             raise call.error(
-                TensorShapeError,
+                OperandError,
                 f"indirect: src {shape} {src.dtype}; 2-byte dtype, rows "
                 "a multiple of 16, last dimension at most 128",
             )
         if len(shape) == 4 and 1 not in shape[1:3]:
             raise call.error(
-                TensorShapeError,
+                OperandError,
                 f"indirect: src {shape}; of a 4-D src the second or third dimension must be 1",
             )
         _check_transpose_index(call, src)
@@ -296,7 +290,7 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
         ok = ok and first in (1, 2, 4, 8, 16) and (first * src.shape[-2]) % 16 == 0
     if not ok:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             "by hwdge, which dge_mode or a runtime address asks for: src "
             f"{src.shape} {src.dtype}; 2-byte dtype, last dimension at most 128, and 16 rows (2-D) "
             "or rows in 1, 2, 4, 8, 16 with rows * shape[-2] a multiple of 16 (3-D, 4-D)",
@@ -309,13 +303,13 @@ def _check_transpose_index(call: Call, src: NkiTensor) -> None:
     index = src.indirection.index
     if index.__class__ is not NkiTensor:
         raise call.error(
-            TensorDtypeError,
+            OperandError,
             f"indirect: the index is {type(index).__name__}; pass an SBUF tensor",
         )
     shape, rows = index.shape, index.shape[0]
     if index.dtype != "uint32":
         raise call.error(
-            TensorDtypeError,
+            OperandError,
             f"indirect: the index {index.name!r} is {index.dtype}; it must be uint32",
         )
     if (
@@ -326,7 +320,7 @@ def _check_transpose_index(call: Call, src: NkiTensor) -> None:
         or index.size < src.shape[0]
     ):
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"indirect: index {index.name!r} {shape} for {src.shape[0]} rows; "
             "2-D, 16 to 128 rows in steps of 16, 128 when it has more than one column, and an "
             "index for each row",
@@ -336,9 +330,7 @@ def _check_transpose_index(call: Call, src: NkiTensor) -> None:
 def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
     """Check dma_compute with row indices: dst[i] += SBUF data, or SBUF dst += src[i]."""
     if len(srcs) != 2:
-        raise call.error(
-            TensorShapeError, f"{len(srcs)} sources with row indices; it takes exactly 2"
-        )
+        raise call.error(OperandError, f"{len(srcs)} sources with row indices; it takes exactly 2")
     rows = [s for s in srcs if _chooses_rows(s)]
     plain = [s for s in srcs if not _chooses_rows(s)]
     if _chooses_rows(dst):
@@ -348,7 +340,7 @@ def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) 
         fits = len(rows) == 1 and dst.memory == "sbuf" and plain[0].storage is dst.storage
         wanted = "dst in SBUF, which is also the source without indices"
     if not fits:
-        raise call.error(EngineRuleError, f"read-modify-write by row indices needs {wanted}")
+        raise call.error(OperandError, f"read-modify-write by row indices needs {wanted}")
 
 
 @instruction(
@@ -372,7 +364,7 @@ def dma_compute(
         raise call.error(KernelArgumentError, f"srcs is {type(srcs).__name__}; pass a list")
     srcs = list(srcs)
     if not 1 <= len(srcs) <= 16:
-        raise call.error(TensorShapeError, f"{len(srcs)} sources; it takes 1 to 16")
+        raise call.error(OperandError, f"{len(srcs)} sources; it takes 1 to 16")
     if scales is not None and (
         not isinstance(scales, (list, tuple)) or any(s != 1.0 for s in scales)
     ):
@@ -382,13 +374,13 @@ def dma_compute(
     for s in srcs:
         if s.size != dst.size:
             raise call.error(
-                TensorShapeError,
+                OperandError,
                 f"src {s.shape} and dst {dst.shape} differ in size",
             )
     for view in (dst, *srcs):
         if view.indirection is not None and not _chooses_rows(view):
             raise call.error(
-                EngineRuleError,
+                OperandError,
                 f"{view.name!r} has a runtime address; only vector_offset may choose rows at run "
                 "time, use nisa.dma_copy",
             )
@@ -399,7 +391,7 @@ def dma_compute(
         _check_dynamic(call, (dst, *srcs), "swdge")
         _check_read_modify_write(call, dst, srcs)
     elif oob_mode is not None and oob_mode.name == "skip":
-        raise call.error(EngineRuleError, "oob_mode.skip without row indices; leave it unset")
+        raise call.error(OperandError, "oob_mode.skip without row indices; leave it unset")
     for s in srcs:
         check_hazard(call.machine, call.op, dst, s, True)
     yield _attributes(

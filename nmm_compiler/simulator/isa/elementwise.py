@@ -6,12 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    TargetRuleError,
-    TensorDtypeError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.instruction import (
@@ -73,7 +68,7 @@ def tensor_copy(
         check_conversion(machine, "tensor_copy", dst, src)
     if chosen == "scalar" and not machine.target.scalar_tensor_copy:
         call.rule(
-            TargetRuleError,
+            OperandError,
             f"on ScalarE it needs trn2 or newer, the target is {machine.target.name}; use "
             "nisa.activation(op=nl.copy)",
         )
@@ -83,7 +78,7 @@ def tensor_copy(
 
 
 def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
-    """Raise TensorDtypeError unless dst's type holds the compile-time number."""
+    """Raise OperandError unless dst's type holds the compile-time number."""
     dtype = dst.dtype
     if not isinstance(value, (int, float, np.number, np.bool_)):
         problem = f"{role} is {type(value).__name__}; pass a compile-time number"
@@ -95,7 +90,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
         problem = f"{role} {value!r} into {dtype} tensor {dst.name!r}; pass an integer"
     else:
         return
-    raise call.error(TensorDtypeError, problem)
+    raise call.error(OperandError, problem)
 
 
 @instruction(
@@ -123,7 +118,7 @@ def check_operators(call: Call, *functions: Op | None) -> None:
 def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
     """Check the engine and the dtypes of a bit operator."""
     if chosen != "vector":
-        raise call.error(EngineRuleError, f"bit operators run on the vector engine, not {chosen}")
+        raise call.error(OperandError, f"bit operators run on the vector engine, not {chosen}")
     for value in operands:
         if value.__class__ is NkiTensor:
             integer, shown = value.dtype.kind in ("int", "bool"), f"{value.name!r} is {value.dtype}"
@@ -132,7 +127,7 @@ def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
             shown = f"an operand is {value!r}"
         if not integer:
             raise call.error(
-                TensorDtypeError,
+                OperandError,
                 f"bit operators need integers, {shown}; use .view(dtype) for a tensor's bits",
             )
 
@@ -195,7 +190,7 @@ def tensor_tensor(
     in_psum = any(view.memory == "psum" for view in views)
     chosen = call.choose("gpsimd" if power or (integers and not in_psum) else "vector")
     if power and chosen != "gpsimd":
-        raise call.error(EngineRuleError, "nl.power runs on GpSimd; leave engine unset")
+        raise call.error(OperandError, "nl.power runs on GpSimd; leave engine unset")
     if bitvec:
         _check_bitvec(call, chosen, *views)
     yield attributes(function=op.name)
@@ -273,13 +268,13 @@ def tensor_scalar(
         allowed = (("multiply", "add"), ("multiply", None), ("add", None))
         if not (target.scalar_tensor_scalar and (target.scalar_all_operators or pair in allowed)):
             call.rule(
-                EngineRuleError,
+                OperandError,
                 f"operators {pair} on ScalarE of {target.name}; it takes (multiply, add), "
                 "multiply or add, on trn2 or newer",
             )
     elif chosen == "gpsimd" and engine is not _UNKNOWN and op0.name != "rsqrt":
         call.rule(
-            EngineRuleError,
+            OperandError,
             f"nl.{op0.name} on GpSimd, which takes nl.rsqrt only; leave engine unset",
         )
     if bitvec:

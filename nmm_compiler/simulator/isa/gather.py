@@ -6,12 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    KernelArgumentError,
-    OutOfBoundsError,
-    TensorShapeError,
-)
+from nmm_compiler.errors import KernelArgumentError, OperandError, OutOfBoundsError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.instruction import (
     INT32,
@@ -83,7 +78,7 @@ def local_gather(
         or dst.free_size < valid * num_elem_per_idx
     ):
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"dst {dst.shape}, index {index.shape}, {num_elem_per_idx} elements per index, {valid} "
             "indices; 1 to 32 (power of two) elements per index, at most 4096 indices, and a place "
             "for each element",
@@ -114,7 +109,7 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     for role, access in (("src", call.reads[0]), ("dst", call.writes[0])):
         if access.partition_start not in legal:
             call.rule(
-                EngineRuleError,
+                OperandError,
                 f"{role} starts at partition {access.partition_start}; "
                 f"with {32 * active} active partitions it starts at "
                 f"{' or '.join(map(str, legal))}",
@@ -139,7 +134,7 @@ def nc_stream_shuffle(
     _check_quadrants(call, dst, src)
     if len(mask) != 32 or any(m != 255 and not 0 <= m < 32 for m in mask):
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"shuffle_mask has {len(mask)} entries; it needs 32, each 0..31 or 255",
         )
     yield NO_ATTRIBUTES
@@ -230,7 +225,7 @@ def topk(
     k, partitions = val_dst.free_size, src.shape[0]
     if not 8 <= n < 65536 or k > min(n, 32767) or src.free_size < -(-n // 16):
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"src {src.shape}, val_dst {val_dst.shape}, n={n}; 8 <= n < 65536, it finds at most n "
             "values, and src has ceil(n / 16) elements per partition",
         )

@@ -27,11 +27,11 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from nmm_compiler.errors import (
+    HazardError,
     KernelArgumentError,
     KernelFailedError,
-    OperandValueError,
+    OperandError,
     SimulationError,
-    TensorDtypeError,
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.isa import enums
@@ -150,7 +150,7 @@ class Call:
             )
         if number not in allowed:
             raise self.error(
-                OperandValueError,
+                HazardError,
                 f"{role}={number}; it must be in {allowed.start}..{allowed.stop - 1}",
             )
         return number
@@ -159,7 +159,7 @@ class Call:
         """Return a compile-time number of the instruction's float32 field."""
         if not isinstance(value, (int, float, np.number)):
             raise self.error(
-                TensorDtypeError, f"{role} is {type(value).__name__}; pass a compile-time number"
+                OperandError, f"{role} is {type(value).__name__}; pass a compile-time number"
             )
         return float(value)
 
@@ -214,14 +214,14 @@ class Call:
         if isinstance(value, _NUMBERS):
             return True
         raise self.error(
-            TensorDtypeError, f"{role} is {type(value).__name__}; pass a number or a tensor"
+            OperandError, f"{role} is {type(value).__name__}; pass a number or a tensor"
         )
 
     def _check_equal_dtypes(self) -> None:
         given = self.tensors(self.row.same_dtype)
         if len({view.dtype for _, view in given}) > 1:
             shown = ", ".join(f"{role} {view.name!r} is {view.dtype}" for role, view in given)
-            raise self.error(TensorDtypeError, f"{shown}; they must be the same")
+            raise self.error(OperandError, f"{shown}; they must be the same")
 
     def _check_command(self, command: Any) -> None:
         """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nmm_compiler.errors import EngineRuleError, TensorShapeError
+from nmm_compiler.errors import OperandError
 from nmm_compiler.simulator.isa.instruction import NO_ATTRIBUTES, Call, Steps, instruction
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF
 from nmm_compiler.simulator.isa.tensor_engine import (
@@ -83,14 +83,14 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
     indices = [v.indirection.index if v.indirection is not None else None for v in (view, scale)]
     if indices[0] is not indices[1]:
         raise call.error(
-            EngineRuleError,
+            OperandError,
             f"{role} {scale.name!r} and its data {view.name!r} must be .indirect() views of the "
             "same index, or neither",
         )
     last = int(scale_rows(view.shape[0]).max())
     if scale.shape[0] <= last:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"{role} {scale.shape} for data {view.shape}; it needs partitions up to {last}",
         )
 
@@ -162,12 +162,12 @@ def nc_matmul_mx(
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
     if dst.dtype == "float32" and n > 4096:
-        raise call.error(TensorShapeError, f"moving {moving.shape}; N is at most 4096 in float32")
+        raise call.error(OperandError, f"moving {moving.shape}; N is at most 4096 in float32")
     check_bank(call, dst, 8)
     tile = check_tile(call, tile_position, tile_size, k, m)
     if tile is not None and (tile[1] or tile[3] != 128):
         raise call.error(
-            EngineRuleError,
+            OperandError,
             f"tile_position {tuple(tile_position)}, tile_size {tuple(tile_size)}; MX products are "
             "tiled by rows only, use 128 columns at column 0",
         )

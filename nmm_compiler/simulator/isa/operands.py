@@ -14,14 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    HazardError,
-    KernelArgumentError,
-    TargetRuleError,
-    TensorDtypeError,
-    TensorShapeError,
-)
+from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.data import out_of_reach
@@ -52,13 +45,13 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
     """Check that `view` is a tensor in one of `memories` at a legal partition; its Access."""
     if view.__class__ is not NkiTensor:
         raise machine.error(
-            TensorShapeError,
+            OperandError,
             f"nisa.{op}: {role} is {type(view).__name__} {view!r:.60}; pass a tensor",
         )
     access = view._access or view.access()
     if access.memory not in memories:
         raise machine.error(
-            EngineRuleError,
+            OperandError,
             f"nisa.{op}: {role} {view.name!r} is in {access.memory.upper()}, it must be in "
             f"{' or '.join(m.upper() for m in memories)}; copy it there first",
         )
@@ -67,14 +60,14 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
         count = access.partition_stop - start
         if start % 32 or (count > 32 and start % 64) or count > 64:
             machine.rule(
-                EngineRuleError,
+                OperandError,
                 f"nisa.{op}: {role} {view.name!r} starts at partition {start} with {count} "
                 "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
                 "more at 0",
             )
     if view.dtype.kind == "packed" and op not in MOVES_PACKED:
         raise machine.error(
-            TensorDtypeError,
+            OperandError,
             f"nisa.{op}: {role} {view.name!r} is {view.dtype}, which engines move but do not "
             "compute with; multiply it with nisa.nc_matmul_mx, or pass .view(nl.uint8)",
         )
@@ -82,7 +75,7 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
         problem = out_of_reach(view.shape[1:], view.strides[1:])
         if problem:
             machine.rule(
-                TensorShapeError,
+                OperandError,
                 f"nisa.{op}: {role} {view.name!r} {view.get_pattern()} has {problem}",
             )
     return access
@@ -94,7 +87,7 @@ def check_dtype(
     """Check that the operand is of an allowed dtype."""
     if view.dtype not in allowed:
         machine.rule(
-            TensorDtypeError,
+            OperandError,
             f"nisa.{op}: {role} {view.name!r} is {view.dtype}; it must be "
             f"{' or '.join(sorted(allowed))}",
         )
@@ -104,7 +97,7 @@ def check_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int)
     """Check that the operand does not have too many dimensions."""
     if len(view.shape) > most:
         machine.rule(
-            TensorShapeError,
+            OperandError,
             f"nisa.{op}: {role} {view.name!r} {view.shape} has {len(view.shape)} dimensions, at "
             f"most {most}; flatten some",
         )
@@ -136,7 +129,7 @@ def check_conversion(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) 
     """Refuse to convert x4-packed elements, each of which holds four numbers."""
     if "packed" in (dst.dtype.kind, src.dtype.kind):
         raise machine.error(
-            TensorDtypeError,
+            OperandError,
             f"nisa.{op}: src {src.name!r} is {src.dtype}, dst {dst.name!r} {dst.dtype}; x4-packed "
             "elements are moved, not converted, make the dtypes equal",
         )
@@ -152,14 +145,14 @@ def check_pair(
     memories = first.memory, second.memory
     if memories == ("psum", "psum"):
         raise machine.error(
-            EngineRuleError,
+            OperandError,
             f"nisa.{op}: {roles[0]} {first.name!r} and {roles[1]} {second.name!r} are both in "
             "PSUM; copy one to SBUF first",
         )
     starts = first.access().partition_start, second.access().partition_start
     if memories == ("sbuf", "sbuf") and starts[0] != starts[1]:
         machine.rule(
-            EngineRuleError,
+            OperandError,
             f"nisa.{op}: {roles[0]} {first.name!r} starts at partition {starts[0]} and {roles[1]} "
             f"{second.name!r} at {starts[1]}; two SBUF inputs start at the same partition, copy "
             "one with nisa.tensor_copy",
@@ -188,20 +181,20 @@ def indirect_operand(
         )
     if index.memory != "sbuf":
         raise machine.error(
-            EngineRuleError,
+            OperandError,
             f"{where}, {index.name!r}, is in {index.memory.upper()}; copy it to SBUF first",
         )
     if index.dtype not in INTEGERS:
         raise machine.error(
-            TensorDtypeError, f"{where}, {index.name!r}, is {index.dtype}; use an integer dtype"
+            OperandError, f"{where}, {index.name!r}, is {index.dtype}; use an integer dtype"
         )
     if indirection.kind == "scalar" and index.size != 1:
         raise machine.error(
-            TensorShapeError, f"{where} has shape {index.shape}; a scalar offset is one element"
+            OperandError, f"{where} has shape {index.shape}; a scalar offset is one element"
         )
     if indirection.kind == "vector" and op != "dma_transpose" and index.shape[1:] != (1,):
         raise machine.error(
-            TensorShapeError,
+            OperandError,
             f"{where} has shape {index.shape}; a vector offset is ({view.shape[0]}, 1), one index "
             "per row",
         )
@@ -214,29 +207,29 @@ def _check_tensor_indirection(
 ) -> None:  # fmt: skip
     where = f"nisa.{op}: {role} {view.name!r} is an .indirect() view"
     if not allowed:
-        raise machine.error(EngineRuleError, f"{where}, which {role} does not take; copy it first")
+        raise machine.error(OperandError, f"{where}, which {role} does not take; copy it first")
     if chosen not in allowed:
         raise machine.error(
-            EngineRuleError, f"{where}, which {chosen} does not reach; use {' or '.join(allowed)}"
+            OperandError, f"{where}, which {chosen} does not reach; use {' or '.join(allowed)}"
         )
     if role == "dst" and chosen == "scalar" and view.memory == "psum":
         raise machine.error(
-            EngineRuleError, f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF"
+            OperandError, f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF"
         )
     if index.shape[0] != view.shape[0]:
         raise machine.error(
-            TensorShapeError,
+            OperandError,
             f"{where} of {view.shape[0]} partitions with an index of shape {index.shape}; the "
             "index needs as many partitions",
         )
     start = index.access().partition_start
     if start % 32:
         machine.rule(
-            EngineRuleError, f"{where}; its index starts at partition {start}, a multiple of 32"
+            OperandError, f"{where}; its index starts at partition {start}, a multiple of 32"
         )
     if role != "dst" and view.memory == "sbuf" and start != view.access().partition_start:
         machine.rule(
-            EngineRuleError,
+            OperandError,
             f"{where} that starts at partition {view.access().partition_start}, its index at "
             f"{start}; they must start at the same",
         )
@@ -253,7 +246,7 @@ def require(machine: Machine, what: str, has: Callable[[Target], bool]) -> None:
     if not has(machine.target):
         needed = oldest_with(has)
         machine.rule(
-            TargetRuleError,
+            OperandError,
             f"nisa.{what} needs {needed} or newer, the target is {machine.target.name}; pass "
             f'target="{needed}"',
         )
@@ -282,14 +275,14 @@ def choose_engine(
         name = given._name_ if given.__class__ is engine else ""
     if name not in allowed:
         raise machine.error(
-            EngineRuleError,
+            OperandError,
             f"nisa.{op} cannot run on {getattr(given, 'name', given)}; use "
             f"{', '.join(allowed)} or leave engine unset",
         )
     out_of_reach = [v.name for v in views if v.memory == "psum"] if name == "gpsimd" else []
     if out_of_reach:
         raise machine.error(
-            EngineRuleError,
+            OperandError,
             f"nisa.{op}: GpSimd cannot access PSUM, where {out_of_reach[0]!r} is; use the vector "
             "engine or copy it to SBUF first",
         )
@@ -417,7 +410,7 @@ class Equation:
             return sizes
         shown = ", ".join(f"{role} {view.shape}" for role, view in given if role in self.terms)
         raise machine.error(
-            TensorShapeError,
+            OperandError,
             f"nisa.{op}: shapes {shown} of partitions and elements per partition; they must be "
             f"{self.says}",
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import OperandValueError, TensorShapeError
+from nmm_compiler.errors import HazardError, OperandError
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.instruction import NO_ATTRIBUTES, Call, Steps, instruction
 from nmm_compiler.simulator.isa.operands import SBUF, check_dtype, require_form
@@ -54,7 +54,7 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = No
 def set_rng_seed(call: Call, src_seeds: Any, name: str | None = None) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
     if src_seeds.dtype.item_bytes != 4:
-        raise call.error(TensorShapeError, f"src_seeds is {src_seeds.dtype}; pass a 32-bit value")
+        raise call.error(OperandError, f"src_seeds is {src_seeds.dtype}; pass a 32-bit value")
     yield NO_ATTRIBUTES
     seed = int(np.ascontiguousarray(raw(src_seeds)).reshape(-1).view(np.uint32)[0])
     call.machine.random_state = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def _check_state(call: Call, view: NkiTensor) -> str:
     wanted = 6 if chosen == "gpsimd" else 24
     if view.dtype != "uint32" or view.free_size != wanted:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"{view.shape} {view.dtype}; it must be uint32 with {wanted} elements per partition "
             f"for {chosen}",
         )
@@ -117,7 +117,7 @@ def rand_get_state(
 def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
     if not call.tensors(call.row.reads) and not min < max:
-        raise call.error(OperandValueError, f"min={min}, max={max}; min must be below max")
+        raise call.error(HazardError, f"min={min}, max={max}; min must be below max")
     yield NO_ATTRIBUTES
     low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
     unit = generator(call.machine).random(dst.shape, dtype=F32)

@@ -7,11 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    TensorDtypeError,
-    TensorShapeError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.elementwise import check_operators, check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
@@ -57,7 +53,7 @@ def _arithmetic(call: Call, role: str, function: Op) -> None:
 def _check_bits(call: Call, op: Op, *views: NkiTensor) -> None:
     """Check that a bit operator gets integers."""
     if op.kind == "bitvec" and not {view.dtype for view in views} <= INTEGERS:
-        raise call.error(TensorDtypeError, "bit operators need integer tensors")
+        raise call.error(OperandError, "bit operators need integer tensors")
 
 
 def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
@@ -108,14 +104,14 @@ def tensor_reduce(
     axes = tuple(sorted(a + rank if a < 0 else a for a in given))
     if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"axis {axis} of data {data.shape}; give the last contiguous free "
             "axes, e.g. the last one (partitions: nisa.tensor_partition_reduce or a transpose)",
         )
     kept = math.prod(data.shape[1 : axes[0]])
     if dst.shape[0] != data.shape[0] or dst.free_size != kept:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"dst {dst.shape}; reducing {axes} of {data.shape} leaves "
             f"{data.shape[0]} partitions with {kept} elements",
         )

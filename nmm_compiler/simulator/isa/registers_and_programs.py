@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import EngineRuleError, SimulationError, TensorDtypeError, TensorShapeError
+from nmm_compiler.errors import OperandError, SimulationError
 from nmm_compiler.simulator.isa.enums import dma_engine, engine, nc_version
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
@@ -43,7 +43,7 @@ def register_alloc(x: Any = None) -> VirtualRegister:
         return VirtualRegister(x.read())
     if not isinstance(x, (int, np.integer)):
         raise machine.error(
-            TensorDtypeError,
+            OperandError,
             f"nisa.register_alloc: {type(x).__name__}; pass an int, or load a tensor with "
             "nisa.register_load",
         )
@@ -53,7 +53,7 @@ def register_alloc(x: Any = None) -> VirtualRegister:
 def _register(role: str, value: Any) -> VirtualRegister:
     if isinstance(value, VirtualRegister):
         return value
-    raise current().error(TensorDtypeError, f"nisa.{role}: {type(value).__name__}; pass a register")
+    raise current().error(OperandError, f"nisa.{role}: {type(value).__name__}; pass a register")
 
 
 @instruction(engines=("sync",), waits=True)
@@ -81,7 +81,7 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
     machine = call.machine
     target = _register("register_load", dst)
     if src.dtype.item_bytes > 4 or src.dtype.kind == "packed":
-        raise call.error(TensorDtypeError, f"src is {src.dtype}; a register holds up to 32 bits")
+        raise call.error(OperandError, f"src is {src.dtype}; a register holds up to 32 bits")
     yield NO_ATTRIBUTES
     if machine.data:
         target.write(int(src.known("a register").reshape(-1)[0]))
@@ -113,7 +113,7 @@ def core_barrier(
     """Wait until the other program is here too; then its writes to `data` are visible."""
     machine = call.machine
     if not isinstance(cores, (tuple, list)) or tuple(cores) != (0, 1):
-        raise call.error(TensorShapeError, f"cores {cores!r}; only (0, 1) is supported")
+        raise call.error(OperandError, f"cores {cores!r}; only (0, 1) is supported")
     if machine.programs is None or machine.grid < 2:
         raise machine.error(
             SimulationError,
@@ -121,14 +121,14 @@ def core_barrier(
         )
     if getattr(data.buffer, "name", "") != "shared_hbm":
         raise call.error(
-            EngineRuleError,
+            OperandError,
             f"data {data.name!r} is in private HBM, which the other core does not see; allocate "
             "it in nl.shared_hbm",
         )
     call.writes += call.reads
     call.engine = "gpsimd" if engine.name == "unknown" else engine.name
     if call.engine == "dma":
-        raise call.error(EngineRuleError, "engine=dma has no sequencer; use another engine")
+        raise call.error(OperandError, "engine=dma has no sequencer; use another engine")
     yield attributes(cores=2)
     machine.programs.barrier(machine)
 
@@ -155,7 +155,7 @@ def sendrecv(
     machine = call.machine
     if dst.shape != src.shape:
         raise call.error(
-            TensorShapeError, f"dst {dst.shape}, src {src.shape}; they must have the same shape"
+            OperandError, f"dst {dst.shape}, src {src.shape}; they must have the same shape"
         )
     if machine.programs is None or machine.grid < 2:
         raise call.error(SimulationError, "it is in a single program has no peer; pass grid=2")
@@ -163,7 +163,7 @@ def sendrecv(
     limit = 256 * src.dtype.item_bytes
     if getattr(dma_engine, "name", "") == "gpsimd_dma" and size > limit:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"by gpsimd_dma: {size} B per partition; at most {limit} B of {src.dtype}",
         )
     yield attributes(

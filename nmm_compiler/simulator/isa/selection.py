@@ -7,12 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    KernelArgumentError,
-    OperandValueError,
-    TensorDtypeError,
-    TensorShapeError,
-)
+from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
@@ -50,7 +45,7 @@ def affine_values(
     pairs = [(call.integer("step", s), call.integer("num", num, counts)) for s, num in given]
     if len(pairs) > 4 or math.prod(c for _, c in pairs) != dst.free_size:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"pattern {given} has "
             f"{math.prod(c for _, c in pairs)} elements, dst {dst.shape} has {dst.free_size} per "
             "partition; at most 4 [step, num] pairs whose nums multiply to that",
@@ -145,11 +140,11 @@ def range_select(
 ) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
     if len(call.tensors(("bound0", "bound1"))) < 2:
-        raise call.error(TensorDtypeError, "bound0 and bound1 must be (P, 1) float32 tensors")
+        raise call.error(OperandError, "bound0 and bound1 must be (P, 1) float32 tensors")
     last_index = range_start + on_true_tile.free_size - 1
     if not -(2**24) <= range_start <= last_index <= 2**24:
         raise call.error(
-            OperandValueError,
+            HazardError,
             f"range_start={range_start} gives indices up to {last_index}, which float32 compares; "
             "stay within 2**24",
         )
@@ -157,7 +152,7 @@ def range_select(
         abs(call.number("on_false_value", on_false_value) - FP32_MIN) > 1e31
     ):
         call.rule(
-            TensorDtypeError,
+            OperandError,
             f"on_false_value {on_false_value}; the hardware fills FP32_MIN ({FP32_MIN:g}) only",
         )
     yield attributes(reduces=reduce_res is not None)

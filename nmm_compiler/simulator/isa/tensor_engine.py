@@ -6,14 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    KernelArgumentError,
-    OperandValueError,
-    TargetRuleError,
-    TensorDtypeError,
-    TensorShapeError,
-)
+from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import Attributes, Call, Steps, attributes, instruction
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require
@@ -45,7 +38,7 @@ def check_tile(call: Call, position: Any, size: Any, k: int, m: int) -> Any:
     if not position and not size:
         return None
     if not position or not size:
-        raise call.error(TensorShapeError, "set both tile_position and tile_size, or neither")
+        raise call.error(OperandError, "set both tile_position and tile_size, or neither")
     for role, pair in (("tile_position", position), ("tile_size", size)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise call.error(KernelArgumentError, f"{role}={pair!r:.40}; pass (rows, columns)")
@@ -54,17 +47,17 @@ def check_tile(call: Call, position: Any, size: Any, k: int, m: int) -> Any:
     smallest = call.machine.target.matmul_tile_min_elements
     if rows not in (32, 64, 128) or columns not in (32, 64, 128) or min(size) < smallest:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"tile_size {tuple(size)}; rows and columns are {smallest}..128, powers of two",
         )
     if row % rows or column % columns or row + rows > 128 or column + columns > 128:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"tile_position {tuple(position)} is no multiple of tile_size {tuple(size)} inside "
             "128 x 128",
         )
     if k > rows or m > columns:
-        raise call.error(TensorShapeError, f"stationary [{k}, {m}] exceeds tile_size {tuple(size)}")
+        raise call.error(OperandError, f"stationary [{k}, {m}] exceeds tile_size {tuple(size)}")
     return (row, column, rows, columns)
 
 
@@ -72,7 +65,7 @@ def check_indirect_product(call: Call, tile: Any, *views: NkiTensor) -> None:
     """Check that a product of `.indirect()` views uses the whole array."""
     if tile is not None and tile[:2] != (0, 0) and any(v.indirection is not None for v in views):
         raise call.error(
-            EngineRuleError,
+            OperandError,
             f"tile_position {tile[:2]} with an .indirect() view; tensor indirection takes "
             "(0, 0) or no tiles",
         )
@@ -117,20 +110,20 @@ def nc_matmul(
         limit = target.matmul_psum_banks * target.psum_bank_bytes_per_partition // wide
     if n > limit or (dst.shape[0], dst.free_size) != (m, n):
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"dst {dst.name!r} {dst.shape}, but stationary {stationary.shape} and moving "
             f"{moving.shape} give ({m}, {n}), N at most {limit}",
         )
     if is_transpose:
         if dst.dtype != stationary.dtype and target.tensor_transpose_mode:
             raise call.error(
-                TensorDtypeError,
+                OperandError,
                 f"is_transpose with dst of {dst.dtype} and data of {stationary.dtype}; use the "
                 "same dtype",
             )
     elif dst.dtype != "float32" and not (target.matmul_bfloat16_sums and dst.dtype == "bfloat16"):
         raise call.error(
-            TensorDtypeError,
+            OperandError,
             f"dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
@@ -140,7 +133,7 @@ def nc_matmul(
         tile = check_tile(call, tile_position, tile_size, k, m)
         if double and tile is not None and (tile[1] or tile[3] != 128):
             raise call.error(
-                EngineRuleError,
+                OperandError,
                 f"perf_mode=double_row with tile_size {tuple(tile_size)}; it cannot be combined "
                 "with column tiles, use 128 columns at column 0",
             )
@@ -183,12 +176,12 @@ def _check_indirect_operands(
     check_indirect_product(call, tile, dst, stationary, moving)
     if turns and moving.indirection is not None:
         raise call.error(
-            EngineRuleError, f"moving {moving.name!r} of a transpose is an .indirect() view"
+            OperandError, f"moving {moving.name!r} of a transpose is an .indirect() view"
         )
     for view in (stationary, moving):
         if view.indirection is not None and view.dtype in _WIDE:
             raise call.error(
-                TensorDtypeError,
+                OperandError,
                 f"{view.name!r} is {view.dtype} and an .indirect() view; use a 16- or 8-bit float",
             )
 
@@ -199,7 +192,7 @@ def _check_onezero(call: Call, role: str, values: np.ndarray) -> None:
     if other.any():
         where = [int(i) for i in np.argwhere(other)[0]]
         raise call.error(
-            OperandValueError,
+            HazardError,
             f"is_{role}_onezero: {role} holds {values[tuple(where)]!s} at "
             f"{where}; it may hold ones and zeros only, leave the flag unset",
         )
@@ -215,7 +208,7 @@ def _pass_through(
     """
     if not _one_hot(selector):
         raise call.error(
-            OperandValueError,
+            HazardError,
             f"is_transpose: moving {moving!r} is no identity matrix; each of its columns must hold "
             "a single 1, use nl.shared_identity_matrix, or leave is_transpose unset for a product",
         )
@@ -239,17 +232,17 @@ def _check_double_row(
     require(call.machine, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
     if is_transpose:
         raise call.error(
-            EngineRuleError, "perf_mode=double_row with is_transpose; transpose without it"
+            OperandError, "perf_mode=double_row with is_transpose; transpose without it"
         )
     for view in (stationary, moving):
         if view.dtype not in FLOAT8:
             raise call.error(
-                TensorDtypeError,
+                OperandError,
                 f"perf_mode=double_row: {view.name!r} is {view.dtype}; it takes float8 operands",
             )
         if len(view.shape) < 3 or view.shape[1] != 2:
             raise call.error(
-                TensorShapeError,
+                OperandError,
                 f"perf_mode=double_row: {view.name!r} {view.shape}; the first free dimension must "
                 "be 2",
             )
@@ -257,7 +250,7 @@ def _check_double_row(
             # nki-library, output_projection_tkg.py and output_projection_cte_parameters.py: "double
             # row stride access"; AWS's own test of the mode pads a tile of one column to 16.
             call.rule(
-                TensorShapeError,
+                OperandError,
                 f"perf_mode=double_row: the two rows of {view.name!r} lie {view.strides[1]} "
                 f"elements apart; the distance must be a multiple of {_PAIR_STEP}, pad the tile's "
                 "last dimension",
@@ -272,12 +265,12 @@ def _check_operand_dtypes(
     for view in (stationary, moving):
         if view.dtype not in _OPERANDS and not (is_transpose and view.dtype.kind == "int"):
             raise call.error(
-                TensorDtypeError,
+                OperandError,
                 f"{view.name!r} is {view.dtype}; operands are {', '.join(sorted(_OPERANDS))}",
             )
         if view.dtype == "float8_e4m3fn" and not call.machine.target.matmul_float8_e4m3fn:
             call.rule(
-                TargetRuleError,
+                OperandError,
                 f"float8_e4m3fn operands need trn3, the target is {call.machine.target.name}; use "
                 "float8_e4m3",
             )
@@ -285,12 +278,12 @@ def _check_operand_dtypes(
         return
     if (left in _WIDE) != (right in _WIDE):
         raise call.error(
-            TensorDtypeError,
+            OperandError,
             f"stationary is {left} and moving {right}; a float32 operand needs the other to be "
             "float32 too",
         )
     if {left, right} == {"float8_e4m3", "float8_e4m3fn"}:
-        raise call.error(TensorDtypeError, "float8_e4m3 and float8_e4m3fn cannot be mixed")
+        raise call.error(OperandError, "float8_e4m3 and float8_e4m3fn cannot be mixed")
 
 
 @instruction(
@@ -307,14 +300,14 @@ def nc_transpose(
     chosen = call.choose("tensor" if fits_tensor else "vector")
     if chosen == "tensor" and not fits_tensor:
         raise call.error(
-            EngineRuleError,
+            OperandError,
             f"TensorE reads SBUF and writes PSUM; data {data.name!r} is in {data.memory.upper()}, "
             f"dst {dst.name!r} in {dst.memory.upper()}",
         )
     most = 128 if chosen == "tensor" else 32
     if max(p, f) > most:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"data {data.shape} on {chosen}; at most [{most}, {most}]; TensorE takes up to "
             "[128, 128] from SBUF to PSUM, VectorE [32, 32]",
         )
@@ -325,7 +318,7 @@ def nc_transpose(
     if spread and p > 1 and apart != 2:
         # trainium2_arch, Built-in Transpose Support: fp8 data leaves 16-bit elements in PSUM
         call.rule(
-            TensorShapeError,
+            OperandError,
             f"on TensorE elements of dst {dst.name!r} ({dst.dtype}) lie "
             f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
             "of 2 and pass its element 0",

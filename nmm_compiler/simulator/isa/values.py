@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import SimulationError, TensorShapeError, UninitializedReadError
+from nmm_compiler.errors import HazardError, OperandError, SimulationError
 from nmm_compiler.simulator.isa.instruction import Call
 from nmm_compiler.simulator.isa.operators import Op
 from nmm_compiler.simulator.machine import Machine
@@ -134,7 +134,7 @@ def check_bank(call: Call, dst: NkiTensor, banks: int) -> None:
     last = (base + access.byte_stop - 1) // bank
     if last - first >= banks:
         raise call.error(
-            TensorShapeError,
+            OperandError,
             f"dst {dst.name!r} covers bytes {access.byte_start}..{access.byte_stop} of "
             f"its PSUM partition and so crosses a bank of {bank} B; write one bank at a time",
         )
@@ -227,7 +227,7 @@ def begin(
     held, state = machine.accumulators.get(register, (None, None))
     if held != (first, partitions):
         machine.rule(
-            UninitializedReadError,
+            HazardError,
             f"nisa.{call.op}: reduce_cmd.{name} reads the {register} engine's accumulators of "
             f"partitions {first}..{first + partitions - 1}, "
             + ("which no instruction has set" if held is None else

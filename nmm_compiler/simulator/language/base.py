@@ -10,11 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    KernelArgumentError,
-    TensorDtypeError,
-    TensorShapeError,
-)
+from nmm_compiler.errors import KernelArgumentError, OperandError
 from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
 from nmm_compiler.simulator.language.device_loops import of_the_whole_program
@@ -119,7 +115,7 @@ def dtype_of(machine: Machine, dtype: Any) -> DType:
     found = dtypes.find(dtype)
     if found is None:
         raise machine.error(
-            TensorDtypeError,
+            OperandError,
             f"unknown dtype {dtype!r}; use nki.language dtypes such as nl.bfloat16",
         )
     return found
@@ -176,7 +172,7 @@ def _sizes(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, ..
     sizes = tuple(_size(machine, s) for s in shape)
     if any(s < 1 for s in sizes):
         raise machine.error(
-            TensorShapeError, f"tensor {name!r} of shape {sizes}; every size must be at least 1"
+            OperandError, f"tensor {name!r} of shape {sizes}; every size must be at least 1"
         )
     return sizes
 
@@ -190,7 +186,7 @@ def _size(machine: Machine, value: Any) -> int:
         if isinstance(value, float) and value.is_integer():
             return int(value)
         raise machine.error(
-            TensorShapeError, f"size {value!r} ({type(value).__name__}) in a shape; use an int"
+            OperandError, f"size {value!r} ({type(value).__name__}) in a shape; use an int"
         ) from None
 
 
@@ -212,7 +208,7 @@ def shared_constant(constant: Any) -> NkiTensor:
     kind = dtypes.find(array.dtype)
     if kind is None:
         raise machine.error(
-            TensorDtypeError, f"nl.shared_constant: dtype {array.dtype} is no NKI dtype"
+            OperandError, f"nl.shared_constant: dtype {array.dtype} is no NKI dtype"
         )
     machine.note("nl.shared_constant", array)
     if machine.programs is not None:

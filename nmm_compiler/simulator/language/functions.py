@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import TensorShapeError, UnsupportedInstructionError
+from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import (
     activation,
     dma,
@@ -50,10 +50,10 @@ def new_tile(like: NkiTensor, dtype: Any = None, shape: tuple[int, ...] = ()) ->
 
 
 def need_tile(name: str, x: Any) -> NkiTensor:
-    """Return x; raise TensorShapeError unless it is a tile."""
+    """Return x; raise OperandError unless it is a tile."""
     if not isinstance(x, NkiTensor):
         raise current().error(
-            TensorShapeError, f"nl.{name}: {type(x).__name__} given; pass an on-chip tile"
+            OperandError, f"nl.{name}: {type(x).__name__} given; pass an on-chip tile"
         )
     return x
 
@@ -64,7 +64,7 @@ def stretch(name: str, x: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
         if have != want:
             if have != 1 or dim == 0 or len(x.shape) != len(shape):
                 raise current().error(
-                    TensorShapeError, f"nl.{name}: shapes {x.shape} and {shape} do not broadcast"
+                    OperandError, f"nl.{name}: shapes {x.shape} and {shape} do not broadcast"
                 )
             x = x.broadcast(dim, want)
     return x
@@ -89,7 +89,7 @@ def _binary(name: str) -> None:
             return result
         if len(x.shape) != len(y.shape):
             raise current().error(
-                TensorShapeError, f"nl.{name}: shapes {x.shape} and {y.shape} differ in rank"
+                OperandError, f"nl.{name}: shapes {x.shape} and {y.shape} differ in rank"
             )
         shape = tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
         result = new_tile(x, dtype, shape)
@@ -233,7 +233,7 @@ def _axes(name: str, x: NkiTensor, axis: Any) -> tuple[int, ...]:
     rank = len(x.shape)
     if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
         raise current().error(
-            TensorShapeError,
+            OperandError,
             f"nl.{name}: axis {axis} of {x.shape}; reduce the last contiguous free axes",
         )
     return axes
@@ -396,7 +396,7 @@ def load_transpose2d(src: Any, dtype: Any = None) -> NkiTensor:
     tile = need_tile("load_transpose2d", src)
     if len(tile.shape) != 2:
         raise current().error(
-            TensorShapeError, f"nl.load_transpose2d: src {tile.shape}; it must be 2-D"
+            OperandError, f"nl.load_transpose2d: src {tile.shape}; it must be 2-D"
         )
     result = ndarray((tile.shape[1], tile.shape[0]), tile.dtype, sbuf, "")
     dma.dma_transpose(result, tile, (1, 0))
@@ -441,13 +441,13 @@ def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
     machine, tile, shape = current(), need_tile("broadcast_to", x), tuple(shape)
     if len(shape) != len(tile.shape):
         raise machine.error(
-            TensorShapeError, f"nl.broadcast_to: {tile.shape} to {shape}; keep the rank"
+            OperandError, f"nl.broadcast_to: {tile.shape} to {shape}; keep the rank"
         )
     whole = True
     if tile.shape[0] != shape[0]:
         if tile.shape[0] != 1:
             raise machine.error(
-                TensorShapeError, f"nl.broadcast_to: {tile.shape} to {shape} does not broadcast"
+                OperandError, f"nl.broadcast_to: {tile.shape} to {shape} does not broadcast"
             )
         if tile.memory == "psum":
             tile = copy(tile)

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from nmm_compiler.errors import KernelNotFoundError, closest, nearest
+from nmm_compiler.errors import KernelArgumentError, closest, nearest
 from nmm_compiler.simulator.beta1 import kernel as beta1
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
@@ -37,7 +37,7 @@ def load_file(path: Path) -> types.ModuleType:
     """Return the private module of a kernel file; loaded once until a file changes."""
     path = path.resolve()
     if not path.is_file():
-        raise KernelNotFoundError(f"kernel file {path} does not exist; check the path")
+        raise KernelArgumentError(f"kernel file {path} does not exist; check the path")
     known = _CACHE.get(path)
     if known is not None and known[0].fresh():
         return known[1]
@@ -88,13 +88,13 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
     }
     if name is not None:
         known = [*own, *functions]
-        raise KernelNotFoundError(
+        raise KernelArgumentError(
             f"{path} has no kernel {name!r}{closest(name, known)} (it has: "
             f"{nearest(name, known) or 'no function'})"
         )
     choices: dict[str, Any] = own or {k: v for k, v in functions.items() if not k.startswith("_")}
     if len(choices) != 1:
-        raise KernelNotFoundError(
+        raise KernelArgumentError(
             f"{path} has {len(choices)} kernels ({', '.join(choices) or 'none'}); name one as "
             f"{path.name}:NAME"
         )
@@ -128,7 +128,7 @@ def resolve(kernel: Any) -> tuple[Any, str]:
         return find_kernel(module, path, kernel.name), str(path)
     function, grid = unwrap(kernel)
     if not isinstance(function, types.FunctionType):
-        raise KernelNotFoundError(
+        raise KernelArgumentError(
             f"{kernel!r} is no kernel; pass a path, 'file.py:name', a function, or an object with "
             ".path and .name"
         )

@@ -11,11 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from nmm_compiler.errors import (
-    EngineRuleError,
-    UnsupportedInstructionError,
-    closest,
-)
+from nmm_compiler.errors import OperandError, UnsupportedInstructionError, closest
 from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa import names as isa
 from nmm_compiler.simulator.language import names as language
@@ -140,7 +136,7 @@ class TensorType:
 
 def _build() -> dict[str, StandIn]:
     nl = module("nki.language", language.NAMES)
-    nisa = module("nki.isa", {**isa.NAMES, "NkiValidationError": EngineRuleError})
+    nisa = module("nki.isa", {**isa.NAMES, "NkiValidationError": OperandError})
     constants = module("nki.isa.constants", isa.CONSTANTS)
     typing = module("nki.typing", {"tensor": TensorType(), "mutable_tensor": TensorType()})
     kinds = module("nki.dtype", {k: v for k, v in language.NAMES.items() if isinstance(v, DType)})

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import UninitializedReadError
+from nmm_compiler.errors import HazardError
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 
 NkiTensor = Any  # its file knows this one
@@ -110,7 +110,7 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray) -> None:
     machine = current()
     origin = view.storage.origin or first_read(view, mask)
     if not machine.poison_spreads:
-        machine.rule(UninitializedReadError, f"{origin}; {_WAY_OUT}")
+        machine.rule(HazardError, f"{origin}; {_WAY_OUT}")
     machine.poisoned.append((view, mask, origin))
 
 
@@ -124,7 +124,7 @@ def poisoned_values(view: NkiTensor, mask: np.ndarray) -> np.ndarray:
 def refuse_poison(machine: Machine, what: str, origin: str, count: int, size: int) -> None:
     """Refuse a use that needs known values, naming the read that they come from."""
     machine.rule(
-        UninitializedReadError,
+        HazardError,
         f"{count} of {size} elements of {what} depend on memory that nothing has written: "
         f"{origin}; {_WAY_OUT}",
     )

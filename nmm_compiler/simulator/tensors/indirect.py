@@ -11,11 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import (
-    HazardError,
-    OutOfBoundsError,
-    TensorShapeError,
-)
+from nmm_compiler.errors import HazardError, OperandError, OutOfBoundsError
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.data import FILL, note_unwritten
 from nmm_compiler.simulator.tensors.dtypes import cast
@@ -38,7 +34,7 @@ def _scalar_index(index: Any) -> int:
     values = index.known("a runtime address").reshape(-1)
     if values.size != 1:
         raise current().error(
-            TensorShapeError, f"a scalar offset tensor has {values.size} elements; it must have 1"
+            OperandError, f"a scalar offset tensor has {values.size} elements; it must have 1"
         )
     return int(values[0])
 
@@ -69,7 +65,7 @@ def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
         flat = flat.reshape(-1)[:rows].astype(np.int64)
         if flat.size < rows:
             raise current().error(
-                TensorShapeError,
+                OperandError,
                 f"vector_offset has {flat.size} indices, the view of {view.name!r} {view.shape} "
                 f"needs {rows}",
             )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import HazardError, OnChipCapacityError, TensorShapeError
+from nmm_compiler.errors import HazardError, OnChipCapacityError, OperandError
 from nmm_compiler.simulator.machine import Machine, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.trace import Allocation
@@ -110,7 +110,7 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
     start_partition, start = storage.address or (0, 0)
     if partitions + start_partition > target.partitions:
         raise machine.error(
-            TensorShapeError,
+            OperandError,
             f"tensor {storage.name!r} {storage.shape} takes partitions {start_partition}.."
             f"{start_partition + partitions - 1}, {target.name} has {target.partitions}; "
             "the first dimension is the partition dimension, tile it",

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from nmm_compiler.errors import (
-    KernelArgumentError,
-    SimulationError,
-    UnsupportedInstructionError,
-)
+from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
 from nmm_compiler.simulator.machine import current
 
 

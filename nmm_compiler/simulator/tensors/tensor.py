@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import (
+    OperandError,
     OutOfBoundsError,
     SimulationError,
-    TargetRuleError,
-    TensorDtypeError,
-    TensorShapeError,
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.loading.nki_object import NKIObject
@@ -119,7 +117,7 @@ class NkiTensor(NKIObject):
         return self.shape[0]
 
     def __iter__(self) -> Any:
-        raise fail(TensorShapeError, f"tensor {self.name!r} is not iterable; index it")
+        raise fail(OperandError, f"tensor {self.name!r} is not iterable; index it")
 
     def is_contiguous(self) -> bool:
         """Return whether the view covers its storage densely, row-major (free dims on chip)."""
@@ -235,7 +233,7 @@ class NkiTensor(NKIObject):
                 break
         if given > rank:
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"{given} indices into tensor {self.name!r} of shape {shape}; use at most {rank}",
             )
         offset = self.offset
@@ -280,7 +278,7 @@ class NkiTensor(NKIObject):
                 else:
                     if d == 0 and on_chip and stop - start > step:
                         raise fail(
-                            TensorShapeError,
+                            OperandError,
                             f"step {step} on the partition dimension of {self.name!r}; "
                             "partitions cannot be strided, use step 1",
                         )
@@ -357,7 +355,7 @@ class NkiTensor(NKIObject):
             if isinstance(value, float) and value.is_integer():
                 return int(value)
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"index {value!r} ({type(value).__name__}) into tensor {self.name!r}; use an int, "
                 "a slice, ..., nl.ds(start, size) or a register",
             ) from None
@@ -437,20 +435,20 @@ class NkiTensor(NKIObject):
         """Address the storage directly: [[step, count], ...] in elements from `offset`."""
         kind = self.dtype if dtype is None else dtypes.find(dtype)
         if kind is None:
-            raise fail(TensorDtypeError, f"unknown dtype {dtype!r}")
+            raise fail(OperandError, f"unknown dtype {dtype!r}")
         storage = self.storage
         steps = tuple(self._number(p[0]) for p in pattern)
         counts = tuple(self._number(p[1]) for p in pattern)
         if any(c < 1 for c in counts):
-            raise fail(TensorShapeError, f"ap pattern {pattern} has a count below 1")
+            raise fail(OperandError, f"ap pattern {pattern} has a count below 1")
         if scalar_offset is not None and vector_offset is not None:
-            raise fail(TensorShapeError, "ap takes scalar_offset or vector_offset, not both")
+            raise fail(OperandError, "ap takes scalar_offset or vector_offset, not both")
         base = self.offset * self.dtype.item_bytes // kind.item_bytes
         start = base + (0 if offset is None else self._number(offset))
         row = storage.bytes_per_partition // kind.item_bytes
         if storage.memory != "hbm" and counts[0] > 1 and steps[0] != row:
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"ap of {self.name!r}: the partition step is {steps[0]}, it must be the free "
                 f"size of the tensor, {row} elements",
             )
@@ -484,7 +482,7 @@ class NkiTensor(NKIObject):
         """Reinterpret the bits as another dtype; the last dimension is rescaled."""
         kind = dtypes.find(dtype)
         if kind is None:
-            raise fail(TensorDtypeError, f"unknown dtype {dtype!r}")
+            raise fail(OperandError, f"unknown dtype {dtype!r}")
         if self.indirection is not None:
             raise fail(
                 UnsupportedInstructionError, f"view(dtype) of {self.name!r}, which is indirect"
@@ -495,7 +493,7 @@ class NkiTensor(NKIObject):
             return NkiTensor(self.storage, self.shape, self.strides, self.offset, kind, None, moved)
         if self.strides[-1] != 1 and self.shape[-1] != 1:
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"view({kind}) of {self.name!r}: the last dimension must be contiguous",
             )
         total = self.shape[-1] * old
@@ -503,7 +501,7 @@ class NkiTensor(NKIObject):
         start = self.offset * old
         if total % new or any(s % new for s in outer) or start % new:
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"view({kind}) of {self.name!r} {self.shape} {self.dtype}: {total} B do not "
                 f"divide into {new} B elements",
             )
@@ -523,7 +521,7 @@ class NkiTensor(NKIObject):
         machine = current()
         if not machine.target.tensor_indirection:
             machine.rule(
-                TargetRuleError,
+                OperandError,
                 f"tensor indirection (.indirect) needs trn3, the target is {machine.target.name}",
             )
         count = index.size if num_elem is None else num_elem
@@ -552,7 +550,7 @@ class NkiTensor(NKIObject):
         rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
         if dim == 0 and (self.memory != "hbm" or rows_chosen):
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"{what} of the partition dimension of {self.name!r} {self.shape} is no view; "
                 "move the data (nc_transpose, dma_copy) instead",
             )
@@ -561,7 +559,7 @@ class NkiTensor(NKIObject):
         """Reorder dimensions; the partition dimension stays first."""
         dims = tuple(dims)
         if sorted(dims) != list(range(len(self.shape))):
-            raise fail(TensorShapeError, f"permute{dims} of shape {self.shape} is no permutation")
+            raise fail(OperandError, f"permute{dims} of shape {self.shape} is no permutation")
         if dims[0] != 0:
             self._free_only(0, "permuting")
         return self._like(tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims))
@@ -571,7 +569,7 @@ class NkiTensor(NKIObject):
         dim = self._dimension(dim)
         if self.shape[dim] != 1:
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"broadcast of dimension {dim} of {self.name!r} {self.shape}; its size must be 1",
             )
         self._free_only(dim, "broadcasting")
@@ -594,7 +592,7 @@ class NkiTensor(NKIObject):
         dim = self._dimension(dim)
         if self.shape[dim] != 1:
             raise fail(
-                TensorShapeError, f"squeeze of dimension {dim} of {self.shape}; its size must be 1"
+                OperandError, f"squeeze of dimension {dim} of {self.shape}; its size must be 1"
             )
         self._free_only(dim, "dropping")
         return self._like(
@@ -621,11 +619,11 @@ class NkiTensor(NKIObject):
         if -1 in shape:
             rest = math.prod(s for s in shape if s != -1)
             if shape.count(-1) > 1 or rest == 0 or total % rest:
-                raise fail(TensorShapeError, f"cannot infer -1 in {shape} for {total} elements")
+                raise fail(OperandError, f"cannot infer -1 in {shape} for {total} elements")
             shape = tuple(total // rest if s == -1 else s for s in shape)
         if math.prod(shape) != total or any(s < 1 for s in shape):
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"{shape} has {math.prod(shape)} elements, {self.name!r} {self.shape} has "
                 f"{total} there; keep the number of elements",
             )
@@ -667,7 +665,7 @@ class NkiTensor(NKIObject):
                 left, step = blocks[position]
             if left % size:
                 raise fail(
-                    TensorShapeError,
+                    OperandError,
                     f"reshape of {self.name!r} {shape} with strides {strides} to {new} is no "
                     "view; copy it first, or reshape before slicing or permuting",
                 )
@@ -684,7 +682,7 @@ class NkiTensor(NKIObject):
             return self._like(new, self._regroup(self.shape, self.strides, new))
         if new[0] != self.shape[0]:
             raise fail(
-                TensorShapeError,
+                OperandError,
                 f"reshape of {self.name!r} {self.shape} to {new} changes the partition "
                 f"dimension; keep {self.shape[0]} first",
             )
@@ -703,7 +701,7 @@ class NkiTensor(NKIObject):
         fixed = dict(fixed_sizes or {})
         view, names, d = self, [], 0
         if len(src_pattern) != len(self.shape):
-            raise fail(TensorShapeError, f"pattern {src_pattern} for shape {self.shape}")
+            raise fail(OperandError, f"pattern {src_pattern} for shape {self.shape}")
         for entry in src_pattern:
             if isinstance(entry, str):
                 names.append(entry)
@@ -715,7 +713,7 @@ class NkiTensor(NKIObject):
             d += len(entry)
         flat = [n for e in dst_pattern for n in ([e] if isinstance(e, str) else e)]
         if sorted(flat) != sorted(names):
-            raise fail(TensorShapeError, f"patterns {src_pattern} and {dst_pattern} differ")
+            raise fail(OperandError, f"patterns {src_pattern} and {dst_pattern} differ")
         order = tuple(names.index(n) for n in flat)
         if order != tuple(range(len(order))):
             view = view.permute(order)

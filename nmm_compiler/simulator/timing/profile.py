@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nmm_compiler.errors import ImpossibleProfileError, TimelineMissingError
+from nmm_compiler.errors import impossible_profile, timeline_missing
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
@@ -66,7 +66,7 @@ class Profile(Shown, Record):
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
     unmodelled: effects in this run that the model does not include, one sentence each.
 
-    Raises ImpossibleProfileError for a latency that TensorE's peak, or the bandwidth of HBM, does
+    Raises SimulationError for a latency that TensorE's peak, or the bandwidth of HBM, does
     not allow: neither mfu nor mbu can be above the limit of what was multiplied and moved.
     """
 
@@ -101,10 +101,10 @@ class Profile(Shown, Record):
     def __post_init__(self) -> None:
         limit_us = self.latency_us * (1 + 1e-9)  # sums of floats in two orders
         if self.compute_us > limit_us:
-            raise ImpossibleProfileError("the products", self.compute_us, self.latency_us)
+            raise impossible_profile("the products", self.compute_us, self.latency_us)
         if self.mbu > 1 + 1e-9:
             moving_us = self.mbu * self.latency_us
-            raise ImpossibleProfileError("the HBM traffic", moving_us, self.latency_us)
+            raise impossible_profile("the HBM traffic", moving_us, self.latency_us)
 
     @property
     def device_us(self) -> float:
@@ -118,10 +118,10 @@ class Profile(Shown, Record):
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline this profile was made from; TimelineMissingError after a JSON round trip."""
+        """The timeline this profile was made from; SimulationError after a JSON round trip."""
         found = self.__dict__.get("_timeline")
         if not isinstance(found, Timeline):
-            raise TimelineMissingError()
+            raise timeline_missing()
         return found
 
     def to_chrome_trace(self, path: str | Path) -> Path:
@@ -131,7 +131,7 @@ class Profile(Shown, Record):
     def by_line(self) -> tuple[shares.Share, ...]:
         """Return the source lines, the one with the largest part of the critical path first.
 
-        Raises TimelineMissingError, as do the methods below.
+        Raises SimulationError, as do the methods below.
         """
         return shares.by_line(self.timeline)
 
@@ -219,7 +219,7 @@ class Profile(Shown, Record):
         return [*parts, self.roofline(), *profile_parts.timeline_parts(found, advice)]
 
     def roofline(self, name: str = "this kernel") -> Part:
-        """Return the roofline plot with this kernel on it. Raises TimelineMissingError."""
+        """Return the roofline plot with this kernel on it. Raises SimulationError."""
         target = self.timeline.target
         moved = max(self.mbu * self.latency_us / _US * target.hbm_bytes_per_second, 1.0)
         point = (name, self.flops / moved, self.flops * _US / (self.latency_us or 1.0))
@@ -227,7 +227,7 @@ class Profile(Shown, Record):
         return profile_parts.roofline_drawing([point], target.name, peak, rate)
 
     def source(self) -> tuple[Part, ...]:
-        """Return the kernel's source with the time of each line. Raises TimelineMissingError."""
+        """Return the kernel's source with the time of each line. Raises SimulationError."""
         return tuple(profile_parts.listings(self.timeline))
 
     def page_parts(self) -> list[Part]:
@@ -438,7 +438,7 @@ def write_trace(profiles: Mapping[str, Profile], path: str | Path) -> Path:
         The path.
 
     Raises:
-        TimelineMissingError: a profile came from JSON.
+        SimulationError: a profile came from JSON.
         OutputError: the file cannot be written.
     """
     return write_chrome_traces({name: p.timeline for name, p in profiles.items()}, path)

@@ -128,7 +128,7 @@ def test_instructions_and_errors_carry_the_line_that_issued_them():
     trace = simulate(f"{path}:kernel", values(8, 8)).trace
     line = text[: text.index("x = nl.exp")].count("\n") + 1
     assert [i.line for i in trace.instructions][:2] == [line, line]
-    with pytest.raises(errors.EngineRuleError) as caught:
+    with pytest.raises(errors.OperandError) as caught:
         run(
             """
             p = nl.load(a)
