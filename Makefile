@@ -32,7 +32,7 @@ test-long: $(DEV_READY)
 
 # On a machine with a Neuron device, in the environment of Neuron's image; elsewhere all is skipped.
 test-device:
-	$(PYTHON) -m pytest -n 0 -rs -m "long or not long" tests/runtime/test_on_device.py
+	$(PYTHON) -m pytest -n 0 -rs -m "long or not long" tests/device/test_on_device.py
 
 # One area: make stress ARGS="--only command_lines --seed 7 --scale 0.1"
 stress: $(DEV_READY)

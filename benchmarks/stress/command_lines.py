@@ -165,8 +165,9 @@ def make_workshop(place: Path, with_model: bool = True) -> None:
 def _save_verdicts(path: Path, target: Path) -> None:
     """Write the verdicts of a device that is a fifth slower than predicted, and its target."""
     from nmm_compiler import targets
-    from nmm_compiler.runtime import ladder, machine
-    from nmm_compiler.runtime.calibrated_target import calibrate
+    from nmm_compiler.device import ladder
+    from nmm_compiler.device.calibrated_target import calibrate
+    from nmm_compiler.runtime import machine
 
     verdicts = []
     for rung in ladder.RUNGS:

@@ -112,7 +112,7 @@ def _without() -> str:
 
 def _fit(verdicts: Path, out: Path | None, as_json: bool) -> None:
     """Fit a target's constants to the times of a device; write and print them."""
-    from nmm_compiler.runtime.calibrated_target import calibrate
+    from nmm_compiler.device.calibrated_target import calibrate
     from nmm_compiler.targets.this_machine import FILE
 
     if out is not None and not out.name.endswith(FILE):
@@ -129,7 +129,7 @@ def _fit(verdicts: Path, out: Path | None, as_json: bool) -> None:
 
 def _climb(executor: str | None, out: Path | None, as_json: bool) -> None:
     """Run the device checks with progress and print them; exit code 1 when one does not pass."""
-    from nmm_compiler.runtime.ladder import RUNGS, climb
+    from nmm_compiler.device.ladder import RUNGS, climb
     from nmm_compiler.targets.this_machine import DEVICE
 
     with steps("rungs") as step:

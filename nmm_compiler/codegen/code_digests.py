@@ -26,6 +26,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "backend*": "decides which graphs call a kernel, not what the kernel says",
         "cache/*": "stores what was emitted",
         "cli/*": "prints what was emitted",
+        "device/*": "tries constructs on a device; the key has what it found",
         "lowrank_models/*": "makes the weights",
         "mlir/*": "writes graphs",
         "passes/*": "finds the specs; the spec itself is in the key",

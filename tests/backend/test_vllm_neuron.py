@@ -21,8 +21,8 @@ from torch._dynamo.backends import registry
 from torch._ops import HigherOrderOperator
 
 import nmm_compiler as nmm
-from nmm_compiler.backend import vllm_neuron
 from nmm_compiler.codegen.emitted_file import with_static_argument
+from nmm_compiler.device import vllm_neuron
 from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.simulator.run import simulate
 

@@ -14,6 +14,7 @@ from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.device import ladder
 from nmm_compiler.errors import FileError, OptionTypeError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -25,7 +26,6 @@ from nmm_compiler.passes.chains.prices import Cost
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import simulated_us
 from nmm_compiler.prices.ways import ways
-from nmm_compiler.runtime import ladder
 from nmm_compiler.runtime.kernels import Kernels
 from nmm_compiler.targets.this_machine import WITH, WITHOUT
 

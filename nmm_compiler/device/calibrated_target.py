@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler import targets
+from nmm_compiler.device import ladder
 from nmm_compiler.errors import FileError
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
-from nmm_compiler.runtime import ladder
 from nmm_compiler.targets import Source, Target
 from nmm_compiler.targets.this_machine import changed, number, read_json
 

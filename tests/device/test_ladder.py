@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from nmm_compiler import targets
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.device import ladder
 from nmm_compiler.errors import NeuronSetupError, UnknownNameError
 from nmm_compiler.nki_api.api import VERSIONS
 from nmm_compiler.nki_api.lint import lint_file, oldest_version
-from nmm_compiler.runtime import ladder, machine, neuron
+from nmm_compiler.runtime import machine, neuron
 from nmm_compiler.simulator.run import simulate
 
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from nmm_compiler.device import ladder
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.runtime import ladder, machine, neuron
+from nmm_compiler.runtime import machine, neuron
 
 FOUND = machine.probe()
 pytestmark = [

@@ -1,6 +1,6 @@
 """vllm-neuron: rewrites the graphs that its Dynamo backends compile, before they are looked up.
 
-    from nmm_compiler.backend import vllm_neuron
+    from nmm_compiler.device import vllm_neuron
     vllm_neuron.install(target="trn2")                # vLLM calls torch.compile itself
     torch.compile(model, backend=vllm_neuron.wrap("vllm_neuron"), options=compile_options)
 

@@ -11,11 +11,12 @@ from nmm_compiler import targets
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.device import ladder
+from nmm_compiler.device.calibrated_target import ENGINES, calibrate
 from nmm_compiler.errors import FileError, UnknownNameError
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.options import Options
-from nmm_compiler.runtime import ladder, machine
-from nmm_compiler.runtime.calibrated_target import ENGINES, calibrate
+from nmm_compiler.runtime import machine
 
 LAUNCH_US = 812.0
 KNOWN = {"TensorE": 1.25, "VectorE": 0.8, "ScalarE": 1.6, "DMA, bytes": 1.4, "DMA, issue": 0.7}

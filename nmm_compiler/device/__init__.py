@@ -1,0 +1,1 @@
+"""What needs a Trainium device or vLLM on one: the ladder of constructs, calibration, serving."""
