@@ -26,16 +26,12 @@ if TYPE_CHECKING:
     from nmm_compiler import targets as targets
     from nmm_compiler.backend import last_report as last_report
     from nmm_compiler.backend import reports as reports
-    from nmm_compiler.codegen.build import Kernel as Kernel
     from nmm_compiler.codegen.build import build_kernel as build_kernel
-    from nmm_compiler.codegen.build_many import build_many as build_many
     from nmm_compiler.errors import NmmError as NmmError
     from nmm_compiler.kernels.attention import AttentionSpec as AttentionSpec
     from nmm_compiler.kernels.gated_mlp import GatedMLPSpec as GatedMLPSpec
     from nmm_compiler.kernels.lowrank import LowRankSpec as LowRankSpec
     from nmm_compiler.kernels.matmul import MatmulSpec as MatmulSpec
-    from nmm_compiler.lowrank_models.apply import calibrate as calibrate
-    from nmm_compiler.lowrank_models.config import CompressionConfig as CompressionConfig
     from nmm_compiler.lowrank_models.hf import save as save
     from nmm_compiler.lowrank_models.load import load as load
     from nmm_compiler.lowrank_models.quantize import quantize_factors as quantize_factors
@@ -55,14 +51,9 @@ if TYPE_CHECKING:
     from nmm_compiler.passes.rules import Rule as Rule
     from nmm_compiler.passes.rules import rule as rule
     from nmm_compiler.prediction.compressed import compress as compress
-    from nmm_compiler.prediction.model import ModelPrediction as ModelPrediction
     from nmm_compiler.prediction.predict import predict as predict
     from nmm_compiler.simulator.run import ArraySpec as ArraySpec
-    from nmm_compiler.simulator.run import Simulation as Simulation
     from nmm_compiler.simulator.run import simulate as simulate
-    from nmm_compiler.simulator.run import simulate_ranks as simulate_ranks
-    from nmm_compiler.simulator.timing.profile import Profile as Profile
-    from nmm_compiler.simulator.timing.profile import write_trace as write_trace
 
 __version__ = VERSION
 
@@ -70,22 +61,15 @@ _HOMES = {
     "ArraySpec": "nmm_compiler.simulator.run",
     "AttentionSpec": "nmm_compiler.kernels.attention",
     "GatedMLPSpec": "nmm_compiler.kernels.gated_mlp",
-    "CompressionConfig": "nmm_compiler.lowrank_models.config",
-    "Kernel": "nmm_compiler.codegen.build",
     "LowRankSpec": "nmm_compiler.kernels.lowrank",
     "Match": "nmm_compiler.passes.rules",
     "MatmulSpec": "nmm_compiler.kernels.matmul",
-    "ModelPrediction": "nmm_compiler.prediction.model",
     "NmmError": "nmm_compiler.errors",
     "Options": "nmm_compiler.options",
-    "Profile": "nmm_compiler.simulator.timing.profile",
     "Refusal": "nmm_compiler.passes.rules",
     "Rule": "nmm_compiler.passes.rules",
-    "Simulation": "nmm_compiler.simulator.run",
     "build_kernel": "nmm_compiler.codegen.build",
-    "build_many": "nmm_compiler.codegen.build_many",
     "check_rule": "nmm_compiler.passes.check_rule",
-    "calibrate": "nmm_compiler.lowrank_models.apply",
     "compress": "nmm_compiler.prediction.compressed",
     "explain": "nmm_compiler.passes.pipeline",
     "export_mlir": "nmm_compiler.mlir.export",
@@ -101,9 +85,7 @@ _HOMES = {
     "save": "nmm_compiler.lowrank_models.hf",
     "save_factors": "nmm_compiler.lowrank_models.save",
     "simulate": "nmm_compiler.simulator.run",
-    "simulate_ranks": "nmm_compiler.simulator.run",
     "tensor_parallel_plan": "nmm_compiler.lowrank_models.tensor_parallel",
-    "write_trace": "nmm_compiler.simulator.timing.profile",
 }
 
 __all__ = [*sorted(_HOMES), "__version__", "targets"]

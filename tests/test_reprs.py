@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nmm_compiler as nmm
+from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.report.shown import Shown
 
 
@@ -33,7 +34,7 @@ def records():
     made = [
         nmm.last_report(), result, result.matches[0], explained, options, kernel, kernel.spec,
         kernel.schedule, kernel.profile(), kernel.simulate(*arrays), rule,
-        nmm.compress(dense, rank=16), nmm.CompressionConfig(rank=16),
+        nmm.compress(dense, rank=16), CompressionConfig(rank=16),
         nmm.predict(low_rank(), inputs=(x,)), nmm.ArraySpec((8, 64), "bfloat16"),
         nmm.MatmulSpec(m=8, k=64, n=96), nmm.AttentionSpec(m=8, d=64), nmm.targets.get("trn2"),
         nmm.GatedMLPSpec(m=8, k=64, r=16, n=96),

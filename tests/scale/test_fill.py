@@ -8,10 +8,9 @@ from concurrent.futures import Future
 
 import pytest
 
-import nmm_compiler as nmm
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen import workers as module
-from nmm_compiler.codegen.build_many import build_one, fill
+from nmm_compiler.codegen.build_many import build_many, build_one, fill
 from nmm_compiler.codegen.workers import on_processes, run
 from nmm_compiler.errors import CacheError, WorkerError
 from nmm_compiler.kernels.lowrank import LowRankSpec
@@ -36,8 +35,8 @@ def raises(text):
     raise ValueError(f"no {text}")
 
 
-def test_build_many_is_at_the_door(cache):
-    made = nmm.build_many(SPECS[:1])
+def test_build_many_returns_kernels_in_order(cache):
+    made = build_many(SPECS[:1])
     assert [kernel.spec for kernel in made] == SPECS[:1]
     assert len(list(Store.open().entries())) == 1
 

@@ -12,6 +12,7 @@ from processes import on_ranks, ran
 from torch import nn
 
 import nmm_compiler as nmm
+from nmm_compiler.codegen.build_many import build_many
 from nmm_compiler.errors import NeuronSetupError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.lowrank_models.modules import LowRankLinear
@@ -219,7 +220,7 @@ def test_kernels_that_are_built_for_two_cores_are_found_there(cache, split, tmp_
     wanted = model_kernels(
         config, ratios=[None], tokens=[12], tps=[2], split=split, dtype="float32"
     )
-    nmm.build_many([spec for spec, _ in wanted])
+    build_many([spec for spec, _ in wanted])
     done = ran(program, NMM_CACHE="require")
     assert json.loads(done.stdout.splitlines()[-1]) == len(wanted) > 0
 

@@ -142,7 +142,7 @@ def kernel(a):
     path, spec = f"{kernel_file(text)}:kernel", ArraySpec((512, 512), "float32")
     taken = []
     for reorder in (True, False):
-        ranks = nmm_compiler.simulate_ranks(path, [(spec,)] * 2, mode="timing", reorder=reorder)
+        ranks = simulate_ranks(path, [(spec,)] * 2, mode="timing", reorder=reorder)
         alone = nmm_compiler.simulate(path, spec, mode="timing", reorder=reorder)
         assert {r.profile.latency_us for r in ranks} == {alone.profile.latency_us}
         taken.append(alone.profile.latency_us)
