@@ -15,7 +15,7 @@ SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-neuronmm bench-models bench-paper \
-	bench-public bench-attention bench-cores bench-ranks bench-backward bench-shared bench-formats bench-laws bench-passes bench-build bench-cache bench-cpu
+	bench-public bench-attention bench-cores bench-ranks bench-ablation bench-backward bench-shared bench-formats bench-laws bench-passes bench-build bench-cache bench-cpu
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -67,7 +67,7 @@ bench: bench-kernels bench-simulator bench-speed bench-compress bench-timing ben
 
 # Some: make bench-kernels ARGS="--tables dense --limit 4"; beside another version: --against DIR
 # One part: make bench-speed ARGS="--only passes"
-bench-kernels bench-simulator bench-speed bench-compress: $(DEV_READY)
+bench-kernels bench-simulator bench-speed bench-compress bench-ablation: $(DEV_READY)
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 
 bench-passes bench-build bench-cache bench-cpu: $(DEV_READY)

@@ -38,7 +38,7 @@ from typing import Any
 
 from nmm_compiler.codegen.cost import tensor_us
 from nmm_compiler.kernels.base import item_bytes
-from nmm_compiler.kernels.product_spec import ProductSpec
+from nmm_compiler.kernels.linear.spec import LinearSpec as ProductSpec
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.targets import Target, get
 

@@ -28,10 +28,10 @@ from nmm_compiler.codegen.tuned import tuned_schedule, tuning_key
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSpec
-from nmm_compiler.kernels.schedule import KernelSchedule
 from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.nki_api.lint import check_source
 from nmm_compiler.options import INSTRUCTION_BUDGET, Options, print_kernels
+from nmm_compiler.records import Record
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate, simulate_ranks
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.targets import Target, get
@@ -147,7 +147,7 @@ def _command(spec: KernelSpec, target: Target, dialect: str = "nki") -> str:
 def build_kernel(
     spec: KernelSpec,
     target: str | Target = "trn2",
-    schedule: KernelSchedule | None = None,
+    schedule: Record | None = None,
     *,
     dialect: str | None = None,
     options: Options | None = None,
@@ -180,7 +180,7 @@ def build_kernel(
 def built_or_found(
     spec: KernelSpec,
     target: str | Target = "trn2",
-    schedule: KernelSchedule | None = None,
+    schedule: Record | None = None,
     *,
     dialect: str | None = None,
     options: Options | None = None,
@@ -249,7 +249,7 @@ class Asked(NamedTuple):
 
     key: Key
     target: Target
-    schedule: KernelSchedule | None
+    schedule: Record | None
     budget: int
     dialect: str
     store: Store
@@ -258,7 +258,7 @@ class Asked(NamedTuple):
 def asked(
     spec: KernelSpec,
     target: str | Target = "trn2",
-    schedule: KernelSchedule | None = None,
+    schedule: Record | None = None,
     *,
     dialect: str | None = None,
     options: Options | None = None,
@@ -294,7 +294,7 @@ def check_foreign(name: str, text: str) -> None:
     check_source(text, nki=API_VERSION, filename=name)
 
 
-def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None, budget: int) -> Any:
+def _legal(spec: KernelSpec, target: Target, schedule: Record | None, budget: int) -> Any:
     """Return the given schedule, checked, or the chosen one."""
     if schedule is None:
         return choose(spec, target, budget)[0].schedule
@@ -312,7 +312,7 @@ def _legal(spec: KernelSpec, target: Target, schedule: KernelSchedule | None, bu
 def kernel_key(
     spec: KernelSpec,
     target: Target,
-    schedule: KernelSchedule | None,
+    schedule: Record | None,
     budget: int = INSTRUCTION_BUDGET,
     dialect: str = "nki",
 ) -> Key:

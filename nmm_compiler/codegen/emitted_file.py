@@ -10,7 +10,7 @@ import libcst as cst
 from nmm_compiler.codegen.dialects import TITLES, in_dialect
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import HEADS, OUTPUTS, QUERY_HEADS, TOKENS, WEIGHTS, KernelSpec
+from nmm_compiler.kernels.base import HEADS, QUERY_HEADS, TOKENS, WEIGHTS, KernelSpec
 from nmm_compiler.targets import Target
 
 _WIDTH = 98
@@ -19,10 +19,9 @@ _WIDTH = 98
 _CORES = {
     "": (),
     TOKENS: ("launched on two cores: each computes half of the tokens, as follows.",),
-    OUTPUTS: ("launched on two cores: each computes half of the outputs, as follows.",),
     WEIGHTS: (
-        "launched on two cores: each reads half of every weight, computes half of each "
-        "intermediate, and gets the other half from the other core.",
+        "launched on two cores: each computes half of the outputs of every weight; what both need "
+        "of intermediates crosses between them.",
     ),
     HEADS: ("launched on two cores: each computes half of the groups of heads, as follows.",),
     QUERY_HEADS: (

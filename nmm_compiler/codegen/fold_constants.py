@@ -35,6 +35,13 @@ class Call:
     arguments: dict[str, Value]
 
 
+def has_literal(value: Any) -> bool:
+    """Return whether a constant has a spelling: records, and tuples of them, have none."""
+    if isinstance(value, tuple):
+        return all(map(has_literal, value))
+    return not isinstance(value, Record)
+
+
 def literal(value: Any) -> cst.BaseExpression:
     """Return the expression that spells a constant."""
     if isinstance(value, bool) or value is None:
@@ -56,9 +63,14 @@ class ExpressionFolder(Editor):
     """Writes constants into an expression and simplifies around them."""
 
     def __init__(
-        self, environment: Environment, inline: set[str], lost: frozenset[str] = frozenset()
+        self,
+        environment: Environment,
+        inline: set[str],
+        lost: frozenset[str] = frozenset(),
+        operands: Sequence[str] = (),
     ) -> None:
-        """Take the known values, which of them are written out, and names without a value."""
+        """Take the known values, which of them are written out, names without one, operands."""
+        self.operands = operands
         self.environment = environment
         self.inline = inline
         self.lost = lost
@@ -71,7 +83,7 @@ class ExpressionFolder(Editor):
         self, original: cst.Attribute, updated: cst.Attribute
     ) -> cst.BaseExpression:
         fixed, plain = values.constant(self.evaluator.value(original))
-        if fixed and not isinstance(plain, Record):
+        if fixed and has_literal(plain):
             return literal(plain)
         return updated.with_changes(value=self.edit(original.value))
 
@@ -83,7 +95,7 @@ class ExpressionFolder(Editor):
             )
         if original.value in self.inline:
             fixed, plain = values.constant(self.environment.get(original.value))
-            if fixed and not isinstance(plain, Record):
+            if fixed and has_literal(plain):
                 return literal(plain)
         return updated
 
@@ -149,6 +161,9 @@ class ExpressionFolder(Editor):
             module, name = (arg.value for arg in updated.args)
             fixed, plain = values.constant(self.evaluator.value(name))
             return cst.Attribute(module, cst.Name(plain)) if fixed else updated
+        if isinstance(updated.func, cst.Attribute) and _operands_of(updated.func):
+            _, name = values.constant(self.evaluator.value(updated.args[0].value))
+            return cst.Name(name if name in self.operands else "None")
         return updated
 
     def leave_Subscript(
@@ -160,7 +175,13 @@ class ExpressionFolder(Editor):
         self, original: cst.BaseExpression, updated: cst.BaseExpression
     ) -> cst.BaseExpression:
         fixed, plain = values.constant(self.evaluator.value(updated))
-        return literal(plain) if fixed and not isinstance(plain, Record) else updated
+        return literal(plain) if fixed and has_literal(plain) else updated
+
+
+def _operands_of(function: cst.Attribute) -> bool:
+    """Return whether a function is the lookup `others.get` of an operand that there may be."""
+    owner = function.value
+    return isinstance(owner, cst.Name) and owner.value == "others" and function.attr.value == "get"
 
 
 def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:
@@ -208,12 +229,18 @@ class BodyFolder:
     """Folds the statements of one function."""
 
     def __init__(
-        self, environment: Environment, signatures: dict[str, list[str]], *, named: bool
+        self,
+        environment: Environment,
+        signatures: dict[str, list[str]],
+        *,
+        named: bool,
+        operands: Sequence[str] = (),
     ) -> None:
-        """Take the known values of the parameters.
+        """Take the known values of the parameters, and the names of operands.
 
         named: constants assigned outside loops keep their names (in helpers they are written out).
         """
+        self.operands = operands
         self.environment = environment
         self.signatures = signatures
         self.inline = {name for name, value in environment.items() if values.constant(value)[0]}
@@ -254,7 +281,8 @@ class BodyFolder:
         return statement.with_changes(body=statement.body.with_changes(body=body))
 
     def _expression(self, node: Any) -> Any:
-        folded = ExpressionFolder(self.environment, self.inline, self.lost).edit(node)
+        folder = ExpressionFolder(self.environment, self.inline, self.lost, self.operands)
+        folded = folder.edit(node)
         self._note_calls(folded)
         return folded
 
@@ -341,9 +369,12 @@ class BodyFolder:
         return {name: values.without(before.get(name), plain)} if name in before else {}
 
     def _for(self, statement: cst.For) -> list[Statement]:
-        iterator = self._expression(statement.iter)
         assert isinstance(statement.target, cst.Name)
         name = statement.target.value
+        fixed, records = values.constant(Evaluator(self.environment).value(statement.iter))
+        if fixed and (records == () or not has_literal(records)):
+            return self._once_for_each(statement, records)
+        iterator = self._expression(statement.iter)
         variable: Value = None
         count: int | None = None
         if isinstance(iterator, cst.Call) and isinstance(iterator.func, cst.Name):
@@ -376,6 +407,18 @@ class BodyFolder:
         self.loops -= 1
         block = statement.body.with_changes(body=folded)
         return [statement.with_changes(iter=iterator, body=block)]
+
+    def _once_for_each(self, statement: cst.For, records: Sequence[Record]) -> list[Statement]:
+        """Return the body of a loop over records, once for each."""
+        assert isinstance(statement.target, cst.Name)
+        folded: list[Statement] = []
+        self.loops += 1
+        for place, record in enumerate(records):
+            self.environment[statement.target.value] = known(record)
+            leading = statement.leading_lines if place == 0 else ()
+            folded += self._spliced(list(statement.body.body), leading)  # type: ignore[arg-type]
+        self.loops -= 1
+        return folded
 
     def _spliced(
         self, statements: list[Statement], leading: Sequence[cst.EmptyLine]

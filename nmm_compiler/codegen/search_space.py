@@ -63,7 +63,7 @@ class Space:
         """Return the first candidate with these values, with its price; None if it is illegal."""
         first = self.candidates[0].schedule
         try:
-            made = first.changed(changes).ordered(self.spec, self.target)
+            made = first.changed(changes)
             made.check(self.spec, self.target)
         except (CapacityError, SpecError):
             return None

@@ -31,11 +31,10 @@ from nmm_compiler.codegen.fold_constants import (
     assigned_names,
 )
 from nmm_compiler.codegen.known_values import Value, known
-from nmm_compiler.codegen.tidy import ShortCalls, without_aliases
+from nmm_compiler.codegen.tidy import ShortCalls, without_aliases, without_lists
 from nmm_compiler.codegen.trees import Editor
 from nmm_compiler.codegen.unused import names_used, remove_unused
 from nmm_compiler.codegen.write_out_helpers import write_out_helpers
-from nmm_compiler.kernels.base import Tensors
 
 
 @functools.lru_cache(maxsize=32)
@@ -89,21 +88,20 @@ def specialize(
 ) -> str:
     """Return the source of `function` of template `path`, called `name`, for these parameters.
 
-    parameters: the records, and for a tuple of tensors the Tensors that become its arguments.
-    operands: the tensors there are, in order; the function may take some as `**others`. header:
-    lines of the file's docstring. Raises TypeError for a parameter that the function lacks.
+    parameters: the records. operands: the tensors there are, in order; the function may take some
+    as `**others`. header: lines of the file's docstring. Raises TypeError for a parameter that the
+    function lacks.
     """
-    gathered = {key: value for key, value in parameters.items() if isinstance(value, Tensors)}
-    parameters = {key: value for key, value in parameters.items() if key not in gathered}
     functions = functions_of(path)
-    entry = _with_operands(functions[function], operands)
+    entry = functions[function]
     signatures = {key: _parameter_names(node) for key, node in functions.items()}
     unknown = set(parameters) - set(signatures[function])
     if unknown:
         raise TypeError(f"{path.name}: {function} has no parameters {sorted(unknown)}")
     helpers = {key: node for key, node in signatures.items() if key != function}
     environment: Environment = {key: known(value) for key, value in parameters.items()}
-    made, calls = _fold_function(entry, environment, helpers, named=True)
+    made, calls = _fold_function(entry, environment, helpers, named=True, operands=operands)
+    made = without_lists(made)
     bodies: dict[str, list[Statement]] = {}
     dropped: dict[str, set[str]] = {}
     for helper in _call_order(path, function):
@@ -114,7 +112,7 @@ def specialize(
         dropped[helper] = {key for key, value in bound.items() if values.constant(value)[0]}
         bodies[helper], inner = _fold_function(functions[helper], bound, helpers, named=False)
         calls += inner
-    bodies = {function: _after_docstring(made, _gather(gathered)), **bodies}
+    bodies = {function: made, **bodies}
     bodies = _without_leftovers(bodies, dropped, signatures)
     left = {name: [p for p in signatures[name] if p not in gone] for name, gone in dropped.items()}
     bodies = _without_forwarders(bodies, left)
@@ -123,7 +121,7 @@ def specialize(
         for helper in functions
         if helper in bodies and helper != function
     ]
-    body = bodies[function]
+    body = remove_unused(without_aliases(bodies[function]))
     kernel = entry.with_changes(
         name=cst.Name(name),
         params=cst.Parameters([cst.Param(cst.Name(tensor)) for tensor in operands]),
@@ -140,35 +138,6 @@ def specialize(
     return code
 
 
-def _with_operands(entry: cst.FunctionDef, operands: Sequence[str]) -> cst.FunctionDef:
-    """Return the function with `others.get("bias")` as the name of an operand, or as None."""
-    if entry.params.star_kwarg is None:
-        return entry
-    changed: cst.FunctionDef = _Operands(entry.params.star_kwarg.name.value, operands).edit(entry)
-    return changed
-
-
-class _Operands(Editor):
-    """Writes operands for what is got from the dictionary of them."""
-
-    def __init__(self, dictionary: str, operands: Sequence[str]) -> None:
-        self.dictionary, self.operands = dictionary, operands
-
-    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        function = updated.func
-        if not (
-            isinstance(function, cst.Attribute)
-            and isinstance(function.value, cst.Name)
-            and function.value.value == self.dictionary
-        ):
-            return updated
-        key = updated.args[0].value
-        assert function.attr.value == "get"
-        assert isinstance(key, cst.SimpleString)
-        name = str(key.evaluated_value)
-        return cst.Name(name if name in self.operands else "None")
-
-
 def _parameter_names(node: cst.FunctionDef) -> list[str]:
     return [p.name.value for p in node.params.params]
 
@@ -179,8 +148,9 @@ def _fold_function(
     signatures: dict[str, list[str]],
     *,
     named: bool,
+    operands: Sequence[str] = (),
 ) -> tuple[list[Statement], list[Call]]:
-    folder = BodyFolder(dict(environment), signatures, named=named)
+    folder = BodyFolder(dict(environment), signatures, named=named, operands=operands)
     statements = folder.fold(list(node.body.body))  # type: ignore[arg-type]
     return without_aliases(statements), folder.calls
 
@@ -224,11 +194,6 @@ def _has_docstring(body: list[Statement]) -> bool:
     )
 
 
-def _after_docstring(body: list[Statement], lines: list[Statement]) -> list[Statement]:
-    place = int(_has_docstring(body))
-    return [*body[:place], *lines, *body[place:]]
-
-
 def _without_leftovers(
     bodies: dict[str, list[Statement]],
     dropped: dict[str, set[str]],
@@ -258,16 +223,6 @@ def _without_leftovers(
             for name, names in signatures.items()
         }
         dropped.update({name: dropped[name] | names for name, names in unread.items()})
-
-
-def _gather(gathered: Mapping[str, Tensors]) -> list[Statement]:
-    """Return `us = (u0, u1)` for every tuple of tensors."""
-    made: list[Statement] = []
-    for name, arguments in gathered.items():
-        elements = cst.Tuple([cst.Element(cst.Name(argument)) for argument in arguments])
-        assign = cst.Assign([cst.AssignTarget(cst.Name(name))], elements)
-        made.append(cst.SimpleStatementLine(body=[assign]))
-    return made
 
 
 def _helper(
@@ -327,6 +282,12 @@ def _without_forwarders(
     Such a helper stays if one that calls it has a name of its own for that other helper.
     """
     for name in list(bodies):
+        same = _returned_parameter(bodies[name], parameters.get(name))
+        if same is not None:
+            unwrap = _Unwrap(name, same)
+            del bodies[name]
+            bodies = {key: [unwrap.edit(s) for s in body] for key, body in bodies.items()}
+            continue
         inner = _forwards_to(bodies[name], parameters.get(name))
         hidden = inner is not None and any(
             _called(inner) in {*parameters.get(key, ()), *assigned_names(body)}
@@ -354,6 +315,28 @@ def _forwards_to(body: list[Statement], parameters: list[str] | None) -> cst.Cal
     plain = all(isinstance(a.value, (cst.Name, cst.Integer, cst.SimpleString)) for a in call.args)
     named = all(a.keyword is None for a in call.args)
     return call if isinstance(call.func, cst.Name) and plain and named else None
+
+
+def _returned_parameter(body: list[Statement], parameters: list[str] | None) -> int | None:
+    """Return the place of the parameter whose return is all of a helper's body."""
+    left = body[int(_has_docstring(body)) :]
+    if parameters is None or len(left) != 1 or not isinstance(left[0], cst.SimpleStatementLine):
+        return None
+    small = left[0].body[0]
+    value = small.value if isinstance(small, cst.Return) else None
+    return parameters.index(value.value) if isinstance(value, cst.Name) else None
+
+
+class _Unwrap(Editor):
+    """Writes the argument that a helper returns in place of its calls."""
+
+    def __init__(self, name: str, place: int) -> None:
+        self.name, self.place = name, place
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if isinstance(updated.func, cst.Name) and updated.func.value == self.name:
+            return updated.args[self.place].value
+        return updated
 
 
 def _called(call: cst.Call) -> str:

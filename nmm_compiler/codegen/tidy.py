@@ -80,6 +80,109 @@ def _is_plain(value: cst.BaseExpression) -> bool:
     return isinstance(value, cst.Name) and value.value not in constants
 
 
+def without_lists(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    """Return the statements with a name for each element of lists of known length.
+
+    Such a list is filled where it begins, not in a branch or a loop, and is read by known places.
+    """
+    made = list(statements)
+    for place, statement in enumerate(made):
+        block: Any = getattr(statement, "body", None)
+        if isinstance(block, cst.IndentedBlock):
+            body: Any = without_lists(block.body)
+            changed: Any = statement
+            made[place] = changed.with_changes(body=block.with_changes(body=body))
+    for name in [_new_list(statement) for statement in made]:
+        if name:
+            made = _named_elements(name, made)
+    return made
+
+
+def _new_list(statement: Any) -> str:
+    """Return the name that a statement gives to an empty list, "" for other statements."""
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    if isinstance(small, cst.Assign) and isinstance(small.value, cst.List):
+        target = small.targets[0].target
+        return target.value if isinstance(target, cst.Name) and not small.value.elements else ""
+    return ""
+
+
+def _appended(name: str, statement: Any) -> cst.BaseExpression | None:
+    """Return what a statement appends to a list, None for other statements."""
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    call = small.value if isinstance(small, cst.Expr) else None
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
+        return None
+    owner = call.func.value
+    named = isinstance(owner, cst.Name) and owner.value == name
+    return call.args[0].value if named and call.func.attr.value == "append" else None
+
+
+def _named_elements(name: str, statements: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    """Return the statements with names for the elements of one list, unchanged if it needs one."""
+    count = sum(_appended(name, statement) is not None for statement in statements)
+    names = [name] if count == 1 else [f"{name}{i}" for i in range(count)]
+    elements = _Elements(name, names)
+    made: list[Any] = []
+    for statement in statements:
+        added: Any = _appended(name, statement)
+        if added is not None:
+            target = cst.AssignTarget(cst.Name(elements.next_name()))
+            assign = cst.Assign([target], elements.edit(added))
+            made.append(statement.with_changes(body=[assign]))
+        elif _new_list(statement) == name:
+            made.append(None)
+        else:
+            made.append(elements.edit(statement))
+    return statements if elements.left else with_comments(made, statements)
+
+
+class _Elements(Editor):
+    """Writes names for elements of a list; `left` if it is read in another way."""
+
+    def __init__(self, name: str, names: list[str]) -> None:
+        self.name, self.names, self.left, self.added = name, names, False, 0
+
+    def next_name(self) -> str:
+        """Return the name of the next element."""
+        self.added += 1
+        return self.names[self.added - 1]
+
+    def _is_list(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, cst.Name) and node.value == self.name
+
+    def visit_Subscript(self, node: cst.Subscript) -> bool:
+        return not self._is_list(node.value)
+
+    def leave_Subscript(
+        self, original: cst.Subscript, updated: cst.Subscript
+    ) -> cst.BaseExpression:
+        if not self._is_list(original.value):
+            return updated
+        index: Any = original.slice[0].slice
+        place = getattr(index, "value", None)
+        if len(original.slice) == 1 and isinstance(place, cst.Integer):
+            return cst.Name(self.names[int(place.value)])
+        self.left = True
+        return updated
+
+    def visit_Call(self, node: cst.Call) -> bool:
+        return not self._makes_tuple(node)
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if not self._makes_tuple(original):
+            return updated
+        return cst.Tuple([cst.Element(cst.Name(name)) for name in self.names])
+
+    def _makes_tuple(self, node: cst.Call) -> bool:
+        plain = isinstance(node.func, cst.Name) and node.func.value == "tuple"
+        return plain and self._is_list(node.args[0].value)
+
+    def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.Name:
+        self.left = self.left or original.value == self.name
+        return updated
+
+
 class _Assignments:
     """Counts assignments of each name, and records those of plain names."""
 

@@ -1,4 +1,4 @@
-"""Writes helpers out where they are called: those that return a record or call a parameter.
+"""Writes helpers out where they are called: those that return a record, or take the operands.
 
     def norm_of_x(gain, size) -> Norm:
         gain_sb = feature_columns(gain, size)      norm = norm_of_x(g, 512)
@@ -7,10 +7,11 @@
                                                    gain_sb = feature_columns(g, 512)
                                                    norm = Norm("rms", gain_sb)
 
-Emitted files have no records, and pass no functions. A helper returns a record if its return
-annotation names a class of the template's files.
-Arguments replace parameters. Locals keep their names, so the caller needs other names. A call is a
-statement of its own, or the whole value that a name gets; `return` is the helper's last statement.
+Emitted files have no records, and their kernels take operands by name. A helper returns a record if
+its return annotation names a class of the template's files; it takes the operands if a parameter is
+called `others`. Arguments replace parameters. Locals keep their names, so the caller needs other
+names. A call is a statement of its own, or the whole value that a name gets; `return` is the
+helper's last statement.
 """
 
 # libcst names its visitor methods after node classes.
@@ -45,10 +46,8 @@ def write_out_helpers(
 
 
 def _is_written_out(node: cst.FunctionDef, classes: Collection[str]) -> bool:
-    called = (n.func for n in nodes(node.body) if isinstance(n, cst.Call))
-    names = {function.value for function in called if isinstance(function, cst.Name)}
     record = getattr(node.returns.annotation, "value", "") if node.returns else ""
-    return record in classes or not names.isdisjoint(p.name.value for p in node.params.params)
+    return record in classes or any(p.name.value == "others" for p in node.params.params)
 
 
 class _WriteOut(Editor):

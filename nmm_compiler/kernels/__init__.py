@@ -1,19 +1,13 @@
 """Kernel families, and the NKI functions that compute them.
 
-FAMILIES is the list, one line per family. A family is one folder: spec.py (what is computed, its
-float64 reference and error bound), schedule.py (how, and which schedules are legal), kernel.py (the
-NKI kernel for any spec) and op.py (the torch op). pieces/ holds NKI code that several kernels
-share, or that is too long for one file.
+FAMILIES is the list: a name of specs, and the family that computes them. A family is one folder:
+what is computed with its float64 reference and error bound, schedule.py (how, and which schedules
+are legal), kernel.py (the NKI kernel for any spec) and op.py (the torch ops). pieces/ holds the
+stages of kernels, and NKI code that they share.
 """
 
 from nmm_compiler.kernels.attention.schedule import ATTENTION
 from nmm_compiler.kernels.base import Family
-from nmm_compiler.kernels.gated_mlp.schedule import GATED_MLP, GATED_MLP_UP
-from nmm_compiler.kernels.lowrank.schedule import LOWRANK
-from nmm_compiler.kernels.lowrank_shared.schedule import LOWRANK_SHARED
-from nmm_compiler.kernels.matmul.schedule import MATMUL
+from nmm_compiler.kernels.linear.family import LINEAR
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (LOWRANK, LOWRANK_SHARED, MATMUL, GATED_MLP_UP, GATED_MLP, ATTENTION)
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*LINEAR, ATTENTION)}

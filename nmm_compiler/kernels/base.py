@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -29,9 +28,9 @@ ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 
 PACKAGE = "nmm_compiler.kernels"
 
-# How two cores share a kernel: half of the tokens each; half of the outputs, with what comes before
-# the last product computed by both; half of every weight, with sums of intermediates exchanged.
-TOKENS, OUTPUTS, WEIGHTS = SPLITS = ("tokens", "outputs", "weights")
+# How two cores share a kernel: half of the tokens each, or half of every weight, with what both
+# need of intermediates exchanged.
+TOKENS, WEIGHTS = SPLITS = ("tokens", "weights")
 
 # The same for attention: half of the heads of keys each, with the query heads that share them; or
 # half of the query heads of each group, with the keys whole.
@@ -279,30 +278,19 @@ def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
             )
 
 
-class Tensors(tuple[str, ...]):
-    """Names of the operands that make up one tuple parameter of an NKI function.
-
-    An emitted kernel takes each of them as an argument of its own.
-    """
-
-    __slots__ = ()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """One kernel family: a spec class, a schedule class, an NKI function, and how they connect.
 
-    candidates: schedules that may be legal. work: see Work. gathered: tuple parameters of the NKI
-    function, and a pattern of the names, without their numbers, of their operands.
-    data_flow: at most five lines for the header of the emitted file.
+    candidates: schedules that may be legal, the likely ones first. work: see Work. data_flow: at
+    most five lines for the header of the emitted file. All of them take what one core computes.
     """
 
     spec_class: type[Any]
     schedule_class: type[Any]
     candidates: Callable[[Any, Target], Iterator[Any]]
-    work: Callable[[Any, Any, Target], Work]
+    work: Callable[[Any, Any], Work]
     data_flow: Callable[[Any, Any], tuple[str, ...]]
-    gathered: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -315,17 +303,9 @@ class Family:
         return str(self.spec_class.__module__).split(".")[-2]
 
     def arguments(self, spec: Any, schedule: Any) -> dict[str, Any]:
-        """Return the NKI function's parameters beside operands, and the operands that it
-        gathers."""
-        names = [tensor.name for tensor in spec.inputs()]
-        gathered = {
-            parameter: Tensors(
-                name for name in names if re.fullmatch(called, re.sub(r"\d", "", name))
-            )
-            for parameter, called in self.gathered.items()
-        }
-        part = spec.share(schedule.split)
-        return {"spec": part, "schedule": schedule.settled(part), **gathered}
+        """Return the NKI function's parameters beside operands."""
+        arguments: dict[str, Any] = schedule.arguments(spec.share(schedule.split))
+        return arguments
 
     def schedules(self, spec: Any, target: Target) -> Iterator[Any]:
         """Yield schedules that may be legal, for each way in which cores can share the work."""

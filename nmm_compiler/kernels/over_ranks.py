@@ -151,7 +151,7 @@ def exchanged_dtype(spec: Any) -> str:
     """Return the format in which the ranks' parts cross."""
     if spec.tp_axis == "rank":
         return str(spec.result_dtype)
-    return "bfloat16" if spec.requantized else str(spec.intermediate_dtype)
+    return str(spec.layer.kept_dtype)
 
 
 def part_error(

@@ -5,8 +5,7 @@ order, [outputs] or [1]; a weight w of dtype float8_e4m3fn stands for w times it
 numbers up to 240, the largest of NKI's float8_e4m3: up to there both formats have the same bits.
 
 x is of 16 bits (or more, on the reference), or float8_e4m3fn with the number `x_scale`; then
-`out_dtype` is the dtype of biases and results. `kept_scales`, one number for each intermediate of
-the kernel in the order of `KernelSpec.intermediates`, rounds these to fp8 again.
+`out_dtype` is the dtype of biases and results.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nmm_compiler.errors import ModelError, ShapeError, SpecError
-from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
+from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.ops.definition import ROW, Op
 from nmm_compiler.ops.gradients import Grads
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
@@ -30,24 +29,13 @@ FP8_DTYPE = torch.float8_e4m3fn
 SUFFIX = "_scaled"
 SCALED = "Tensor[] scales"
 OF_X = "float? x_scale=None, str out_dtype='bfloat16'"
-FORMATS = f"{OF_X}, float[]? kept_scales=None"
 """Arguments of the schemas: behind x, and among the keywords."""
 
-SAID: dict[str, Any] = {**ROW, "x_scale": None, "out_dtype": "bfloat16", "kept_scales": None}
+SAID: dict[str, Any] = {**ROW, "x_scale": None, "out_dtype": "bfloat16"}
 """The keywords of a call that gives none."""
 
 Place = tuple[int, str]
 """Position of a weight, or a list of weights, in the plain op, and the name of its layout."""
-
-
-def rounded_to_fp8(h: Tensor, scale: float) -> Tensor:
-    """Return h rounded to fp8 numbers times a scale, saturated, in the dtype of h."""
-    return fp8_numbers(h, scale).to(h.dtype) * scale
-
-
-def fp8_numbers(h: Tensor, scale: float) -> Tensor:
-    """Return h over a scale as fp8 numbers, saturated at the largest one."""
-    return (h * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
 
 
 def result_dtype(x: Tensor, out_dtype: str) -> torch.dtype:
@@ -110,12 +98,10 @@ def scaled_op(
     schema: str,
     reference: Callable,
     places: Sequence[Place],
-    kept: Callable[[Sequence[Any]], int],
 ) -> Op:
     """Return the op of fp8 weights that belongs to a plain op.
 
-    places: of its weights, in the order of the kernel's operands. kept: how many intermediates a
-    call has, given its arguments behind the scales.
+    places: of its weights, in the order of the kernel's operands.
     """
 
     def gradient(args: tuple, keywords: dict, grads: tuple, need: tuple) -> Grads:
@@ -142,14 +128,6 @@ def scaled_op(
         flat = [*_weights(rest, {**ROW, **keywords}, places)]
         check_formats(x, keywords.get("x_scale"), [w for w, _ in flat])
         check_same("numbers of weights and scales", len(flat), len(scales))
-        if keywords.get("kept_scales"):
-            rounded = len(keywords["kept_scales"])
-            check_same("numbers of intermediates and kept_scales", kept(rest), rounded)
-            if x.dtype != FP8_DTYPE:
-                raise SpecError(
-                    f"{reference.__name__}: kept_scales go with an x of {FP8_DTYPE}, not of "
-                    f"{x.dtype}"
-                )
         for (w, layout), scale in zip(flat, scales, strict=True):
             outputs = w.shape[0 if layout == "col" else -1]
             if scale.dim() != 1 or scale.shape[0] not in (1, outputs):
@@ -176,8 +154,6 @@ def scaled_op(
         ]
         rows = []
         for outs, ins in plain.sharding(x, *rest, **keywords):
-            if keywords.get("kept_scales") and any(placed.is_partial() for placed in outs):
-                continue  # sums of rounded parts are not the rounded sum
             of_scales = [
                 _of_scale(ins[place], layout, scale)
                 for place, (_, layout), scale in zip(at, flat, scales, strict=True)
@@ -226,14 +202,11 @@ def _with_scales(
     launch: Launch, x: Tensor, scales: Sequence[Tensor], keywords: dict[str, Any]
 ) -> Launch:
     """Return the launch of a kernel of fp8 weights."""
-    kept = keywords.get("kept_scales")
     fields: dict[str, Any] = {"dtype": FP8}
     if x.dtype == FP8_DTYPE:
         fields["out_dtype"] = keywords.get("out_dtype", "bfloat16")
     else:
         fields["x_dtype"] = dtype_name(x)
-    if kept:
-        fields["intermediate"] = FP8
     several = any(scale.shape[0] > 1 for scale in scales)
     fields["scales"] = "channel" if several else "tensor"
     spec = dataclasses.replace(launch.spec, **fields)
@@ -244,5 +217,4 @@ def _with_scales(
         scale.float().expand(shape)
         for scale, shape in zip(scales, shapes[len(own) :], strict=False)
     ]
-    own += [x.new_full((1,), number, dtype=torch.float32) for number in kept or ()]
     return Launch(spec, (*launch.operands, *own))

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 
 from nmm_compiler.codegen.choose import rank
 from nmm_compiler.codegen.cost import dma_us, eviction_us, tensor_us
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
-from nmm_compiler.kernels.product_spec import ProductSpec
+from nmm_compiler.kernels.linear.layer import Layer, Weight
+from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.kernels.work import Passes, Tally
 from nmm_compiler.targets import Target
@@ -50,45 +50,46 @@ def estimate_us(spec: KernelSpec, target: str | Target) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _estimate_us(spec: KernelSpec, chip: Target) -> float:
-    if not isinstance(spec, ProductSpec):
+    if not isinstance(spec, LinearSpec):
         return rank(spec, chip)[0].cost_us
     if spec.exchanged_bytes():
         alone = dataclasses.replace(spec, tp=1, tp_axis="")  # type: ignore[call-arg]
         return _estimate_us(alone, chip) + collective_alone_us(
             spec.exchanged_bytes() / spec.lnc, spec.world_size, chip
         )
-    if spec.lnc > 1:
-        return min(_estimate_us(spec.share(split), chip) for split in spec.splits())
-    return min(_in_blocks(spec, chip, tokens) for tokens in _blocks(spec, chip))
+    shares = (spec.share(split) for split in spec.splits())
+    return min(
+        _in_blocks(layer, chip, tokens) for layer in shares for tokens in _blocks(layer, chip)
+    )
 
 
-def _in_blocks(spec: ProductSpec, chip: Target, at_once: int) -> float:
+def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
     """Return the microseconds with so many tokens in SBUF at once."""
-    m, x_bytes = spec.m, spec.inputs()[0].bytes
-    size = item_bytes(str(getattr(spec, "dtype", "bfloat16")))
-    y_bytes = sum(result.bytes for result in spec.outputs())
-    by_rows = spec.result_layouts()[0] == "row"
-    weights = spec.weights()
-    stay = size * sum(map(math.prod, weights.values())) <= _SHARE_OF_WEIGHTS * _sbuf(chip)
+    m, size, y_size = layer.m, item_bytes(layer.dtype), item_bytes(layer.result_dtype)
+    x_bytes = m * layer.k * item_bytes(layer.x_format)
+    y_bytes = sum(m * one.n * y_size for one in layer.results)
+    by_rows = layer.results[0].rows
+    weights = layer.weights()
+    stay = size * sum(one.k * one.n for one in weights) <= _SHARE_OF_WEIGHTS * _sbuf(chip)
     rereads = 1 if stay else tiles(m, at_once)
-    last, factors = list(weights)[-1], any(name.endswith("u") for name in weights)
-    moving = m <= _TILE and spec.intermediate_dtype != "float32"  # tokens, and results turned back
+    moving = m <= _TILE and layer.kept_dtype != "float32"  # tokens, and results turned back
     tally = Tally()
-    _move(tally, x_bytes, x_bytes // (m if spec.layout_of("x") == "row" else spec.k))
-    _move(tally, y_bytes * (2 if spec.residual else 1), y_bytes // m)
+    _move(tally, x_bytes, x_bytes // (m if layer.x_layout == "row" else layer.k))
+    _move(tally, y_bytes * (2 if layer.residual else 1), y_bytes // m)
     hops = 1
-    if spec.layout_of("x") == "row":  # TensorE turns it: tokens come first, features are summed
-        squares = tiles(m, _TILE) * tiles(spec.k, _TILE)
+    if layer.x_layout == "row":  # TensorE turns it: tokens come first, features are summed
+        squares = tiles(m, _TILE) * tiles(layer.k, _TILE)
         tally.matmuls.append((squares, _TILE))
         tally.evictions.append((tiles(squares, 4), _BANK))
         hops += 1
     early, late, first = x_bytes, list[Passes](), 0
-    for name, (inputs, outputs) in weights.items():
-        kept, ends = spec.multiplies_kept(name), _is_result(spec, name)
+    for weight in weights:
+        inputs, outputs = weight.k, weight.n
+        kept, ends = not layer.of_x(weight), _is_result(layer, weight)
         weight_bytes = inputs * outputs * size
         first = first or weight_bytes
         panel = outputs
-        if kept and name == last and (factors or m > _FEW_TOKENS):
+        if kept and weight is weights[-1] and (layer.pairs or m > _FEW_TOKENS):
             panel = min(outputs, _panel(inputs, at_once, size, chip))
         _move(tally, weight_bytes, panel * size, rereads)
         if panel < min(_BANK, outputs) and by_rows:
@@ -101,17 +102,16 @@ def _in_blocks(spec: ProductSpec, chip: Target, at_once: int) -> float:
         tally.evictions.append((passes[0] // tiles(inputs, _TILE), passes[1]))
         early += 0 if kept else weight_bytes
         if ends and by_rows and not moving:  # else features are on partitions, as scales are
-            _broadcast(tally, outputs, int(getattr(spec, "scales", None) == "channel"))
+            _broadcast(tally, outputs, int(layer.scales == "channel"))
     if by_rows and not moving:
-        for outputs in spec.biases().values():
-            _broadcast(tally, outputs, 1)
-    hops += len({spec.multiplies_kept(name) for name in weights}) + int("down_v" in weights)
-    norm = _norm_us(spec, tally, chip) if spec.norm != "none" else 0.0
-    if spec.residual:
+        for one in layer.layers:
+            _broadcast(tally, one.n, int(bool(one.bias)))
+    hops += len({layer.of_x(weight) for weight in weights}) + len(layer.down_pairs)
+    norm = _norm_us(layer, tally, chip) if layer.norm != "none" else 0.0
+    if layer.residual:
         tally.evictions.append((tiles(m, _TILE) * tiles(y_bytes // m, 2 * _BANK), _BANK))
     bandwidth = chip.memory_bytes_per_second / 1e6
-    dtype = str(getattr(spec, "dtype", "bfloat16"))
-
+    dtype = layer.dtype
     chained = tensor_us(
         tuple(tally.chained_matmuls), dtype, chip, chip.tensor_latency_seconds
     ) + tensor_us(tuple(tally.wide_matmuls), "float32", chip)
@@ -136,26 +136,28 @@ def _in_blocks(spec: ProductSpec, chip: Target, at_once: int) -> float:
     return start + busy + 1e6 * hops * hop + start + min(_FIRST_BYTES, y_bytes) / bandwidth
 
 
-def _is_result(spec: ProductSpec, weight: str) -> bool:
+def _is_result(layer: Layer, weight: Weight) -> bool:
     """Return whether the product with a weight gives a result, and no intermediate."""
-    if getattr(spec, "down", False):
-        return weight.startswith("down") and not weight.endswith("u")
-    return not weight.startswith("u") and not weight.endswith("_u")
+    last = layer.layers[-1:] if layer.down.n else layer.linears
+    return weight.name in {
+        one.name for linear in last for one in (linear.weight, linear.low_rank.v)
+    }
 
 
 def _sbuf(chip: Target) -> int:
     return chip.sbuf_usable_bytes_per_partition * chip.partitions
 
 
-def _blocks(spec: ProductSpec, chip: Target) -> Iterator[int]:
+def _blocks(layer: Layer, chip: Target) -> Iterator[int]:
     """Yield the tokens that a block may have: all, or what fits and fewer, for wider panels."""
-    weights = spec.weights()
-    size = item_bytes(spec.intermediate_dtype)
-    kept = sum(inputs for name, (inputs, _) in weights.items() if spec.multiplies_kept(name))
-    fit = int(_SHARE_OF_TOKENS * _sbuf(chip)) // (item_bytes(spec.x_format) * spec.k + size * kept)
-    block = min(spec.m, fit // _TILE * _TILE or max(1, fit))
+    size = item_bytes(layer.kept_dtype)
+    kept = sum(weight.k for weight in layer.weights() if not layer.of_x(weight))
+    fit = int(_SHARE_OF_TOKENS * _sbuf(chip)) // (
+        item_bytes(layer.x_format) * layer.k + size * kept
+    )
+    block = min(layer.m, fit // _TILE * _TILE or max(1, fit))
     yield block
-    while 2 * _TILE < block < spec.m:
+    while 2 * _TILE < block < layer.m:
         block = tiles(block, 2 * _TILE) * _TILE
         yield block
 
@@ -190,12 +192,12 @@ def _broadcast(tally: Tally, size: int, vectors: int) -> None:
         tally.evictions.append((vectors * tiles(size, _BANK), min(size, _BANK)))
 
 
-def _norm_us(spec: ProductSpec, tally: Tally, chip: Target) -> float:
+def _norm_us(layer: Layer, tally: Tally, chip: Target) -> float:
     """Add the norm of x to the work; return how long the first product waits for it."""
-    if spec.norm_gain and spec.m > _FEW_TOKENS:
-        _broadcast(tally, spec.k, 1)
-    tally.evictions.append((_NORM_PASSES * tiles(spec.m, _TILE), spec.k))
-    elements = min(spec.m, _NORM_BLOCK) * spec.k / chip.partitions
+    if layer.norm_gain and layer.m > _FEW_TOKENS:
+        _broadcast(tally, layer.k, 1)
+    tally.evictions.append((_NORM_PASSES * tiles(layer.m, _TILE), layer.k))
+    elements = min(layer.m, _NORM_BLOCK) * layer.k / chip.partitions
     cycles = _NORM_PASSES * (elements + chip.engine_isolated_overhead_cycles)
     return 1e6 * cycles / chip.vector_clock_hz
 

@@ -23,6 +23,7 @@ from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.normed_x import NORMED
 from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.prices.collectives import collective_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, row_us, with_tokens
@@ -213,7 +214,8 @@ def _smaller(call: Any) -> tuple[Row, ...]:
         last = _projection(call, "down", x_layout=turned, out_layout=call.out_layout)
         return ((half, dataclasses.replace(last, residual=call.residual)),)
     if isinstance(call, GatedMLPUpSpec):
-        ends = {"x_layout": call.x_layout, "out_layout": call.out_layout, **call.norm_fields()}
+        norm = {name: getattr(call, name) for name in NORMED if name != "residual"}
+        ends = {"x_layout": call.x_layout, "out_layout": call.out_layout, **norm}
         return beside(tuple(_projection(call, branch, **ends) for branch in call.branches))
     if isinstance(call, LowRankSharedSpec):
         return tuple(part for part, _ in call.parts()), call.as_products()[0]
@@ -234,9 +236,4 @@ def _projection(call: GatedMLPUpSpec, branch: str, **ends: Any) -> LowRankSpec |
     }  # fmt: skip
     if not rank:
         return MatmulSpec(**common, w_layout=layout)
-    factors: dict[str, Any] = {
-        "u_layout": layout,
-        "v_layout": layout,
-        "intermediate": call.intermediate,
-    }
-    return LowRankSpec(**common, r=rank, **factors)
+    return LowRankSpec(**common, r=rank, u_layout=layout, v_layout=layout)

@@ -159,8 +159,8 @@ def test_kernel_as_json_and_page(nmm, tmp_path):
     assert "runners-up" in page.read_text()
     code, out, _ = nmm("kernel", "lowrank", *sizes, "--schedules")
     table = out[out.index("differs from rank 0 in") :].splitlines()
-    assert "LowRankSchedule(" in table[1]
-    assert "LowRankSchedule(" not in "".join(table[4:]), "others show what differs"
+    assert "LinearSchedule(" in table[1]
+    assert "LinearSchedule(" not in "".join(table[4:]), "others show what differs"
 
 
 def test_a_call_over_several_lines_is_shown_whole(tmp_path):

@@ -64,9 +64,9 @@ VARIANTS = {
     "lowrank_shared norm": LowRankSharedSpec(
         m=30, k=300, pairs=((128, (256, 300)), (200, (300,))), norm="rms", norm_gain=True
     ),
-    "lowrank fp8": LowRankSpec(m=16, k=512, r=256, n=200, dtype=FP8, intermediate=FP8, bias=True),
+    "lowrank fp8": LowRankSpec(m=16, k=512, r=256, n=200, dtype=FP8, bias=True),
     "matmul fp8": MatmulSpec(m=130, k=512, n=200, dtype=FP8, scales="channel"),
-    "lowrank base": LowRankSpec(m=1, k=256, r=129, n=256, base=True, intermediate="float32"),
+    "lowrank base": LowRankSpec(m=1, k=256, r=129, n=256, base=True),
 }
 QUICK = [(name, "trn1") for name in SPECS] + [
     ("lowrank", "trn2"),

@@ -55,7 +55,7 @@ def drawn(family, data):
     loops = has_loops(family) and order.random() < 0.5
     if loops:
         spec = dataclasses.replace(spec, m=spec.m + 1024)
-    candidates = list(itertools.islice(FAMILIES[family].candidates(spec, target), 400))
+    candidates = list(itertools.islice(FAMILIES[family].schedules(spec, target), 400))
     order.shuffle(candidates)
     legal = (s for s in candidates if _legal(s, spec, target))
     schedule = next(legal)

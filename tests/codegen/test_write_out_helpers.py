@@ -1,4 +1,4 @@
-"""Helpers that return a record or call a parameter: written out where they are called."""
+"""Helpers that return a record or take the operands: written out where they are called."""
 
 import textwrap
 
@@ -22,15 +22,11 @@ def norm_of_x(gain, size) -> Norm:
         gain_sb = columns(gain, size)
     return Norm("rms", gain_sb)
 
-def twice(compute, x, size):
+def twice(x, size, others):
     """Compute both."""
-    def body(i):
-        compute(x.select(0, i))
-
     x = half(x)
-    loop(size, body)
-    inner = norm_of_x(x, 1)
-    compute(inner)
+    inner = norm_of_x(x, size)
+    columns(inner, others.get("gain"))
 
 def columns(gain, size):
     """Stay as it is."""
@@ -71,27 +67,31 @@ def test_a_helper_that_returns_a_record_becomes_its_statements():
     )
 
 
-def test_a_helper_that_calls_a_parameter_calls_the_function_that_it_gets():
+def test_a_helper_that_takes_the_operands_becomes_its_statements():
+    made = written_out(
+        """
+        def outer(mine, others):
+            twice(mine, 1, others)
+        """
+    )
+    helper = made.pop("outer", None)
+    assert helper is None, "outer takes the operands itself"
     made = written_out(
         """
         def outer(mine):
-            twice(columns, mine, 3)
+            twice(mine, 1, operands)
         """
     )
     assert made["outer"] == textwrap.dedent(
         """\
         def outer(mine):
-            def body(i):
-                columns(mine.select(0, i))
-
             mine = half(mine)
-            loop(3, body)
             gain_sb = None
             if 1 > 0:
                 # as it lies
                 gain_sb = columns(mine, 1)
             inner = Norm("rms", gain_sb)
-            columns(inner)"""
+            columns(inner, operands.get("gain"))"""
     )
 
 
@@ -101,7 +101,7 @@ def test_a_helper_that_calls_a_parameter_calls_the_function_that_it_gets():
         ("gain_sb = x\n    norm = norm_of_x(x, 1)", "has names that norm_of_x assigns.*gain_sb"),
         ("norm = norm_of_x(x, size=1)", "calls norm_of_x with 2 arguments; pass all 2 by"),
         ("norm = norm_of_x(x)", "calls norm_of_x with 1 arguments; pass all 2 by position"),
-        ("twice(columns, x.part, 1)", "twice assigns x; pass it a name from outer"),
+        ("twice(x.part, 1, operands)", "twice assigns x; pass it a name from outer"),
     ],
 )
 def test_calls_that_cannot_be_written_out(call, message):

@@ -57,15 +57,13 @@ _down = {"down_r": ranks, "down_bias": st.booleans()}
 _matmul = {"w_layout": layouts, "bias": st.booleans()}
 
 
-def _formats(spec_class, fields, plain_fields=None, products=2):
-    """Return specs of plain operands, some with an fp32 intermediate, and specs of fp8 ones."""
-    kept = {"intermediate": st.sampled_from(("operand", "float32"))} if products > 1 else {}
-    quantized = {"intermediate": st.sampled_from(("operand", "float32", FP8))} if kept else {}
-    plain = {**_common, **fields, **(plain_fields or {}), "dtype": dtypes, **kept}
+def _formats(spec_class, fields, plain_fields=None):
+    """Return specs of plain operands, and of fp8 weights with an x of either format."""
+    plain = {**_common, **fields, **(plain_fields or {}), "dtype": dtypes}
     return st.one_of(
         st.builds(spec_class, **plain),
-        st.builds(spec_class, **{**_common, **_long, **fields, **_fp8, **quantized}),
-        st.builds(spec_class, **{**_common, **_long, **fields, **_fp8, **_wide_x, **kept}),
+        st.builds(spec_class, **{**_common, **_long, **fields, **_fp8}),
+        st.builds(spec_class, **{**_common, **_long, **fields, **_fp8, **_wide_x}),
     )
 
 
@@ -84,9 +82,7 @@ def shared(draw):
     def each(values):
         return draw(st.tuples(*[values] * count))
 
-    plain = {"dtype": dtypes, "intermediate": st.sampled_from(("operand", "float32"))}
-    quantized = {"intermediate": st.sampled_from(("operand", "float32", FP8))}
-    formats = draw(st.sampled_from((plain, _fp8 | quantized, _fp8 | _wide_x)))
+    formats = draw(st.sampled_from(({"dtype": dtypes}, _fp8, _fp8 | _wide_x)))
     return LowRankSharedSpec(
         m=draw(tokens),
         k=draw(sizes),
@@ -160,14 +156,13 @@ SPECS = {
         st.one_of(
             _formats(LowRankSpec, _lowrank, {"base": st.booleans(), "w_layout": layouts}),
             st.builds(LowRankSpec, **{**_common, **_inner, "dtype": dtypes}),
-            # spread rows, and sums in turns
             st.builds(
                 LowRankSpec,
                 **{**_common, **_lowrank, **_long, "dtype": dtypes, "x_layout": st.just("col")},
             ),
         )
     ),
-    "matmul": ended(_formats(MatmulSpec, _matmul, products=1)),
+    "matmul": ended(_formats(MatmulSpec, _matmul)),
     "gated_mlp_up": ended(_formats(GatedMLPUpSpec, _up)),
     "gated_mlp": ended(_formats(GatedMLPSpec, {**_up, **_down})),
 }

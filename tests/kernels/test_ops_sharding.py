@@ -62,8 +62,8 @@ def scaled_calls():
     yield "matmul_scaled", (x, [sv], w), {}
     yield "lowrank_matmul_scaled", (x, [su, sv], ut, vt, weight(N)), stored
     yield "lowrank_matmul_scaled", (x, [weight(1), sv], u, v), {"activation": "relu"}
-    kept = {"x_scale": 0.5, "kept_scales": [0.25], "out_dtype": "float64"}
-    yield "lowrank_matmul_scaled", (fp8(x), [su, sv], u, v), kept
+    of_x = {"x_scale": 0.5, "out_dtype": "float64"}
+    yield "lowrank_matmul_scaled", (fp8(x), [su, sv], u, v), of_x
     yield "lowrank_matmul_shared_x_scaled", (x, [su, su, sv, sv], [u, u], [v, v], [None, None]), {}
     yield "lowrank_matmul_shared_u_scaled", (x, [su, sv, sv], u, [v, v], [None, None]), {}
     yield "gated_mlp_up_scaled", (x, [su, sv, sv], [u, v], [w]), {}

@@ -10,24 +10,24 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.choose import choose
-from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
 from nmm_compiler.kernels.lowrank import LowRankSpec
 from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.simulator.run import ArraySpec
 from nmm_compiler.simulator.timing.profile import profile_trace
-from nmm_compiler.targets import get, names
+from nmm_compiler.targets import get
 
-# Several panels of weights each, so that loads follow stores.
+# Layers of Llama-3.2-1B, several panels of weights each, so that loads follow stores.
 SPECS = {
-    "matmul": MatmulSpec(m=128, k=1024, n=4096, x_layout="col"),
-    "lowrank": LowRankSpec(m=256, k=1024, r=512, n=4096, x_layout="col"),
+    "matmul": MatmulSpec(m=128, k=2048, n=8192, x_layout="col"),
+    "lowrank": LowRankSpec(m=512, k=2048, r=1312, n=8192, x_layout="col"),
     "lowrank_shared": LowRankSharedSpec(
-        m=1, k=2048, pairs=((256, (2048,)), (128, (512,)), (128, (512,)))
+        m=512, k=2048, pairs=((832, (2048,)), (320, (512,)), (320, (512,)))
     ),
-    "gated_mlp_up": GatedMLPUpSpec(m=128, k=1024, n=4096, r=512, x_layout="col", out_layout="col"),
-    "gated_mlp": GatedMLPSpec(m=128, k=1024, n=2048, r=384, x_layout="col"),
+    "gated_mlp_up": GatedMLPUpSpec(m=128, k=2048, n=8192, r=1312, x_layout="col", out_layout="col"),
+    "gated_mlp": GatedMLPSpec(m=128, k=2048, n=8192, r=1312, x_layout="col"),
 }
 
 
@@ -40,22 +40,11 @@ def latencies(kernel, target):
     )
 
 
-@pytest.mark.parametrize("target", names())
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
 @pytest.mark.parametrize("family", SPECS)
 def test_program_order_costs_at_most_a_twentieth(family, target):
     free, kept = latencies(build_kernel(SPECS[family], target), target)
     assert kept <= 1.05 * free, f"{kept:.1f} us in program order, {free:.1f} us without it"
-
-
-def test_loads_behind_stores_would_cost_more():
-    """Without the two fields of the schedule the same kernel is far slower in program order."""
-    spec = LowRankSpec(m=512, k=1024, r=512, n=4096, x_layout="col")
-    chosen = choose(spec, "trn2")[0].schedule
-    assert chosen.own_queue
-    assert chosen.ahead
-    behind = dataclasses.replace(chosen, own_queue=False, ahead=0)
-    free, kept = latencies(build_kernel(spec, "trn2", behind), "trn2")
-    assert kept > 1.2 * free
 
 
 def test_what_a_target_cannot_do_is_refused():
@@ -64,7 +53,3 @@ def test_what_a_target_cannot_do_is_refused():
     assert not schedule.own_queue
     with pytest.raises(SpecError, match="own_queue needs descriptors that the device writes"):
         dataclasses.replace(schedule, own_queue=True).check(spec, get("trn1"))
-    large = LowRankSpec(m=512, k=4096, r=4096, n=8192, x_layout="col")
-    crowded = next(c.schedule for c in choose(large, "trn2") if not c.schedule.ahead)
-    with pytest.raises(CapacityError, match="holds 0 panels more than the one in use"):
-        dataclasses.replace(crowded, ahead=1).check(large, get("trn2"))

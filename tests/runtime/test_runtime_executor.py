@@ -9,10 +9,10 @@ from runtime.simulator_launches import noted_launches, with_empty_tables
 
 from nmm_compiler.cache import store
 from nmm_compiler.errors import CacheWarning, NeuronSetupError, UnknownNameError
-from nmm_compiler.kernels.lowrank.op import lowrank_matmul
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name, options_of
 from nmm_compiler.ops.lower import lower
+from nmm_compiler.ops.lowrank import lowrank_matmul
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor
 from nmm_compiler.runtime.kernels import KERNELS
@@ -127,12 +127,12 @@ def test_shared_results_are_cut_and_joined_along_their_own_tokens(layout, launch
 def test_a_shared_call_without_room_for_one_kernel_runs_one_for_each_result(launched, monkeypatch):
     from nmm_compiler.codegen import choose as schedule
     from nmm_compiler.errors import CapacityError
-    from nmm_compiler.kernels.lowrank_shared.schedule import LowRankSharedSchedule
+    from nmm_compiler.kernels.linear.schedule import LinearSchedule
 
     def full(self, spec, target):
         raise CapacityError("the schedule needs 300,000 B per SBUF partition")
 
-    monkeypatch.setattr(LowRankSharedSchedule, "check", full)
+    monkeypatch.setattr(LinearSchedule, "check", full)
     schedule.refusal.cache_clear()
     executor._warn_once.cache_clear()
     x = torch.randn(8, K)

@@ -63,19 +63,15 @@ class AttentionSchedule(Record):
         """Return the schedule as the kernel of `spec` reads it."""
         return dataclasses.replace(self, bank_tiles=16 // item_bytes(spec.dtype))
 
+    def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
+        """Return the parameters of the NKI function."""
+        return {"spec": spec, "schedule": self.settled(spec)}
+
     def changed(self, changes: Mapping[str, Any]) -> AttentionSchedule:
         """Return the schedule with other values: {"section": 512}."""
         return dataclasses.replace(self, **changes)
 
-    def kind(self) -> tuple[Any, ...]:
-        """Return what differs most between schedules."""
-        return (self.section, self.chunk, self.q_load)
-
-    def ordered(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
-        """Return the schedule with a queue of its own for stores, where the target has one."""
-        return dataclasses.replace(self, own_queue=target.dma_generates_descriptors)
-
-    def in_loop(self) -> AttentionSchedule:
+    def in_loop(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
         """Return the schedule with the groups of heads as a loop on the device.
 
         DMA transposes there take 16 rows at a time: TensorE turns instead.
@@ -134,11 +130,6 @@ class AttentionSchedule(Record):
         weights = tiles(min(self.section, spec.context), 16 // item_bytes(spec.dtype) * 128)
         scores = tiles(min(self.section, spec.context), _BANK)
         return {"scores": 2 * scores, "weights": 2 * weights, "sums": 2}
-
-    def overlapped_bytes(self, spec: AttentionSpec) -> int:
-        """Return bytes per partition with the keys of the next group beside these."""
-        held = self.sbuf_bytes(spec)
-        return sum(held.values()) + held["k"] + held["v"]
 
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
@@ -217,7 +208,8 @@ def packed(d: int) -> int:
 
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
     """Yield schedules that may be legal, in no order."""
-    decode = AttentionSchedule(decode=True)
+    queue = target.dma_generates_descriptors
+    decode = AttentionSchedule(decode=True, own_queue=queue)
     if spec.columns <= 128 and spec.m <= _DECODE_TOKENS and spec.rope != "qk":
         for k_load in decode.loads(spec, target)["k_load"]:
             # the one dialect of targets without generated descriptors has no views for packs
@@ -232,7 +224,7 @@ def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedul
         _SECTIONS, loads["q_load"], loads["k_load"], (2, 3, 4)
     ):
         yield AttentionSchedule(
-            q_load=q_load, k_load=k_load, section=section, vector_eighths=eighths
+            q_load=q_load, k_load=k_load, section=section, vector_eighths=eighths, own_queue=queue
         )
 
 
@@ -253,7 +245,7 @@ def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ..
     )
 
 
-def work(spec: AttentionSpec, schedule: AttentionSchedule, target: Target) -> Work:
+def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     """Count the work of the engines; see `Work`."""
     return _decode_work(spec, schedule) if schedule.decode else _prefill_work(spec, schedule)
 

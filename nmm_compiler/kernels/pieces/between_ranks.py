@@ -7,26 +7,12 @@ import nki.collectives as ncc
 import nki.isa as nisa
 import nki.language as nl
 
-from .records import Rounding
-from .two_cores import finish_sums
 
-
-def rank_sums(tiles, tokens, dtype):
-    """Return a strip for this rank's part of p^T."""
-    return nl.ndarray((128, tiles, tokens), dtype=dtype, buffer=nl.sbuf)
-
-
-def sum_strips(p_sb, sums, n, ranks, rounding: Rounding):
-    """Write the sum of the strips of all ranks, n features of p^T each, to p^T, rounded."""
-    scaled = rounding.scales or rounding.factor != 1.0
-    shaped = rounding.has_bias or rounding.activation != "identity"
+def sum_strips(total, sums, n, ranks):
+    """Write the sum of the strips of all ranks, n features of p^T each."""
     tiles = sums.shape[1]
     tokens = sums.shape[2]
     rows = min(128, n)
-    if scaled or shaped:
-        total = nl.ndarray((128, tiles, tokens), dtype=sums.dtype, buffer=nl.sbuf)
-    else:
-        total = p_sb
     # collectives take matrices in SBUF
     ncc.all_reduce(
         [sums.reshape((128, tiles * tokens))[0:rows, 0 : tiles * tokens]],
@@ -34,8 +20,6 @@ def sum_strips(p_sb, sums, n, ranks, rounding: Rounding):
         ncc.ReplicaGroup([list(range(ranks))]),
         nl.add,
     )
-    if scaled or shaped:
-        finish_sums(p_sb, total, n, tokens, rounding)
 
 
 def sum_results(out, part, ranks):

@@ -4,24 +4,21 @@ Everywhere the contraction index lies on the partitions, in tiles of 128: an ope
 [128, tiles, free]. Which row of HBM lands in which (partition, tile) is free as long as both
 factors agree: `order` "consecutive_rows" gives each partition consecutive rows (one long run per
 partition and DMA), "strided_rows" gives tile j the rows 128 j to 128 j + 127 (what a DMA transpose
-produces). What fills no tile of 128 is a tile of its own at the end, but in "spread_rows": there
-all partitions but the last hold as many consecutive rows as there are tiles.
+produces). What fills no tile of 128 is a tile of its own at the end.
 """
 
 import nki.isa as nisa
 import nki.language as nl
 
-from .records import Epilogue, Part, Result
+from .records import Epilogue, Part
 
 
 def load(dst, tile, part: Part, how, order, total):
     """Load a part so that its contraction index, `total` long, lies on the partitions."""
-    if order == "spread_rows":
-        load_spread(dst, tile, part, total, how == "aside")
-    elif how == "rows":
+    if how == "rows":
         load_rows(dst, tile, part, order, total)
-    elif how == "aside":
-        load_aside(dst, tile, part, order, total)
+    elif how == "packed":
+        load_packed(dst, tile, part, order, total)
     elif how == "strided":
         load_strided(dst, tile, part, order, total)
     elif how == "dma":
@@ -61,55 +58,18 @@ def load_rows(dst, tile, part: Part, order, total):
         )
 
 
-def load_aside(dst, tile, part: Part, order, total):
-    """Load rows as `load_rows` does, on the sync engine's queue, idle before the first result."""
+def load_packed(dst, tile, part: Part, order, total):
+    """Load rows of a few columns in long runs, then space them as double rows take them."""
     tiles = part.rows // 128
+    rest = part.rows % 128
+    flat = nl.ndarray((128, (part.rows + 127) // 128, part.columns), dtype=dst.dtype)
+    load_rows(flat, 0, part, order, total)
     if tiles > 0:
-        if order == "consecutive_rows":
-            depth = total // 128
-            view = part.src[0 : 128 * depth, part.column : part.column + part.columns]
-            view = view.reshape_dim(0, (128, depth))
-            view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
-        else:
-            rows = part.src[
-                part.row : part.row + 128 * tiles, part.column : part.column + part.columns
-            ]
-            view = rows.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
-        store(dst[0:128, tile : tile + tiles, 0 : part.columns], view, True)
-    if part.rows % 128 > 0:
-        store(
-            dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
-            part.src[
-                part.row + 128 * tiles : part.row + part.rows,
-                part.column : part.column + part.columns,
-            ],
-            True,
-        )
-
-
-def load_spread(dst, tile, part: Part, total, aside):
-    """Load rows of a contraction that fills no whole tiles: tile j has each depth-th row from j on.
-
-    Partition p holds rows p * depth ... p * depth + depth - 1, the last one fewer, so that almost
-    all of it is one load of long runs. ScalarE's queue, idle before the first sum, has the rest.
-    """
-    depth = (total + 127) // 128
-    full = total // depth
-    first = part.row // 128
-    tiles = (part.rows + 127) // 128
-    view = part.src[0 : full * depth, part.column : part.column + part.columns]
-    view = view.reshape_dim(0, (full, depth))[0:full, first : first + tiles, 0 : part.columns]
-    store(dst[0:full, tile : tile + tiles, 0 : part.columns], view, aside)
-    rest = min(total % depth - first, tiles)
+        spaced = dst[0:128, tile : tile + tiles, 0 : part.columns]
+        nisa.tensor_copy(dst=spaced, src=flat[0:128, 0:tiles, 0 : part.columns])
     if rest > 0:
-        row = full * depth + first
-        last = part.src[row : row + rest, part.column : part.column + part.columns]
-        nisa.dma_copy(
-            dst=dst[full : full + 1, tile : tile + rest, 0 : part.columns],
-            src=last.reshape_dim(0, (1, rest)),
-            dge_mode=nisa.dge_mode.hwdge,
-            engine=nisa.engine.scalar,
-        )
+        spaced = dst[0:rest, tile + tiles, 0 : part.columns]
+        nisa.tensor_copy(dst=spaced, src=flat[0:rest, tiles, 0 : part.columns])
 
 
 def load_strided(dst, tile, part: Part, order, total):
@@ -243,6 +203,78 @@ def evict(dst, src, turn):
         nisa.activation(dst=dst, op=nl.copy, data=src)
 
 
+def finish_columns(dst, src, epilogue: Epilogue, tile, place, start, turn):
+    """Write sums to dst through the epilogue: a tile of outputs on the partitions.
+
+    tile: of all outputs. place: of the panel. start: the first token.
+    """
+    rows = src.shape[0]
+    stop = start + src.shape[1]
+    b_tile = epilogue.bias[0:rows, tile : tile + 1] if epilogue.has_bias else None
+    if epilogue.scales == "channel":
+        s_tile = epilogue.scale[0:rows, tile : tile + 1]
+    elif epilogue.scales == "tensor":
+        s_tile = epilogue.scale[0:rows, 0:1]
+    else:
+        s_tile = epilogue.scale
+    if epilogue.normed:
+        add_squares(epilogue.squares, src, tile, start)
+    if epilogue.scales == "token":
+        scaled = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+        of_tokens = epilogue.scale[0:rows, start:stop]
+        nisa.tensor_tensor(dst=scaled, data1=src, data2=of_tokens, op=nl.multiply)
+        shape_columns(dst, scaled, None, False, b_tile, epilogue, turn)
+    elif epilogue.gated:
+        multiply_columns(
+            dst, src, s_tile, b_tile, epilogue.gate[0:rows, place, start:stop], epilogue
+        )
+    else:
+        shape_columns(dst, src, s_tile, epilogue.scales != "", b_tile, epilogue, turn)
+
+
+def shape_columns(dst, src, scale, scaled, bias, epilogue: Epilogue, turn):
+    """Write activation(scale src + bias), scale and bias per partition."""
+    if epilogue.activation != "identity":
+        if scaled and epilogue.has_bias:
+            nisa.activation(dst=dst, op=epilogue.op, data=src, scale=scale, bias=bias)
+        elif scaled:
+            nisa.activation(dst=dst, op=epilogue.op, data=src, scale=scale)
+        elif epilogue.has_bias:
+            nisa.activation(dst=dst, op=epilogue.op, data=src, bias=bias)
+        else:
+            nisa.activation(dst=dst, op=epilogue.op, data=src)
+    elif scaled and epilogue.has_bias:
+        nisa.tensor_scalar(
+            dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
+        )
+    elif epilogue.has_bias:
+        nisa.tensor_scalar(dst=dst, data=src, op0=nl.add, operand0=bias)
+    elif scaled:
+        evict_scaled(dst, src, scale, turn)
+    else:
+        evict(dst, src, turn)
+
+
+def multiply_columns(dst, src, scale, bias, gate, epilogue: Epilogue):
+    """Write (scale src + bias) gate, scale and bias per partition."""
+    if epilogue.scales and epilogue.has_bias:
+        value = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=value, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
+        )
+        nisa.tensor_tensor(dst=dst, data1=value, data2=gate, op=nl.multiply)
+    elif epilogue.scales:
+        nisa.scalar_tensor_tensor(
+            dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=gate
+        )
+    elif epilogue.has_bias:
+        nisa.scalar_tensor_tensor(
+            dst=dst, data=src, op0=nl.add, operand0=bias, op1=nl.multiply, operand1=gate
+        )
+    else:
+        nisa.tensor_tensor(dst=dst, data1=src, data2=gate, op=nl.multiply)
+
+
 def evict_scaled(dst, src, scale, turn):
     """Copy PSUM times a scale to SBUF."""
     if turn % 2 == 0:
@@ -251,141 +283,60 @@ def evict_scaled(dst, src, scale, turn):
         nisa.activation(dst=dst, op=nl.copy, data=src, scale=scale)
 
 
-def activate(dst, src, activation, turn):
-    """Apply the activation on the way to SBUF."""
-    if activation == "identity":
-        evict(dst, src, turn)
-    elif activation == "relu":
-        if turn % 2 == 0:
-            nisa.tensor_scalar(dst=dst, data=src, op0=nl.maximum, operand0=0.0)
-        else:
-            nisa.activation(dst=dst, op=nl.relu, data=src)
-    elif activation == "silu":
-        nisa.activation(dst=dst, op=nl.silu, data=src)
-    elif activation == "gelu":
-        nisa.activation(dst=dst, op=nl.gelu, data=src)
-    else:
-        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src)
+def finish_rows(dst, src, epilogue: Epilogue, first, place, top, turn):
+    """Write sums to dst through the epilogue: a tile of tokens on the partitions.
 
-
-def activate_with_bias_column(dst, src, bias, activation):
-    """Add a bias per partition and apply the activation in one pass."""
-    if activation == "identity":
-        nisa.tensor_scalar(dst=dst, data=src, op0=nl.add, operand0=bias)
-    elif activation == "relu":
-        nisa.activation(dst=dst, op=nl.relu, data=src, bias=bias)
-    elif activation == "silu":
-        nisa.activation(dst=dst, op=nl.silu, data=src, bias=bias)
-    elif activation == "gelu":
-        nisa.activation(dst=dst, op=nl.gelu, data=src, bias=bias)
-    else:
-        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src, bias=bias)
-
-
-def activate_with_bias_row(dst, src, bias, activation, turn):
-    """Add a bias per column, spread over the partitions, and apply the activation."""
-    if activation == "identity":
-        nisa.tensor_tensor(dst=dst, data1=src, data2=bias, op=nl.add)
-    else:
-        total = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=total, data1=src, data2=bias, op=nl.add)
-        activate(dst, total, activation, turn)
-
-
-def quantize(dst, src, scale):
-    """Write src times a scale to fp8, saturating at the largest finite number."""
-    scaled = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=scaled, op=nl.copy, data=src, scale=scale)
-    nisa.tensor_scalar(
-        dst=dst, data=scaled, op0=nl.minimum, operand0=240.0, op1=nl.maximum, operand1=-240.0
-    )
-
-
-def round_to(dst, src, scale, requantize, scaled, turn):
-    """Round to the dtype of dst."""
-    if requantize:
-        quantize(dst, src, scale)
-    elif scaled:
-        evict_scaled(dst, src, scale, turn)
-    else:
-        evict(dst, src, turn)
-
-
-def finish_rows(dst, src, epilogue: Epilogue, first, turn):
-    """Write sums to dst through the epilogue: tokens on the partitions, outputs from `first` on."""
+    first: the first output of all. place: of the panel. top: the tile of tokens.
+    """
     rows = src.shape[0]
     stop = first + src.shape[1]
-    b_tile = epilogue.bias[0:rows, first:stop] if epilogue.has_bias else None
+    last = not epilogue.gated and epilogue.activation == "identity"
+    if not epilogue.scales:
+        value = src
+    elif last and not epilogue.has_bias:
+        value = dst
+    else:
+        value = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
     if epilogue.scales == "channel":
-        s_tile = epilogue.scale[0:rows, first:stop]
-    else:
-        s_tile = epilogue.scale[0:rows, 0:1] if epilogue.scales else None
-    if not epilogue.scales:
-        if epilogue.has_bias:
-            activate_with_bias_row(dst, src, b_tile, epilogue.activation, turn)
-        else:
-            activate(dst, src, epilogue.activation, turn)
-    elif epilogue.scales == "tensor" and not epilogue.has_bias:
-        activate_scaled(dst, src, s_tile, epilogue.activation, turn)
-    elif epilogue.activation == "identity" and not epilogue.has_bias:
-        nisa.tensor_tensor(dst=dst, data1=src, data2=s_tile, op=nl.multiply)
-    else:
-        whole = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
-        if epilogue.scales == "tensor":
-            evict_scaled(whole, src, s_tile, turn)
-        else:
-            nisa.tensor_tensor(dst=whole, data1=src, data2=s_tile, op=nl.multiply)
-        if epilogue.has_bias:
-            activate_with_bias_row(dst, whole, b_tile, epilogue.activation, turn)
-        else:
-            activate(dst, whole, epilogue.activation, turn)
-
-
-def finish_columns(dst, src, epilogue: Epilogue, tile, turn):
-    """Write sums to dst through the epilogue: a tile of outputs on the partitions."""
-    rows = src.shape[0]
-    b_tile = epilogue.bias[0:rows, tile : tile + 1] if epilogue.has_bias else None
-    at = tile if epilogue.scales == "channel" else 0
-    s_tile = epilogue.scale[0:rows, at : at + 1] if epilogue.scales else None
-    if not epilogue.scales:
-        if epilogue.has_bias:
-            activate_with_bias_column(dst, src, b_tile, epilogue.activation)
-        else:
-            activate(dst, src, epilogue.activation, turn)
-    elif epilogue.has_bias:
-        activate_scaled_with_bias_column(dst, src, s_tile, b_tile, epilogue.activation)
-    else:
-        activate_scaled(dst, src, s_tile, epilogue.activation, turn)
-
-
-def activate_scaled(dst, src, scale, activation, turn):
-    """Apply the activation to src times a scale per partition."""
-    if activation == "identity":
-        evict_scaled(dst, src, scale, turn)
-    elif activation == "relu":
-        nisa.activation(dst=dst, op=nl.relu, data=src, scale=scale)
-    elif activation == "silu":
-        nisa.activation(dst=dst, op=nl.silu, data=src, scale=scale)
-    elif activation == "gelu":
-        nisa.activation(dst=dst, op=nl.gelu, data=src, scale=scale)
-    else:
-        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src, scale=scale)
-
-
-def activate_scaled_with_bias_column(dst, src, scale, bias, activation):
-    """Apply the activation to src times a scale plus a bias, both per partition, in one pass."""
-    if activation == "identity":
-        nisa.tensor_scalar(
-            dst=dst, data=src, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias
+        nisa.tensor_tensor(
+            dst=value, data1=src, data2=epilogue.scale[0:rows, first:stop], op=nl.multiply
         )
-    elif activation == "relu":
-        nisa.activation(dst=dst, op=nl.relu, data=src, scale=scale, bias=bias)
-    elif activation == "silu":
-        nisa.activation(dst=dst, op=nl.silu, data=src, scale=scale, bias=bias)
-    elif activation == "gelu":
-        nisa.activation(dst=dst, op=nl.gelu, data=src, scale=scale, bias=bias)
+    elif epilogue.scales:
+        at = top if epilogue.scales == "token" else 0
+        evict_scaled(value, src, epilogue.scale[0:rows, at : at + 1], turn)
+    if not epilogue.has_bias:
+        shifted = value
+    elif last:
+        shifted = dst
     else:
-        nisa.activation(dst=dst, op=nl.gelu_apprx_tanh, data=src, scale=scale, bias=bias)
+        shifted = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
+    if epilogue.has_bias:
+        bias = epilogue.bias[0:rows, first:stop]
+        nisa.tensor_tensor(dst=shifted, data1=value, data2=bias, op=nl.add)
+    if epilogue.gated:
+        gate = epilogue.gate[0:rows, top, place : place + src.shape[1]]
+        nisa.tensor_tensor(dst=dst, data1=shifted, data2=gate, op=nl.multiply)
+    elif epilogue.activation != "identity":
+        nisa.activation(dst=dst, op=epilogue.op, data=shifted)
+    elif not epilogue.scales and not epilogue.has_bias:
+        evict(dst, src, turn)
+
+
+def add_squares(squares, part, tile, start):
+    """Add the squares of a tile of features, tokens from `start` on, to those of each partition."""
+    rows = part.shape[0]
+    stop = start + part.shape[1]
+    if tile == 0:
+        nisa.activation(dst=squares[0:rows, start:stop], op=nl.square, data=part)
+    else:
+        more = nl.ndarray(part.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=more, op=nl.square, data=part)
+        nisa.tensor_tensor(
+            dst=squares[0:rows, start:stop],
+            data1=squares[0:rows, start:stop],
+            data2=more,
+            op=nl.add,
+        )
 
 
 def store(dst, src, own_queue):
@@ -396,25 +347,16 @@ def store(dst, src, own_queue):
         nisa.dma_copy(dst=dst, src=src)
 
 
-def store_last(dst, src):
-    """Store the last tile of a kernel on ScalarE's queue, which has nothing left to do."""
-    nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.scalar)
-
-
-def store_rows(result: Result, src, row, rows, column, columns):
-    """Store tiles of 128 rows."""
-    dst = result.out
+def store_tiles(dst, src, own_queue, row, rows, column, columns):
+    """Store tiles of 128 rows of a matrix."""
     tiles = rows // 128
     if tiles > 0:
         block = dst[row : row + 128 * tiles, column : column + columns]
-        store(
-            block.reshape_dim(0, (tiles, 128)).permute((1, 0, 2)),
-            src[0:128, 0:tiles, 0:columns],
-            result.own_queue,
-        )
+        block = block.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
+        store(block, src[0:128, 0:tiles, 0:columns], own_queue)
     if rows % 128 > 0:
         block = dst[row + 128 * tiles : row + rows, column : column + columns]
-        store(block, src[0 : rows % 128, tiles, 0:columns], result.own_queue)
+        store(block, src[0 : rows % 128, tiles, 0:columns], own_queue)
 
 
 def split(tensor, dim, blocks, size):

@@ -15,23 +15,6 @@ from .loads_and_stores import load
 from .records import Block, Norm, Part
 
 
-def add_squares(squares, part, tile, start):
-    """Add the squares of a tile of features, tokens from `start` on, to those of each partition."""
-    rows = part.shape[0]
-    stop = start + part.shape[1]
-    if tile == 0:
-        nisa.activation(dst=squares[0:rows, start:stop], op=nl.square, data=part)
-    else:
-        more = nl.ndarray(part.shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=more, op=nl.square, data=part)
-        nisa.tensor_tensor(
-            dst=squares[0:rows, start:stop],
-            data1=squares[0:rows, start:stop],
-            data2=more,
-            op=nl.add,
-        )
-
-
 def new_squares(size, tokens):
     """Return room for the sums of squares, [128, tokens], zeros where no feature comes."""
     squares = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
@@ -116,17 +99,17 @@ def feature_columns(vector, size, order, offset):
     return columns
 
 
-def norm_of_x(gain, bias, size, spec, schedule) -> Norm:
+def norm_of_x(gain, bias, size, spec, order) -> Norm:
     """Return the norm of x, its gain and bias loaded where there are any."""
     norm_gain_sb = None
     norm_bias_sb = None
     if spec.norm_gain:
-        norm_gain_sb = feature_columns(gain, size, schedule.k_order, spec.norm_offset)
+        norm_gain_sb = feature_columns(gain, size, order, spec.norm_offset)
     if spec.norm_bias:
-        norm_bias_sb = feature_columns(bias, size, schedule.k_order, 0.0)
+        norm_bias_sb = feature_columns(bias, size, order, 0.0)
     return Norm(
         spec.norm, spec.norm_eps, norm_gain_sb, norm_bias_sb, spec.norm_gain, spec.norm_bias,
-        schedule.k_order,
+        order,
     )  # fmt: skip
 
 

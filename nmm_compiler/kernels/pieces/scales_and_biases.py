@@ -8,7 +8,7 @@ weight is [128, 1]; one per output is a column per 128 outputs (`down`), or a ro
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, round_to
+from .loads_and_stores import evict, evict_scaled
 
 
 def load_vector(dst, src, own_queue):
@@ -50,13 +50,6 @@ def times(column, factor):
     nisa.tensor_scalar(dst=column, data=column, op0=nl.multiply, operand0=factor)
 
 
-def reciprocal_of(column):
-    """Return 1 / column, [128, 1]."""
-    inverse = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.reciprocal(dst=inverse, data=column)
-    return inverse
-
-
 def scale_columns(scale, n, own_queue):
     """Load a scale per output, [n], and return it as [128, tiles]: a column per 128 outputs."""
     tiles = n // 128
@@ -81,21 +74,6 @@ def scale_columns(scale, n, own_queue):
     return columns
 
 
-def panel_scales(scale, factor, n, block, has_factor, own_queue):
-    """Return scales per output, [n]: in each panel, partition p gets neighbouring outputs."""
-    columns = nl.ndarray((128, n // 128), dtype=nl.float32, buffer=nl.sbuf)
-    for start in range(0, n, block):
-        tiles = min(block, n - start) // 128
-        load_vector(
-            columns[0:128, start // 128 : start // 128 + tiles],
-            scale[start : start + 128 * tiles].reshape((128, tiles)),
-            own_queue,
-        )
-    if has_factor:
-        times(columns, load_scale(factor, own_queue))
-    return columns
-
-
 def spread_scales(scale, factor, n, has_factor, own_queue):
     """Load a scale per output, [n], and return it on every partition, [128, n]."""
     row = nl.ndarray((1, n), dtype=nl.float32, buffer=nl.sbuf)
@@ -112,9 +90,10 @@ def spread_scales(scale, factor, n, has_factor, own_queue):
             moving=row[0:1, start : start + width],
             is_stationary_onezero=True,
         )
-        round_to(
-            spread[0:128, start : start + width], copies, factor, False, has_factor, start // 512
-        )
+        if has_factor:
+            evict_scaled(spread[0:128, start : start + width], copies, factor, start // 512)
+        else:
+            evict(spread[0:128, start : start + width], copies, start // 512)
     return spread
 
 

@@ -1,0 +1,146 @@
+"""The results of a layer in float64, each with the error that a right kernel may have.
+
+Operands are float64, by their names, as they multiply. Every value is an `Estimate`: the exact
+result, and the bound of its error, or with `typical` the error if roundings are independent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.kernels import over_ranks
+from nmm_compiler.kernels.base import Array
+from nmm_compiler.kernels.error_bounds import (
+    FP32_ROUNDOFF,
+    Estimate,
+    activated,
+    combine,
+    inverse_roots,
+    plus_bias,
+    rounded,
+    scaled,
+    times_weight,
+)
+from nmm_compiler.kernels.linear.layer import Layer, Linear, LowRank, Weight
+from nmm_compiler.kernels.normed_x import normed
+
+# fp32 roundings of a scaled value: products of up to four scales, the scaling.
+_SCALE_ROUNDINGS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimates:
+    """Computes the results of a layer; spec: of the whole product, for the sums over its ranks."""
+
+    spec: Any
+    layer: Layer
+    operands: dict[str, Array]
+    typical: bool
+
+    def results(self) -> Sequence[Estimate]:
+        """Return each result before it is stored, [m, n], the residual included."""
+        layer = self.layer
+        x: Estimate = self.operands["x"], 0.0
+        if layer.norm != "none":
+            made = normed(layer, x[0], self.operands, self.typical)
+            x = rounded(made, layer.dtype, self.typical)
+        middle = {pair.u.name: self._pair(x, pair, True) for pair in layer.factors}
+        made_of = [self._linear(x, middle, linear, True) for linear in layer.linears]
+        if layer.combine:
+            made_of = [self._product(*made_of)]
+        if layer.down.n:
+            h = rounded(made_of[0], layer.kept_dtype, self.typical)
+            middle = {pair.u.name: self._pair(h, pair, False) for pair in layer.down_pairs}
+            made_of = [self._linear(h, middle, layer.down, False)]
+        if not layer.residual:
+            return made_of
+        return [
+            plus_bias(
+                rounded(one, layer.result_dtype, self.typical),
+                self.operands["residual"],
+                self.typical,
+            )
+            for one in made_of
+        ]
+
+    def _pair(self, left: Estimate, pair: LowRank, of_x: bool) -> tuple[Estimate, Any]:
+        """Return p as it is kept, and one over its norm where the norm follows it."""
+        p, error = self._times(left, pair.u, of_x)
+        error = combine(error, self._crossing("u", left, pair), self.typical)
+        p, error = pair.scale * p, abs(pair.scale) * error
+        if pair.scale != 1.0:
+            error = combine(error, 2 * FP32_ROUNDOFF * (np.abs(p) + error), self.typical)
+        shaped = self._biased((p, error), pair.bias)
+        roots = None
+        if pair.gain:  # the gain is multiplied in before p is rounded, the root after p v
+            roots = inverse_roots(shaped, pair.eps, self.typical)
+            shaped = scaled(shaped, (self.operands[pair.gain], 0.0), self.typical)
+        kept = activated(shaped, pair.activation)
+        return rounded(kept, self.layer.kept_dtype, self.typical), roots
+
+    def _linear(
+        self, left: Estimate, middle: dict[str, Any], linear: Linear, of_x: bool
+    ) -> Estimate:
+        pair, dense = linear.low_rank, linear.weight
+        terms = (pair.v.k if pair.r else 0) + dense.k
+        total: Estimate = 0.0, 0.0  # type: ignore[assignment]
+        roots = None
+        if pair.r:
+            p, roots = middle[pair.u.name]
+            terms = len(self.operands[pair.v.name]) + (len(left[0].T) if dense.k else 0)
+            total = self._times(p, pair.v, False, terms)
+            crossing = self._crossing("v", p, pair)
+            total = total[0], combine(total[1], crossing, self.typical)
+        if dense.k:
+            more = self._times(left, dense, of_x, terms if pair.r else None)
+            total = total[0] + more[0], combine(total[1], more[1], self.typical)
+        if roots is not None:
+            total = scaled(total, roots, self.typical)
+        return activated(self._biased(total, linear.bias), linear.activation)
+
+    def _product(self, gate: Estimate, up: Estimate) -> Estimate:
+        """Return the estimate of a product of two results."""
+        error = combine(np.abs(gate[0]) * up[1], np.abs(up[0]) * gate[1], self.typical)
+        error = combine(error, gate[1] * up[1], self.typical)
+        value = gate[0] * up[0]
+        return value, combine(error, 2 * FP32_ROUNDOFF * (np.abs(value) + error), self.typical)
+
+    def _times(
+        self, left: Estimate, weight: Weight, of_x: bool, terms: int | None = None
+    ) -> Estimate:
+        """Return the estimate of a product, and with fp8 operands of its scales."""
+        made = times_weight(left, self.operands[weight.name], self.typical, terms)
+        if not self.layer.fp8:
+            return made
+        scales = [self.operands[weight.scale]]
+        scales += [self.operands["x_scale"]] if of_x and self.layer.fp8_x else []
+        factor = np.prod(np.broadcast_arrays(*scales), axis=0)
+        value, error = made[0] * factor, made[1] * np.abs(factor)
+        own = _SCALE_ROUNDINGS * FP32_ROUNDOFF * (np.abs(value) + error)
+        return value, combine(error, own, self.typical)
+
+    def _biased(self, left: Estimate, name: str) -> Estimate:
+        return plus_bias(left, self.operands[name], self.typical) if name else left
+
+    def _crossing(self, which: str, left: Estimate, pair: LowRank) -> Array | float:
+        """Return the error of rounding what each rank adds to a sum over the ranks.
+
+        which: the factor of the product that they sum, "u" or "v".
+        """
+        spec = self.spec
+        if spec.world_size == 1 or {"rows": "u", "rank": "v"}.get(spec.tp_axis) != which:
+            return 0.0
+        weight = pair.u if which == "u" else pair.v
+        value, error = left
+        if which == "u":
+            value = value * self.operands.get("x_scale", 1.0)
+        right = self.operands[weight.name] * self.operands.get(weight.scale, 1.0)
+        shaped = which == "u" and (self.layer.fp8 or pair.shaped or pair.scale != 1.0)
+        bias = np.abs(self.operands["bias"]) if which == "v" and "bias" in self.operands else 0.0
+        more = np.abs(error) @ np.abs(right) if which == "v" else 0.0
+        made = over_ranks.part_error(spec, value, right, more + bias, self.typical, again=shaped)
+        return abs(pair.scale) * made if which == "u" else made

@@ -1,0 +1,240 @@
+"""Linear layers of one x: y = activation(x w + scale (x u) v + bias), several, or gated and a down.
+
+x is read once. Of a low-rank product (x u)^T comes out with the rank on the partitions, which is
+what the next product contracts over; it never leaves the chip and is never transposed. Two linears
+that multiply meet in PSUM, and h^T stays in SBUF for the linear behind it.
+
+fp8 operands come with scales, which are multiplied in where sums leave PSUM. Numbers that belong to
+features are loaded as the sums that they meet lie in SBUF. Of a call with several results the loads
+of the first panels start before any store.
+"""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from ..pieces.between_ranks import sum_results
+from ..pieces.expand import combine, dense_term, expand, low_rank_term
+from ..pieces.loads_and_stores import position, split
+from ..pieces.norms import inverse_roots, load_normed, new_squares, norm_of_x
+from ..pieces.project import project
+from ..pieces.records import Block
+from ..pieces.scales_and_biases import bias_columns, product_scales, spread_bias, times
+from ..pieces.sums import load_panel
+from ..pieces.two_cores import exchange, own
+
+
+@nki.jit
+def linear(x, spec, schedule, **others):
+    """Return every result."""
+    core = nl.program_id(0) if spec.split != "" else 0
+    if spec.x_cut >= 0:
+        x = own(x, spec.x_cut, core)
+    m_times = 2 if spec.split == "tokens" else 1
+    n_times = 2 if spec.split == "weights" else 1
+    out = []
+    part = []
+    for y in spec.results:
+        out.append(
+            nl.ndarray(
+                (m_times * spec.m, n_times * y.n) if y.rows else (n_times * y.n, m_times * spec.m),
+                dtype=getattr(nl, spec.result_dtype) if spec.fp8 else x.dtype, buffer=nl.shared_hbm,
+            )
+        )  # fmt: skip
+        if spec.tp_axis == "rank":
+            # what this rank adds to y
+            part.append(
+                nl.ndarray(
+                    (spec.m, y.n) if y.rows else (y.n, spec.m),
+                    dtype=getattr(nl, spec.result_dtype) if spec.fp8 else x.dtype,
+                    buffer=nl.private_hbm,
+                )
+            )  # fmt: skip
+        else:
+            part.append(own(out[y.place], y.cut, core))
+    if spec.residual:
+        more = own(others.get("residual"), spec.results[0].cut, core)
+    else:
+        more = None
+
+    bias_sb = []
+    scale_sb = []
+    for y in spec.layers:
+        along = y.rows and not (spec.down.n > 0 and y.place < len(spec.linears))
+        if y.bias != "":
+            vector = own(others.get(y.bias), 0 if spec.split == "weights" else -1, core)
+            if along:
+                bias_sb.append(spread_bias(vector, y.n, schedule.own_queue))
+            else:
+                bias_sb.append(bias_columns(vector, y.n, schedule.own_queue))
+        else:
+            bias_sb.append(None)
+        if spec.fp8:
+            of_x = spec.fp8_x and y.low_rank.r == 0 and y.place < len(spec.linears)
+            halved = spec.split == "weights" and spec.scales == "channel"
+            scale_sb.append(
+                product_scales(
+                    own(others.get(y.last.scale), 0 if halved else -1, core),
+                    others.get("x_scale"), y.n, spec.scales, not along, of_x, schedule.own_queue,
+                )
+            )  # fmt: skip
+        else:
+            scale_sb.append(None)
+    p_bias = []
+    p_scale = []
+    for factors in spec.pairs:
+        if factors.bias != "":
+            p_bias.append(bias_columns(others.get(factors.bias), factors.u.n, schedule.own_queue))
+        else:
+            p_bias.append(None)
+        if factors.gain != "":
+            p_scale.append(bias_columns(others.get(factors.gain), factors.u.n, schedule.own_queue))
+        elif spec.fp8:
+            p_scale.append(
+                product_scales(
+                    others.get(factors.u.scale), others.get("x_scale"), factors.u.n, spec.scales,
+                    True, spec.fp8_x and factors.place < len(spec.factors), schedule.own_queue,
+                )
+            )  # fmt: skip
+            if factors.scale != 1.0:
+                times(p_scale[factors.place], factors.scale)
+        else:
+            p_scale.append(None)
+    norm = norm_of_x(others.get("norm_gain"), others.get("norm_bias"), spec.k, spec, schedule.order)
+
+    first = 0
+    if schedule.m_loop:
+        # on the device: the compiled program holds one block, whatever the number of tokens
+        blocks = spec.m // schedule.m_block
+        first = blocks * schedule.m_block
+        x_dim = 1 if spec.x_layout == "col" else 0
+        x_blocks = split(x, x_dim, blocks, schedule.m_block)
+        y_blocks = []
+        for y in spec.results:
+            y_blocks.append(split(part[y.place], 0 if y.rows else 1, blocks, schedule.m_block))
+        if spec.residual:
+            y_dim = 0 if spec.results[0].rows else 1
+            more_blocks = split(more, y_dim, blocks, schedule.m_block)
+
+        def body(i):
+            at = position(i)
+            x_part = x_blocks.select(x_dim, at)
+            y_part = []
+            for y in spec.results:
+                y_part.append(y_blocks[y.place].select(0 if y.rows else 1, at))
+            if spec.residual:
+                more_part = more_blocks.select(0 if spec.results[0].rows else 1, at)
+            else:
+                more_part = None
+            compute_block(
+                y_part, more_part, x_part, bias_sb, scale_sb, p_bias, p_scale, norm, 0,
+                schedule.m_block, core, spec, schedule, others,
+            )  # fmt: skip
+
+        # the loop variable is a register because its bound is one
+        nl.fori_loop(0, nisa.register_alloc(blocks), body)
+    for m0 in range(first, spec.m, schedule.m_block):
+        tokens = min(schedule.m_block, spec.m - m0)
+        compute_block(
+            part, more, x, bias_sb, scale_sb, p_bias, p_scale, norm, m0, tokens, core, spec,
+            schedule, others,
+        )  # fmt: skip
+    if spec.tp_axis == "rank":
+        sum_results(own(out[0], spec.results[0].cut, core), part[0], spec.tp)
+    return out[0] if len(spec.results) == 1 else tuple(out)
+
+
+def compute_block(
+    out, residual, x, bias, scale, p_bias, p_scale, norm, m0, tokens, core, spec, schedule, others
+):  # fmt: skip
+    """Compute a block of tokens."""
+    p_type = getattr(nl, spec.kept_dtype) if spec.fp8 else x.dtype
+    x_pitch = (tokens + 15) // 16 * 16 if spec.x_aligned else tokens
+    x_sb = nl.ndarray((128, (spec.k + 127) // 128, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
+    if spec.x_chunk > 0:
+        load_normed(x_sb, x, spec.x_load, spec.x_chunk, Block(m0, tokens), spec.k, norm)
+    squares = []
+    for each in spec.pairs:
+        if each.gain != "":
+            squares.append(new_squares(each.u.n, tokens))
+        else:
+            squares.append(None)
+    if spec.p_tiles > 0:
+        # p^T = (x u)^T of every pair of factors, one after another in tiles of the rank
+        p_sb = nl.ndarray((128, spec.p_tiles, tokens), dtype=p_type, buffer=nl.sbuf)
+        project(
+            p_sb, x_sb, x, spec.x_later, spec.factors, spec.exchanges_p, spec.tp_axis == "rows",
+            spec.plain_p, p_scale, p_bias, squares, m0, tokens, core, spec, others,
+        )  # fmt: skip
+    else:
+        p_sb = None
+    x_left = spec.x_later if spec.p_tiles == 0 else "none"
+    if spec.combine != "":
+        if spec.exchanges_h:
+            # both halves of h^T; this core makes its own
+            h_all = nl.ndarray((128, 2 * spec.h_tiles, tokens), dtype=p_type, buffer=nl.sbuf)
+            h_sb = h_all[0:128, core * spec.h_tiles : core * spec.h_tiles + spec.h_tiles, 0:tokens]
+        elif spec.down.n > 0:
+            h_sb = nl.ndarray((128, spec.h_tiles, tokens), dtype=p_type, buffer=nl.sbuf)
+        else:
+            h_sb = None
+        combine(
+            out[0], h_sb, x_sb, x, x_left, p_sb, spec.linears[0], spec.linears[1], scale[0],
+            scale[1], bias[0], bias[1], m0, tokens, core, spec, schedule, others,
+        )  # fmt: skip
+        if spec.exchanges_h:
+            other = spec.h_tiles - core * spec.h_tiles
+            exchange(h_all[0:128, other : other + spec.h_tiles, 0:tokens], h_sb, core)
+        h_left = h_all if spec.exchanges_h else h_sb
+    else:
+        panels = []
+        low_panels = []
+        for one in spec.linears:
+            from_x = dense_term(
+                one, x_sb, x, x_left if one.place == 0 else "none", core, others
+            )  # fmt: skip
+            from_p = low_rank_term(one, p_sb, tokens, core, others)
+            wide = min(one.n, one.last.block)
+            panels.append([])
+            low_panels.append([])
+            if one.weight.k > 0:
+                panels[one.place].append(load_panel(from_x, 0, wide, Block(m0, tokens)))
+            if one.low_rank.r > 0:
+                low_panels[one.place].append(load_panel(from_p, 0, wide, Block(m0, tokens)))
+        for one in spec.linears:
+            if one.normed:
+                factor = inverse_roots(
+                    squares[one.low_rank.place], one.low_rank.r, tokens, one.low_rank.eps,
+                    not one.rows,
+                )  # fmt: skip
+            else:
+                factor = scale[one.place]
+            expand(
+                out[one.place], residual, panels[one.place], low_panels[one.place], x_sb, x,
+                x_left if one.place == 0 else "none", p_sb, one,
+                factor, bias[one.place], m0, tokens, core, spec, schedule, others,
+            )  # fmt: skip
+    if spec.down.n > 0:
+        if spec.down.low_rank.r > 0:
+            down_sb = nl.ndarray(
+                (128, spec.down.low_rank.tiles, tokens), dtype=p_type, buffer=nl.sbuf
+            )
+            project(
+                down_sb, h_left, None, "none", spec.down_pairs, spec.exchanges_down, False,
+                spec.plain_down, p_scale, p_bias, squares, m0, tokens, core, spec, others,
+            )  # fmt: skip
+        else:
+            down_sb = None
+        from_h = dense_term(spec.down, h_left, None, "none", core, others)
+        from_q = low_rank_term(spec.down, down_sb, tokens, core, others)
+        h_panels = []
+        q_panels = []
+        last_wide = min(spec.down.n, spec.down.last.block)
+        if spec.down.low_rank.r > 0:
+            q_panels.append(load_panel(from_q, 0, last_wide, Block(m0, tokens)))
+        else:
+            h_panels.append(load_panel(from_h, 0, last_wide, Block(m0, tokens)))
+        expand(
+            out[0], residual, h_panels, q_panels, h_left, None, "none", down_sb, spec.down,
+            scale[2], bias[2], m0, tokens, core, spec, schedule, others,
+        )  # fmt: skip

@@ -1,0 +1,381 @@
+"""What a kernel of linear layers computes, as data: the layers of one x, and the one behind them.
+
+    y_i = activation_i(x w_i + scale_i (x u_i) v_i + bias_i)          several linears of one x
+    h = y_0 * y_1,  y = h w + (h u) v + bias                          combine "multiply", and down
+
+A linear has a dense weight, a pair of thin factors, or both. Linears may share u. The names of the
+public specs (specs.py) are constructors of this record; schedules and kernels read only the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.records import Record
+
+MULTIPLY = "multiply"
+
+# NKI's names of the activations.
+OPS = {
+    "identity": "copy", "relu": "relu", "silu": "silu", "gelu": "gelu",
+    "gelu_tanh": "gelu_apprx_tanh",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight(Record):
+    """A matrix [k, n] in HBM, and how it arrives in SBUF; k 0 for none.
+
+    name: of the operand. layout: "row" as it multiplies, "col" stored [n, k]. cut: the dimension of
+    which each of two cores has half, -1 for none. A schedule sets the rest: order, which rows of
+    the contraction share a partition; load, how they get there; block, outputs in SBUF at a time;
+    chunk, rows a load; group, tiles of outputs that are summed together; down, tiles of tokens that
+    are, where the weight moves; ahead, a panel is loaded before the results of the one before it
+    are stored; double_row, two tiles of an fp8 contraction a pass.
+    """
+
+    name: str = ""
+    k: int = 0
+    n: int = 0
+    layout: str = "row"
+    cut: int = -1
+    order: str = "strided_rows"
+    load: str = "rows"
+    block: int = 128
+    chunk: int = 128
+    group: int = 1
+    down: int = 1
+    ahead: bool = False
+    double_row: bool = False
+
+    @property
+    def scale(self) -> str:
+        """The name of the operand with its scales, where it is fp8."""
+        return f"{self.name}_scale"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank(Record):
+    """Two factors, and what stands between them: p = activation(scale x u + bias), or its RMS norm.
+
+    bias, gain: names of operands, "" for none. tile: where p^T begins in the strip of all p^T.
+    place: among all pairs. scales: what multiplies p: "factor", "tensor", "channel", "" if nothing.
+    """
+
+    u: Weight = Weight()
+    v: Weight = Weight()
+    scale: float = 1.0
+    bias: str = ""
+    activation: str = "identity"
+    gain: str = ""
+    eps: float = 1e-6
+    tile: int = 0
+    place: int = 0
+    scales: str = ""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a tensor multiplies p: scales of fp8 numbers, or the gain of the norm."""
+        return self.scales in ("tensor", "channel")
+
+    @property
+    def r(self) -> int:
+        """The rank, 0 for no factors."""
+        return self.u.n
+
+    @property
+    def tiles(self) -> int:
+        """The tiles of p^T."""
+        return tiles(self.u.n, 128)
+
+    @property
+    def op(self) -> str:
+        """NKI's name of the activation."""
+        return OPS[self.activation]
+
+    @property
+    def shaped(self) -> bool:
+        """Whether a function stands between the factors."""
+        return bool(self.bias or self.gain) or self.activation != "identity"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear(Record):
+    """One linear layer: its weight, its factors, its epilogue; n 0 for none.
+
+    bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
+    place: among all linears of the kernel. cut: as of a weight, of the result.
+    """
+
+    n: int = 0
+    weight: Weight = Weight()
+    low_rank: LowRank = LowRank()
+    bias: str = ""
+    activation: str = "identity"
+    layout: str = "row"
+    place: int = 0
+    cut: int = -1
+
+    @property
+    def op(self) -> str:
+        """NKI's name of the activation."""
+        return OPS[self.activation]
+
+    @property
+    def last(self) -> Weight:
+        """The weight with this linear's outputs: v, or the dense one."""
+        return self.low_rank.v if self.low_rank.r else self.weight
+
+    @property
+    def rows(self) -> bool:
+        """Whether tokens lie on the partitions."""
+        return self.layout == "row"
+
+    @property
+    def normed(self) -> bool:
+        """Whether one over the norm of p multiplies the sums."""
+        return bool(self.low_rank.gain)
+
+    def products(self) -> tuple[Weight, ...]:
+        """Return u, v and the dense weight, those there are."""
+        every = (self.low_rank.u, self.low_rank.v, self.weight)
+        return tuple(weight for weight in every if weight.k)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(Record):
+    """The linears of one x, and what becomes of their results.
+
+    combine: "multiply" for one result, activation(gate) * up. down: a linear of that. scales: fp8
+    weights have one scale, "tensor", or one for each output, "channel"; "" for other formats.
+    x_cut: the dimension of which each of two cores has half, -1 for none; out_cut that of results.
+    tp, tp_axis: ranks that share the product, and what they sum. A schedule sets x_load, how x gets
+    onto the partitions, and x_chunk, its rows a load; 0 where it comes with the first weight.
+    """
+
+    m: int
+    k: int
+    linears: tuple[Linear, ...]
+    combine: str = ""
+    down: Linear = Linear()
+    dtype: str = "bfloat16"
+    x_format: str = "bfloat16"
+    result_dtype: str = "bfloat16"
+    kept_dtype: str = "bfloat16"
+    x_layout: str = "row"
+    scales: str = ""
+    norm: str = "none"
+    norm_gain: bool = False
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    norm_eps: float = 1e-6
+    residual: bool = False
+    x_cut: int = -1
+    split: str = ""
+    tp: int = 1
+    tp_axis: str = ""
+    x_load: str = "rows"
+    x_chunk: int = 0
+    nothing: Weight = Weight()
+
+    @functools.cached_property
+    def factors(self) -> tuple[LowRank, ...]:
+        """The pairs of factors with different u, each with its place in the strip of all p^T."""
+        made: dict[str, LowRank] = {}
+        for linear in self.linears:
+            if linear.low_rank.r:
+                made.setdefault(linear.low_rank.u.name, linear.low_rank)
+        return tuple(made.values())
+
+    @property
+    def down_pairs(self) -> tuple[LowRank, ...]:
+        """The factors behind h, where there are some."""
+        return (self.down.low_rank,) if self.down.low_rank.r else ()
+
+    @property
+    def pairs(self) -> tuple[LowRank, ...]:
+        """All pairs of factors with different u."""
+        return (*self.factors, *self.down_pairs)
+
+    @property
+    def p_tiles(self) -> int:
+        """The tiles of the strip of all p^T."""
+        return sum(pair.tiles for pair in self.factors)
+
+    @property
+    def layers(self) -> tuple[Linear, ...]:
+        """The linears of x, and the one of h."""
+        return (*self.linears, *((self.down,) if self.down.n else ()))
+
+    @property
+    def results(self) -> tuple[Linear, ...]:
+        """The linears whose outputs are the results; of a product of two the last."""
+        if not self.combine:
+            return self.linears
+        last = self.down if self.down.n else self.linears[-1]
+        return (dataclasses.replace(last, place=0),)
+
+    @property
+    def h_tiles(self) -> int:
+        """The tiles of h^T that a core makes, 0 where nothing follows h."""
+        return tiles(self.linears[0].n, 128) if self.down.n else 0
+
+    @property
+    def fp8(self) -> bool:
+        """Whether weights are fp8 numbers with scales."""
+        return self.dtype == FP8
+
+    @property
+    def fp8_x(self) -> bool:
+        """Whether x, too, is fp8 numbers with a scale."""
+        return self.x_format == FP8
+
+    @property
+    def p_features(self) -> int:
+        """The rank of the only pair of factors, where ranks sum its p."""
+        return self.factors[0].r if self.factors else 0
+
+    @property
+    def plain_p(self) -> bool:
+        """Whether nothing stands between the factors of any pair."""
+        return not any(pair.shaped or pair.scales for pair in self.factors)
+
+    @property
+    def plain_down(self) -> bool:
+        """Whether nothing multiplies h u."""
+        return not self.fp8
+
+    @property
+    def x_later(self) -> str:
+        """How the first product loads x, "none" where it is in SBUF before."""
+        return "none" if self.x_chunk else self.x_load
+
+    @property
+    def x_aligned(self) -> bool:
+        """Whether the tiles of x are multiples of 16 elements apart."""
+        pairs = any(weight.double_row for weight in self.weights())
+        return pairs or self.x_load in ("dma", "dma16")
+
+    @property
+    def exchanges_p(self) -> bool:
+        """Whether two cores sum x u over half of x each."""
+        return self.x_cut >= 0 and self.split == "weights"
+
+    @property
+    def exchanges_h(self) -> bool:
+        """Whether each of two cores needs the other's half of h."""
+        return self.split == "weights" and self.down.n > 0 and self.down.weight.k > 0
+
+    @property
+    def exchanges_down(self) -> bool:
+        """Whether two cores sum h u over half of h each."""
+        return self.split == "weights" and self.down.low_rank.r > 0
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Return every weight, in the order of the operands."""
+        if self.combine:
+            every = [weight for linear in self.layers for weight in linear.products()]
+        else:
+            every = [pair.u for pair in self.factors]
+            every += [one.low_rank.v for one in self.linears if one.low_rank.r]
+            every += [one.weight for one in self.linears if one.weight.k]
+        return tuple(every)
+
+    def of_x(self, weight: Weight) -> bool:
+        """Return whether a weight multiplies x."""
+        every = {pair.u.name for pair in self.factors}
+        return weight.name in every | {linear.weight.name for linear in self.linears}
+
+    def changed(self, change: Any) -> Layer:
+        """Return the layer with each weight replaced by change(weight, its linear)."""
+
+        def of(linear: Linear) -> Linear:
+            pair = linear.low_rank
+            if pair.r:
+                pair = dataclasses.replace(pair, u=change(pair.u, linear), v=change(pair.v, linear))
+            weight = change(linear.weight, linear) if linear.weight.k else linear.weight
+            return dataclasses.replace(linear, weight=weight, low_rank=pair)
+
+        return self.each(of)
+
+    def each(self, change: Any) -> Layer:
+        """Return the layer with each linear replaced by change(linear)."""
+        down = change(self.down) if self.down.n else self.down
+        return dataclasses.replace(self, linears=tuple(map(change, self.linears)), down=down)
+
+
+def placed(layer: Layer) -> Layer:
+    """Return the layer with the places of its linears, and of their p^T in one strip."""
+    tile, seen = 0, dict[str, LowRank]()
+
+    def of(place: int, linear: Linear, tile: int) -> Linear:
+        pair = linear.low_rank
+        if pair.r:
+            known = seen.setdefault(
+                pair.u.name, dataclasses.replace(pair, tile=tile, place=len(seen))
+            )
+            scales = "channel" if pair.gain else layer.scales or "factor" * (pair.scale != 1.0)
+            pair = dataclasses.replace(pair, tile=known.tile, place=known.place, scales=scales)
+        return dataclasses.replace(linear, place=place, low_rank=pair)
+
+    linears = []
+    for place, linear in enumerate(layer.linears):
+        new = linear.low_rank.u.name not in seen
+        linears.append(of(place, linear, tile))
+        tile += linear.low_rank.tiles if new else 0
+    down = of(len(linears), layer.down, 0) if layer.down.n else layer.down
+    return dataclasses.replace(layer, linears=tuple(linears), down=down)
+
+
+def half(layer: Layer, split: str) -> Layer:
+    """Return what one of two cores computes: half of the tokens, or half of every weight.
+
+    Of weights that means half of the outputs. Where all products of x are factors, each core also
+    sums over half of x, and so does a low-rank down over its half of h.
+    """
+    if split == "tokens":
+        cut = 0 if layer.x_layout == "row" else 1
+        made = dataclasses.replace(layer, m=layer.m // 2, x_cut=cut, split=split)
+        return made.each(lambda one: dataclasses.replace(one, cut=0 if one.rows else 1))
+    sums = halves_x(layer)
+
+    def outputs(weight: Weight) -> Weight:
+        cut = 1 if weight.layout == "row" else 0
+        return dataclasses.replace(weight, n=weight.n // 2, cut=cut) if weight.k else weight
+
+    def inputs(weight: Weight, whole: bool) -> Weight:
+        if whole or not weight.k:
+            return weight
+        cut = 0 if weight.layout == "row" else 1
+        return dataclasses.replace(weight, k=weight.k // 2, cut=cut)
+
+    def of(linear: Linear, whole: bool) -> Linear:
+        pair = linear.low_rank
+        pair = dataclasses.replace(pair, u=inputs(pair.u, whole), v=outputs(pair.v))
+        return dataclasses.replace(
+            linear, n=linear.n // 2, weight=outputs(linear.weight), low_rank=pair,
+            cut=1 if linear.rows else 0,
+        )  # fmt: skip
+
+    x_cut = 1 if layer.x_layout == "row" else 0
+    return dataclasses.replace(
+        layer,
+        k=layer.k // 2 if sums else layer.k,
+        x_cut=x_cut if sums else -1,
+        split=split,
+        linears=tuple(of(linear, not sums) for linear in layer.linears),
+        down=of(layer.down, False) if layer.down.n else layer.down,
+    )
+
+
+def halves_x(layer: Layer) -> bool:
+    """Return whether each of two cores can sum over half of x: all of its products are factors."""
+    plain = layer.norm == "none" and not (
+        layer.fp8 and len(layer.linears) > 1 and not layer.combine
+    )
+    dense = any(linear.weight.k for linear in layer.linears)
+    return plain and not dense and layer.k % 256 == 0

@@ -1,0 +1,444 @@
+"""How a kernel of linear layers runs: a few axes, what is legal, which schedules to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.linear.layer import Layer, Linear, Weight
+from nmm_compiler.kernels.tiling import (
+    LOADED,
+    LOADS,
+    ORDERS,
+    chunk_rows,
+    item_bytes,
+    tiles,
+    turned_loads,
+    x_loads,
+)
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+FEW = 128
+"""Tokens that move in one pass with others: such kernels wait for their weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearSchedule(Record):
+    """How a kernel of linear layers runs. All sizes are in elements unless named.
+
+    x_load, w_load: how the contraction index of x, and of weights that are stored [n, k], gets onto
+        the partitions: "rows" as it lies, "strided" in short runs, "dma" by DMA transposes,
+        "tensor" on TensorE, "tensor8" there without widening fp8.
+    order: which rows of x and of its weights share a partition: "consecutive_rows", or every 128th,
+        "strided_rows", as transposes leave them.
+    m_block: tokens in SBUF at a time. u_block, block, down_block: outputs of a panel of a first
+        factor, of the weights behind it, and of the last weight behind h.
+    load_bytes: a load of a weight brings about so many to each partition.
+    banks: of PSUM, for sums of first factors. sums: for those of results; down: tiles of tokens
+        that are summed together.
+    ahead: a panel of weights behind the first ones is loaded before the results of the panel
+        before it are stored.
+    double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
+    m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
+    own_queue: stores are issued by the sync engine, so that no load waits behind them.
+    split: how two cores share the kernel: "tokens" or "weights"; "" for one core.
+    """
+
+    x_load: str
+    w_load: str = "rows"
+    order: str = "strided_rows"
+    m_block: int
+    block: int
+    u_block: int = 128
+    down_block: int = 128
+    load_bytes: int = 8192
+    banks: int = 8
+    sums: int = 8
+    down: int = 1
+    ahead: bool = False
+    double_row: bool = False
+    m_loop: bool = False
+    own_queue: bool = False
+    split: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; flags and split only where they are set."""
+        return {
+            name: value for name, value in super().to_dict().items() if value not in (False, "")
+        }
+
+    def changed(self, changes: Mapping[str, Any]) -> LinearSchedule:
+        """Return the schedule with other values."""
+        return dataclasses.replace(self, **changes)
+
+    def arguments(self, layer: Layer) -> dict[str, Any]:
+        """Return the parameters of the NKI function."""
+        return {"spec": self.plan(layer), "schedule": self}
+
+    def tokens(self, layer: Layer) -> int:
+        """Return the tokens of a block."""
+        return min(self.m_block, layer.m)
+
+    def plan(self, layer: Layer) -> Layer:
+        """Return the layer with the way in which x and each weight arrives."""
+        x_load = self.x_load
+        if self.m_loop and x_load == "dma":
+            x_load = "dma16"  # of an address that is known at run time
+        if layer.fp8_x and x_load == "tensor":
+            x_load = "tensor16"
+        if self.double_row and layer.m < 16 and x_load == "rows":
+            x_load = "packed"
+        first = layer.norm != "none" or layer.m <= FEW
+        whole = 128 * tiles(layer.k, 128)
+        step = whole if layer.m <= FEW else chunk_rows(layer.k, self.tokens(layer) * 2)
+        made = layer.changed(lambda weight, linear: self._arriving(weight, linear, layer))
+        return dataclasses.replace(made, x_load=x_load, x_chunk=step if first else 0)
+
+    def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
+        of_x, behind = layer.of_x(weight), layer.down.n > 0 and linear.place == len(layer.linears)
+        first = weight.name == linear.low_rank.u.name
+        block = self.u_block if first else self.down_block if behind else self.block
+        columns = min(block, weight.n)
+        load = _load(weight, self.w_load)
+        rows = linear.rows and not first and not (layer.down.n and not behind)
+        tokens = self.tokens(layer)
+        down = min(self.down, tiles(tokens, 128))
+        across = down if rows else tiles(tokens, 512)
+        return dataclasses.replace(
+            weight,
+            order=self.order if of_x else "strided_rows",
+            load="tensor16" if layer.fp8 and load == "tensor" else load,
+            block=128 * tiles(columns, 128),
+            chunk=chunk_rows(weight.k, columns * item_bytes(layer.dtype), self.load_bytes),
+            group=max(1, (self.banks if first else self.sums) // across),
+            down=down,
+            ahead=self.ahead and not first,
+            double_row=self.double_row and of_x,
+        )
+
+    def panel_tiles(self, weight: Weight, layer: Layer, *, rows: bool) -> int:
+        """Return tiles of the contraction of a weight in SBUF: few if one pass takes all."""
+        per_group = 512 if rows else 128
+        once = weight.block <= per_group * weight.group
+        once = once and (not rows or tiles(self.tokens(layer), 128) <= weight.down)
+        whole = tiles(weight.k, 128)
+        return min(whole, 3 * tiles(weight.chunk, 128)) if once else whole
+
+    def stages(self, layer: Layer) -> list[dict[str, int]]:
+        """Return bytes per partition of each SBUF buffer, of each stage of the kernel.
+
+        A stage computes p, then the results or h, then p behind h, then the result behind h.
+        """
+        made, tokens = self.plan(layer), self.tokens(layer)
+        kept, y_size = item_bytes(layer.kept_dtype), item_bytes(layer.result_dtype)
+        x = {"x": tiles(layer.k, 128) * _pitch(tokens, made.x_aligned) * item_bytes(layer.x_format)}
+        if made.x_load == "packed":
+            x["x"] *= 2
+        if layer.norm != "none":
+            deep = max(1, 1024 // tokens)
+            x["norm"] = 4 * (4 * tokens + (2 * deep + 2) * tokens + 257)
+            x["norm"] += 10 * tiles(layer.k, 128) * (layer.norm_gain + layer.norm_bias)
+        p = {"p": made.p_tiles * tokens * kept}
+        sums = {"sums": 2 * made.p_tiles * tokens * 4} if layer.exchanges_p else {}
+        if layer.tp_axis == "rows":
+            sums["rank sums"] = 2 * made.p_tiles * tokens * kept
+        always = self._vectors(made, y_size)
+        stages = []
+        if made.factors:
+            panels = max(self._panel(pair.u, made, rows=False) for pair in made.factors)
+            stages.append(x | p | sums | always | {"u": panels} | self._flat(made))
+        last = {} if made.factors and not any(one.weight.k for one in made.linears) else x
+        behind = layer.down.n > 0
+        h = {"h": made.h_tiles * (2 if layer.exchanges_h else 1) * tokens * kept} if behind else {}
+        rows = made.linears[-1].rows and not behind
+        # loaded ahead, panels of all linears are there at a time
+        each = [self._panels(one, made, rows=rows) for one in made.linears]
+        panels = sum(each) if self.ahead else max(each)
+        results = {} if behind else self._results(made.results[0], made, y_size)
+        if made.combine:
+            wide = made.linears[0].last.block
+            results["active"] = 4 * (
+                tiles(tokens, 128) * wide if rows else tiles(wide, 128) * tokens
+            )
+        stages.append(last | p | h | always | {"v": panels} | results | self._flat(made))
+        if behind:
+            pair = made.down.low_rank
+            down = {"p down": pair.tiles * tokens * (kept + 8 * layer.exchanges_down)}
+            if pair.r:
+                panels = self._panel(pair.u, made, rows=False)
+                stages.append(h | down | always | {"down": panels} | self._flat(made))
+                h = {}
+            panels = self._panels(made.down, made, rows=made.down.rows)
+            results = self._results(made.down, made, y_size)
+            stages.append(h | down | always | {"out": panels} | results | self._flat(made))
+        return stages
+
+    def _panel(self, weight: Weight, made: Layer, *, rows: bool) -> int:
+        """Return bytes of a panel of a weight, and of the loads of the next one."""
+        if not weight.k:
+            return 0
+        aligned = weight.double_row or weight.load == "dma"
+        deep = self.panel_tiles(weight, made, rows=rows)
+        if weight.ahead:
+            deep = tiles(weight.k, 128) * (2 if weight.block < weight.n else 1)
+        few = min(tiles(weight.k, 128), tiles(weight.chunk, 128))
+        ahead = few if weight.block < weight.n and not weight.ahead else 0
+        return (deep + ahead) * _pitch(weight.block, aligned) * item_bytes(made.dtype)
+
+    def _panels(self, linear: Linear, made: Layer, *, rows: bool) -> int:
+        weights = (linear.weight, linear.low_rank.v)
+        return sum(self._panel(weight, made, rows=rows) for weight in weights)
+
+    def _results(self, linear: Linear, made: Layer, size: int) -> dict[str, int]:
+        """Return bytes of two tiles of a result on its way to HBM, and of fp32 tiles before."""
+        tokens, wide = self.tokens(made), linear.last.block
+        patch = linear.last.down * min(wide, 512 * linear.last.group)
+        each = patch if linear.rows else tiles(wide, 128) * tokens
+        steps = bool(made.scales) + bool(linear.bias) + (linear.activation != "identity")
+        held = {"y": 2 * each * size, "sum": 4 * 512 * 2 * steps if linear.rows else 0}
+        return held | ({"residual": 2 * each * size} if made.residual else {})
+
+    def _vectors(self, made: Layer, size: int) -> dict[str, int]:
+        """Return bytes of biases and scales: along the free axis, or a column per 128 outputs."""
+        held = 0
+        for linear in made.layers:
+            along = linear.rows and not (made.down.n and linear is not made.down)
+            each = (size + 4) * linear.n if along else 6 * tiles(linear.n, 128)
+            held += each * bool(linear.bias) + (8 * linear.n if along else each) * bool(made.scales)
+            held += 12 * linear.low_rank.tiles * (bool(made.scales) + linear.low_rank.shaped)
+        return {"vectors": held} if held else {}
+
+    def _flat(self, made: Layer) -> dict[str, int]:
+        """Return bytes of rows on their way through TensorE transposes."""
+        turned = [w.chunk for w in made.weights() if w.load.startswith("tensor")]
+        if made.x_load.startswith("tensor"):
+            turned.append(made.x_chunk or max(weight.chunk for weight in made.weights()))
+        each = max(2, item_bytes(made.dtype))
+        return {"turned": 2 * max(turned) * each} if turned else {}
+
+    def sbuf_bytes(self, layer: Layer) -> dict[str, int]:
+        """Return bytes per partition of each SBUF buffer, of the stage that needs most."""
+        return max(self.stages(layer), key=lambda held: sum(held.values()))
+
+    def check(self, spec: Any, target: Target) -> None:
+        """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        layer: Layer = spec.share(self.split)
+        for name in ("m_block", "block", "u_block", "down_block", "load_bytes"):
+            value = getattr(self, name)
+            if value < 1 or (name != "load_bytes" and value % 128):
+                raise SpecError(f"schedule: {name} is {value}; pass a multiple of 128")
+        check_load("x_load", self.x_load, layer.x_layout == "col", layer.x_format, target)
+        turned = {weight.layout for weight in layer.weights()} - {"row"}
+        if turned or self.w_load != "rows":
+            check_load("w_load", self.w_load, not turned, layer.dtype, target)
+        check_name("order", self.order, ORDERS)
+        over_x = (weight for weight in layer.weights() if layer.of_x(weight))
+        loads = {self.x_load} | {_load(weight, self.w_load) for weight in over_x}
+        if self.order == ORDERS[0] and not loads <= {"rows", "strided"}:
+            raise SpecError(f"schedule: transposes give order {ORDERS[1]!r}; use it")
+        if self.own_queue and not target.dma_generates_descriptors:
+            raise SpecError(
+                f"schedule: own_queue needs descriptors that the device writes, and {target.name} "
+                "has none; drop own_queue"
+            )
+        if self.double_row and not (layer.fp8_x and target.fp8_double_row):
+            raise SpecError(
+                f"schedule: double_row takes float8_e4m3 operands on trn2 or trn3, not "
+                f"{layer.x_format} on {target.name}; set it to False"
+            )
+        self._check_loop(layer, target)
+        self._check_capacity(spec, layer, target)
+
+    def _check_loop(self, layer: Layer, target: Target) -> None:
+        """Raise SpecError unless a loop on the device is possible where there is one."""
+        if not self.m_loop:
+            return
+        if not target.device_loops:
+            raise SpecError(
+                f"schedule: m_loop needs loops on the device, and {target.name} has none"
+            )
+        if self.x_load == "dma" and not target.dma_transposes_in_loops:
+            raise SpecError(
+                "schedule: x_load is 'dma' in a loop on the device, and DMA transposes do not run "
+                f"there on {target.name}; use 'tensor'"
+            )
+        if layer.split == "weights" and (layer.factors or layer.down.n):
+            raise SpecError(
+                "schedule: split 'weights' exchanges values between the cores, which no loop on "
+                "the device does; drop m_loop, or split 'tokens'"
+            )
+        if layer.tp_axis == "rows":
+            raise SpecError(
+                "schedule: tp_axis 'rows' sums over the ranks once a block of tokens, and the "
+                "collective is not in a loop on the device; drop m_loop, or launch fewer tokens"
+            )
+        if layer.m < 2 * self.m_block:
+            raise SpecError(
+                f"schedule: m_loop needs at least two whole blocks of {self.m_block} tokens, got "
+                f"{layer.m} tokens; lower m_block"
+            )
+
+    def _check_capacity(self, spec: Any, layer: Layer, target: Target) -> None:
+        """Raise CapacityError unless PSUM holds the sums and SBUF every buffer of a stage."""
+        turns = "tensor" in self.x_load or "tensor" in self.w_load
+        banks = max(self.banks, self.sums, tiles(self.tokens(layer), 512), self.down) + 2 * turns
+        if banks > target.psum_banks or min(self.banks, self.sums, self.down) < 1:
+            raise CapacityError(
+                f"{spec.short()}: the sums need {banks} PSUM banks, {target.name} has "
+                f"{target.psum_banks}; lower banks from {self.banks}, or m_block from "
+                f"{self.m_block}"
+            )
+        held, limit = self.sbuf_bytes(layer), target.sbuf_usable_bytes_per_partition
+        if sum(held.values()) > limit:
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            raise CapacityError(
+                f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
+                f"({parts}), {target.name} has {limit:,}; lower m_block from {self.m_block} or "
+                f"block from {self.block}"
+            )
+
+    def in_loop(self, layer: Layer, target: Target) -> LinearSchedule:
+        """Return the schedule with its blocks of tokens, two at least, as a loop on the device."""
+        turned = self.x_load == "dma" and not target.dma_transposes_in_loops
+        most = target.psum_banks - 2 if turned else target.psum_banks
+        m_block = self.m_block
+        while 2 * m_block > layer.m and m_block > 128:
+            m_block = 128 * (m_block // 256)
+        return dataclasses.replace(
+            self, m_loop=True, x_load="tensor" if turned else self.x_load, m_block=m_block,
+            banks=min(self.banks, most), sums=min(self.sums, most),
+        )  # fmt: skip
+
+    def without_loop(self) -> LinearSchedule:
+        """Return the schedule without a loop on the device."""
+        return dataclasses.replace(self, m_loop=False)
+
+    def loop_turns(self, layer: Layer) -> list[tuple[int, Layer]]:
+        """Return (how often, layer of one turn) of the loop on the device, the rest last.
+
+        Two turns do not overlap, so their times add up.
+        """
+        if not self.m_loop:
+            return [(1, layer)]
+        blocks, rest = divmod(layer.m, self.m_block)
+        made = [(blocks, self.so_many_turns(layer, 1))]
+        return made + ([(1, dataclasses.replace(layer, m=rest))] if rest else [])
+
+    def so_many_turns(self, layer: Layer, count: int) -> Layer:
+        """Return the layer of the first turns of the loop."""
+        return dataclasses.replace(layer, m=count * self.m_block)
+
+    def short(self) -> str:
+        """Return the axes in a few words, for tables."""
+        words = [f"m{self.m_block} u{self.u_block} n{self.block} {self.load_bytes}B"]
+        words += [self.order, f"x-{self.x_load} {self.down}x{self.sums}"]
+        words += [name for name in ("ahead", "double_row", "m_loop") if getattr(self, name)]
+        words += [f"{self.split}-split"] if self.split else []
+        return " ".join(words)
+
+
+def _pitch(free: int, aligned: bool) -> int:
+    """Return elements from one tile of a contraction to the next in SBUF."""
+    return 16 * tiles(free, 16) if aligned else free
+
+
+def check_load(name: str, how: str, lies_right: bool, dtype: str, target: Target) -> None:
+    """Raise SpecError unless `how` can load an operand; x alone may come in short runs.
+
+    lies_right: its contraction index is the outer one in HBM.
+    """
+    check_name(name, how, LOADS)
+    allowed = ["rows"] if lies_right else turned_loads(dtype, target)
+    if name == "x_load" and not lies_right:
+        allowed.append("strided")
+    if how not in allowed:
+        why = "as the operand lies" if lies_right else f"for {dtype} on {target.name}"
+        raise SpecError(f"schedule: {name} is {how!r}; {why} it can be {' or '.join(allowed)}")
+
+
+def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
+    """Yield schedules that may be legal, about 50."""
+    few = layer.m <= FEW
+    weights = layer.weights()
+    turned = any(weight.layout == "col" for weight in weights)
+    w_loads = turned_loads(layer.dtype, target) if turned else ["rows"]
+    x_ways = x_loads(layer.m, layer.x_layout, layer.x_format, target)[: 2 if few else 1]
+    widest = max(one.n for one in layer.linears)
+    rank = max((pair.r for pair in layer.pairs), default=128)
+    loads = (8192, 4096) if few and layer.combine else (4096, 2048, 8192) if few else (2048, 8192)
+    blocks = _sizes(widest, (1024, 2048, 4096, 512) if few else (512, 1024, 256))
+    if layer.combine:
+        blocks = _sizes(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
+    downs = _sizes(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
+    for x_load, w_load, m_block in itertools.product(x_ways, w_loads, _blocks(layer, target)):
+        banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load)
+        over_k = {x_load} | {_load(one, w_load) for one in weights if layer.of_x(one)}
+        runs = layer.k >= 256 and over_k <= {"rows", "strided"}
+        ranks = _ranks(rank, banks // tiles(min(m_block, layer.m), 512))
+        sums = [(1, banks)] if few else [(1, 4)] if layer.down.n else [(4, banks), (1, 4)]
+        for u_block, block, down_block, load_bytes, (down, at_once) in itertools.product(
+            ranks, blocks, downs, loads, sums
+        ):
+            made = LinearSchedule(
+                x_load=x_load, ahead=True, w_load=w_load, order=ORDERS[0] if runs else ORDERS[1],
+                m_block=m_block, block=block, u_block=u_block, down_block=down_block,
+                load_bytes=load_bytes, banks=banks, sums=at_once, down=down,
+                double_row=layer.fp8_x and target.fp8_double_row,
+                own_queue=target.dma_generates_descriptors,
+            )  # fmt: skip
+            fits = sum(made.sbuf_bytes(layer).values()) <= target.sbuf_usable_bytes_per_partition
+            if fits:
+                yield made
+            if not fits or (few and layer.combine):
+                yield dataclasses.replace(made, ahead=False)
+
+
+def _load(weight: Weight, turned: str) -> str:
+    """Return how a weight is loaded, given how those stored [n, k] are."""
+    return "rows" if weight.layout == "row" else turned
+
+
+def _blocks(layer: Layer, target: Target) -> list[int]:
+    """Return blocks of tokens: the largest two whose strips leave SBUF a quarter."""
+    each = layer.k * item_bytes(layer.x_format) / 128
+    each += (layer.p_tiles + layer.h_tiles) * item_bytes(layer.kept_dtype)
+    room = 0.75 * target.sbuf_usable_bytes_per_partition
+    steps = [step for step in (2048, 1024, 512, 256) if min(step, layer.m) * each <= room]
+    return _sizes(layer.m, (*steps, 128))[: 1 if layer.m <= FEW else 2]
+
+
+def _sizes(whole: int, steps: tuple[int, ...]) -> list[int]:
+    """Return the steps, those above the whole as the whole in tiles of 128."""
+    return list(dict.fromkeys(min(step, 128 * tiles(whole, 128)) for step in steps if whole))
+
+
+def _ranks(rank: int, most: int) -> list[int]:
+    """Return panels of a first factor: about equal ones of one pass each, and all of it."""
+    count = tiles(rank, 128)
+    if most < 1:
+        return []
+    return list(dict.fromkeys((128 * tiles(count, tiles(count, most)), 128 * count)))
+
+
+def data_flow(layer: Layer, schedule: LinearSchedule) -> tuple[str, ...]:
+    """Return the data flow for the header of the emitted file."""
+    made = schedule.plan(layer)
+    lines = [f"x: {LOADED[schedule.x_load]}, {schedule.tokens(layer)} tokens at a time."]
+    if made.factors:
+        lines.append("p^T = (x u)^T: u stationary, x^T moving, summed in PSUM, kept in SBUF.")
+    if layer.combine:
+        lines.append("h: the gate leaves PSUM through its activation, the other is multiplied.")
+    if layer.down.n:
+        lines.append(
+            "h^T stays in SBUF, its features on the partitions, as the next product wants."
+        )
+    ways = "weights stationary, tokens moving", "tokens stationary, weights moving"
+    sides = {ways[one.rows] for one in made.results}
+    wide = made.results[0].last.block
+    lines.append(f"results: {' or '.join(sorted(sides))}; {wide} outputs of a weight at a time.")
+    return tuple(lines)

@@ -1,0 +1,402 @@
+"""What linear layers compute, derived from the record of the layer; and the plainest of them.
+
+Further constructors are in specs.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYOUTS,
+    TOKENS,
+    WEIGHTS,
+    Array,
+    KernelSpec,
+    Products,
+    TensorSpec,
+    check_arrays,
+    check_cores,
+    check_name,
+    check_sizes,
+)
+from nmm_compiler.kernels.error_bounds import rounded
+from nmm_compiler.kernels.linear.estimates import Estimates
+from nmm_compiler.kernels.linear.layer import (
+    Layer,
+    Linear,
+    Weight,
+    half,
+    placed,
+)
+from nmm_compiler.kernels.normed_x import NORMED, check_norm
+from nmm_compiler.kernels.number_formats import FP8, SCALES, X_DTYPES
+from nmm_compiler.kernels.tiling import lay
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearSpec(KernelSpec):
+    """A spec of linear layers of one x; subclasses add fields and say their layer in `_layer`.
+
+    m: tokens. k: input features. dtype: of weights and x. With float8_e4m3 each weight is fp8
+    numbers times a scale, "tensor" [1] or "channel", one an output; x too, unless x_dtype is
+    "bfloat16" or "float16". Results and biases then are bfloat16, or `out_dtype`.
+
+    norm: "rms" or "layer" where the products are of the norm of x over its features: with norm_eps
+    under the root, times norm_gain [k] + norm_offset where there is a gain, plus norm_bias [k] for
+    a layer norm that has one. Its statistics are in fp32, and its value is rounded once, to the
+    operands' dtype. residual: a last operand, laid out as the result. The result is rounded to its
+    dtype, the residual is added, the sum is rounded again, as PyTorch does.
+    """
+
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
+
+    m: int
+    k: int
+    x_dtype: str | None = None
+    norm: str = "none"
+    norm_gain: bool = False
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    norm_eps: float = 1e-6
+    residual: bool = False
+
+    many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
+    adds_residual: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_cores(self.family, self.lnc)
+        check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
+        self._settle_formats()
+        self._check_names()
+        check_norm(self)
+        if self.residual and not self.adds_residual:
+            raise SpecError(
+                f"{self.family}: residual is not added to its results; drop residual, and add it "
+                "after the kernel"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON data; those that are rare only where they are not plain."""
+        made = super().to_dict()
+        rare = {"x_dtype", "scales", "out_dtype", "tp", "tp_axis", *NORMED}
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: v for name, v in made.items() if name not in rare or v != plain[name]}
+
+    def _check_names(self) -> None:
+        """Raise UnknownNameError unless activations and layouts are known."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                if field.name in ("activation", "inner_activation"):
+                    check_name(field.name, one, ACTIVATIONS)
+                elif field.name.endswith("_layout"):
+                    check_name(field.name, one, LAYOUTS)
+
+    def _settle_formats(self) -> None:
+        """Check dtype, scales, x_dtype and out_dtype; equal meanings become equal fields."""
+        dtype, scales = self._dtype(), getattr(self, "scales", None)
+        check_name("dtype", dtype, self.dtypes)
+        if dtype != FP8 and scales is not None:
+            raise SpecError(
+                f"{self.family}: scales={scales!r} belongs to dtype {FP8}, and dtype is {dtype}; "
+                "leave scales out"
+            )
+        if dtype == FP8:
+            check_name("scales", scales or "tensor", SCALES)
+            object.__setattr__(self, "scales", scales or "tensor")
+        if self.x_dtype is not None:
+            check_name("x_dtype", self.x_dtype, (*X_DTYPES, FP8) if dtype == FP8 else (dtype,))
+        if self.x_dtype == dtype:
+            object.__setattr__(self, "x_dtype", None)
+        wanted = getattr(self, "out_dtype", None)
+        if wanted is not None:
+            allowed = ("bfloat16", "float16", "float32") if dtype == FP8 else (dtype,)
+            check_name("out_dtype", wanted, allowed)
+            if wanted == self._plain_dtype():
+                object.__setattr__(self, "out_dtype", None)
+
+    def _plain_dtype(self) -> str:
+        dtype = self.x_dtype or self._dtype()
+        return "bfloat16" if dtype == FP8 else dtype
+
+    @property
+    def x_format(self) -> str:
+        """The dtype of x."""
+        return self.x_dtype or self._dtype()
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of the result, and of biases: that of x, bfloat16 for fp8."""
+        return getattr(self, "out_dtype", None) or self._plain_dtype()
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the weights are fp8 numbers with scales."""
+        return self._dtype() == FP8
+
+    @property
+    def fp8_x(self) -> bool:
+        """Whether x, too, is fp8 numbers with a scale."""
+        return self.x_format == FP8
+
+    @functools.cached_property
+    def layer(self) -> Layer:
+        """What is computed, by all cores together."""
+        more = {name: getattr(self, name) for name in NORMED}
+        return placed(
+            Layer(
+                m=self.m, k=self.k, dtype=self._dtype(), x_format=self.x_format,
+                result_dtype=self.result_dtype, kept_dtype=self._plain_dtype(),
+                x_layout=self.layout_of("x"), scales=getattr(self, "scales", None) or "",
+                tp=self.world_size, tp_axis=getattr(self, "tp_axis", ""), **more, **self._layer(),
+            )
+        )  # fmt: skip
+
+    def _layer(self) -> dict[str, Any]:
+        """Return the fields of the layer that the subclass says: linears, combine, down."""
+        raise NotImplementedError
+
+    def _weight(self, name: str, k: int, n: int) -> Weight:
+        return Weight(name=name, k=k, n=n, layout=self.layout_of(name))
+
+    def layout_of(self, name: str) -> str:
+        """Return the layout in which an operand is passed."""
+        return str(getattr(self, f"{name}_layout"))
+
+    def splits(self) -> tuple[str, ...]:
+        """Return the ways in which the cores can share the work; one core has the way ""."""
+        if self.lnc == 1:
+            return ("",)
+        layer = self.layer
+        even = all(one.n % 2 == 0 for one in layer.layers)
+        even = even and not (layer.down.n and layer.linears[0].n % 256)
+        tokens = (TOKENS,) if self.m % 2 == 0 else ()
+        return (*tokens, *((WEIGHTS,) if even else ()))
+
+    def share(self, split: str) -> Layer:  # type: ignore[override]
+        """Return what one of the cores computes; all of it for one core."""
+        if self.lnc == 1:
+            return self.layer
+        if split not in self.splits():
+            raise SpecError(
+                f"{self.short()}: split is {split!r}; {self.lnc} cores can share it by "
+                f"{', '.join(self.splits()) or 'nothing: an odd number of tokens or outputs'}"
+            )
+        return half(self.layer, split)
+
+    def whole_of(self, part: Any, turns: Any) -> LinearSpec:
+        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
+        return dataclasses.replace(self, m=turns.m * self.m // part.m)
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """Return the shape of each weight as it multiplies, in the order of the operands."""
+        return {weight.name: (weight.k, weight.n) for weight in self.layer.weights()}
+
+    def multiplies_kept(self, weight: str) -> bool:
+        """Return whether the left factor of a weight is an intermediate; else it is x."""
+        return not self.layer.of_x(Weight(name=weight))
+
+    @property
+    def out_features(self) -> int:
+        """The features of the result, those of the last one."""
+        return self.layer.results[-1].n
+
+    def result_layouts(self) -> tuple[str, ...]:
+        """Return "row", tokens first, or "col" for each result."""
+        return tuple(one.layout for one in self.layer.results)
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return x, the weights, the biases, the scales of fp8 operands, the vectors of the norm
+        of x, the residual."""
+        layer, dtype = self.layer, self._dtype()
+        weights = layer.weights()
+        x = TensorSpec(name="x", shape=lay((self.m, self.k), layer.x_layout), dtype=self.x_format)
+        matrices = [
+            TensorSpec(name=one.name, shape=lay((one.k, one.n), one.layout), dtype=dtype)
+            for one in weights
+        ]
+        vectors = {one.bias: one.n for one in layer.layers}
+        vectors |= {name: pair.r for pair in layer.pairs for name in (pair.bias, pair.gain)}
+        biases = [
+            TensorSpec(name=name, shape=(n,), dtype=self.result_dtype)
+            for name, n in vectors.items()
+            if name
+        ]
+        sizes = {"x_scale": 1} if self.fp8_x else {}
+        if self.fp8:
+            sizes |= {one.scale: one.n if layer.scales == "channel" else 1 for one in weights}
+        scales = [TensorSpec(name=name, shape=(n,), dtype="float32") for name, n in sizes.items()]
+        norm = [
+            TensorSpec(name=name, shape=(self.k,), dtype=dtype)
+            for name in ("norm_gain", "norm_bias")
+            if getattr(self, name)
+        ]
+        residual = [
+            dataclasses.replace(self.outputs()[0], name="residual") for _ in range(self.residual)
+        ]
+        return (x, *matrices, *biases, *scales, *norm, *residual)
+
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Return every y."""
+        results = self.layer.results
+        return tuple(
+            TensorSpec(
+                name=f"y{i}" if self.many else "y",
+                shape=lay((self.m, one.n), one.layout),
+                dtype=self.result_dtype,
+            )
+            for i, one in enumerate(results)
+        )
+
+    def flops(self) -> int:
+        """Return those of every weight, 2 m times its elements."""
+        return sum(self.flops_by_dtype().values())
+
+    def flops_by_dtype(self) -> dict[str, int]:
+        """Return the flops of products of x, and of products of intermediates, by their dtypes."""
+        made = {self.x_format: 0}
+        for name, (first, last) in self.weights().items():
+            dtype = self._plain_dtype() if self.multiplies_kept(name) else self.x_format
+            made[dtype] = made.get(dtype, 0) + 2 * self.m * first * last
+        return made
+
+    def reference(self, *arrays: Array) -> Any:
+        """Return the results in float64, laid out as `out_layout` says."""
+        return self._laid(value for value, _ in self._estimates(arrays, False))
+
+    def error_bound(self, *arrays: Array) -> Any:
+        """Return elementwise bounds: sums are in fp32, intermediates and results are rounded
+        once."""
+        return self._errors(arrays, False)
+
+    def typical_error(self, *arrays: Array) -> Any:
+        """Return the error per element if roundings are independent."""
+        return self._errors(arrays, True)
+
+    def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Any:
+        made = self._estimates(arrays, typical)
+        return self._laid(rounded(one, self.result_dtype, typical)[1] for one in made)
+
+    def _estimates(self, arrays: tuple[Array, ...], typical: bool) -> Any:
+        whole = self.whole()
+        check_arrays(whole, arrays)
+        layer = whole.layer
+        layouts = {"x": layer.x_layout, "residual": whole.result_layouts()[0]}
+        layouts |= {weight.name: weight.layout for weight in layer.weights()}
+        named = {}
+        for tensor, array in zip(whole.inputs(), arrays, strict=True):
+            wide = np.asarray(array, dtype=np.float64)
+            named[tensor.name] = wide.T if layouts.get(tensor.name) == "col" else wide
+        return Estimates(self, layer, named, typical).results()
+
+    def _laid(self, results: Iterable[Any]) -> Any:
+        """Return results [m, n] laid out as their kernel gives them."""
+        each = zip(results, self.result_layouts(), strict=True)
+        made = tuple(y if layout == "row" else np.ascontiguousarray(y.T) for y, layout in each)
+        return made if self.many else made[0]
+
+    def as_products(self) -> Products:
+        """Return (every product, every linear dense) of the layer, what is between transposed.
+
+        A function between two factors leaves no dense product: the two stand for it. A product of
+        two results is left out of both, which favours them.
+        """
+        separate: list[KernelSpec] = []
+        dense: list[KernelSpec] = []
+        between = "row" if self.m == 1 else "col"  # one token lies alike by rows and by columns
+        layer, seen = self.layer, set[str]()
+        for linear in layer.layers:
+            pair, weight, behind = linear.low_rank, linear.weight, linear is layer.down
+            k = layer.linears[0].n if behind else self.k
+            ends = {
+                "x_layout": (between if behind else layer.x_layout),
+                "out_layout": between if layer.down.n and not behind else linear.layout,
+                "activation": linear.activation, "bias": bool(linear.bias),
+            }  # fmt: skip
+            whole = self._product(k, linear.n, (weight if weight.k else pair.u).layout, **ends)
+            if pair.r and pair.u.name not in seen:
+                seen.add(pair.u.name)
+                separate.append(
+                    self._product(
+                        k, pair.r, pair.u.layout, x_layout=ends["x_layout"], out_layout="col",
+                        bias=bool(pair.bias), activation=pair.activation,
+                    )
+                )  # fmt: skip
+            if pair.r:
+                last = ends | {"x_layout": "col"}
+                separate.append(self._product(pair.r, linear.n, pair.v.layout, **last))
+            separate += [whole] if weight.k else []
+            dense.append(whole)
+        if any(pair.shaped for pair in layer.factors):
+            return tuple(separate), tuple(separate)
+        return tuple(separate), tuple(dense)
+
+    def _product(self, k: int, n: int, layout: str, **ends: Any) -> MatmulSpec:
+        return MatmulSpec(
+            m=self.m, k=k, n=n, w_layout=layout, dtype=self._dtype(), lnc=self.lnc,
+            scales=getattr(self, "scales", None), x_dtype=self.x_dtype, **ends,
+        )  # fmt: skip
+
+    def notes(self) -> tuple[str, ...]:
+        """Return where the dense product would be cheaper."""
+        whole = self.whole().layer
+        made = []
+        for linear in whole.layers:
+            pair = linear.low_rank
+            outputs = sum(
+                one.n for one in whole.layers if pair.r and one.low_rank.u.name == pair.u.name
+            )
+            if not pair.r or linear.weight.k or pair.shaped:
+                continue
+            k = whole.linears[0].n if linear is whole.down else whole.k
+            if pair.r * (k + outputs) >= k * outputs:
+                what = "r >= min(k, n)" if pair.r >= min(k, outputs) else "r (k + n) >= k n"
+                made.append(
+                    f"{pair.u.name}, {pair.v.name}: {what}: the dense product x (u v) needs "
+                    f"{k * outputs:,} weights, the factors have {pair.r * (k + outputs):,}; "
+                    "multiply them once and use family matmul"
+                )
+        return tuple(dict.fromkeys(made))
+
+    def formats(self) -> str:
+        """Return the number formats that differ from plain operands in one word, for names."""
+        words = [self._dtype(), self.x_dtype and f"x_{self.x_dtype}", getattr(self, "scales", None)]
+        words += [self.norm] * (self.norm != "none") + ["residual"] * self.residual
+        return "_".join(word for word in words if word)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulSpec(LinearSpec):
+    """y[m, n] = activation(x w + bias) with x [m, k], w [k, n], bias [n]."""
+
+    n: int
+    dtype: str = "bfloat16"
+    x_layout: str = "row"
+    out_layout: str = "row"
+    w_layout: str = "row"
+    bias: bool = False
+    activation: str = "identity"
+    scales: str | None = None
+    out_dtype: str | None = None
+
+    family: ClassVar[str] = "matmul"
+
+    def _layer(self) -> dict[str, Any]:
+        one = Linear(
+            n=self.n, weight=self._weight("w", self.k, self.n), bias="bias" * self.bias,
+            activation=self.activation, layout=self.out_layout,
+        )  # fmt: skip
+        return {"linears": (one,)}
+
+    def short(self) -> str:
+        """Return family, sizes and dtype."""
+        return f"matmul m{self.m} k{self.k} n{self.n} {self.formats()}"

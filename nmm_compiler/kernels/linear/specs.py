@@ -1,0 +1,387 @@
+"""The specs of linear layers: one base, derived from the record of the layer, and its constructors.
+
+    LowRankSpec         y = activation(x w + scale p v + bias), p = activation(x u + inner_bias)
+    LowRankSharedSpec   several (x u_i) v_ij + bias, as q, k and v of an attention
+    MatmulSpec          y = activation(x w + bias)
+    GatedMLPUpSpec      h = activation(x gate + gate_bias) * (x up + up_bias)
+    GatedMLPSpec        y = h down + down_bias
+
+A "col" layout means that an operand is passed, or the result comes back, transposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.kernels import over_ranks
+from nmm_compiler.kernels.base import (
+    KernelSpec,
+    check_sizes,
+)
+from nmm_compiler.kernels.linear.layer import (
+    MULTIPLY,
+    Linear,
+    LowRank,
+    Weight,
+)
+from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
+from nmm_compiler.kernels.normed_x import NORMED
+from nmm_compiler.targets import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRankSpec(LinearSpec):
+    """y[m, n] = activation(x w + scale p v + bias), p = inner_activation(x u + inner_bias).
+
+    x is [m, k], u [k, r], v [r, n]; inner_activation and inner_bias [r] are those of a bottleneck
+    adapter, and base adds the dense product x w. inner_norm, for latent attention: p is the RMS
+    norm of x u over the rank, with inner_eps under the root, times inner_gain [r].
+
+    tp: ranks that compute the product together, each from its shard, whose sizes these are.
+    tp_axis: "columns" (v cut by outputs, nothing summed), "rows" (x and u cut by inputs, x u summed
+    before v) or "rank" (u and v cut by the rank, y summed). `whole` and `sharded` go between the
+    product and its shards; reference and error bounds take the operands of the whole.
+    """
+
+    r: int
+    n: int
+    dtype: str = "bfloat16"
+    x_layout: str = "row"
+    out_layout: str = "row"
+    u_layout: str = "row"
+    v_layout: str = "row"
+    bias: bool = False
+    activation: str = "identity"
+    base: bool = False
+    scale: float = 1.0
+    w_layout: str = "row"
+    scales: str | None = None
+    out_dtype: str | None = None
+    inner_activation: str = "identity"
+    inner_bias: bool = False
+    inner_norm: bool = False
+    inner_eps: float = 1e-6
+    tp: int = 1
+    tp_axis: str = ""
+
+    family: ClassVar[str] = "lowrank"
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k", "r", "n")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not np.isfinite(self.scale):
+            raise SpecError(f"lowrank: scale is {self.scale!r}; pass a finite number")
+        if self.fp8 and self.base:
+            raise SpecError(
+                "lowrank: base adds x w to the sums of p v, and fp8 sums of different scales do "
+                "not add; make x w a kernel of family matmul, or use dtype bfloat16"
+            )
+        if self.inner and (self.fp8 or self.scale != 1.0):
+            raise SpecError(
+                f"lowrank: inner_activation {self.inner_activation!r}, inner_bias "
+                f"{self.inner_bias} and inner_norm {self.inner_norm} go with scale 1 and plain "
+                f"dtypes, not with scale {self.scale:g} and {self.dtype}; fold the scale into v, "
+                "or use bfloat16"
+            )
+        if not (np.isfinite(self.inner_eps) and self.inner_eps >= 0):
+            raise SpecError(f"lowrank: inner_eps is {self.inner_eps!r}; pass a number of 0 or more")
+        object.__setattr__(self, "inner_eps", float(self.inner_eps) if self.inner_norm else 1e-6)
+        if self.inner_norm and (
+            self.inner_bias or self.inner_activation != "identity" or self.base
+        ):
+            raise SpecError(
+                "lowrank: inner_norm goes without inner_bias, inner_activation and base; drop "
+                "them, or make the products kernels of their own"
+            )
+        over_ranks.check_ranks(self)
+        object.__setattr__(self, "scale", float(self.scale))  # equal specs have equal JSON
+
+    def _layer(self) -> dict[str, Any]:
+        pair = LowRank(
+            u=self._weight("u", self.k, self.r), v=self._weight("v", self.r, self.n),
+            scale=self.scale, bias="inner_bias" * self.inner_bias,
+            activation=self.inner_activation, gain="inner_gain" * self.inner_norm,
+            eps=self.inner_eps,
+        )  # fmt: skip
+        one = Linear(
+            n=self.n, low_rank=pair, bias="bias" * self.bias, activation=self.activation,
+            weight=self._weight("w", self.k, self.n) if self.base else Weight(),
+            layout=self.out_layout,
+        )  # fmt: skip
+        return {"linears": (one,)}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that run the kernel together."""
+        return self.tp
+
+    def whole(self) -> LowRankSpec:
+        """Return the spec of the product that all ranks compute together."""
+        if self.tp == 1:
+            return self
+        return dataclasses.replace(self, **over_ranks.sizes_of_whole(self))
+
+    def sharded(self, tp: int, axis: str) -> LowRankSpec:
+        """Return the spec of one of `tp` ranks; raises ShapeError where sizes do not divide."""
+        return dataclasses.replace(self, **over_ranks.sizes_of_shard(self, tp, axis))
+
+    def shards(self, *arrays: Any) -> tuple[tuple[Any, ...], ...]:
+        """Return the operands of each rank, from those of the whole."""
+        return over_ranks.shards(self, arrays) if self.tp > 1 else (arrays,)
+
+    def joined(self, *arrays: Any) -> tuple[Any, ...]:
+        """Return the operands of the whole, of which every rank has `arrays`."""
+        return over_ranks.joined(self, arrays) if self.tp > 1 else arrays
+
+    def result_of(self, rank: int, result: Any) -> Any:
+        """Return what a rank has of an array as large as the whole result."""
+        return over_ranks.result_of(self, rank, result)
+
+    def exchanged_bytes(self) -> int:
+        """Return the bytes of each rank that the kernel sums over the ranks."""
+        return over_ranks.exchanged_bytes(self)
+
+    def check(self, target: Target) -> None:
+        """Raise SpecError if the target cannot compute the spec with any schedule."""
+        super().check(target)
+        over_ranks.check_target(self, target)
+
+    @property
+    def inner(self) -> bool:
+        """Whether a function stands between the products."""
+        return self.inner_bias or self.inner_norm or self.inner_activation != "identity"
+
+    def short(self) -> str:
+        """Return family, sizes and dtype."""
+        base = " base" if self.base else ""
+        inner = f" inner {'rms' if self.inner_norm else self.inner_activation}" * self.inner
+        ranks = f" {self.tp_axis}" if self.tp > 1 else ""
+        return (
+            f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}{inner}{ranks}"
+        )
+
+
+Pair = tuple[int, tuple[int, ...]]
+"""A rank, and the output features of every v that follows that u."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRankSharedSpec(LinearSpec):
+    """y_ij = activation((x u_i) v_ij + bias), x [m, k], u_i [k, r_i], v_ij [r_i, n_ij].
+
+    pairs: (r_i, (n_i1, n_i2, ...)) for each u; a single n may be given as a number, a pair as the
+    text "r:n,n". bias, activation and out_layout: one value, or one per result, in the order of
+    the pairs. u_layout and v_layout hold for all u and all v. Operands: x, every u, every v, then
+    the biases there are.
+    """
+
+    pairs: tuple[Pair, ...]
+    dtype: str = "bfloat16"
+    x_layout: str = "row"
+    u_layout: str = "row"
+    v_layout: str = "row"
+    bias: bool | tuple[bool, ...] = False
+    activation: str | tuple[str, ...] = "identity"
+    out_layout: str | tuple[str, ...] = "row"
+    scales: str | None = None
+    out_dtype: str | None = None
+
+    family: ClassVar[str] = "lowrank_shared"
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k")
+    many: ClassVar[bool] = True
+    adds_residual: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pairs", read_pairs(self.pairs))
+        for i, (r, ns) in enumerate(self.pairs):
+            check_sizes(self.family, {f"r of pair {i}": r} | {f"n of pair {i}": n for n in ns})
+        for name in ("bias", "activation", "out_layout"):
+            each = self._each(name)
+            same = all(value == each[0] for value in each)
+            object.__setattr__(self, name, each[0] if same else each)  # equal specs, equal JSON
+        super().__post_init__()
+
+    def _each(self, name: str) -> tuple[Any, ...]:
+        """Return a field that may be one value for all results as one value for each."""
+        value = getattr(self, name)
+        count = sum(len(ns) for _, ns in self.pairs)
+        each = tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
+        if len(each) != count:
+            raise ShapeError(
+                f"{self.family}: {name} has {len(each)} values for {count} results; pass one for "
+                "all of them, or one for each"
+            )
+        return each
+
+    def layout_of(self, name: str) -> str:
+        """Return the layout in which an operand is passed: all u, and all v, have one."""
+        return super().layout_of(name[0])
+
+    def _layer(self) -> dict[str, Any]:
+        sizes = [(i, r, n) for i, (r, ns) in enumerate(self.pairs) for n in ns]
+        ends = zip(*map(self._each, ("bias", "activation", "out_layout")), strict=True)
+        linears = [
+            Linear(
+                n=n, bias=f"bias{j}" * bias, activation=activation, layout=layout,
+                low_rank=LowRank(
+                    u=self._weight(f"u{i}", self.k, r), v=self._weight(f"v{j}", r, n)
+                ),
+            )
+            for j, ((i, r, n), (bias, activation, layout)) in enumerate(
+                zip(sizes, ends, strict=True)
+            )
+        ]  # fmt: skip
+        return {"linears": tuple(linears)}
+
+    def parts(self) -> tuple[tuple[KernelSpec, tuple[str, ...]], ...]:
+        """Return the lowrank kernel of every result."""
+        made = []
+        more = {name: getattr(self, name) for name in NORMED if name != "residual"}
+        shared = ("m", "k", "dtype", "x_layout", "u_layout", "v_layout", "scales", "out_dtype",
+                  "x_dtype", "lnc")  # fmt: skip
+        fields = more | {name: getattr(self, name) for name in shared}
+        for one in self.layer.linears:
+            pair = one.low_rank
+            spec = LowRankSpec(
+                **fields, r=pair.r, n=one.n, out_layout=one.layout, bias=bool(one.bias),
+                activation=one.activation,
+            )  # fmt: skip
+            renamed = {"u": pair.u.name, "v": pair.v.name, "bias": one.bias}
+            renamed |= {"u_scale": pair.u.scale, "v_scale": pair.v.scale}
+            made.append((spec, tuple(renamed.get(t.name, t.name) for t in spec.inputs())))
+        return tuple(made)
+
+    def short(self) -> str:
+        """Return family, sizes and dtype: 256x2048 128x512_512 is one v, then two v of one u."""
+        pairs = " ".join(f"{r}x{'_'.join(map(str, ns))}" for r, ns in self.pairs)
+        return f"lowrank_shared m{self.m} k{self.k} {pairs} {self.formats()}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMLPUpSpec(LinearSpec):
+    """h[m, n] = activation(x gate + gate_bias) * (x up + up_bias) with x [m, k].
+
+    gate_r, up_r: ranks; 0 for a dense weight; None takes r, and 0 where r is None too. Operands: x,
+    then gate_u, gate_v (or gate_w), up_u, up_v (or up_w), then the biases. A weight is passed as it
+    multiplies from the right, or transposed with weight_layout "col", as nn.Linear stores it.
+    """
+
+    n: int
+    r: int | None = None
+    gate_r: int | None = None
+    up_r: int | None = None
+    dtype: str = "bfloat16"
+    activation: str = "silu"
+    x_layout: str = "row"
+    out_layout: str = "row"
+    weight_layout: str = "row"
+    gate_bias: bool = False
+    up_bias: bool = False
+    scales: str | None = None
+    out_dtype: str | None = None
+
+    family: ClassVar[str] = "gated_mlp_up"
+    adds_residual: ClassVar[bool] = False
+    branches: ClassVar[tuple[str, ...]] = ("gate", "up")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for branch in self.branches:
+            rank = getattr(self, f"{branch}_r")
+            rank = (self.r or 0) if rank is None else rank
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+                raise ShapeError(f"{self.family}: {branch}_r is {rank!r}; pass a rank, 0 if dense")
+            object.__setattr__(self, f"{branch}_r", rank)
+        object.__setattr__(self, "r", None)  # so that equal specs compare equal
+
+    def rank(self, branch: str) -> int:
+        """Return the rank of a projection, 0 when it is dense."""
+        return int(getattr(self, f"{branch}_r"))
+
+    def ends(self, branch: str) -> tuple[int, int]:
+        """Return (input features, output features) of a projection."""
+        return (self.n, self.k) if branch == "down" else (self.k, self.n)
+
+    def layout_of(self, name: str) -> str:
+        """Return the layout in which an operand is passed."""
+        return super().layout_of("x" if name == "x" else "weight")
+
+    def _linear(self, branch: str) -> Linear:
+        rank, (first, last) = self.rank(branch), self.ends(branch)
+        pair, weight = LowRank(), Weight()
+        if rank:
+            pair = LowRank(
+                u=self._weight(f"{branch}_u", first, rank),
+                v=self._weight(f"{branch}_v", rank, last),
+            )
+        else:
+            weight = self._weight(f"{branch}_w", first, last)
+        kept = branch != "down" and "down" in self.branches
+        return Linear(
+            n=last, weight=weight, low_rank=pair,
+            bias=f"{branch}_bias" * getattr(self, f"{branch}_bias"),
+            activation=self.activation if branch == "gate" else "identity",
+            layout="col" if kept else self.out_layout,
+        )  # fmt: skip
+
+    def _layer(self) -> dict[str, Any]:
+        gate, up, *down = map(self._linear, self.branches)
+        made: dict[str, Any] = {"linears": (gate, up), "combine": MULTIPLY}
+        return made | ({"down": down[0]} if down else {})
+
+    def short(self) -> str:
+        """Return family, sizes, ranks and dtype."""
+        ranks = "_".join(str(self.rank(branch)) for branch in self.branches)
+        return f"{self.family} m{self.m} k{self.k} r{ranks} n{self.n} {self.formats()}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMLPSpec(GatedMLPUpSpec):
+    """y[m, k] = (activation(x gate + gate_bias) * (x up + up_bias)) down + down_bias.
+
+    As GatedMLPUpSpec, with down_u, down_v (or down_w) after the up projection.
+    """
+
+    down_r: int | None = None
+    down_bias: bool = False
+
+    family: ClassVar[str] = "gated_mlp"
+    adds_residual: ClassVar[bool] = True
+    branches: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+
+
+def read_pairs(pairs: Any) -> tuple[Pair, ...]:
+    """Return pairs in their one form; each may be (r, n), (r, (n, n)) or the text "r:n,n".
+
+    Raises SpecError for anything else.
+    """
+    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+        pairs = [pairs]
+    made: list[Pair] = []
+    for pair in pairs:
+        try:
+            if isinstance(pair, str):
+                r, _, ns = pair.partition(":")
+                made.append((int(r), tuple(int(n) for n in ns.split(","))))
+            else:
+                rank, after = pair
+                made.append((rank, tuple(after) if isinstance(after, (tuple, list)) else (after,)))
+        except (TypeError, ValueError):
+            raise SpecError(
+                f"lowrank_shared: pair {pair!r} is not a rank and the outputs of its v; write "
+                "(256, 2048), (128, (512, 512)) or '128:512,512'"
+            ) from None
+    if not made or not all(ns for _, ns in made):
+        raise SpecError("lowrank_shared: every u needs a v, and there must be one of each")
+    return tuple(made)
+
+
+SPECS = cast(
+    "tuple[type[LinearSpec], ...]",
+    (LowRankSpec, LowRankSharedSpec, MatmulSpec, GatedMLPUpSpec, GatedMLPSpec),
+)

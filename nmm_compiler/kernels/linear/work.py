@@ -1,0 +1,94 @@
+"""The work of the engines for a layer and a schedule: one walk over its weights.
+
+It ranks schedules before the best few are simulated, and counts the instructions of a program.
+"""
+
+from __future__ import annotations
+
+from nmm_compiler.kernels.linear.layer import Layer, Linear, Weight
+from nmm_compiler.kernels.linear.schedule import LinearSchedule
+from nmm_compiler.kernels.tiling import item_bytes, tiles
+from nmm_compiler.kernels.work import Passes, Tally, Work
+
+
+def work(layer: Layer, schedule: LinearSchedule) -> Work:
+    """Return the passes, reads of PSUM and DMAs of a kernel, or of one of two cores."""
+    made, tally = schedule.plan(layer), Tally()
+    m_blocks, tokens = tiles(layer.m, schedule.m_block), schedule.tokens(layer)
+    x_size, size = item_bytes(layer.x_format), item_bytes(layer.dtype)
+    first = made.weights()[0]
+    step = made.x_chunk or first.chunk
+    count = tiles(layer.k, step) * m_blocks
+    deep = step // 128 if schedule.order == "consecutive_rows" and tokens == layer.m else 1
+    run = deep * x_size * (1 if made.x_load == "strided" else tokens)
+    squares = tiles(layer.k, 128) * tiles(layer.m, 128)
+    total = layer.m * layer.k * x_size
+    tally.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))
+    if layer.norm != "none":
+        tally.evictions.append((4 * tiles(layer.k, 128) * m_blocks, tokens))
+    late: list[Passes] = []
+    early = total
+    for linear in made.layers:
+        for weight in linear.products():
+            shared = weight.name == linear.low_rank.u.name
+            if shared and linear.place > min(
+                one.place for one in made.layers if one.low_rank.u.name == weight.name
+            ):
+                continue
+            _move(tally, weight, size, m_blocks)
+            rows = linear.rows and not shared and (linear is made.down or not made.down.n)
+            passes, sums = _passes(weight, layer.m, rows)
+            # short passes of one tile of outputs wait for the sum that the pass before adds to
+            chained = rows and passes[1] < 512
+            (tally.chained_matmuls if chained else tally.matmuls).append(passes)
+            tally.evictions.append(sums)
+            if made.of_x(weight):
+                early += weight.k * weight.n * size
+            else:
+                late.append(passes)
+    for one in made.results:
+        _store(tally, one, made, schedule)
+    panel = min(made.results[0].last.block, made.results[0].n)
+    once = m_blocks == 1 and bool(late)
+    chunk = min(first.chunk, first.k)
+    return tally.work(
+        lead_bytes=chunk * (tokens * x_size + min(first.block, first.n) * size),
+        tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
+        tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype),
+        early_bytes=early if once else 0,
+        late_matmuls=tuple(late) if once else (),
+    )
+
+
+def _move(tally: Tally, weight: Weight, size: int, times: int) -> None:
+    """Add the loads of a weight: once for each block of tokens."""
+    columns = min(weight.block, weight.n)
+    count = tiles(weight.k, weight.chunk) * tiles(weight.n, columns) * times
+    deep = weight.chunk // 128 if weight.order == "consecutive_rows" and columns == weight.n else 1
+    squares = tiles(weight.k, 128) * tiles(weight.n, 128) * times
+    turned = squares, count * tiles(columns, 128), min(weight.chunk, weight.k) * size
+    total = weight.k * weight.n * size * times
+    tally.load(weight.load, total, count, columns * size * deep, turned)
+
+
+def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:
+    """Return the TensorE passes of a product, and the sums that leave PSUM."""
+    deep = tiles(weight.k, 256 if weight.double_row else 128)
+    if rows:
+        wide = min(512, weight.block, weight.n)
+        count = tiles(m, 128) * tiles(weight.n, wide)
+        return (deep * count, wide), (count, wide)
+    count, wide = tiles(weight.n, 128) * tiles(m, 512), min(m, 512)
+    return (deep * count, wide), (count, wide)
+
+
+def _store(tally: Tally, one: Linear, made: Layer, schedule: LinearSchedule) -> None:
+    """Add the stores of a result, and the loads of a residual, which lies as it does."""
+    size, tokens = item_bytes(made.result_dtype), schedule.tokens(made)
+    wide = min(one.last.block, one.n, 512 * one.last.group if one.rows else one.last.block)
+    if one.rows:
+        stores, run = tiles(made.m, 128) * tiles(one.n, wide), wide * size
+    else:
+        stores, run = tiles(made.m, tokens) * tiles(one.n, wide), tokens * size
+    for _ in range(1 + made.residual):
+        tally.store(made.m * one.n * size, stores, run)

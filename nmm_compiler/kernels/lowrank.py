@@ -1,0 +1,3 @@
+"""`LowRankSpec` under its earlier path."""
+
+from nmm_compiler.kernels.linear.specs import LowRankSpec as LowRankSpec

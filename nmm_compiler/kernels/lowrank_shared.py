@@ -1,0 +1,3 @@
+"""`LowRankSharedSpec` under its earlier path."""
+
+from nmm_compiler.kernels.linear.specs import LowRankSharedSpec as LowRankSharedSpec

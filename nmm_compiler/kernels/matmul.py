@@ -1,0 +1,3 @@
+"""`MatmulSpec` under its earlier path."""
+
+from nmm_compiler.kernels.linear.specs import MatmulSpec as MatmulSpec

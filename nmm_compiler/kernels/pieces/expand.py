@@ -1,0 +1,174 @@
+"""Stages `expand` and `combine`: the products that give results, panel by panel of their outputs.
+
+Functions that take `others`, the kernel's operands, are written out where they are called: once for
+each linear. A linear is x w, p v, or both in the same sums.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .loads_and_stores import load_rows, store_tiles
+from .records import Block, Epilogue, Part, Result, Term
+from .sums import load_next, load_panel, make_columns, make_rows
+from .two_cores import own
+
+
+def dense_term(linear, s_sb, source, x_load, core, others) -> Term:
+    """Return the product with the dense weight of a linear."""
+    return Term(
+        s_sb, source, x_load, own(others.get(linear.weight.name), linear.weight.cut, core),
+        linear.weight,
+    )  # fmt: skip
+
+
+def low_rank_term(linear, p_sb, tokens, core, others) -> Term:
+    """Return the product of its p with the second factor of a linear."""
+    return Term(
+        p_sb[0:128, linear.low_rank.tile : linear.low_rank.tile + linear.low_rank.tiles, 0:tokens]
+        if linear.low_rank.r > 0
+        else None,
+        None, "none", own(others.get(linear.low_rank.v.name), linear.low_rank.v.cut, core),
+        linear.low_rank.v,
+    )  # fmt: skip
+
+
+def epilogue_of(linear, scale, bias, gate, gated, spec) -> Epilogue:
+    """Return what stands behind the sums of a linear."""
+    return Epilogue(
+        scale, "token" if linear.normed else spec.scales, bias, linear.bias != "",
+        linear.activation, getattr(nl, linear.op), gate, gated, None, False,
+    )  # fmt: skip
+
+
+def expand(
+    out, residual, dense_panels, low_panels, s_sb, source, x_load, p_sb, linear, scale, bias, m0,
+    tokens, core, spec, schedule, others,
+):  # fmt: skip
+    """Store the result of a linear for a block of tokens; its first panels may be there."""
+    dense = dense_term(linear, s_sb, source, x_load, core, others)
+    low = low_rank_term(linear, p_sb, tokens, core, others)
+    ending = epilogue_of(linear, scale, bias, None, False, spec)
+    for n0 in range(0, linear.n, linear.last.block):
+        columns = min(linear.last.block, linear.n - n0)
+        place = n0 // linear.last.block
+        if linear.weight.k > 0 and linear.n > linear.last.block:
+            load_next(dense_panels, dense, n0, linear.n, Block(m0, tokens))
+        if linear.low_rank.r > 0 and linear.n > linear.last.block:
+            load_next(low_panels, low, n0, linear.n, Block(m0, tokens))
+        if linear.rows:
+            make_rows(
+                Result(out, residual, spec.residual, schedule.own_queue, None, False), dense,
+                dense_panels[place] if linear.weight.k > 0 else [], low,
+                low_panels[place] if linear.low_rank.r > 0 else [], n0, columns,
+                linear.last.group, linear.last.down, Block(m0, tokens), ending,
+            )  # fmt: skip
+        else:
+            y_sb = nl.ndarray(
+                (128, (columns + 127) // 128, tokens), dtype=out.dtype, buffer=nl.sbuf
+            )
+            if spec.residual:
+                added = nl.ndarray(y_sb.shape, dtype=out.dtype, buffer=nl.sbuf)
+                load_rows(
+                    added, 0, Part(residual, n0, columns, m0, tokens), "strided_rows", columns
+                )
+            make_columns(
+                y_sb, dense, dense_panels[place] if linear.weight.k > 0 else [], low,
+                low_panels[place] if linear.low_rank.r > 0 else [], n0, columns,
+                linear.last.group, Block(m0, tokens), ending,
+            )  # fmt: skip
+            if spec.residual:
+                add_tiles(y_sb, added, columns)
+            store_tiles(out, y_sb, schedule.own_queue, n0, columns, m0, tokens)
+
+
+def add_tiles(dst, more, rows):
+    """Add to a strip of so many rows, in tiles of 128, another one."""
+    tiles = rows // 128
+    rest = rows % 128
+    columns = dst.shape[2]
+    if tiles > 0:
+        part = dst[0:128, 0:tiles, 0:columns]
+        nisa.tensor_tensor(dst=part, data1=part, data2=more[0:128, 0:tiles, 0:columns], op=nl.add)
+    if rest > 0:
+        part = dst[0:rest, tiles, 0:columns]
+        nisa.tensor_tensor(dst=part, data1=part, data2=more[0:rest, tiles, 0:columns], op=nl.add)
+
+
+def combine(
+    out, h_sb, s_sb, source, x_load, p_sb, gate, up, gate_scale, up_scale, gate_bias, up_bias, m0,
+    tokens, core, spec, schedule, others,
+):  # fmt: skip
+    """Compute h = gate up for a block of tokens: stored, or h^T kept in a strip.
+
+    The gate's sum leaves PSUM through its activation, the other through the multiplication.
+    """
+    gate_dense = dense_term(gate, s_sb, source, x_load, core, others)
+    gate_low = low_rank_term(gate, p_sb, tokens, core, others)
+    gating = epilogue_of(gate, gate_scale, gate_bias, None, False, spec)
+    up_dense = dense_term(up, s_sb, source, "none", core, others)
+    up_low = low_rank_term(up, p_sb, tokens, core, others)
+    gate_panels = []
+    gate_low_panels = []
+    if gate.weight.k > 0:
+        gate_panels.append(
+            load_panel(gate_dense, 0, min(gate.n, gate.last.block), Block(m0, tokens))
+        )
+    if gate.low_rank.r > 0:
+        gate_low_panels.append(
+            load_panel(gate_low, 0, min(gate.n, gate.last.block), Block(m0, tokens))
+        )
+    up_panels = []
+    up_low_panels = []
+    if up.weight.k > 0:
+        up_panels.append(load_panel(up_dense, 0, min(up.n, up.last.block), Block(m0, tokens)))
+    if up.low_rank.r > 0:
+        up_low_panels.append(load_panel(up_low, 0, min(up.n, up.last.block), Block(m0, tokens)))
+    for n0 in range(0, up.n, up.last.block):
+        columns = min(up.last.block, up.n - n0)
+        place = n0 // up.last.block
+        if gate.weight.k > 0 and gate.n > gate.last.block:
+            load_next(gate_panels, gate_dense, n0, gate.n, Block(m0, tokens))
+        if gate.low_rank.r > 0 and gate.n > gate.last.block:
+            load_next(gate_low_panels, gate_low, n0, gate.n, Block(m0, tokens))
+        if up.weight.k > 0 and up.n > up.last.block:
+            load_next(up_panels, up_dense, n0, up.n, Block(m0, tokens))
+        if up.low_rank.r > 0 and up.n > up.last.block:
+            load_next(up_low_panels, up_low, n0, up.n, Block(m0, tokens))
+        if up.rows:
+            active = nl.ndarray(
+                (128, (tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf
+            )
+            make_rows(
+                Result(None, None, False, schedule.own_queue, active, True), gate_dense,
+                gate_panels[place] if gate.weight.k > 0 else [], gate_low,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], n0, columns, gate.last.group,
+                gate.last.down, Block(m0, tokens), gating,
+            )  # fmt: skip
+            gated = epilogue_of(up, up_scale, up_bias, active, True, spec)
+            make_rows(
+                Result(out, None, False, schedule.own_queue, None, False), up_dense,
+                up_panels[place] if up.weight.k > 0 else [], up_low,
+                up_low_panels[place] if up.low_rank.r > 0 else [], n0, columns, up.last.group,
+                up.last.down, Block(m0, tokens), gated,
+            )  # fmt: skip
+        else:
+            active = nl.ndarray(
+                (128, (columns + 127) // 128, tokens), dtype=nl.float32, buffer=nl.sbuf
+            )
+            make_columns(
+                active, gate_dense, gate_panels[place] if gate.weight.k > 0 else [], gate_low,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], n0,
+                columns, gate.last.group, Block(m0, tokens), gating,
+            )  # fmt: skip
+            if spec.down.n > 0:
+                y_sb = h_sb[0:128, n0 // 128 : n0 // 128 + (columns + 127) // 128, 0:tokens]
+            else:
+                y_sb = nl.ndarray(active.shape, dtype=out.dtype, buffer=nl.sbuf)
+            gated = epilogue_of(up, up_scale, up_bias, active, True, spec)
+            make_columns(
+                y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
+                up_low_panels[place] if up.low_rank.r > 0 else [], n0, columns,
+                up.last.group, Block(m0, tokens), gated,
+            )  # fmt: skip
+            if spec.down.n == 0:
+                store_tiles(out, y_sb, schedule.own_queue, n0, columns, m0, tokens)

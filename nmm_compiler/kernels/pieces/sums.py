@@ -1,0 +1,225 @@
+"""Sums of products in PSUM, of a block of tokens: weights stationary, or tokens.
+
+A weight arrives in panels of outputs, and a panel in chunks of the contraction. Each chunk has a
+tile of its own, so that its last read frees its memory; the first sums of a panel load it.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .loads_and_stores import finish_columns, finish_rows, load, store
+from .records import Block, Epilogue, Panel, Part, Patch, Result, Term
+
+
+def load_chunk(term: Term, k0, n0, columns):
+    """Return a chunk of a panel of the weight, loaded."""
+    rows = min(term.plan.chunk, term.plan.k - k0)
+    aligned = term.plan.double_row or term.plan.load == "dma"
+    pitch = (columns + 15) // 16 * 16 if aligned else columns
+    tile = nl.ndarray((128, (rows + 127) // 128, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
+    part = Part(term.weight, k0, rows, n0, columns)
+    load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k)
+    return tile
+
+
+def load_left(term: Term, k0, at: Block):
+    """Load a chunk of the left factor from HBM into its strip."""
+    rows = min(term.plan.chunk, term.plan.k - k0)
+    part = Part(term.source, k0, rows, at.m0, at.tokens)
+    load(term.strip, k0 // 128, part, term.x_load, term.plan.order, term.plan.k)
+
+
+def load_panel(term: Term, n0, columns, at: Block):
+    """Return the chunks of a panel of the weight, loaded if it is loaded ahead, else none yet."""
+    tiles = []
+    if term.plan.ahead:
+        for k0 in range(0, term.plan.k, term.plan.chunk):
+            if n0 == 0 and term.x_load != "none":
+                load_left(term, k0, at)
+            tiles.append(load_chunk(term, k0, n0, columns))
+    return tiles
+
+
+def load_next(panels, term: Term, n0, n, at: Block):
+    """Load the panel behind the one from n0 on, if there is one."""
+    following = n0 + term.plan.block
+    if following < n:
+        panels.append(load_panel(term, following, min(term.plan.block, n - following), at))
+
+
+def make_columns(
+    dst, first: Term, first_tiles, second: Term, second_tiles, n0, columns, group, at: Block,
+    epilogue: Epilogue,
+):  # fmt: skip
+    """Compute a panel of y^T into dst, [128, tiles, tokens]: outputs on the partitions."""
+    m_tiles = (at.tokens + 511) // 512
+    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
+    n_tiles = (columns + 127) // 128
+    for n1 in range(0, n_tiles, group):
+        count = min(group, n_tiles - n1)
+        sums = []
+        for _ in range(count * m_tiles):
+            sums.append(nl.ndarray((128, min(512, at.tokens)), dtype=nl.float32, buffer=nl.psum))
+        if first.plan.k > 0:
+            sum_columns(sums, first_tiles, first, Panel(n0, columns, n1, count), at, False)
+        if second.plan.k > 0:
+            sum_columns(
+                sums, second_tiles, second, Panel(n0, columns, n1, count), at, first.plan.k > 0
+            )
+        for i in range(count):
+            width = min(128, columns - 128 * (n1 + i))
+            for mt in range(m_tiles):
+                ms = m_step * mt
+                mw = min(m_step, at.tokens - ms)
+                finish_columns(
+                    dst[0:width, n1 + i, ms : ms + mw], sums[i * m_tiles + mt][0:width, 0:mw],
+                    epilogue, n0 // 128 + n1 + i, n1 + i, ms, i + mt,
+                )  # fmt: skip
+
+
+def sum_columns(sums, tiles, term: Term, panel: Panel, at: Block, begun):
+    """Add (s w)^T of a group of tiles of outputs to its sums; weights stationary, tokens moving."""
+    for k0 in range(0, term.plan.k, term.plan.chunk):
+        rows = min(term.plan.chunk, term.plan.k - k0)
+        if panel.first == 0 and not term.plan.ahead:
+            if panel.n0 == 0 and term.x_load != "none":
+                load_left(term, k0, at)
+            tiles.append(load_chunk(term, k0, panel.n0, panel.columns))
+        w_sb = tiles[k0 // term.plan.chunk]
+        pairs = rows // 256 if term.plan.double_row else 0
+        for pair in range(pairs):
+            add_columns(sums, w_sb, 2 * pair, 2, 128, term, k0 // 128, panel, at.tokens, begun)
+        for kt in range(2 * pairs, (rows + 127) // 128):
+            add_columns(
+                sums, w_sb, kt, 1, min(128, rows - 128 * kt), term, k0 // 128, panel, at.tokens,
+                begun,
+            )  # fmt: skip
+
+
+def add_columns(sums, w_sb, kt, deep, rows, term: Term, tile, panel: Panel, tokens, begun):
+    """Add the products of a step of the contraction to the sums of a group."""
+    m_tiles = (tokens + 511) // 512
+    m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
+    for i in range(panel.count):
+        first = 128 * (panel.first + i)
+        width = min(128, panel.columns - first)
+        for mt in range(m_tiles):
+            ms = m_step * mt
+            mw = min(m_step, tokens - ms)
+            if deep == 2:
+                nisa.nc_matmul(
+                    dst=sums[i * m_tiles + mt][0:width, 0:mw],
+                    stationary=w_sb[0:128, kt : kt + 2, first : first + width],
+                    moving=term.strip[0:128, tile + kt : tile + kt + 2, ms : ms + mw],
+                    accumulate=begun or tile + kt > 0,
+                    perf_mode=nisa.matmul_perf_mode.double_row,
+                )
+            else:
+                nisa.nc_matmul(
+                    dst=sums[i * m_tiles + mt][0:width, 0:mw],
+                    stationary=w_sb[0:rows, kt, first : first + width],
+                    moving=term.strip[0:rows, tile + kt, ms : ms + mw],
+                    accumulate=begun or tile + kt > 0,
+                )
+
+
+def make_rows(
+    result: Result, first: Term, first_tiles, second: Term, second_tiles, n0, columns, group, down,
+    at: Block, epilogue: Epilogue,
+):  # fmt: skip
+    """Compute a panel of y: tokens on the partitions, several tiles each way at a time.
+
+    Each chunk that arrives has work for all sums of a patch.
+    """
+    m_tiles = (at.tokens + 127) // 128
+    for top in range(0, m_tiles, down):
+        height = min(down, m_tiles - top)
+        for left in range(0, columns, 512 * group):
+            width = min(512 * group, columns - left)
+            patch = Patch(n0, columns, top, height, left, width)
+            across = (width + 511) // 512
+            residuals = []
+            if result.has_residual:
+                for a in range(height):
+                    residuals.append(load_residual(result, patch, a, at))
+            sums = []
+            for _ in range(height * across):
+                sums.append(
+                    nl.ndarray(
+                        (min(128, at.tokens), min(512, columns)), dtype=nl.float32, buffer=nl.psum
+                    )
+                )
+            if first.plan.k > 0:
+                sum_rows(sums, first_tiles, first, patch, at, False)
+            if second.plan.k > 0:
+                sum_rows(sums, second_tiles, second, patch, at, first.plan.k > 0)
+            for a in range(height):
+                ms = 128 * (top + a)
+                mw = min(128, at.tokens - ms)
+                if result.kept:
+                    y_sb = result.strip[0:mw, top + a, left : left + width]
+                else:
+                    y_sb = nl.ndarray((mw, width), dtype=result.out.dtype, buffer=nl.sbuf)
+                for b in range(across):
+                    ns = 512 * b
+                    nw = min(512, width - ns)
+                    finish_rows(
+                        y_sb[0:mw, ns : ns + nw], sums[a * across + b][0:mw, 0:nw], epilogue,
+                        n0 + left + ns, left + ns, top + a, a + b,
+                    )  # fmt: skip
+                if result.has_residual:
+                    nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=residuals[a], op=nl.add)
+                if not result.kept:
+                    rows = result.out[at.m0 + ms : at.m0 + ms + mw, n0 + left : n0 + left + width]
+                    store(rows, y_sb, result.own_queue)
+
+
+def load_residual(result: Result, patch: Patch, a, at: Block):
+    """Return the residual of a tile of tokens of a patch, loaded before the patch's weights."""
+    ms = 128 * (patch.top + a)
+    mw = min(128, at.tokens - ms)
+    first = patch.n0 + patch.left
+    tile = nl.ndarray((mw, patch.width), dtype=result.out.dtype, buffer=nl.sbuf)
+    rows = result.residual[at.m0 + ms : at.m0 + ms + mw, first : first + patch.width]
+    nisa.dma_copy(dst=tile, src=rows)
+    return tile
+
+
+def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
+    """Add s w of a patch to its sums; tokens stationary, weights moving.
+
+    One sum takes all of a chunk, then the next does: the first leaves PSUM before the last is done.
+    """
+    across = (patch.width + 511) // 512
+    for k0 in range(0, term.plan.k, term.plan.chunk):
+        rows = min(term.plan.chunk, term.plan.k - k0)
+        if patch.top + patch.left == 0 and not term.plan.ahead:
+            if patch.n0 == 0 and term.x_load != "none":
+                load_left(term, k0, at)
+            tiles.append(load_chunk(term, k0, patch.n0, patch.columns))
+        w_sb = tiles[k0 // term.plan.chunk]
+        tile = k0 // 128
+        pairs = rows // 256 if term.plan.double_row else 0
+        for a in range(patch.height):
+            ms = 128 * (patch.top + a)
+            mw = min(128, at.tokens - ms)
+            for b in range(across):
+                ns = patch.left + 512 * b
+                nw = min(512, patch.left + patch.width - ns)
+                for pair in range(pairs):
+                    kt = 2 * pair
+                    nisa.nc_matmul(
+                        dst=sums[a * across + b][0:mw, 0:nw],
+                        stationary=term.strip[0:128, tile + kt : tile + kt + 2, ms : ms + mw],
+                        moving=w_sb[0:128, kt : kt + 2, ns : ns + nw],
+                        accumulate=begun or tile + kt > 0,
+                        perf_mode=nisa.matmul_perf_mode.double_row,
+                    )
+                for kt in range(2 * pairs, (rows + 127) // 128):
+                    kp = min(128, rows - 128 * kt)
+                    nisa.nc_matmul(
+                        dst=sums[a * across + b][0:mw, 0:nw],
+                        stationary=term.strip[0:kp, tile + kt, ms : ms + mw],
+                        moving=w_sb[0:kp, kt, ns : ns + nw],
+                        accumulate=begun or tile + kt > 0,
+                    )
