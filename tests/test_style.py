@@ -34,10 +34,6 @@ MANY_PARAMETERS = {
     "cli/plan.py": {"plan"},
     "kernels/attention/op.py": {"attention"},
     "ops/gated_mlp.py": {"gated_mlp_up", "gated_mlp"},
-    "kernels/linear/kernel.py": {"compute_block"},  # stages take what is in SBUF
-    "kernels/pieces/expand.py": {"combine", "expand"},
-    "kernels/pieces/project.py": {"project"},
-    "kernels/pieces/sums.py": {"add_columns", "make_columns", "make_rows"},
     "ops/lowrank.py": {"lowrank_matmul"},
     "ops/lowrank_shared.py": {"lowrank_matmul_shared_x", "lowrank_matmul_shared_u"},
     "prediction/model_kernels.py": {"model_kernels"},

@@ -14,11 +14,11 @@ import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.between_ranks import sum_results
-from ..pieces.expand import combine, dense_term, expand, low_rank_term
+from ..pieces.expand import combine, dense_term, epilogue_of, expand, low_rank_term
 from ..pieces.loads_and_stores import position, split
 from ..pieces.norms import inverse_roots, load_normed, new_squares, norm_of_x
 from ..pieces.project import project
-from ..pieces.records import Block
+from ..pieces.records import Block, Ends, Left, Loaded, Norm, Result
 from ..pieces.scales_and_biases import bias_columns, product_scales, spread_bias, times
 from ..pieces.sums import load_panel
 from ..pieces.two_cores import exchange, own
@@ -100,6 +100,7 @@ def linear(x, spec, schedule, **others):
                 times(p_scale[factors.place], factors.scale)
         else:
             p_scale.append(None)
+    ends = Ends(scale_sb, bias_sb, p_scale, p_bias, None)
     norm = norm_of_x(others.get("norm_gain"), others.get("norm_bias"), spec.k, spec, schedule.order)
 
     first = 0
@@ -126,115 +127,107 @@ def linear(x, spec, schedule, **others):
                 more_part = more_blocks.select(0 if spec.results[0].rows else 1, at)
             else:
                 more_part = None
-            compute_block(
-                y_part, more_part, x_part, bias_sb, scale_sb, p_bias, p_scale, norm, 0,
-                schedule.m_block, core, spec, schedule, others,
-            )  # fmt: skip
+            turn = Block(0, schedule.m_block, core)
+            compute_block(y_part, more_part, x_part, ends, norm, turn, spec, schedule, others)
 
         # the loop variable is a register because its bound is one
         nl.fori_loop(0, nisa.register_alloc(blocks), body)
     for m0 in range(first, spec.m, schedule.m_block):
-        tokens = min(schedule.m_block, spec.m - m0)
-        compute_block(
-            part, more, x, bias_sb, scale_sb, p_bias, p_scale, norm, m0, tokens, core, spec,
-            schedule, others,
-        )  # fmt: skip
+        at = Block(m0, min(schedule.m_block, spec.m - m0), core)
+        compute_block(part, more, x, ends, norm, at, spec, schedule, others)
     if spec.tp_axis == "rank":
         sum_results(own(out[0], spec.results[0].cut, core), part[0], spec.tp)
     return out[0] if len(spec.results) == 1 else tuple(out)
 
 
 def compute_block(
-    out, residual, x, bias, scale, p_bias, p_scale, norm, m0, tokens, core, spec, schedule, others
+    out, residual, x, ends: Ends, norm: Norm, at: Block, spec, schedule, others
 ):  # fmt: skip
     """Compute a block of tokens."""
     p_type = getattr(nl, spec.kept_dtype) if spec.fp8 else x.dtype
-    x_pitch = (tokens + 15) // 16 * 16 if spec.x_aligned else tokens
+    x_pitch = (at.tokens + 15) // 16 * 16 if spec.x_aligned else at.tokens
     x_sb = nl.ndarray((128, (spec.k + 127) // 128, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     if spec.x_chunk > 0:
-        load_normed(x_sb, x, spec.x_load, spec.x_chunk, Block(m0, tokens), spec.k, norm)
+        load_normed(x_sb, x, spec.x_load, spec.x_chunk, at, spec.k, norm)
     squares = []
     for each in spec.pairs:
         if each.gain != "":
-            squares.append(new_squares(each.u.n, tokens))
+            squares.append(new_squares(each.u.n, at.tokens))
         else:
             squares.append(None)
+    around = Ends(ends.scale, ends.bias, ends.p_scale, ends.p_bias, squares)
     if spec.p_tiles > 0:
         # p^T = (x u)^T of every pair of factors, one after another in tiles of the rank
-        p_sb = nl.ndarray((128, spec.p_tiles, tokens), dtype=p_type, buffer=nl.sbuf)
-        project(
-            p_sb, x_sb, x, spec.x_later, spec.factors, spec.exchanges_p, spec.tp_axis == "rows",
-            spec.plain_p, p_scale, p_bias, squares, m0, tokens, core, spec, others,
-        )  # fmt: skip
+        p_sb = nl.ndarray((128, spec.p_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
+        x_first = Left(x_sb, x, spec.x_later)
+        project(p_sb, x_first, spec.of_x_stage, around, at, spec, others)
     else:
         p_sb = None
-    x_left = spec.x_later if spec.p_tiles == 0 else "none"
+    x_left = Left(x_sb, x, spec.x_later if spec.p_tiles == 0 else "none")
     if spec.combine != "":
         if spec.exchanges_h:
             # both halves of h^T; this core makes its own
-            h_all = nl.ndarray((128, 2 * spec.h_tiles, tokens), dtype=p_type, buffer=nl.sbuf)
-            h_sb = h_all[0:128, core * spec.h_tiles : core * spec.h_tiles + spec.h_tiles, 0:tokens]
+            h_all = nl.ndarray((128, 2 * spec.h_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
+            mine = at.core * spec.h_tiles
+            h_sb = h_all[0:128, mine : mine + spec.h_tiles, 0 : at.tokens]
         elif spec.down.n > 0:
-            h_sb = nl.ndarray((128, spec.h_tiles, tokens), dtype=p_type, buffer=nl.sbuf)
+            h_sb = nl.ndarray((128, spec.h_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
         else:
             h_sb = None
-        combine(
-            out[0], h_sb, x_sb, x, x_left, p_sb, spec.linears[0], spec.linears[1], scale[0],
-            scale[1], bias[0], bias[1], m0, tokens, core, spec, schedule, others,
-        )  # fmt: skip
+        h_result = Result(out[0], None, False, schedule.own_queue, h_sb, spec.down.n > 0)
+        combine(h_result, x_left, p_sb, spec.linears[0], spec.linears[1], around, at, spec, others)
         if spec.exchanges_h:
-            other = spec.h_tiles - core * spec.h_tiles
-            exchange(h_all[0:128, other : other + spec.h_tiles, 0:tokens], h_sb, core)
-        h_left = h_all if spec.exchanges_h else h_sb
+            other = spec.h_tiles - at.core * spec.h_tiles
+            exchange(h_all[0:128, other : other + spec.h_tiles, 0 : at.tokens], h_sb, at.core)
+        h_strip = h_all if spec.exchanges_h else h_sb
     else:
         panels = []
         low_panels = []
         for one in spec.linears:
-            from_x = dense_term(
-                one, x_sb, x, x_left if one.place == 0 else "none", core, others
-            )  # fmt: skip
-            from_p = low_rank_term(one, p_sb, tokens, core, others)
+            x_of = Left(x_sb, x, x_left.how if one.place == 0 else "none")
+            from_x = dense_term(one, x_of, at, others)
+            from_p = low_rank_term(one, p_sb, at, others)
             wide = min(one.n, one.last.block)
             panels.append([])
             low_panels.append([])
             if one.weight.k > 0:
-                panels[one.place].append(load_panel(from_x, 0, wide, Block(m0, tokens)))
+                panels[one.place].append(load_panel(from_x, 0, wide, at))
             if one.low_rank.r > 0:
-                low_panels[one.place].append(load_panel(from_p, 0, wide, Block(m0, tokens)))
+                low_panels[one.place].append(load_panel(from_p, 0, wide, at))
         for one in spec.linears:
             if one.normed:
                 factor = inverse_roots(
-                    squares[one.low_rank.place], one.low_rank.r, tokens, one.low_rank.eps,
+                    squares[one.low_rank.place], one.low_rank.r, at.tokens, one.low_rank.eps,
                     not one.rows,
                 )  # fmt: skip
             else:
-                factor = scale[one.place]
-            expand(
-                out[one.place], residual, panels[one.place], low_panels[one.place], x_sb, x,
-                x_left if one.place == 0 else "none", p_sb, one,
-                factor, bias[one.place], m0, tokens, core, spec, schedule, others,
-            )  # fmt: skip
+                factor = ends.scale[one.place]
+            ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
+            x_of = Left(x_sb, x, x_left.how if one.place == 0 else "none")
+            result = Result(
+                out[one.place], residual, spec.residual, schedule.own_queue, None, False
+            )
+            ahead = Loaded(panels[one.place], low_panels[one.place])
+            expand(result, ahead, x_of, p_sb, one, ending, at, spec, others)
     if spec.down.n > 0:
+        h_left = Left(h_strip, None, "none")
         if spec.down.low_rank.r > 0:
             down_sb = nl.ndarray(
-                (128, spec.down.low_rank.tiles, tokens), dtype=p_type, buffer=nl.sbuf
+                (128, spec.down.low_rank.tiles, at.tokens), dtype=p_type, buffer=nl.sbuf
             )
-            project(
-                down_sb, h_left, None, "none", spec.down_pairs, spec.exchanges_down, False,
-                spec.plain_down, p_scale, p_bias, squares, m0, tokens, core, spec, others,
-            )  # fmt: skip
+            project(down_sb, h_left, spec.of_h_stage, around, at, spec, others)
         else:
             down_sb = None
-        from_h = dense_term(spec.down, h_left, None, "none", core, others)
-        from_q = low_rank_term(spec.down, down_sb, tokens, core, others)
+        from_h = dense_term(spec.down, h_left, at, others)
+        from_q = low_rank_term(spec.down, down_sb, at, others)
         h_panels = []
         q_panels = []
         last_wide = min(spec.down.n, spec.down.last.block)
         if spec.down.low_rank.r > 0:
-            q_panels.append(load_panel(from_q, 0, last_wide, Block(m0, tokens)))
+            q_panels.append(load_panel(from_q, 0, last_wide, at))
         else:
-            h_panels.append(load_panel(from_h, 0, last_wide, Block(m0, tokens)))
-        expand(
-            out[0], residual, h_panels, q_panels, h_left, None, "none", down_sb, spec.down,
-            scale[2], bias[2], m0, tokens, core, spec, schedule, others,
-        )  # fmt: skip
+            h_panels.append(load_panel(from_h, 0, last_wide, at))
+        last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
+        y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
+        behind = Loaded(h_panels, q_panels)
+        expand(y_result, behind, h_left, down_sb, spec.down, last, at, spec, others)

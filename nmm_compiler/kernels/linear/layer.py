@@ -147,6 +147,24 @@ class Linear(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage(Record):
+    """First factors that multiply one left factor.
+
+    cores, ranks: whether these sum over a part of it each. plain: nothing stands behind the sums.
+    """
+
+    pairs: tuple[LowRank, ...]
+    cores: bool
+    ranks: bool
+    plain: bool
+
+    @property
+    def shared(self) -> bool:
+        """Whether sums are of a part of the left factor."""
+        return self.cores or self.ranks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(Record):
     """The linears of one x, and what becomes of their results.
 
@@ -239,15 +257,18 @@ class Layer(Record):
         """The rank of the only pair of factors, where ranks sum its p."""
         return self.factors[0].r if self.factors else 0
 
-    @property
-    def plain_p(self) -> bool:
-        """Whether nothing stands between the factors of any pair."""
-        return not any(pair.shaped or pair.scales for pair in self.factors)
+    @functools.cached_property
+    def of_x_stage(self) -> Stage:
+        """The first factors that multiply x."""
+        plain = not any(pair.shaped or pair.scales for pair in self.factors)
+        ranks = self.tp_axis == "rows"
+        return Stage(pairs=self.factors, cores=self.exchanges_p, ranks=ranks, plain=plain)
 
-    @property
-    def plain_down(self) -> bool:
-        """Whether nothing multiplies h u."""
-        return not self.fp8
+    @functools.cached_property
+    def of_h_stage(self) -> Stage:
+        """The first factor that multiplies h."""
+        cores = self.exchanges_down
+        return Stage(pairs=self.down_pairs, cores=cores, ranks=False, plain=not self.fp8)
 
     @property
     def x_later(self) -> str:

@@ -8,26 +8,32 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import load_rows, store_tiles
-from .records import Block, Epilogue, Part, Result, Term
+from .records import Block, Ends, Epilogue, Left, Loaded, Panel, Part, Result, Term
 from .sums import load_next, load_panel, make_columns, make_rows
 from .two_cores import own
 
 
-def dense_term(linear, s_sb, source, x_load, core, others) -> Term:
+def dense_term(linear, left: Left, at: Block, others) -> Term:
     """Return the product with the dense weight of a linear."""
     return Term(
-        s_sb, source, x_load, own(others.get(linear.weight.name), linear.weight.cut, core),
-        linear.weight,
-    )  # fmt: skip
+        left, own(others.get(linear.weight.name), linear.weight.cut, at.core), linear.weight
+    )
 
 
-def low_rank_term(linear, p_sb, tokens, core, others) -> Term:
+def low_rank_term(linear, p_sb, at: Block, others) -> Term:
     """Return the product of its p with the second factor of a linear."""
     return Term(
-        p_sb[0:128, linear.low_rank.tile : linear.low_rank.tile + linear.low_rank.tiles, 0:tokens]
-        if linear.low_rank.r > 0
-        else None,
-        None, "none", own(others.get(linear.low_rank.v.name), linear.low_rank.v.cut, core),
+        Left(
+            p_sb[
+                0:128,
+                linear.low_rank.tile : linear.low_rank.tile + linear.low_rank.tiles,
+                0 : at.tokens,
+            ]
+            if linear.low_rank.r > 0
+            else None,
+            None, "none",
+        ),
+        own(others.get(linear.low_rank.v.name), linear.low_rank.v.cut, at.core),
         linear.low_rank.v,
     )  # fmt: skip
 
@@ -41,44 +47,42 @@ def epilogue_of(linear, scale, bias, gate, gated, spec) -> Epilogue:
 
 
 def expand(
-    out, residual, dense_panels, low_panels, s_sb, source, x_load, p_sb, linear, scale, bias, m0,
-    tokens, core, spec, schedule, others,
+    result: Result, ahead: Loaded, left: Left, p_sb, linear, ending: Epilogue, at: Block, spec,
+    others,
 ):  # fmt: skip
     """Store the result of a linear for a block of tokens; its first panels may be there."""
-    dense = dense_term(linear, s_sb, source, x_load, core, others)
-    low = low_rank_term(linear, p_sb, tokens, core, others)
-    ending = epilogue_of(linear, scale, bias, None, False, spec)
+    dense = dense_term(linear, left, at, others)
+    low = low_rank_term(linear, p_sb, at, others)
     for n0 in range(0, linear.n, linear.last.block):
         columns = min(linear.last.block, linear.n - n0)
         place = n0 // linear.last.block
         if linear.weight.k > 0 and linear.n > linear.last.block:
-            load_next(dense_panels, dense, n0, linear.n, Block(m0, tokens))
+            load_next(ahead.dense, dense, n0, linear.n, at)
         if linear.low_rank.r > 0 and linear.n > linear.last.block:
-            load_next(low_panels, low, n0, linear.n, Block(m0, tokens))
+            load_next(ahead.low, low, n0, linear.n, at)
+        panel = Panel(n0, columns, linear.last.group, linear.last.down)
         if linear.rows:
             make_rows(
-                Result(out, residual, spec.residual, schedule.own_queue, None, False), dense,
-                dense_panels[place] if linear.weight.k > 0 else [], low,
-                low_panels[place] if linear.low_rank.r > 0 else [], n0, columns,
-                linear.last.group, linear.last.down, Block(m0, tokens), ending,
+                result, dense, ahead.dense[place] if linear.weight.k > 0 else [], low,
+                ahead.low[place] if linear.low_rank.r > 0 else [], panel, at, ending,
             )  # fmt: skip
         else:
             y_sb = nl.ndarray(
-                (128, (columns + 127) // 128, tokens), dtype=out.dtype, buffer=nl.sbuf
+                (128, (columns + 127) // 128, at.tokens), dtype=result.out.dtype, buffer=nl.sbuf
             )
             if spec.residual:
-                added = nl.ndarray(y_sb.shape, dtype=out.dtype, buffer=nl.sbuf)
+                added = nl.ndarray(y_sb.shape, dtype=result.out.dtype, buffer=nl.sbuf)
                 load_rows(
-                    added, 0, Part(residual, n0, columns, m0, tokens), "strided_rows", columns
-                )
+                    added, 0, Part(result.residual, n0, columns, at.m0, at.tokens),
+                    "strided_rows", columns,
+                )  # fmt: skip
             make_columns(
-                y_sb, dense, dense_panels[place] if linear.weight.k > 0 else [], low,
-                low_panels[place] if linear.low_rank.r > 0 else [], n0, columns,
-                linear.last.group, Block(m0, tokens), ending,
+                y_sb, dense, ahead.dense[place] if linear.weight.k > 0 else [], low,
+                ahead.low[place] if linear.low_rank.r > 0 else [], panel, at, ending,
             )  # fmt: skip
             if spec.residual:
                 add_tiles(y_sb, added, columns)
-            store_tiles(out, y_sb, schedule.own_queue, n0, columns, m0, tokens)
+            store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)
 
 
 def add_tiles(dst, more, rows):
@@ -95,80 +99,76 @@ def add_tiles(dst, more, rows):
 
 
 def combine(
-    out, h_sb, s_sb, source, x_load, p_sb, gate, up, gate_scale, up_scale, gate_bias, up_bias, m0,
-    tokens, core, spec, schedule, others,
+    result: Result, left: Left, p_sb, gate, up, ends: Ends, at: Block, spec, others
 ):  # fmt: skip
     """Compute h = gate up for a block of tokens: stored, or h^T kept in a strip.
 
     The gate's sum leaves PSUM through its activation, the other through the multiplication.
     """
-    gate_dense = dense_term(gate, s_sb, source, x_load, core, others)
-    gate_low = low_rank_term(gate, p_sb, tokens, core, others)
-    gating = epilogue_of(gate, gate_scale, gate_bias, None, False, spec)
-    up_dense = dense_term(up, s_sb, source, "none", core, others)
-    up_low = low_rank_term(up, p_sb, tokens, core, others)
+    gate_dense = dense_term(gate, left, at, others)
+    gate_low = low_rank_term(gate, p_sb, at, others)
+    gating = epilogue_of(gate, ends.scale[0], ends.bias[0], None, False, spec)
+    loaded = Left(left.strip, left.source, "none")  # the gate's product has loaded x
+    up_dense = dense_term(up, loaded, at, others)
+    up_low = low_rank_term(up, p_sb, at, others)
     gate_panels = []
     gate_low_panels = []
     if gate.weight.k > 0:
-        gate_panels.append(
-            load_panel(gate_dense, 0, min(gate.n, gate.last.block), Block(m0, tokens))
-        )
+        gate_panels.append(load_panel(gate_dense, 0, min(gate.n, gate.last.block), at))
     if gate.low_rank.r > 0:
-        gate_low_panels.append(
-            load_panel(gate_low, 0, min(gate.n, gate.last.block), Block(m0, tokens))
-        )
+        gate_low_panels.append(load_panel(gate_low, 0, min(gate.n, gate.last.block), at))
     up_panels = []
     up_low_panels = []
     if up.weight.k > 0:
-        up_panels.append(load_panel(up_dense, 0, min(up.n, up.last.block), Block(m0, tokens)))
+        up_panels.append(load_panel(up_dense, 0, min(up.n, up.last.block), at))
     if up.low_rank.r > 0:
-        up_low_panels.append(load_panel(up_low, 0, min(up.n, up.last.block), Block(m0, tokens)))
+        up_low_panels.append(load_panel(up_low, 0, min(up.n, up.last.block), at))
     for n0 in range(0, up.n, up.last.block):
         columns = min(up.last.block, up.n - n0)
         place = n0 // up.last.block
         if gate.weight.k > 0 and gate.n > gate.last.block:
-            load_next(gate_panels, gate_dense, n0, gate.n, Block(m0, tokens))
+            load_next(gate_panels, gate_dense, n0, gate.n, at)
         if gate.low_rank.r > 0 and gate.n > gate.last.block:
-            load_next(gate_low_panels, gate_low, n0, gate.n, Block(m0, tokens))
+            load_next(gate_low_panels, gate_low, n0, gate.n, at)
         if up.weight.k > 0 and up.n > up.last.block:
-            load_next(up_panels, up_dense, n0, up.n, Block(m0, tokens))
+            load_next(up_panels, up_dense, n0, up.n, at)
         if up.low_rank.r > 0 and up.n > up.last.block:
-            load_next(up_low_panels, up_low, n0, up.n, Block(m0, tokens))
+            load_next(up_low_panels, up_low, n0, up.n, at)
+        gate_panel = Panel(n0, columns, gate.last.group, gate.last.down)
+        up_panel = Panel(n0, columns, up.last.group, up.last.down)
         if up.rows:
             active = nl.ndarray(
-                (128, (tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf
+                (128, (at.tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf
             )
             make_rows(
-                Result(None, None, False, schedule.own_queue, active, True), gate_dense,
+                Result(None, None, False, result.own_queue, active, True), gate_dense,
                 gate_panels[place] if gate.weight.k > 0 else [], gate_low,
-                gate_low_panels[place] if gate.low_rank.r > 0 else [], n0, columns, gate.last.group,
-                gate.last.down, Block(m0, tokens), gating,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
             )  # fmt: skip
-            gated = epilogue_of(up, up_scale, up_bias, active, True, spec)
+            gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
             make_rows(
-                Result(out, None, False, schedule.own_queue, None, False), up_dense,
+                Result(result.out, None, False, result.own_queue, None, False), up_dense,
                 up_panels[place] if up.weight.k > 0 else [], up_low,
-                up_low_panels[place] if up.low_rank.r > 0 else [], n0, columns, up.last.group,
-                up.last.down, Block(m0, tokens), gated,
+                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
             )  # fmt: skip
         else:
             active = nl.ndarray(
-                (128, (columns + 127) // 128, tokens), dtype=nl.float32, buffer=nl.sbuf
+                (128, (columns + 127) // 128, at.tokens), dtype=nl.float32, buffer=nl.sbuf
             )
             make_columns(
                 active, gate_dense, gate_panels[place] if gate.weight.k > 0 else [], gate_low,
-                gate_low_panels[place] if gate.low_rank.r > 0 else [], n0,
-                columns, gate.last.group, Block(m0, tokens), gating,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
             )  # fmt: skip
             if spec.down.n > 0:
-                y_sb = h_sb[0:128, n0 // 128 : n0 // 128 + (columns + 127) // 128, 0:tokens]
+                y_sb = result.strip[
+                    0:128, n0 // 128 : n0 // 128 + (columns + 127) // 128, 0 : at.tokens
+                ]
             else:
-                y_sb = nl.ndarray(active.shape, dtype=out.dtype, buffer=nl.sbuf)
-            gated = epilogue_of(up, up_scale, up_bias, active, True, spec)
+                y_sb = nl.ndarray(active.shape, dtype=result.out.dtype, buffer=nl.sbuf)
+            gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
             make_columns(
                 y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
-                up_low_panels[place] if up.low_rank.r > 0 else [], n0, columns,
-                up.last.group, Block(m0, tokens), gated,
+                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
             )  # fmt: skip
             if spec.down.n == 0:
-                store_tiles(out, y_sb, schedule.own_queue, n0, columns, m0, tokens)
+                store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)

@@ -22,10 +22,21 @@ class Part(nl.NKIObject):
 
 @dataclass
 class Block(nl.NKIObject):
-    """A block of tokens."""
+    """A block of tokens, and which of two cores computes it."""
 
     m0: int
     tokens: int
+    core: int
+
+
+@dataclass
+class Left(nl.NKIObject):
+    """A left factor: a strip, and how the first sums load it from its source, "none" if it is
+    there."""
+
+    strip: object
+    source: object
+    how: str
 
 
 @dataclass
@@ -45,26 +56,52 @@ class Plan(nl.NKIObject):
 
 @dataclass
 class Term(nl.NKIObject):
-    """A product that goes into sums: a strip times a weight in HBM; plan.k is 0 for none.
+    """A product that goes into sums: a strip times a weight in HBM; plan.k is 0 for none."""
 
-    source: the matrix in HBM that the first sums load into the strip, where x_load is not "none".
-    """
-
-    strip: object
-    source: object
-    x_load: str
+    left: Left
     weight: object
     plan: Plan
 
 
 @dataclass
 class Panel(nl.NKIObject):
-    """The outputs n0 to n0 + columns of a product; `count` tiles from `first` on are summed."""
+    """The outputs n0 to n0 + columns of products; group tiles of them, and down tiles of tokens
+    where they lie on the partitions, are summed together."""
+
+    n0: int
+    columns: int
+    group: int
+    down: int
+
+
+@dataclass
+class Loaded(nl.NKIObject):
+    """The panels of the dense weight and of the second factor of a linear that were loaded ahead,
+    each a list."""
+
+    dense: object
+    low: object
+
+
+@dataclass
+class Group(nl.NKIObject):
+    """The outputs of a panel that are summed at a time: `count` tiles from `first` on."""
 
     n0: int
     columns: int
     first: int
     count: int
+
+
+@dataclass
+class Step(nl.NKIObject):
+    """A step of a contraction: tile kt of a chunk, `tile` of the strip, of so many rows; with deep
+    2 that and the next one."""
+
+    kt: int
+    deep: int
+    rows: int
+    tile: int
 
 
 @dataclass
@@ -129,3 +166,17 @@ class Norm(nl.NKIObject):
     has_gain: bool
     has_bias: bool
     order: str
+
+
+@dataclass
+class Ends(nl.NKIObject):
+    """What meets the sums, in SBUF: lists with an element for each linear, or each pair of factors.
+
+    squares: sums of squares of the p of each pair.
+    """
+
+    scale: object
+    bias: object
+    p_scale: object
+    p_bias: object
+    squares: object

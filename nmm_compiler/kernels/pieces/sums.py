@@ -8,7 +8,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import finish_columns, finish_rows, load, store
-from .records import Block, Epilogue, Panel, Part, Patch, Result, Term
+from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
 
 def load_chunk(term: Term, k0, n0, columns):
@@ -25,8 +25,8 @@ def load_chunk(term: Term, k0, n0, columns):
 def load_left(term: Term, k0, at: Block):
     """Load a chunk of the left factor from HBM into its strip."""
     rows = min(term.plan.chunk, term.plan.k - k0)
-    part = Part(term.source, k0, rows, at.m0, at.tokens)
-    load(term.strip, k0 // 128, part, term.x_load, term.plan.order, term.plan.k)
+    part = Part(term.left.source, k0, rows, at.m0, at.tokens)
+    load(term.left.strip, k0 // 128, part, term.left.how, term.plan.order, term.plan.k)
 
 
 def load_panel(term: Term, n0, columns, at: Block):
@@ -34,7 +34,7 @@ def load_panel(term: Term, n0, columns, at: Block):
     tiles = []
     if term.plan.ahead:
         for k0 in range(0, term.plan.k, term.plan.chunk):
-            if n0 == 0 and term.x_load != "none":
+            if n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, n0, columns))
     return tiles
@@ -48,95 +48,93 @@ def load_next(panels, term: Term, n0, n, at: Block):
 
 
 def make_columns(
-    dst, first: Term, first_tiles, second: Term, second_tiles, n0, columns, group, at: Block,
+    dst, first: Term, first_tiles, second: Term, second_tiles, panel: Panel, at: Block,
     epilogue: Epilogue,
 ):  # fmt: skip
     """Compute a panel of y^T into dst, [128, tiles, tokens]: outputs on the partitions."""
     m_tiles = (at.tokens + 511) // 512
     m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
-    n_tiles = (columns + 127) // 128
-    for n1 in range(0, n_tiles, group):
-        count = min(group, n_tiles - n1)
+    n_tiles = (panel.columns + 127) // 128
+    for n1 in range(0, n_tiles, panel.group):
+        count = min(panel.group, n_tiles - n1)
+        part = Group(panel.n0, panel.columns, n1, count)
         sums = []
         for _ in range(count * m_tiles):
             sums.append(nl.ndarray((128, min(512, at.tokens)), dtype=nl.float32, buffer=nl.psum))
         if first.plan.k > 0:
-            sum_columns(sums, first_tiles, first, Panel(n0, columns, n1, count), at, False)
+            sum_columns(sums, first_tiles, first, part, at, False)
         if second.plan.k > 0:
-            sum_columns(
-                sums, second_tiles, second, Panel(n0, columns, n1, count), at, first.plan.k > 0
-            )
+            sum_columns(sums, second_tiles, second, part, at, first.plan.k > 0)
         for i in range(count):
-            width = min(128, columns - 128 * (n1 + i))
+            width = min(128, panel.columns - 128 * (n1 + i))
             for mt in range(m_tiles):
                 ms = m_step * mt
                 mw = min(m_step, at.tokens - ms)
                 finish_columns(
                     dst[0:width, n1 + i, ms : ms + mw], sums[i * m_tiles + mt][0:width, 0:mw],
-                    epilogue, n0 // 128 + n1 + i, n1 + i, ms, i + mt,
+                    epilogue, panel.n0 // 128 + n1 + i, n1 + i, ms, i + mt,
                 )  # fmt: skip
 
 
-def sum_columns(sums, tiles, term: Term, panel: Panel, at: Block, begun):
+def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
     """Add (s w)^T of a group of tiles of outputs to its sums; weights stationary, tokens moving."""
     for k0 in range(0, term.plan.k, term.plan.chunk):
         rows = min(term.plan.chunk, term.plan.k - k0)
-        if panel.first == 0 and not term.plan.ahead:
-            if panel.n0 == 0 and term.x_load != "none":
+        if group.first == 0 and not term.plan.ahead:
+            if group.n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
-            tiles.append(load_chunk(term, k0, panel.n0, panel.columns))
+            tiles.append(load_chunk(term, k0, group.n0, group.columns))
         w_sb = tiles[k0 // term.plan.chunk]
         pairs = rows // 256 if term.plan.double_row else 0
         for pair in range(pairs):
-            add_columns(sums, w_sb, 2 * pair, 2, 128, term, k0 // 128, panel, at.tokens, begun)
+            pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
+            add_columns(sums, w_sb, pair_of, term, group, at.tokens, begun)
         for kt in range(2 * pairs, (rows + 127) // 128):
-            add_columns(
-                sums, w_sb, kt, 1, min(128, rows - 128 * kt), term, k0 // 128, panel, at.tokens,
-                begun,
-            )  # fmt: skip
+            single = Step(kt, 1, min(128, rows - 128 * kt), k0 // 128 + kt)
+            add_columns(sums, w_sb, single, term, group, at.tokens, begun)
 
 
-def add_columns(sums, w_sb, kt, deep, rows, term: Term, tile, panel: Panel, tokens, begun):
+def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun):
     """Add the products of a step of the contraction to the sums of a group."""
     m_tiles = (tokens + 511) // 512
     m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
-    for i in range(panel.count):
-        first = 128 * (panel.first + i)
-        width = min(128, panel.columns - first)
+    for i in range(group.count):
+        first = 128 * (group.first + i)
+        width = min(128, group.columns - first)
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
-            if deep == 2:
+            if step.deep == 2:
                 nisa.nc_matmul(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
-                    stationary=w_sb[0:128, kt : kt + 2, first : first + width],
-                    moving=term.strip[0:128, tile + kt : tile + kt + 2, ms : ms + mw],
-                    accumulate=begun or tile + kt > 0,
+                    stationary=w_sb[0:128, step.kt : step.kt + 2, first : first + width],
+                    moving=term.left.strip[0:128, step.tile : step.tile + 2, ms : ms + mw],
+                    accumulate=begun or step.tile > 0,
                     perf_mode=nisa.matmul_perf_mode.double_row,
                 )
             else:
                 nisa.nc_matmul(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
-                    stationary=w_sb[0:rows, kt, first : first + width],
-                    moving=term.strip[0:rows, tile + kt, ms : ms + mw],
-                    accumulate=begun or tile + kt > 0,
+                    stationary=w_sb[0 : step.rows, step.kt, first : first + width],
+                    moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
+                    accumulate=begun or step.tile > 0,
                 )
 
 
 def make_rows(
-    result: Result, first: Term, first_tiles, second: Term, second_tiles, n0, columns, group, down,
-    at: Block, epilogue: Epilogue,
+    result: Result, first: Term, first_tiles, second: Term, second_tiles, panel: Panel, at: Block,
+    epilogue: Epilogue,
 ):  # fmt: skip
     """Compute a panel of y: tokens on the partitions, several tiles each way at a time.
 
     Each chunk that arrives has work for all sums of a patch.
     """
     m_tiles = (at.tokens + 127) // 128
-    for top in range(0, m_tiles, down):
-        height = min(down, m_tiles - top)
-        for left in range(0, columns, 512 * group):
-            width = min(512 * group, columns - left)
-            patch = Patch(n0, columns, top, height, left, width)
+    for top in range(0, m_tiles, panel.down):
+        height = min(panel.down, m_tiles - top)
+        for left in range(0, panel.columns, 512 * panel.group):
+            width = min(512 * panel.group, panel.columns - left)
+            patch = Patch(panel.n0, panel.columns, top, height, left, width)
             across = (width + 511) // 512
             residuals = []
             if result.has_residual:
@@ -146,7 +144,9 @@ def make_rows(
             for _ in range(height * across):
                 sums.append(
                     nl.ndarray(
-                        (min(128, at.tokens), min(512, columns)), dtype=nl.float32, buffer=nl.psum
+                        (min(128, at.tokens), min(512, panel.columns)),
+                        dtype=nl.float32,
+                        buffer=nl.psum,
                     )
                 )
             if first.plan.k > 0:
@@ -165,12 +165,13 @@ def make_rows(
                     nw = min(512, width - ns)
                     finish_rows(
                         y_sb[0:mw, ns : ns + nw], sums[a * across + b][0:mw, 0:nw], epilogue,
-                        n0 + left + ns, left + ns, top + a, a + b,
+                        panel.n0 + left + ns, left + ns, top + a, a + b,
                     )  # fmt: skip
                 if result.has_residual:
                     nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=residuals[a], op=nl.add)
                 if not result.kept:
-                    rows = result.out[at.m0 + ms : at.m0 + ms + mw, n0 + left : n0 + left + width]
+                    column = panel.n0 + left
+                    rows = result.out[at.m0 + ms : at.m0 + ms + mw, column : column + width]
                     store(rows, y_sb, result.own_queue)
 
 
@@ -194,7 +195,7 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
     for k0 in range(0, term.plan.k, term.plan.chunk):
         rows = min(term.plan.chunk, term.plan.k - k0)
         if patch.top + patch.left == 0 and not term.plan.ahead:
-            if patch.n0 == 0 and term.x_load != "none":
+            if patch.n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, patch.n0, patch.columns))
         w_sb = tiles[k0 // term.plan.chunk]
@@ -210,7 +211,7 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                     kt = 2 * pair
                     nisa.nc_matmul(
                         dst=sums[a * across + b][0:mw, 0:nw],
-                        stationary=term.strip[0:128, tile + kt : tile + kt + 2, ms : ms + mw],
+                        stationary=term.left.strip[0:128, tile + kt : tile + kt + 2, ms : ms + mw],
                         moving=w_sb[0:128, kt : kt + 2, ns : ns + nw],
                         accumulate=begun or tile + kt > 0,
                         perf_mode=nisa.matmul_perf_mode.double_row,
@@ -219,7 +220,7 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                     kp = min(128, rows - 128 * kt)
                     nisa.nc_matmul(
                         dst=sums[a * across + b][0:mw, 0:nw],
-                        stationary=term.strip[0:kp, tile + kt, ms : ms + mw],
+                        stationary=term.left.strip[0:kp, tile + kt, ms : ms + mw],
                         moving=w_sb[0:kp, kt, ns : ns + nw],
                         accumulate=begun or tile + kt > 0,
                     )
