@@ -60,11 +60,11 @@ def linear(x, spec, schedule, **others):
     bias_sb = []
     scale_sb = []
     for y in spec.layers:
-        along = y.rows and not (spec.down.n > 0 and y.place < len(spec.linears))
+        along = y.by_rows and not (spec.down.n > 0 and y.place < len(spec.linears))
         if y.bias != "":
             vector = own(others.get(y.bias), 0 if spec.split == "weights" else -1, core)
             if along:
-                bias_sb.append(spread_bias(vector, y.n, schedule.own_queue))
+                bias_sb.append(spread_bias(vector, y.n, spec.spread_to, schedule.own_queue))
             else:
                 bias_sb.append(bias_columns(vector, y.n, schedule.own_queue))
         else:
@@ -75,7 +75,8 @@ def linear(x, spec, schedule, **others):
             scale_sb.append(
                 product_scales(
                     own(others.get(y.last.scale), 0 if halved else -1, core),
-                    others.get("x_scale"), y.n, spec.scales, not along, of_x, schedule.own_queue,
+                    others.get("x_scale"), y.n, spec.scales, not along, of_x,
+                    spec.spread_to, schedule.own_queue,
                 )
             )  # fmt: skip
         else:
@@ -93,7 +94,7 @@ def linear(x, spec, schedule, **others):
             p_scale.append(
                 product_scales(
                     others.get(factors.u.scale), others.get("x_scale"), factors.u.n, spec.scales,
-                    True, spec.fp8_x and factors.place < len(spec.factors), schedule.own_queue,
+                    True, spec.fp8_x and factors.place < len(spec.factors), 128, schedule.own_queue,
                 )
             )  # fmt: skip
             if factors.scale != 1.0:
@@ -198,7 +199,7 @@ def compute_block(
             if one.normed:
                 factor = inverse_roots(
                     squares[one.low_rank.place], one.low_rank.r, at.tokens, one.low_rank.eps,
-                    not one.rows,
+                    not one.by_rows,
                 )  # fmt: skip
             else:
                 factor = ends.scale[one.place]

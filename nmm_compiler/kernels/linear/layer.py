@@ -108,7 +108,8 @@ class Linear(Record):
     """One linear layer: its weight, its factors, its epilogue; n 0 for none.
 
     bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
-    place: among all linears of the kernel. cut: as of a weight, of the result.
+    place: among all linears of the kernel. cut: as of a weight, of the result. turned: a schedule
+    sets it, where the result comes by rows and its sums have outputs on the partitions.
     """
 
     n: int = 0
@@ -119,6 +120,7 @@ class Linear(Record):
     layout: str = "row"
     place: int = 0
     cut: int = -1
+    turned: bool = False
 
     @property
     def op(self) -> str:
@@ -132,8 +134,13 @@ class Linear(Record):
 
     @property
     def rows(self) -> bool:
-        """Whether tokens lie on the partitions."""
+        """Whether tokens come first in the result."""
         return self.layout == "row"
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether tokens lie on the partitions in the sums."""
+        return self.rows and not self.turned
 
     @property
     def normed(self) -> bool:
@@ -269,6 +276,12 @@ class Layer(Record):
         """The first factor that multiplies h."""
         cores = self.exchanges_down
         return Stage(pairs=self.down_pairs, cores=cores, ranks=False, plain=not self.fp8)
+
+    @property
+    def spread_to(self) -> int:
+        """The partitions to which vectors along the free axis are copied: as many as tokens, by a
+        DMA, or all of them, by TensorE."""
+        return self.m if self.m <= 16 else 128
 
     @property
     def x_later(self) -> str:

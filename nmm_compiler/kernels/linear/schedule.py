@@ -44,6 +44,8 @@ class LinearSchedule(Record):
     ahead: a panel of weights behind the first ones is loaded before the results of the panel
         before it are stored.
     double_row: fp8 only, TensorE takes pairs of tiles of a contraction in one pass.
+    turned: results by rows, of a tile of tokens at most, are summed with their outputs on the
+        partitions, and TensorE turns them.
     m_loop: the blocks of tokens are a loop on the device, and the program holds one of them.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
     split: how two cores share the kernel: "tokens" or "weights"; "" for one core.
@@ -62,6 +64,7 @@ class LinearSchedule(Record):
     down: int = 1
     ahead: bool = False
     double_row: bool = False
+    turned: bool = False
     m_loop: bool = False
     own_queue: bool = False
     split: str = ""
@@ -97,6 +100,7 @@ class LinearSchedule(Record):
         whole = 128 * tiles(layer.k, 128)
         step = whole if layer.m <= FEW else chunk_rows(layer.k, self.tokens(layer) * 2)
         made = layer.changed(lambda weight, linear: self._arriving(weight, linear, layer))
+        made = made.each(lambda one: dataclasses.replace(one, turned=self.turned and one.rows))
         return dataclasses.replace(made, x_load=x_load, x_chunk=step if first else 0)
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
@@ -105,7 +109,7 @@ class LinearSchedule(Record):
         block = self.u_block if first else self.down_block if behind else self.block
         columns = min(block, weight.n)
         load = _load(weight, self.w_load)
-        rows = linear.rows and not first and not (layer.down.n and not behind)
+        rows = linear.rows and not first and not self.turned
         tokens = self.tokens(layer)
         down = min(self.down, tiles(tokens, 128))
         across = down if rows else tiles(tokens, 512)
@@ -155,7 +159,7 @@ class LinearSchedule(Record):
         last = {} if made.factors and not any(one.weight.k for one in made.linears) else x
         behind = layer.down.n > 0
         h = {"h": made.h_tiles * (2 if layer.exchanges_h else 1) * tokens * kept} if behind else {}
-        rows = made.linears[-1].rows and not behind
+        rows = made.linears[-1].by_rows and not behind
         # loaded ahead, panels of all linears are there at a time
         each = [self._panels(one, made, rows=rows) for one in made.linears]
         panels = sum(each) if self.ahead else max(each)
@@ -173,7 +177,7 @@ class LinearSchedule(Record):
                 panels = self._panel(pair.u, made, rows=False)
                 stages.append(h | down | always | {"down": panels} | self._flat(made))
                 h = {}
-            panels = self._panels(made.down, made, rows=made.down.rows)
+            panels = self._panels(made.down, made, rows=made.down.by_rows)
             results = self._results(made.down, made, y_size)
             stages.append(h | down | always | {"out": panels} | results | self._flat(made))
         return stages
@@ -198,16 +202,18 @@ class LinearSchedule(Record):
         """Return bytes of two tiles of a result on its way to HBM, and of fp32 tiles before."""
         tokens, wide = self.tokens(made), linear.last.block
         patch = linear.last.down * min(wide, 512 * linear.last.group)
-        each = patch if linear.rows else tiles(wide, 128) * tokens
+        each = patch if linear.by_rows else tiles(wide, 128) * tokens
         steps = bool(made.scales) + bool(linear.bias) + (linear.activation != "identity")
-        held = {"y": 2 * each * size, "sum": 4 * 512 * 2 * steps if linear.rows else 0}
+        held = {"y": 2 * each * size, "sum": 4 * 512 * 2 * steps if linear.by_rows else 0}
+        if linear.turned:
+            held["turned y"] = 2 * wide * size * (1 + made.residual)
         return held | ({"residual": 2 * each * size} if made.residual else {})
 
     def _vectors(self, made: Layer, size: int) -> dict[str, int]:
         """Return bytes of biases and scales: along the free axis, or a column per 128 outputs."""
         held = 0
         for linear in made.layers:
-            along = linear.rows and not (made.down.n and linear is not made.down)
+            along = linear.by_rows and not (made.down.n and linear is not made.down)
             each = (size + 4) * linear.n if along else 6 * tiles(linear.n, 128)
             held += each * bool(linear.bias) + (8 * linear.n if along else each) * bool(made.scales)
             held += 12 * linear.low_rank.tiles * (bool(made.scales) + linear.low_rank.shaped)
@@ -251,6 +257,10 @@ class LinearSchedule(Record):
                 f"schedule: double_row takes float8_e4m3 operands on trn2 or trn3, not "
                 f"{layer.x_format} on {target.name}; set it to False"
             )
+        if self.turned and layer.m > FEW:
+            raise SpecError(
+                f"schedule: turned takes {FEW} tokens at most, not {layer.m}; drop turned"
+            )
         self._check_loop(layer, target)
         self._check_capacity(spec, layer, target)
 
@@ -285,7 +295,7 @@ class LinearSchedule(Record):
 
     def _check_capacity(self, spec: Any, layer: Layer, target: Target) -> None:
         """Raise CapacityError unless PSUM holds the sums and SBUF every buffer of a stage."""
-        turns = "tensor" in self.x_load or "tensor" in self.w_load
+        turns = "tensor" in self.x_load or "tensor" in self.w_load or self.turned
         banks = max(self.banks, self.sums, tiles(self.tokens(layer), 512), self.down) + 2 * turns
         if banks > target.psum_banks or min(self.banks, self.sums, self.down) < 1:
             raise CapacityError(
@@ -337,7 +347,8 @@ class LinearSchedule(Record):
         """Return the axes in a few words, for tables."""
         words = [f"m{self.m_block} u{self.u_block} n{self.block} {self.load_bytes}B"]
         words += [self.order, f"x-{self.x_load} {self.down}x{self.sums}"]
-        words += [name for name in ("ahead", "double_row", "m_loop") if getattr(self, name)]
+        flags = ("ahead", "double_row", "turned", "m_loop")
+        words += [name for name in flags if getattr(self, name)]
         words += [f"{self.split}-split"] if self.split else []
         return " ".join(words)
 
@@ -375,8 +386,11 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     if layer.combine:
         blocks = _sizes(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
     downs = _sizes(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
-    for x_load, w_load, m_block in itertools.product(x_ways, w_loads, _blocks(layer, target)):
-        banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load)
+    turns = (False, True) if few and any(one.rows for one in layer.results) else (False,)
+    for x_load, w_load, m_block, turned in itertools.product(
+        x_ways, w_loads, _blocks(layer, target), turns
+    ):
+        banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load or turned)
         over_k = {x_load} | {_load(one, w_load) for one in weights if layer.of_x(one)}
         runs = layer.k >= 256 and over_k <= {"rows", "strided"}
         ranks = _ranks(rank, banks // tiles(min(m_block, layer.m), 512))
@@ -388,7 +402,7 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
                 x_load=x_load, ahead=True, w_load=w_load, order=ORDERS[0] if runs else ORDERS[1],
                 m_block=m_block, block=block, u_block=u_block, down_block=down_block,
                 load_bytes=load_bytes, banks=banks, sums=at_once, down=down,
-                double_row=layer.fp8_x and target.fp8_double_row,
+                double_row=layer.fp8_x and target.fp8_double_row, turned=turned,
                 own_queue=target.dma_generates_descriptors,
             )  # fmt: skip
             fits = sum(made.sbuf_bytes(layer).values()) <= target.sbuf_usable_bytes_per_partition

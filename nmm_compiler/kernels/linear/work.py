@@ -20,7 +20,10 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     step = made.x_chunk or first.chunk
     count = tiles(layer.k, step) * m_blocks
     deep = step // 128 if schedule.order == "consecutive_rows" and tokens == layer.m else 1
-    run = deep * x_size * (1 if made.x_load == "strided" else tokens)
+    # short runs arrive at elements that are apart, but for one token
+    run = x_size * tokens * deep
+    if made.x_load == "strided":
+        run = x_size * deep if tokens == 1 else x_size
     squares = tiles(layer.k, 128) * tiles(layer.m, 128)
     total = layer.m * layer.k * x_size
     tally.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))
@@ -36,7 +39,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
             ):
                 continue
             _move(tally, weight, size, m_blocks)
-            rows = linear.rows and not shared and (linear is made.down or not made.down.n)
+            rows = linear.by_rows and not shared and (linear is made.down or not made.down.n)
             passes, sums = _passes(weight, layer.m, rows)
             # short passes of one tile of outputs wait for the sum that the pass before adds to
             chained = rows and passes[1] < 512
@@ -48,6 +51,17 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
                 late.append(passes)
     for one in made.results:
         _store(tally, one, made, schedule)
+        wide = min(512, one.n)
+        if one.turned:
+            tally.matmuls.append((tiles(one.n, 128), layer.m))
+            tally.evictions.append((tiles(one.n, wide), wide))
+        elif (
+            one.rows and made.spread_to == 128
+        ):  # ones times the row of scales, and of biases, for all partitions
+            scales = int(made.scales == "channel")
+            tally.wide_matmuls.append((scales * tiles(one.n, wide), wide))
+            tally.matmuls.append((bool(one.bias) * tiles(one.n, wide), wide))
+            tally.evictions.append(((scales + bool(one.bias)) * tiles(one.n, wide), wide))
     panel = min(made.results[0].last.block, made.results[0].n)
     once = m_blocks == 1 and bool(late)
     chunk = min(first.chunk, first.k)

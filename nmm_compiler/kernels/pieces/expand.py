@@ -7,7 +7,7 @@ each linear. A linear is x w, p v, or both in the same sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import load_rows, store_tiles
+from .loads_and_stores import evict, load_rows, store, store_tiles
 from .records import Block, Ends, Epilogue, Left, Loaded, Panel, Part, Result, Term
 from .sums import load_next, load_panel, make_columns, make_rows
 from .two_cores import own
@@ -61,7 +61,7 @@ def expand(
         if linear.low_rank.r > 0 and linear.n > linear.last.block:
             load_next(ahead.low, low, n0, linear.n, at)
         panel = Panel(n0, columns, linear.last.group, linear.last.down)
-        if linear.rows:
+        if linear.by_rows:
             make_rows(
                 result, dense, ahead.dense[place] if linear.weight.k > 0 else [], low,
                 ahead.low[place] if linear.low_rank.r > 0 else [], panel, at, ending,
@@ -70,7 +70,7 @@ def expand(
             y_sb = nl.ndarray(
                 (128, (columns + 127) // 128, at.tokens), dtype=result.out.dtype, buffer=nl.sbuf
             )
-            if spec.residual:
+            if spec.residual and not linear.turned:
                 added = nl.ndarray(y_sb.shape, dtype=result.out.dtype, buffer=nl.sbuf)
                 load_rows(
                     added, 0, Part(result.residual, n0, columns, at.m0, at.tokens),
@@ -80,9 +80,36 @@ def expand(
                 y_sb, dense, ahead.dense[place] if linear.weight.k > 0 else [], low,
                 ahead.low[place] if linear.low_rank.r > 0 else [], panel, at, ending,
             )  # fmt: skip
-            if spec.residual:
-                add_tiles(y_sb, added, columns)
-            store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)
+            if linear.turned:
+                store_turned(result, y_sb, n0, columns, at)
+            else:
+                if spec.residual:
+                    add_tiles(y_sb, added, columns)
+                store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)
+
+
+def store_turned(result: Result, y_sb, n0, columns, at: Block):
+    """Store rows of y for a tile of tokens at most; y^T is in SBUF, and TensorE turns it."""
+    rows_sb = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
+    if result.has_residual:
+        more = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
+        lies = result.residual[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
+        nisa.dma_copy(dst=more, src=lies)
+    for n1 in range(0, columns, 512):
+        width = min(512, columns - n1)
+        turned = nl.ndarray((at.tokens, width), dtype=result.out.dtype, buffer=nl.psum)
+        for n2 in range(0, width, 128):
+            nw = min(128, width - n2)
+            nisa.nc_transpose(
+                dst=turned[0 : at.tokens, n2 : n2 + nw],
+                data=y_sb[0:nw, (n1 + n2) // 128, 0 : at.tokens],
+                engine=nisa.engine.tensor,
+            )
+        evict(rows_sb[0 : at.tokens, n1 : n1 + width], turned, n1 // 512)
+    if result.has_residual:
+        nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
+    place = result.out[at.m0 : at.m0 + at.tokens, n0 : n0 + columns]
+    store(place, rows_sb, result.own_queue)
 
 
 def add_tiles(dst, more, rows):
@@ -136,7 +163,7 @@ def combine(
             load_next(up_low_panels, up_low, n0, up.n, at)
         gate_panel = Panel(n0, columns, gate.last.group, gate.last.down)
         up_panel = Panel(n0, columns, up.last.group, up.last.down)
-        if up.rows:
+        if up.by_rows:
             active = nl.ndarray(
                 (128, (at.tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf
             )
@@ -170,5 +197,7 @@ def combine(
                 y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
                 up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
             )  # fmt: skip
-            if spec.down.n == 0:
+            if up.turned:
+                store_turned(result, y_sb, n0, columns, at)
+            elif spec.down.n == 0:
                 store_tiles(result.out, y_sb, result.own_queue, n0, columns, at.m0, at.tokens)

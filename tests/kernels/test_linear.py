@@ -1,0 +1,170 @@
+"""Linear layers: what the chosen kernels compute, move and take, over every kind of layer."""
+
+from pathlib import Path
+
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import prove
+from nmm_compiler.codegen.choose import choose, rank, simulated
+from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
+from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.targets import get
+
+TUTORIAL = Path(__file__).parents[2] / "benchmarks" / "kernels_nki" / "dense_blocked.py"
+TRN2 = get("trn2")
+FP8 = {"dtype": "float8_e4m3", "scales": "channel"}
+COLUMNS = {"x_layout": "col", "out_layout": "col"}
+KINDS = {
+    "few, rows": MatmulSpec(m=1, k=300, n=640),
+    "few, columns": MatmulSpec(m=5, k=256, n=640, bias=True, **COLUMNS),
+    "few, fp32": MatmulSpec(m=2, k=200, n=640, x_layout="col", dtype="float32", activation="gelu"),
+    "few, fp8": MatmulSpec(m=1, k=700, n=640, x_layout="col", activation="silu", **FP8),
+    "few, fp8 columns": MatmulSpec(m=3, k=512, n=640, out_layout="col", bias=True, **FP8),
+    "few, one scale": MatmulSpec(m=2, k=512, n=640, dtype="float8_e4m3", scales="tensor"),
+    "few, x bfloat16": MatmulSpec(m=1, k=512, n=640, x_dtype="bfloat16", **FP8),
+    "few, x packed": MatmulSpec(m=3, k=700, n=640, x_layout="col", **FP8),
+    "few, low rank": LowRankSpec(m=1, k=300, r=200, n=640, activation="silu", scale=0.5),
+    "few, low rank columns": LowRankSpec(m=16, k=256, r=300, n=640, out_layout="col", bias=True),
+    "few, low rank fp8": LowRankSpec(m=1, k=1024, r=300, n=640, x_layout="col", **FP8),
+    "odd": LowRankSpec(m=17, k=1021, r=200, n=509, x_layout="col", bias=True),
+    "odd, base": LowRankSpec(m=5, k=509, r=40, n=300, x_layout="col", base=True),
+    "odd, norm": LowRankSpec(m=5, k=509, r=40, n=300, x_layout="col", norm="rms"),
+    "rank 1": LowRankSpec(m=70, k=256, r=1, n=300, base=True),
+    "stored turned": LowRankSpec(m=77, k=1024, r=96, n=200, x_layout="col", u_layout="col"),
+    "two parts": LowRankSpec(m=530, k=256, r=96, n=128, **COLUMNS),
+    "blocks of tokens": LowRankSpec(m=1030, k=700, r=300, n=136, dtype="float32", x_layout="col"),
+    "tokens beyond a tile": LowRankSpec(
+        m=272, k=256, r=900, n=640, norm="rms", norm_gain=True, residual=True
+    ),
+    "dense, turned": MatmulSpec(
+        m=600, k=600, n=560, bias=True, activation="silu", w_layout="col"
+    ),
+    "dense, fp8": MatmulSpec(m=200, k=900, n=300, x_layout="col", **FP8),
+    "shared": LowRankSharedSpec(m=9, k=384, pairs=((100, (700,)), (64, (130, 256)))),
+    "shared, fp32": LowRankSharedSpec(
+        m=140, k=600, pairs=((200, 384), (60, 640)), x_layout="col", dtype="float32"
+    ),
+    "gated, biases": GatedMLPUpSpec(
+        m=5, k=256, n=640, gate_bias=True, up_bias=True, activation="gelu", **COLUMNS
+    ),
+    "gated, turned": GatedMLPUpSpec(m=16, k=256, n=640, weight_layout="col", out_layout="col"),
+    "gated, two cores": GatedMLPUpSpec(m=4, k=256, n=2560, lnc=2, **COLUMNS),
+    "gated, two parts": GatedMLPUpSpec(m=520, k=256, n=256, r=128, **COLUMNS),
+    "mlp, residual": GatedMLPSpec(m=3, k=384, n=640, norm="rms", norm_gain=True, residual=True),
+    "mlp, columns": GatedMLPSpec(m=2, k=256, n=1280, down_bias=True, **COLUMNS),
+    "mlp, cores": GatedMLPSpec(m=4, k=256, n=640, lnc=2, x_layout="col"),
+    "mlp, fp8": GatedMLPSpec(m=3, k=512, n=512, r=128, x_layout="col", **FP8),
+    "mlp, down": GatedMLPSpec(m=129, k=300, n=1030, gate_r=40, up_r=50, down_r=200),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chosen_kernels_equal_float64(kind):
+    proof = prove(build_kernel(KINDS[kind], "trn2"))
+    assert proof.passed, proof
+
+
+@pytest.mark.parametrize("kind", ["few, low rank", "odd", "tokens beyond a tile", "mlp, down"])
+def test_beta_1_equals_float64(kind):
+    proof = prove(build_kernel(KINDS[kind], "trn1", dialect="neuronxcc"))
+    assert proof.passed, proof
+
+
+def test_the_first_weights_do_not_wait_for_scales():
+    sizes = {"m": 1, "k": 2048, "n": 4096, "x_layout": "col"}
+    for spec_class, more in ((LowRankSpec, {"r": 512}), (MatmulSpec, {})):
+        begins = []
+        for form in ({}, FP8):
+            timeline = build_kernel(spec_class(**sizes, **more, **form), "trn2").profile().timeline
+            largest = max(t.hbm_read_bytes for t in timeline.transfers)
+            begins.append(
+                min(
+                    start
+                    for t in timeline.transfers
+                    if t.hbm_read_bytes > largest // 4
+                    for _, start, _ in t.parts
+                )
+            )
+        assert begins[1] <= begins[0] + 0.01
+
+
+def test_one_token_in_fp8_is_within_half_again_of_its_roofline():
+    for spec in (
+        LowRankSpec(m=1, k=2048, r=1280, n=8192, x_layout="col", **FP8),
+        MatmulSpec(m=1, k=2048, n=8192, x_layout="col", **FP8),
+    ):
+        assert spec.roofline_us(TRN2) / choose(spec, "trn2")[0].simulated_us >= 2 / 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LowRankSpec(m=1024, k=8192, r=1280, n=2048, x_layout="col"),
+        MatmulSpec(m=512, k=4096, n=1024, x_layout="col"),
+    ],
+    ids=str,
+)
+def test_what_fits_is_read_once(spec):
+    profile = build_kernel(spec, "trn2").profile()
+    assert profile.hbm_read_bytes + profile.hbm_write_bytes == spec.minimal_hbm_bytes()
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize(("m", "k", "n"), [(512, 4096, 1024), (1, 2048, 2048), (256, 1024, 2048)])
+def test_never_slower_than_the_blocking_of_the_tutorial(m, k, n, target):
+    """AWS's blocks with the sums of all token tiles, tuned: (tiles of n, of k) in a block."""
+    arrays = [ArraySpec((k, m), "bfloat16"), ArraySpec((k, n), "bfloat16")]
+    tuned = min(
+        simulate(
+            f"{TUTORIAL}:dense_blocked", *arrays, target=target, mode="timing",
+            m_tiles_in_block=4, n_tiles_in_block=n_tiles, k_tiles_in_block=k_tiles,
+        ).profile.latency_us
+        for n_tiles, k_tiles in ((1, 4), (2, 4), (2, 8))
+    )  # fmt: skip
+    assert choose(MatmulSpec(m=m, k=k, n=n, x_layout="col"), target)[0].simulated_us <= tuned
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_the_chosen_schedule_of_an_odd_shape_is_the_best_of_its_candidates(target):
+    spec = LowRankSpec(m=17, k=1021, r=61, n=509, x_layout="col")
+    chip = get(target)
+    times = {round(simulated(spec, c.schedule, chip)[0], 3) for c in rank(spec, chip)}
+    assert len(times) > 1
+    assert choose(spec, target)[0].simulated_us <= 1.02 * min(times)
+
+
+def test_few_tokens_by_rows_are_not_loaded_an_element_at_a_time():
+    one, two = (choose(LowRankSpec(m=m, k=2048, r=512, n=2048), TRN2)[0] for m in (1, 2))
+    assert two.simulated_us < 1.1 * one.simulated_us
+
+
+def test_one_token_more_than_a_bank_is_moved_in_two_even_parts():
+    def us(m):
+        spec = GatedMLPUpSpec(m=m, k=1024, n=1024, r=256, **COLUMNS)
+        return choose(spec, TRN2)[0].simulated_us
+
+    assert us(513) < 1.1 * us(512)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GatedMLPUpSpec(m=1, k=1024, n=4096, **COLUMNS),
+        GatedMLPUpSpec(m=16, k=1024, n=4096, **COLUMNS),
+        GatedMLPSpec(m=1, k=1024, n=4096, x_layout="col"),
+        GatedMLPSpec(m=1, k=1024, n=4096, **COLUMNS),
+    ],
+    ids=str,
+)
+def test_a_dense_gated_kernel_is_faster_than_its_products(spec):
+    apart = [choose(one, "trn2")[0].simulated_us for one in spec.as_products()[0]]
+    assert choose(spec, "trn2")[0].simulated_us < sum(apart)
+
+
+def test_a_program_too_long_to_be_simulated_is_one_with_a_loop():
+    spec = GatedMLPSpec(m=2048, k=4096, n=14336, r=2560, x_layout="col")
+    assert choose(spec, TRN2)[0].instructions < 80_000
