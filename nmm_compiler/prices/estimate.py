@@ -65,12 +65,15 @@ def _estimate_us(spec: KernelSpec, chip: Target) -> float:
 
 def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
     """Return the microseconds with so many tokens in SBUF at once."""
-    m, size, y_size = layer.m, item_bytes(layer.dtype), item_bytes(layer.result_dtype)
+    m, y_size = layer.m, item_bytes(layer.result_dtype)
     x_bytes = m * layer.k * item_bytes(layer.x_format)
     y_bytes = sum(m * one.n * y_size for one in layer.results)
     by_rows = layer.results[0].rows
     weights = layer.weights()
-    stay = size * sum(one.k * one.n for one in weights) <= _SHARE_OF_WEIGHTS * _sbuf(chip)
+    sizes = {one.name: item_bytes(layer.format_of(one)) for one in weights}
+    stay = sum(sizes[one.name] * one.k * one.n for one in weights) <= _SHARE_OF_WEIGHTS * _sbuf(
+        chip
+    )
     rereads = 1 if stay else tiles(m, at_once)
     moving = m <= _TILE and layer.kept_dtype != "float32"  # tokens, and results turned back
     tally = Tally()
@@ -84,7 +87,7 @@ def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
         hops += 1
     early, late, first = x_bytes, list[Passes](), 0
     for weight in weights:
-        inputs, outputs = weight.k, weight.n
+        inputs, outputs, size = weight.k, weight.n, sizes[weight.name]
         kept, ends = not layer.of_x(weight), _is_result(layer, weight)
         weight_bytes = inputs * outputs * size
         first = first or weight_bytes

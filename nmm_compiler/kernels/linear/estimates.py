@@ -27,6 +27,7 @@ from nmm_compiler.kernels.error_bounds import (
 )
 from nmm_compiler.kernels.linear.layer import Layer, Linear, LowRank, Weight
 from nmm_compiler.kernels.normed_x import normed
+from nmm_compiler.kernels.number_formats import FP8
 
 # fp32 roundings of a scaled value: products of up to four scales, the scaling.
 _SCALE_ROUNDINGS = 7
@@ -96,8 +97,11 @@ class Estimates:
             crossing = self._crossing("v", p, pair)
             total = total[0], combine(total[1], crossing, self.typical)
         if dense.k:
-            more = self._times(left, dense, of_x, terms if pair.r else None)
+            more = times_weight(
+                left, self.operands[dense.name], self.typical, terms if pair.r else None
+            )
             total = total[0] + more[0], combine(total[1], more[1], self.typical)
+            total = self._unscaled(total, dense, of_x)
         if roots is not None:
             total = scaled(total, roots, self.typical)
         return activated(self._biased(total, linear.bias), linear.activation)
@@ -114,7 +118,11 @@ class Estimates:
     ) -> Estimate:
         """Return the estimate of a product, and with fp8 operands of its scales."""
         made = times_weight(left, self.operands[weight.name], self.typical, terms)
-        if not self.layer.fp8:
+        return self._unscaled(made, weight, of_x)
+
+    def _unscaled(self, made: Estimate, weight: Weight, of_x: bool) -> Estimate:
+        """Return sums times the scales of the fp8 numbers that they are of."""
+        if self.layer.format_of(weight) != FP8:
             return made
         scales = [self.operands[weight.scale]]
         scales += [self.operands["x_scale"]] if of_x and self.layer.fp8_x else []

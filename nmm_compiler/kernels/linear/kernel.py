@@ -74,9 +74,8 @@ def linear(x, spec, schedule, **others):
             halved = spec.split == "weights" and spec.scales == "channel"
             scale_sb.append(
                 product_scales(
-                    own(others.get(y.last.scale), 0 if halved else -1, core),
-                    others.get("x_scale"), y.n, spec.scales, not along, of_x,
-                    spec.spread_to, schedule.own_queue,
+                    own(others.get(y.scaled.scale), 0 if halved else -1, core),
+                    others.get("x_scale"), y.n, spec.scales, not along, of_x, schedule.own_queue,
                 )
             )  # fmt: skip
         else:
@@ -90,7 +89,7 @@ def linear(x, spec, schedule, **others):
             p_bias.append(None)
         if factors.gain != "":
             p_scale.append(bias_columns(others.get(factors.gain), factors.u.n, schedule.own_queue))
-        elif spec.fp8:
+        elif factors.scaled:
             p_scale.append(
                 product_scales(
                     others.get(factors.u.scale), others.get("x_scale"), factors.u.n, spec.scales,

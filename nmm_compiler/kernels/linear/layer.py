@@ -30,17 +30,19 @@ OPS = {
 class Weight(Record):
     """A matrix [k, n] in HBM, and how it arrives in SBUF; k 0 for none.
 
-    name: of the operand. layout: "row" as it multiplies, "col" stored [n, k]. cut: the dimension of
-    which each of two cores has half, -1 for none. A schedule sets the rest: order, which rows of
-    the contraction share a partition; load, how they get there; block, outputs in SBUF at a time;
-    chunk, rows a load; group, tiles of outputs that are summed together; down, tiles of tokens that
-    are, where the weight moves; ahead, a panel is loaded before the results of the one before it
-    are stored; double_row, two tiles of an fp8 contraction a pass.
+    name: of the operand. format: its number format where it is not that of the layer, as of plain
+    factors beside an fp8 weight. layout: "row" as it multiplies, "col" stored [n, k]. cut: the
+    dimension of which each of two cores has half, -1 for none. A schedule sets the rest: order,
+    which rows of the contraction share a partition; load, how they get there; block, outputs in
+    SBUF at a time; chunk, rows a load; group, tiles of outputs that are summed together; down,
+    tiles of tokens that are, where the weight moves; ahead, a panel is loaded before the results of
+    the one before it are stored; double_row, two tiles of an fp8 contraction a pass.
     """
 
     name: str = ""
     k: int = 0
     n: int = 0
+    format: str = ""
     layout: str = "row"
     cut: int = -1
     order: str = "strided_rows"
@@ -131,6 +133,11 @@ class Linear(Record):
     def last(self) -> Weight:
         """The weight with this linear's outputs: v, or the dense one."""
         return self.low_rank.v if self.low_rank.r else self.weight
+
+    @property
+    def scaled(self) -> Weight:
+        """The weight whose scales multiply the sums, where they are of fp8 numbers."""
+        return self.weight if self.weight.k else self.low_rank.v
 
     @property
     def rows(self) -> bool:
@@ -309,6 +316,10 @@ class Layer(Record):
         """Whether two cores sum h u over half of h each."""
         return self.split == "weights" and self.down.low_rank.r > 0
 
+    def format_of(self, weight: Weight) -> str:
+        """Return the number format of a weight."""
+        return weight.format or self.dtype
+
     def weights(self) -> tuple[Weight, ...]:
         """Return every weight, in the order of the operands."""
         if self.combine:
@@ -352,7 +363,8 @@ def placed(layer: Layer) -> Layer:
             known = seen.setdefault(
                 pair.u.name, dataclasses.replace(pair, tile=tile, place=len(seen))
             )
-            scales = "channel" if pair.gain else layer.scales or "factor" * (pair.scale != 1.0)
+            scales = "" if pair.u.format else layer.scales
+            scales = "channel" if pair.gain else scales or "factor" * (pair.scale != 1.0)
             pair = dataclasses.replace(pair, tile=known.tile, place=known.place, scales=scales)
         return dataclasses.replace(linear, place=place, low_rank=pair)
 

@@ -10,6 +10,7 @@ from typing import Any
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.linear.layer import Layer, Linear, Weight
+from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
     LOADED,
     LOADS,
@@ -108,17 +109,17 @@ class LinearSchedule(Record):
         first = weight.name == linear.low_rank.u.name
         block = self.u_block if first else self.down_block if behind else self.block
         columns = min(block, weight.n)
-        load = _load(weight, self.w_load)
-        rows = linear.rows and not first and not self.turned
+        load, size = _load(weight, self.w_load), item_bytes(layer.format_of(weight))
+        rows = linear.rows and not first and not (layer.down.n and not behind)
         tokens = self.tokens(layer)
         down = min(self.down, tiles(tokens, 128))
         across = down if rows else tiles(tokens, 512)
         return dataclasses.replace(
             weight,
             order=self.order if of_x else "strided_rows",
-            load="tensor16" if layer.fp8 and load == "tensor" else load,
+            load="tensor16" if layer.format_of(weight) == FP8 and load == "tensor" else load,
             block=128 * tiles(columns, 128),
-            chunk=chunk_rows(weight.k, columns * item_bytes(layer.dtype), self.load_bytes),
+            chunk=chunk_rows(weight.k, columns * size, self.load_bytes),
             group=max(1, (self.banks if first else self.sums) // across),
             down=down,
             ahead=self.ahead and not first,
@@ -192,7 +193,7 @@ class LinearSchedule(Record):
             deep = tiles(weight.k, 128) * (2 if weight.block < weight.n else 1)
         few = min(tiles(weight.k, 128), tiles(weight.chunk, 128))
         ahead = few if weight.block < weight.n and not weight.ahead else 0
-        return (deep + ahead) * _pitch(weight.block, aligned) * item_bytes(made.dtype)
+        return (deep + ahead) * _pitch(weight.block, aligned) * item_bytes(made.format_of(weight))
 
     def _panels(self, linear: Linear, made: Layer, *, rows: bool) -> int:
         weights = (linear.weight, linear.low_rank.v)

@@ -165,8 +165,8 @@ class LinearSpec(KernelSpec):
         """Return the fields of the layer that the subclass says: linears, combine, down."""
         raise NotImplementedError
 
-    def _weight(self, name: str, k: int, n: int) -> Weight:
-        return Weight(name=name, k=k, n=n, layout=self.layout_of(name))
+    def _weight(self, name: str, k: int, n: int, form: str = "") -> Weight:
+        return Weight(name=name, k=k, n=n, format=form, layout=self.layout_of(name))
 
     def layout_of(self, name: str) -> str:
         """Return the layout in which an operand is passed."""
@@ -221,7 +221,9 @@ class LinearSpec(KernelSpec):
         weights = layer.weights()
         x = TensorSpec(name="x", shape=lay((self.m, self.k), layer.x_layout), dtype=self.x_format)
         matrices = [
-            TensorSpec(name=one.name, shape=lay((one.k, one.n), one.layout), dtype=dtype)
+            TensorSpec(
+                name=one.name, shape=lay((one.k, one.n), one.layout), dtype=layer.format_of(one)
+            )
             for one in weights
         ]
         vectors = {one.bias: one.n for one in layer.layers}
@@ -233,7 +235,8 @@ class LinearSpec(KernelSpec):
         ]
         sizes = {"x_scale": 1} if self.fp8_x else {}
         if self.fp8:
-            sizes |= {one.scale: one.n if layer.scales == "channel" else 1 for one in weights}
+            own = [one for one in weights if not one.format]
+            sizes |= {one.scale: one.n if layer.scales == "channel" else 1 for one in own}
         scales = [TensorSpec(name=name, shape=(n,), dtype="float32") for name, n in sizes.items()]
         norm = [
             TensorSpec(name=name, shape=(self.k,), dtype=dtype)
@@ -322,28 +325,29 @@ class LinearSpec(KernelSpec):
                 "out_layout": between if layer.down.n and not behind else linear.layout,
                 "activation": linear.activation, "bias": bool(linear.bias),
             }  # fmt: skip
-            whole = self._product(k, linear.n, (weight if weight.k else pair.u).layout, **ends)
+            whole = self._product(k, linear.n, weight if weight.k else pair.u, **ends)
             if pair.r and pair.u.name not in seen:
                 seen.add(pair.u.name)
                 separate.append(
                     self._product(
-                        k, pair.r, pair.u.layout, x_layout=ends["x_layout"], out_layout="col",
+                        k, pair.r, pair.u, x_layout=ends["x_layout"], out_layout="col",
                         bias=bool(pair.bias), activation=pair.activation,
                     )
                 )  # fmt: skip
             if pair.r:
                 last = ends | {"x_layout": "col"}
-                separate.append(self._product(pair.r, linear.n, pair.v.layout, **last))
+                separate.append(self._product(pair.r, linear.n, pair.v, **last))
             separate += [whole] if weight.k else []
             dense.append(whole)
         if any(pair.shaped for pair in layer.factors):
             return tuple(separate), tuple(separate)
         return tuple(separate), tuple(dense)
 
-    def _product(self, k: int, n: int, layout: str, **ends: Any) -> MatmulSpec:
+    def _product(self, k: int, n: int, weight: Weight, **ends: Any) -> MatmulSpec:
+        own = {"scales": getattr(self, "scales", None), "x_dtype": self.x_dtype}
         return MatmulSpec(
-            m=self.m, k=k, n=n, w_layout=layout, dtype=self._dtype(), lnc=self.lnc,
-            scales=getattr(self, "scales", None), x_dtype=self.x_dtype, **ends,
+            m=self.m, k=k, n=n, w_layout=weight.layout, dtype=weight.format or self._dtype(),
+            lnc=self.lnc, **({} if weight.format else own), **ends,
         )  # fmt: skip
 
     def notes(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     """Return the passes, reads of PSUM and DMAs of a kernel, or of one of two cores."""
     made, tally = schedule.plan(layer), Tally()
     m_blocks, tokens = tiles(layer.m, schedule.m_block), schedule.tokens(layer)
-    x_size, size = item_bytes(layer.x_format), item_bytes(layer.dtype)
+    x_size = item_bytes(layer.x_format)
     first = made.weights()[0]
     step = made.x_chunk or first.chunk
     count = tiles(layer.k, step) * m_blocks
@@ -38,6 +38,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
                 one.place for one in made.layers if one.low_rank.u.name == weight.name
             ):
                 continue
+            size = item_bytes(layer.format_of(weight))
             _move(tally, weight, size, m_blocks)
             rows = linear.by_rows and not shared and (linear is made.down or not made.down.n)
             passes, sums = _passes(weight, layer.m, rows)
@@ -64,9 +65,9 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
             tally.evictions.append(((scales + bool(one.bias)) * tiles(one.n, wide), wide))
     panel = min(made.results[0].last.block, made.results[0].n)
     once = m_blocks == 1 and bool(late)
-    chunk = min(first.chunk, first.k)
+    chunk, first_size = min(first.chunk, first.k), item_bytes(layer.format_of(first))
     return tally.work(
-        lead_bytes=chunk * (tokens * x_size + min(first.block, first.n) * size),
+        lead_bytes=chunk * (tokens * x_size + min(first.block, first.n) * first_size),
         tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
         tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype),
         early_bytes=early if once else 0,
