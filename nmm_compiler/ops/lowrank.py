@@ -26,7 +26,7 @@ from nmm_compiler.ops.operands import (
     weight_shape,
 )
 from nmm_compiler.ops.products import activate, linear, product, rms_norm
-from nmm_compiler.ops.scaled import OF_X, SAID, SCALED, scaled_op, widened
+from nmm_compiler.ops.scaled import OF_X, OWN, SAID, SCALED, scaled_op, widened
 from nmm_compiler.ops.sharding import NORMED, ON_RANKS, PRODUCTS, SHAPED, Placements, placements
 
 
@@ -217,16 +217,25 @@ def lowrank_matmul_scaled(
     u: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
+    w: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor:
-    """Return activation((x u) v + bias) for fp8 factors."""
+    """Return activation((x u) v + bias) for fp8 factors; with w, lowrank_matmul of an fp8 w alone,
+    whose only scale is given, beside plain factors."""
     said = SAID | keywords
+    if w is not None:
+        x, (w,) = widened(x, scales, [(w, said.get("w_layout", "row"))], said)
+        own = {name: value for name, value in keywords.items() if name not in OWN}
+        return lowrank_matmul(x, u, v, bias, w, **own)
     x, (u, v) = widened(x, scales, [(u, said["u_layout"]), (v, said["v_layout"])], said)
     x = x.t() if said["x_layout"] == "col" else x
     h = product(x, u, said["u_layout"], None, "row")
     y = product(h, v, said["v_layout"], bias, said["out_layout"])
     return activate(y, said.get("activation", "identity"))
 
+
+FACTORS, BASE = ((1, "u_layout"), (2, "v_layout")), ((4, "w_layout"),)
+"""The fp8 weights of a scaled op: both factors, or the w beside them."""
 
 LOWRANK = Op(
     schema="(Tensor x, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, "
@@ -243,9 +252,9 @@ OPS = (
     ended(LOWRANK),
     scaled_op(
         LOWRANK,
-        f"(Tensor x, {SCALED}, Tensor u, Tensor v, Tensor? bias=None, *, {OF_X}, "
-        f"str activation='identity', {UV}, {WHERE}) -> Tensor",
+        f"(Tensor x, {SCALED}, Tensor u, Tensor v, Tensor? bias=None, Tensor? w=None, *, {OF_X}, "
+        f"float scale=1.0, str activation='identity', {UV}, str w_layout='row', {WHERE}) -> Tensor",
         lowrank_matmul_scaled,
-        ((1, "u_layout"), (2, "v_layout")),
+        lambda rest: BASE if len(rest) > 3 and rest[3] is not None else FACTORS,
     ),
 )

@@ -34,8 +34,14 @@ OF_X = "float? x_scale=None, str out_dtype='bfloat16'"
 SAID: dict[str, Any] = {**ROW, "x_scale": None, "out_dtype": "bfloat16"}
 """The keywords of a call that gives none."""
 
+OWN = ("x_scale", "out_dtype")
+"""The keywords that the plain op does not have."""
+
 Place = tuple[int, str]
 """Position of a weight, or a list of weights, in the plain op, and the name of its layout."""
+
+Places = Callable[[Sequence[Any]], Sequence[Place]]
+"""Returns the places of the fp8 weights among the arguments behind the scales."""
 
 
 def result_dtype(x: Tensor, out_dtype: str) -> torch.dtype:
@@ -97,15 +103,19 @@ def scaled_op(
     plain: Op,
     schema: str,
     reference: Callable,
-    places: Sequence[Place],
+    weights: Sequence[Place] | Places,
 ) -> Op:
     """Return the op of fp8 weights that belongs to a plain op.
 
-    places: of its weights, in the order of the kernel's operands.
+    weights: the places of those that are fp8, in the order of the kernel's operands.
     """
+
+    def places_of(rest: Sequence[Any]) -> Sequence[Place]:
+        return weights(rest) if callable(weights) else weights
 
     def gradient(args: tuple, keywords: dict, grads: tuple, need: tuple) -> Grads:
         x, scales, *rest = args
+        places = places_of(rest)
         flat = [*_weights(rest, keywords, places)]
         asked = [x, *scales, *(w for w, _ in flat)]
         watched = [need[0] and x.dtype == FP8_DTYPE, *need[1]]
@@ -125,6 +135,7 @@ def scaled_op(
 
     def fake(x: Tensor, scales: Sequence[Tensor], *rest: Any, **keywords: Any) -> Any:
         dtype = result_dtype(x, keywords.get("out_dtype", "bfloat16"))
+        places = places_of(rest)
         flat = [*_weights(rest, {**ROW, **keywords}, places)]
         check_formats(x, keywords.get("x_scale"), [w for w, _ in flat])
         check_same("numbers of weights and scales", len(flat), len(scales))
@@ -141,10 +152,12 @@ def scaled_op(
     ) -> list[Launch]:
         x, scales, *rest = args
         (made,) = plain.lower(rows, (x, *rest), keywords, m, transpose)
-        return [_with_scales(made, x, scales, keywords)]
+        beside = getattr(made.spec, "base", False)
+        return [_with_scales(made, x, scales, keywords, beside)]
 
     def sharding(x: Any, scales: Any, *rest: Any, **keywords: Any) -> Placements:
         assert plain.sharding is not None
+        places = places_of(rest)
         flat = [*_weights(rest, {**ROW, **keywords}, places)]
         starts = [1 + sum(len(_several(one)) for one in rest[: i - 1]) for i, _ in places]
         at = [
@@ -199,10 +212,14 @@ def _put(rest: Sequence[Any], places: Sequence[Place], weights: Sequence[Tensor]
 
 
 def _with_scales(
-    launch: Launch, x: Tensor, scales: Sequence[Tensor], keywords: dict[str, Any]
+    launch: Launch, x: Tensor, scales: Sequence[Tensor], keywords: dict[str, Any], beside: bool
 ) -> Launch:
-    """Return the launch of a kernel of fp8 weights."""
+    """Return the launch of a kernel of fp8 weights; beside: of one, beside plain factors."""
     fields: dict[str, Any] = {"dtype": FP8}
+    operands = launch.operands
+    if beside:
+        operands = _plain_factors(launch, scales[0])
+        fields |= {"u_layout": "row", "v_layout": "row"}
     if x.dtype == FP8_DTYPE:
         fields["out_dtype"] = keywords.get("out_dtype", "bfloat16")
     else:
@@ -217,4 +234,16 @@ def _with_scales(
         scale.float().expand(shape)
         for scale, shape in zip(scales, shapes[len(own) :], strict=False)
     ]
-    return Launch(spec, (*launch.operands, *own))
+    return Launch(spec, (*operands, *own))
+
+
+def _plain_factors(launch: Launch, scale: Tensor) -> tuple[Tensor, ...]:
+    """Return the operands with u and v as they multiply, and v divided by the scales of w, which
+    multiply the sums of both products."""
+    named = dict(zip((t.name for t in launch.spec.inputs()), launch.operands, strict=True))
+    for name in ("u", "v"):
+        if getattr(launch.spec, f"{name}_layout") == "col":
+            named[name] = named[name].t().contiguous()
+    v = named["v"]
+    named["v"] = (v.float() / scale.float()).to(v.dtype)
+    return tuple(named.values())

@@ -206,6 +206,33 @@ def beside_products(chain: Chain) -> str:
     return ""
 
 
+def kept_of_base(c: Canonical, chain: Chain, tp: int) -> Kept:
+    """Return how a call reads the dense weight beside its factors."""
+    if chain.base is None:
+        return PLAIN
+    dtype = c.dtype(owner_of(chain.out))
+    why = "something stands between its factors" if chain.inner is not None else ""
+    why = "several devices share it" if tp > 1 else why
+    if dtype == torch.float16:  # factors divided by small scales may leave its range
+        why = "x is float16; cast the model to bfloat16"
+    return keep(c, (chain.base.weight,), dtype, why)
+
+
+def kept_together(rule: str, each: Sequence[Kept]) -> Kept:
+    """Return how a call of several chains reads their weights: every u, then every v."""
+    named = [kept for kept in each if kept.format]
+    if not named:
+        return PLAIN
+    if not all(kept.stored for kept in each):
+        why = next(
+            (kept.reason for kept in named if kept.reason), "the call has other weights, too"
+        )
+        return Kept(named[0].format, (), why)
+    firsts = each[:1] if rule == "shared_u" else each
+    stored = (*(kept.stored[0] for kept in firsts), *(kept.stored[1] for kept in each))
+    return Kept(named[0].format, stored)
+
+
 def kept_of_gated(c: Canonical, gated: Any) -> Kept:
     """Return how the call of a gated MLP reads its weights."""
     projections = gated.projections()
@@ -625,6 +652,10 @@ class Call:
         editor.raw[final] = (self, y)
         return settle(self, editor, y, final, self.result_dims(self.n), want)
 
+    def scaled(self) -> Kept:
+        """Return how the weights are read whose scales the call is given."""
+        return self.kept
+
     def op_call(
         self,
         editor: Editor,
@@ -634,9 +665,10 @@ class Call:
     ) -> fx.Node:
         """Emit the op with layouts, target and executor."""
         op = self.op
-        if self.kept.stored:
+        scaled = self.scaled()
+        if scaled.stored:
             op += SUFFIX
-            args = (args[0], scales_of(editor, self.kept), *args[1:])
+            args = (args[0], scales_of(editor, scaled), *args[1:])
         while args and args[-1] is None:
             args = args[:-1]
         options = editor.options
@@ -689,12 +721,14 @@ def settle(
 class LowRankCall(Call):
     """nmm.lowrank_matmul for a chain.
 
-    made: names of factors that the graph makes at each call. tp, group: devices of a process group
+    made: names of factors that the graph makes at each call. base: how a dense weight of eight bits
+    beside plain factors is read. tp, group: devices of a process group
     that sum between the products.
     """
 
     chain: Chain | None = None
     made: tuple[str, ...] = ()
+    base: Kept = PLAIN
     tp: int = 1
     group: str = ""
 
@@ -727,9 +761,14 @@ class LowRankCall(Call):
                 c.dtype(owner_of(chain.out)),
                 beside_products(chain),
             ),
+            base=kept_of_base(c, chain, tp),
             tp=tp,
             group=group,
         )
+
+    def scaled(self) -> Kept:
+        """Return how the weights are read whose scales the call is given."""
+        return self.base if self.base.stored else self.kept
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
@@ -749,6 +788,7 @@ class LowRankCall(Call):
             "chains": 1 + len(self.chain.more),
             **({} if self.chain.inner is None else {"inner": self.chain.inner.name()}),
             **self.kept.info,
+            **({"base_weight": self.base.format} if self.base.stored else {}),
             **({"tp": self.tp} if self.tp > 1 else {}),
         }
 
@@ -768,7 +808,13 @@ class LowRankCall(Call):
         if self.chain.more:
             notes.append("the factors of the adapters are joined along the rank at each call")
         notes += [self.kept.note] if self.kept.note else []
-        if self.made and not self.kept.stored:
+        if self.base.stored:
+            notes.append(f"the {self.base.format} weight is read as stored: a byte an element")
+        elif self.base.format:
+            notes.append(
+                f"the {self.base.format} weight is dequantized at each call: {self.base.reason}"
+            )
+        if self.made and not self.kept.stored and not self.base.stored:
             notes.append("a factor is dequantized or made of stored weights at each call")
         if self.chain.per_token:
             notes.append("a factor for each token multiplies the result, not the inner value")
@@ -788,7 +834,7 @@ class LowRankCall(Call):
         keywords: dict[str, Any] = {}
         w = None
         if chain.base is not None:
-            w = weight_node(editor, chain.base.weight)
+            (w,) = weight_nodes(editor, (chain.base.weight,), self.base.stored)
             keywords["w_layout"] = chain.base.weight.layout
         if folded.scale != 1.0:
             keywords["scale"] = folded.scale
