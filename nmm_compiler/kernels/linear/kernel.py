@@ -75,7 +75,8 @@ def linear(x, spec, schedule, **others):
             scale_sb.append(
                 product_scales(
                     own(others.get(y.scaled.scale), 0 if halved else -1, core),
-                    others.get("x_scale"), y.n, spec.scales, not along, of_x, schedule.own_queue,
+                    others.get("x_scale"), y.n, spec.scales, not along, of_x,
+                    spec.spread_to, schedule.own_queue,
                 )
             )  # fmt: skip
         else:

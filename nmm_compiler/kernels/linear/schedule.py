@@ -110,7 +110,7 @@ class LinearSchedule(Record):
         block = self.u_block if first else self.down_block if behind else self.block
         columns = min(block, weight.n)
         load, size = _load(weight, self.w_load), item_bytes(layer.format_of(weight))
-        rows = linear.rows and not first and not (layer.down.n and not behind)
+        rows = linear.rows and not first and not self.turned
         tokens = self.tokens(layer)
         down = min(self.down, tiles(tokens, 128))
         across = down if rows else tiles(tokens, 512)

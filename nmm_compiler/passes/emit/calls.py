@@ -218,21 +218,6 @@ def kept_of_base(c: Canonical, chain: Chain, tp: int) -> Kept:
     return keep(c, (chain.base.weight,), dtype, why)
 
 
-def kept_together(rule: str, each: Sequence[Kept]) -> Kept:
-    """Return how a call of several chains reads their weights: every u, then every v."""
-    named = [kept for kept in each if kept.format]
-    if not named:
-        return PLAIN
-    if not all(kept.stored for kept in each):
-        why = next(
-            (kept.reason for kept in named if kept.reason), "the call has other weights, too"
-        )
-        return Kept(named[0].format, (), why)
-    firsts = each[:1] if rule == "shared_u" else each
-    stored = (*(kept.stored[0] for kept in firsts), *(kept.stored[1] for kept in each))
-    return Kept(named[0].format, stored)
-
-
 def kept_of_gated(c: Canonical, gated: Any) -> Kept:
     """Return how the call of a gated MLP reads its weights."""
     projections = gated.projections()
@@ -722,8 +707,8 @@ class LowRankCall(Call):
     """nmm.lowrank_matmul for a chain.
 
     made: names of factors that the graph makes at each call. base: how a dense weight of eight bits
-    beside plain factors is read. tp, group: devices of a process group
-    that sum between the products.
+    beside plain factors is read. tp, group: devices of a process group that sum between the
+    products.
     """
 
     chain: Chain | None = None

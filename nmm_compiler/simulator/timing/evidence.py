@@ -1,8 +1,8 @@
 """The errors of predictions for published kernels that no constant and no law was set from.
 
 `held_out.json` beside this file is written by `benchmarks/timing_points.py --write` together with
-the tables of docs/timing-evidence.md. It has the errors by class, and the hash of the constants and prices
-that they were printed with; a test computes it again (benchmarks/timing_hash.py).
+the tables of docs/timing-evidence.md. It has the errors by class, and the hash of the constants and
+prices that they were printed with; a test computes it again (benchmarks/timing_hash.py).
 """
 
 from __future__ import annotations
