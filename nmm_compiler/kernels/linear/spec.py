@@ -344,7 +344,7 @@ class LinearSpec(KernelSpec):
         return tuple(separate), tuple(dense)
 
     def _product(self, k: int, n: int, weight: Weight, **ends: Any) -> MatmulSpec:
-        own = {"scales": getattr(self, "scales", None), "x_dtype": self.x_dtype}
+        own: dict[str, Any] = {"scales": getattr(self, "scales", None), "x_dtype": self.x_dtype}
         return MatmulSpec(
             m=self.m, k=k, n=n, w_layout=weight.layout, dtype=weight.format or self._dtype(),
             lnc=self.lnc, **({} if weight.format else own), **ends,
