@@ -11,7 +11,7 @@ from simulator_kernels import run
 from trace_builder import Builder
 
 from nmm_compiler import targets
-from nmm_compiler.errors import HazardError, SimulationError
+from nmm_compiler.errors import HazardError, InternalFaultError
 from nmm_compiler.simulator.tensors.dtypes import round_tfloat32
 from nmm_compiler.simulator.timing.costs import ComputeCosts
 from nmm_compiler.simulator.timing.profile import Profile, profile_trace
@@ -167,15 +167,15 @@ def test_a_profile_above_its_limit_cannot_be_made(monkeypatch):
     profile = profile_trace(builder.trace, target)
     assert 0.2 < profile.mfu <= 0.25
     for change in ({"latency_us": profile.compute_us * 0.99}, {"mbu": 1.01}):
-        with pytest.raises(SimulationError, match="fault in the timing model"):
+        with pytest.raises(InternalFaultError, match="fault in the timing model"):
             dataclasses.replace(profile, **change)
-    with pytest.raises(SimulationError):
+    with pytest.raises(InternalFaultError):
         Profile.from_dict({**profile.to_dict(), "latency_us": 1.0})
     fast = ComputeCosts._tensor_cost
     monkeypatch.setattr(
         ComputeCosts, "_tensor_cost", lambda self, ins, dtype: fast(self, ins, "bfloat16")
     )
-    with pytest.raises(SimulationError, match="the products"):
+    with pytest.raises(InternalFaultError, match="the products"):
         profile_trace(builder.trace, target)
 
 
