@@ -81,7 +81,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "grid": ("1", "2"), "keep": ("0", "100000"), "ratio": ("0", "0.2", "0.999"),
     "target": ("trn1", "trn2", "trn3", "mine.json", "other.json"),
     "pairs": ("16:64", "16:64,32"), "dtype": ("bfloat16", "float16", "float32", "float8_e4m3"),
-    "scales": ("tensor", "channel"), "intermediate": ("operand", "float32", "float8_e4m3"),
+    "scales": ("tensor", "channel"),
     "x_layout": ("row", "col"), "out_layout": ("row", "col"), "activation": ("gelu", "silu"),
     "bias": ("true", "3"), "fit": ("verdicts.json", *INPUTS),
     "kernel": ("add.py:add", "add.py", *(f"{name}.py:add" for name in RAISING), "model.py:value"),
@@ -143,6 +143,6 @@ DEVICES = {"null": 3, "full": 7}
 STREAMS = ("plain",) * 12 + ("ascii", "full", "gone", "closed")
 # A line that nothing is wrong with would run for half a minute.
 ALWAYS = {"demo": ("--target", "trn9"), "eval": ("--tasks",)}
-FIELDS = ("m", "k", "n", "r", "pairs", "dtype", "scales", "intermediate", "x_layout", "out_layout",
+FIELDS = ("m", "k", "n", "r", "pairs", "dtype", "scales", "x_layout", "out_layout",
           "activation", "lnc", "bias")  # fmt: skip
 """Fields of kernel specs, which `nmm kernel` takes as options."""

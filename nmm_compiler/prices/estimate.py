@@ -109,7 +109,7 @@ def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
     if by_rows and not moving:
         for one in layer.layers:
             _broadcast(tally, one.n, int(bool(one.bias)))
-    hops += len({layer.of_x(weight) for weight in weights}) + len(layer.down_pairs)
+    hops += 1 + bool(layer.factors) + bool(layer.down.n) + len(layer.down_pairs)
     norm = _norm_us(layer, tally, chip) if layer.norm != "none" else 0.0
     if layer.residual:
         tally.evictions.append((tiles(m, _TILE) * tiles(y_bytes // m, 2 * _BANK), _BANK))
@@ -135,7 +135,9 @@ def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
         early / bandwidth + norm + tensor(late, 0.0) if one_block else 0.0,
         eviction_us(tuple(tally.evictions), chip) + lead,
     )
-    hop = chip.engine_isolated_overhead_cycles / chip.vector_clock_hz + chip.semaphore_seconds
+    # what a stage waits for: the last pass of the one before, its way out of PSUM, the signal of it
+    hop = chip.engine_isolated_overhead_cycles / chip.vector_clock_hz
+    hop += chip.tensor_latency_seconds + chip.semaphore_seconds
     return start + busy + 1e6 * hops * hop + start + min(_FIRST_BYTES, y_bytes) / bandwidth
 
 
@@ -160,19 +162,19 @@ def _blocks(layer: Layer, chip: Target) -> Iterator[int]:
     )
     block = min(layer.m, fit // _TILE * _TILE or max(1, fit))
     yield block
-    while 2 * _TILE < block < layer.m:
+    while block > 2 * _TILE:
         block = tiles(block, 2 * _TILE) * _TILE
         yield block
 
 
 def _panel(inputs: int, tokens: int, size: int, chip: Target) -> int:
-    """Return the columns of a weight that fit in SBUF twice beside `tokens` of what it multiplies.
+    """Return the columns of a weight that fit in SBUF beside `tokens` of what it multiplies.
 
     Schedules have panels of whole banks, else of one tile.
     """
     deep = tiles(inputs, _TILE) * size
     room = chip.sbuf_usable_bytes_per_partition - deep * tokens
-    columns = room // (2 * deep)
+    columns = room // deep
     return columns // _BANK * _BANK or _TILE
 
 

@@ -53,7 +53,7 @@ def wrong_lines() -> dict[str, list[str]]:
             if parameter not in FREE:
                 words = [*right, flag, "no-such-word"] if flag else ["no-such-word", *right[1:]]
                 lines[f"{name} {parameter}"] = [name, *words]
-    for option in ("dtype", "x-layout", "activation", "intermediate", "scales"):
+    for option in ("dtype", "x-layout", "activation", "scales"):
         words = ["lowrank", *SIZES, f"--{option}", "no-such-word"]
         lines[f"kernel {option}"] = ["kernel", *words]
     lines["kernel no option"] = ["kernel", "lowrank", *SIZES, "--no-such-word", "8"]

@@ -17,7 +17,7 @@ from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
 from nmm_compiler.kernels.matmul import MatmulSpec
 from nmm_compiler.simulator.run import ArraySpec
 from nmm_compiler.simulator.timing.profile import profile_trace
-from nmm_compiler.targets import get
+from nmm_compiler.targets import get, names
 
 # Layers of Llama-3.2-1B, several panels of weights each, so that loads follow stores.
 SPECS = {
@@ -40,11 +40,16 @@ def latencies(kernel, target):
     )
 
 
-@pytest.mark.parametrize("target", ["trn2", "trn3"])
+# trn1 has no queue of its own for stores: these two wait behind theirs.
+BEHIND_STORES = {("lowrank_shared", "trn1"): 1.07, ("gated_mlp_up", "trn1"): 1.13}
+
+
+@pytest.mark.parametrize("target", names())
 @pytest.mark.parametrize("family", SPECS)
 def test_program_order_costs_at_most_a_twentieth(family, target):
     free, kept = latencies(build_kernel(SPECS[family], target), target)
-    assert kept <= 1.05 * free, f"{kept:.1f} us in program order, {free:.1f} us without it"
+    most = BEHIND_STORES.get((family, target), 1.05)
+    assert kept <= most * free, f"{kept:.1f} us in program order, {free:.1f} us without it"
 
 
 def test_what_a_target_cannot_do_is_refused():
