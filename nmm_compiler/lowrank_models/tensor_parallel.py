@@ -26,6 +26,7 @@ from torch import nn
 
 from nmm_compiler.errors import MissingPackageError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.options import FACTOR_SPLITS
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def tensor_parallel_plan(
         A style for each linear, by name.
 
     Raises:
-        OptionTypeError: transformers has no plan for the model.
+        OptionTypeError: transformers has no plan for the model, or its weights are packed.
         UnknownNameError: for a split.
         ShapeError: heads, features or ranks do not divide by the devices.
     """
@@ -59,6 +60,12 @@ def tensor_parallel_plan(
         raise UnknownNameError("split", split, FACTOR_SPLITS)
     if mesh.ndim != 1:
         raise OptionTypeError("mesh", mesh, 'a mesh of one dimension, such as mesh["tp"]')
+    packed = next((n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)), None)
+    if packed is not None:
+        raise OptionTypeError(
+            "model", packed, "a model of plain weights: no style cuts packed numbers and their "
+            "scales; compress without base="
+        )  # fmt: skip
     roles = linear_roles(model)
     if not roles:
         raise OptionTypeError(

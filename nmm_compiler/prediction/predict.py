@@ -22,6 +22,7 @@ from nmm_compiler.kernels.base import CORES
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten
 from nmm_compiler.lowrank_models.modules import lowrank_layers
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES, WEIGHTS
 from nmm_compiler.prediction.meta_models import (
@@ -256,6 +257,7 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     """Return one core's share of one of each kind of layer; low: what `compress` is given."""
     model = meta_model(given, getattr(torch, dtype))
     _refuse_experts(model)
+    _refuse_packed(model)
     if low is not None:
         _compress(model, low)
     factors = lowrank_layers(model.module)
@@ -275,6 +277,16 @@ def _refuse_experts(model: MetaModel) -> None:
                 f"{model.name} has experts ({name}): a token reads a few of them, and no kernel "
                 "here chooses weights by token, so that a total would count every expert; predict "
                 "a model without experts, or nn.Linear modules of one expert with inputs="
+            )
+
+
+def _refuse_packed(model: MetaModel) -> None:
+    """Raise ModelError for weights that no kernel here reads: they would count as dense ones."""
+    for name, module in model.module.named_modules():
+        if isinstance(module, QuantizedLinear) and module.format != "fp8":
+            raise ModelError(
+                f"{model.name} has {module.format} weights ({name}), which no kernel here reads: "
+                "each call would multiply them out; predict it with base 'fp8', or the dense model"
             )
 
 

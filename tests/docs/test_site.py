@@ -54,7 +54,7 @@ def test_args_of_a_public_function_are_its_parameters():
             count += bool(code.co_flags & inspect.CO_VARKEYWORDS)
             assert set(listed) == set(code.co_varnames[:count]), name
             documented += 1
-    assert documented >= 17
+    assert documented >= 10
 
 
 def unknown_names(text, public):
