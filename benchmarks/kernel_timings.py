@@ -82,8 +82,7 @@ class Timings:
 
     def timed(self, spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
         """Return what `choose.simulated` returns."""
-        part = spec.share(schedule.split)
-        read = schedule.settled(part).to_dict() | {"split": schedule.split}
+        read = schedule.to_dict()
         folder = FAMILIES[spec.family].folder
         key = digest(rooms(), templates(folder), spec.family, spec.to_dict(), read, target)
         latency, count, in_order = self.of(key, lambda: simulated(spec, schedule, target))
