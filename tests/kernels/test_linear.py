@@ -74,24 +74,6 @@ def test_beta_1_equals_float64(kind):
     assert proof.passed, proof
 
 
-def test_the_first_weights_do_not_wait_for_scales():
-    """They are on their way before the first scales of outputs are there."""
-    n = 4096
-    for spec in (
-        LowRankSpec(m=1, k=2048, r=512, n=n, x_layout="col", **FP8),
-        MatmulSpec(m=1, k=2048, n=n, x_layout="col", **FP8),
-    ):
-        transfers = build_kernel(spec, "trn2").profile().timeline.transfers
-        largest = max(t.hbm_read_bytes for t in transfers)
-        begins = min(
-            start for t in transfers if t.hbm_read_bytes > largest // 4 for _, start, _ in t.parts
-        )
-        there = min(
-            max(stop for _, _, stop in t.parts) for t in transfers if t.hbm_read_bytes == 4 * n
-        )
-        assert begins < there
-
-
 def test_one_token_in_fp8_is_within_half_again_of_its_roofline():
     for spec in (
         LowRankSpec(m=1, k=2048, r=1280, n=8192, x_layout="col", **FP8),
