@@ -95,6 +95,7 @@ AXES: dict[str, Change] = {
     "down (patches)": changed(down=1, sums=4),
     "sums": changed(sums=8),
     "load_bytes": changed(load_bytes=8192),
+    "turned": only(lambda s: not s.turned),
     "block": only(lambda s: s.block <= 1024),
     "u_block": only(lambda s: s.u_block <= 512),
     "m_block": only(lambda s: s.m_block <= 512),
