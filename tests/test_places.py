@@ -121,8 +121,8 @@ TOYS = {
         lines=(
             (
                 "passes/pipeline.py",
-                "from nmm_compiler.passes.rules.mla import MLA\n",
-                "from nmm_compiler.passes.rules.mla import MLA\n"
+                "from nmm_compiler.passes.rules.lora import LoRA\n",
+                "from nmm_compiler.passes.rules.lora import LoRA\n"
                 "from nmm_compiler.passes.rules.toy import Toy\n",
             ),
             ("passes/pipeline.py", "    MLA(),\n", "    MLA(),\n    Toy(),\n"),

@@ -21,7 +21,7 @@ ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "examples")
 ENVIRONMENT_FILE = "options.py"
 # Running text is what these are for; everything else parses it or leaves it alone.
 MAY_RUN_TEXT = {
-    "simulator/loading/run_text.py": "the simulator runs kernel text, under stand-in modules",
+    "simulator/loading/source_text.py": "the simulator runs kernel text, under stand-in modules",
     "simulator/isa/instruction.py": "an instruction's checks stand in line, as in a dataclass",
 }
 MAX_PARAMETERS = 9

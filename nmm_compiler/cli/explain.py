@@ -74,8 +74,8 @@ def explain(
             compressed = compress(loaded, ratio)
             first = [Section("compression", tuple(compressed.page_parts()), folded=True)]
         step("tracing and matching")
-        price = "closed_form" if html is None else "simulated"
-        options: Any = {"target": target, "rules": own, "price": price}
+        simulated = [] if html is None else ["+simulated"]
+        options: Any = {"target": target, "rules": [*own, *simulated]}
         found = run(loaded, dict(inputs), options=options)
         if html is not None:
             with models.foreign(model.partition(":")[0], "running it raised"):

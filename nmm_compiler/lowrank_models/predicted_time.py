@@ -25,9 +25,9 @@ from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 
 # A layer with fewer elements takes no longer than a launch: whose call it is in decides nothing.
 _SMALL = 1 << 18
-# A smaller difference of such a layer's times is not told from none: half of the gap between two
-# kernels, which is fitted.
-TELLABLE_US = LAUNCH_GAP_US / 2
+# A smaller difference of such a layer's times is not told from none: the gap between two kernels,
+# which is fitted.
+TELLABLE_US = LAUNCH_GAP_US
 
 
 class Prices:

@@ -144,11 +144,11 @@ def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
 
 def test_members_of_a_call_are_judged_beside_each_other():
     layers = (Layer("a", 8, 8), Layer("b", 8, 8))
-    times = {(None, None): 10.0, (4, None): 12.0, (None, 4): 12.0, (4, 4): 7.0}
+    times = {(None, None): 10.0, (4, None): 13.0, (None, 4): 13.0, (4, 4): 7.0}
     prices = Prices([Group("shared_x", layers)], (("pass", 1, 1.0),), lambda g, r: (times[r],))
     assert prices.slower({"a": 4, "b": 4}) == []
     assert list(found_slower({"a": 4, "b": None}, prices)) == ["a"]
-    times[4, 4] = 11.5  # neither is slower beside the other, and both are slower than none
+    times[4, 4] = 12.5  # neither is slower beside the other, and both are slower than none
     assert prices.slower({"a": 4, "b": 4}) == ["a", "b"]
     times[4, 4] = 7.0
     assert prices.shares({"a": 4, "b": 4}) == {"a": (5.0, 3.5), "b": (5.0, 3.5)}

@@ -105,7 +105,11 @@ def spread_scales(scale, factor, n, has_factor, parts, own_queue):
 def spread_by_dma(vector, n, parts, own_queue):
     """Load a vector [n] to each of a few partitions, [parts, n]."""
     spread = nl.ndarray((parts, n), dtype=vector.dtype, buffer=nl.sbuf)
-    load_vector(spread, vector.reshape((1, n)).broadcast(0, parts), own_queue)
+    copies = vector.reshape((1, n)).broadcast(0, parts)
+    if own_queue:
+        nisa.dma_copy(dst=spread, src=copies, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
+    else:
+        nisa.dma_copy(dst=spread, src=copies)
     return spread
 
 

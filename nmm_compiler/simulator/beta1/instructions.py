@@ -29,6 +29,7 @@ from nmm_compiler.simulator.beta1.tensor import (
     Masked,
     Tensor,
     as_number,
+    asked,
     fail,
     in_kind,
     kind_of,
@@ -280,9 +281,9 @@ def _by_row(short: str, rule: str, given: Arguments) -> Tensor | None:
         return (*rows, *(box[1:] if shape[1:] == over[1:] else ((0, size) for size in shape[1:])))
 
     return result(
-        shape, kind,
+        shape, asked(dtype, kind),
         lambda box: functools.partial(issue, **_views(name, row, given, role, over, box)),
-        mask=mask, over=over, part=part, dtype=dtype, only=row.writes[row.first],
+        mask=mask, over=over, part=part, only=row.writes[row.first],
         exact=rule == "exact" and dtype is None,
     )  # fmt: skip
 
@@ -320,7 +321,7 @@ def _reduced(name: str, given: Arguments) -> Tensor:
         return lambda dst: ISSUE["tensor_reduce"](dst, **{**given, "data": view, "axis": places})
 
     return result(
-        shape, data.kind, prepare, mask=mask, over=data.shape, dtype=dtype,
+        shape, asked(dtype, data.kind), prepare, mask=mask, over=data.shape,
         part=lambda box: (box[0], *((0, size) for size in shape[1:])),
     )  # fmt: skip
 
@@ -452,8 +453,8 @@ def transposed(name: str, data: Any, where: Any, dtype: Any = None, mask: Any = 
         return issue
 
     return result(
-        (math.prod(data.shape[1:]), data.shape[0]), data.kind, prepare, mask=mask, over=data.shape,
-        part=lambda box: (box[1], box[0]), dtype=dtype,
+        (math.prod(data.shape[1:]), data.shape[0]), asked(dtype, data.kind), prepare, mask=mask,
+        over=data.shape, part=lambda box: (box[1], box[0]),
         only=("sbuf", "psum") if on_vector else ("psum",), exact=dtype is None,
     )  # fmt: skip
 
@@ -476,8 +477,8 @@ def _dma_transposed(name: str, given: Arguments) -> Tensor:
     order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}.get(len(source.shape), (1, 0))
     axes = axes if axes is None else tuple(axes)
     return result(
-        tuple(source.shape[a] for a in order), source.kind,
-        lambda box: functools.partial(turned_by_dma, view=source.tile(), axes=axes), dtype=dtype,
+        tuple(source.shape[a] for a in order), asked(dtype, source.kind),
+        lambda box: functools.partial(turned_by_dma, view=source.tile(), axes=axes),
         only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
@@ -531,7 +532,7 @@ def _selected(name: str, given: Arguments) -> Tensor:
         )
 
     return result(
-        tile.shape, tile.kind, prepare, mask=given["mask"], dtype=given["dtype"], only=("sbuf",)
+        tile.shape, asked(given["dtype"], tile.kind), prepare, mask=given["mask"], only=("sbuf",)
     )
 
 

@@ -46,6 +46,7 @@ from nmm_compiler.simulator.beta1.tensor import (
     Shifted,
     Tensor,
     as_number,
+    asked,
     fail,
     in_kind,
     kind_of,
@@ -309,9 +310,9 @@ def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
             f"{tile_size.pmax} (err_num_partition_exceed_arch_limit); load 128 rows at a time",
         )
     return result(
-        source.shape, source.kind,
+        source.shape, asked(dtype, source.kind),
         lambda box: functools.partial(ISSUE["dma_copy"], src=source.tile(box)), mask=mask,
-        dtype=dtype, only=("sbuf",), exact=dtype is None,
+        only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
 
@@ -358,8 +359,8 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
         return functools.partial(_turned_by_products, view=view)
 
     return result(
-        (source.shape[1], source.shape[0]), source.kind, prepare, mask=mask, over=source.shape,
-        part=lambda box: (box[1], box[0]), dtype=dtype, only=("sbuf",), exact=dtype is None,
+        (source.shape[1], source.shape[0]), asked(dtype, source.kind), prepare, mask=mask,
+        over=source.shape, part=lambda box: (box[1], box[0]), only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
 
@@ -428,7 +429,7 @@ def _binary(short: str) -> Callable[..., Any]:
             return lambda dst: issued("tensor_tensor", dst, a, b, op)
 
         kind = other.kind if number is None else kind_of_number(other)
-        return result(shape, promote(tile.kind, kind), prepare, mask=mask, dtype=dtype)
+        return result(shape, asked(dtype, promote(tile.kind, kind)), prepare, mask=mask)
 
     return function
 
@@ -457,7 +458,7 @@ def _unary(short: str) -> Callable[..., Any]:
                 return lambda dst: issued("activation", dst, op, view)
             return lambda dst: issued("tensor_scalar", dst, view, op, 0)
 
-        return result(tile.shape, tile.kind, prepare, mask=mask, dtype=dtype)
+        return result(tile.shape, asked(dtype, tile.kind), prepare, mask=mask)
 
     return function
 
@@ -534,7 +535,7 @@ def _loop_reduce(
 
         return issue
 
-    made = result(tile.shape, tile.kind, prepare, mask=mask, dtype=dtype, exact=True)
+    made = result(tile.shape, asked(dtype, tile.kind), prepare, mask=mask, exact=True)
     assert made.pending is not None
     made.pending.updates = True
     return made

@@ -634,12 +634,11 @@ def result(
     mask: Any = None,
     over: tuple[int, ...] | None = None,
     part: Callable[[Any], Part] | None = None,
-    dtype: Any = None,
     only: tuple[str, ...] = ("sbuf", "psum"),
     exact: bool = False,
     accumulate: Issue | None = None,
 ) -> Tensor:
-    """Issue the pending tile; return a new pending tile of a shape, and a dtype if none is given.
+    """Issue the pending tile; return a new pending tile of a shape and a dtype.
 
     prepare: takes the box that the mask leaves of `over`, the result's shape unless given, and
         returns what issues the instruction; not called where the mask leaves nothing.
@@ -650,10 +649,15 @@ def result(
     issue = nothing if box is False else prepare(box)
     if part is not None and isinstance(box, tuple):
         box = part(box)
-    tile = Tensor(shape, kind if dtype is None else kind_of(dtype), only[0])
+    tile = Tensor(shape, kind, only[0])
     tile.pending = Pending(issue, box, only, exact, kernel_frame(), accumulate)
     now.pending = tile
     return tile
+
+
+def asked(dtype: Any, kind: DType) -> DType:
+    """Return the dtype that a call names, else `kind`."""
+    return kind if dtype is None else kind_of(dtype)
 
 
 def nothing(dst: NkiTensor) -> None:
