@@ -149,7 +149,7 @@ def test_sbuf_overflow_gives_the_numbers_and_what_to_lower():
 
 def test_no_legal_schedule_at_all():
     with pytest.raises(CapacityError, match=r"no schedule fits trn2; the nearest: .* lower"):
-        build_kernel(MatmulSpec(m=4, k=128, n=4_000_000, bias=True), "trn2")
+        build_kernel(MatmulSpec(m=4, k=4_000_000, n=128, bias=True), "trn2")
 
 
 def test_schedule_of_another_family():
