@@ -22,10 +22,12 @@ from rich.table import Table
 from nmm_compiler.codegen import choose as chooser
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.targets import get
 
 # (hidden, intermediate, outputs of q, outputs of k, layers) of the models' public configurations.

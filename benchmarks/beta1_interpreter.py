@@ -30,10 +30,13 @@ from benchmarks.beta1_kernels import unpacked
 from nmm_compiler.codegen.build import Kernel, build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.options import Options
 
 F = {"dtype": "float32"}

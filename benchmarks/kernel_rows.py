@@ -34,10 +34,13 @@ from model_sizes import MODELS, rank
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.codegen import choose
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.ops.backward_calls import backward_calls
 from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.prices.ways import rank_ways

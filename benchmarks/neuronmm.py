@@ -45,8 +45,7 @@ from model_sizes import MODELS, rank
 from row_file import Row, computed, is_stale, read_rows, version
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 

@@ -30,7 +30,7 @@ from row_file import Row, computed, is_stale, read_rows, version
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import MatmulSpec
 from nmm_compiler.prediction import predict as prediction
 from nmm_compiler.prediction import prices
 from nmm_compiler.prediction.model import ModelPrediction

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from nmm_compiler.codegen.build import build_kernel as build_kernel
     from nmm_compiler.errors import NmmError as NmmError
     from nmm_compiler.kernels.attention import AttentionSpec as AttentionSpec
-    from nmm_compiler.kernels.gated_mlp import GatedMLPSpec as GatedMLPSpec
-    from nmm_compiler.kernels.lowrank import LowRankSpec as LowRankSpec
-    from nmm_compiler.kernels.matmul import MatmulSpec as MatmulSpec
+    from nmm_compiler.kernels.linear.specs import GatedMLPSpec as GatedMLPSpec
+    from nmm_compiler.kernels.linear.specs import LowRankSpec as LowRankSpec
+    from nmm_compiler.kernels.linear.specs import MatmulSpec as MatmulSpec
     from nmm_compiler.lowrank_models.hf import save as save
     from nmm_compiler.lowrank_models.load import load as load
     from nmm_compiler.lowrank_models.quantize import quantize_factors as quantize_factors
@@ -60,10 +60,10 @@ __version__ = VERSION
 _HOMES = {
     "ArraySpec": "nmm_compiler.simulator.run",
     "AttentionSpec": "nmm_compiler.kernels.attention",
-    "GatedMLPSpec": "nmm_compiler.kernels.gated_mlp",
-    "LowRankSpec": "nmm_compiler.kernels.lowrank",
+    "GatedMLPSpec": "nmm_compiler.kernels.linear.specs",
+    "LowRankSpec": "nmm_compiler.kernels.linear.specs",
     "Match": "nmm_compiler.passes.rules",
-    "MatmulSpec": "nmm_compiler.kernels.matmul",
+    "MatmulSpec": "nmm_compiler.kernels.linear.specs",
     "NmmError": "nmm_compiler.errors",
     "Options": "nmm_compiler.options",
     "Refusal": "nmm_compiler.passes.rules",

@@ -82,7 +82,7 @@ TOYS = {
         lines=(),
         works=(
             "from nmm_compiler.codegen.build import build_kernel\n"
-            "from nmm_compiler.kernels.lowrank import LowRankSpec\n"
+            "from nmm_compiler.kernels.linear.specs import LowRankSpec\n"
             "from nmm_compiler.options import Options\n"
             "spec = LowRankSpec(m=16, k=128, r=64, n=128)\n"
             "times = [build_kernel(spec, name).profile().latency_us for name in ('toy', 'trn3')]\n"

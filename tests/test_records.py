@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nmm_compiler
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.linear.specs import LowRankSharedSpec
 from nmm_compiler.records import Record, json_kind
 
 
@@ -186,7 +186,7 @@ def test_every_record_of_the_package_can_come_back():
 def test_schedules_come_back():
     """A kernel taken from the cache has its schedule from JSON."""
     from nmm_compiler.codegen.choose import rank
-    from nmm_compiler.kernels.lowrank import LowRankSpec
+    from nmm_compiler.kernels.linear.specs import LowRankSpec
     from nmm_compiler.targets import get
 
     for choice in rank(LowRankSpec(m=300, k=256, r=96, n=520), get("trn2"))[:20]:

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten, without_data
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put

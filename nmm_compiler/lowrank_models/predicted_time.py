@@ -16,7 +16,7 @@ from torch import nn
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.kernels.number_formats import X_DTYPES
 from nmm_compiler.lowrank_models.config import Workload
 from nmm_compiler.lowrank_models.layer_calls import Group, Layer, Rank, alone, call_us, groups_of

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.passes.chains.linear_map import read_stage
 from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph.canonical import Canonical, owner_of

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from nmm_compiler.errors import ModelError, UnknownNameError
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles

@@ -21,8 +21,7 @@ from torch import fx
 from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.ops.launches import dtype_name
 from nmm_compiler.ops.lower import lower, op_name, tokens

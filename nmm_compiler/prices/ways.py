@@ -19,10 +19,13 @@ from typing import Any
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.kernels.normed_x import NORMED
 from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.prices.collectives import collective_us

@@ -9,7 +9,7 @@ import pytest
 from processes import ROOT, ran
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 
 PROGRAM = """
 {first}

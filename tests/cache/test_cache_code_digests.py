@@ -23,7 +23,7 @@ from nmm_compiler import targets
 from nmm_compiler.codegen.build import kernel_key
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.codegen.emitted_file import kernel_source
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 spec, target = LowRankSpec(m=32, k=64, r=16, n=64), targets.get("trn2")
 name, source = kernel_source(spec, choose(spec, target)[0].schedule, target)
 ours = [n for n in sys.modules if n.split(".")[0] == "nmm_compiler" and n not in door]

@@ -142,7 +142,7 @@ def test_every_name_listed_is_one_of_the_api_or_of_python():
 def test_a_source_found_in_the_cache_is_checked_too(tmp_path, monkeypatch):
     """As far as this process did not write it: a cache directory can be older than a rule."""
     from nmm_compiler.codegen import build
-    from nmm_compiler.kernels.matmul import MatmulSpec
+    from nmm_compiler.kernels.linear.specs import MatmulSpec
     from nmm_compiler.options import Options
 
     spec, options = MatmulSpec(m=4, k=8, n=4), Options(cache=str(tmp_path / "cache"))
@@ -178,7 +178,7 @@ def test_goldens_pass(path):
 def test_emitted_kernels_pass(x_layout, activation):
     from nmm_compiler.codegen.choose import rank
     from nmm_compiler.codegen.emitted_file import kernel_source
-    from nmm_compiler.kernels.lowrank import LowRankSpec
+    from nmm_compiler.kernels.linear.specs import LowRankSpec
     from nmm_compiler.targets import get
 
     target = get("trn2")

@@ -24,10 +24,13 @@ from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheTrustError, CapacityError, CodegenError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.options import Options
 from nmm_compiler.simulator.beta1.table import beta_1

@@ -8,9 +8,7 @@ from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import choose, on_device, rank
 from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.options import Options
 from nmm_compiler.targets import get
 

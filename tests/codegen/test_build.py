@@ -10,9 +10,7 @@ from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.errors import CapacityError, SpecError, UnknownNameError
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.options import Options
 from nmm_compiler.targets import get

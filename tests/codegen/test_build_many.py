@@ -7,8 +7,7 @@ import pytest
 from nmm_compiler.codegen import build, workers
 from nmm_compiler.codegen.build_many import build_many, fill, fill_cache
 from nmm_compiler.codegen.tune import tune
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.options import Options
 
 SPECS = [LowRankSpec(m=8, k=16, r=4, n=16), LowRankSpec(m=8, k=16, r=4, n=32),

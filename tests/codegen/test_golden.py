@@ -11,10 +11,8 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.emitted_file import kernel_source
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
 from nmm_compiler.kernels.linear.schedule import LinearSchedule
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.nki_api.lint import lint_source
 from nmm_compiler.targets import get, names
 

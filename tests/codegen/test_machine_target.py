@@ -16,10 +16,12 @@ from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.device import ladder
 from nmm_compiler.errors import FileError, OptionTypeError
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.ops.lower import too_large
 from nmm_compiler.options import Options
 from nmm_compiler.passes.chains.prices import Cost

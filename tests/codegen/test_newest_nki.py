@@ -4,8 +4,7 @@ import pytest
 from test_golden import SPECS
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec
 from nmm_compiler.nki_api.api import VERSIONS
 from nmm_compiler.nki_api.lint import lint_source, oldest_version
 from nmm_compiler.options import Options

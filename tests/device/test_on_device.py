@@ -7,7 +7,7 @@ from torch import nn
 
 from nmm_compiler.device import ladder
 from nmm_compiler.kernels.base import numpy_dtype
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.runtime import machine, neuron
 
 FOUND = machine.probe()

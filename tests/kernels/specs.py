@@ -6,10 +6,13 @@ from hypothesis import strategies as st
 
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 
 # Around 1, the partition count and PSUM's 512 columns, and sizes that divide nothing.
 _EDGES = (1, 2, 3, 17, 31, 64, 100, 127, 128, 129, 200, 255, 256, 257, 300, 384)

@@ -8,7 +8,7 @@ from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.linear.spec import LinearSpec as ProductSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import ArraySpec
 
 FP8 = "float8_e4m3"

@@ -11,7 +11,7 @@ from nmm_compiler.codegen.choose import choose
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.error_bounds import activation_value
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 
 SIZES = {"m": 20, "k": 300, "r": 140, "n": 200}
 

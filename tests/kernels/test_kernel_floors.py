@@ -3,9 +3,7 @@
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.targets import get
 
 SPECS = [

@@ -7,10 +7,13 @@ import pytest
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import choose, rank, simulated
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 

@@ -11,7 +11,7 @@ from nmm_compiler.codegen.choose import choose, refusal
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.linear.schedule import LinearSchedule
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.linear.specs import LowRankSharedSpec
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.targets import get
 

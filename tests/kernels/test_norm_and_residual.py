@@ -11,10 +11,13 @@ from nmm_compiler.codegen.check_against_float64 import compare, prove, random_ar
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.targets import get
 
 RMS = {"norm": "rms", "norm_gain": True, "norm_offset": 1.0, "norm_eps": 1e-5}

@@ -11,10 +11,13 @@ import pytest
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.simulator.run import ArraySpec
 from nmm_compiler.simulator.timing.profile import profile_trace
 from nmm_compiler.targets import get, names

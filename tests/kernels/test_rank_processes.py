@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from nmm_compiler.errors import NeuronSetupError, SpecError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.ops.registration import OPS
 

@@ -12,7 +12,7 @@ from nmm_compiler.errors import CapacityError, CodegenError, SimulationError, Sp
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import SPLITS
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import MatmulSpec
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
 from nmm_compiler.prices.ways import ways

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.passes.chains.prices import Cost, order
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.prices.estimate import estimate_us

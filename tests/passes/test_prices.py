@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from nmm_compiler import backend
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.passes.pipeline import explain, run
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES, simulated_us

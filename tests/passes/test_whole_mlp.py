@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from models import kernel_calls
 from torch import nn
 
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec
 from nmm_compiler.passes.chains import prices
 from nmm_compiler.passes.chains.prices import TYPICAL_TOKENS
 from nmm_compiler.passes.pipeline import rewrite, run

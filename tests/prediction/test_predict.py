@@ -13,9 +13,7 @@ from torch import nn
 from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import CORES
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.options import Options
 from nmm_compiler.prediction import predict as predict_module
 from nmm_compiler.prediction.meta_models import meta_model, public_models

@@ -12,10 +12,13 @@ import pytest
 
 from nmm_compiler.codegen.choose import rank, simulated
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import PRICES

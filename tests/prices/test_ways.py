@@ -7,10 +7,13 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.prices import kernel as prices

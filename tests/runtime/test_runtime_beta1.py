@@ -12,7 +12,7 @@ from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 from nmm_compiler.device import ladder
 from nmm_compiler.errors import NeuronSetupError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import first_run, machine, neuron
 from nmm_compiler.runtime.kernels import Kernels

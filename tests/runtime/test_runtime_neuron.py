@@ -15,7 +15,7 @@ from runtime.neuron_stand_ins import StandInKernel, install, write_kernel
 
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.errors import FileError, NeuronSetupError, OptionTypeError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli.commands import app
 from nmm_compiler.errors import FileError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 
 LINES = [
     json.dumps({"family": "lowrank", "spec": LowRankSpec(m=8, k=16, r=4, n=16 * n).to_dict()})

@@ -13,7 +13,7 @@ from nmm_compiler.codegen import workers as module
 from nmm_compiler.codegen.build_many import build_many, build_one, fill
 from nmm_compiler.codegen.workers import on_processes, run
 from nmm_compiler.errors import CacheError, WorkerError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.options import Options
 
 SPECS = [LowRankSpec(m=8, k=16, r=4, n=16 * n) for n in range(1, 7)]

@@ -9,7 +9,7 @@ import pytest
 from nmm_compiler.codegen import tune, tuned
 from nmm_compiler.codegen.build_many import fill
 from nmm_compiler.codegen.on_ray import RayExecutor
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 
 SPECS = [LowRankSpec(m=m, k=512, r=64, n=1024) for m in (8, 16, 64, 128)]
 

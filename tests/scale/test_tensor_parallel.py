@@ -14,7 +14,7 @@ from torch import nn
 import nmm_compiler as nmm
 from nmm_compiler.codegen.build_many import build_many
 from nmm_compiler.errors import NeuronSetupError, OptionTypeError, ShapeError, UnknownNameError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.options import FACTOR_SPLITS

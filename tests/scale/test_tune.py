@@ -20,8 +20,7 @@ from nmm_compiler.codegen.search_space import Space
 from nmm_compiler.codegen.tune import time_schedules
 from nmm_compiler.codegen.workers import on_processes
 from nmm_compiler.errors import CacheTrustError, UnknownNameError, WorkerError
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.options import LARGEST_BUCKET, Options
 from nmm_compiler.prices.kernel import PRICES
 

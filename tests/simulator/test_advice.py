@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.shares import by_instruction, by_line, waits

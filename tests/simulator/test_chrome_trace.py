@@ -9,8 +9,7 @@ from trace_builder import Builder
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import OutputError, SimulationError
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec
 from nmm_compiler.simulator.timing.profile import Profile, profile_trace, write_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 

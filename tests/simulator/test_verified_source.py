@@ -11,7 +11,7 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import FileError
-from nmm_compiler.kernels.lowrank import LowRankSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.options import Options
 from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.loading.source_text import LARGEST_SOURCE_BYTES, read_source

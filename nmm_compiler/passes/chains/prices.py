@@ -22,8 +22,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.matmul import MatmulSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.passes.chains.linear_map import Stage
 from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph import views

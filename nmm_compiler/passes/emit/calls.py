@@ -24,9 +24,12 @@ import torch
 from torch import fx
 
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.gated_mlp import GatedMLPSpec, GatedMLPUpSpec
-from nmm_compiler.kernels.lowrank import LowRankSpec
-from nmm_compiler.kernels.lowrank_shared import LowRankSharedSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+)
 from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
 from nmm_compiler.ops.scaled import SUFFIX
 from nmm_compiler.passes.chains.chain import Chain

@@ -1,3 +1,0 @@
-"""`LowRankSpec` under its earlier path."""
-
-from nmm_compiler.kernels.linear.specs import LowRankSpec as LowRankSpec
