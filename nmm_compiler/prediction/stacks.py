@@ -20,31 +20,19 @@ class Stack(Record):
     """A stack: gap between two launches in a program, host time a token, and its programs.
 
     programs: "token", one for the whole pass, or "layer", one for each layer and two for embedding
-    and head. program_gap_us: the wait between two programs. error: how far its published runs,
-    `runs` of them, were from the prediction at most; None where none was compared.
+    and head. program_gap_us: the wait between two programs.
     """
 
     name: str
-    launch_gap_us: float
-    host_us: float
-    programs: str
-    program_gap_us: float
     source: str
-    error: float | None = None
-    runs: int = 0
+    launch_gap_us: float = LAUNCH_GAP_US
+    host_us: float = HOST_CALL_US
+    programs: str = "token"
+    program_gap_us: float = 0.0
 
     def programs_of(self, layers: int) -> int:
         """Return the programs that one pass of a model of so many layers runs."""
         return layers + 2 if self.programs == "layer" else 1
-
-
-def _stack(name: str, source: str, **differs: object) -> Stack:
-    """Return a stack that differs from ours in some fields."""
-    ours: dict[str, object] = {
-        "launch_gap_us": LAUNCH_GAP_US, "host_us": HOST_CALL_US, "programs": "token",
-        "program_gap_us": 0.0,
-    }  # fmt: skip
-    return Stack(name=name, source=source, **{**ours, **differs})  # type: ignore[arg-type]
 
 
 # DeepSeek-V3 on 64 cores takes 20.5 ms a token as NxD Inference runs it and 22.1 ms served.
@@ -53,30 +41,31 @@ _SERVING_US = 1600.0
 STACKS = {
     stack.name: stack
     for stack in (
-        _stack(
-            "own",
-            "one program a token; the gap between launches was chosen on published decodes of "
-            "Transformers-NeuronX and NxD Inference",
+        Stack(
+            name="own",
+            source="one program a token; the gap between launches was chosen on published decodes "
+            "of Transformers-NeuronX and NxD Inference",
         ),
-        _stack(
-            "nxdi",
-            "NxD Inference decodes with one program a token (aws-neuron-sdk, nxd-inference)",
+        Stack(
+            name="nxdi",
+            source="NxD Inference decodes with one program a token (aws-neuron-sdk, nxd-inference)",
         ),
-        _stack(
-            "vllm-neuron",
-            "NxD Inference under vLLM: 22.1 ms where it takes 20.5 alone "
+        Stack(
+            name="vllm-neuron",
+            source="NxD Inference under vLLM: 22.1 ms where it takes 20.5 alone "
             "(neuronx-distributed-inference, contrib/models/DeepSeek-V3)",
             host_us=HOST_CALL_US + _SERVING_US,
         ),
-        _stack(
-            "pjrt-2.30",
-            "a program a layer through PJRT, 10 to 13 us between two (aws-neuron-sdk#1370)",
+        Stack(
+            name="pjrt-2.30",
+            source="a program a layer through PJRT, 10 to 13 us between two (aws-neuron-sdk#1370)",
             programs="layer",
             program_gap_us=11.5,
         ),
-        _stack(
-            "pjrt-2.31",
-            "a program a layer through PJRT, 170 to 190 us between two (aws-neuron-sdk#1370)",
+        Stack(
+            name="pjrt-2.31",
+            source="a program a layer through PJRT, 170 to 190 us between two "
+            "(aws-neuron-sdk#1370)",
             programs="layer",
             program_gap_us=180.0,
         ),

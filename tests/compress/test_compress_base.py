@@ -1,12 +1,14 @@
 """Weights of few bits with a low-rank branch: errors, bytes, ranks, saving, and what is refused."""
 
 import copy
+import types
 
 import pytest
 import torch
 from compress_models import stack, tokens
 from torch import nn
 
+import nmm_compiler as nmm
 from nmm_compiler.errors import ModelError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
 from nmm_compiler.lowrank_models import hf
@@ -247,3 +249,22 @@ def test_what_has_a_base_is_not_compressed_again():
     assert [layer.name for layer in report.layers] == [
         f"layers.1.{name}" for name in ("q", "k", "up", "down")
     ]
+
+
+@pytest.mark.parametrize("base", ["fp8", "mxfp4"])
+def test_packed_weights_are_refused_where_nothing_cuts_or_reads_them(base):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, vocab_size=128,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    nmm.compress(model, base=base, rank=16, allow_slower=True)
+    with pytest.raises(OptionTypeError, match="no style cuts packed numbers"):
+        nmm.tensor_parallel_plan(model, types.SimpleNamespace(ndim=1))
+    if base == "fp8":
+        lines = nmm.predict(model, price="closed_form").phases[1].lines
+        assert sum("float8_e4m3_x_bfloat16_channel base" in line.what for line in lines) >= 3
+    else:
+        with pytest.raises(ModelError, match=r"mxfp4 weights .* which no kernel here reads"):
+            nmm.predict(model, price="closed_form")
