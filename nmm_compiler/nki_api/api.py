@@ -57,13 +57,13 @@ def _adjusted(function: Function, version: str) -> Function:
 
 @functools.cache
 def api(version: str = API_VERSION) -> Api:
-    """Return the API of an NKI version; "0.7" is 0.6 with the announced removals.
+    """Return the API of an NKI version; "0.7" is 0.6 with what its pages add and remove.
 
     Raises UnknownNameError for a version outside VERSIONS.
     """
     version = known_version(version)
-    functions = list(entries("nki.collectives", table.COLLECTIVES))
-    values = {f"nki.{n}" for n in table.TOP_VALUES.split()} | {"nki.collectives.ReplicaGroup"}
+    functions = [f for module, text in table.FUNCTIONS.items() for f in entries(module, text)]
+    values = {f"nki.{n}" for n in table.TOP_VALUES.split()} | set(table.CLASSES.split())
     for module, names in (("nki.isa", ISA), ("nki.language", LANGUAGE)):
         for short, value in names.items():
             if inspect.isfunction(value):

@@ -2,7 +2,8 @@
 
 Facts taken from the public documentation of AWS Neuron SDK 2.32 (NKI 0.6.0: the stubs of
 `nki.isa`, `nki.language`, `nki.collectives`, the migration guides and the release notes of 0.2.0
-to 0.6.0) and from the announcements of NKI 0.7.0. Nothing here is code of that project.
+to 0.6.0) and of SDK 2.33 (NKI 0.7.0: the announcement, the pages of the functions that are new,
+of `nki.compiler` and of the compiler's error codes). Nothing here is code of that project.
 `api.py` reads these tables; what a new NKI version removes or renames is edited here alone.
 
 One entry is `name, name, ...(parameters)`; entries that share a signature share a line.
@@ -23,11 +24,24 @@ LANGUAGE_RECORDS = {
     "MemoryRegion": "sbuf psum private_hbm shared_hbm",
 }
 
-COLLECTIVES = """
+# Functions that the simulator does not have, by module.
+FUNCTIONS = {
+    "nki.isa": """
+scalar_load(src)
+scalar_store(dst, value)
+""",
+    "nki.language": """
+tiles(source, tile_shape=None)
+blocks(source, tile_shape=None, block_shape=None)
+alloc_tiles(tile_shape, element_shape, buffer, dtype, address=None, name='')
+alloc_blocks(tile_shape, block_shape, element_shape, buffer, dtype, address=None, name='')
+""",
+    "nki.collectives": """
 all_reduce(srcs, dsts, replica_group, op, priority=None, name=None)
 all_gather, all_to_all(srcs, dsts, replica_group, collective_dim, priority=None, name=None)
-all_gather_v, all_to_all_v(srcs, dsts, replica_group, metadata_tensor, recv_counts_known=False,
-    has_rdispls=False, priority=None, name=None)
+all_gather_v, all_to_all_v, all_gather_v_prepare, all_to_all_v_prepare(srcs, dsts, replica_group,
+    metadata_tensor, recv_counts_known=False, has_rdispls=False, priority=None, name=None)
+all_gather_v_trigger, all_to_all_v_trigger(prepare_instr, name=None)
 reduce_scatter(srcs, dsts, replica_group, collective_dim, op, priority=None, name=None)
 collective_permute(srcs, dsts, source_target_pairs, priority=None, name=None)
 collective_permute_implicit(srcs_by_channel, dsts_by_channel, replica_group, channel_ids=[0],
@@ -37,7 +51,12 @@ collective_permute_implicit_reduce(srcs0_by_channel, srcs1_by_channel, dsts_by_c
 collective_permute_implicit_current_processing_rank_id(iteration_id, replica_group,
     channel_id=0, name=None)
 rank_id(name=None)
-"""
+""",
+}
+
+# Classes that the simulator does not have.
+CLASSES = """nki.collectives.ReplicaGroup nki.isa.NkiScalar nki.language.NkiGrid
+nki.language.NkiTileGrid nki.language.NkiBlockGrid"""
 
 TOP_VALUES = "jit simulate isa language collectives typing dtype meta compiler experimental"
 """Names of `nki` itself; the modules not described above are opaque to the lint."""
@@ -60,6 +79,20 @@ ADDED = {
     "nki.language.fori_loop": "0.6",
     "nki.language.while_loop": "0.6",
     "nki.collectives.all_gather_v": "0.6",
+    "nki.isa.NkiScalar": "0.7",
+    "nki.isa.scalar_load": "0.7",
+    "nki.isa.scalar_store": "0.7",
+    "nki.language.NkiGrid": "0.7",
+    "nki.language.NkiTileGrid": "0.7",
+    "nki.language.NkiBlockGrid": "0.7",
+    "nki.language.tiles": "0.7",
+    "nki.language.blocks": "0.7",
+    "nki.language.alloc_tiles": "0.7",
+    "nki.language.alloc_blocks": "0.7",
+    "nki.collectives.all_gather_v_prepare": "0.7",
+    "nki.collectives.all_gather_v_trigger": "0.7",
+    "nki.collectives.all_to_all_v_prepare": "0.7",
+    "nki.collectives.all_to_all_v_trigger": "0.7",
 }
 
 METHODS_OF_0_5 = """slice select permute broadcast expand_dim squeeze_dim reshape_dim flatten_dims

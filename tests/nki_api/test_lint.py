@@ -316,6 +316,9 @@ def test_helpers_that_a_kernel_calls_are_kernel_code() -> None:
         ("if x is None: pass", {"0.3": "E201", "0.6": "E201", "0.7": ""}),
         ("a = max(i for i in range(3))", {"0.6": "E205", "0.7": ""}),
         ("nl.something_new(x)", {"0.6": "E101", "0.7": "W106"}),
+        ("i = nisa.scalar_load(x)\nnisa.scalar_store(y, i)", {"0.6": "E102E102", "0.7": ""}),
+        ("t = nl.tiles(x, tile_shape=(128, 256))[0, 0].data", {"0.6": "E102", "0.7": ""}),
+        ("nl.blocks(x, tile_shapes=(128, 256))", {"0.7": "E111"}),
     ],
 )
 def test_versions_differ(statement: str, expected: dict[str, str]) -> None:
@@ -333,6 +336,7 @@ def test_methods_that_the_file_defines_are_no_tensors() -> None:
 def test_the_oldest_version_has_all_that_a_kernel_uses() -> None:
     assert oldest_version(kernel("nisa.tensor_copy(x, y)")) == "0.3"
     assert oldest_version(kernel("x.permute((1, 0))")) == "0.5"
+    assert oldest_version(kernel("nl.tiles(x, tile_shape=(128, 256))")) == "0.7"
     assert oldest_version(kernel("nl.fori_loop(0, x.permute((1, 0)), print)")) == "0.6"
 
 

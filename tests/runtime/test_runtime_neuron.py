@@ -107,6 +107,19 @@ def test_the_probe_names_the_path(monkeypatch, packages, devices, path):
     assert machine.probe().path == path
 
 
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        ("0.6.0", "checked by nmm lint"),
+        ("0.7.1", "NCC_EVRF066"),
+        ("0.8", "not checked: 0.8 is newer"),
+    ],
+)
+def test_the_probe_says_whether_kernels_are_checked_for_this_nki(monkeypatch, version, text):
+    install(monkeypatch, nki=version)
+    assert text in dict(machine.probe().rows())["kernels for this NKI"]
+
+
 @pytest.mark.parametrize("version", ["0.2.0", "0.1", "0.4.99+abc"])
 def test_an_old_nki_is_refused_with_what_to_install(monkeypatch, tmp_path, version):
     install(monkeypatch, nki=version)
