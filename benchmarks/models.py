@@ -6,7 +6,8 @@ came later, when all constants stood: of each model and instance of AWS's tables
 Inferentia that was not there yet, the shortest and the longest run of one sequence. A run marked
 "apart" is not one of dense production kernels and is only shown. The context is the length that a
 program was compiled for where the source names one. "reading" says what a source's figure stands
-for where it is not plainly a model's time per token.
+for where it is not plainly a model's time per token. "stack" is what ran it, where that is not one
+that `own` was set by: its runs are predicted with it and judged apart.
 
     python benchmarks/models.py [--only calibrate|"held out"|added|apart] [--json FILE]
         [--price closed_form] [--library nki-library]
@@ -19,6 +20,7 @@ beside ours (library_layer.py).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prices.kernel import PRICES
 
 RUNS = Path(__file__).parent / "data" / "model_runs.json"
@@ -46,6 +49,7 @@ def predicted(run: dict[str, Any], price: str = "simulated") -> ModelPrediction:
         lnc=run["lnc"],
         weights=run["weights"],
         price=price,
+        stack=run.get("stack", "own"),
     )
 
 
@@ -95,13 +99,18 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
     missed = False
-    for use in ("calibrate", *JUDGED):
-        errors = [abs(r["tpot_error"]) for r in rows if r["use"] == use]
+    for stack, use in itertools.product(STACKS, ("calibrate", *JUDGED)):
+        errors = [
+            abs(row["tpot_error"])
+            for row in rows
+            if row["use"] == use and row.get("stack", "own") == stack
+        ]
         if errors:
             mean, worst = statistics.mean(errors), max(errors)
             print(
-                f"{use}: decode mean {100 * mean:.0f} %, worst {100 * worst:.0f} % "
-                f"of {len(errors)} runs; bars {100 * MEAN_BAR:.0f} and {100 * WORST_BAR:.0f} %"
+                f"stack {stack}, {use}: decode median {100 * statistics.median(errors):.0f} %, "
+                f"mean {100 * mean:.0f} %, worst {100 * worst:.0f} % of {len(errors)} runs; "
+                f"bars of mean and worst {100 * MEAN_BAR:.0f} and {100 * WORST_BAR:.0f} %"
             )
             missed |= use in JUDGED and (mean > MEAN_BAR or worst > WORST_BAR)
     layers = []

@@ -22,6 +22,7 @@ from nmm_compiler.prediction.measured import Difference, Measured, differences, 
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.phase import Phase
 from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prediction.way_out import WayOut, pays, ways_out
 from nmm_compiler.prediction.way_out import step_gain as _gain
 from nmm_compiler.prices.kernel import noted_kernels
@@ -115,6 +116,7 @@ class Plan(Shown, Record):
             base = self.predictions[0]
             made += base.waterfall()
             made += [
+                Line(str(STACKS[base.stack]), "note"),
                 Line(f"what would change it: {_setting(base)}", "headline"),
                 Grid.of(("with", f"{base.phases[-1].name} ms", "tokens a second", ""),
                         [change.cells() for change in self.changes],

@@ -421,7 +421,7 @@ def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int, lay
     between, law = "from one kernel or region to the next", "published law"
     laws = [
         ("(program)", "gaps", launches, stack.launch_gap_us, "fitted", between),
-        ("(host)", "call", 1, stack.host_us, law, "one call with its result read back"),
+        ("(host)", "call", 1, stack.host_us, stack.host_from, "one call with its result read back"),
     ]
     if stack.program_gap_us:
         after = "from one program to the next"

@@ -19,16 +19,30 @@ HOST_CALL_US = 133.0
 class Stack(Record):
     """A stack: gap between two launches in a program, host time a token, and its programs.
 
+    host_from: where the host's time comes from, one of the sources of `prices`.
     programs: "token", one for the whole pass, or "layer", one for each layer and two for embedding
-    and head. program_gap_us: the wait between two programs.
+    and head. program_gap_us: the wait between two programs. judged: the published decodes that
+    this stack ran and that nothing was chosen on, and the mean and largest error of their
+    predictions as `make bench-models` prints them; None where there are none.
     """
 
     name: str
     source: str
     launch_gap_us: float = LAUNCH_GAP_US
     host_us: float = HOST_CALL_US
+    host_from: str = "published law"
     programs: str = "token"
     program_gap_us: float = 0.0
+    judged: tuple[int, float, float] | None = None
+
+    def __str__(self) -> str:
+        if self.judged is None:
+            return f"stack {self.name}: {self.source}; no run of it that could judge it"
+        runs, mean, worst = self.judged
+        return (
+            f"stack {self.name}: {self.source}; {runs} published decodes of it predicted within "
+            f"{mean:.0%} in the mean, {worst:.0%} at worst"
+        )
 
     def programs_of(self, layers: int) -> int:
         """Return the programs that one pass of a model of so many layers runs."""
@@ -37,6 +51,10 @@ class Stack(Record):
 
 # DeepSeek-V3 on 64 cores takes 20.5 ms a token as NxD Inference runs it and 22.1 ms served.
 _SERVING_US = 1600.0
+
+# Llama-3.1-8B, 32 sequences of 4,096 tokens: 22.1 ms on a trn2 of four logical cores and 24.5 ms on
+# eight cores of inf2, where the prediction without a server is 16.2 and 19.5.
+_OPTIMUM_US = 5500.0
 
 STACKS = {
     stack.name: stack
@@ -55,6 +73,14 @@ STACKS = {
             source="NxD Inference under vLLM: 22.1 ms where it takes 20.5 alone "
             "(neuronx-distributed-inference, contrib/models/DeepSeek-V3)",
             host_us=HOST_CALL_US + _SERVING_US,
+        ),
+        Stack(
+            name="vllm-optimum",
+            source="optimum-neuron under vLLM, each step computed for the compiled batch; the time "
+            "of the host was chosen on two of its decodes (optimum-neuron, benchmark/vllm)",
+            host_from="fitted",
+            host_us=HOST_CALL_US + _OPTIMUM_US,
+            judged=(3, 0.09, 0.17),
         ),
         Stack(
             name="pjrt-2.30",

@@ -43,6 +43,7 @@ def test_every_stack_is_priced_and_a_program_a_layer_costs_its_gaps():
     assert made["pjrt-2.31"].tpot_us == pytest.approx(own + 180.0 * (layers + 1))
     assert "stack pjrt-2.31" in made["pjrt-2.31"].headline()
     assert "stack own" in made["own"].headline()
+    assert made["vllm-optimum"].tpot_us == pytest.approx(own + 5500)
     assert all(stack.source for stack in STACKS.values())
     with pytest.raises(NmmError, match="vllm-neuron"):
         predict(CONFIG, stack="vlm-neuron")
@@ -63,6 +64,9 @@ def test_what_would_change_it_is_predicted_again():
     assert not found["stack nxdi"].told_apart
     assert found["one launch a layer"].us < base.tpot_us
     assert "what would change it" in str(made)
+    assert "no run of it that could judge it" in str(STACKS["nxdi"])
+    assert "stack own: one program a token" in str(made)
+    assert "3 published decodes of it predicted within 9%" in str(STACKS["vllm-optimum"])
     assert plan(CONFIG, ratios=(), batches=(1, 2), price="closed_form").changes == ()
 
 
