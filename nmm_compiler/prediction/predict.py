@@ -166,11 +166,13 @@ class Prepared:
     graphs: dict[tuple[Any, ...], Graphs] = field(default_factory=dict)
     """What was traced already, by (phase, batch, tokens): it is the same for every target."""
 
-    def walked(self, sizes: tuple[Any, ...], inputs: Callable[[], Any], target: str) -> list[Piece]:
-        """Return the pieces of a phase on a target."""
+    def walked(
+        self, sizes: tuple[Any, ...], inputs: Callable[[], Any], target: str, lnc: int
+    ) -> list[Piece]:
+        """Return the pieces of a phase on a logical core of a target."""
         if sizes not in self.graphs:
             self.graphs[sizes] = graphs_of(self.model, inputs())
-        return walk_graphs(self.model, self.graphs[sizes], target)
+        return walk_graphs(self.model, self.graphs[sizes], target, lnc)
 
 
 class _Maker:
@@ -202,8 +204,9 @@ class _Maker:
         phases, cache = [], 0
         for phase in model_phases(model, self.setting, self.inputs):
             sizes = (phase.name, phase.batch, phase.tokens)
-            key = None if job is None else (job, target, *sizes)
-            walked = functools.partial(prepared.walked, sizes, phase.inputs, self.named)
+            lnc = self.machine.lnc
+            key = None if job is None else (job, target, lnc, *sizes)
+            walked = functools.partial(prepared.walked, sizes, phase.inputs, self.named, lnc)
             pieces = _kept(key, walked)
             layers = sum(map(len, model.layers.values()))
             batch = self.setting["batch"]

@@ -65,14 +65,6 @@ class Piece:
     apart: tuple[Piece, ...] = ()
 
 
-def walk(model: MetaModel, inputs: Inputs, target: str) -> list[Piece]:
-    """Return the pieces of one pass of the model on these inputs, which need no data.
-
-    Raises ModelError where the model cannot be traced.
-    """
-    return walk_graphs(model, graphs_of(model, inputs), target)
-
-
 def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
     """Return the graphs of one pass of the model with their inputs; they are of no target yet.
 
@@ -91,12 +83,15 @@ def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
         ) from error
 
 
-def walk_graphs(model: MetaModel, graphs: Graphs, target: str) -> list[Piece]:
-    """Return the pieces of graphs that were traced of this model, rewritten for a target."""
+def walk_graphs(model: MetaModel, graphs: Graphs, target: str, lnc: int = 1) -> list[Piece]:
+    """Return the pieces of graphs that were traced of this model, rewritten for a target.
+
+    lnc: physical cores of a logical one, on which the passes price what they fuse.
+    """
     names = {id(p): name for name, p in model.module.named_parameters(remove_duplicate=False)}
     pieces: list[Piece] = []
     for graph, given in graphs:
-        result = rewrite(graph, tuple(given), options={"target": target})
+        result = rewrite(graph, tuple(given), options={"target": target, "lnc": lnc})
         c = _read(result.graph_module, given)
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
         pairs = zip(holders, given, strict=True)
