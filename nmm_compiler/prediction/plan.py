@@ -27,8 +27,10 @@ from nmm_compiler.prediction.way_out import WayOut, pays, ways_out
 from nmm_compiler.prediction.way_out import step_gain as _gain
 from nmm_compiler.prices.kernel import noted_kernels
 from nmm_compiler.prices.many import price_many
+from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
-from nmm_compiler.report.charts import Bar, bars
+from nmm_compiler.report.charts import gain_bars
+from nmm_compiler.report.headline import told_apart
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 
@@ -121,6 +123,8 @@ class Plan(Shown, Record):
                 Grid.of(("with", f"{base.phases[-1].name} ms", "tokens a second", ""),
                         [change.cells() for change in self.changes],
                         right=(f"{base.phases[-1].name} ms", "tokens a second")),
+                gain_bars([(one.name, one.gain, one.told_apart) for one in self.changes],
+                            "times as many tokens a second with one thing changed"),
             ]  # fmt: skip
         if self.differences:
             base = self.predictions[0]
@@ -133,11 +137,13 @@ class Plan(Shown, Record):
                 )
             )
         gains = [(p, _gain(p)) for p in self.predictions if p.gain]
-        if gains:
+        if gains and not self.changes:
             made.append(
-                bars([Bar(_setting(p), (gain,)) for p, gain in gains[:40]], ("gain",), "x",
-                     "gain over dense, by setting")
-            )  # fmt: skip
+                gain_bars(
+                    [(_setting(p), g, told_apart(g, ERRORS[p.price])) for p, g in gains[:40]],
+                    "times as fast as dense, by setting",
+                )
+            )
         if self.best is not None:
             made.append(
                 Section("the best setting in detail", tuple(self.best.parts()), folded=True)

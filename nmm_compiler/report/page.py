@@ -20,6 +20,8 @@ STYLE = """
   --e: #db61a2; --f: #39c5cf; --g: #c9b458; --h: #848d97; --warn: #d29922; } }
 @media print { .nmm { --ink: #000; --soft: #444; --paper: #fff; --shade: #fff; } }
 .nmm .headline { font-size: 1.2em; font-weight: 600; }
+.nmm h1 { font-size: 1.2em; color: var(--soft); } .nmm h1 + .headline { font-size: 1.8em;
+  line-height: 1.3; margin: .4em 0; }
 .nmm .note { color: var(--soft); } .nmm .warning { color: var(--warn); }
 .nmm .wide { overflow-x: auto; } .nmm { overflow-wrap: break-word; }
 .nmm table { border-collapse: collapse; margin: .75em 0; }
@@ -38,7 +40,13 @@ STYLE = """
 .nmm :focus-visible { outline: 2px solid var(--a); outline-offset: 2px; }
 @media print { .nmm .tools { display: none; } .nmm .wide, .nmm pre { overflow: visible; }
   .nmm pre { white-space: pre-wrap; } .nmm figure, .nmm tr { break-inside: avoid; } }
-@media (max-width: 40rem) { .nmm { font-size: 14px; } .nmm figure svg { min-width: 34rem; } }
+@media (max-width: 40rem) { .nmm { font-size: 14px; } .nmm figure svg { min-width: 34rem; }
+  .nmm .grid thead { display: none; } .nmm .grid tr { display: block; padding: .4em 0;
+  border-bottom: 1px solid var(--line); } .nmm .grid td { display: flex; border: 0; padding: 0;
+  gap: .8em; justify-content: space-between; text-align: right; white-space: normal; }
+  .nmm .grid { width: 100%; } .nmm .grid td:first-child { font-weight: 600; text-align: left; }
+  .nmm .grid td:empty, .nmm .grid td:first-child::before { display: none; } .nmm .grid td::before { content: attr(data-name);
+  color: var(--soft); text-align: left; } }
 .nmm figcaption { color: var(--soft); } .nmm figure { margin: 1em 0; }
 .nmm summary { cursor: pointer; font-size: 1.1em; font-weight: 600; margin-top: 1em; }
 """
@@ -54,7 +62,8 @@ OPENER = """
     folded.forEach(one => { one.open = open; });
     button.textContent = open ? "close them" : "open all sections";
   };
-  tools.append(button); document.querySelector("h1").after(tools);
+  tools.append(button); (document.querySelector("h1 + .headline") || document.querySelector("h1"))
+    .after(tools);
   let opened = [];
   addEventListener("beforeprint", () => {
     opened = folded.filter(one => !one.open); opened.forEach(one => { one.open = true; });
@@ -125,9 +134,11 @@ def _grid(grid: Grid) -> str:
         return f"<tr>{''.join(texts)}</tr>"
 
     marks = [' class="right"' if name in grid.right else "" for name in grid.head]
-    rows = "\n".join(row(cells, "td") for cells in grid.rows)
     head = row(grid.head, "th")
-    return f"{_WIDE}<table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>"
+    names = (f' data-name="{html.escape(name, quote=True)}"' for name in grid.head)
+    marks = [mark + name for mark, name in zip(marks, names, strict=True)]
+    rows = "\n".join(row(cells, "td") for cells in grid.rows)
+    return f'{_WIDE}<table class="grid"><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'
 
 
 def _listing(listing: Listing) -> str:

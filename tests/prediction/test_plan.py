@@ -55,7 +55,7 @@ def test_the_best_setting_pays_and_its_layers_are_told_apart():
     assert "pays most" in text
     assert "leave self_attn dense" in text
     assert "gain over dense, by setting" not in str(shown), "a chart's title without its chart"
-    assert "gain over dense, by setting" in shown._repr_html_()
+    assert "with one thing changed" in shown._repr_html_()
 
 
 def test_a_plan_where_nothing_pays_says_so():

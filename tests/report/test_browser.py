@@ -24,7 +24,11 @@ dispatchEvent(new Event("afterprint"));
 return {printed, refolded: !folded.open,
   drawn: box.width > 0 && box.height > 0, buttons: document.querySelectorAll("button").length,
   wider: document.documentElement.scrollWidth > window.innerWidth,
-  ink: getComputedStyle(document.querySelector("h1")).color,
+  hidden: [...document.querySelectorAll(".wide:has(.grid)")]
+    .some(one => one.scrollWidth > one.clientWidth),
+  named: [...document.querySelectorAll(".grid td + td")].every(
+    cell => !cell.textContent || getComputedStyle(cell, "::before").content.length > 2),
+  ink: getComputedStyle(document.querySelector("main")).color,
   paper: getComputedStyle(document.querySelector("main")).backgroundColor,
   graph: [...document.querySelectorAll("svg path")].some(p => p.getBoundingClientRect().height > 9),
   bytes: performance.getEntriesByType("resource").length};
@@ -59,5 +63,7 @@ def test_a_phone_in_the_dark(document, tmp_path):
     )  # fmt: skip
     assert console == []
     assert not seen["wider"], "the page is wider than the window"
+    assert not seen["hidden"], "a table is wider than the window"
+    assert seen["named"], "a value stands without the name of its column"
     ink, paper = (sum(map(int, re.findall(r"\d+", seen[name])[:3])) for name in ("ink", "paper"))
     assert ink > 500 > 200 > paper
