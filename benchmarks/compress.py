@@ -88,10 +88,17 @@ def ladder(
     return ordered
 
 
+def embed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return unit embeddings [sentences, hidden]: the mean over real tokens, normalized."""
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+
+
 def encoder(ratios: tuple[float, ...], steps: int) -> bool:
     """The trained sentence encoder."""
     from nmm_compiler.cli import models
-    from nmm_compiler.cli.demo_models import embed
 
     model, tokenizer = models.encoder()
     held_out, text = models.sentences(), sentences() + manual_sentences()[:450]

@@ -72,7 +72,7 @@ SPECS = '{"family": "lowrank", "spec": {"m": 16, "k": 512, "r": 64, "n": 1024}}\
 
 ARRAYS = "--arg a=128x4096:bf16 --arg b=128x4096:bf16"
 COMMANDS = {
-    "demo": "nmm demo --model all-MiniLM-L6-v2 --ratio 0.2",
+    "demo": "nmm demo --help",
     "kernel": "nmm kernel lowrank --m 64 --k 512 --r 128 --n 1024 --check --schedules",
     "explain": "nmm explain model.py:make",
     "plan": "nmm plan config.json --ratio 0.2 --batch 1,8",

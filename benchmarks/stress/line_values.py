@@ -90,7 +90,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "model": ("model.py:model", *(f"model.py:{name}" for name in
               ("none", "clash", "leave", "refuses", "value", "nope")),
               *(f"{name}.py:model" for name in RAISING), "directory", "broken"),
-    "compress model": ("tiny", "directory", "broken"), "eval model": ("directory", "broken"),
+    "compress model": ("tiny", "directory", "broken"), "eval model": ("directory",),
     "out_dir": ("made/model", "old.json", "directory"),
     "output": ("new.mlir", *OUTPUTS),
     "text": INPUTS, "config": INPUTS,

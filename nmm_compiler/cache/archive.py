@@ -70,7 +70,7 @@ def unpack(source: IO[bytes], name: str) -> Iterator[Entry]:
             yield from _entries(archive, name)
     except (*_FAULTS, DamagedEntryError) as error:
         raise DamagedEntryError(
-            f"{name} is not a whole archive of `nmm cache`: {error!s:.300}; get it again"
+            f"{name} is not a whole archive of `nmm build --archive`: {error!s:.300}; get it again"
         ) from None
 
 
@@ -88,7 +88,7 @@ def _entries(archive: tarfile.TarFile, name: str) -> Iterator[Entry]:
         ):
             raise CacheTrustError(
                 f"{name} holds {member.name!r:.200} (tar type {member.type!r}, {member.size} B), "
-                "which no archive of `nmm cache export` does; nothing of it was taken"
+                "which no archive of `nmm build --archive` does; nothing of it was taken"
             )
         contents[file] = archive.extractfile(member).read()  # type: ignore[union-attr]
         if member.name == INDEX:

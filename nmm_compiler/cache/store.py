@@ -303,7 +303,7 @@ class Store:
         how = command or "run the same program once with NMM_CACHE=rw"
         return CacheMissError(
             "\n  ".join([f"NMM_CACHE=require and {many} not in {self.directory}:", *map(str, keys)])
-            + "\nwhat differs from the entries: nmm cache explain --key FILE"
+            + "\nwhat differs from the entries: nmm cache list KEY.json"
             f"\nbuild: {'NMM_CACHE=rw ' if command else ''}{how}",
             keys,
         )

@@ -16,20 +16,14 @@ from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.parts import Grid
+from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.report.text import counted
 
 if TYPE_CHECKING:
     from nmm_compiler.kernels.base import KernelSpec
 
-_SPECS, _ARCHIVES = ".jsonl", (".tar",)
+_SPECS, _ARCHIVE = ".jsonl", ".tar"
 _ON = "local, ray (a cluster started here), auto (Ray's own on this machine) or ray://HOST:PORT"
-
-
-def _searches() -> Sequence[str]:
-    from nmm_compiler.codegen.tune import SEARCHES
-
-    return SEARCHES
 
 
 def _place(value: str) -> str:
@@ -42,30 +36,31 @@ def build(
     wanted: Annotated[
         str,
         values.model_argument(
-            ", SPECS.jsonl, or KERNELS.tar that --archive wrote", also=(_SPECS, *_ARCHIVES)
+            ", SPECS.jsonl, or KERNELS.tar that --archive wrote", also=(_SPECS, _ARCHIVE)
         ),
     ],
-    target: values.Targets = "trn2",
+    target: values.Targets = ("trn2",),
     ratio: Annotated[
-        str | None,
-        values.list_option("share", "shares of the parameters; none: the model as it is"),
+        Sequence[float] | None,
+        values.listed(values.share, "SHARES", "of the parameters; none: the model as it is"),
     ] = None,
     tokens: Annotated[
-        str | None, values.list_option("size", "tokens of a call; the buckets 1, 2, 4 ... 4096")
+        Sequence[int] | None,
+        values.listed(values.size, "SIZES", "tokens of a call; the buckets 1, 2, 4 ... 4096"),
     ] = None,
-    tp: values.Cores = "1",
+    tp: values.Cores = (1,),
     search: Annotated[
         str | None,
         values.choice_option(
             "search",
-            _searches,
+            "nmm_compiler.codegen.tune:SEARCHES",
             "time schedules, keep the best: candidates, grid (all legal), or guided (needs optuna)",
         ),
     ] = None,
-    on: Annotated[
-        str, typer.Option(help=_ON, parser=values.refusing(_place), metavar="WHERE")
-    ] = "local",
-    jobs: Annotated[int | None, values.size_option(help_="processes; one for each core")] = None,
+    on: Annotated[str, values.option(_place, "WHERE", _ON)] = "local",
+    jobs: Annotated[
+        int | None, values.option(values.size, "SIZE", "processes; one for each core")
+    ] = None,
     to_list: Annotated[
         Path | None, values.output_option("--list", help_="write the kernels here, build none")
     ] = None,
@@ -86,7 +81,7 @@ def build(
 
     Example: nmm build specs.jsonl --search guided --on ray://head:10001 --archive kernels.tar
     """  # fmt: skip
-    if wanted.endswith(_ARCHIVES):
+    if wanted.endswith(_ARCHIVE):
         _take(Path(wanted))
         return
     from nmm_compiler.codegen.build_many import fill
@@ -95,33 +90,32 @@ def build(
     if to_list is None:
         open_store()  # refuses a directory that others can write, before any work
     with steps(f"reading {wanted}") as step, _executor(on, jobs) as executor:
-        found = _kernels(wanted, target, ratio, tokens, tp, step)
+        kernels = _kernels(wanted, target, ratio, tokens, tp, step)
         if to_list is not None:
-            rows = ({"family": s.family, "spec": s.to_dict(), "target": t} for s, t in found)
+            rows = ({"family": s.family, "spec": s.to_dict(), "target": t} for s, t in kernels)
             write_text(to_list, "".join(f"{json.dumps(row)}\n" for row in rows))
-            show(f"{counted(len(found), 'kernel')}: {to_list}")
+            show(f"{counted(len(kernels), 'kernel')}: {to_list}")
             return
         tuned: list[Any] = []
         if search is not None:
             from nmm_compiler.codegen.tune import tune
 
-            tuned = tune(found, search=search, executor=executor, jobs=jobs, progress=step)
-        filled = fill(found, jobs=jobs, progress=step)
+            tuned = tune(kernels, search=search, executor=executor, jobs=jobs, progress=step)
+        filled = fill(kernels, jobs=jobs, progress=step)
     if archive is not None or push:
         _send(archive)
     if as_json:
         plain = [one.to_dict() for one in tuned]
         show_json({**filled.to_dict(), "cache": str(cache_dir()), "tuned": plain})
     else:
-        rows_shown = [
-            (one.kernel, one.target, f"{one.candidates:,}", f"{one.simulated:,}",
-             f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.gain:.3f}x")
-            for one in tuned
-        ]  # fmt: skip
-        head = ("kernel", "on", "schedules", "timed now", "default us", "tuned us", "gain")
         if tuned:
-            show([Grid.of(head, rows_shown, right=head[2:])])
-            show("predicted, not measured")
+            head = ("kernel", "on", "schedules", "timed now", "default us", "tuned us", "gain")
+            shown = [
+                (one.kernel, one.target, f"{one.candidates:,}", f"{one.simulated:,}",
+                 f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.gain:.3f}x")
+                for one in tuned
+            ]  # fmt: skip
+            show([Grid.of(head, shown, right=head[2:]), Line("predicted, not measured")])
         show(f"{filled}; cache: {cache_dir()}")
         for failed in filled.failed:
             show(f"failed: {failed.kernel} for {failed.target}: {failed.reason}", style="red")
@@ -160,44 +154,35 @@ def _executor(on: str, jobs: int | None) -> AbstractContextManager[Any]:
 
 
 def _kernels(
-    given: str, target: str, ratio: str | None, tokens: str | None, tp: str,
-    step: Callable[..., None],
+    given: str, target: Sequence[str], ratio: Sequence[float] | None,
+    tokens: Sequence[int] | None, tp: Sequence[int], step: Callable[..., None],
 ) -> list[tuple[KernelSpec, str]]:  # fmt: skip
-    """Return (spec, target) of each kernel; texts have commas between their values."""
+    """Return (spec, target) of each kernel of a model or of a file of specs."""
     if given.endswith(_SPECS):
-        return _of_file(Path(given), target.split(","))
+        return _of_file(Path(given), target)
     models.require_transformers("a model without its weights")
     from nmm_compiler.prediction.model_kernels import BUCKETS, model_kernels
 
     return model_kernels(
-        models.described(given),
-        target.split(","),
-        ratios=[None] if ratio is None else [float(part) for part in ratio.split(",")],
-        tokens=BUCKETS if tokens is None else [int(part) for part in tokens.split(",")],
-        tps=[int(part) for part in tp.split(",")],
+        models.described(given), target, ratios=ratio or [None], tokens=tokens or BUCKETS, tps=tp,
         progress=step,
-    )
+    )  # fmt: skip
 
 
 def _of_file(path: Path, targets: Sequence[str]) -> list[tuple[KernelSpec, str]]:
     """Return the kernels of a file that `--list` wrote; FileError for a line that is none."""
     from nmm_compiler.codegen.build_many import request_of
 
-    found: dict[tuple[KernelSpec, str], None] = {}
+    kernels: dict[tuple[KernelSpec, str], None] = {}
+    line = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except ValueError as error:
-        raise user_file_error(str(path), "it must be UTF-8 text", error) from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            told = json.loads(line)
-            spec, named, _ = request_of(told)
-        except (ValueError, RecursionError, NmmError) as error:
-            raise user_file_error(str(path), "each line is one kernel", error, number) from error
-        for one in [named] if "target" in told else targets:
-            found[spec, one] = None
-    if not found:
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):  # noqa: B007
+            if text.strip():
+                row = json.loads(text)
+                spec, named, _ = request_of(row)
+                kernels |= {(spec, one): None for one in ([named] if "target" in row else targets)}
+    except (ValueError, RecursionError, NmmError) as error:
+        raise user_file_error(str(path), "each line is one kernel", error, line) from error
+    if not kernels:
         raise user_file_error(str(path), "each line is one kernel", ValueError("it is empty"))
-    return list(found)
+    return list(kernels)

@@ -6,8 +6,8 @@ list and verify never change an entry, whatever NMM_CACHE says; clear needs mode
 from __future__ import annotations
 
 import json
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +15,9 @@ import typer
 
 from nmm_compiler.cache.key import short
 from nmm_compiler.cli import values
-from nmm_compiler.cli.help_text import PlainCommand, WrappedHelp
 from nmm_compiler.cli.show import show, show_json
-from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.errors import CacheError, NmmError
+from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.report.text import counted
 
 if TYPE_CHECKING:
@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from nmm_compiler.cache.key import Key
     from nmm_compiler.cache.store import Store
 
-app = typer.Typer(
-    cls=WrappedHelp,
-    help="The kernel cache: list, verify, clear; nmm build fills it.",
-    epilog="Where: NMM_CACHE_DIR. How: NMM_CACHE=off|ro|rw|require. See docs/cache.md.",
-    no_args_is_help=True,
-)
 
-
-@app.command("list", cls=PlainCommand)
 def list_(
     entry: Annotated[
         str | None,
@@ -43,7 +35,6 @@ def list_(
             autocompletion=values.entries,
         ),
     ] = None,
-    source: Annotated[bool, typer.Option("--source", help="print the entry's files only")] = False,
     as_json: values.AsJson = False,
 ) -> None:
     """List the kernels, most recently used first, and count the predicted times.
@@ -53,48 +44,41 @@ def list_(
 
     Example: nmm cache list
 
-    Example: nmm cache list 3fa9c1 --source > kernel.py
+    Example: nmm cache list 3fa9c1
     """
     store = open_store("ro")
     if entry is None:
-        _list_all(store, as_json)
+        infos = list(store.entries())
+        if as_json:
+            show_json([_plain(info.digest, info.entry) | _of_file(info) for info in infos])
+        else:
+            _show_all(store, infos)
         return
     wanted = _key(Path(entry)) if Path(entry).is_file() else store.show(entry).key
     explained = store.explain(wanted)
-    changes = list(explained.changes)
+    changes = [list(change) for change in explained.changes]
+    differs = Grid.of(("differs in", "this key", "nearest entry"), changes)
     if not explained.state:
-        said = {"said": explained.verdict(), "differs": [list(change) for change in changes]}
-        show_json(said) if as_json else show([Line(explained.verdict()), _changes(changes)])
+        said = {"said": explained.verdict(), "differs": changes}
+        show_json(said) if as_json else show([Line(explained.verdict()), differs])
         return
-    found = store.show(wanted.digest)
-    if source:
-        sys.stdout.write("".join(found.files.values()))
-    elif as_json:
-        show_json(
-            {
-                "digest": found.key.digest, "path": str(found.path), "key": found.key.to_dict(),
-                "meta": found.meta, "created": found.created, "files": list(found.files),
-                "differs": [list(change) for change in changes],
-            }
-        )  # fmt: skip
-    else:
-        tables = {"key": found.key.to_dict(), "meta": found.meta, "created": found.created}
-        show(f"entry  {found.key.digest}\npath   {found.path}\n")
-        show([
-            *(_table(title, data) for title, data in tables.items()),
-            *(Line(f"{n}: {counted(len(t.splitlines()), 'line')}") for n, t in found.files.items()),
-            _changes(changes),
-        ])  # fmt: skip
-
-
-def _changes(changes: list[tuple[str, str, str]]) -> Grid:
-    return Grid.of(("differs in", "this key", "nearest entry"), changes)
+    kept = store.show(wanted.digest)
+    if as_json:
+        plain = _plain(wanted.digest, kept)
+        show_json({**plain, "path": str(kept.path), "differs": changes})
+        return
+    tables = {"key": kept.key.to_dict(), "meta": kept.meta, "created": kept.created}
+    show(f"entry  {wanted.digest}\npath   {kept.path}\n")
+    show([
+        *(_table(title, data) for title, data in tables.items()),
+        *(Line(f"{n}: {counted(len(t.splitlines()), 'line')}") for n, t in kept.files.items()),
+        differs,
+    ])  # fmt: skip
 
 
 def _key(path: Path) -> Key:
     """Return the key of a JSON file: named entries, or what --json prints of an entry."""
     from nmm_compiler.cache.key import Key
-    from nmm_compiler.errors import CacheError
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -103,40 +87,55 @@ def _key(path: Path) -> Key:
     return Key.make(data["key"] if isinstance(data, dict) and "key" in data else data)
 
 
-def _table(title: str, data: dict[str, Any]) -> Grid:
+def _plain(digest: str, entry: Entry | None) -> dict[str, Any]:
+    return {
+        "digest": digest,
+        "key": entry.key.to_dict() if entry else None,
+        "meta": entry.meta if entry else None,
+        "created": entry.created if entry else None,
+        "files": list(entry.files) if entry else [],
+    }
+
+
+def _of_file(info: Info) -> dict[str, Any]:
+    return {"state": info.state, "size_bytes": info.size_bytes, "used": info.used}
+
+
+def _table(title: str, data: Mapping[str, Any]) -> Grid:
     plain = ((n, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))
              for n, v in data.items())  # fmt: skip
     return Grid.of((title, ""), list(plain))
 
 
-def _list_all(store: Store, as_json: bool) -> None:
-    infos = list(store.entries())
-    if as_json:
-        show_json([_plain(info) for info in infos])
-        return
+def _show_all(store: Store, infos: Sequence[Info]) -> None:
+    """Show the kernels, one a row: the fields of the keys that are not the same in all of them."""
     kept = [i for i in infos if i.entry is None or "price" not in i.entry.key.to_dict()]
     fields = [info.entry.key.fields().items() for info in kept if info.entry is not None]
     same = set.intersection(*map(set, fields)) if len(fields) > 1 else set()
-    rows = []
-    for info in kept:
-        own = set() if info.entry is None else info.entry.key.fields().items() - same
-        label = " ".join(f"{n}={short(v)}" for n, v in sorted(own)) or info.state
-        hours = f"{(time.time() - info.used) / 3600:,.1f} h ago"
-        rows.append((info.digest[:12], _size(info.size_bytes), hours, label))
-    parts: list[Part] = [Line(str(store.directory))]
-    if rows:
-        parts.append(Grid.of(("entry", "size", "used", "key"), rows, right=("size", "used")))
-    if same:
-        parts.append(Line("in all: " + " ".join(f"{n}={short(v)}" for n, v in sorted(same))))
-    if len(kept) < len(infos):
-        priced = len(infos) - len(kept)
-        parts.append(Line(f"{counted(priced, 'predicted time')}: --json lists them"))
-    total = _size(sum(info.size_bytes for info in infos))
-    many = counted(len(infos), "entry", "entries")
-    show([*parts, Line(f"{many}, {total} of {_size(store.max_bytes)}")])
+
+    def label(pairs: set[Any]) -> str:
+        return " ".join(f"{name}={short(value)}" for name, value in sorted(pairs))
+
+    rows = [
+        (
+            info.digest[:12], _size(info.size_bytes),
+            f"{(time.time() - info.used) / 3600:,.1f} h ago",
+            (label(info.entry.key.fields().items() - same) if info.entry else "") or info.state,
+        )
+        for info in kept
+    ]  # fmt: skip
+    priced = len(infos) - len(kept)
+    total = f"{counted(len(infos), 'entry', 'entries')}, {_size(sum(i.size_bytes for i in infos))}"
+    table = Grid.of(("entry", "size", "used", "key"), rows, right=("size", "used"))
+    show([
+        Line(str(store.directory)),
+        *([table] if rows else []),
+        *([Line(f"in all: {label(same)}")] if same else []),
+        *([Line(f"{counted(priced, 'predicted time')}: --json lists them")] if priced else []),
+        Line(f"{total} of {_size(store.max_bytes)}"),
+    ])  # fmt: skip
 
 
-@app.command(cls=PlainCommand)
 def verify(
     quick: Annotated[bool, typer.Option("--quick", help="sha256 only, build nothing")] = False,
 ) -> None:
@@ -147,15 +146,14 @@ def verify(
     rows = list(open_store("ro").verify(None if quick else _rebuild))
     states = [row.state.partition(":")[0] for row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    show(f"{counted(len(rows), 'entry', 'entries')}: {counts or 'nothing to verify'}")
     bad = [row for row in rows if not row.state.startswith(("same", "skipped"))]
+    show(f"{counted(len(rows), 'entry', 'entries')}: {counts or 'nothing to verify'}")
     for row in bad:
         show(f"{row.digest[:12]}  {row.state}")
     if bad:
         raise typer.Exit(1)
 
 
-@app.command(cls=PlainCommand)
 def clear(
     keep: Annotated[
         int | None,
@@ -191,7 +189,6 @@ def open_store(mode: str | None = None) -> Store:
 def _rebuild(entry: Entry) -> dict[str, str] | None:
     """Build the kernel of an entry again, without a cache; None when another version made it."""
     from nmm_compiler.codegen.build import SOURCE_FILE, build_kernel, kernel_key
-    from nmm_compiler.errors import NmmError
     from nmm_compiler.kernels import FAMILIES
     from nmm_compiler.options import Options
     from nmm_compiler.targets import get
@@ -213,20 +210,6 @@ def _rebuild(entry: Entry) -> dict[str, str] | None:
     options = Options(cache="off", instruction_budget=budget)
     built = build_kernel(spec, target, schedule, dialect=dialect, options=options)
     return {SOURCE_FILE: built.source}
-
-
-def _plain(info: Info) -> dict[str, Any]:
-    entry = info.entry
-    return {
-        "digest": info.digest,
-        "state": info.state,
-        "size_bytes": info.size_bytes,
-        "used": info.used,
-        "key": entry.key.to_dict() if entry else None,
-        "meta": entry.meta if entry else None,
-        "created": entry.created if entry else None,
-        "files": list(entry.files) if entry else [],
-    }
 
 
 def _size(count: int) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from nmm_compiler.cli import (
     build,
@@ -20,62 +24,78 @@ from nmm_compiler.cli import (
     plan,
     profile,
     simulate,
-    values,
 )
-from nmm_compiler.cli.help_text import PlainCommand, WrappedHelp
 from nmm_compiler.version import VERSION
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for words that it cannot read; typer exports only this class below it."""
 
 
-class Stopped(BaseException):
-    """Carries exceptions past typer to `main`: Ctrl-C, SystemExit, a closed pipe."""
+class Command(TyperCommand):
+    """A command whose help shows no type for a switch: `--check <bool>` looks as if it took one."""
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(error)
-        self.error = error
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, --help too."""
+        return _without_types_of_switches(super().get_params(ctx))
 
-
-class Commands(WrappedHelp):
-    """The top group: every exception but typer's own goes to `main`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the words, so that an output can be compared with the other files they name."""
-        values.WORDS.set(tuple(args))
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command that the context names."""
-        try:
-            return super().invoke(ctx)
-        except (KeyboardInterrupt, SystemExit, OSError, EOFError) as error:
-            raise Stopped(error) from error
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help; that of `kernel` lists the families, which nothing else loads."""
+        if self.name == "kernel":
+            argument: Any = next(one for one in self.params if one.name == "family")
+            argument.help, self.epilog = kernel.families_help()
+        super().format_help(ctx, formatter)
 
 
-app = typer.Typer(
+class Commands(TyperGroup):
+    """A group whose help shows no type for a switch either."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters of the group itself, --help too."""
+        return _without_types_of_switches(super().get_params(ctx))
+
+
+def _without_types_of_switches(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+def _group(help_: str, epilog: str, **more: Any) -> typer.Typer:
+    return typer.Typer(cls=Commands, help=help_, epilog=epilog, no_args_is_help=True,
+                       pretty_exceptions_enable=False, rich_markup_mode="rich", **more)  # fmt: skip
+
+
+def _add(group: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
+    """Add a command: an empty line of its docstring ends a paragraph."""
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+    # Who takes typer's context reads the words that no option takes.
+    rest = "typer.Context" in inspect.get_annotations(command).values()
+    settings = {"allow_extra_args": rest, "ignore_unknown_options": rest}
+    group.command(name, cls=Command, help=text, context_settings=settings)(command)
+
+
+app = _group(
+    "A compiler for low-rank models on AWS Trainium: kernels, proofs and timings on a CPU.",
+    "An error is one line; NMM_TRACEBACK=1 adds the traceback.",
     name="nmm",
-    cls=Commands,
-    help="A compiler for low-rank models on AWS Trainium: kernels, proofs and timings on a CPU.",
-    epilog="An error is one line; NMM_TRACEBACK=1 adds the traceback.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
 )
-_REST: Any = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Of commands that read the words themselves that no option takes."""
-
-app.command(cls=PlainCommand)(demo.demo)
-app.command(cls=kernel.KernelCommand, context_settings=_REST)(kernel.kernel)
-for command in (
-    explain.explain, plan.plan, build.build, simulate.simulate, profile.profile, lint.lint,
-    compress.compress,
+for one in (
+    demo.demo, kernel.kernel, explain.explain, plan.plan, build.build, simulate.simulate,
+    profile.profile, lint.lint, compress.compress,
 ):  # fmt: skip
-    app.command(cls=PlainCommand)(command)
-app.command("eval", cls=PlainCommand, context_settings=_REST)(evaluate.evaluate)
-app.command(cls=PlainCommand)(export.export)
-app.command(cls=PlainCommand)(doctor.doctor)
-app.add_typer(cache.app, name="cache")
+    _add(app, one)
+_add(app, evaluate.evaluate, "eval")
+_add(app, export.export)
+_add(app, doctor.doctor)
+cache_group = _group(
+    "The kernel cache: list, verify, clear; nmm build fills it.",
+    "Where: NMM_CACHE_DIR. How: NMM_CACHE=off|ro|rw|require. See docs/cache.md.",
+)
+_add(cache_group, cache.list_, "list")
+_add(cache_group, cache.verify)
+_add(cache_group, cache.clear)
+app.add_typer(cache_group, name="cache")
 
 
 def _say_version(wanted: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,6 @@ from nmm_compiler.cli import models, values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import ModelError, OptionTypeError
-from nmm_compiler.options import FACTORS
 
 if TYPE_CHECKING:
     import torch
@@ -25,23 +23,29 @@ _LENGTH, _BATCH = 256, 8
 
 def compress(
     model: Annotated[str, values.model_argument(weights=True)],
-    out_dir: Annotated[Path, typer.Argument(help="directory for the low-rank model")],
-    ratio: Annotated[float | None, values.share_option("share of parameters to remove")] = None,
+    out_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="directory for the low-rank model", parser=values.refusing(values.directory)
+        ),
+    ],
+    ratio: Annotated[
+        float | None, values.option(values.share, "SHARE", "share of parameters to remove")
+    ] = None,
     rank: Annotated[
-        int | None, values.size_option(help_="one rank for all, instead of --ratio")
+        int | None, values.option(values.size, "SIZE", "one rank for all, instead of --ratio")
     ] = None,
     text: Annotated[
-        Path | None, values.input_option(help_="calibration text, one passage a line")
+        Path | None,
+        values.option(values.input_file, "FILE", "calibration text, one passage a line"),
     ] = None,
-    include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
+    include: values.Include = None,
+    exclude: values.Exclude = None,
     factors: Annotated[
         str | None,
-        values.choice_option("format", lambda: FACTORS, "round the factors to float8_e4m3 or int8"),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        values.input_option(help_="JSON file of a CompressionConfig: method, ranks per layer, ..."),
+        values.choice_option(
+            "format", "nmm_compiler.options:FACTORS", "round the factors to float8_e4m3 or int8"
+        ),
     ] = None,
     recover_steps: Annotated[
         int,
@@ -64,16 +68,11 @@ def compress(
         "ratio": ratio, "rank": rank, "include": include or None, "exclude": exclude or None,
         "target": target, "factors": factors,
     }  # fmt: skip
-    if config is not None:
-        settings = read_config(config, settings)
     CompressionConfig.make(None, {**settings, "calibration": text})
-    factors = settings["factors"]
     if factors and recover_steps:
         raise OptionTypeError(
             "factors", factors, "it without --recover: rounded factors are not trained"
         )
-    if out_dir.exists() and not out_dir.is_dir():
-        raise OptionTypeError("out_dir", str(out_dir), "a directory, new or old: this is a file")
     if recover_steps and text is None:
         raise ModelError("--recover needs text to train on; pass --text FILE")
     with steps(f"loading {model}"):
@@ -96,30 +95,6 @@ def compress(
         show_json(figures)
     else:
         show("\n".join((*said, f"saved     {out_dir}")))
-
-
-def read_config(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a JSON file, which takes the place of the command's.
-
-    Raises OptionTypeError when it cannot be read, or one of the options is given beside it.
-    """
-    from nmm_compiler.lowrank_models.config import CompressionConfig
-
-    try:
-        fields = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise OptionTypeError(
-            "config", str(path), f'JSON like {{"ratio": 0.2, "align": 64}} ({error})'
-        ) from error
-    if "calibration" in fields:
-        raise OptionTypeError("config", str(path), "it without calibration: pass --text FILE")
-    plain = {field.name: field.default for field in dataclasses.fields(CompressionConfig)}
-    given = [name for name, value in options.items() if value != plain[name]]
-    if given:
-        raise OptionTypeError(
-            "config", str(path), f"it or --{', --'.join(given)}: put all of them into the file"
-        )
-    return {**options, **fields}
 
 
 def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch.Tensor]]:

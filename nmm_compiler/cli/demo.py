@@ -1,10 +1,9 @@
 """`nmm demo`: the main job on a real model, every step checked.
 
-A trained language model (or a sentence encoder) is factorized and compiled with backend "nmm";
-every kernel that was built is run from its source in the simulator against float64, and the
-compiled model's outputs are compared with the uncompiled one's. Then the whole model's latency is
-predicted, dense and low-rank, and a plan shows what a larger model gains. Everything printed comes
-from the run.
+A trained language model is factorized and compiled with backend "nmm"; every kernel that was built
+is run from its source in the simulator against float64, and the compiled model's outputs are
+compared with the uncompiled one's. Then the whole model's latency is predicted, dense and low-rank,
+and a plan shows what a larger model gains. Everything printed comes from the run.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.models import PACKAGED
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.show import show, show_json
-from nmm_compiler.errors import CacheWarning, OptionTypeError
+from nmm_compiler.errors import CacheWarning
 from nmm_compiler.options import cache_dir, let_threads_sleep
 from nmm_compiler.report.parts import Grid, Line, Section
 
@@ -35,24 +33,18 @@ if TYPE_CHECKING:
     from nmm_compiler.codegen.build import Kernel
     from nmm_compiler.codegen.check_against_float64 import Proof
 
-
-_PLANNED = (0.1, 0.2)
-"""Ratios of the plan, beside those that were asked for."""
+_PLANNED, _RATIOS = "llama-3.2-1b", (0.1, 0.2)
+"""The larger model of the plan, and ratios beside those that were asked for."""
 
 
 def demo(
-    model: Annotated[
-        str,
-        values.choice_option(
-            "model",
-            lambda: PACKAGED,
-            "smollm2-135m, a language model; or all-MiniLM-L6-v2, an encoder",
-        ),
-    ] = "smollm2-135m",
-    ratio: Annotated[list[float] | None, values.share_option("parameters removed")] = None,
+    ratio: Annotated[
+        list[float] | None, values.option(values.share, "SHARE", "parameters removed")
+    ] = None,
     target: values.Target = "trn2",
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="save the models here, dense and low-rank")
+        Path | None,
+        values.option(values.directory, "DIR", "save the models here, dense and low-rank"),
     ] = None,
     as_json: values.AsJson = False,
 ) -> None:
@@ -60,13 +52,9 @@ def demo(
 
     Example: nmm demo --ratio 0.1
     """
-    if out is not None and out.exists() and not out.is_dir():
-        raise OptionTypeError("out", str(out), "a directory, new or old: this is a file")
-
     started = time.monotonic()
-    told = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with told:
-        runs = _run(model, ratio or [0.1], target, out)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        runs = _run(ratio or [0.1], target, out)
         show(f"took {time.monotonic() - started:.0f} s")
     if as_json:
         show_json(runs)
@@ -76,52 +64,42 @@ def demo(
     show("every kernel and every output passed its check", style="green", stderr=as_json)
 
 
-def _run(
-    model: str, ratios: Sequence[float], target: str, out: Path | None
-) -> list[dict[str, Any]]:
+def _run(ratios: Sequence[float], target: str, out: Path | None) -> list[dict[str, Any]]:
     """Run the flow at each ratio and print what comes of it; return the figures."""
     let_threads_sleep()  # two processes share the cores
 
-    from nmm_compiler.cli.demo_models import SUBJECTS
+    from nmm_compiler.cli import demo_models
 
-    kind = SUBJECTS[model]
     # Predictions need shapes and ranks only, proofs the kernels' sources: a second process has
     # them beside the rest.
     beside = concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), initializer=_quiet
     )
-    with steps(f"loading {model}") as step, beside:
+    with steps(f"loading {demo_models.Subject.name}") as step, beside:
         try:
-            planned = sorted({*ratios, *_PLANNED})
-            plan = beside.submit(_plan, kind.plan_next, planned, target) if kind.plan_next else None
-            subject = kind()
+            plan = beside.submit(_plan, _PLANNED, sorted({*ratios, *_RATIOS}), target)
+            subject = demo_models.Subject()
             runs = [
                 _one_ratio(step, subject, value, target, beside.submit, out) for value in ratios
             ]
             if out is not None:
-                step(f"saving {out / 'dense'}")
                 subject.save(subject.model, out / "dense")
-            if plan is not None:
-                step(f"planning {kind.plan_next}")
-                show(f"\nthe same on {kind.plan_next}, from its shapes:\n{plan.result()}")
+                show(f"\nsaved: {out / 'dense'}")
+                show(f"next: nmm eval {out / f'ratio-{ratios[0]}'} --tasks arc_easy")
+            step(f"planning {_PLANNED}")
+            show(f"\nthe same on {_PLANNED}, from its shapes:\n{plan.result()}")
         except BaseException:
             beside.shutdown(wait=False, cancel_futures=True)
             raise
-    if out is not None:
-        for place in (out / "dense", *(_place(out, ratio) for ratio in ratios)):
-            show(f"saved: {place}")
-        if kind.plan_next:  # a language model
-            show(f"next: nmm eval {_place(out, ratios[0])} --tasks arc_easy")
     return runs
 
 
 def _quiet() -> None:
     """Say nothing in the second process that this one says, too."""
+    import torch
+
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore", CacheWarning)
-
-
-def _place(out: Path, ratio: float) -> Path:
-    return out / f"ratio-{ratio}"
 
 
 def _one_ratio(
@@ -139,88 +117,83 @@ def _one_ratio(
 
     step(f"ratio {ratio}: calibrating and factorizing")
     compressed = copy.deepcopy(subject.model)
+    tokens = subject.workload["batch"] * subject.workload["prompt"]
     compression = compress(
-        compressed, ratio, include=subject.include, calibration=subject.calibration(),
-        target=target, workload=subject.tokens(),
+        compressed, ratio, include=list(subject.include), calibration=subject.calibration,
+        target=target, workload=tokens,
     )  # fmt: skip
 
     step(f"ratio {ratio}: compiling, building kernels")
     torch._dynamo.reset()
     reports: list[Any] = []
-    options: Any = {"target": target, "report": reports.append, "inner": subject.inner}
+    # inductor would take a minute for thirty layers
+    options: Any = {"target": target, "report": reports.append, "inner": "eager"}
     served = copy.deepcopy(compressed).to(subject.dtype)
-    agreement = subject.agree(compressed, torch.compile(served, backend="nmm", options=options))
+    agreement = subject.agreement(compressed, torch.compile(served, backend="nmm", options=options))
 
     kernels = [kernel for report in reports for kernel in report.built]
     waiting = [beside(_prove, kernel.spec, target) for kernel in kernels]
-    asked = {"target": target, "rank": compression.ranks(), **subject.setting()}
+    dtype = str(subject.dtype).removeprefix("torch.")
+    asked = {"target": target, "rank": compression.ranks(), "dtype": dtype, **subject.workload}
     prediction = beside(_predict, subject.config(), asked)
     step(f"ratio {ratio}: judging the quality")
-    quality, samples = subject.quality(compressed), subject.samples(compressed)
-    comparisons = []
-    for done, kernel in enumerate(kernels):
-        step(f"ratio {ratio}: comparing", done, len(kernels))
-        comparisons.append(ways(kernel.spec, target, source="simulated"))
+    quality = subject.quality(compressed)
+    texts = {"dense": subject.written(subject.model), "compressed": subject.written(compressed)}
+    step(f"ratio {ratio}: comparing")
+    comparisons = [ways(kernel.spec, target, source="simulated") for kernel in kernels]
     proofs = []
     for done, proof in enumerate(waiting):
         step(f"ratio {ratio}: proving", done, len(kernels))
         proofs.append(proof.result())
     step(f"ratio {ratio}: predicting the whole model", len(kernels), len(kernels))
     predicted = prediction.result()
-    whole = bool(kernels) and all(report.fallback is None for report in reports)
-    if out is not None:
-        step(f"ratio {ratio}: saving {_place(out, ratio)}")
-        subject.save(compressed, _place(out, ratio))
     show("")
     show([
         Line(f"{subject.name} at ratio {ratio} on {target}"),
         Line(compression.summary(), hang=0),
         Line(quality, hang=0),
-        *(Line(f"{title}: {text}", hang=4) for title, text in samples),
+        *(Line(f"{title}: {text}", hang=4) for title, text in texts.items()),
     ])  # fmt: skip
     for report in reports:
         show(f"\n{report}")
+    difference, tolerance = agreement["difference"], agreement["tolerance"]
     show("")
-    show([kernel_table(kernels, proofs, comparisons)])
-    if any(kernel.path.is_file() for kernel in kernels):
-        show([Line(f"their sources: nmm cache list, nmm cache list ENTRY --source; {cache_dir()}")])
     show([
+        kernel_table(kernels, proofs, comparisons),
+        Line(f"their sources: nmm cache list ENTRY names the file; {cache_dir()}"),
         Line(
-            f"{agreement.what}: compiled against uncompiled differ by {agreement.difference:.2e} "
-            f"(tolerance {agreement.tolerance:.2e})"
+            f"logits: compiled against uncompiled differ by {difference:.2e} "
+            f"(tolerance {tolerance:.2e})"
         ),
         Line(predicted.headline(quality), "headline"),
     ])  # fmt: skip
+    if out is not None:
+        subject.save(compressed, out / f"ratio-{ratio}")
+        show(f"\nsaved: {out / f'ratio-{ratio}'}")
+    whole = bool(kernels) and all(report.fallback is None for report in reports)
     return {
         "model": subject.name,
         "ratio": ratio,
         "quality": quality,
         "prediction": predicted.to_dict(),
-        "passed": agreement.passed and whole and all(proof.passed for proof in proofs),
-        "agreement": agreement.to_dict(),
+        "passed": difference <= tolerance and whole and all(proof.passed for proof in proofs),
+        "agreement": agreement,
         "proofs": [proof.to_dict() for proof in proofs],
         "comparisons": [c.to_dict() for c in comparisons],
     }
 
 
 def _predict(config: dict[str, Any], asked: dict[str, Any]) -> Any:
-    import torch
-
     from nmm_compiler.prediction.predict import predict
 
-    torch.set_num_threads(1)
     return predict(config, include=list(asked["rank"]), **asked)
 
 
 def _plan(model: str, ratios: Sequence[float], target: str) -> str:
-    """Return the plan of a public model whose MLPs become low-rank."""
-    import torch
-
+    """Return the plan of a larger model whose MLPs become low-rank."""
     from nmm_compiler.prediction.plan import plan
 
-    torch.set_num_threads(1)
-    made = plan(model, targets=[target], ratios=ratios, include=["mlp"], jobs=1)
-    return str(made)
+    return str(plan(model, targets=[target], ratios=ratios, include=["mlp"], jobs=1))
 
 
 def _prove(spec: Any, target: str) -> Proof:

@@ -16,7 +16,6 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CacheError
-from nmm_compiler.options import KERNEL_EXECUTORS
 from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.version import VERSION
 
@@ -36,17 +35,11 @@ def doctor(
     device: Annotated[
         bool, typer.Option(help="run small kernels, one construct each, and say which fail")
     ] = False,
-    executor: Annotated[
-        str | None,
-        values.choice_option(
-            "executor",
-            lambda: KERNEL_EXECUTORS,
-            "of --device: neuron, nki_simulate or simulator; default: the best here",
-        ),
-    ] = None,
     fit: Annotated[
         Path | None,
-        values.input_option(help_="verdicts of --device: fit a target of this machine to them"),
+        values.option(
+            values.input_file, "FILE", "verdicts of --device: fit a target of this machine to them"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -72,11 +65,10 @@ def doctor(
         _fit(fit, out, as_json)
         return
     if device:
-        _climb(executor, out, as_json)
+        _climb(out, as_json)
         return
-    for name, given in (("executor", executor), ("out", out)):
-        if given is not None:
-            raise typer.BadParameter(f"--{name} is of --device; add it")
+    if out is not None:
+        raise typer.BadParameter("--out is of --device and --fit; add one")
     from nmm_compiler.cache.store import Store
     from nmm_compiler.runtime import machine
 
@@ -127,7 +119,7 @@ def _fit(verdicts: Path, out: Path | None, as_json: bool) -> None:
         show([*found.parts(), *use])
 
 
-def _climb(executor: str | None, out: Path | None, as_json: bool) -> None:
+def _climb(out: Path | None, as_json: bool) -> None:
     """Run the device checks with progress and print them; exit code 1 when one does not pass."""
     from nmm_compiler.device.ladder import RUNGS, climb
     from nmm_compiler.targets.this_machine import DEVICE
@@ -138,7 +130,7 @@ def _climb(executor: str | None, out: Path | None, as_json: bool) -> None:
         def on_rung(rung: Any) -> None:
             step(rung.name, next(count), len(RUNGS))
 
-        ladder = climb(executor, on_rung=on_rung)
+        ladder = climb(on_rung=on_rung)
     kept_at = options.verdict_file(to_write=True) if ladder.executor == DEVICE else None
     place = out or kept_at
     if place is not None:

@@ -11,8 +11,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from nmm_compiler.cli import models, values
 from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.show import show, write_html
@@ -30,19 +28,17 @@ _FIGURES = ("fused", "separate", "dense")
 
 def explain(
     model: values.Model,
-    tokens: Annotated[int, values.size_option(help_="tokens of the example input")] = 64,
+    tokens: values.Tokens = 64,
     target: values.Target = "trn2",
     rules: Annotated[
         list[str] | None,
-        typer.Option(
-            help="FILE.py:name, a rule or a list of rules of your own; may be repeated",
-            parser=values.refusing(models.check_rules),
-            metavar="FILE.py:NAME",
+        values.option(
+            models.check_rules, "FILE.py:NAME", "a rule or a list of rules of your own; may repeat"
         ),
     ] = None,
     ratio: Annotated[
         float | None,
-        values.share_option("factorize first, this share of parameters removed"),
+        values.option(values.share, "SHARE", "factorize first, this share of parameters removed"),
     ] = None,
     as_json: values.AsJson = False,
     html: values.Html = None,
@@ -62,67 +58,62 @@ def explain(
     """
     from nmm_compiler.passes.pipeline import explain as run
 
-    first: list[Part] = []
+    page: list[Part] = []
     with steps(f"loading {model}") as step:
         loaded, inputs = models.load(model, tokens)
         own = [rule for name in rules or () for rule in models.rules_of(name)]
-        whole = _predicted(model, loaded, inputs, target, ratio, step) if html is not None else []
+        if html is not None:
+            step("predicting the whole model")
+            page = [_predicted(model, loaded, inputs, target, ratio)]
         if ratio is not None:
             from nmm_compiler.lowrank_models.apply import compress
 
             step("factorizing")
             compressed = compress(loaded, ratio)
-            first = [Section("compression", tuple(compressed.page_parts()), folded=True)]
+            page += [Section("compression", tuple(compressed.page_parts()), folded=True)]
         step("tracing and matching")
-        simulated = [] if html is None else ["+simulated"]
-        options: Any = {"target": target, "rules": [*own, *simulated]}
-        found = run(loaded, dict(inputs), options=options)
+        options: Any = {"target": target, "rules": [*own, *(["+simulated"] if html else [])]}
+        result = run(loaded, dict(inputs), options=options)
         if html is not None:
+            page.append(Section("what is fused and what is not", tuple(result.parts())))
+            step("compiling, building kernels")
             with models.foreign(model.partition(":")[0], "running it raised"):
-                reports = _compiled(loaded, inputs, options, step)
-            top, *rest = _parts(reports, target, step)
-            why = Section("what is fused and what is not", tuple(found.parts()))
-            parts = [top, *whole, *first, why, *rest]
-    print(found.to_json(indent=2)) if as_json else show(str(found))
-    if found.opportunities and (Path(model) / "config.json").is_file() and not as_json:
+                top, *rest = _compiled(loaded, inputs, options, step)
+            page = [top, *page, *rest]
+    print(result.to_json(indent=2)) if as_json else show(str(result))
+    if result.opportunities and (Path(model) / "config.json").is_file() and not as_json:
         show(f"next: nmm plan {model} says what low rank would gain, for whole models")
     if repro is not None:
-        write_text(repro, found.reproducer(target=target))
+        write_text(repro, result.reproducer(target=target))
     if html is not None:
-        write_html(f"{model} on {target}", parts, html, said=not as_json)
+        write_html(f"{model} on {target}", page, html, said=not as_json)
 
 
 def _compiled(
     loaded: Any, inputs: dict[str, Any], options: dict[str, Any], step: Step
-) -> list[CompileReport]:
-    """Compile and run a model; return the reports of its graphs."""
+) -> list[Part]:
+    """Compile and run a model; return what the page says of its graphs and kernels."""
     import torch
 
-    step("compiling, building kernels")
+    from nmm_compiler.backend.report_page import compile_parts
+
     reports: list[CompileReport] = []
     torch._dynamo.reset()
     given = {**options, "report": reports.append, "inner": "eager"}
     with torch.no_grad():
         torch.compile(loaded, backend="nmm", options=given)(**inputs)
-    return reports
-
-
-def _parts(reports: list[CompileReport], target: str, step: Step) -> list[Part]:
-    """Return the parts of the page that are about graphs and kernels, the summary first."""
-    from nmm_compiler.backend.report_page import compile_parts
-
     kernels = [kernel for one in reports for kernel in one.built][:_PHASES_OF_KERNELS]
     calls = {line.name: line.calls for one in reports for line in one.kernels}
     rows = []
     for i, kernel in enumerate(kernels):
         step("predicting prefill and decode", i, len(kernels))
-        rows.append((kernel.spec.short(), calls[kernel.name], *_phases(kernel, target)))
+        cells = _phases(kernel, options["target"])
+        rows.append((kernel.spec.short(), calls[kernel.name], *cells))
     head = ("kernel", "calls", *(f"{one} us" for one in _FIGURES),
             *(f"1 token: {one} us" for one in _FIGURES))  # fmt: skip
     table = Grid.of(head, rows, right=head[1:])
-    parts = compile_parts(reports)
-    return [*parts[:1], Section("each kernel against separate and dense products", (table,)),
-            *parts[1:]]  # fmt: skip
+    top, *rest = compile_parts(reports)
+    return [top, Section("each kernel against separate and dense products", (table,)), *rest]
 
 
 def _phases(kernel: Kernel, target: str) -> list[str]:
@@ -133,18 +124,17 @@ def _phases(kernel: Kernel, target: str) -> list[str]:
     cells: list[str] = []
     for spec in (given, dataclasses.replace(given, m=1)):
         try:
-            made = ways(spec, target, source="simulated")
-            cells += [
-                "-" if us is None else f"{us:.1f}" for us in (made.fused, made.separate, made.dense)
-            ]
+            times = ways(spec, target, source="simulated")
+            figures = [getattr(times, name) for name in _FIGURES]
         except NmmError:  # one token may have no legal kernel
-            cells += ["-"] * len(_FIGURES)
+            figures = [None] * len(_FIGURES)
+        cells += ["-" if us is None else f"{us:.1f}" for us in figures]
     return cells
 
 
 def _predicted(
-    name: str, model: Any, inputs: dict[str, Any], target: str, ratio: float | None, step: Step
-) -> list[Part]:
+    name: str, model: Any, inputs: dict[str, Any], target: str, ratio: float | None
+) -> Part:
     """Return the section with the whole model's prediction, or a line that says why it is not.
 
     A directory is predicted by its configuration, which knows the dense model that a low-rank one
@@ -152,7 +142,6 @@ def _predicted(
     """
     from nmm_compiler.prediction.predict import predict
 
-    step("predicting the whole model")
     setting: dict[str, Any] = {"ratio": ratio}
     generates = getattr(model, "can_generate", bool)()
     first = next((value for value in inputs.values() if hasattr(value, "shape")), None)
@@ -168,7 +157,7 @@ def _predicted(
     elif not generates:
         setting |= {"inputs": inputs}
     try:
-        return [Section("the whole model, predicted",
-                        tuple(predict(given, target, **setting).parts()))]  # fmt: skip
+        parts = predict(given, target, **setting).parts()
     except NmmError as error:  # a page without it is still a page, and says so
-        return [Line(f"the whole model is not predicted: {error}", "note")]
+        return Line(f"the whole model is not predicted: {error}", "note")
+    return Section("the whole model, predicted", tuple(parts))

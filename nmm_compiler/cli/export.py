@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,32 +12,30 @@ from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.report.parts import Grid
 
 
-def _lower(name: str) -> Callable[[], Sequence[str]]:
-    """Return a function that loads the names of an option from the room mlir."""
-
-    def known() -> Sequence[str]:
-        from nmm_compiler.mlir import lower
-
-        return tuple(getattr(lower, name))
-
-    return known
-
-
 def export(
     model: values.Model,
     output: Annotated[
         Path, values.output_option("--output", "-o", help_="the .mlir file to write")
     ],
     dialect: Annotated[
-        str, values.choice_option("dialect", _lower("DIALECTS"), "torch, linalg or stablehlo")
+        str,
+        values.choice_option(
+            "dialect", "nmm_compiler.mlir.lower:DIALECTS", "torch, linalg or stablehlo"
+        ),
     ] = "stablehlo",
     kernels: Annotated[
-        str, values.choice_option("way", _lower("MODES"), "call, or inline (reference bodies)")
+        str,
+        values.choice_option(
+            "way", "nmm_compiler.mlir.lower:MODES", "call, or inline (reference bodies)"
+        ),
     ] = "call",
     weights: Annotated[
-        str, values.choice_option("way", _lower("WEIGHTS"), "args, or resources (in the module)")
+        str,
+        values.choice_option(
+            "way", "nmm_compiler.mlir.lower:WEIGHTS", "args, or resources (in the module)"
+        ),
     ] = "args",
-    tokens: Annotated[int, values.size_option(help_="tokens of the example input")] = 64,
+    tokens: values.Tokens = 64,
     target: values.Target = "trn2",
 ) -> None:
     """Rewrite a model and write it as MLIR, with a manifest and the NKI source of each kernel.

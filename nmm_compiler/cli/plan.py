@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, write_html
-from nmm_compiler.options import WEIGHTS
-
-
-def _prices() -> Sequence[str]:
-    from nmm_compiler.prices.kernel import PRICES
-
-    return tuple(PRICES)
-
-
-def _stacks() -> Sequence[str]:
-    from nmm_compiler.prediction.stacks import STACKS
-
-    return tuple(STACKS)
 
 
 def plan(
     model: values.Model,
-    target: values.Targets = "trn2",
-    ratio: Annotated[str, values.list_option("share", "shares of the parameters")] = "0.1,0.2",
-    batch: Annotated[str, values.list_option("size", "sequences at once")] = "1",
-    prompt: Annotated[str, values.list_option("size", "tokens of the prompt")] = "512",
-    context: Annotated[str, values.list_option("size", "tokens in the cache")] = "2048",
-    tp: values.Cores = "1",
+    target: values.Targets = ("trn2",),
+    ratio: Annotated[
+        Sequence[float], values.listed(values.share, "SHARES", "shares of the parameters")
+    ] = (0.1, 0.2),
+    batch: Annotated[Sequence[int], values.listed(values.size, "SIZES", "sequences at once")] = (
+        1,
+    ),
+    prompt: Annotated[
+        Sequence[int], values.listed(values.size, "SIZES", "tokens of the prompt")
+    ] = (512,),
+    context: Annotated[
+        Sequence[int], values.listed(values.size, "SIZES", "tokens in the cache")
+    ] = (2048,),
+    tp: values.Cores = (1,),
     lnc: Annotated[int, typer.Option(min=1, max=2, help="physical cores of a core, 1 or 2")] = 1,
     weights: Annotated[
         str | None,
         values.choice_option(
-            "format", lambda: WEIGHTS, "stored matrices: also float8_e4m3 or int8"
+            "format",
+            "nmm_compiler.options:WEIGHTS",
+            "stored matrices: also float8_e4m3 or int8",
         ),
     ] = None,
-    include: Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="never these layers")] = None,
+    include: values.Include = None,
+    exclude: values.Exclude = None,
     price: Annotated[
         str,
         values.choice_option(
             "price",
-            _prices,
+            "nmm_compiler.prices.kernel:PRICES",
             "of a kernel: simulated, tuned (nmm build --search), closed_form",
         ),
     ] = "simulated",
     stack: Annotated[
         str,
-        values.choice_option("stack", _stacks, "what runs the programs: launch gaps, host time"),
+        values.choice_option(
+            "stack",
+            "nmm_compiler.prediction.stacks:STACKS",
+            "what runs the programs: launch gaps, host time",
+        ),
     ] = "own",
     measured: Annotated[
         Path | None,
@@ -72,19 +73,16 @@ def plan(
 
     models.require_transformers("a model without its weights")
 
-    def listed(text: str, kind: Callable[[str], Any]) -> list[Any]:
-        return [kind(part) for part in text.split(",")]
-
     own = None if measured is None else read_measured(measured.read_text(), str(measured))
     with steps(f"reading {model}") as step:
-        made = run(
+        planned = run(
             models.described(model),
-            targets=listed(target, str),
-            ratios=listed(ratio, float),
-            batches=listed(batch, int),
-            prompts=listed(prompt, int),
-            contexts=listed(context, int),
-            tps=listed(tp, int),
+            targets=target,
+            ratios=ratio,
+            batches=batch,
+            prompts=prompt,
+            contexts=context,
+            tps=tp,
             lnc=lnc,
             weights=weights,
             include=include,
@@ -94,6 +92,6 @@ def plan(
             measured=own,
             progress=step,
         )
-    print(made.to_json(indent=2)) if as_json else show(str(made))
+    print(planned.to_json(indent=2)) if as_json else show(str(planned))
     if html is not None:
-        write_html(f"plan of {made.name}", made.parts(), html, said=not as_json)
+        write_html(f"plan of {planned.name}", planned.parts(), html, said=not as_json)

@@ -69,16 +69,15 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
         raise UnknownNameError("reference", name, ["FILE.py:function"])
     with foreign(file, "it raised"):
         module = vars(load_file(Path(file)))  # stand-ins: it may be in the kernel's file
-    found = module.get(function)
-    if not callable(found):
+    if not callable(module.get(function)):
         known = [name for name, value in module.items() if inspect.isfunction(value)]
         raise UnknownNameError(f"function of {file}", function, known)
     copies = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
     with foreign(file, f"{function}() raised"):
-        if set(copies) <= set(inspect.signature(found).parameters):
-            result = found(**copies)
+        if set(copies) <= set(inspect.signature(module[function]).parameters):
+            result = module[function](**copies)
         else:
-            result = found(*(v for v in copies.values() if isinstance(v, np.ndarray)))
+            result = module[function](*(v for v in copies.values() if isinstance(v, np.ndarray)))
         several = result if isinstance(result, (tuple, list)) else (result,)
         return tuple(np.asarray(one, dtype=np.float64) for one in several)
 
@@ -90,17 +89,17 @@ def compare(
     rtol = default_rtol(outputs, inputs)
     if len(outputs) != len(wanted):
         raise ShapeError(f"the kernel has {len(outputs)} outputs, the reference {len(wanted)}")
-    found = []
+    agreements = []
     for i, (got, want) in enumerate(zip(outputs, wanted, strict=True)):
         if got.shape != want.shape:
             raise ShapeError(f"output {i} has shape {got.shape}, the reference {want.shape}")
         off = np.abs(got.astype(np.float64) - want)
         worst = np.unravel_index(int(np.argmax(np.nan_to_num(off, nan=np.inf))), off.shape)
         scale = float(np.abs(want).max()) or 1.0
-        found.append(
+        agreements.append(
             Agreement(
                 output=i, error=float(off.max()) / scale, rtol=rtol,
                 worst=tuple(int(at) for at in worst),
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(agreements)

@@ -186,7 +186,7 @@ def test_require_lists_what_is_missing_and_how_to_build_it(directory):
     assert build.calls == 0
     text = str(caught.value)
     assert str(key_of(2)) in text
-    assert "nmm cache explain --key" in text
+    assert "nmm cache list KEY.json" in text
     assert text.endswith("build: NMM_CACHE=rw nmm kernel lowrank --m 2")
     assert caught.value.keys == (key_of(2),)
 
@@ -395,6 +395,6 @@ def test_a_require_miss_reads_no_other_entry(directory, monkeypatch):
     real = store._disk.read
     monkeypatch.setattr(store._disk, "read", lambda digest: read.append(digest) or real(digest))
     monkeypatch.setattr(store._disk, "entries", lambda: pytest.fail("it scans the directory"))
-    with pytest.raises(CacheMissError, match=r"nmm cache explain --key"):
+    with pytest.raises(CacheMissError, match=r"nmm cache list KEY.json"):
         store.get_or_build(key_of(1000), Builder())
     assert set(read) == {key_of(1000).digest}

@@ -98,7 +98,6 @@ def test_one_entry_with_why_it_was_built(directory, run):
     assert "latency_us" in shown
     assert "7 lines" in shown
     assert "spec.m      512       128" in shown
-    assert run("list", prefix, "--source") == SOURCE
     told = json.loads(run("list", prefix, "--json"))
     assert told["key"] == _key(512).to_dict()
     assert told["differs"] == [["spec.m", "512", "128"]]

@@ -62,7 +62,7 @@ def test_what_is_wrong_is_counted(workshop, monkeypatch):
     def broken(*words):
         raise ZeroDivisionError("deliberate")
 
-    monkeypatch.setattr(commands.WrappedHelp, "invoke", broken)
+    monkeypatch.setattr(commands.Commands, "invoke", broken)
     monkeypatch.setattr(main, "_is_the_users", lambda file: False)  # this file is not nmm's
     faults = _faults(workshop, 0, 1)
     assert len(faults) == 1
@@ -104,7 +104,7 @@ def test_every_ending_is_one_line_and_a_code(monkeypatch, capsys, error, code, s
         raise error
 
     # Through the commands, so that typer has no answer of its own.
-    monkeypatch.setattr(commands.WrappedHelp, "invoke", ends)
+    monkeypatch.setattr(commands.Commands, "invoke", ends)
     monkeypatch.setattr(main, "_is_the_users", lambda file: False)  # this file is not nmm's
     monkeypatch.delenv("NMM_TRACEBACK", raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -126,7 +126,7 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
     for words, said in (
         (["explain", "raises.py:model"], "raises.py:1: it raised: ValueError: at import"),
         (["explain", "leaves.py:model"], "leaves.py:2: it raised: SystemExit: gone"),
-        (["explain", "syntax.py:model"], "syntax.py:1: it raised: SyntaxError"),
+        (["explain", "syntax.py:f"], "syntax.py:1: it raised: SyntaxError"),
         (["explain", "model.py:none"], "none() must return (model, dict of inputs)"),
         (["simulate", "leaves.py"], "leaves.py"),
         (["simulate", "add.py:add", "--arg", "kernel=3", "--arg", "b=3"], "add.py"),
@@ -190,11 +190,12 @@ def test_an_input_is_not_written_over(workshop, monkeypatch, capsys, words):
 
 def test_an_old_output_and_a_device_are_written(workshop, monkeypatch):
     monkeypatch.chdir(workshop)
-    for words in (["--out", "old.json"], ["--out", "/dev/null", "--trace", "/dev/null"]):
+    arrays = ["--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32"]
+    for words in (["--trace", "old.json"], ["--html", "/dev/null", "--trace", "/dev/null"]):
         with pytest.raises(SystemExit) as ended:
-            main.main(["kernel", "matmul", "--m", "8", "--k", "64", "--n", "64", *words])
+            main.main(["profile", "add.py:add", *arrays, *words])
         assert ended.value.code == 0
-    assert "nki" in (workshop / "old.json").read_text()
+    assert "traceEvents" in (workshop / "old.json").read_text()
 
 
 # Real processes: what only an interpreter of its own can show.

@@ -51,5 +51,5 @@ def test_json_lists_the_findings(files: dict[str, str]) -> None:
 
 def test_unreadable_input_exits_2() -> None:
     result = runner.invoke(app, ["missing.py"])
-    assert result.exit_code == 2
-    assert "cannot lint" in result.output
+    assert result.exception.exit_code == 2
+    assert "cannot lint" in str(result.exception)

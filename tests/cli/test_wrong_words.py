@@ -25,7 +25,7 @@ NEEDED = {
     "kernel": ["lowrank", *SIZES],
     "explain": ["llama-3.2-1b"], "plan": ["llama-3.2-1b"], "build": ["llama-3.2-1b"],
     "simulate": ["add.py:add"], "profile": ["add.py:add"],
-    "lint": ["add.py"], "compress": ["smollm2-135m", "out"], "eval": ["smollm2-135m"],
+    "lint": ["add.py"], "compress": ["smollm2-135m", "out"], "eval": ["directory"],
     "export": ["llama-3.2-1b", "-o", "x.mlir"],
 }  # fmt: skip
 """Arguments that are right, up to the one that is wrong."""

@@ -61,12 +61,10 @@ def test_a_directory_becomes_a_low_rank_directory(saved_bert, tmp_path):
     transformers = pytest.importorskip("transformers")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"the fox number {i} ran over a hill" for i in range(30)))
-    out, config = tmp_path / "out", tmp_path / "config.json"
-    config.write_text('{"ratio": 0.2, "align": 4}')
+    out = tmp_path / "out"
     result = CliRunner().invoke(
         app(),
-        [str(saved_bert), str(out), "--text", str(text), "--config", str(config),
-         "--recover", "5"],
+        [str(saved_bert), str(out), "--text", str(text), "--rank", "16", "--recover", "5"],
         catch_exceptions=False,
     )  # fmt: skip
     assert result.exit_code == 0

@@ -212,7 +212,7 @@ def test_a_device_that_runs_nothing_any_more_gives_no_verdicts(monkeypatch, quic
 
 
 def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, quick):
-    line = ["doctor", "--device", "--executor", "simulator"]
+    line = ["doctor", "--device"]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, done.output
     assert "22 of 22 rungs passed" in done.stdout
@@ -221,6 +221,6 @@ def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, quick):
     told = json.loads(CliRunner().invoke(app, [*line, "--json", "--out", str(out)]).stdout)
     assert len(told["verdicts"]) == len(ladder.RUNGS)
     assert json.loads(out.read_text()) == told
-    assert CliRunner().invoke(app, ["doctor", "--executor", "simulator"]).exit_code == 2
+    assert CliRunner().invoke(app, ["doctor", "--out", str(out)]).exit_code == 2
     monkeypatch.setattr(ladder, "_compare", lambda *a: "broken")
     assert CliRunner().invoke(app, line).exit_code == 1
