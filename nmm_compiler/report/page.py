@@ -45,8 +45,8 @@ STYLE = """
   border-bottom: 1px solid var(--line); } .nmm .grid td { display: flex; border: 0; padding: 0;
   gap: .8em; justify-content: space-between; text-align: right; white-space: normal; }
   .nmm .grid { width: 100%; } .nmm .grid td:first-child { font-weight: 600; text-align: left; }
-  .nmm .grid td:empty, .nmm .grid td:first-child::before { display: none; } .nmm .grid td::before { content: attr(data-name);
-  color: var(--soft); text-align: left; } }
+  .nmm .grid td::before { content: attr(data-name); color: var(--soft); text-align: left; }
+  .nmm .grid td:empty, .nmm .grid td:first-child::before { display: none; } }
 .nmm figcaption { color: var(--soft); } .nmm figure { margin: 1em 0; }
 .nmm summary { cursor: pointer; font-size: 1.1em; font-weight: 600; margin-top: 1em; }
 """
