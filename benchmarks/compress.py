@@ -100,8 +100,8 @@ def encoder(ratios: tuple[float, ...], steps: int) -> bool:
     """The trained sentence encoder."""
     from nmm_compiler.cli import models
 
-    model, tokenizer = models.encoder()
-    held_out, text = models.sentences(), sentences() + manual_sentences()[:450]
+    model, tokenizer = models.with_weights(models.ENCODER)
+    held_out, text = sentences("judged"), sentences("calibration") + manual_sentences()[:450]
     assert not set(held_out) & set(text)
     # Sentences of one kind lie together: interleave them, so that each batch has both.
     text = [line for start in range(25) for line in text[start::25]]

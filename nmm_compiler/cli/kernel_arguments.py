@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.errors import OptionTypeError, ShapeError, nearest, user_file_error
+from nmm_compiler.outputs import write
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,20 +141,8 @@ def save(path: Path, outputs: tuple[np.ndarray, ...]) -> None:
     """Write outputs to an .npz as out0, out1, ...; types that NumPy lacks become float32."""
     import numpy as np
 
-    from nmm_compiler.errors import OutputError
-
-    arrays = {f"out{i}": _plain(array) for i, array in enumerate(outputs)}
-    part = path.with_name(f".{path.name}.part.npz")
-    try:
-        np.savez(part, **arrays)  # type: ignore[arg-type]
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror}; pass another file") from error
-
-
-def _plain(array: np.ndarray) -> np.ndarray:
-    """Return an array of a type that NumPy has without ml_dtypes: bfloat16 and fp8 as float32."""
-    import numpy as np
-
-    return array.astype(np.float32) if array.dtype.kind == "V" else array
+    plain = [one.astype(np.float32) if one.dtype.kind == "V" else one for one in outputs]
+    arrays: Any = {f"out{i}": array for i, array in enumerate(plain)}
+    archive = io.BytesIO()  # a zip file needs to know its place, which a device does not tell
+    np.savez(archive, **arrays)
+    write(path, lambda file: file.write(archive.getbuffer()))

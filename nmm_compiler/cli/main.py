@@ -34,7 +34,7 @@ FAILED, REFUSED, FAULT, INTERRUPTED, NO_READER = 1, 2, 70, 130, 141
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line of `arguments`, or of the process; always raises SystemExit."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if "_NMM_COMPLETE" in os.environ:  # a shell asks for words
+    if options.completion_wanted():
         from nmm_compiler.cli.commands import app
 
         app(prog_name="nmm")

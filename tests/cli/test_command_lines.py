@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -196,6 +197,12 @@ def test_an_old_output_and_a_device_are_written(workshop, monkeypatch):
             main.main(["profile", "add.py:add", *arrays, *words])
         assert ended.value.code == 0
     assert "traceEvents" in (workshop / "old.json").read_text()
+    for words in (["simulate", "add.py:add", *arrays, "--save", "null"],
+                  ["build", "specs.jsonl", "--jobs", "1", "--archive", "null"]):  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            main.main(words)
+        assert ended.value.code == 0
+        assert stat.S_ISCHR((workshop / "null").stat().st_mode), "the device was replaced"
 
 
 # Real processes: what only an interpreter of its own can show.

