@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 import nmm_compiler as nmm
+from nmm_compiler.passes.check_rule import check_rule
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Scale
 
@@ -120,7 +121,7 @@ def main() -> None:
         compiled = torch.compile(block, backend="nmm", options={"rules": rules, "inner": "eager"})
         torch.testing.assert_close(compiled(x), block(x), rtol=1e-5, atol=1e-5)
         print(nmm.last_report())
-    print(f"largest error: {nmm.check_rule(residual_rule, result_of(block, x)):.2f} of the bound")
+    print(f"largest error: {check_rule(residual_rule, result_of(block, x)):.2f} of the bound")
 
 
 def result_of(block: nn.Module, x: torch.Tensor) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import nmm_compiler as nmm
+from nmm_compiler.lowrank_models.tensor_parallel import tensor_parallel_plan
 
 CONFIGS = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
 
@@ -43,7 +44,7 @@ def worker(rank: int, processes: int, port: int, split: str, kind: str) -> None:
         want = low_rank(kind)(tokens, use_cache=False).logits
         model = low_rank(kind)
         mesh = init_device_mesh("cpu", (processes,))
-        parallelize_module(model, mesh, nmm.tensor_parallel_plan(model, mesh, split=split))
+        parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, split=split))
         got = model(tokens, use_cache=False).logits
     held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     error = float((got - want).abs().max() / want.abs().max())

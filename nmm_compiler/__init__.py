@@ -36,14 +36,8 @@ if TYPE_CHECKING:
     from nmm_compiler.lowrank_models.load import load as load
     from nmm_compiler.lowrank_models.quantize import quantize_factors as quantize_factors
     from nmm_compiler.lowrank_models.recover import recover as recover
-    from nmm_compiler.lowrank_models.save import load_factors as load_factors
-    from nmm_compiler.lowrank_models.save import save_factors as save_factors
-    from nmm_compiler.lowrank_models.tensor_parallel import (
-        tensor_parallel_plan as tensor_parallel_plan,
-    )
     from nmm_compiler.mlir.export import export_mlir as export_mlir
     from nmm_compiler.options import Options as Options
-    from nmm_compiler.passes.check_rule import check_rule as check_rule
     from nmm_compiler.passes.pipeline import explain as explain
     from nmm_compiler.passes.pipeline import rewrite as rewrite
     from nmm_compiler.passes.rules import Match as Match
@@ -69,13 +63,11 @@ _HOMES = {
     "Refusal": "nmm_compiler.passes.rules",
     "Rule": "nmm_compiler.passes.rules",
     "build_kernel": "nmm_compiler.codegen.build",
-    "check_rule": "nmm_compiler.passes.check_rule",
     "compress": "nmm_compiler.prediction.compressed",
     "explain": "nmm_compiler.passes.pipeline",
     "export_mlir": "nmm_compiler.mlir.export",
     "last_report": "nmm_compiler.backend",
     "load": "nmm_compiler.lowrank_models.load",
-    "load_factors": "nmm_compiler.lowrank_models.save",
     "predict": "nmm_compiler.prediction.predict",
     "quantize_factors": "nmm_compiler.lowrank_models.quantize",
     "recover": "nmm_compiler.lowrank_models.recover",
@@ -83,9 +75,7 @@ _HOMES = {
     "rewrite": "nmm_compiler.passes.pipeline",
     "rule": "nmm_compiler.passes.rules",
     "save": "nmm_compiler.lowrank_models.hf",
-    "save_factors": "nmm_compiler.lowrank_models.save",
     "simulate": "nmm_compiler.simulator.run",
-    "tensor_parallel_plan": "nmm_compiler.lowrank_models.tensor_parallel",
 }
 
 __all__ = [*sorted(_HOMES), "__version__", "targets"]

@@ -161,7 +161,7 @@ def save(
         OutputError: the disk refuses; files that were there are as they were.
     """
     if not _is_transformers(model):
-        wanted = "a transformers model; save_factors writes those of any other"
+        wanted = "a transformers model; lowrank_models.save.save_factors writes any other"
         raise OptionTypeError("model", type(model).__name__, wanted)
     attach(model)
 

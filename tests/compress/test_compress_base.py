@@ -16,6 +16,7 @@ from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
 from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, quantized_layers
+from nmm_compiler.lowrank_models.tensor_parallel import tensor_parallel_plan
 
 IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
 
@@ -261,7 +262,7 @@ def test_packed_weights_are_refused_where_nothing_cuts_or_reads_them(base):
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
     nmm.compress(model, base=base, rank=16, allow_slower=True)
     with pytest.raises(OptionTypeError, match="no style cuts packed numbers"):
-        nmm.tensor_parallel_plan(model, types.SimpleNamespace(ndim=1))
+        tensor_parallel_plan(model, types.SimpleNamespace(ndim=1))
     if base == "fp8":
         lines = nmm.predict(model, price="closed_form").phases[1].lines
         assert sum("float8_e4m3_x_bfloat16_channel base" in line.what for line in lines) >= 3

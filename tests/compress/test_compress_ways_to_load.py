@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     for name, options in {
         "llama": {}, "gpt2": {}, "experts": {"include": "experts"},
-        "fp8": {"factors": "fp8"}, "int8": {"factors": "int8"},
+        "fp8": {"factors": "fp8"}, "int8": {"factors": "int8"}, "base": {"base": "int4"},
     }.items():  # fmt: skip
         model = made(name).eval()
         nmm_compiler.compress(model, 0.3, align=2, **options)
@@ -55,14 +55,18 @@ def saved(tmp_path_factory):
     return root
 
 
-def python(code, saved):
-    """Run code that may load models by `way(**options)`; this package is not on its path."""
+def python(code, saved, first=""):
+    """Run code that loads models; this package is not on its path.
+
+    first: what runs before transformers is imported.
+    """
     start = f"""
 import sys
 from pathlib import Path
 sys.path[:] = [p for p in sys.path if not (Path(p) / "nmm_compiler").is_dir()]
 hooks = ("editable", "LowRank")  # of an install of this package, maybe an older one
 sys.meta_path[:] = [f for f in sys.meta_path if not any(hook in repr(f) for hook in hooks)]
+{first}
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
@@ -125,6 +129,27 @@ for directory in each():
     right(nmm_compiler.load(directory / "again"), directory)
 """,
         saved,
+    )
+
+
+def test_an_import_before_transformers_is_right_or_raises_until_load_has_registered(saved):
+    python(
+        """
+import nmm_compiler
+for directory in each("experts"):
+    try:
+        AutoModelForCausalLM.from_pretrained(directory)
+    except RuntimeError as error:
+        assert "ignore_mismatched_sizes" in str(error), error
+    else:
+        raise AssertionError(f"{directory} loaded with random layers")
+    right(AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True), directory)
+for directory in each():
+    right(nmm_compiler.load(directory), directory)
+    right(AutoModelForCausalLM.from_pretrained(directory), directory)
+""",
+        saved,
+        first=f"sys.path.insert(0, {str(ROOT)!r}); import nmm_compiler",
     )
 
 

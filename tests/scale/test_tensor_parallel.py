@@ -16,7 +16,7 @@ from nmm_compiler.codegen.build_many import build_many
 from nmm_compiler.errors import NeuronSetupError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import LowRankLinear
-from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
+from nmm_compiler.lowrank_models.tensor_parallel import linear_roles, tensor_parallel_plan
 from nmm_compiler.options import FACTOR_SPLITS
 from nmm_compiler.prediction.model_kernels import model_kernels
 from nmm_compiler.prices.ways import ways
@@ -56,7 +56,7 @@ def check(mesh, split, compiled):
 
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
     alone, model = Block(), Block()
-    parallelize_module(model, mesh, nmm.tensor_parallel_plan(model, mesh, split=split))
+    parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, split=split))
     run = model
     if compiled:
         torch._dynamo.reset()
@@ -117,7 +117,7 @@ def test_the_sum_of_rows_is_inside_of_the_call_where_it_pays(one_of_four):
     from torch.distributed.tensor.parallel import parallelize_module
 
     model = Block()
-    parallelize_module(model, one_of_four, nmm.tensor_parallel_plan(model, one_of_four))
+    parallelize_module(model, one_of_four, tensor_parallel_plan(model, one_of_four))
 
     down = nn.Sequential(model.down)
 
@@ -146,7 +146,7 @@ def test_a_model_that_trains_on_kernels_keeps_its_products(one_of_four):
     from torch.distributed.tensor.parallel import parallelize_module
 
     model = Block()
-    parallelize_module(model, one_of_four, nmm.tensor_parallel_plan(model, one_of_four))
+    parallelize_module(model, one_of_four, tensor_parallel_plan(model, one_of_four))
     down = nn.Sequential(model.down)
 
     def compiled(executor):
@@ -181,28 +181,28 @@ def test_the_plan_names_every_linear_that_is_cut():
     assert linear_roles(model) == {
         "gate": "colwise", "up": "colwise", "down": "rowwise", "head": "head"}  # fmt: skip
     for split in FACTOR_SPLITS:
-        assert set(nmm.tensor_parallel_plan(model, Mesh(2), split=split)) == {
+        assert set(tensor_parallel_plan(model, Mesh(2), split=split)) == {
             "gate", "up", "down", "head"}  # fmt: skip
 
 
 def test_what_cannot_be_cut_is_named():
     with pytest.raises(UnknownNameError, match="rank"):
-        nmm.tensor_parallel_plan(Block(), Mesh(2), split="columns")
+        tensor_parallel_plan(Block(), Mesh(2), split="columns")
     with pytest.raises(OptionTypeError, match="tensor-parallel plan"):
-        nmm.tensor_parallel_plan(nn.Linear(4, 4), Mesh(2))
+        tensor_parallel_plan(nn.Linear(4, 4), Mesh(2))
     with pytest.raises(OptionTypeError, match="one dimension"):
-        nmm.tensor_parallel_plan(Block(), Mesh(2, ndim=2))
+        tensor_parallel_plan(Block(), Mesh(2, ndim=2))
     with pytest.raises(ShapeError, match="out_features 96"):
-        nmm.tensor_parallel_plan(Block(), Mesh(5))
-    nmm.tensor_parallel_plan(Block(), Mesh(4), split="rank")
+        tensor_parallel_plan(Block(), Mesh(5))
+    tensor_parallel_plan(Block(), Mesh(4), split="rank")
     model = Block()
     model.head = nn.Linear(64, 48)
     with pytest.raises(ShapeError, match="down has rank 24"):
-        nmm.tensor_parallel_plan(model, Mesh(16), split="rank")
+        tensor_parallel_plan(model, Mesh(16), split="rank")
     model = Block()
     model.config = type("Config", (), {"num_attention_heads": 8, "num_key_value_heads": 2})()
     with pytest.raises(ShapeError, match="2 num_key_value_heads"):
-        nmm.tensor_parallel_plan(model, Mesh(4))
+        tensor_parallel_plan(model, Mesh(4))
 
 
 @pytest.mark.long
@@ -240,7 +240,7 @@ def worker(rank, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     model, mesh = example.low_rank(), init_device_mesh("cpu", (2,))
-    parallelize_module(model, mesh, nmm.tensor_parallel_plan(model, mesh, split={split!r}))
+    parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, split={split!r}))
     compiled = torch.compile(model, backend="nmm", options={{"inner": "eager", "strict": True}})
     with torch.no_grad():
         compiled(torch.arange(12).reshape(1, 12), use_cache=False)
