@@ -59,7 +59,7 @@ def explain(
     from nmm_compiler.passes.pipeline import explain as run
 
     page: list[Part] = []
-    with steps(f"loading {model}") as step:
+    with steps(f"loading {model}") as step, models.foreign(model, "running it raised"):
         loaded, inputs = models.load(model, tokens)
         own = [rule for name in rules or () for rule in models.rules_of(name)]
         if html is not None:
@@ -77,8 +77,7 @@ def explain(
         if html is not None:
             page.append(Section("what is fused and what is not", tuple(result.parts())))
             step("compiling, building kernels")
-            with models.foreign(model.partition(":")[0], "running it raised"):
-                top, *rest = _compiled(loaded, inputs, options, step)
+            top, *rest = _compiled(loaded, inputs, options, step)
             page = [top, *page, *rest]
     print(result.to_json(indent=2)) if as_json else show(str(result))
     if result.opportunities and (Path(model) / "config.json").is_file() and not as_json:

@@ -46,12 +46,12 @@ def export(
 
     with steps(f"loading {model}"):
         loaded, inputs = models.load(model, tokens)
-    if next(loaded.parameters()).is_meta:  # a public name: shapes are all that args need
+    if any(p.is_meta for p in loaded.parameters()):  # a public name: shapes are all that args need
         if weights != "args":
             raise OptionTypeError("weights", weights, f"args: {model} is known by its shapes")
         loaded = loaded.to_empty(device="cpu")
         inputs = models.example_inputs(model, loaded, tokens)
-    with steps("tracing, rewriting, lowering"):
+    with steps("tracing, rewriting, lowering"), models.foreign(model, "running it raised"):
         module = export_mlir(
             loaded,
             inputs,

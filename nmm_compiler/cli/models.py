@@ -157,16 +157,20 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
 
 
 @contextlib.contextmanager
-def foreign(path: str, what: str) -> Iterator[None]:
-    """Turn any exception of a user's file, or of a library that reads it, into one error.
+def foreign(name: str, what: str) -> Iterator[None]:
+    """Turn any exception of a user's FILE.py, or of a library that reads it, into one error.
 
-    Ctrl-C and errors of the catalogue pass. The FileError names the last line of `path` itself.
+    Ctrl-C, errors of the catalogue and those of other models pass. name: FILE.py, or
+    FILE.py:function; the FileError names the last line of the file itself.
     """
     try:
         yield
     except (NmmError, KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # a user's file may raise SystemExit and its own classes
+        path = _python_file(name) or name
+        if not path.endswith(".py"):
+            raise
         frames = traceback.extract_tb(error.__traceback__)
         own = [
             f.lineno or 0 for f in frames if os.path.abspath(f.filename) == os.path.abspath(path)

@@ -128,6 +128,8 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
         (["explain", "raises.py:model"], "raises.py:1: it raised: ValueError: at import"),
         (["explain", "leaves.py:model"], "leaves.py:2: it raised: SystemExit: gone"),
         (["explain", "syntax.py:f"], "syntax.py:1: it raised: SyntaxError"),
+        (["explain", "model.py:clash"], "running it raised: TypeError"),
+        (["export", "model.py:refuses", "-o", "x.mlir"], "cannot trace Refuses: forward"),
         (["explain", "model.py:none"], "none() must return (model, dict of inputs)"),
         (["simulate", "leaves.py"], "leaves.py"),
         (["simulate", "add.py:add", "--arg", "kernel=3", "--arg", "b=3"], "add.py"),
