@@ -387,18 +387,25 @@ def rewrite(text: str, section: str, lines: list[str]) -> str:
 
 
 def constants() -> str:
-    """Return the table of every target's constants, with kind and source, as Markdown."""
-    lines = ["| constant | target | value | kind | source |", "| --- | --- | --- | --- | --- |"]
+    """Return the constants as a Markdown table, with kind and source; trn2's unless it says."""
+    names = targets.names()
+    lines = [f"| constant | {' | '.join(names)} | source (trn2 unless said) |"]
+    lines.append("| --- " * (len(names) + 2) + "|")
+    records = [targets.get(name) for name in names]
     for field in dataclasses.fields(targets.Target):
-        for name in targets.names():
-            target = targets.get(name)
-            source = target.sources.get(field.name)
-            if source is not None:
-                value = getattr(target, field.name)
-                shown = f"{value:g}" if isinstance(value, float) else str(value)
-                lines.append(
-                    f"| {field.name} | {name} | {shown} | {source.kind} | {source.where} |"
-                )
+        sources = [record.sources.get(field.name) for record in records]
+        if None in sources:
+            continue
+        cells = []
+        for record, source in zip(records, sources, strict=True):
+            value = getattr(record, field.name)
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            cells.append(f"{shown} {source.kind[0].upper()}")
+        where = sources[names.index("trn2")].where
+        first = sources[0].where
+        if first != where and cells[0] != cells[names.index("trn2")]:
+            where += f"; trn1: {first}"
+        lines.append(f"| `{field.name}` | {' | '.join(cells)} | {where} |")
     return "\n".join(lines)
 
 

@@ -1,14 +1,10 @@
-"""Writes the tables of docs/models.md from the configurations: `python tests/models/table.py`."""
+"""Prints the tables of docs/models.md from the configurations: `python tests/models/table.py`."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 from configurations import KINDS
 from small_models import Kind
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HEAD = "| model | low-rank layers | fused | kernel calls | graphs | note |\n| --- | --- | --- | --- | --- | --- |"  # noqa: E501
 
 
@@ -25,15 +21,5 @@ def table(kind: Kind) -> str:
     return "\n".join(lines)
 
 
-def page(text: str) -> str:
-    """Return the page with the tables between its begin and end marks written anew."""
-    body = "\n\n".join(f"### {kind.name}\n\n{table(kind)}" for kind in KINDS)
-    marks = r"(?s)(<!-- tables: .*? -->\n).*(<!-- end of tables -->)"
-    new, count = re.subn(marks, lambda m: f"{m[1]}\n{body}\n\n{m[2]}", text)
-    if count != 1:
-        raise ValueError(f"{PAGE} has {count} pairs of table marks; it needs exactly one")
-    return new
-
-
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
+    print("\n\n".join(f"### {kind.name}\n\n{table(kind)}" for kind in KINDS))

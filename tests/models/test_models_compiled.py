@@ -2,13 +2,11 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 import torch
 from configurations import KINDS, MODELS
 from small_models import RANK, make
-from table import page
 from torch import nn
 
 from nmm_compiler import backend
@@ -20,7 +18,6 @@ QUICK = (
     "clip",
 )  # fmt: skip
 OPTIONS = {"inner": "eager", "kernels": "lazy", "verify": True}
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
 def tensors(output: object) -> Iterator[torch.Tensor]:
@@ -106,9 +103,3 @@ def test_the_table_is_large_and_says_why_a_layer_is_not_in_a_call():
         counts = row.expected
         if len({counts["layers"], counts["uses"], counts["chains"]}) > 1:
             assert row.note, row.model_type
-
-
-def test_the_page_shows_the_table():
-    assert page(PAGE.read_text("utf-8")) == PAGE.read_text("utf-8"), (
-        "run python tests/models/table.py"
-    )
