@@ -10,6 +10,7 @@ from simulator_kernels import run
 
 from nmm_compiler import errors
 from nmm_compiler.nki_api.api import api
+from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
 
 TILE = "t = nl.full(({shape}), 1, nl.{dtype})\nu = nl.full(({shape}), 1, nl.{dtype})\n" \
        "w = nl.full(({shape}), 1, nl.{dtype})\n" \
@@ -78,6 +79,27 @@ WHOLE = {
         "t[:, 0:8]", "t[:, 0:8]", "S, D, 1 - nl.program_id(), 1 - nl.program_id(), 0"
     ),
 }  # fmt: skip
+TWO = {
+    "activation": ("t[:, 3:4]", "D, nl.copy, v, reduce_res=S, reduce_cmd=C"),
+    "activate2 trn3": (
+        "t[:, 3:4]", "D, nl.copy, v, 1.0, 0.0, nl.multiply, nl.add, reduce_res=S, reduce_cmd=C"
+    ),
+    "exponential trn3": ("t[:, 3:4]", "D, v, reduce_res=S, reduce_cmd=C"),
+    "tensor_scalar_reduce": ("t[:, 3:4]", "D, v, nl.add, 1.0, nl.add, S"),
+    "range_select": (
+        "t[:, 3:4]", "D, v, nl.greater_equal, nl.less, one, many, reduce_cmd=C, reduce_res=S"
+    ),
+    "select_reduce": (
+        "t[:, 3:4]", "D, nl.full((32, 8), 1, nl.uint8), v, 0.0, reduce_res=S, reduce_cmd=C"
+    ),
+    "nc_match_replace8": ("t.view(nl.uint32)[:, 7:15]", "D, v, v, 0.0, dst_idx=S"),
+    "topk bfloat16 trn3": ("t.view(nl.uint32)[:, 2:10]", "D, S, v, 128"),
+    "quantize_mx bfloat16 trn3": (
+        "t.view(nl.uint8)[:, 2:6]",
+        "t.view(nl.float8_e4m3fn_x4)[:, 0:4], u[:, 0:16], S",
+    ),
+}  # fmt: skip
+"""Instructions of two results: the second one inside of the first, and the call."""
 APART = {  # PSUM and SBUF, nothing read, or not of one storage
     "nc_matmul", "nc_matmul_mx", "iota", "memset", "rng", "rand2", "rand_get_state",
     "register_store", "core_barrier", "register_load", "register_move", "set_rng_seed",
@@ -121,6 +143,22 @@ def test_what_is_read_in_another_order_is_not_written(row, mode):
     with pytest.raises(errors.HazardError, match="still has to read"):
         attempt(row, dst, src, call, mode)
     attempt(row, dst.replace("t", "w", 1), src, call, mode)
+
+
+def test_every_instruction_of_two_results_is_here():
+    assert {op for op in INSTRUCTIONS if len(INSTRUCTIONS[op].row.writes) > 1} == {
+        row.split()[0] for row in TWO
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("row", TWO)
+def test_two_results_share_no_element(row, mode):
+    other, call = TWO[row]
+    call = call.replace("=C", "=nisa.reduce_cmd.reset_reduce")
+    with pytest.raises(errors.HazardError, match="to the same elements"):
+        attempt(row, "t[:, 0:8]", other, call, mode)
+    attempt(row, "t[:, 0:8]", other.replace("t", "w", 1), call, mode)
 
 
 @pytest.mark.parametrize(("dst", "holds"), [("t[:, 0:4]", True), ("t[:, 2:6]", False)])

@@ -44,6 +44,7 @@ from nmm_compiler.simulator.isa.operands import (
     check_hazard,
     check_pair,
     check_rank,
+    check_two_results,
     choose_engine,
     indirect_operand,
     member,
@@ -261,6 +262,8 @@ class Call:
         for (to, dst), (of, src) in itertools.product(written, read):
             streams = of in row.numbers or (of in row.streams and to == row.first)
             check_hazard(machine, op, dst, src, streams)
+        for (of, one), (also, other) in itertools.combinations(written, 2):
+            check_two_results(machine, op, (of, also), one, other)
 
     def outcome(self, attributes: Attributes) -> Outcome:
         """Return what the call came to, for the calls that it answers for."""

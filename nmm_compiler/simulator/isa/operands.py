@@ -316,41 +316,58 @@ def check_hazard(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor, stre
         behind the reading position is safe to write, also by a reduction, which reads several
         elements before it writes one. DMAs move elements in no order.
     """
-    if dst.storage is not src.storage or (streams and _same_view(dst, src)):
-        return
-    a, b = dst.access(), src.access()
-    if (
-        a.byte_stop <= b.byte_start
-        or b.byte_stop <= a.byte_start
-        or a.partition_stop <= b.partition_start
-        or b.partition_stop <= a.partition_start
-    ):
-        return
-    if (dst.is_indirect() or src.is_indirect()) and not machine.data:
-        return
-    unit = min(dst.itemsize, src.itemsize)
-    written, read = _addresses(dst, unit), _addresses(src, unit)
-    steps, rest = divmod(read.shape[1], written.shape[1])
-    if not streams or rest or op.startswith("dma_"):
-        hazard = bool(np.intersect1d(written, read).size)
-    else:
-        order = np.argsort(written, axis=None, kind="stable")
-        flat = written.reshape(-1)[order]
-        place = np.minimum(np.searchsorted(flat, read.reshape(-1)), flat.size - 1)
-        hit = flat[place] == read.reshape(-1)
-        writing, reading = (
-            np.broadcast_to(np.arange(v.shape[1])[:, None], v.shape).reshape(-1)
-            for v in (written, read)
-        )
-        write_step = writing[order][place] * steps + steps - 1
-        hazard = bool((hit & (write_step < reading)).any())
-    if hazard:
+    in_order = streams and not op.startswith("dma_")
+    if not (streams and _same_view(dst, src)) and _collide(machine, dst, src, in_order):
         machine.rule(
             HazardError,
             f"nisa.{op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements "
             f"that it still has to read as {src.get_pattern()} at {src.offset}; write to "
             "another tensor",
         )
+
+
+def check_two_results(
+    machine: Machine, op: str, roles: tuple[str, str], one: NkiTensor, other: NkiTensor
+) -> None:
+    """Refuse an instruction that writes two results to one place: no order decides which stays."""
+    if _collide(machine, one, other, False):
+        machine.rule(
+            HazardError,
+            f"nisa.{op} writes {roles[0]} and {roles[1]} to the same elements of {one.name!r}, "
+            f"{one.get_pattern()} at {one.offset} and {other.get_pattern()} at {other.offset}; "
+            "write one to another tensor",
+        )
+
+
+def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool) -> bool:
+    """Return whether two views share an element; in_order: one that dst takes too early."""
+    if dst.storage is not other.storage:
+        return False
+    a, b = dst.access(), other.access()
+    if (
+        a.byte_stop <= b.byte_start
+        or b.byte_stop <= a.byte_start
+        or a.partition_stop <= b.partition_start
+        or b.partition_stop <= a.partition_start
+    ):
+        return False
+    if (dst.is_indirect() or other.is_indirect()) and not machine.data:
+        return False
+    unit = min(dst.itemsize, other.itemsize)
+    written, read = _addresses(dst, unit), _addresses(other, unit)
+    steps, rest = divmod(read.shape[1], written.shape[1])
+    if rest or not in_order:
+        return bool(np.intersect1d(written, read).size)
+    order = np.argsort(written, axis=None, kind="stable")
+    flat = written.reshape(-1)[order]
+    place = np.minimum(np.searchsorted(flat, read.reshape(-1)), flat.size - 1)
+    hit = flat[place] == read.reshape(-1)
+    writing, reading = (
+        np.broadcast_to(np.arange(v.shape[1])[:, None], v.shape).reshape(-1)
+        for v in (written, read)
+    )
+    write_step = writing[order][place] * steps + steps - 1
+    return bool((hit & (write_step < reading)).any())
 
 
 def check_destination(machine: Machine, op: str, dst: NkiTensor) -> None:
