@@ -187,7 +187,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     """Return the rewritten graph, or the graph itself when nothing was found or passes failed."""
     from nmm_compiler.passes import pipeline
     from nmm_compiler.passes.graph_view import graph_parts
-    from nmm_compiler.passes.result import pays_from
+    from nmm_compiler.passes.result import slower_than_dense
     from nmm_compiler.passes.verify import is_real
 
     try:
@@ -201,7 +201,8 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     found = [match for match in result.matches if match.rewritten]
     work.chains = sum(int(match.info.get("chains", 0)) for match in found)
     work.matches = tuple(_match_line(match) for match in found)
-    work.notes += [note for match in found for note in (*match.notes, pays_from(match)) if note]
+    for match in found:
+        work.notes += [note for note in (*match.notes, slower_than_dense(match)) if note]
     work.rules = tuple(str(count) for count in result.rules.values() if not count.built_in)
     work.declined = tuple(
         Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy) for d in result.declined

@@ -23,6 +23,7 @@ from nmm_compiler.passes.graph_view import graph_parts
 from nmm_compiler.passes.opportunities import Opportunity, calls_bring, could_bring
 from nmm_compiler.passes.reproduce import reproducer
 from nmm_compiler.passes.rules.base import Declined, Match
+from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
@@ -370,30 +371,30 @@ def _prices(matches: list[Match]) -> list[str]:
     if not priced:
         return []
     targets = {m.info["predicted"]["target"] for m in priced}
-    how = {m.info["predicted"]["source"] for m in priced}
+    how = {
+        f"{one['source']}, error {100 * one['error']:.0f} %"
+        for one in (m.info["predicted"] for m in priced)
+    }
     lines = [
         f"us, smaller, dense: predicted microseconds on {', '.join(sorted(targets))} "
         f"({', '.join(sorted(how))}) of one call, of the smaller calls that compute it, and of "
         "the fastest dense way"
     ]
-    even = {text: None for m in priced if (text := pays_from(m))}
-    return [*lines, *even]
+    slower = {text: None for m in priced if (text := slower_than_dense(m))}
+    return [*lines, *slower]
 
 
-def pays_from(match: Match) -> str:
-    """Return from how many tokens a match near break-even pays; "" for any other match."""
+def slower_than_dense(match: Match) -> str:
+    """Return the note on a match that dense weights are predicted to beat; "" for any other."""
     found = match.info.get("predicted")
-    if found is None or found["pays_from"] in (0, 1):
+    if found is None or found["dense"] is None or found["dense"] >= found["fused"]:
         return ""
     what = str(match).replace(f" at {match.name}", "")
-    if found["pays_from"] is not None:
-        return f"near break-even: {what} pays from {found['pays_from']} tokens"
-    if found["dense"] < found["fused"]:
-        return (
-            f"near break-even: {what} does not pay for {found['tokens']} tokens: one dense "
-            "product is predicted to be faster; use a smaller rank or keep the layer dense"
-        )
-    return ""
+    near = not_told(found["dense"] / found["fused"], found["error"], "dense")
+    return (
+        f"{near}{what}: predicted {found['fused']:,.1f} us, dense {found['dense']:,.1f} "
+        f"({found['source']}); use a smaller rank or keep the layer dense"
+    )
 
 
 def _layouts(result: RewriteResult) -> list[Part]:

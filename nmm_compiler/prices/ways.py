@@ -29,7 +29,7 @@ from nmm_compiler.kernels.linear.specs import (
 from nmm_compiler.kernels.normed_x import NORMED
 from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.prices.collectives import collective_us
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, row_us, with_tokens
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, row_us
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.timing.evidence import mean_error
 from nmm_compiler.targets import Target
@@ -43,8 +43,6 @@ cancel (`make bench-timing` prints the error of such gains). The closed form's g
 much of the simulator's for 9 of 10 calls (tests/prices/test_estimate.py)."""
 FP8_ERROR = 0.6
 """The same of the closed form for fp8 operands, whose scales it counts in part."""
-
-BREAK_EVEN_TOKENS = (1, 4, 16, 64, 128, 256, 512)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,22 +135,6 @@ def rank_ways(
     if not found:
         raise SpecError(f"no way to share {whole.short()} between {tp} ranks: {refused}")
     return dict(sorted(found.items(), key=lambda item: item[1].low))
-
-
-def pays_from(
-    call: KernelSpec, target: str | Target, lnc: int = 1, source: str = "closed_form"
-) -> int | None:
-    """Return the token count from which low rank beats dense at every larger one; None: never.
-
-    Counts of BREAK_EVEN_TOKENS are tried.
-    """
-    first: int | None = None
-    for tokens in reversed(BREAK_EVEN_TOKENS):
-        times = ways(with_tokens(call, tokens), target, lnc, source=source)
-        if times.dense is None or times.low >= times.dense:
-            break
-        first = tokens
-    return first
 
 
 def fastest(rows: Iterable[Row], target: str | Target, lnc: int, source: str) -> tuple[Row, float]:

@@ -21,10 +21,8 @@ from nmm_compiler.prices.collectives import PAIR_BARRIER_US, collective_us, wait
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, launch_us, launches_of, simulated_us
 from nmm_compiler.prices.ways import (
-    BREAK_EVEN_TOKENS,
     alternatives,
     dense_rows,
-    pays_from,
     rank_ways,
     ways,
 )
@@ -76,22 +74,6 @@ def test_results_without_a_kernel_of_them_all_are_launched_one_by_one(priced):
 
     priced(each)
     assert launch_us(SHARED, TRN2, 1, "closed_form") == 3 * 5.0 + 2 * LAUNCH_GAP_US
-
-
-def test_low_rank_pays_from_where_every_larger_count_pays(priced):
-    def slow_below(limit):
-        def price(spec, target):
-            factors = spec.family == "lowrank" or 64 in (spec.k, spec.n)
-            return spec.flops() * (9.0 if factors and spec.m < limit else 1.0)
-
-        return price
-
-    priced(slow_below(200))
-    assert pays_from(SPEC, "trn2") == 256
-    priced(slow_below(1))
-    assert pays_from(SPEC, "trn2") == BREAK_EVEN_TOKENS[0]
-    priced(flops)
-    assert pays_from(dataclasses.replace(SPEC, r=255), "trn2") is None
 
 
 @pytest.mark.parametrize("source", ["closed_form", "simulated"])

@@ -2,8 +2,8 @@
 
 Rules ask `prices.ways` at the call's token count. One call is taken unless smaller calls are
 predicted to be faster. One dense product has to be stored by the model: where it is predicted to be
-faster, the report says so, and from how many tokens low rank pays. The switch "+simulated" selects
-the source of all times, one of `prices.kernel.PRICES`.
+faster, the report says so. The switch "+simulated" selects the source of all times, one of
+`prices.kernel.PRICES`.
 
 A kernel takes two factors, so a row x w1 w2 ... wn is cut once: u is the product of the matrices
 left of the cut, v of those right of it, and the graph computes both at each call. Per token the cut
@@ -27,7 +27,7 @@ from nmm_compiler.passes.chains.linear_map import Stage
 from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Key
-from nmm_compiler.prices.ways import Ways, pays_from, ways
+from nmm_compiler.prices.ways import Ways, ways
 from nmm_compiler.targets import Target
 
 # Tokens that a symbolic count stands for: a short prefill.
@@ -141,25 +141,9 @@ def _best(cost: Cost, sizes: tuple[int, ...]) -> tuple[float, int]:
     return best[0, count]
 
 
-# A dense product that is predicted to take less than this times the call is near break-even.
-_NEAR = 1.25
-
-
 def call_ways(c: Canonical, spec: KernelSpec) -> Ways:
     """Return the times of a call on the target and cores of the options."""
     return ways(spec, c.chip, c.options.lnc, source=c.options.price)
-
-
-def predicted_info(c: Canonical, spec: KernelSpec, times: Ways) -> dict[str, Any]:
-    """Return the times as plain JSON data for `Match.info`.
-
-    pays_from: tokens from which low rank is faster than dense, of a chain near break-even; 0 for
-    any other chain, None where low rank is faster at no count.
-    """
-    even: int | None = 0
-    if times.dense is not None and times.dense < _NEAR * times.low:
-        even = pays_from(spec, c.chip, c.options.lnc, c.options.price)
-    return {"predicted": {**times.to_dict(), "pays_from": even}}
 
 
 def slower(times: Ways, node: fx.Node) -> Refusal | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.prices import call_ways, predicted_info, slower
+from nmm_compiler.passes.chains.prices import call_ways, slower
 from nmm_compiler.passes.chains.safety import REMEDIES, Refusal
 from nmm_compiler.passes.emit.calls import spec_of
 
@@ -201,7 +201,7 @@ class KernelRule(Rule):
             node=node,
             nodes=nodes,
             data=call,
-            info=call.info() | predicted_info(graph, spec, times),
+            info=call.info() | {"predicted": times.to_dict()},
             notes=call.notes(),
         )
 

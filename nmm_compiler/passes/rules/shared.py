@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
-from nmm_compiler.passes.chains.prices import call_ways, predicted_info
+from nmm_compiler.passes.chains.prices import call_ways
 from nmm_compiler.passes.chains.safety import Refusal, crossed, readings, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall, SharedCall, spec_of
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
@@ -72,7 +72,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         node=finals[0],
         nodes=nodes,
         data=call,
-        info=call.info() | predicted_info(c, spec, times),
+        info=call.info() | {"predicted": times.to_dict()},
         notes=tuple(dict.fromkeys(note for one in calls for note in one.notes())),
     )
 
