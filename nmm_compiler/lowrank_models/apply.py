@@ -163,7 +163,8 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         check_statistics(statistics, sites, gradients, config.base_format)
     prices = _prices(model, sites, config, batches)
     plan, align = make_plan(sites, config, statistics, prices)
-    timed = () if prices is None else prices.timed({layer.name: layer.rank for layer in plan})
+    chosen = {layer.name: layer.rank for layer in plan}
+    timed = () if prices is None else prices.settled.timed(chosen)
     by_name = {site.name: site for site in sites}
     del sites, site  # else they keep every dense weight in memory until the end
     return CompressionReport(
@@ -180,6 +181,7 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         target=config.target,
         workload=timed,
         priced="" if prices is None else prices.note,
+        source="" if prices is None else prices.settled.source,
         factors=config.format or "",
         base=config.base_format or "",
     )
@@ -200,8 +202,11 @@ def _prices(
     dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
     first = None if batches is None else batches[0]
     inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
-    made = kernel_prices(model, layers, dtype, config.passes, config.target, inputs, config.format)
-    if made is None and config.budget == "latency":
+    by_time = config.budget == "latency"  # what is asked is a share of the closed form's time
+    made = kernel_prices(
+        model, layers, dtype, config.passes, config.target, inputs, config.format, not by_time
+    )
+    if made is None and by_time:
         raise OptionTypeError("budget", "latency", f"budget='parameters': no kernel has {dtype}")
     return made
 

@@ -72,9 +72,9 @@ def global_ranks(
         first = members[shape.name][0]
         ranks = legal_ranks(shape, align)
         if judge is not None and ranks and all(
-            judge.is_slower(first, rank, nominal) for rank in ranks
+            judge.settled.is_slower(first, rank, nominal) for rank in ranks
         ):  # fmt: skip
-            slow |= dict.fromkeys(members[shape.name], slow_note(judge, first, nominal))
+            slow |= dict.fromkeys(members[shape.name], slow_note(judge.settled, first, nominal))
     check_left(shapes, align, {s.name: "" for s in shapes if members[s.name][0] in slow}, prices)
 
     def permitted(name: str, rank: int) -> bool:
@@ -102,7 +102,8 @@ def found_slower(ranks: Ranks, prices: Prices | None) -> Slow:
     """Return the layers that these ranks make slower than dense, each with the figures."""
     if prices is None:
         return {}
-    return {name: slow_note(prices, name, ranks) for name in prices.slower(ranks)}
+    judge = prices.settled
+    return {name: slow_note(judge, name, ranks) for name in judge.slower(ranks)}
 
 
 def slow_note(prices: Prices, name: str, ranks: Mapping[str, Rank]) -> str:

@@ -28,8 +28,6 @@ from nmm_compiler.prices.ways import Row, alternatives, beside, fastest
 from nmm_compiler.targets import Target
 
 Rank = int | None
-PRICE = "closed_form"
-"""The price of a kernel, that of the passes' default (`Options.price`)."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +163,13 @@ def call_us(
     dtype: str,
     target: Target,
     fp8: bool = False,
+    source: str = "closed_form",
 ) -> float:
     """Return the predicted microseconds of a group for `tokens` tokens, by its fastest launches.
 
     sizes: (k, n, rank) of each layer, rank None for a dense one. fp8: the factors are; dense
-    weights are of `dtype`. Infinite where there is no kernel.
+    weights are of `dtype`. source: one of `prices.kernel.PRICES`. Infinite where there is no
+    kernel.
     """
     factors: dict[str, Any] = (
         {"dtype": FP8, "x_dtype": dtype, "scales": "channel"} if fp8 else {"dtype": dtype}
@@ -180,7 +180,7 @@ def call_us(
         for k, n, rank in sizes
     )  # fmt: skip
     if kind not in ("gated_mlp", "gated_mlp_up"):
-        return fastest(beside(each), target, 1, PRICE)[1]
+        return fastest(beside(each), target, 1, source)[1]
     (k, n, _), *_ = sizes
     ranks = [rank or 0 for _, _, rank in sizes]
     fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
@@ -190,4 +190,4 @@ def call_us(
     rows = alternatives(family(m=tokens, k=k, n=n, activation=activation, **fields))
     if fp8 and not all(ranks):
         rows += tuple((*first, *each[2:]) for first in beside(each[:2]))
-    return fastest(rows, target, 1, PRICE)[1]
+    return fastest(rows, target, 1, source)[1]

@@ -205,9 +205,11 @@ def make_plan(
         layers = [_decided(s, ranks[s.name], align, slow.get(s.name, "")) for s in shapes]
     if prices is not None:
         chosen = {layer.name: layer.rank for layer in layers}
-        shares, slower = prices.shares(chosen), prices.slower(chosen)
+        shares, slower = prices.settled.shares(chosen), prices.settled.slower(chosen)
         layers = [
             replace(x, dense_us=shares[x.name][0], us=shares[x.name][1], slower=x.name in slower)
+            if x.name in shares
+            else x
             for x in layers
         ]
     note = "the model's output does not depend on it: kept dense"

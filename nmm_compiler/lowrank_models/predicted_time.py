@@ -2,11 +2,14 @@
 
 `Prices` answers the plan's questions: what all layers take, what one layer adds at a rank, and
 which layers are slower low-rank than dense. Layers that one call computes are priced together, once
-for all groups that are equal.
+for all groups that are equal. A search over ranks asks the closed form; what it chose is judged by
+`Prices.settled`, which simulates both sides. Layers whose weights load in less than a DMA needs to
+start have no price: latencies are their time, and parameters decide their ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,25 +19,21 @@ from torch import nn
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NmmError
+from nmm_compiler.kernels.base import item_bytes
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.kernels.number_formats import X_DTYPES
 from nmm_compiler.lowrank_models.config import Workload
 from nmm_compiler.lowrank_models.layer_calls import Group, Layer, Rank, alone, call_us, groups_of
 from nmm_compiler.lowrank_models.report import Timed
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US
-
-# A layer with fewer elements takes no longer than a launch: whose call it is in decides nothing.
-_SMALL = 1 << 18
-# A smaller difference of such a layer's times is not told from none: the gap between two kernels,
-# which is fitted.
-TELLABLE_US = LAUNCH_GAP_US
+from nmm_compiler.targets import Target
 
 
 class Prices:
     """What groups of layers take.
 
     of: (group, ranks) -> microseconds for each kind of pass in `workload`. note: how the layers are
-    grouped. tellable_us: of the calls of small layers.
+    grouped. settled: prices of both sides that decide and that reports print; default is these.
+    source: of the figures, one of `prices.kernel.PRICES`.
     """
 
     def __init__(
@@ -43,10 +42,11 @@ class Prices:
         workload: Workload,
         of: Callable[[Group, tuple[Rank, ...]], tuple[float, ...]],
         note: str = "",
-        tellable_us: float = TELLABLE_US,
+        settled: Prices | None = None,
+        source: str = "closed_form",
     ) -> None:
         self.groups, self.workload, self._of = groups, workload, of
-        self.note, self.tellable_us = note, tellable_us
+        self.note, self.settled, self.source = note, settled or self, source
         self._group = {layer.name: group for group in groups for layer in group.layers}
 
     def group_us(self, group: Group, ranks: Mapping[str, Rank]) -> float:
@@ -60,6 +60,8 @@ class Prices:
 
     def timed(self, ranks: Mapping[str, Rank]) -> tuple[Timed, ...]:
         """Return what all layers take in each kind of pass, dense and at these ranks."""
+        if not self.groups:
+            return ()
         sums = []
         for chosen in ({}, ranks):
             each = [self._of(g, tuple(chosen.get(x.name) for x in g.layers)) for g in self.groups]
@@ -82,16 +84,10 @@ class Prices:
         found = [n for n, rank in ranks.items() if rank and self.is_slower(n, rank, ranks)]
         single = {id(self._group[name]) for name in found}
         for group in self.groups:
-            slower = self.group_us(group, ranks) > self.group_us(group, {}) + self._tellable_us(
-                group
-            )
+            slower = self.group_us(group, ranks) > self.group_us(group, {})
             if id(group) not in single and slower:
                 found += [layer.name for layer in group.layers if ranks.get(layer.name)]
         return found
-
-    def _tellable_us(self, group: Group) -> float:
-        """Return how much longer a call has to take to count as slower: 0 but for small layers."""
-        return self.tellable_us if all(x.k * x.n < _SMALL for x in group.layers) else 0.0
 
     def faster_us(self, name: str, ranks: Mapping[str, Rank]) -> float:
         """Return what a layer's call takes with it dense, or all of its layers, if that is less."""
@@ -99,8 +95,8 @@ class Prices:
 
     def is_slower(self, name: str, rank: Rank, others: Mapping[str, Rank]) -> bool:
         """Return whether a layer takes longer at a rank than dense, beside these ranks."""
-        told = self.at(name, None, others) + self._tellable_us(self._group[name])
-        return self.at(name, rank, others) > told
+        priced = name in self._group
+        return priced and self.at(name, rank, others) > self.at(name, None, others)
 
     def shares(self, ranks: Mapping[str, Rank]) -> dict[str, tuple[float, float]]:
         """Return each layer's (dense, low-rank) share of its call, by its dense parameters.
@@ -125,21 +121,24 @@ def kernel_prices(
     target: str,
     inputs: Any = None,
     factors: str | None = None,
+    settle: bool = True,
 ) -> Prices | None:
     """Return prices of the kernels that the backend would call; None for a dtype that has none.
 
     inputs: example arguments; None where there are none. Without them, and where the model cannot
-    be traced without data, each layer is a call of its own, and so it is in models without a layer
-    that is longer than a launch. factors: "fp8" for low-rank layers of such factors.
+    be traced without data, each layer is a call of its own. factors: "fp8" for low-rank layers of
+    such factors. settle: simulate what is decided and printed; else that is the closed form, of
+    small layers too.
     """
     if dtype not in LowRankSpec.dtypes:
         return None
     chip = machine_target(target)
     fp8 = factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
     groups, note = alone(layers), "each layer as a call of its own"
+    least = _loaded_at_start(chip) / item_bytes(dtype) if settle else 0.0
     if inputs is None:
         inputs = example_inputs(model)
-    if inputs is not None and max(layer.k * layer.n for layer in layers) >= _SMALL:
+    if inputs is not None and any(layer.k * layer.n > least for layer in layers):
         try:
             groups, note = groups_of(model, layers, inputs, target), ""
         except NmmError as error:
@@ -147,14 +146,34 @@ def kernel_prices(
         except Exception as error:  # the model's own code may not run without data
             note += f": no trace without data ({type(error).__name__})"
 
-    def of(group: Group, ranks: tuple[Rank, ...]) -> tuple[float, ...]:
+    priced = [g for g in groups if any(layer.k * layer.n > least for layer in g.layers)]
+    if len(priced) < len(groups):
+        small = sum(len(g.layers) for g in groups) - sum(len(g.layers) for g in priced)
+        said = f"no time is predicted for {small} layers: a DMA's start takes longer than they load"
+        note = f"{note}; {said}" if note and priced else said
+    groups = priced
+
+    def of(source: str, group: Group, ranks: tuple[Rank, ...]) -> tuple[float, ...]:
         sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))
         return tuple(
-            call_us(group.kind, sizes, group.activation, tokens, dtype, chip, fp8)
+            call_us(group.kind, sizes, group.activation, tokens, dtype, chip, fp8, source)
             for _, tokens, _ in workload
         )
 
-    return Prices(groups, workload, of, note=note)
+    settled = None
+    if settle:
+        simulated = functools.partial(of, "simulated")
+        settled = Prices(groups, workload, simulated, note, source="simulated")
+    return Prices(groups, workload, functools.partial(of, "closed_form"), note, settled)
+
+
+def _loaded_at_start(chip: Target) -> float:
+    """Return the bytes that HBM gives a core in the time that a DMA needs to start and to signal.
+
+    Start and signal are published (the target's sources).
+    """
+    start = chip.dma_start_latency_seconds + chip.semaphore_seconds
+    return chip.memory_bytes_per_second * start
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any] | None:

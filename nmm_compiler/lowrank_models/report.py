@@ -17,6 +17,7 @@ from nmm_compiler.report.headline import headline
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 
+_SOURCES = {"closed_form": "closed form", "simulated": "simulated"}
 REMEDY = "a larger ratio, larger layers alone (include=), or more tokens a call would help"
 
 
@@ -124,7 +125,8 @@ class CompressionReport(Shown, Record):
     model_parameters_before / _after: of the whole model, tied parameters once.
     target: what times are predicted for, "" by a cost= of the caller's.
     workload: predicted times of all calls of the layers, for each kind of pass; empty for a dtype
-        without kernels. priced: how layers were priced, where not by the calls of the backend.
+        without kernels. source: of these times, one of `prices.kernel.PRICES`. priced: how layers
+        were priced, where not by the calls of the backend.
     factors: their format of eight bits, "" for floats. base: that of the weights beside them, ""
         without; `ratio` and `achieved_ratio` are then over bytes, of the weights in 16 bits.
     model_bytes_before / _after: of all parameters and buffers of the model, tied ones once.
@@ -146,6 +148,7 @@ class CompressionReport(Shown, Record):
     target: str = ""
     workload: tuple[Timed, ...] = ()
     priced: str = ""
+    source: str = ""
     factors: str = ""
     base: str = ""
     seconds: float = field(default=0.0, compare=False)
@@ -196,12 +199,13 @@ class CompressionReport(Shown, Record):
         if said:
             return said
         gains = [(t.dense_us / t.us, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
-        if not gains:
-            return f"no time is predicted for this {'base' if self.base else 'dtype'}; {quality}"
-        where = (
-            f"in these layers (closed form) on {self.target}" if self.target else "in these layers"
-        )
-        made = headline(gains, where, error=ERRORS["closed_form"], quality=quality, remedy=REMEDY)
+        if gains:
+            where = f"in these layers ({_SOURCES[self.source]}) on {self.target}"
+            error = ERRORS[self.source]
+            made = headline(gains, where, error=error, quality=quality, remedy=REMEDY)
+        else:
+            unpriced = f"no time is predicted for this {'base' if self.base else 'dtype'}"
+            made = f"{self.priced or unpriced}; {quality}"
         return made + (f" (the whole model is not predicted: {reason})" if reason else "")
 
     def quality(self) -> str:
@@ -294,18 +298,14 @@ class CompressionReport(Shown, Record):
 
     def _predicted(self) -> list[Part]:
         """Return what the calls of the layers take, and which layers are slower than dense."""
-        if not self.workload:
+        if not self.source:
             return []
-        error = ERRORS["closed_form"]
-        where = (
-            f" by the closed form (error {100 * error:.0f} %) on one physical core of {self.target}"
-            if self.target
-            else ""
-        )
-        times = "; ".join(map(str, self.workload))
-        how = f"; {self.priced}" if self.priced else ""
         made: list[Part] = [Line(self.headline(), "headline")]
-        made += [Line(f"the layers' calls, predicted{where}: {times}{how}")]
+        if self.workload:
+            how = f"{_SOURCES[self.source]}, error {100 * ERRORS[self.source]:.0f} %"
+            times = "; ".join([*map(str, self.workload), *filter(None, [self.priced])])
+            where = f"on one physical core of {self.target}"
+            made.append(Line(f"the layers' calls, predicted ({how}) {where}: {times}"))
         if self.slower:
             names = ", ".join(layer.name for layer in self.slower[:6])
             more = f" and {len(self.slower) - 6} more" if len(self.slower) > 6 else ""

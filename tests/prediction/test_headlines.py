@@ -68,7 +68,7 @@ def test_what_is_no_decoder_says_what_it_is_about():
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
     report = nmm.compress(model, 0.3)
     said = report.headline()
-    assert "in pass of 512 tokens in these layers (closed form) on trn2" in said
+    assert "in pass of 512 tokens in these layers (simulated) on trn2" in said
     assert "the whole model is not predicted: Sequential is no transformers model" in said
 
 
