@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Iterator
 
 from nmm_compiler.errors import CacheTrustError
@@ -66,6 +67,12 @@ _NODES = (
     ast.Subscript, ast.Starred, ast.Name, ast.List, ast.Tuple, ast.Slice, ast.alias,
     ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop,
 )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def check_before_run(name: str, text: str) -> None:
+    """Check a source once in a process, before it runs; raises as `check_shape`."""
+    check_shape(name, text)
 
 
 def check_shape(name: str, text: str) -> None:

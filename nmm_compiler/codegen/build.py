@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nmm_compiler.cache.entry import Entry
+from nmm_compiler.cache.foreign import check_before_run
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
@@ -43,7 +44,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Kernel:
-    """One emitted kernel. `name` is its function, `path` the file that holds `source`."""
+    """One emitted kernel. `name` is its function, `path` the file that holds `source`.
+
+    found: the source is from a store, where another process may have put it: before it runs it is
+    checked to be a kernel and nothing else.
+    """
 
     name: str
     spec: KernelSpec
@@ -53,6 +58,12 @@ class Kernel:
     path: Path
     meta: Mapping[str, Any] = dataclasses.field(repr=False)
     dialect: str = "nki"
+    found: bool = False
+
+    def check_before_run(self) -> None:
+        """Raise CacheTrustError for a found source that is more than a kernel."""
+        if self.found:
+            check_before_run(str(self.path), self.source)
 
     def reference(self, *arrays: Array) -> Any:
         """Return the exact result in float64."""
@@ -60,6 +71,7 @@ class Kernel:
 
     def simulate(self, *arrays: Any, mode: str = "full", strict: bool = True) -> Simulation:
         """Run the emitted source in the simulator; a kernel of many ranks in mode "timing" only."""
+        self.check_before_run()
         return simulate(
             self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict,
             one_of_ranks=self.spec.world_size,
@@ -67,6 +79,7 @@ class Kernel:
 
     def simulate_ranks(self, *arrays: Any, mode: str = "full") -> tuple[Simulation, ...]:
         """Run the emitted source on all ranks, on their shards of the whole operands."""
+        self.check_before_run()
         shards = self.spec.shards(*arrays)
         return simulate_ranks(self, shards, target=self.target, grid=self.spec.lnc, mode=mode)
 
@@ -169,7 +182,8 @@ def build_kernel(
         SpecError, CapacityError: nothing legal exists; with the numbers.
         CodegenError: the dialect has no form for something.
         LintError: the emitted source breaks a rule of the NKI compiler.
-        CacheTrustError: in mode "require", others can write to the cache directory.
+        CacheTrustError: in mode "require", others can write to the cache directory. A source
+            from the cache that is more than a kernel raises it when it would run.
     """
     if lnc is not None:
         spec = dataclasses.replace(spec, lnc=lnc)
@@ -220,6 +234,7 @@ def built_or_found(
         path=_path(entry, entry.meta["name"]),
         meta=entry.meta,
         dialect=spoken,
+        found=not made,
     )
     origin = "built" if "predicted" in made else "from the cache"
     _log.info("%s: %s, schedule %s", kernel.name, origin, kernel.schedule.short())

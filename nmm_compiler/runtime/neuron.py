@@ -98,6 +98,7 @@ def load(kernel: Any) -> Any:
                     f"{path} was changed after kernel {kernel.name} was verified; nothing of it "
                     "was executed. Run `nmm cache verify`, then compile again"
                 )
+            kernel.check_before_run()
             module = types.ModuleType(f"nmm_kernel_{kernel.name}")
             module.__file__ = str(path)
             run_source(kernel.source, str(path), module.__dict__)

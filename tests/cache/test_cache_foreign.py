@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cache_helpers import key_of
 
@@ -140,32 +140,38 @@ def test_every_name_listed_is_one_of_the_api_or_of_python():
     assert not {"load", "data", "extend", "numpy", "storage"} & foreign.ATTRIBUTES
 
 
-def test_a_read_from_disk_trusts_the_rules_in_the_key(tmp_path, monkeypatch):
-    """Sources are checked where they come in. Other rules are another key, so none is old."""
+@pytest.mark.parametrize("run", ["simulate", "simulate_ranks", "neuron"])
+def test_a_source_found_in_the_cache_is_checked_before_it_runs(tmp_path, monkeypatch, run):
+    """Another process wrote it, and its digest fits; a read alone does not parse it."""
     from nmm_compiler.codegen import build
-    from nmm_compiler.codegen.code_digests import covered_files
     from nmm_compiler.kernels.linear.specs import MatmulSpec
     from nmm_compiler.options import Options
+    from nmm_compiler.runtime import neuron
 
-    assert [name for name, _ in covered_files() if name.startswith("cache/")] == [
-        "cache/foreign.py"
-    ]
     spec, options = MatmulSpec(m=4, k=8, n=4), Options(cache=str(tmp_path / "cache"))
     kernel = build.build_kernel(spec, options=options)
-    parsed, parse = [], ast.parse
-    monkeypatch.setattr(ast, "parse", lambda *given: parsed.append(given) or parse(*given))
     monkeypatch.setattr(build, "_KERNELS", {})
-    build.Store.open(options)._held.clear()
     again = build.build_kernel(spec, options=options)
-    assert again is not kernel
-    assert (again.source, again.path, parsed) == (kernel.source, kernel.path, [])
-    kernel.path.chmod(0o600)
-    kernel.path.write_text(kernel.source.replace("    return", "    x.load()\n    return"))
+    assert again.source == kernel.source
+    assert again.profile() == kernel.profile()
+    key = build.kernel_key(spec, kernel.target, None)
+    evil = kernel.source.replace("    return", "    x.load().tofile('evil')\n    return")
+    store = Store(tmp_path / "cache")
+    store.prune(0)
+    store.get_or_build(key, lambda: {build.SOURCE_FILE: evil}, dict(kernel.meta))
     monkeypatch.setattr(build, "_KERNELS", {})
     build.Store.open(options)._held.clear()
-    monkeypatch.undo()
-    with pytest.warns(UserWarning, match="is not used"):
-        assert build.build_kernel(spec, options=options).source == kernel.source
+    found = build.build_kernel(spec, options=options)
+    x, w = (np.ones(shape, np.float32) for shape in ((4, 8), (8, 4)))
+    monkeypatch.setattr(neuron, "_nki", lambda version: None)
+    runs = {
+        "simulate": lambda: found.simulate(x, w),
+        "simulate_ranks": lambda: found.simulate_ranks(x, w),
+        "neuron": lambda: neuron.load(found),
+    }
+    with pytest.raises(CacheTrustError, match=r"attribute tofile|attribute load"):
+        runs[run]()
+    assert not Path("evil").exists()
 
 
 def test_a_local_name_does_not_free_a_builtin():
