@@ -157,14 +157,5 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _value(text: str) -> Any:
-    if "," in text:
-        return tuple(map(_value, text.split(",")))
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            continue
-    return text
+    several = tuple(map(values.literal, text.split(",")))
+    return several if "," in text else several[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nmm_compiler.cli import values
 from nmm_compiler.errors import OptionTypeError, ShapeError, nearest, user_file_error
 from nmm_compiler.outputs import write
 
@@ -73,12 +74,7 @@ def parse_argument(text: str, seed: int, *, data: bool = True) -> tuple[str, Any
         return name, _of_file(value[1:], data)
     shape_text, colon, dtype_text = value.partition(":")
     if not colon:
-        for convert in (int, float):
-            try:
-                return name, convert(value)
-            except ValueError:
-                continue
-        return name, {"True": True, "False": False, "None": None}.get(value, value)
+        return name, values.literal(value)
     return name, _random(text, shape_text, _SHORT_NAMES.get(dtype_text, dtype_text), seed, data)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -13,49 +12,20 @@ import numpy as np
 
 from nmm_compiler.cli.models import foreign
 from nmm_compiler.errors import ShapeError, UnknownNameError
-from nmm_compiler.records import Record
 from nmm_compiler.simulator.loading.loader import load_file
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Agreement(Record):
-    """One output against the reference: the largest error and the tolerance, as a share of the
-    largest value of the reference; worst: the index of the largest error."""
-
-    output: int
-    error: float
-    rtol: float
-    worst: tuple[int, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error is within the tolerance; NaN is not."""
-        return self.error <= self.rtol
-
-    def __str__(self) -> str:
-        verdict = "agrees with" if self.passed else "DIFFERS from"
-        return (
-            f"output {self.output} {verdict} the reference: largest error {self.error:.3g} of the "
-            f"largest value, tolerance {self.rtol:.3g}, at {list(self.worst)}"
-        )
-
-
-def default_rtol(outputs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> float:
-    """Return eps of the coarsest type times sqrt of the longest dimension, the tolerance.
+def tolerance(arrays: Sequence[np.ndarray]) -> float:
+    """Return eps of the coarsest type plus that of float32 times sqrt of the longest dimension.
 
     A sum of K products of independent rounding errors is off by about eps sqrt(K); the longest
-    dimension of an input is the longest sum that a kernel can make of it.
+    dimension is the longest sum that a kernel can make of its inputs.
     """
     import ml_dtypes
 
-    eps = max((float(ml_dtypes.finfo(a.dtype).eps) for a in (*outputs, *arrays) if _real(a)),
-              default=0.0)  # fmt: skip
+    coarsest = [float(ml_dtypes.finfo(a.dtype).eps) for a in arrays if a.dtype.kind in "fV"]
     longest = max((size for array in arrays for size in array.shape), default=1)
-    return eps + float(np.finfo(np.float32).eps) * math.sqrt(longest) if eps else 0.0
-
-
-def _real(array: np.ndarray) -> bool:
-    return array.dtype.kind in "fV"
+    return max(coarsest) + float(np.finfo(np.float32).eps) * math.sqrt(longest) if coarsest else 0.0
 
 
 def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
@@ -84,9 +54,10 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
 
 def compare(
     outputs: Sequence[np.ndarray], wanted: Sequence[np.ndarray], inputs: Sequence[np.ndarray]
-) -> tuple[Agreement, ...]:
-    """Return how far each output is from the reference. Raises ShapeError where shapes differ."""
-    rtol = default_rtol(outputs, inputs)
+) -> list[dict[str, Any]]:
+    """Return how far each output is from the reference, as a share of the reference's largest
+    value. Raises ShapeError where shapes differ."""
+    rtol = tolerance((*outputs, *inputs))
     if len(outputs) != len(wanted):
         raise ShapeError(f"the kernel has {len(outputs)} outputs, the reference {len(wanted)}")
     agreements = []
@@ -95,11 +66,17 @@ def compare(
             raise ShapeError(f"output {i} has shape {got.shape}, the reference {want.shape}")
         off = np.abs(got.astype(np.float64) - want)
         worst = np.unravel_index(int(np.argmax(np.nan_to_num(off, nan=np.inf))), off.shape)
-        scale = float(np.abs(want).max()) or 1.0
-        agreements.append(
-            Agreement(
-                output=i, error=float(off.max()) / scale, rtol=rtol,
-                worst=tuple(int(at) for at in worst),
-            )
-        )  # fmt: skip
-    return tuple(agreements)
+        error = float(off.max()) / (float(np.abs(want).max()) or 1.0)
+        figures = {"output": i, "error": error, "rtol": rtol, "worst": [int(at) for at in worst]}
+        agreements.append({**figures, "passed": error <= rtol})  # NaN is not
+    return agreements
+
+
+def said(figures: Mapping[str, Any]) -> str:
+    """Return one of the comparisons in words."""
+    verdict = "agrees with" if figures["passed"] else "DIFFERS from"
+    return (
+        f"output {figures['output']} {verdict} the reference: largest error "
+        f"{figures['error']:.3g} of the largest value, tolerance {figures['rtol']:.3g}, at "
+        f"{figures['worst']}"
+    )

@@ -59,7 +59,7 @@ def simulate(
                 kernel, target=target, grid=grid, max_instructions=values.MOST, named=arguments
             )
         assert result.outputs is not None
-        agreements: tuple[check.Agreement, ...] = ()
+        agreements = []
         if wanted is not None:
             arrays = [v for v in arguments.values() if hasattr(v, "dtype")]
             agreements = check.compare(result.outputs, wanted, arrays)
@@ -67,21 +67,21 @@ def simulate(
             save(save_to, result.outputs)
         return {
             "text": result.overview(),
-            "notes": [str(agreement) for agreement in agreements],
-            "passed": all(agreement.passed for agreement in agreements),
-            "json": result.to_dict() | {"reference": [a.to_dict() for a in agreements]},
+            "notes": [check.said(one) for one in agreements],
+            "passed": all(one["passed"] for one in agreements),
+            "json": result.to_dict() | {"reference": agreements},
         }
 
-    found = run_limited(
+    answer = run_limited(
         work, what=kernel, seconds=time_limit, gigabytes=memory_limit, modules=_MODULES
     )
     if as_json:
-        show_json(found["json"])
+        show_json(answer["json"])
     else:
-        show(found["text"])
-        for note in found["notes"]:
+        show(answer["text"])
+        for note in answer["notes"]:
             show([Line(note)], style="red" if "DIFFERS" in note else "")
         if save_to is not None:
             show(f"outputs: {save_to}")
-    if not found["passed"]:
+    if not answer["passed"]:
         raise typer.Exit(1)

@@ -80,6 +80,17 @@ def size(value: str | int) -> int:
     raise typer.BadParameter(f"{text[:80]!r} is not a whole number from 1 to {LARGEST_SIZE}")
 
 
+def literal(text: str) -> Any:
+    """Return what a word stands for: True, False or None in any case, a number, else the word."""
+    named = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    for convert in (int, float):
+        with contextlib.suppress(ValueError):
+            return convert(text)
+    return text
+
+
 def input_file(value: str | Path) -> Path:
     """Return the path of a file to read; refuse one that is not there."""
     path = Path(value)
