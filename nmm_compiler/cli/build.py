@@ -12,9 +12,9 @@ import typer
 
 from nmm_compiler.cli import models, values
 from nmm_compiler.cli.cache import open_store
-from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.report.text import counted

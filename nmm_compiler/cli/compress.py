@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.lowrank_models.progress import steps
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CacheWarning
+from nmm_compiler.lowrank_models.progress import Step, steps
 from nmm_compiler.options import cache_dir, let_threads_sleep
 from nmm_compiler.report.parts import Grid, Line, Section
 

@@ -13,9 +13,9 @@ import typer
 
 from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
-from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, show_json
 from nmm_compiler.errors import CacheError
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.version import VERSION
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.progress import Step, steps
 from nmm_compiler.cli.show import show, write_html
 from nmm_compiler.errors import NmmError
+from nmm_compiler.lowrank_models.progress import Step, steps
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 

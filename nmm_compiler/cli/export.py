@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show
 from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid
 
 

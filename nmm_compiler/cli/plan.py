@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.show import show, write_html
+from nmm_compiler.lowrank_models.progress import steps
 
 
 def plan(

@@ -34,7 +34,7 @@ from nmm_compiler.lowrank_models.plan import (
     moments_of,
 )
 from nmm_compiler.lowrank_models.predicted_time import Prices, kernel_prices
-from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, make_layer, residual
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport, Skipped
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, only_read_reason
@@ -235,17 +235,16 @@ def _carry_out(
 ) -> tuple[LayerReport, ...]:
     """Factorize and replace each layer, emptying by_name; an interrupt says how far it got."""
     done: list[LayerReport] = []
-    with Steps("factorizing", len(plan)) as steps:
+    with steps("factorizing") as step:
         try:
             for layer in plan:
-                steps.show(layer.name)
+                step(f"factorizing {layer.name}", len(done), len(plan))
                 site = by_name.pop(layer.name)
                 made = layer
                 if layer.rank is not None:
                     with one_thread(site.k * site.n):
                         made = _replace(model, site, layer, layer.rank, config, statistics)
                 done.append(made)
-                steps.advance()
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"compress: {len(done)} of {len(plan)} layers are done")
             raise

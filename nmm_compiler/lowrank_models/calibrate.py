@@ -28,7 +28,7 @@ from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.memory import available_bytes, check_fits
 from nmm_compiler.lowrank_models.moments import SecondMoment
 from nmm_compiler.lowrank_models.probe import unwatch_reads, watch_reads
-from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.select import Site
 
 
@@ -96,13 +96,13 @@ def collect(
     for share in (True, False):
         listener = Collector(sites, gradients, share, base)
         try:
-            with frozen(model), listener, Steps("calibrating", len(batches)) as steps:
+            with frozen(model), listener, steps("calibrating") as step:
                 generator = torch.Generator().manual_seed(0)
                 for i, batch in enumerate(batches):
+                    step("calibrating", i, len(batches))
                     listener.begin(i, batch)
                     listener.run(model, batch, generator)
                     check_fits(sites, listener.bytes(), free)
-                    steps.advance()
             break
         except _NotSharedError:
             continue  # two layers read one tensor in one batch but not in the next: start again

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nmm_compiler.lowrank_models.modules import LowRankLinear, put
+from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules, put
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
@@ -90,12 +90,9 @@ def is_stacked(module: nn.Module) -> bool:
 
 def split(model: nn.Module) -> None:
     """Put a `SplitExperts` in the place of every layer of stacked experts."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name and is_stacked(module):
-            names.setdefault(id(module), []).append(name)
-    for found in names.values():
-        put(model, found, SplitExperts(model.get_submodule(found[0])))
+    for module, names in distinct_modules(model):
+        if names[0] and is_stacked(module):
+            put(model, names, SplitExperts(module))
 
 
 def join(model: nn.Module) -> None:
@@ -103,12 +100,9 @@ def join(model: nn.Module) -> None:
 
     A layer with only some low-rank experts, after an interrupt, stays split, and works.
     """
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, SplitExperts):
-            names.setdefault(id(module), []).append(name)
-    for found in names.values():
-        module = cast(SplitExperts, model.get_submodule(found[0]))
+    for module, names in distinct_modules(model):
+        if not isinstance(module, SplitExperts):
+            continue
         kinds = {
             name: {isinstance(expert, LowRankLinear) for expert in getattr(module, name)}
             for name in _projections(module.base)
@@ -118,7 +112,7 @@ def join(model: nn.Module) -> None:
         for name, kind in kinds.items():
             if kind == {True}:
                 install(module.base, name, *_stacked(getattr(module, name)))
-        put(model, found, module.base.train(module.training))
+        put(model, names, module.base.train(module.training))
 
 
 def install(base: nn.Module, name: str, down: torch.Tensor, up: torch.Tensor) -> None:

@@ -24,14 +24,12 @@ from dataclasses import dataclass
 import torch
 
 from nmm_compiler.errors import ModelError
-from nmm_compiler.lowrank_models.moments import Moment, Moments
+from nmm_compiler.lowrank_models.moments import Moment, Moments, blocks, product
 from nmm_compiler.lowrank_models.one_thread import eigh, eigvalsh
 
 # The Cholesky factor is taken where its least pivot is at least this share of the largest: rounding
 # of float64 is then at most 1e-6 of the result.
 _SMALLEST_PIVOT = 1e-10
-# Elements of a block of the weight that is widened to float64 at a time: 8 MiB.
-_BLOCK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -94,16 +92,15 @@ class _Problem:
         size = self.weight.shape[0]
         gram = torch.zeros(size, size, dtype=torch.float64, device=self.weight.device)
         if self.long is None or self.long.carried:
-            for columns in self.weight.split(_block_rows(self.weight.T), dim=1):
-                wide = _wide(columns)
+            for part in blocks(self.weight.shape[1], size):
+                wide = self.weight[:, part].double()
                 gram.addmm_(wide, wide.T)
             if self.long is not None:
                 gram.mul_(self.long.shift).add_(self.long.total, alpha=self.long.scale)
         else:
-            rows = _block_rows(self.weight)
-            for i in range(0, size, rows):
-                left = self.long.times(_wide(self.weight[i : i + rows]))
-                _product(left, self.weight.T, out=gram[i : i + rows])
+            for part in blocks(size, self.weight.shape[1]):
+                left = self.long.times(self.weight[part].double())
+                product(left, self.weight.T, out=gram[part])
         if self.factor is None:
             return gram
         gram = self.factor.T @ gram
@@ -148,7 +145,7 @@ def factorize(
     values = values.flip(0).clamp_min(0)
     left, coefficients = problem.solve(vectors[:, -rank:].flip(1))
     del vectors
-    right = _product(coefficients, problem.weight)
+    right = product(coefficients, problem.weight)
     up, down = (left, right) if n <= k else (right.T, left.T)
     inside = coefficients if n < k else None
     return Factors(up, down, float(values[rank:].sum()), float(values.sum()), coefficients=inside)
@@ -178,25 +175,3 @@ def check_finite(weight: torch.Tensor, name: str) -> None:
             f"the weight of {name} {list(weight.shape)} has NaN or infinite elements and cannot be "
             "factorized; repair it, or name it in exclude="
         )
-
-
-def _wide(rows: torch.Tensor) -> torch.Tensor:
-    return rows.to(torch.float64)
-
-
-def _block_rows(weight: torch.Tensor) -> int:
-    """Return how many rows of a matrix are widened at a time."""
-    return max(64, _BLOCK_ELEMENTS // weight.shape[1])
-
-
-def _product(
-    left: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return left [m, s] @ weight [s, l] in float64, widening a block of columns at a time."""
-    columns = _block_rows(weight.T)
-    if out is None:
-        out = torch.empty(left.shape[0], weight.shape[1], dtype=torch.float64, device=left.device)
-    for start in range(0, weight.shape[1], columns):
-        part = slice(start, start + columns)
-        out[:, part] = left @ _wide(weight[:, part])
-    return out

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from nmm_compiler.lowrank_models.factorize import Factors
-from nmm_compiler.lowrank_models.moments import SecondMoment
-
-# Errors are measured a block at a time, so that no second dense copy is needed.
-_BLOCK_ELEMENTS = 1 << 20
+from nmm_compiler.lowrank_models.moments import SecondMoment, blocks
 
 
 def scaled_coefficients(factors: Factors, down: torch.Tensor) -> torch.Tensor:
@@ -40,19 +37,16 @@ def measure(
     """
     wide = torch.float32 if weight.dtype.itemsize <= 2 else torch.float64
     sums = torch.zeros(4, dtype=torch.float64)
-    size = max(64, _BLOCK_ELEMENTS // weight.shape[1])
     wide_down = down.to(wide)
     direct = None if moment is None or moment.carried else moment.total.to(weight.device)
-    for start in range(0, weight.shape[0], size):
-        rows = slice(start, start + size)
+    for rows in blocks(*weight.shape):
         block = weight[rows].to(wide)
         wanted = block if target is None else target[rows].to(wide)
         missing = torch.addmm(wanted, up[rows].to(wide), wide_down, alpha=-1)
         sums[0] += _dot(missing, missing)
         sums[1] += _dot(block, block)
-        for first in range(0, weight.shape[1], size) if direct is not None else ():
+        for columns in blocks(*direct.shape) if direct is not None else ():
             assert direct is not None
-            columns = slice(first, first + size)
             a = direct[:, columns].to(wide)
             sums[2] += _dot(missing @ a, missing[:, columns])
             sums[3] += _dot(block @ a, block[:, columns])
@@ -82,9 +76,7 @@ def _measure_carried(
     left.diagonal().add_(1)
     error = ((left @ total) * left).sum()
     gram = wide_up.T @ wide_up
-    columns = max(64, _BLOCK_ELEMENTS // weight.shape[0])
-    for start in range(0, weight.shape[1], columns):
-        part = slice(start, start + columns)
+    for part in blocks(*weight.T.shape):
         rounding = down[:, part].double() - coefficients @ weight[:, part].double()
         error += (((gram @ rounding) * rounding).sum(0) * squares[part]).sum()
     return torch.stack([error, total.trace()]).cpu()

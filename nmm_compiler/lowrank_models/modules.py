@@ -143,6 +143,14 @@ def lowrank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, LowRankLinear)}
 
 
+def distinct_modules(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """Return each module of a model once, with every name that leads to it."""
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), (module, []))[1].append(name)
+    return list(found.values())
+
+
 def put(model: nn.Module, names: Sequence[str], layer: nn.Module) -> None:
     """Set `layer` under every one of these dotted names."""
     for name in names:

@@ -73,7 +73,7 @@ class SecondMoment:
             self.fourth += float(squares.sum(1).square().sum())
             if self.through is not None:
                 self._products.addmm_(wide.T, wide @ self._probes)
-                wide = carry(wide, self.through)
+                wide = product(wide, self.through.T)
             self.total.addmm_(wide.T, wide)
         self.tokens += rows.shape[0]
 
@@ -117,10 +117,21 @@ class SecondMoment:
         return sum(t.numel() * t.element_size() for t in sums)
 
 
-def carry(wide: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return v M^T [tokens, s] of rows v in float64, widening a block of M [s, size] at a time."""
-    pieces = matrix.split(max(64, _WIDE_ELEMENTS // matrix.shape[1]))
-    return torch.cat([wide @ piece.to(torch.float64).T for piece in pieces], dim=1)
+def product(
+    left: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return left [m, s] @ matrix [s, l] in float64, widening a block of columns at a time."""
+    if out is None:
+        out = left.new_empty(left.shape[0], matrix.shape[1])
+    for part in blocks(matrix.shape[1], matrix.shape[0]):
+        out[:, part] = left @ matrix[:, part].double()
+    return out
+
+
+def blocks(count: int, width: int) -> list[slice]:
+    """Return the rows of a matrix [count, width] in blocks that are widened one at a time."""
+    size = max(64, _WIDE_ELEMENTS // width)
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 @dataclass(frozen=True)

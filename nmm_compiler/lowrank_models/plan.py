@@ -24,7 +24,7 @@ from nmm_compiler.lowrank_models.experts import ExpertLinear
 from nmm_compiler.lowrank_models.factorize import spectrum
 from nmm_compiler.lowrank_models.moments import Moments, regularize
 from nmm_compiler.lowrank_models.predicted_time import Prices
-from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import check_blocks, stored_bytes
 from nmm_compiler.lowrank_models.report import LayerReport
 from nmm_compiler.lowrank_models.select import Site, matches
@@ -105,9 +105,9 @@ def losses_of(
     With a base the ranks are those of the branch.
     """
     losses: Losses = {}
-    with Steps("measuring spectra", len(sites)) as steps:
-        for site in sites:
-            steps.show(site.name)
+    with steps("measuring spectra") as step:
+        for i, site in enumerate(sites):
+            step(f"measuring {site.name}", i, len(sites))
             moments = moments_of(site, method, statistics).to(site.weight.device)
             tail = torch.zeros(min(site.n, site.k) + 1, dtype=torch.float64)
             if statistics is None or moments.inputs is not None:
@@ -119,7 +119,6 @@ def losses_of(
                     tail /= tail[0].clone() if base is None else _squared_norm(site, statistics)
             before = losses.get(site.group, [0.0] * len(tail))
             losses[site.group] = [a + b for a, b in zip(before, tail.tolist(), strict=True)]
-            steps.advance()
     return losses
 
 

@@ -1,47 +1,30 @@
-"""A progress bar of named steps, which prints nothing where there is no terminal."""
+"""Progress on standard error: the current step, with its count where one is known."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+import contextlib
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+Step = Callable[..., None]
+_COUNT = len("⠋  1,000/1,000 ")
 
 
-class Steps:
-    """`with Steps("factorizing", 24) as steps: steps.show(name); ...; steps.advance()`."""
+@contextlib.contextmanager
+def steps(first: str, console: Console | None = None) -> Iterator[Step]:
+    """Yield a function step(words, done, total), which shows the current step and its progress.
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what = what
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self._task = self._progress.add_task(what, total=total)
+    first: the words until it is called. It writes to standard error or the console, and nothing
+    if that is no terminal.
+    """
+    console = console or Console(stderr=True, markup=False)
+    room = max(10, console.width - _COUNT)
+    with console.status(Text(first)) as status:
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
+        def step(words: str, done: int = 0, total: int | None = None) -> None:
+            cut = words if len(words) <= room else f"{words[: room - 1]}…"
+            status.update(Text(cut if total is None else f"{cut} {done:,}/{total:,}"))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def show(self, detail: str) -> None:
-        """Name the step that is being worked on."""
-        self._progress.update(self._task, description=f"{self._what} {detail}")
-
-    def advance(self) -> None:
-        """Count one step as done."""
-        self._progress.advance(self._task)
+        yield step

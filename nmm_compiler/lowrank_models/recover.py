@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
@@ -28,12 +28,14 @@ from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.calibrate import (
     as_batches,
     call,
+    frozen,
     main_output,
     padding_mask,
     rows_of,
 )
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
-from nmm_compiler.lowrank_models.progress import Steps
+from nmm_compiler.lowrank_models.progress import Step
+from nmm_compiler.lowrank_models.progress import steps as progress
 from nmm_compiler.options import Values, check_fields, is_positive
 from nmm_compiler.records import Record
 
@@ -137,9 +139,9 @@ def recover(
     distance = Distance(teacher)
     generator = torch.Generator().manual_seed(seed)
     models = (model,) if teacher is None else (model, teacher)
-    with _training(models, layers) as parameters, Steps("recovering", steps) as bar:
+    with _training(models, layers) as parameters, progress("recovering") as step:
         run = _Run(model, parameters, distance, held_out)
-        run.train(_shuffled(train, steps, generator), steps, lr, bar)
+        run.train(_shuffled(train, steps, generator), steps, lr, step)
     return RecoveryReport(
         objective=distance.objective,
         steps=steps,
@@ -169,7 +171,7 @@ class _Run:
         self.best, self.best_step = math.inf, 0
         self._best_values: list[torch.Tensor] = []
 
-    def train(self, batches: Iterator[Any], steps: int, lr: float, bar: Steps) -> None:
+    def train(self, batches: Iterator[Any], steps: int, lr: float, show: Step) -> None:
         """Train, evaluating now and then; end with the best factors.
 
         Where an evaluation is no better than the best, training continues from the best factors
@@ -193,13 +195,11 @@ class _Run:
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.parameters, 1.0)
                 optimizer.step()
-                if step in checks:
-                    if not self.evaluate(step):
-                        self._restore()
-                        optimizer.state.clear()
-                        lr *= _BACKOFF
-                    bar.show(f"(held-out loss {self.history[-1][1]:.4g})")
-                bar.advance()
+                if step in checks and not self.evaluate(step):
+                    self._restore()
+                    optimizer.state.clear()
+                    lr *= _BACKOFF
+                show(f"recovering (held-out loss {self.history[-1][1]:.4g})", step, steps)
         finally:
             self._restore()
 
@@ -279,31 +279,26 @@ def _training(
 
     Yields the trained parameters. Float32 copies are rounded into the factors at the end.
     """
-    modes = {module: module.training for one in models for module in one.modules()}
-    wants = {p: p.requires_grad for one in models for p in one.parameters()}
     trained: list[nn.Parameter] = []
     copied: list[nn.Linear] = []
-    try:
+    with ExitStack() as stack:
         for one in models:
-            one.eval().requires_grad_(False)
-        for linear in (factor for x in layers.values() for factor in (x.down, x.up)):
-            if linear.weight.dtype.itemsize <= 2:
-                wide = _Master(linear.weight)
-                parametrize.register_parametrization(linear, "weight", wide)
-                copied.append(linear)
-                trained.append(wide.value)
-            else:
-                trained.append(cast(nn.Parameter, linear.weight.requires_grad_(True)))
-        yield trained
-    finally:
-        for linear in copied:
-            parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
-        for parameter in trained:
-            parameter.grad = None
-        for parameter, wanted in wants.items():
-            parameter.requires_grad_(wanted)
-        for module, training in modes.items():
-            module.training = training
+            stack.enter_context(frozen(one))
+        try:
+            for linear in (factor for x in layers.values() for factor in (x.down, x.up)):
+                if linear.weight.dtype.itemsize <= 2:
+                    wide = _Master(linear.weight)
+                    parametrize.register_parametrization(linear, "weight", wide)
+                    copied.append(linear)
+                    trained.append(wide.value)
+                else:
+                    trained.append(cast(nn.Parameter, linear.weight.requires_grad_(True)))
+            yield trained
+        finally:
+            for linear in copied:
+                parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
+            for parameter in trained:
+                parameter.grad = None
 
 
 class Distance:

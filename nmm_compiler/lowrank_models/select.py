@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest, nearest
 from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedFactors
-from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules
 from nmm_compiler.lowrank_models.probe import difference_from_linear, only_reads
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, residual
 from nmm_compiler.lowrank_models.report import Skipped
@@ -125,7 +125,7 @@ def find_sites(
         raise ModelError(
             "include has no patterns, which selects nothing; leave it out to select every linear"
         )
-    names = _names_by_module(model)
+    names = distinct_modules(model)
     _check_excluded(unwanted, [name for _, every in names for name in every if name], model)
     tied = _tied_parameters(model)
     head = _output_head(model)
@@ -155,14 +155,6 @@ def find_sites(
         sites.append(Site(tuple(all_names), module, k, n, is_conv1d(module)))
     _check_found(model, wanted, sites, skipped, seen)
     return tuple(sites), tuple(skipped)
-
-
-def _names_by_module(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """Return each distinct module once, with every name that leads to it."""
-    found: dict[int, tuple[nn.Module, list[str]]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), (module, []))[1].append(name)
-    return list(found.values())
 
 
 def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:

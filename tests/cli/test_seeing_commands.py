@@ -13,9 +13,9 @@ from rich.text import Text
 
 from nmm_compiler.cli.commands import app
 from nmm_compiler.cli.main import main
-from nmm_compiler.cli.progress import steps
 from nmm_compiler.cli.values import families
 from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.simulator.timing.profile_parts import roofline_drawing, statement
 
 KERNEL = """
