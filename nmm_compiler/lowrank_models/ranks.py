@@ -191,10 +191,8 @@ def allocate_global(
 def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | None, str]:
     """Return (rank or None for dense, note) for a rank the user gave.
 
-    Raises ModelError for a rank below 1, or one that is no multiple of an `align` that was given.
+    Raises ModelError for a rank that is no multiple of an `align` that was given.
     """
-    if rank < 1:
-        raise ModelError(f"rank {rank} for {shape.name}: pass at least 1")
     if align is not None and rank % align:
         raise ModelError(
             f"rank {rank} for {shape.name} is no multiple of align={align}: pass "

@@ -63,22 +63,6 @@ def test_every_cut_is_detected(directory, entry, name):
             disk.read(entry.key.digest)
 
 
-@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
-def test_a_missing_file_is_detected(directory, entry, name):
-    (entry.path / name).unlink()
-    build = Builder(SOURCE)
-    with pytest.warns(CacheWarning, match=f"{name}"):
-        assert Store(directory).get_or_build(key_of(1), build).files == entry.files
-    assert build.calls == 1
-
-
-def test_an_empty_directory_is_no_entry(directory, entry):
-    for file in entry.path.iterdir():
-        file.unlink()
-    with pytest.warns(CacheWarning, match=r"meta\.json is missing"):
-        assert Store(directory).get(key_of(1)) is None
-
-
 def test_list_verify_and_prune_see_damage(directory, entry):
     store = Store(directory)
     store.get_or_build(key_of(2), Builder())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 
 import pytest
 
@@ -85,12 +84,6 @@ def test_predicted_times_are_counted(directory, run):
     assert len(json.loads(run("list", "--json"))) == 4
 
 
-def test_list_of_nothing(tmp_path, run, monkeypatch):
-    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "none"))
-    assert "0 entries" in run("list")
-    assert not (tmp_path / "none").exists()
-
-
 def test_one_entry_with_why_it_was_built(directory, run):
     prefix = _key(512).digest[:8]
     shown = run("list", prefix)
@@ -155,11 +148,6 @@ def test_an_archive_is_linted_and_refused(directory, build, run, tmp_path):
     )
     evil.export(tmp_path / "evil.tar")
     assert "refused" in build(str(tmp_path / "evil.tar"), code=2)
-    (tmp_path / "noise.tar").write_bytes(b"noise" * 200)
-    assert "is not a whole archive" in build(str(tmp_path / "noise.tar"), code=2)
-    with tarfile.open(tmp_path / "path.tar", "w") as out:
-        out.addfile(tarfile.TarInfo("../evil.py"))
-    assert "../evil.py" in build(str(tmp_path / "path.tar"), code=2)
     assert "none.tar" in build(str(tmp_path / "none.tar"), code=2)
     assert "2 entries" in run("list")
 

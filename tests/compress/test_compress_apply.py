@@ -323,8 +323,3 @@ def test_statistics_collected_once_serve_many_calls():
         assert torch.equal(a(batches[0]), b(batches[0]))
     with pytest.raises(ModelError, match=r"no inputs of layers\.0\.q"):
         compress(stack(width=48), 0.2, calibration=statistics, align=4)
-    partial = module.calibrate(stack(), batches, exclude="q", gradients=False)
-    with pytest.raises(ModelError, match=r"no inputs of layers\.0\.q, layers\.1\.q"):
-        compress(stack(), 0.2, calibration=partial, align=4)
-    with pytest.raises(ModelError, match="gradients=True"):
-        compress(stack(), 0.2, calibration=partial, exclude="q", align=4)

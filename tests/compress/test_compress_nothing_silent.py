@@ -60,6 +60,7 @@ def test_patterns_that_match_nothing_are_refused(arguments, text):
         ({"exclude": [3]}, "pattern"),
         ({"include": "re:("}, "valid expression"),
         ({"method": "whitened"}, "calibration= with it"),
+        ({"method": "svd", "calibration": tokens(1)}, "calibration= with it"),
         ({"rank": 4, "budget": "latency"}, "given ranks are no budget"),
     ],
 )

@@ -147,11 +147,6 @@ def test_a_latency_budget_follows_the_cost_model():
     assert spent <= 0.5 * sum(s.cost(None) for s in shapes)
 
 
-def test_ratio_zero_keeps_everything_dense():
-    assert set(allocate_uniform(LLAMA, 0, 128).values()) == {None}
-    assert set(allocate_global(LLAMA, {}, 0, 128).values()) == {None}
-
-
 def test_what_no_aligned_rank_can_meet_is_refused_with_a_way_out():
     with pytest.raises(ModelError, match=r"align=32 .*mlp \[48, 48\].*ranks up to 23.*align=4"):
         allocate_uniform([Shape("mlp", 48, 48)], 0.2, 32)

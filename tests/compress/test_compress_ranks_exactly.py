@@ -7,7 +7,6 @@ from nmm_compiler.lowrank_models.ranks import (
     Shape,
     allocate_global,
     allocate_uniform,
-    check_explicit,
     legal_ranks,
 )
 
@@ -86,9 +85,3 @@ def test_budget_that_no_step_of_a_hull_fits_is_spent_rank_by_rank():
 def test_a_rank_that_saves_no_loss_is_not_bought():
     losses = {"a": [8, 4, 2, 1, 0], "b": [8, 4, 2, 1, 0]}
     assert global_ranks(losses, 30) == {"a": 4, "b": 4}
-
-
-@pytest.mark.parametrize("rank", [0, -1])
-def test_a_rank_below_one_is_refused(rank):
-    with pytest.raises(ModelError, match="pass at least 1"):
-        check_explicit(Shape("q", 64, 64), rank, None)
