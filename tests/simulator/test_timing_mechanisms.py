@@ -239,12 +239,13 @@ def test_a_tile_whose_store_was_put_off_is_free_before_what_dies_later(store_rea
     def settle(before):
         if not waiting or waiting[0] >= before:
             return False
-        pool.release(40, waiting.pop() + 10.0)
+        pool.release(40, waiting.pop() + 10.0, 1)
         return True
 
     pool = Pool(100, settle)
     assert pool.take(60) == pool.take(40) == 0.0
-    pool.release(60, 50.0)
+    pool.release(60, 50.0, 0)
     assert pool.take(40) == free_from
+    assert pool.freed_by == (store_ready < 50.0)
     assert bool(waiting) == (store_ready > 50.0)
     assert pool.overflow == 0

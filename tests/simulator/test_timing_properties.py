@@ -245,7 +245,7 @@ def test_no_overlapping_record_is_missed_among_many(data):
         access = region(kind, row, column)
         found = {id(r) for r in records.near(access) if overlaps(r.access, access)}
         assert found == {id(r) for r in kept if overlaps(r.access, access)}
-        record = Record(access, float(number), 5)
+        record = Record(access, float(number), 5, number)
         records.add(record)
         kept.append(record)
 
@@ -271,7 +271,7 @@ def test_tiles_are_found_and_forgotten_as_any_region(data):
         if data.draw(st.booleans()):
             records.replace_covered(access)
             kept = [r for r in kept if not _inside(r.access, access)]
-        record = Record(access, float(number), 5)
+        record = Record(access, float(number), 5, number)
         records.add(record)
         kept.append(record)
 
@@ -321,5 +321,5 @@ def test_a_thousand_columns_are_told_apart_quickly():
     for column in range(1000):
         access = tensor[:, column : column + 1]
         compared += sum(1 for _ in records.near(access))
-        records.add(Record(access, 0.0, 5))
+        records.add(Record(access, 0.0, 5, 0))
     assert compared < 20 * 1000

@@ -25,6 +25,11 @@ TENSOR, VECTOR, SCALAR, GPSIMD, SYNC, DMA = range(6)
 
 _US = 1e6
 
+Waited = tuple[str, int, float]
+"""What a start waited for: a key of `causes.WHY`, the instruction (-1 for none) and its end."""
+AT_ONCE: Waited = ("start", -1, 0.0)
+_MADE_BY = ("result",) * DMA + ("load",)
+
 
 def wake_table(target: Target) -> list[list[float]]:
     """Return [producer][consumer] -> microseconds from the end of one to the start of the other."""
@@ -102,21 +107,22 @@ _NOTHING = Records()  # shared by all storages until there is something to remem
 class Storage:
     """The state of one allocation for the dependence check.
 
-    end: end of the last access so far; floor: when its memory is free, negative before first use.
-    whole: the one write record if it covers all bytes of a tensor on chip; `writes` is stale then.
+    end: end of the last access so far, by the instruction `user`.
+    floor: when its memory is free, negative before first use; the instruction `freed_by` frees it.
+    whole: the one write record if it covers all bytes of a tensor on chip; `writes` is empty then.
     put_off: (access, whether it writes, store) of each store that was put off and touches it.
     partitions, bytes: what an access covers that covers all; -1 in HBM.
     """
 
     __slots__ = (
-        "bytes", "end", "floor", "last_use", "last_write", "partitions", "place", "pool", "put_off",
-        "reads", "size", "whole", "writes",
+        "bytes", "end", "floor", "freed_by", "last_use", "last_write", "partitions", "place",
+        "pool", "put_off", "reads", "size", "user", "whole", "writes",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.writes = self.reads = _NOTHING
         self.whole: Record | None = None
-        self.last_use = self.last_write = -1
+        self.last_use = self.last_write = self.user = self.freed_by = -1
         self.end = 0.0
         self.floor = -1.0
         self.place: _Place | _Buffer | None = None
@@ -131,6 +137,7 @@ class Dependences:
 
     book: books one put-off store, and calls `done` for it; settle: books the next of all, if it is
     ready before a time.
+    waited: what the last result of `ready` waits for.
     """
 
     def __init__(
@@ -142,6 +149,7 @@ class Dependences:
         reorder: bool = True,
     ) -> None:
         self.storages: dict[int, Storage] = {}
+        self.waited = AT_ONCE
         # engines whose program order alone gives write-after-read and write-after-write
         self._in_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
         self.repeated: dict[int, int] = {}
@@ -214,7 +222,7 @@ class Dependences:
     def ready(self, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]) -> float:
         """Return when the instruction's operands are there and its results may be written."""
         storages, wake = self.storages, self._wake_of[engine]
-        ready = 0.0
+        ready, waited = 0.0, AT_ONCE
         for access in reads:
             storage = storages.get(access.storage)
             if storage is None:
@@ -227,12 +235,12 @@ class Dependences:
             if record is not None:
                 when = record.end + wake[record.engine]
                 if when > ready:
-                    ready = when
+                    ready, waited = when, (_MADE_BY[record.engine], record.index, record.end)
                 continue
             for record in storage.writes.near(access):
                 when = record.end + wake[record.engine]
                 if when > ready and overlaps(record.access, access):
-                    ready = when
+                    ready, waited = when, (_MADE_BY[record.engine], record.index, record.end)
         own = engine if self._in_order[engine] else -1
         for access in writes:
             storage = storages[access.storage]
@@ -244,27 +252,20 @@ class Dependences:
             if when > 0.0:
                 when += self._free_wake[engine]
                 if when > ready:
-                    ready = when
+                    ready, waited = when, ("memory", storage.freed_by, storage.floor)
             record = storage.whole
-            if record is not None:
-                if record.engine != own:
-                    when = record.end + wake[record.engine]
-                    if when > ready:
-                        ready = when
-            elif storage.writes.used:
-                for record in storage.writes.near(access):
+            if record is not None and record.engine != own:
+                when = record.end + wake[record.engine]
+                if when > ready:
+                    ready, waited = when, ("reuse", record.index, record.end)
+            for records in (storage.writes, storage.reads):
+                for record in records.near(access) if records.used else ():
                     if record.engine == own:
                         continue
                     when = record.end + wake[record.engine]
                     if when > ready and overlaps(record.access, access):
-                        ready = when
-            if storage.reads.used:
-                for record in storage.reads.near(access):
-                    if record.engine == own:
-                        continue
-                    when = record.end + wake[record.engine]
-                    if when > ready and overlaps(record.access, access):
-                        ready = when
+                        ready, waited = when, ("reuse", record.index, record.end)
+        self.waited = waited
         return ready
 
     def put_off(self, store: Store) -> None:
@@ -294,8 +295,11 @@ class Dependences:
     def _enter(self, storage: Storage) -> None:
         if storage.place is not None:
             storage.floor = self._vacated(storage, storage.place)
+        elif storage.pool is not None:
+            storage.floor = storage.pool.take(storage.size)
+            storage.freed_by = storage.pool.freed_by
         else:
-            storage.floor = storage.pool.take(storage.size) if storage.pool is not None else 0.0
+            storage.floor = 0.0
 
     def _vacated(self, storage: Storage, place: _Place | _Buffer) -> float:
         """Return when the earlier tensors at the same manual address have been used last."""
@@ -306,7 +310,8 @@ class Dependences:
                 kept.append(other)
                 continue
             self._book_all(other)
-            when = max(when, other.end)
+            if other.end > when:
+                when, storage.freed_by = other.end, other.user
             if not place.covers(other.place):
                 kept.append(other)
         self._placed = [*kept, storage]
@@ -331,13 +336,14 @@ class Dependences:
         for access in writes:
             storage = storages[access.storage]
             if end > storage.end:
-                storage.end = end
+                storage.end, storage.user = end, index
             if index < storage.last_use:
                 record = storage.whole
                 if record is not None and record.access is access:
-                    record.end, record.engine, storage.reads = end, engine, _NOTHING
+                    record.end, record.engine, record.index = end, engine, index
+                    storage.reads = _NOTHING
                 else:
-                    self._remember_write(storage, access, engine, end)
+                    self._remember_write(storage, Record(access, end, engine, index))
             elif storage.pool is not None:
                 self._release(storage, storage.pool)
         for access in reads:
@@ -345,17 +351,18 @@ class Dependences:
             if source is None:
                 continue
             if read_end > source.end:
-                source.end = read_end
+                source.end, source.user = read_end, index
             if index < source.last_write:
                 if source.reads is _NOTHING:
                     source.reads = Records()
-                self._remember_read(source.reads, access, engine, read_end)
+                self._remember_read(source.reads, Record(access, read_end, engine, index))
             elif index == source.last_use and source.pool is not None:
                 self._release(source, source.pool)
 
     @staticmethod
-    def _remember_write(storage: Storage, access: Access, engine: int, end: float) -> None:
+    def _remember_write(storage: Storage, new: Record) -> None:
         """Add a write in place of those that it covers, in one record if it covers everything."""
+        access = new.access
         extent = access.byte_stop - access.byte_start
         whole = storage.whole
         if (
@@ -363,40 +370,38 @@ class Dependences:
             and access.partition_stop - access.partition_start == storage.partitions
             and is_dense(access.pattern, access.item_bytes, extent)
         ):
-            storage.reads = _NOTHING
-            if whole is None:
-                storage.whole = Record(access, end, engine)
-            else:
-                whole.access, whole.end, whole.engine = access, end, engine
+            storage.writes = storage.reads = _NOTHING
+            storage.whole = new
             return
-        if whole is not None or storage.writes is _NOTHING:
+        if storage.writes is _NOTHING:
             storage.writes = Records()
             if whole is not None:
                 storage.writes.add(whole)
                 storage.whole = None
         if storage.reads.used:
             storage.reads.replace_covered(access)
-        storage.writes.write(Record(access, end, engine))
+        storage.writes.write(new)
 
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""
         if storage.put_off:
             self._book_all(storage)
-        pool.release(storage.size, storage.end)
+        pool.release(storage.size, storage.end, storage.user)
         storage.pool = None
 
     @staticmethod
-    def _remember_read(records: Records, access: Access, engine: int, end: float) -> None:
+    def _remember_read(records: Records, new: Record) -> None:
+        access = new.access
         for record in records.near(access):
             old = record.access
             if (
-                record.engine == engine
+                record.engine == new.engine
                 and old.byte_start == access.byte_start
                 and old.pattern == access.pattern
                 and old.partition_start == access.partition_start
                 and old.partition_stop == access.partition_stop
             ):
-                if end > record.end:
-                    record.end = end
+                if new.end > record.end:
+                    record.end, record.index = new.end, new.index
                 return
-        records.add(Record(access, end, engine))
+        records.add(new)

@@ -81,12 +81,13 @@ def _runs(pattern: Pattern) -> int:
 
 
 class Record:
-    """One remembered access: its region, when it ends (microseconds) and which engine made it."""
+    """One remembered access: its region, when it ends (microseconds), and which engine and
+    instruction made it."""
 
-    __slots__ = ("access", "end", "engine")
+    __slots__ = ("access", "end", "engine", "index")
 
-    def __init__(self, access: Access, end: float, engine: int) -> None:
-        self.access, self.end, self.engine = access, end, engine
+    def __init__(self, access: Access, end: float, engine: int, index: int) -> None:
+        self.access, self.end, self.engine, self.index = access, end, engine, index
 
 
 def overlaps(first: Access, second: Access) -> bool:

@@ -130,11 +130,12 @@ class Slots:
 class Pool:
     """The bytes (per partition) of SBUF or PSUM, handed out in program order.
 
+    freed_by: the instruction that used the tensor last whose bytes were handed out last.
     settle: books the store that was put off and is ready first, if that is before the given time;
     this frees its source. Returns whether there was one.
     """
 
-    __slots__ = ("capacity", "dead", "free", "overflow", "peak", "settle", "used")
+    __slots__ = ("capacity", "dead", "free", "freed_by", "overflow", "peak", "settle", "used")
 
     def __init__(self, capacity: int, settle: Callable[[float], bool]) -> None:
         self.capacity = capacity
@@ -143,7 +144,8 @@ class Pool:
         self.used = 0
         self.peak = 0
         self.overflow = 0
-        self.dead: list[tuple[float, int]] = []
+        self.freed_by = -1
+        self.dead: list[tuple[float, int, int]] = []
 
     def take(self, size: int) -> float:
         """Allocate `size` bytes; return the time from which they are free (0 if never used).
@@ -165,13 +167,13 @@ class Pool:
                 continue
             if not dead:
                 break
-            when, released = heapq.heappop(dead)
+            when, released, self.freed_by = heapq.heappop(dead)
             self.free += released
         if self.free < 0:
             self.overflow = max(self.overflow, -self.free)
         return when
 
-    def release(self, size: int, when: float) -> None:
-        """Give back `size` bytes, last used until `when`."""
+    def release(self, size: int, when: float, user: int) -> None:
+        """Give back `size` bytes, last used until `when` by the instruction `user`."""
         self.used -= size
-        heapq.heappush(self.dead, (when, size))
+        heapq.heappush(self.dead, (when, size, user))

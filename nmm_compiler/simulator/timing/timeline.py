@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from nmm_compiler.simulator.timing.compiler import PassedOn
 from nmm_compiler.simulator.timing.dependence import (
+    AT_ONCE,
     DMA,
     ENGINES,
     GPSIMD,
@@ -27,6 +28,7 @@ from nmm_compiler.simulator.timing.dependence import (
     VECTOR,
     Dependences,
     Store,
+    Waited,
     wake_table,
 )
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts, DmaEngines
@@ -73,6 +75,7 @@ class Timeline:
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
+    waited: per instruction what its operands waited for.
     causes: what `causes_of` has found out about this timeline.
     """
 
@@ -93,6 +96,7 @@ class Timeline:
     sbuf_peak_bytes: int
     psum_peak_bytes: int
     sbuf_overflow_bytes: int
+    waited: list[Waited]
     causes: object = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def engine(self, index: int) -> str:
@@ -172,6 +176,7 @@ class _Pass:
         self.start = [0.0] * count
         self.end = [0.0] * count
         self.interval_end = [0.0] * count
+        self.waited = [AT_ONCE] * count
         self.engines = [Slots() for _ in ENGINES]
         self.tensor = TensorClock(target, self.engines[TENSOR])
         self.codes = {name: code for code, name in enumerate(ENGINES)}
@@ -187,6 +192,7 @@ class _Pass:
             self.in_order[first:stop] = b"\1" * (stop - first)
         self.edges = set(trace.loop_edges)
         self.floor, self.last_edge = 0.0, 0
+        self.floor_waits = AT_ONCE
         self.queues: dict[str, Slots] = {}
         self.waiting: list[tuple[float, int, Store]] = []  # by when it is ready, then index
         self.dma_engines = DmaEngines(target)
@@ -194,27 +200,29 @@ class _Pass:
         self.transfers: list[Transfer] = []
         self.table_loads: list[tuple[float, float]] = []
         self.table: str | None = None
-        self.psum_until = [0.0] * len(ENGINES)
-        self.sbuf_until = [0.0] * len(ENGINES)
+        # until when an engine uses a memory, and which instruction does
+        self.psum_until = [(0.0, -1)] * len(ENGINES)
+        self.sbuf_until = [(0.0, -1)] * len(ENGINES)
         # when instructions were in flight, by engine
         self.spans: list[list[tuple[float, float]]] = [[] for _ in ENGINES]
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
         start, end, interval_end = self.start, self.end, self.interval_end
-        edges, in_order, spans = self.edges, self.in_order, self.spans
-        ready_of, done = self.dependences.ready, self.dependences.done
+        edges, in_order, spans, waited = self.edges, self.in_order, self.spans, self.waited
+        dependences = self.dependences
+        ready_of, done = dependences.ready, dependences.done
         kinds, find = self.works.kinds, self.works.find
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
-        repeated = self.dependences.repeated
+        repeated = dependences.repeated
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
-                self._meet(index)
+                self._meet(index, "loop")
             if repeated and index in repeated:
                 start[index] = end[index] = interval_end[index] = end[repeated[index]]
                 continue
             if instruction.op == "core_barrier":
-                self._meet(index)
+                self._meet(index, "barrier")
                 yield self.floor
             work = kinds.get(instruction.kind) or find(instruction)
             reads, writes = instruction.reads, instruction.writes
@@ -222,14 +230,17 @@ class _Pass:
             if work.placed:
                 self.placed[index] = ENGINES[engine]
             ready = ready_of(engine, reads, writes)
+            waited[index] = dependences.waited
             if instruction.after:
-                ready = max(ready, self._after(instruction, engine))
+                ready = self._after(index, instruction, engine, ready)
             if self.floor > ready:
-                ready = self.floor
+                ready, waited[index] = self.floor, self.floor_waits
             if engine == TENSOR:
                 into = writes[0]
                 place = (into.storage, into.byte_start, into.partition_start)
                 begin, next_free, stop = tensor(work, place, ready, in_order[index])
+                if begin > ready:  # for the engine, or the sum that it adds to
+                    waited[index] = ("engine", -1, 0.0)
             elif work.dma is not None:
                 transfer(index, instruction, ready, work.dma)
                 continue
@@ -241,8 +252,8 @@ class _Pass:
         while self._settle():
             pass
 
-    def _meet(self, index: int) -> None:
-        """Make all engines wait where a turn of a loop on the device begins or ends.
+    def _meet(self, index: int, why: str) -> None:
+        """Make all engines wait at a barrier, or at the edge of a turn of a loop on the device.
 
         The hardware runs one copy of the body again, on the same tensors, and the compiler cannot
         move instructions across its edge (nki-dynamic-loops: allocated once and reused). The
@@ -250,20 +261,24 @@ class _Pass:
         """
         while self._settle():
             pass
-        self.floor = max(self.floor, max(self.end[self.last_edge : index], default=0.0))
+        last = max(range(self.last_edge, index), key=self.end.__getitem__, default=-1)
+        if last >= 0:
+            self.floor = max(self.floor, self.end[last])
+            self.floor_waits = why, last, self.end[last]
         self.last_edge = index
 
-    def _after(self, instruction: Instruction, engine: int) -> float:
-        """Return when the instructions that the kernel names as predecessors have signalled."""
+    def _after(self, index: int, instruction: Instruction, engine: int, ready: float) -> float:
+        """Return when an instruction is ready that the kernel makes wait for others by name."""
         if not self.numbers:
             self.numbers = {id(ins): at for at, ins in enumerate(self.trace.instructions)}
-        ready = 0.0
         for producer in instruction.after:
             at = self.numbers[id(producer)]
-            for store in [store for _, index, store in self.waiting if index == at]:
+            for store in [store for _, put_off, store in self.waiting if put_off == at]:
                 self._book(store)
             wake = self.wake[self.codes[self.placed.get(at, producer.engine)]][engine]
-            ready = max(ready, self.end[at] + wake)
+            if self.end[at] + wake > ready:
+                ready = self.end[at] + wake
+                self.waited[index] = "result", at, self.end[at]
         return ready
 
     def _compute(
@@ -290,15 +305,14 @@ class _Pass:
             slots.close(loaded)
         psum = work.psum and target.vector_scalar_share_psum and engine in (VECTOR, SCALAR)
         sbuf = work.sbuf and target.vector_gpsimd_share_sbuf and engine in (VECTOR, GPSIMD)
-        if psum:
-            begin = _shared(engine, self.psum_until, begin)
-        if sbuf:
-            begin = _shared(engine, self.sbuf_until, begin)
+        shared = [self.psum_until] * psum + [self.sbuf_until] * sbuf
+        for users in shared:
+            for other, (when, user) in enumerate(users):
+                if other != engine and when > begin:
+                    begin, self.waited[index] = when, ("port", user, when)
         begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)
-        if psum:
-            self.psum_until[engine] = max(self.psum_until[engine], begin + interval)
-        if sbuf:
-            self.sbuf_until[engine] = max(self.sbuf_until[engine], begin + interval)
+        for users in shared:
+            users[engine] = max(users[engine], (begin + interval, index))
         return begin, begin + interval, begin + latency
 
     def _transfer(self, index: int, instruction: Instruction, ready: float, cost: DmaCost) -> None:
@@ -407,15 +421,8 @@ class _Pass:
             sbuf_peak_bytes=self.trace.sbuf_peak_bytes or dependences.sbuf.peak,
             psum_peak_bytes=self._psum_peak_bytes(),
             sbuf_overflow_bytes=dependences.sbuf.overflow,
+            waited=self.waited,
         )
-
-
-def _shared(engine: int, until: list[float], begin: float) -> float:
-    """Return from when no other engine of an older core uses a memory."""
-    for other, when in enumerate(until):
-        if other != engine and when > begin:
-            begin = when
-    return begin
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
