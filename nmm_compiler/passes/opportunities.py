@@ -62,7 +62,7 @@ def could_bring(found: Iterable[Any], target: str) -> str:
         "in the products that could be low-rank (at 80 % of their parameters)",
         could=True,
         quality="the quality is not known before calibration",
-        remedy="more tokens a call, or the larger layers alone, may",
+        remedy="more tokens a call, or the larger layers alone, may gain more",
     )
     return f"{said}; {NEXT}"
 

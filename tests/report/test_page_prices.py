@@ -73,7 +73,7 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
     (matches,) = (rows for head, rows in by_head.items() if "smaller" in head)
     phases = next(rows for head, rows in by_head.items() if "us each" in head)
     assert set(built) == {row["kernel"] for row in kernels[0]}
-    assert len(built) >= 2
+    assert len(built) > (dtype == torch.bfloat16)  # in float32, compress leaves more dense
     saved = whole = 0.0
     for row, line, match in zip(kernels[0], report[0], matches[0], strict=True):
         spec = built[row["kernel"]]
