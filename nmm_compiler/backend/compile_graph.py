@@ -157,7 +157,7 @@ class Compilation:
                 backward=backward,
                 origin=origin,
                 hbm_bytes=profile.hbm_read_bytes + profile.hbm_write_bytes,
-                predicted_us=round(float(profile.latency_us), 3),
+                predicted_us=float(profile.latency_us),
             )
         )
 

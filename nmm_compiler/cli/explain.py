@@ -62,15 +62,18 @@ def explain(
     with steps(f"loading {model}") as step, models.foreign(model, "running it raised"):
         loaded, inputs = models.load(model, tokens)
         own = [rule for name in rules or () for rule in models.rules_of(name)]
-        if html is not None:
-            step("predicting the whole model")
-            page = [_predicted(model, loaded, inputs, target, ratio)]
+        before = None
         if ratio is not None:
             from nmm_compiler.lowrank_models.apply import compress
+            from nmm_compiler.lowrank_models.meta_copies import without_data
 
             step("factorizing")
-            compressed = compress(loaded, ratio)
-            page += [Section("compression", tuple(compressed.page_parts()), folded=True)]
+            before = without_data(loaded)
+            compressed = compress(loaded, ratio, target=target, workload=tokens)
+            page = [Section("compression", tuple(compressed.page_parts()), folded=True)]
+        if html is not None:
+            step("predicting the whole model")
+            page = [_predicted(model, loaded, before, inputs, target), *page]
         step("tracing and matching")
         options: Any = {"target": target, "rules": [*own, *(["+simulated"] if html else [])]}
         result = run(loaded, dict(inputs), options=options)
@@ -131,25 +134,25 @@ def _phases(kernel: Kernel, target: str) -> list[str]:
     return cells
 
 
-def _predicted(
-    name: str, model: Any, inputs: dict[str, Any], target: str, ratio: float | None
-) -> Part:
+def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], target: str) -> Part:
     """Return the section with the whole model's prediction, or a line that says why it is not.
 
     A directory is predicted by its configuration, which knows the dense model that a low-rank one
-    was; the others for the inputs that they run. ratio: predict it low-rank, too.
+    was; the others for the inputs that they run. before: the model that was factorized, if it was;
+    what is predicted is then the very model that the page compiles.
     """
+    from nmm_compiler.lowrank_models.meta_copies import without_data
     from nmm_compiler.prediction.predict import predict
 
-    setting: dict[str, Any] = {"ratio": ratio}
+    setting: dict[str, Any] = {"dense": before}
     generates = getattr(model, "can_generate", bool)()
     first = next((value for value in inputs.values() if hasattr(value, "shape")), None)
     if first is not None:
         sizes = first.shape[:-1] if first.is_floating_point() else first.shape
         if 1 <= len(sizes) <= 2:  # [tokens] or [sequences, tokens]
             setting |= {"batch": sizes[0] if len(sizes) == 2 else 1, "prompt": sizes[-1]}
-    given = model
-    if generates and (Path(name) / "config.json").is_file():
+    given = model if before is None else without_data(model)
+    if before is None and generates and (Path(name) / "config.json").is_file():
         dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
         given = name
         setting |= {"dtype": str(dtypes[0]).removeprefix("torch.") if dtypes else None}
