@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from nmm_compiler.cli import values
-from nmm_compiler.errors import MissingPackageError, NmmError, UnknownNameError
+from nmm_compiler.cli import models
+from nmm_compiler.errors import MissingPackageError, NmmError
 
 
 def evaluate(
@@ -21,8 +21,7 @@ def evaluate(
 
     Example: nmm eval ./llama-lowrank --tasks arc_easy,wikitext --limit 200 --batch_size 8
     """
-    if not (values.directory(model) / "config.json").is_file():
-        raise UnknownNameError("model", model, [], ["DIRECTORY with config.json"])
+    models.check_directory(model)
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingPackageError("lm_eval", "nmm eval", "eval")
     given = f"pretrained={model},trust_remote_code=True"

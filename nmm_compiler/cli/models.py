@@ -69,6 +69,20 @@ def check(name: str, *, weights: bool = False) -> str:
     return name
 
 
+def check_directory(name: str) -> str:
+    """Return the path of a directory with a model, for a command that takes no name.
+
+    Raises what `check` raises, with what to give in place of a name that other commands take.
+    """
+    if (Path(name) / "config.json").is_file():
+        return name
+    if name in PACKAGED:
+        raise OptionTypeError("model", name, f"a DIRECTORY: nmm compress {name} DIRECTORY")
+    if name.lower() in public_names():
+        raise OptionTypeError("model", name, _WEIGHTS)
+    raise UnknownNameError("model", name, (), (_WEIGHTS,))
+
+
 def _python_file(name: str) -> str:
     """Return the file of FILE.py:function, "" for another name."""
     file, colon, _ = name.rpartition(":")

@@ -23,7 +23,7 @@ def test_words_and_endings(ends, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(line)
     assert ended.value.code == 2
-    assert "DIRECTORY with config.json" in capsys.readouterr().err
+    assert "DIRECTORY with the weights" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         main(line)

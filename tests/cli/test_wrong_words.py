@@ -14,7 +14,6 @@ import typer
 from nmm_compiler.cli import models
 from nmm_compiler.cli.commands import app
 from nmm_compiler.cli.main import main
-from nmm_compiler.errors import OptionTypeError
 
 FREE = {
     # Words that no list holds: patterns, values of a kernel's own, and a search for lm-eval.
@@ -123,8 +122,21 @@ def test_public_names_do_for_every_command_that_needs_no_weights():
         assert models.check(name) == name
     for name in models.PACKAGED:
         assert models.check(name, weights=True) == name
-    with pytest.raises(OptionTypeError, match="DIRECTORY with the weights"):
-        models.check("llama-3.2-1b", weights=True)
+
+
+@pytest.mark.parametrize("line", ["compress {} out --ratio 0.2", "eval {}"])
+def test_a_public_name_without_weights_says_what_to_give(line, capsys):
+    for name in [*models.public_names(), "no-such-model"]:
+        if name in models.PACKAGED and line.startswith("compress"):
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main(line.format(name).split())
+        shown = " ".join(capsys.readouterr().err.split())
+        assert ended.value.code == 2
+        assert shown.count("error:") == 1
+        assert name in shown
+        way = f"nmm compress {name} DIRECTORY" if name in models.PACKAGED else "hf download REPO"
+        assert way in shown
 
 
 def test_a_kernel_is_no_model_and_its_file_does_not_run(tmp_path, capsys):
