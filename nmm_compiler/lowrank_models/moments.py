@@ -147,11 +147,6 @@ class Moment:
     shift: float = 0.0
     carried: bool = False
 
-    @property
-    def size(self) -> int:
-        """Rows, and columns, of `total`."""
-        return self.total.shape[0]
-
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows @ A for rows [m, size] in float64."""
         return (rows @ self.total).mul_(self.scale).add_(rows, alpha=self.shift)

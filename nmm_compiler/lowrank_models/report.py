@@ -92,11 +92,6 @@ class LayerReport(Record):
         return self.k * self.n
 
     @property
-    def dense_bytes(self) -> int:
-        """Bytes of the dense weight in 16 bits."""
-        return 2 * self.k * self.n
-
-    @property
     def parameters(self) -> int:
         """Elements now kept: r (k + n), or k n when dense; with a base, those of 16 bits that take
         as many bytes."""

@@ -65,11 +65,6 @@ class Site:
             return self.weight
         return residual(self.weight, QuantizedLinear.of(self.weight, base))
 
-    @property
-    def dense_parameters(self) -> int:
-        """Elements of the weight: k * n."""
-        return self.k * self.n
-
 
 def matches(name: str, pattern: str) -> bool:
     """Return whether a dotted module name matches a pattern.
