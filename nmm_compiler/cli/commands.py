@@ -20,10 +20,9 @@ from nmm_compiler.cli import (
     explain,
     export,
     kernel,
+    kernel_files,
     lint,
     plan,
-    profile,
-    simulate,
 )
 from nmm_compiler.version import VERSION
 
@@ -81,8 +80,8 @@ app = _group(
     name="nmm",
 )
 for one in (
-    demo.demo, kernel.kernel, explain.explain, plan.plan, build.build, simulate.simulate,
-    profile.profile, lint.lint, compress.compress,
+    demo.demo, kernel.kernel, explain.explain, plan.plan, build.build, kernel_files.simulate,
+    kernel_files.profile, lint.lint, compress.compress,
 ):  # fmt: skip
     _add(app, one)
 _add(app, evaluate.evaluate, "eval")
