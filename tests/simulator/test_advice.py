@@ -40,10 +40,11 @@ def copies(tmp_path):
     return run
 
 
-def test_the_gain_of_wider_rows_is_that_of_the_kernel_with_wider_rows(copies):
+def test_the_gain_of_wider_rows_is_nearly_that_of_the_kernel_with_wider_rows(copies):
     """64 columns are rows of 256 B: four of the DMAs move what one with rows of 1 KiB moves.
 
-    So the advice on 32 loads and stores of 64 columns is the time of 8 of 256 columns, exactly.
+    The advice leaves 64 DMAs with a quarter of a start each where that kernel has 16: it may not
+    promise more than that kernel gains, and promises nearly all.
     """
     narrow, wide = copies(64, 2048), copies(256, 2048)
     found = {advice.remedy: advice for advice in narrow.advice()}
@@ -53,7 +54,8 @@ def test_the_gain_of_wider_rows_is_that_of_the_kernel_with_wider_rows(copies):
     assert not rows.at_most
     both = narrow.latency_us - rows.gain_us - found["fewer, larger ones"].gain_us
     assert both <= wide.latency_us
-    assert wide.latency_us == pytest.approx(narrow.latency_us - rows.gain_us, rel=1e-9)
+    gained = narrow.latency_us - wide.latency_us
+    assert 0.95 * gained < rows.gain_us <= gained
     assert "1 KiB rows" not in {advice.remedy for advice in wide.advice()}
 
 

@@ -8,7 +8,6 @@ advice says "at most". An experiment runs only where the timeline shows what it 
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
@@ -21,7 +20,6 @@ from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
-_MOST_JOINED = 16  # DMAs: more would take long to time, and kernels have fewer
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
 
 
@@ -73,111 +71,30 @@ def _short_rows(timeline: Timeline) -> Advice | None:
     if not short:
         return None
     wide = _WideRows(timeline.target)
-    again = time_trace(_Joining(timeline.trace, costs).joined(), timeline.target, dma_costs=wide)
+    again = time_trace(timeline.trace, timeline.target, dma_costs=wide)
     sizes = sorted(set(short.values()))
     seen = f"rows of {sizes[0]} B" if len(sizes) == 1 else f"rows of {sizes[0]} to {sizes[-1]} B"
     return _advice(timeline, again.latency_us, seen, "1 KiB rows", short)
 
 
 class _WideRows(DmaCosts):
-    """The same transfers, with the same bytes in runs of at least 1 KiB."""
+    """The same bytes in runs of at least 1 KiB, moved by as many fewer DMAs.
+
+    Four DMAs with rows of 256 B become one, so that each is a quarter of a start.
+    """
 
     def _row_bytes(self, run: int, moved: int) -> int:
         return max(run, min(WIDE_ROW_BYTES, moved))
 
-
-class _Joining:
-    """DMAs of one source line, joined to wide rows: four rows of 256 B become one.
-
-    A joined load has the place of the first one, a joined store that of the last. DMAs are not
-    joined where that would move one across another use of its memory, a barrier, or the edge of a
-    loop.
-    """
-
-    def __init__(self, trace: Trace, costs: DmaCosts) -> None:
-        self.trace, self.costs = trace, costs
-        self.instructions = list(trace.instructions)
-        self.gone: set[int] = set()
-        self.open: dict[tuple[object, ...], list[int]] = {}
-        self.read_at: dict[int, int] = {}
-        self.written_at: dict[int, int] = {}
-
-    def joined(self) -> Trace:
-        """Return the trace with the DMAs joined."""
-        edges = set(self.trace.loop_edges)
-        edges |= {at for stretch in self.trace.ordered for at in stretch}
-        named = {id(i) for user in self.instructions for i in user.after}
-        for index, instruction in enumerate(self.trace.instructions):
-            if index in edges or instruction.op == "core_barrier":
-                self._close()
-            if not (instruction.after or id(instruction) in named):
-                self._add(index, instruction)
-            for access in instruction.reads:
-                self.read_at[access.storage] = index
-            for access in instruction.writes:
-                self.written_at[access.storage] = index
-        self._close()
-        kept = [at for at in range(len(self.instructions)) if at not in self.gone]
-        return dataclasses.replace(
-            self.trace,
-            instructions=[self.instructions[at] for at in kept],
-            loop_edges=[bisect.bisect_left(kept, at) for at in self.trace.loop_edges],
-            ordered=[
-                (bisect.bisect_left(kept, first), bisect.bisect_left(kept, stop))
-                for first, stop in self.trace.ordered
-            ],
-        )
-
-    def _add(self, index: int, instruction: Instruction) -> None:
-        one = len(instruction.reads) == len(instruction.writes) == 1
-        if instruction.op != "dma_copy" or _turns(instruction) or not one:
-            return
-        run = self.costs.cost(instruction).run_bytes
-        if run >= WIDE_ROW_BYTES // 2:
-            return
-        sides = tuple((a.memory, a.partition_start, a.partition_stop, a.pattern, a.item_bytes)
-                      for a in (*instruction.reads, *instruction.writes))  # fmt: skip
-        how = instruction.attributes
-        key = (instruction.file, instruction.line, sides, str(how.get("dge_mode")),
-               str(how.get("issuer")))  # fmt: skip
-        group = self.open.setdefault(key, [])
-        if group and not self._free(group, instruction):
-            self._join(group)
-            group = self.open[key] = []
-        group.append(index)
-        if len(group) * run >= WIDE_ROW_BYTES or len(group) == _MOST_JOINED:
-            self._join(self.open.pop(key))
-
-    def _free(self, group: list[int], instruction: Instruction) -> bool:
-        """Return whether the instruction can join the group: nothing since its start prevents
-        it."""
-        first = group[0]
-        if _is_store(instruction):
-            sources = [(a.storage, at) for at in group for a in self.instructions[at].reads]
-            kept = all(self.written_at.get(storage, -1) < at for storage, at in sources)
-            return kept and all(self.read_at.get(a.storage, -1) < first for a in instruction.writes)
-        uses = (self.read_at, self.written_at)
-        fresh = all(at.get(a.storage, -1) < first for a in instruction.writes for at in uses)
-        return fresh and all(self.written_at.get(a.storage, -1) < first for a in instruction.reads)
-
-    def _join(self, group: list[int]) -> None:
-        members = [self.instructions[at] for at in group]
-        place = group[-1] if _is_store(members[0]) else group[0]
-        self.gone.update(at for at in group if at != place)
-        self.instructions[place] = dataclasses.replace(
-            members[0],
-            reads=tuple(access for member in members for access in member.reads),
-            writes=tuple(access for member in members for access in member.writes),
-        )
-
-    def _close(self) -> None:
-        for group in self.open.values():
-            self._join(group)
-        self.open.clear()
-
-
-def _is_store(instruction: Instruction) -> bool:
-    return all(access.memory == "hbm" for access in instruction.writes)
+    def _compute(
+        self, instruction: Instruction, mode: str, transpose: bool, issuer: str
+    ) -> DmaCost:
+        cost = super()._compute(instruction, mode, transpose, issuer)
+        if transpose:
+            return cost
+        joined = min(DmaCosts(self.target).cost(instruction).run_bytes / WIDE_ROW_BYTES, 1.0)
+        start_us = self._issue(mode, issuer, 0)[1] * 1e6
+        return dataclasses.replace(cost, issue_us=cost.issue_us - (1.0 - joined) * start_us)
 
 
 def _issuing(timeline: Timeline) -> Advice | None:
