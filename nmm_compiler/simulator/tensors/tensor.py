@@ -223,122 +223,79 @@ class NkiTensor(NKIObject):
 
     def _view(self, key: tuple[Any, ...]) -> NkiTensor:
         """Return the view that a key selects, after the rules for keys."""
-        shape, strides = self.shape, self.strides
-        rank = len(shape)
-        given = len(key)
+        rank, on_chip = len(self.shape), self.storage.memory != "hbm"
         for at, k in enumerate(key):
             if k is Ellipsis:
-                key = key[:at] + (slice(None),) * (rank - given + 1) + key[at + 1 :]
-                given = len(key)
+                key = key[:at] + (slice(None),) * (rank - len(key) + 1) + key[at + 1 :]
                 break
-        if given > rank:
+        if len(key) > rank:
             raise fail(
                 OperandError,
-                f"{given} indices into tensor {self.name!r} of shape {shape}; use at most {rank}",
+                f"{len(key)} indices into tensor {self.name!r} of shape {self.shape}; use at most "
+                f"{rank}",
             )
-        offset = self.offset
-        moved = self.moved
-        new_shape: list[int] = []
-        new_strides: list[int] = []
-        dropped = 0
-        on_chip = self.storage.memory != "hbm"
-        d = 0
-        for k in key:
-            size = shape[d]
-            stride = strides[d]
-            kind = k.__class__
-            if kind is slice:
-                start, stop, step = k.start, k.stop, k.step
-                if start is None and stop is None and step is None:
-                    new_shape.append(size)
-                    new_strides.append(stride)
-                    d += 1
-                    continue
-                if start is None:
-                    start = 0
-                elif start.__class__ is not int:
-                    start, moved = self._start(d, start, moved)
-                if stop is None:
-                    stop = size
-                elif stop.__class__ is not int:
-                    stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
-                if start < 0:
-                    start += size
-                if stop < 0:
-                    stop += size
-                if step is None:
-                    step = 1
-                elif step.__class__ is not int:
-                    step = self._number(step)
+        offset, moved = self.offset, self.moved
+        shape: list[int] = []
+        strides: list[int] = []
+        for d, (k, size, stride) in enumerate(zip(key, self.shape, self.strides, strict=False)):
+            if k.__class__ is slice or k.__class__ is DynamicSlice:
+                start, stop, step, moved = self._span(d, k, moved)
                 if start < 0 or stop > size or start >= stop or step < 1:
-                    return self._bad_slice(d, k, start == stop and 0 <= start <= size)
-                if step == 1:
-                    new_shape.append(stop - start)
-                    new_strides.append(stride)
-                else:
-                    if d == 0 and on_chip and stop - start > step:
-                        raise fail(
-                            OperandError,
-                            f"step {step} on the partition dimension of {self.name!r}; "
-                            "partitions cannot be strided, use step 1",
-                        )
-                    new_shape.append((stop - start + step - 1) // step)
-                    new_strides.append(stride * step)
-                offset += start * stride
-            elif kind is DynamicSlice:
-                start, count = k.start, k.size
-                if start.__class__ is not int:
-                    start, moved = self._start(d, start, moved)
-                if count.__class__ is not int:
-                    count = self._number(count)
-                if start < 0 or count < 1 or start + count > size:
-                    empty = count == 0 and 0 <= start <= size
-                    return self._bad_slice(d, slice(start, start + count), empty)
-                new_shape.append(count)
-                new_strides.append(stride)
-                offset += start * stride
+                    shown = k if k.__class__ is slice else slice(start, stop)
+                    return self._bad_slice(d, shown, start == stop and 0 <= start <= size)
+                if d == 0 and on_chip and stop - start > step > 1:
+                    raise fail(
+                        OperandError,
+                        f"step {step} on the partition dimension of {self.name!r}; "
+                        "partitions cannot be strided, use step 1",
+                    )
+                shape.append(-(-(stop - start) // step))
+                strides.append(stride * step)
             else:
-                number, moved = self._start(d, k, moved)
-                if number < 0:
-                    number += size
-                if not 0 <= number < size:
+                start, moved = self._start(d, k, moved)
+                start += size if start < 0 else 0
+                if not 0 <= start < size:
                     raise fail(
                         OutOfBoundsError,
                         f"index {k} into dimension {d} of tensor {self.name!r}, which has size "
                         f"{size}; use 0..{size - 1}",
                     )
-                offset += number * stride
                 if d == 0 and on_chip:
-                    new_shape.append(1)
-                    new_strides.append(stride)
-                else:
-                    dropped += 1
-            d += 1
-        if d < rank:
-            new_shape += shape[d:]
-            new_strides += strides[d:]
-        if dropped:
-            least = 2 if on_chip else 1
-            while len(new_shape) < least:
-                new_shape.append(1)
-                new_strides.append(1)
-        if self.indirection is not None:
-            self._check_indirect_index(new_shape)
-        return NkiTensor(
-            self.storage, tuple(new_shape), tuple(new_strides), offset, self.dtype,
-            self.indirection, moved,
-        )  # fmt: skip
-
-    def _check_indirect_index(self, new_shape: list[int]) -> None:
-        if (
-            self.indirection is not None
-            and self.indirection.kind != "scalar"
-            and (not new_shape or new_shape[0] != self.shape[0])
-        ):
+                    shape.append(1)
+                    strides.append(stride)
+            offset += start * stride
+        shape += self.shape[len(key) :]
+        strides += self.strides[len(key) :]
+        while len(shape) < (2 if on_chip else 1):
+            shape.append(1)
+            strides.append(1)
+        rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
+        if rows_chosen and shape[0] != self.shape[0]:
             raise fail(
                 UnsupportedInstructionError,
                 f"indirect view of {self.name!r}: the indirect dimension cannot be indexed again",
             )
+        return NkiTensor(
+            self.storage, tuple(shape), tuple(strides), offset, self.dtype, self.indirection, moved
+        )
+
+    def _span(self, dim: int, key: slice | DynamicSlice, moved: Any) -> tuple[int, int, int, Any]:
+        """Return (start, stop, step) of a slice, and the registers that move the view."""
+        if isinstance(key, DynamicSlice):
+            start, moved = self._start(dim, key.start, moved)
+            return start, start + self._number(key.size), 1, moved
+        size = self.shape[dim]
+        start, stop, step = key.start, key.stop, key.step
+        start = 0 if start is None else start
+        stop = size if stop is None else stop
+        step = 1 if step is None else step
+        if start.__class__ is not int:
+            start, moved = self._start(dim, start, moved)
+        if stop.__class__ is not int:
+            stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
+        if step.__class__ is not int:
+            step = self._number(step)
+        return start + size * (start < 0), stop + size * (stop < 0), step, moved
 
     def _start(self, dim: int, value: Any, moved: Any) -> tuple[int, Any]:
         """Return where a slice or an index starts, and the registers that move the view."""
