@@ -17,6 +17,7 @@ from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
 from nmm_compiler.simulator.timing.evidence import band_of
 from nmm_compiler.simulator.timing.shares import on_the_path, waits
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
+from nmm_compiler.simulator.timing.work import Works
 from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
@@ -62,9 +63,8 @@ def advise(timeline: Timeline) -> tuple[Advice, ...]:
 
 
 def _short_rows(timeline: Timeline) -> Advice | None:
-    costs = DmaCosts(timeline.target)
     short: dict[int, int] = {}
-    for instruction, cost in _transfers(timeline, costs):
+    for instruction, cost in _transfers(timeline):
         if cost.run_bytes < WIDE_ROW_BYTES // 2 and not _turns(instruction):
             line, run = instruction.line, cost.run_bytes
             short[line] = min(short.get(line, run), run)
@@ -105,7 +105,7 @@ def _issuing(timeline: Timeline) -> Advice | None:
         timeline.target, dma_issue_seconds=0.0, dma_issue_descriptor_seconds=0.0,
         dma_static_issue_seconds=0.0, dma_hardware_issue_seconds=0.0,
     )  # fmt: skip
-    lines = _most(i.line for i, _ in _transfers(timeline, DmaCosts(timeline.target)))
+    lines = _most(timeline.trace.instructions[t.index].line for t in timeline.transfers)
     seen = f"issuing {len(timeline.transfers)} DMAs"
     again = time_trace(timeline.trace, free)
     return _advice(timeline, again.latency_us, seen, "fewer, larger ones", lines, at_most=True)
@@ -264,10 +264,13 @@ def _turns(instruction: Instruction) -> bool:
     return instruction.op == "dma_transpose" or bool(instruction.attributes.get("transpose"))
 
 
-def _transfers(timeline: Timeline, costs: DmaCosts) -> Iterator[tuple[Instruction, DmaCost]]:
+def _transfers(timeline: Timeline) -> Iterator[tuple[Instruction, DmaCost]]:
+    works = Works(timeline.target, DmaCosts(timeline.target))
     for transfer in timeline.transfers:
         instruction = timeline.trace.instructions[transfer.index]
-        yield instruction, costs.cost(instruction)
+        cost = (works.kinds.get(instruction.kind) or works.find(instruction)).dma
+        assert cost is not None
+        yield instruction, cost
 
 
 def _advice(

@@ -55,33 +55,13 @@ def _run(access: Access) -> int:
 
 
 class DmaCosts:
-    """Costs of transfers on one target, remembered by geometry."""
+    """Costs of transfers on one target."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._memory: dict[tuple[object, ...], tuple[DmaCost, object]] = {}
 
     def cost(self, instruction: Instruction) -> DmaCost:
         """Return the cost of `instruction` (any op of engine "dma")."""
-        attributes = instruction.attributes
-        # equal attributes are one dictionary; the memory keeps it alive, so that its id stays its
-        key: list[object] = [id(attributes)]
-        for accesses in (instruction.reads, instruction.writes):
-            for access in accesses:
-                if access.memory == "hbm":
-                    key += "hbm", access.pattern, access.item_bytes
-                else:
-                    key += (
-                        access.partition_start, access.partition_stop, access.pattern,
-                        access.item_bytes, access.dtype,
-                    )  # fmt: skip
-            key.append(None)
-        known = self._memory.get(tuple(key))
-        if known is None:
-            known = self._memory[tuple(key)] = self._cost(instruction), attributes
-        return known[0]
-
-    def _cost(self, instruction: Instruction) -> DmaCost:
         attributes = instruction.attributes
         cost = self._compute(
             instruction,
