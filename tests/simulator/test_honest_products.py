@@ -171,10 +171,7 @@ def test_a_profile_above_its_limit_cannot_be_made(monkeypatch):
             dataclasses.replace(profile, **change)
     with pytest.raises(InternalFaultError):
         Profile.from_dict({**profile.to_dict(), "latency_us": 1.0})
-    fast = ComputeCosts._tensor_cost
-    monkeypatch.setattr(
-        ComputeCosts, "_tensor_cost", lambda self, ins, dtype: fast(self, ins, "bfloat16")
-    )
+    monkeypatch.setattr("nmm_compiler.simulator.timing.costs.tensor_dtype", lambda ins: "bfloat16")
     with pytest.raises(InternalFaultError, match="the products"):
         profile_trace(builder.trace, target)
 

@@ -48,8 +48,6 @@ class ComputeCosts:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._tensor: dict[tuple[object, ...], tuple[Cost, object]] = {}
-        self._other: dict[tuple[object, ...], tuple[Cost, object]] = {}
         self._clock_us = {
             "tensor": _US / target.tensor_clock_hz,
             "vector": _US / target.vector_clock_hz,
@@ -59,23 +57,9 @@ class ComputeCosts:
         }
 
     def tensor(self, instruction: Instruction) -> Cost:
-        """Return the cost of a matmul or a transpose on TensorE, at full clock."""
-        reads, attributes = instruction.reads, instruction.attributes
-        moving = reads[-1]
-        # equal attributes are one dictionary; the memory keeps it alive, so that its id stays its
-        key: tuple[object, ...] = (
-            id(attributes), instruction.op, reads[0].dtype, moving.dtype, moving.pattern,
-        )  # fmt: skip
-        if len(reads) > 2:
-            key += tuple(access.dtype for access in reads)
-        known = self._tensor.get(key)
-        if known is None:
-            cost = self._tensor_cost(instruction, tensor_dtype(instruction))
-            known = self._tensor[key] = cost, attributes
-        return known[0]
+        """Return the cost of a matmul or a transpose on TensorE, at full clock.
 
-    def _tensor_cost(self, instruction: Instruction, dtype: str) -> Cost:
-        """MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
+        MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
 
         The next LoadStationary runs behind it at up to four times the speed, so it shows only when
         the stationary tile has more than four times the columns of the moving one. fp32 also pays
@@ -87,7 +71,7 @@ class ComputeCosts:
         stationary = attributes.get("m") or target.stationary_free_max_elements
         columns = max(moving, target.tensor_min_interval_cycles)
         columns = max(columns, stationary / target.stationary_load_speedup)
-        if dtype == "float32":
+        if tensor_dtype(instruction) == "float32":
             transpose = attributes.get("is_transpose") or instruction.op == "nc_transpose"
             factor = target.fp32_pass_factor
             if transpose and target.tensor_transpose_mode:
@@ -107,22 +91,9 @@ class ComputeCosts:
         """Return the cost of an instruction of any engine but TensorE.
 
         engine: where the compiler has placed it, by default where the trace says.
+        No instruction issues sooner than 64 cycles after the one before it.
         """
-        attributes = instruction.attributes
-        key: list[object] = [instruction.op, engine or instruction.engine, id(attributes)]
-        for accesses in (instruction.reads, instruction.writes):
-            for access in accesses:
-                key += access.memory, access.pattern, access.dtype
-            key.append(None)
-        known = self._other.get(tuple(key))
-        if known is None:
-            cost = self._other_cost(instruction, engine or instruction.engine)
-            known = self._other[tuple(key)] = cost, attributes
-        return known[0]
-
-    def _other_cost(self, instruction: Instruction, engine: str) -> Cost:
-        """No instruction issues sooner than 64 cycles after the one before it."""
-        target = self.target
+        engine, target = engine or instruction.engine, self.target
         clock = self._clock_us.get(engine, self._clock_us["sync"])
         if engine == "sync" or not (instruction.reads or instruction.writes):
             cycles = 0.0

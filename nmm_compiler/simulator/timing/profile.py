@@ -279,9 +279,9 @@ def profile_timeline(timeline: Timeline) -> Profile:
     transposes = {"dma": 0, "tensor": 0, "vector": 0}
     flops = transpose_flops = 0
     ideal_us = 0.0
-    kinds: dict[object, _Kind] = {}
-    for instruction in trace.instructions:
-        key = instruction.kind or _kind_key(instruction)
+    kinds: dict[int, _Kind] = {}
+    for index, instruction in enumerate(trace.instructions):
+        key = instruction.kind or -index  # of its own kind, where nobody has compared it
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _Kind(instruction, target)
@@ -348,19 +348,6 @@ class _Kind:
             self.flops = _matmul_flops(instruction)
             if not self.transposes_on:
                 self.ideal_us = self.flops / _peak(target, instruction) * _US
-
-
-def _kind_key(instruction: Instruction) -> tuple[object, ...]:
-    """Return what instructions of one kind have in common; equal attributes are one dictionary."""
-    key = instruction.engine, instruction.op, id(instruction.attributes)
-    if instruction.engine != "tensor":
-        return key
-    reads = instruction.reads
-    if "k" in instruction.attributes:
-        if len(reads) == 2:
-            return (*key, reads[0].dtype, reads[1].dtype)
-        return (*key, *[access.dtype for access in reads])
-    return (*key, *[(a.dtype, a.partitions, a.pattern) for a in reads])
 
 
 def minimal_hbm_bytes(trace: Trace) -> int:
