@@ -56,9 +56,16 @@ def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
     return 2.0 if in_psum == 1 and contiguous else 1.0
 
 
-def one_pass(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """An element a cycle."""
-    return float(n)
+def linear(times: float = 1.0, over: float = 1.0, fixed: str = "") -> Cycles:
+    """`times` cycles for every `over` elements, after the cycles of a field of the target."""
+
+    def cycles(target: Target, instruction: Instruction, engine: str, n: int) -> float:
+        return float((getattr(target, fixed) if fixed else 0) + times * n / over)
+
+    return cycles
+
+
+one_pass = linear()
 
 
 def copy(target: Target, instruction: Instruction, engine: str, n: int) -> float:
@@ -70,11 +77,6 @@ def reducing(target: Target, instruction: Instruction, engine: str, n: int) -> f
     """One pass, and 64 cycles to read the accumulators out if it reduces on the way."""
     extra = target.engine_min_cycles if instruction.attributes.get("reduces") else 0
     return float(n + extra)
-
-
-def always_reducing(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """One pass, and 64 cycles to read the accumulators out."""
-    return float(n + target.engine_min_cycles)
 
 
 def two_inputs(target: Target, instruction: Instruction, engine: str, n: int) -> float:
@@ -92,11 +94,6 @@ def two_inputs(target: Target, instruction: Instruction, engine: str, n: int) ->
     ):
         return passes * n / 2.0
     return passes * n
-
-
-def scan(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """Two passes."""
-    return 2.0 * n
 
 
 def reduce(target: Target, instruction: Instruction, engine: str, n: int) -> float:
@@ -119,16 +116,6 @@ def memset(target: Target, instruction: Instruction, engine: str, n: int) -> flo
 def reciprocal(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     """Several cycles an element on VectorE."""
     return target.vector_reciprocal_cycles * n if engine == "vector" else float(n)
-
-
-def aggregate(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """13 cycles for each triple of statistics."""
-    return 13.0 * n / 3.0
-
-
-def gpsimd_fixed(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """One pass after the fixed part of a GpSimd program."""
-    return float(target.gpsimd_fixed_cycles + n)
 
 
 def local_gather(target: Target, instruction: Instruction, engine: str, n: int) -> float:
@@ -155,8 +142,3 @@ def predicated(target: Target, instruction: Instruction, engine: str, n: int) ->
 def topk(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     """Four passes, and the k that are written."""
     return 4.0 * n + float(instruction.attributes.get("k", 8))
-
-
-def partition_reduce(target: Target, instruction: Instruction, engine: str, n: int) -> float:
-    """GpSimd walks its 16 partitions one after another, then combines 8 cores."""
-    return float(target.gpsimd_fixed_cycles + 16 * n)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any
+from enum import Enum, IntEnum
 
 
 class Member(Enum):
@@ -57,26 +56,12 @@ class matmul_perf_mode(Member):  # noqa: N801
     double_row = "double_row"
 
 
-class nc_version(Member):  # noqa: N801
+class nc_version(IntEnum):  # noqa: N801
     """NeuronCore generations; they compare as numbers."""
 
     gen2 = 2
     gen3 = 3
     gen4 = 4
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.value < getattr(other, "value", other))
-
-    def __le__(self, other: Any) -> bool:
-        return bool(self.value <= getattr(other, "value", other))
-
-    def __gt__(self, other: Any) -> bool:
-        return bool(self.value > getattr(other, "value", other))
-
-    def __ge__(self, other: Any) -> bool:
-        return bool(self.value >= getattr(other, "value", other))
-
-    __hash__ = Member.__hash__
 
 
 class dma_engine(Member):  # noqa: N801

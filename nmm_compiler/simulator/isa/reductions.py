@@ -130,7 +130,8 @@ def tensor_reduce(
     operands="data[P F] -> dst[1 F]",
     memory=SBUF,
     operators={"op": Takes("reduce", _ACROSS_PARTITIONS)},
-    cycles=cycles.partition_reduce,
+    # GpSimd walks its 16 partitions one after another, then combines 8 cores
+    cycles=cycles.linear(16.0, fixed="gpsimd_fixed_cycles"),
 )
 def tensor_partition_reduce(
     call: Call, dst: Any, op: Any, data: Any, name: str | None = None
@@ -159,7 +160,7 @@ def tensor_partition_reduce(
         "dst",
         "data",
     ),
-    cycles=cycles.always_reducing,
+    cycles=cycles.linear(fixed="engine_min_cycles"),  # to read the accumulators out
 )
 def tensor_scalar_reduce(
     call: Call,
@@ -241,7 +242,7 @@ def tensor_scalar_cumulative(
     numbers={"initial": ANY_DTYPE},
     pair=("data0", "data1"),
     operators={"op0": ALU, "op1": ALU},
-    cycles=cycles.scan,
+    cycles=cycles.linear(2.0),
 )
 def tensor_tensor_scan(
     call: Call,
@@ -294,7 +295,7 @@ def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
 @instruction(
     engines=("vector",),
     operands="data[P 3*T] -> dst[P 2]",
-    cycles=cycles.aggregate,
+    cycles=cycles.linear(13.0, over=3.0),  # for each triple of statistics
 )
 def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
     """dst = (mean, variance) from (count, mean, variance * count) triples."""

@@ -62,7 +62,7 @@ def affine_values(
     operands="-> dst",
     memory=SBUF,
     integers={"offset": INT32, "channel_multiplier": INT32},
-    cycles=cycles.gpsimd_fixed,
+    cycles=cycles.linear(fixed="gpsimd_fixed_cycles"),
 )
 def iota(
     call: Call,
@@ -86,7 +86,7 @@ def iota(
     streams=("on_true_tile",),
     operators={"cmp_op": _COMPARISON},
     integers={"offset": INT32, "channel_multiplier": INT32},
-    cycles=cycles.gpsimd_fixed,
+    cycles=cycles.linear(fixed="gpsimd_fixed_cycles"),
 )
 def affine_select(
     call: Call,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from nmm_compiler.records import Record
 from nmm_compiler.report.headline import not_told
@@ -52,29 +53,24 @@ class Advice(Record):
         return not_told(self.gain, self.error, "none")
 
 
-Experiment = Callable[[Timeline], "Advice | None"]
-
-
 def advise(timeline: Timeline) -> tuple[Advice, ...]:
     """Return what could be changed, the largest gain first. Times the trace once per experiment."""
-    found = [advice for experiment in _EXPERIMENTS if (advice := experiment(timeline)) is not None]
+    found = [*_short_rows(timeline), *_without_costs(timeline), *_other_instructions(timeline)]
     worth = [a for a in found if a.gain_us > _SMALLEST_SHARE * timeline.latency_us]
     return tuple(sorted(worth, key=lambda advice: -advice.gain_us))
 
 
-def _short_rows(timeline: Timeline) -> Advice | None:
+def _short_rows(timeline: Timeline) -> Iterator[Advice]:
     short: dict[int, int] = {}
     for instruction, cost in _transfers(timeline):
         if cost.run_bytes < WIDE_ROW_BYTES // 2 and not _turns(instruction):
             line, run = instruction.line, cost.run_bytes
             short[line] = min(short.get(line, run), run)
-    if not short:
-        return None
-    wide = _WideRows(timeline.target)
-    again = time_trace(timeline.trace, timeline.target, dma_costs=wide)
-    sizes = sorted(set(short.values()))
-    seen = f"rows of {sizes[0]} B" if len(sizes) == 1 else f"rows of {sizes[0]} to {sizes[-1]} B"
-    return _advice(timeline, again.latency_us, seen, "1 KiB rows", short)
+    if short:
+        sizes = sorted({min(short.values()), max(short.values())})
+        seen = f"rows of {' to '.join(map(str, sizes))} B"
+        again = time_trace(timeline.trace, timeline.target, dma_costs=_WideRows(timeline.target))
+        yield _advice(timeline, again, seen, "1 KiB rows", short)
 
 
 class _WideRows(DmaCosts):
@@ -97,134 +93,94 @@ class _WideRows(DmaCosts):
         return dataclasses.replace(cost, issue_us=cost.issue_us - (1.0 - joined) * start_us)
 
 
-def _issuing(timeline: Timeline) -> Advice | None:
-    """Bound what fewer, larger DMAs could save: issuing costs nothing."""
-    if not on_the_path(timeline, ("issue", "queue")):
-        return None
-    free = dataclasses.replace(
-        timeline.target, dma_issue_seconds=0.0, dma_issue_descriptor_seconds=0.0,
-        dma_static_issue_seconds=0.0, dma_hardware_issue_seconds=0.0,
-    )  # fmt: skip
-    lines = _most(timeline.trace.instructions[t.index].line for t in timeline.transfers)
-    seen = f"issuing {len(timeline.transfers)} DMAs"
-    again = time_trace(timeline.trace, free)
-    return _advice(timeline, again.latency_us, seen, "fewer, larger ones", lines, at_most=True)
+def _without_costs(timeline: Timeline) -> Iterator[Advice]:
+    """Yield bounds of what a change could save that no kernel can make completely."""
+    trace, target = timeline.trace, timeline.target
+
+    def bound(seen: str, remedy: str, lines: Iterable[int] = (), **free: Any) -> Advice:
+        again = time_trace(trace, dataclasses.replace(target, **free))
+        return _advice(timeline, again, seen, remedy, lines, at_most=True)
+
+    if on_the_path(timeline, ("issue", "queue")):
+        lines = [trace.instructions[t.index].line for t in timeline.transfers]
+        yield bound(
+            f"issuing {len(lines)} DMAs", "fewer, larger ones", lines, dma_issue_seconds=0.0,
+            dma_issue_descriptor_seconds=0.0, dma_static_issue_seconds=0.0,
+            dma_hardware_issue_seconds=0.0,
+        )  # fmt: skip
+    if trace.loop_edges:
+        edges = [at for at in trace.loop_edges if at < len(trace.instructions)]
+        yield _advice(
+            timeline, time_trace(dataclasses.replace(trace, loop_edges=[]), target),
+            "turns of a loop on the device wait for each other",
+            "a loop with more work in each turn",
+            (trace.instructions[at].line for at in edges), at_most=True,
+        )  # fmt: skip
+    if on_the_path(timeline, ("memory",)):
+        yield bound(
+            "tiles wait for room in SBUF or PSUM", "half as large tiles",
+            sbuf_bytes_per_partition=2 * target.sbuf_bytes_per_partition,
+            psum_banks=2 * target.psum_banks,
+        )  # fmt: skip
+    if timeline.tensor_throttled_us:
+        seen = "TensorE starts at half its clock after each pause"
+        yield bound(seen, "products without pauses", tensor_ramp_seconds=0.0)
+    if waits(timeline).get("scalar", {}).get("table"):
+        seen = f"ScalarE loads {len(timeline.table_loads)} activation tables"
+        yield bound(seen, "each function used in one stretch", activation_table_load_seconds=0.0)
 
 
-def _float32_products(timeline: Timeline) -> Advice | None:
-    def as_bf16(instruction: Instruction) -> Instruction:
-        reads = tuple(
-            dataclasses.replace(a, dtype="bfloat16") if a.dtype == "float32" else a
-            for a in instruction.reads
-        )
-        return dataclasses.replace(instruction, reads=reads)
-
+def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
+    """Yield what other instructions in the place of some would save."""
+    change, instructions = dataclasses.replace, timeline.trace.instructions
     slow = [
-        i for i in timeline.trace.instructions
+        i for i in instructions
         if i.engine == "tensor" and any(a.dtype == "float32" for a in i.reads)
     ]  # fmt: skip
+
+    def as_bf16(i: Instruction) -> Instruction:
+        wide = [change(a, dtype="bfloat16") if a.dtype == "float32" else a for a in i.reads]
+        return change(i, reads=tuple(wide))
+
     seen = "float32 products take four passes of TensorE"
-    return _changed(timeline, slow, as_bf16, seen, "bfloat16 operands")
-
-
-def _transposes_on_tensor(timeline: Timeline) -> Advice | None:
+    yield from _changed(timeline, slow, as_bf16, seen, "bfloat16 operands")
     turned = [
-        i for i in timeline.trace.instructions
+        i for i in instructions
         if i.op == "nc_transpose" or (i.engine == "tensor" and i.attributes.get("is_transpose"))
     ]  # fmt: skip
-    seen = f"{len(turned)} transposes on chip"
-    remedy = "operands that already lie the other way around"
-    return _changed(timeline, turned, _without_work, seen, remedy, at_most=True)
 
+    def without_work(i: Instruction) -> Instruction:
+        return change(i, engine="sync", op="removed", attributes={})
 
-def _transposes_by_dma(timeline: Timeline) -> Advice | None:
-    def plain(instruction: Instruction) -> Instruction:
-        attributes = {k: v for k, v in instruction.attributes.items() if k != "transpose"}
-        return dataclasses.replace(instruction, attributes=attributes)
+    seen, remedy = (
+        f"{len(turned)} transposes on chip",
+        "operands that already lie the other way around",
+    )
+    yield from _changed(timeline, turned, without_work, seen, remedy, at_most=True)
+    by_dma = [i for i in instructions if i.engine == "dma" and _turns(i)]
 
-    turned = [i for i in timeline.trace.instructions if i.engine == "dma" and _turns(i)]
-    seen = f"{len(turned)} DMA transposes"
-    return _changed(timeline, turned, plain, seen, "plain loads of an operand stored turned")
+    def plain(i: Instruction) -> Instruction:
+        return change(i, attributes={k: v for k, v in i.attributes.items() if k != "transpose"})
 
-
-def _uneven_copies(timeline: Timeline) -> Advice | None:
-    """Spread PSUM evictions and copies over VectorE and ScalarE, every second one to the other."""
+    seen, remedy = f"{len(by_dma)} DMA transposes", "plain loads of an operand stored turned"
+    yield from _changed(timeline, by_dma, plain, seen, remedy)
     busy = timeline.busy_us
     most, least = sorted(("vector", "scalar"), key=lambda name: -busy.get(name, 0.0))
     if busy.get(most, 0.0) < 2 * busy.get(least, 0.0) or not timeline.target.scalar_tensor_copy:
-        return None
+        return
     copies = [
-        i for index, i in enumerate(timeline.trace.instructions)
+        i for index, i in enumerate(instructions)
         if timeline.engine(index) == most and i.op in ("tensor_copy", "activation")
         and i.attributes.get("function", "copy") in ("copy", "identity", None)
     ]  # fmt: skip
 
-    def moved(instruction: Instruction) -> Instruction:
-        return dataclasses.replace(instruction, engine=least, op="tensor_copy")
+    def moved(i: Instruction) -> Instruction:
+        return change(i, engine=least, op="tensor_copy")
 
     names = {"vector": "VectorE", "scalar": "ScalarE"}
     seen = f"{len(copies)} copies on {names[most]} while {names[least]} idles"
     remedy = f"every second one on {names[least]}"
-    return _changed(timeline, copies[::2], moved, seen, remedy)
-
-
-def _loop_edges(timeline: Timeline) -> Advice | None:
-    trace = timeline.trace
-    if not trace.loop_edges:
-        return None
-    lines = {trace.instructions[at].line for at in trace.loop_edges if at < len(trace.instructions)}
-    again = time_trace(dataclasses.replace(trace, loop_edges=[]), timeline.target)
-    seen = "turns of a loop on the device wait for each other"
-    remedy = "a loop with more work in each turn"
-    return _advice(timeline, again.latency_us, seen, remedy, lines, at_most=True)
-
-
-def _room(timeline: Timeline) -> Advice | None:
-    if not on_the_path(timeline, ("memory",)):
-        return None
-    target = timeline.target
-    larger = dataclasses.replace(
-        target, sbuf_bytes_per_partition=2 * target.sbuf_bytes_per_partition,
-        psum_banks=2 * target.psum_banks,
-    )  # fmt: skip
-    again = time_trace(timeline.trace, larger)
-    seen = "tiles wait for room in SBUF or PSUM"
-    return _advice(timeline, again.latency_us, seen, "half as large tiles", (), at_most=True)
-
-
-def _clock_ramp(timeline: Timeline) -> Advice | None:
-    if not timeline.tensor_throttled_us:
-        return None
-    steady = dataclasses.replace(timeline.target, tensor_ramp_seconds=0.0)
-    again = time_trace(timeline.trace, steady)
-    seen = "TensorE starts at half its clock after each pause"
-    remedy = "products without pauses"
-    return _advice(timeline, again.latency_us, seen, remedy, (), at_most=True)
-
-
-def _table_loads(timeline: Timeline) -> Advice | None:
-    if not waits(timeline).get("scalar", {}).get("table"):
-        return None
-    free = dataclasses.replace(timeline.target, activation_table_load_seconds=0.0)
-    seen = f"ScalarE loads {len(timeline.table_loads)} activation tables"
-    again = time_trace(timeline.trace, free)
-    return _advice(
-        timeline, again.latency_us, seen, "each function used in one stretch", (), at_most=True
-    )
-
-
-_EXPERIMENTS: tuple[Experiment, ...] = (
-    _short_rows,
-    _issuing,
-    _float32_products,
-    _transposes_on_tensor,
-    _transposes_by_dma,
-    _uneven_copies,
-    _loop_edges,
-    _room,
-    _clock_ramp,
-    _table_loads,
-)
+    yield from _changed(timeline, copies[::2], moved, seen, remedy)
 
 
 def _changed(
@@ -235,10 +191,10 @@ def _changed(
     remedy: str,
     *,
     at_most: bool = False,
-) -> Advice | None:
-    """Time the trace with the chosen instructions changed; None where there are none."""
+) -> Iterator[Advice]:
+    """Time the trace with the chosen instructions changed, if there are any."""
     if not chosen:
-        return None
+        return
     wanted = {id(instruction) for instruction in chosen}
     instructions = [change(i) if id(i) in wanted else i for i in timeline.trace.instructions]
     new = {
@@ -250,14 +206,9 @@ def _changed(
             instructions[i] = dataclasses.replace(made, after=after)
             new[id(timeline.trace.instructions[i])] = instructions[i]
     trace: Trace = dataclasses.replace(timeline.trace, instructions=instructions)
-    lines = _most(i.line for i in chosen)
+    lines = (i.line for i in chosen)
     again = time_trace(trace, timeline.target)
-    return _advice(timeline, again.latency_us, seen, remedy, lines, at_most=at_most)
-
-
-def _without_work(instruction: Instruction) -> Instruction:
-    """Return an instruction with the same operands that takes no time on a compute engine."""
-    return dataclasses.replace(instruction, engine="sync", op="removed", attributes={})
+    yield _advice(timeline, again, seen, remedy, lines, at_most=at_most)
 
 
 def _turns(instruction: Instruction) -> bool:
@@ -275,7 +226,7 @@ def _transfers(timeline: Timeline) -> Iterator[tuple[Instruction, DmaCost]]:
 
 def _advice(
     timeline: Timeline,
-    latency_us: float,
+    again: Timeline,
     seen: str,
     remedy: str,
     lines: Iterable[int],
@@ -285,16 +236,12 @@ def _advice(
     return Advice(
         seen=seen,
         remedy=remedy,
-        gain_us=timeline.latency_us - latency_us,
-        gain=timeline.latency_us / max(latency_us, 1e-3),
+        gain_us=timeline.latency_us - again.latency_us,
+        gain=timeline.latency_us / max(again.latency_us, 1e-3),
         error=band_of(timeline.busy_us).mean,
         at_most=at_most,
         lines=tuple(sorted(set(lines))),
     )
-
-
-def _most(lines: Iterable[int]) -> list[int]:
-    return sorted(set(lines))
 
 
 def _lines(lines: tuple[int, ...], shown: int = 4) -> str:
