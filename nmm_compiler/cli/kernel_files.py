@@ -118,17 +118,15 @@ def profile(
         first, *others = profiles.values()
         data: Any = {label: one.to_dict() | one.where() for label, one in profiles.items()}
         if others:
-            parts, page = comparison_parts(profiles), []
+            parts = page = comparison_parts(profiles)
         else:
             ranked = first.advice()
-            parts, page = first.parts_with_advice(ranked), [first.path_part(), *first.source()]
+            parts, page = first.parts(ranked), first.page_parts(ranked)
             data = data[runs[0][0]] | {"advice": [one.to_dict() for one in ranked]}
         if html is not None:
-            write_page(f"{', '.join(kernels)} on {target}", [*parts, *page], html)
-        if trace is not None and others:
+            write_page(f"{', '.join(kernels)} on {target}", page, html)
+        if trace is not None:
             write_trace(profiles, trace)
-        elif trace is not None:
-            first.to_chrome_trace(trace)
         return {"text": as_text(parts), "json": data}
 
     _answer(work, kernels[0], time_limit, memory_limit, as_json)

@@ -127,10 +127,6 @@ class Simulation(Shown):
         """Return `parts` with the source lines and their time."""
         return [*self._said(), *(() if self.profile is None else self.profile.page_parts())]
 
-    def report(self) -> list[Part]:
-        """Return `parts` with advice and source, for a page."""
-        return [*self._said(), *(() if self.profile is None else self.profile.report())]
-
     def __repr__(self) -> str:
         shapes = ", ".join(f"{list(s.shape)} {s.dtype}" for s in self.output_specs)
         timed = "" if self.profile is None else f", {self.profile.latency_us:.2f} us simulated"

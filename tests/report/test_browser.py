@@ -40,7 +40,8 @@ def document():
     profile = build_kernel(LowRankSpec(m=16, k=256, r=128, n=384)).profile()
     nodes = [GraphNode("x", "input [16, 256]"), GraphNode("y", "linear [16, 384]", ("x",), "fused")]
     table = Grid.of(("a wide table", "of several", "columns"), [("word " * 9, "1", "2")])
-    parts = [Line("two kinds", "headline"), *profile.report(), graph(nodes, "a graph"),
+    shown = profile.page_parts(profile.advice())
+    parts = [Line("two kinds", "headline"), *shown, graph(nodes, "a graph"),
              Section("more", (table,), folded=True)]  # fmt: skip
     return page("a report", parts)
 

@@ -90,7 +90,7 @@ class Watched(Trace):
         lambda profile, folder: profile.waits(),
         lambda profile, folder: profile.critical_path(),
         lambda profile, folder: profile.advice(),
-        lambda profile, folder: profile.report(),
+        lambda profile, folder: profile.page_parts(),
         lambda profile, folder: profile.to_chrome_trace(folder / "t.json"),
     ],
 )

@@ -41,15 +41,10 @@ _CORE, _DMA = 1, 2
 _PROCESSES_EACH = 10
 
 
-def write_chrome_trace(timeline: Timeline, path: str | Path) -> Path:
-    """Write `timeline` to `path`; return the path. Raises OutputError if it cannot be written."""
-    return write_events(chrome_events(timeline), path)
-
-
 def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> Path:
     """Write several timelines, the cores of a grid or rival schedules, below each other.
 
-    Each has processes of its own, named after its key. Raises OutputError.
+    Each has processes of its own, named after its key if it has one. Raises OutputError.
     """
     return write_events(_side_by_side(timelines), path)
 
@@ -63,7 +58,7 @@ def _side_by_side(timelines: Mapping[str, Timeline]) -> Iterator[Event]:
             if "id" in event:
                 event["id"] += first
                 arrows = max(arrows, event["id"])
-            if event["name"] == "process_name":
+            if name and event["name"] == "process_name":
                 event["args"]["name"] = f"{name}: {event['args']['name']}"
             yield event
 

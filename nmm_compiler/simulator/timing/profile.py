@@ -20,7 +20,7 @@ from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.timing import profile_parts, shares
 from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, causes_of
-from nmm_compiler.simulator.timing.chrome_trace import write_chrome_trace, write_chrome_traces
+from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of
 from nmm_compiler.simulator.timing.regions import Pattern, distinct_bytes
@@ -126,7 +126,7 @@ class Profile(Shown, Record):
 
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Write the timeline as Chrome JSON (opens in ui.perfetto.dev); return the path."""
-        return write_chrome_trace(self.timeline, path)
+        return write_chrome_traces({"": self.timeline}, path)
 
     def by_line(self) -> tuple[shares.Share, ...]:
         """Return the source lines, the one with the largest part of the critical path first.
@@ -190,17 +190,24 @@ class Profile(Shown, Record):
         engines = [profile_parts.engine_table(found)] if isinstance(found, Timeline) else []
         return [Line(self.summary()), *engines]
 
-    def parts(self) -> list[Part]:
-        """Return the figures, and where the time goes if the timeline is still there."""
-        return self._parts(None)
+    def parts(self, advice: Sequence[Advice] | None = None) -> list[Part]:
+        """Return the figures, and where the time goes if the timeline is still there.
 
-    def parts_with_advice(self, advice: tuple[Advice, ...] | None = None) -> list[Part]:
-        """Return `parts` with the advice, which takes about ten times as long as the timing."""
-        return self._parts(self.advice() if advice is None else advice)
+        advice: of `advice()`, which takes about ten times as long as the timing.
+        """
+        parts: list[Part] = [Line(self.summary(), "headline"), self.figures()]
+        found = self.__dict__.get("_timeline")
+        if not isinstance(found, Timeline):
+            return parts
+        return [*parts, self.roofline(), *profile_parts.timeline_parts(found, advice)]
 
-    def path_part(self) -> Part:
-        """Return the steps of the critical path, neighbours of one line joined."""
-        return Section("critical path", (profile_parts.path_table(self.timeline),))
+    def page_parts(self, advice: Sequence[Advice] | None = None) -> list[Part]:
+        """Return `parts`, the critical path and the source lines with their time."""
+        parts, found = self.parts(advice), self.__dict__.get("_timeline")
+        if isinstance(found, Timeline):
+            parts.append(Section("critical path", (profile_parts.path_table(found),)))
+            parts.append(Section("source", tuple(profile_parts.listings(found))))
+        return parts
 
     def where(self) -> dict[str, object]:
         """Return lines, instructions, waits and critical path as plain JSON data."""
@@ -211,13 +218,6 @@ class Profile(Shown, Record):
             "critical_path": [dataclasses.asdict(step) for step in self.critical_path()],
         }
 
-    def _parts(self, advice: tuple[Advice, ...] | None) -> list[Part]:
-        parts: list[Part] = [Line(self.summary(), "headline"), self.figures()]
-        found = self.__dict__.get("_timeline")
-        if not isinstance(found, Timeline):
-            return parts
-        return [*parts, self.roofline(), *profile_parts.timeline_parts(found, advice)]
-
     def roofline(self, name: str = "this kernel") -> Part:
         """Return the roofline plot with this kernel on it. Raises SimulationError."""
         target = self.timeline.target
@@ -226,29 +226,8 @@ class Profile(Shown, Record):
         peak, rate = target.peak_flops_per_second(), target.memory_bytes_per_second
         return profile_parts.roofline_drawing([point], target.name, peak, rate)
 
-    def source(self) -> tuple[Part, ...]:
-        """Return the kernel's source with the time of each line. Raises SimulationError."""
-        return tuple(profile_parts.listings(self.timeline))
-
-    def page_parts(self) -> list[Part]:
-        """Return `parts` and the source lines with their time."""
-        found = isinstance(self.__dict__.get("_timeline"), Timeline)
-        return [*self.parts(), *([Section("source", self.source())] if found else [])]
-
-    def report(self) -> list[Part]:
-        """Return everything for a page: `parts_with_advice` and the source lines."""
-        return [*self.parts_with_advice(), Section("source", self.source())]
-
     def __repr__(self) -> str:
-        loads = f", loads {self.loads}" if self.loads != "as_written" else ""
-        busy = " ".join(f"{name} {us:.1f}" for name, us in self.engine_busy_us.items() if us)
-        return (
-            f"Profile({self.target} simulated: {self.latency_us:.2f} us, roofline "
-            f"{self.roofline_us:.2f} us {self.bound}, mfu {self.mfu:.1%}, mbu {self.mbu:.1%}, "
-            f"busy us: {busy}, hbm {self.hbm_read_bytes + self.hbm_write_bytes} B, sbuf "
-            f"{self.sbuf_peak_bytes} B/partition, "
-            f"psum {counted(self.psum_peak_banks, 'bank')}{loads}; {self.error_band})"
-        )
+        return f"Profile({self.summary()})"
 
 
 def profile_trace(trace: Trace, target: Target, *, reorder: bool = True) -> Profile:
