@@ -139,10 +139,6 @@ def _one_rate(target: Target, instruction: Any, engine: str) -> float:
 
 LAWS = (
     # What the compiler does to a kernel
-    Law(name="loads reused", patches=((compiler, "_reused_loads", lambda *given: {}),),
-        code=(compiler._Tile, compiler._reused_loads, compiler._tiles, compiler._only_read,
-              compiler._live_bytes, compiler._holds, compiler._contents, compiler._dead_fills,
-              compiler._covers)),
     _constant("beta1_product_awaits_load", False),
     _constant("unset_engine_prefers_scalar", False),
     Law(name="tiles through PSUM", needs="trn1", code=(compiler.PassedOn,),

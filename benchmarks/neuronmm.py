@@ -9,7 +9,8 @@ latency in us of
     dense     this project's strongest dense kernel
     ours      this project's low-rank kernel
 
-Loads of other people's kernels are charged as reused, the faster of two bounds (docs/simulator.md).
+Loads of other people's kernels that repeat are charged once where SBUF can keep them, the faster of
+two bounds (reused_loads.py).
 Nothing is measured, and nothing but time is simulated.
 
 Block sizes are divisors of the tiles of their dimension, 2 and 4: a block that does not divide the
@@ -42,12 +43,15 @@ from typing import Any
 from beta1_kernels import unpacked
 from kernel_timings import FILE, digest, rooms, timings_of
 from model_sizes import MODELS, rank
+from reused_loads import without_repeated_loads
 from row_file import Row, computed, is_stale, read_rows, version
 
+from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.simulator.timing.timeline import time_trace
 
 PARTS = ("up", "down")
 TOKENS = (1, 128, 512, 1024, 2048, 4096)
@@ -204,15 +208,16 @@ class Clock:
         def simulated() -> float | None:
             arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
             try:
-                profile = simulate(
+                written = simulate(
                     f"{job.file}:{job.kernel}", *arrays, target=job.target, mode="timing",
-                    loads="reused", named=named,
-                ).profile  # fmt: skip
+                    named=named,
+                )  # fmt: skip
             except NmmError as error:
                 print(f"{job.key} {blocks}: {error}"[:300], file=sys.stderr)
                 return None
-            assert profile is not None
-            return None if profile.sbuf_overflow_bytes else float(profile.latency_us)
+            target = targets.get(job.target)
+            line = time_trace(without_repeated_loads(written.trace, target), target)
+            return None if line.sbuf_overflow_bytes else line.latency_us
 
         self.asked.add((m, blocks))
         key = digest(rooms(), job.target, job.kernel, shapes, blocks, "reused")

@@ -62,7 +62,6 @@ def digest(line: Timeline) -> str:
     sizes = (line.sbuf_peak_bytes, line.psum_peak_bytes, line.sbuf_overflow_bytes)
     rest = (
         sorted(line.busy_us.items()),
-        sorted(line.repeated.items()),
         sorted(line.placed.items()),
     )
     found.update(repr((sizes, rest)).encode())

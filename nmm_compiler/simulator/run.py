@@ -48,7 +48,6 @@ from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
 
-LOADS = ("as_written", "reused")
 MODES = ("full", "functional", "timing")
 UNINITIALIZED = ("poison", "error")
 
@@ -143,7 +142,6 @@ def simulate(
     strict: bool = True,
     uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
-    loads: Literal["as_written", "reused"] | str | None = None,
     reorder: bool = True,
     named: Mapping[str, Any] | None = None,
     one_of_ranks: int = 1,
@@ -164,8 +162,6 @@ def simulate(
         uninitialized: "poison" lets a kernel read unwritten elements, and refuses it when they
             reach an output, an index, a predicate or a branch; "error" refuses the read.
         max_instructions: ends an endless loop.
-        loads: "as_written" charges every load; "reused" drops those whose tile SBUF could still
-            hold, as the Beta 1 compiler did. Default: "reused" for Beta 1 kernels.
         reorder: whether the compiler's scheduler may move independent instructions and DMAs
             across each other, as AWS documents outside of nl.no_reorder, or keeps program order.
         named: more arguments of the kernel by name, for names that are parameters of this
@@ -182,7 +178,7 @@ def simulate(
             line.
     """
     options = _Options(
-        target, grid, mode, strict, uninitialized, max_instructions, loads, reorder, one_of_ranks
+        target, grid, mode, strict, uninitialized, max_instructions, reorder, one_of_ranks
     )
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
 
@@ -197,7 +193,6 @@ def simulate_ranks(
     strict: bool = True,
     uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
-    loads: Literal["as_written", "reused"] | str | None = None,
     reorder: bool = True,
 ) -> tuple[Simulation, ...]:
     """Run a kernel on several ranks that exchange data by `nki.collectives`.
@@ -211,7 +206,6 @@ def simulate_ranks(
         strict: as for `simulate`.
         uninitialized: as for `simulate`.
         max_instructions: as for `simulate`.
-        loads: as for `simulate`.
         reorder: as for `simulate`.
 
     Returns:
@@ -222,7 +216,7 @@ def simulate_ranks(
     """
     if not 1 <= len(inputs) <= MAX_RANKS:
         raise KernelArgumentError(f"{len(inputs)} ranks; the simulator runs 1 to {MAX_RANKS}")
-    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, loads, reorder)
+    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, reorder)
     given = [((), dict(i)) if isinstance(i, Mapping) else (tuple(i), {}) for i in inputs]
     return _launch(kernel, given, options)
 
@@ -237,7 +231,6 @@ class _Options:
     strict: bool
     uninitialized: str
     max_instructions: int
-    loads: str | None = None
     reorder: bool = True
     ranks: int = 1
 
@@ -251,8 +244,6 @@ class _Options:
             raise UnknownNameError("mode", self.mode, MODES)
         if self.uninitialized not in UNINITIALIZED:
             raise UnknownNameError("uninitialized", self.uninitialized, UNINITIALIZED)
-        if self.loads not in (None, *LOADS):
-            raise UnknownNameError("loads", str(self.loads), LOADS)
 
 
 def _launch(
@@ -261,12 +252,11 @@ def _launch(
     """Run the programs of all ranks; return one Simulation for each rank."""
     if running() is not None:
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
-    target, grid, loads = options.target, options.grid, options.loads
+    target, grid = options.target, options.grid
     hardware = get_target(target) if isinstance(target, str) else target
     function, file = _load(kernel)
     if isinstance(function, JitKernel):
         launched = function.launched(grid)
-        loads = loads or launched.loads
         grid, function = launched.grid, launched.function
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
@@ -285,8 +275,6 @@ def _launch(
             )
             for p in range(grid)
         ]  # fmt: skip
-        for machine in machines:
-            machine.trace.loads = loads or "as_written"
         binder = Binder(machines[0], grid)
         args, kwargs = binder.arguments(bind(function, arrays, named, file))
         for other in machines[1:]:

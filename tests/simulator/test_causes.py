@@ -42,7 +42,7 @@ def test_idle_time_is_what_the_engine_does_not_compute(timeline):
     causes = Causes(timeline)
     engines = {}
     for index, instruction in enumerate(timeline.trace.instructions):
-        if instruction.engine == "dma" or index in timeline.repeated:
+        if instruction.engine == "dma":
             continue
         cause = causes.of(index)
         assert cause.kind in WHY
@@ -58,7 +58,7 @@ def test_idle_time_is_what_the_engine_does_not_compute(timeline):
 def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
     worked = {}
     for index, instruction in enumerate(timeline.trace.instructions):
-        if instruction.engine != "dma" and index not in timeline.repeated:
+        if instruction.engine != "dma":
             engine = timeline.placed.get(index, instruction.engine)
             us = timeline.interval_end[index] - timeline.start[index]
             worked[engine] = worked.get(engine, 0.0) + us

@@ -325,17 +325,6 @@ def test_the_peak_is_the_largest_use_and_not_the_last():
     assert timeline.sbuf_peak_bytes == 4 * 30001
 
 
-def test_a_result_at_a_manual_address_is_computed_each_time():
-    builder = Builder()
-    left, right, sink = tiles(builder, 3)
-    for place in range(2):
-        (result,) = tiles(builder, 1)
-        builder.trace.allocations[result.storage].address = (0, 2048 * place)
-        builder.add("tensor_tensor", "vector", [result.all], [left.all, right.all], function="add")
-        builder.copy(sink.all, result.all, engine="gpsimd")
-    assert time_trace(builder.trace, TRN2).repeated == {}
-
-
 def test_nothing_crosses_the_edge_of_a_loop_on_the_device():
     """The next turn uses the tensors of this one again: its first load waits for all of this."""
     builder = Builder()

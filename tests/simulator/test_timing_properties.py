@@ -85,11 +85,7 @@ def test_dependences_hold(trace, target, reorder):
     wake = wake_table(target)
     code = {name: number for number, name in enumerate(ENGINES)}
     for late, second in enumerate(trace.instructions):
-        if late in timeline.repeated:
-            continue
         for early, first in enumerate(trace.instructions[:late]):
-            if early in timeline.repeated:
-                continue
             a, b = code[first.engine], code[second.engine]
             same = a == b and first.engine != "dma"
             raw = any(meets(w, r) for w in first.writes for r in second.reads)
@@ -112,7 +108,6 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
     timeline = time_trace(trace, target, reorder=reorder)
     for engine in ENGINES[:-1]:
         indices = [i for i, ins in enumerate(trace.instructions) if ins.engine == engine]
-        indices = [i for i in indices if i not in timeline.repeated]
         spans = [(timeline.start[i], timeline.interval_end[i]) for i in indices]
         if not reorder:
             assert spans == sorted(spans)  # program order
@@ -166,8 +161,7 @@ def test_nothing_crosses_the_edge_of_a_turn(trace, target, data):
     for edge in trace.loop_edges:
         ended = max(timeline.end[:edge], default=0.0)
         for index in range(edge, count):
-            if index not in timeline.repeated:
-                assert timeline.start[index] >= ended - TINY
+            assert timeline.start[index] >= ended - TINY
 
 
 @settings(max_examples=40, deadline=None)

@@ -152,8 +152,6 @@ class Kernel(JitKernel):
         which fill their last parameters, are launched unchecked.
     """
 
-    loads = "reused"
-
     def __init__(
         self, function: Callable[..., Any], launch: Grid = (), *, checked: bool = True
     ) -> None:

@@ -45,12 +45,7 @@ def module(name: str, names: dict[str, Any]) -> StandIn:
 
 
 class JitKernel:
-    """The result of `@nki.jit`: callable inside a simulation, launchable with a grid.
-
-    loads: what the compiler of the kernel's dialect does to repeated loads; see `simulate`.
-    """
-
-    loads = "as_written"
+    """The result of `@nki.jit`: callable inside a simulation, launchable with a grid."""
 
     def __init__(self, function: Callable[..., Any], grid: int = 1, schedule: Any = None) -> None:
         self.function = function

@@ -94,7 +94,7 @@ class Causes:
         self.before: dict[int, int] = {}
         runs: dict[str, list[tuple[float, int]]] = {}
         for index, instruction in enumerate(timeline.trace.instructions):
-            if instruction.engine != "dma" and index not in timeline.repeated:
+            if instruction.engine != "dma":
                 runs.setdefault(timeline.engine(index), []).append(
                     (timeline.interval_end[index], index)
                 )
@@ -138,7 +138,6 @@ class Causes:
         seen: set[tuple[int, float]] = set()
         while until > _SAME_US and (index, until) not in seen:
             seen.add((index, until))
-            index = timeline.repeated.get(index, index)
             cause = self._entered(index, until, steps)
             start = steps[-1].start_us
             if cause.index < 0:

@@ -111,7 +111,7 @@ def _compute_slices(timeline: Timeline) -> Iterator[Event]:
     instructions = timeline.trace.instructions
     for index in sorted(range(len(instructions)), key=timeline.interval_end.__getitem__):
         instruction = instructions[index]
-        if instruction.engine == "dma" or index in timeline.repeated:
+        if instruction.engine == "dma":
             continue
         row = _ROWS[timeline.engine(index)]
         stop = timeline.interval_end[index]
@@ -171,8 +171,6 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
 
     loads: dict[int, list[tuple[int, Access]]] = {}
     for index, instruction in enumerate(instructions):
-        if index in timeline.repeated:
-            continue
         for access in instruction.reads:
             unused = loads.get(access.storage)
             used = [one for one in unused or () if overlaps(one[1], access)]

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from nmm_compiler.simulator.timing.compiler import compiled
+from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
 from nmm_compiler.simulator.timing.regions import Record, Records, is_dense, overlaps
 from nmm_compiler.simulator.timing.resources import Pool
@@ -51,54 +51,36 @@ class Store:
     cost: DmaCost
 
 
+@dataclasses.dataclass(slots=True)
 class _Place:
-    """A manual address: memory, partitions and bytes."""
+    """Where a tile lies: (start, stop) of its partitions and bytes in a memory."""
 
-    __slots__ = ("bytes", "memory", "partitions")
+    memory: str
+    partitions: tuple[int, int]
+    bytes: tuple[int, int]
 
-    def __init__(self, allocation: Allocation) -> None:
-        assert allocation.address is not None
-        partition, byte = allocation.address
-        self.memory = allocation.memory
-        self.partitions = (partition, partition + allocation.shape[0])
-        self.bytes = (byte, byte + allocation.bytes_per_partition)
-
-    def meets(self, other: object) -> bool:
+    def meets(self, other: _Place) -> bool:
         """Return whether the two share a byte."""
-        return (
-            isinstance(other, _Place)
-            and self.memory == other.memory
-            and all(
-                a[0] < b[1] and b[0] < a[1]
-                for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
-            )
+        return self.memory == other.memory and all(
+            a[0] < b[1] and b[0] < a[1]
+            for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
         )
 
-    def covers(self, other: object) -> bool:
+    def covers(self, other: _Place) -> bool:
         """Return whether every byte of `other` is in this place."""
-        return (
-            isinstance(other, _Place)
-            and self.memory == other.memory
-            and all(
-                a[0] <= b[0] and b[1] <= a[1]
-                for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
-            )
+        return self.memory == other.memory and all(
+            a[0] <= b[0] and b[1] <= a[1]
+            for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
         )
 
 
-class _Buffer:
-    """The one tile that a line of a loop allocates again and again."""
-
-    __slots__ = ("line",)
-
-    def __init__(self, allocation: Allocation) -> None:
-        self.line = allocation.line
-
-    def meets(self, other: object) -> bool:
-        """Return whether the two are one tile."""
-        return isinstance(other, _Buffer) and other.line == self.line
-
-    covers = meets
+def _place_of(allocation: Allocation) -> _Place:
+    """Return a manual address, or the one buffer of a line of the kernel."""
+    memory, (partition, byte) = allocation.memory, allocation.address or (0, 0)
+    if allocation.address is None:
+        memory = f"the buffer of line {allocation.line}"
+    rows = (partition, partition + allocation.shape[0])
+    return _Place(memory, rows, (byte, byte + allocation.bytes_per_partition))
 
 
 _NOTHING = Records()  # shared by all storages until there is something to remember
@@ -125,7 +107,7 @@ class Storage:
         self.last_use = self.last_write = self.user = self.freed_by = -1
         self.end = 0.0
         self.floor = -1.0
-        self.place: _Place | _Buffer | None = None
+        self.place: _Place | None = None
         self.pool: Pool | None = None
         self.put_off: Sequence[tuple[Access, bool, Store]] = ()
         self.size = 0
@@ -152,7 +134,6 @@ class Dependences:
         self.waited = AT_ONCE
         # engines whose program order alone gives write-after-read and write-after-write
         self._in_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
-        self.repeated: dict[int, int] = {}
         self.sbuf = Pool(target.sbuf_usable_bytes_per_partition, settle)
         banks = target.psum_banks * target.psum_bank_bytes_per_partition
         # no store frees PSUM sooner than the copies out of it
@@ -167,10 +148,9 @@ class Dependences:
 
     def _survey(self, trace: Trace, target: Target) -> None:
         """Find the last use and last write of each storage; HBM that nobody writes needs none."""
-        made = compiled(trace, target)
-        self.repeated = made.dropped
+        one_buffer = awaited_tiles(trace, target)
         storages, allocations = self.storages, trace.allocations
-        if trace.indexed and not self.repeated:
+        if trace.indexed:
             for identity, allocation in allocations.items():
                 last = allocation.last_write
                 if last >= 0 or (allocation.memory != "hbm" and allocation.last_index >= 0):
@@ -185,10 +165,8 @@ class Dependences:
                 continue
             storage.size = storage.bytes = found.bytes_per_partition
             storage.partitions = found.shape[0]
-            if found.address is not None:
-                storage.place = _Place(found)
-            elif identity in made.one_buffer:
-                storage.place = _Buffer(found)
+            if found.address is not None or identity in one_buffer:
+                storage.place = _place_of(found)
             elif found.memory == "psum":
                 storage.pool = self.psum
                 storage.size = -(-storage.size // bank) * bank
@@ -197,15 +175,8 @@ class Dependences:
 
     def _read_uses(self, trace: Trace) -> None:
         """Find the storages and their last uses in the instructions themselves."""
-        storages, repeated = self.storages, self.repeated
+        storages = self.storages
         for index, instruction in enumerate(trace.instructions):
-            if index in repeated:
-                if repeated[index] == index:  # dead: nothing reads its result
-                    continue
-                # the result of the earlier instruction is used instead, so it lives longer
-                earlier = trace.instructions[repeated[index]].writes[0].storage
-                storages[instruction.writes[0].storage] = storages[earlier]
-                continue
             for access in instruction.writes:
                 storage = storages.get(access.storage)
                 if storage is None:
@@ -301,7 +272,7 @@ class Dependences:
         else:
             storage.floor = 0.0
 
-    def _vacated(self, storage: Storage, place: _Place | _Buffer) -> float:
+    def _vacated(self, storage: Storage, place: _Place) -> float:
         """Return when the earlier tensors at the same manual address have been used last."""
         when, kept = 0.0, []
         for other in self._placed:

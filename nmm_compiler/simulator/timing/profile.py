@@ -58,11 +58,9 @@ class Profile(Shown, Record):
     minimal_hbm_bytes: distinct bytes of inputs and outputs touched.
     sbuf_peak_bytes: per partition; psum_peak_banks: of 8. overflow: live bytes beyond the memory.
     transposes: counts by where they run ("dma", "tensor", "vector").
-    instructions: counts by engine, then op, as written; repeated_instructions of them have the
-        result of an earlier one, and the compiler is taken to drop them.
+    instructions: counts by engine, then op.
     program_instructions: of them, those that the compiled program holds: all loops unrolled but the
         ones on the device, whose body counts once.
-    loads: "as_written", or "reused" when repeated loads were dropped (timing/compiler.py).
     throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
     unmodelled: effects in this run that the model does not include, one sentence each.
 
@@ -93,9 +91,7 @@ class Profile(Shown, Record):
     throttled_us: float
     transposes: dict[str, int]
     instructions: dict[str, dict[str, int]]
-    repeated_instructions: int = 0
     program_instructions: int = 0
-    loads: str = "as_written"
     unmodelled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -155,9 +151,8 @@ class Profile(Shown, Record):
     def summary(self) -> str:
         """Return one line: latency, roofline, utilization, bytes, memory, likely error."""
         share = self.roofline_us / self.latency_us if self.latency_us else 1.0
-        loads = f", loads {self.loads}" if self.loads != "as_written" else ""
         return (
-            f"{self.latency_us:.2f} us simulated on {self.target}{loads}, {share:.0%} of the "
+            f"{self.latency_us:.2f} us simulated on {self.target}, {share:.0%} of the "
             f"roofline ({self.roofline_us:.2f} us, {self.bound}), mfu {self.mfu:.1%}, "
             f"mbu {self.mbu:.1%}, "
             f"HBM {(self.hbm_read_bytes + self.hbm_write_bytes) / 1e6:.2f} MB, SBUF "
@@ -305,9 +300,7 @@ def profile_timeline(timeline: Timeline) -> Profile:
         throttled_us=timeline.tensor_throttled_us,
         transposes=transposes,
         instructions=instructions,
-        repeated_instructions=len(timeline.repeated),
         program_instructions=trace.program_instructions,
-        loads=trace.loads,
         unmodelled=tuple(unmodelled(timeline, instructions)),
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out

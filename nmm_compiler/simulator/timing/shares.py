@@ -98,7 +98,7 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     last: dict[str, float] = {}
     for index, instruction in enumerate(timeline.trace.instructions):
         engine = timeline.engine(index)
-        if instruction.engine == "dma" or index in timeline.repeated:
+        if instruction.engine == "dma":
             continue
         last[engine] = max(last.get(engine, 0.0), timeline.interval_end[index])
         cause = causes.of(index)

@@ -71,7 +71,6 @@ class Timeline:
     table_loads: (start, end) on ScalarE.
     busy_us: per engine the time in which at least one instruction was in flight; "dma" the time
         in which at least one DMA engine moved data.
-    repeated: instructions that the compiler drops, with the earlier one whose result they reuse.
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
@@ -91,7 +90,6 @@ class Timeline:
     dma_stagger_us: float
     tensor_throttled_us: float
     latency_us: float
-    repeated: dict[int, int]
     placed: dict[int, str]
     sbuf_peak_bytes: int
     psum_peak_bytes: int
@@ -214,13 +212,9 @@ class _Pass:
         ready_of, done = dependences.ready, dependences.done
         kinds, find = self.works.kinds, self.works.find
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
-        repeated = dependences.repeated
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
                 self._meet(index, "loop")
-            if repeated and index in repeated:
-                start[index] = end[index] = interval_end[index] = end[repeated[index]]
-                continue
             if instruction.op == "core_barrier":
                 self._meet(index, "barrier")
                 yield self.floor
@@ -416,7 +410,6 @@ class _Pass:
             dma_stagger_us=self.dma_engines.step_us,
             tensor_throttled_us=self.tensor.throttled_us,
             latency_us=max(self.end, default=0.0),
-            repeated=dependences.repeated,
             placed=self.placed,
             sbuf_peak_bytes=self.trace.sbuf_peak_bytes or dependences.sbuf.peak,
             psum_peak_bytes=self._psum_peak_bytes(),
