@@ -37,7 +37,6 @@ from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import (
-    compiler,
     dependence,
     dma,
     resources,
@@ -141,8 +140,6 @@ LAWS = (
     # What the compiler does to a kernel
     _constant("beta1_product_awaits_load", False),
     _constant("unset_engine_prefers_scalar", False),
-    Law(name="tiles through PSUM", needs="trn1", code=(compiler.PassedOn,),
-        patches=((compiler.PassedOn, "timed", lambda self, instruction, on_scalar: instruction),)),
     Law(name="stores put off", patches=((timeline._Pass, "_transfer", _no_store_put_off),),
         code=(timeline._Pass._settle, timeline._Pass._book, dependence.Store,
               dependence.Dependences.put_off, dependence.Dependences.booked,

@@ -128,28 +128,6 @@ def test_open_engines_are_placed_as_profiles_show():
     assert open_engine(TRN2, *pairs) == ["vector"] * 5
 
 
-def test_scalar_passes_tiles_to_vector_through_psum_on_trn1():
-    """Two inputs in SBUF take two passes, so one that ScalarE makes for it comes through PSUM."""
-
-    def interval(columns, readers):
-        builder = Builder()
-        source, other = (builder.tensor("sbuf", 128, columns) for _ in range(2))
-        made = builder.tensor("sbuf", 128, columns)
-        builder.add("activation", "scalar", [made.all], [source.all], function="copy")
-        for _ in range(readers):
-            out = builder.tensor("sbuf", 128, columns)
-            at = builder.add(
-                "tensor_tensor", "vector", [out.all], [made.all, other.all], function="add"
-            )
-            other = builder.tensor("sbuf", 128, columns)
-        timeline = time_trace(builder.trace, TRN1)
-        return timeline.interval_end[at] - timeline.start[at]
-
-    assert interval(512, 1) == pytest.approx(us(512 + 20, 1.12e9))
-    assert interval(512, 2) == pytest.approx(us(2 * 512 + 20, 1.12e9))  # read twice: SBUF
-    assert interval(513, 1) == pytest.approx(us(2 * 513 + 20, 1.12e9))  # more than a bank
-
-
 def test_cores_wait_for_each_other_at_a_barrier():
     def program(copies):
         builder = Builder()

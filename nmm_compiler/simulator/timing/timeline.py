@@ -17,7 +17,6 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 
-from nmm_compiler.simulator.timing.compiler import PassedOn
 from nmm_compiler.simulator.timing.dependence import (
     AT_ONCE,
     DMA,
@@ -181,9 +180,6 @@ class _Pass:
         self.placed: dict[int, str] = {}
         self.wake = wake_table(target)
         self.numbers: dict[int, int] = {}
-        # tiles that the compiler passes from ScalarE to VectorE through PSUM
-        passes = target.vector_two_input_passes > 1.0
-        self.passed = PassedOn(trace, target.psum_bank_bytes_per_partition) if passes else None
         # instructions that keep program order: all, or those of nl.no_reorder
         self.in_order = bytearray(count) if reorder else bytearray(b"\1" * count)
         for first, stop in trace.ordered:
@@ -282,10 +278,6 @@ class _Pass:
         target, engine = self.target, work.engine
         slots = self.engines[engine]
         interval, latency = work.interval, work.latency
-        if self.passed is not None:
-            timed = self.passed.timed(instruction, engine == SCALAR)
-            if timed is not instruction:
-                interval, latency = self.works.costs.other(timed, ENGINES[engine])
         begin = ready
         in_order = self.in_order[index]
         if in_order and slots.tail > begin:
