@@ -49,7 +49,18 @@ def without_repeated_loads(trace: Trace, target: Target) -> Trace:
             instructions[-1].kind = instruction.kind
         places.append(len(instructions))
     ordered = [(places[first], places[stop]) for first, stop in trace.ordered]
-    return dataclasses.replace(trace, instructions=instructions, ordered=ordered)
+    allocations = {
+        identity: dataclasses.replace(allocation, first_index=-1, last_index=-1, last_write=-1)
+        for identity, allocation in trace.allocations.items()
+    }
+    for index, instruction in enumerate(instructions):
+        for access in (*instruction.reads, *instruction.writes):
+            allocations[access.storage].last_index = index
+        for access in instruction.writes:
+            allocations[access.storage].last_write = index
+    return dataclasses.replace(
+        trace, instructions=instructions, allocations=allocations, ordered=ordered
+    )
 
 
 @dataclasses.dataclass

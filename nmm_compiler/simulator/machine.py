@@ -165,7 +165,6 @@ class Machine:
         self.program_id, self.grid, self.programs = seat.program_id, seat.grid, seat.programs
         self.rank, self.ranks, self.alone = seat.rank, seat.ranks, seat.alone
         self.trace = Trace(program_id=seat.program_id)
-        self.trace.indexed = True
         self.instructions = self.trace.instructions
         self.storages = self.place << 40
         self.names: dict[tuple[str, int], str] = {}

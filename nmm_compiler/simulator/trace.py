@@ -116,7 +116,6 @@ class Trace:
         instruction's index plus one: they end with it.
     beta_1: the kernel is one of NKI Beta 1, which has a compiler of its own (neuronx-cc).
     awaited: storages of right operands of Beta 1's nl.matmul, where that transposes the left one.
-    indexed: the allocations hold the first and last indices of just these instructions.
     """
 
     instructions: list[Instruction] = dataclasses.field(default_factory=list)
@@ -131,7 +130,6 @@ class Trace:
     made_in_turns: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     beta_1: bool = False
     awaited: set[int] = dataclasses.field(default_factory=set)
-    indexed: bool = dataclasses.field(default=False, init=False)
 
     @property
     def program_instructions(self) -> int:

@@ -61,16 +61,21 @@ class Builder:
         per_row = columns * ITEM[dtype]
         size = per_row * rows if memory == "hbm" else per_row
         self.trace.allocations[storage] = Allocation(
-            storage, f"t{storage}", memory, (rows, columns), dtype, size, 0, 0, 1
+            storage, f"t{storage}", memory, (rows, columns), dtype, size, -1, -1, 1
         )
         return Tensor(storage, memory, (rows, columns), dtype)
 
     def add(self, op, engine, writes, reads=(), /, **attributes):
-        line = len(self.trace.instructions) + 1
+        index = len(self.trace.instructions)
+        operands = tuple(reads), tuple(writes)
         self.trace.instructions.append(
-            Instruction(op, engine, tuple(reads), tuple(writes), attributes, "kernel.py", line)
+            Instruction(op, engine, *operands, attributes, "kernel.py", index + 1)
         )
-        return len(self.trace.instructions) - 1
+        for access in (*writes, *reads):
+            self.trace.allocations[access.storage].last_index = index
+        for access in writes:
+            self.trace.allocations[access.storage].last_write = index
+        return index
 
     def dma(self, dst, src, **attributes):
         return self.add("dma_copy", "dma", [dst], [src], **attributes)

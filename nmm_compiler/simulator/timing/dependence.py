@@ -149,19 +149,14 @@ class Dependences:
     def _survey(self, trace: Trace, target: Target) -> None:
         """Find the last use and last write of each storage; HBM that nobody writes needs none."""
         one_buffer = awaited_tiles(trace, target)
-        storages, allocations = self.storages, trace.allocations
-        if trace.indexed:
-            for identity, allocation in allocations.items():
-                last = allocation.last_write
-                if last >= 0 or (allocation.memory != "hbm" and allocation.last_index >= 0):
-                    storage = storages[identity] = Storage()
-                    storage.last_write, storage.last_use = last, allocation.last_index
-        else:
-            self._read_uses(trace)
-        bank, sbuf = target.psum_bank_bytes_per_partition, self.sbuf
-        for identity, storage in storages.items():
-            found = allocations.get(identity)
-            if found is None or found.memory == "hbm":
+        bank = target.psum_bank_bytes_per_partition
+        for identity, found in trace.allocations.items():
+            on_chip = found.memory != "hbm"
+            if found.last_write < 0 and not (on_chip and found.last_index >= 0):
+                continue
+            storage = self.storages[identity] = Storage()
+            storage.last_write, storage.last_use = found.last_write, found.last_index
+            if not on_chip:
                 continue
             storage.size = storage.bytes = found.bytes_per_partition
             storage.partitions = found.shape[0]
@@ -171,24 +166,7 @@ class Dependences:
                 storage.pool = self.psum
                 storage.size = -(-storage.size // bank) * bank
             else:
-                storage.pool = sbuf
-
-    def _read_uses(self, trace: Trace) -> None:
-        """Find the storages and their last uses in the instructions themselves."""
-        storages = self.storages
-        for index, instruction in enumerate(trace.instructions):
-            for access in instruction.writes:
-                storage = storages.get(access.storage)
-                if storage is None:
-                    storage = storages[access.storage] = Storage()
-                storage.last_write = storage.last_use = index
-            for access in instruction.reads:
-                storage = storages.get(access.storage)
-                if storage is None:
-                    if access.memory == "hbm":
-                        continue
-                    storage = storages[access.storage] = Storage()
-                storage.last_use = index
+                storage.pool = self.sbuf
 
     def ready(self, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]) -> float:
         """Return when the instruction's operands are there and its results may be written."""
