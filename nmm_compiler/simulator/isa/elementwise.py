@@ -20,9 +20,8 @@ from nmm_compiler.simulator.isa.operands import (
     ANY_DTYPE,
     check_conversion,
     check_dtype,
-    require_form,
 )
-from nmm_compiler.simulator.isa.operators import ALU, Op
+from nmm_compiler.simulator.isa.operators import ALU, ARITHMETIC, BINARY, TWO_OPERANDS, Op
 from nmm_compiler.simulator.isa.values import (
     F32,
     OTHER,
@@ -108,13 +107,6 @@ def memset(
     put(dst, np.full(dst.shape, value, F32 if is_float else dst.dtype.numpy), exact=not is_float)
 
 
-def check_operators(call: Call, *functions: Op | None) -> None:
-    """Check that the target's ALU has the operators."""
-    for function in functions:
-        if function is not None and function.name in ("abs_max", "abs_min", "square", "relu"):
-            require_form(call.machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
-
-
 def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
     """Check the engine and the dtypes of a bit operator."""
     if chosen != "vector":
@@ -161,7 +153,7 @@ def _exact(function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
     operands="data1[P F], data2[P F] -> dst[P F]",
     streams=("data1", "data2"),
     pair=("data1", "data2"),
-    operators={"op": ALU},
+    operators={"op": TWO_OPERANDS},
     indirect=(
         "dst",
         "data1",
@@ -178,12 +170,6 @@ def tensor_tensor(
     name: str | None = None,
 ) -> Steps:
     """dst = data1 <op> data2, elementwise, in float32 (int32 exactly on GpSimd)."""
-    if "unary" in op.kind:
-        raise call.error(
-            UnsupportedInstructionError,
-            f"nl.{op.name} takes one operand; use nisa.tensor_scalar",
-        )
-    check_operators(call, op)
     views = dst, data1, data2
     bitvec, power = op.kind == "bitvec", op.name == "power"
     integers = not bitvec and all(view.dtype in _INT32 for view in views)
@@ -260,7 +246,6 @@ def tensor_scalar(
         check_unary(call, "operand1", op1, operand1)
     elif operand1 is not None:
         raise call.error(UnsupportedInstructionError, f"operand1={operand1!r} without op1")
-    check_operators(call, op0, op1)
     in_psum = any(view.memory == "psum" for _, view in call.tensors(call.row.roles))
     chosen = call.choose("gpsimd" if op0.name in ("rsqrt", "power") and not in_psum else "vector")
     if chosen == "scalar":
@@ -298,7 +283,7 @@ def tensor_scalar(
     pair=("data", "operand1"),
     numbers={"operand0": ANY_DTYPE},
     unset=("operand0",),
-    operators={"op0": ALU, "op1": ALU},
+    operators={"op0": ARITHMETIC, "op1": BINARY},
     cycles=cycles.two_inputs,
 )
 def scalar_tensor_tensor(
@@ -314,14 +299,7 @@ def scalar_tensor_tensor(
     name: str | None = None,
 ) -> Steps:
     """dst = (data <op0> operand0) <op1> operand1, where operand1 is a tensor like data."""
-    if "bitvec" in op0.kind or "bitvec" in op1.kind:
-        raise call.error(UnsupportedInstructionError, "bit operators are not supported")
     check_unary(call, "operand0", op0, operand0)
-    if op1.kind != "arith":
-        raise call.error(
-            UnsupportedInstructionError, f"op1 nl.{op1.name}; it must be binary, arithmetic"
-        )
-    check_operators(call, op0, op1)
     yield attributes(function=op0.name, function1=op1.name)
     left = apply_scalar(op0, f32(data), operand0, reverse0).reshape(dst.shape)
     right = f32(operand1).reshape(dst.shape)

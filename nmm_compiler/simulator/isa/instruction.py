@@ -49,9 +49,10 @@ from nmm_compiler.simulator.isa.operands import (
     indirect_operand,
     member,
     operand,
+    require_form,
     require_instruction,
 )
-from nmm_compiler.simulator.isa.operators import Takes
+from nmm_compiler.simulator.isa.operators import YOUNG_ALU_OPERATORS, Takes
 from nmm_compiler.simulator.isa.poison import spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.geometry import geometry_of
@@ -180,9 +181,11 @@ class Call:
             if arguments[role].__class__ is not members:
                 arguments[role] = member(self.machine, self.op, role, arguments[role], members)
         for role, takes in row.operators.items():
-            arguments[role] = takes.resolve(
+            arguments[role] = found = takes.resolve(
                 self.machine, self.op, role, arguments[role], row.defaults[role]
             )
+            if takes.part == "alu" and found is not None and found.name in YOUNG_ALU_OPERATORS:
+                require_form(self.machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
         for role, allowed in row.integers.items():
             arguments[role] = self.integer(role, arguments[role], allowed)
 

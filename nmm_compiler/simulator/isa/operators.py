@@ -229,6 +229,8 @@ _LIST = [
     Op("sqrt", "", None, np.sqrt, valid=(2.0**-116, 2.0**118)),
     Op("sign", "", None, np.sign),
 ]
+YOUNG_ALU_OPERATORS = ("abs_max", "abs_min", "square", "relu")
+"""Those that the ALU has since trn3."""
 BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}
 _NUMPY_NAMES = {"absolute": "abs", "true_divide": "divide", "max": "maximum", "min": "minimum"}
 
@@ -254,12 +256,14 @@ def find_op(machine: Machine, op: Any, instruction: str) -> Op:
 class Takes:
     """Which operators a parameter takes: those that have `part` ("" for any), or `names` of them.
 
+    kinds: those of the operators, any unless said.
     default: what None means where the parameter's own default is None; "" for no operator.
     """
 
     part: str = ""
     names: tuple[str, ...] = ()
     default: str = ""
+    kinds: tuple[str, ...] = ()
 
     def resolve(
         self, machine: Machine, instruction: str, role: str, given: Any, default: Any
@@ -273,6 +277,8 @@ class Takes:
             problem = _LACKS[self.part]
         elif self.names and found.name not in self.names:
             problem = f"not for {role}; use nl.{', nl.'.join(self.names)}"
+        elif self.kinds and found.kind not in self.kinds:
+            problem = f"not for {role}; {_KINDS[self.kinds]}"
         else:
             return found
         raise machine.error(
@@ -280,7 +286,16 @@ class Takes:
         )
 
 
+_BINARY, _TWO = ("arith",), ("arith", "bitvec", "bypass")
+_ARITHMETIC = ("arith", "unary", "bypass")
 ALU, ACTIVATION, REDUCTION = Takes("alu"), Takes("activation"), Takes("reduce")
+BINARY, TWO_OPERANDS = Takes("alu", kinds=_BINARY), Takes("alu", kinds=_TWO)
+ARITHMETIC = Takes("alu", kinds=_ARITHMETIC)
+_KINDS = {
+    _BINARY: "it must be binary and arithmetic",
+    _TWO: "it takes one operand, use nisa.tensor_scalar",
+    _ARITHMETIC: "it must be arithmetic, bit operators are not supported",
+}
 _LACKS = {
     "alu": "no ALU operator; use nisa.activation for activation functions",
     "activation": "no activation function; use nisa.tensor_scalar or nisa.tensor_tensor for ALU "

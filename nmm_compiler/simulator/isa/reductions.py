@@ -9,7 +9,7 @@ import numpy as np
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
-from nmm_compiler.simulator.isa.elementwise import check_operators, check_unary
+from nmm_compiler.simulator.isa.elementwise import check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
@@ -19,7 +19,7 @@ from nmm_compiler.simulator.isa.instruction import (
     instruction,
 )
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
-from nmm_compiler.simulator.isa.operators import ALU, REDUCTION, Op, Takes
+from nmm_compiler.simulator.isa.operators import ARITHMETIC, BINARY, REDUCTION, Op, Takes
 from nmm_compiler.simulator.isa.values import (
     F32,
     apply_scalar,
@@ -40,14 +40,6 @@ _EIGHT_OF = range(8, 16385)
 _CUMULATIVE = frozenset(
     {"bfloat16", "float16", "float32", *FLOAT8, "uint8", "uint16", "int8", "int16"}
 )
-
-
-def _arithmetic(call: Call, role: str, function: Op) -> None:
-    """Check that an operator is arithmetic."""
-    if "bitvec" in function.kind:
-        raise call.error(
-            UnsupportedInstructionError, f"{role} nl.{function.name}; it must be arithmetic"
-        )
 
 
 def _check_bits(call: Call, op: Op, *views: NkiTensor) -> None:
@@ -151,7 +143,7 @@ def tensor_partition_reduce(
     unset=("operand0",),
     streams=("data",),
     operators={
-        "op0": ALU,
+        "op0": ARITHMETIC,
         "reduce_op": Takes("reduce", ("add", "multiply", "maximum", "minimum", "max", "min")),
     },
     commands=("reset_reduce", "reduce", "load_reduce"),
@@ -177,14 +169,12 @@ def tensor_scalar_reduce(
     name: str | None = None,
 ) -> Steps:
     """dst = data <op0> operand0, and its reduction over the free axes, on VectorE."""
-    _arithmetic(call, "op0", op0)
     if reverse0:
         raise call.error(
             UnsupportedInstructionError,
             "reverse0 is not supported yet; swap the operands with another operator",
         )
     check_unary(call, "operand0", op0, operand0)
-    check_operators(call, op0)
     yield attributes(function=op0.name, reduces=True)
     result = apply_scalar(op0, f32(data), operand0, reverse0)
     put(dst, result)
@@ -200,7 +190,7 @@ def tensor_scalar_reduce(
     numbers={"imm0": FLOAT32, "imm1": FLOAT32},
     dtypes={"dst": _CUMULATIVE, "src": _CUMULATIVE},
     operators={
-        "op0": ALU,
+        "op0": ARITHMETIC,
         "op1": Takes("reduce", ("add", "subtract", "multiply", "maximum", "minimum", "max", "min")),
     },
     commands=("reset_reduce", "load_reduce", "reduce"),
@@ -222,7 +212,6 @@ def tensor_scalar_cumulative(
     name: str | None = None,
 ) -> Steps:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
-    _arithmetic(call, "op0", op0)
     check_unary(call, "imm0", op0, 0 if "unary" in op0.kind else imm0)
     yield attributes(function=op0.name, function1=op1.name)
     values = apply_scalar(op0, f32(src), imm0, False).reshape(src.shape[0], -1)
@@ -241,7 +230,7 @@ def tensor_scalar_cumulative(
     streams=("data0", "data1"),
     numbers={"initial": ANY_DTYPE},
     pair=("data0", "data1"),
-    operators={"op0": ALU, "op1": ALU},
+    operators={"op0": BINARY, "op1": BINARY},
     cycles=cycles.linear(2.0),
 )
 def tensor_tensor_scan(
@@ -257,8 +246,6 @@ def tensor_tensor_scan(
     name: str | None = None,
 ) -> Steps:
     """dst[i] = op1(op0(data0[i], dst[i - 1]), data1[i]) along the free dimension, on VectorE."""
-    if op0.kind != "arith" or op1.kind != "arith":
-        raise call.error(UnsupportedInstructionError, "op0 and op1 must be binary and arithmetic")
     yield attributes(function=op0.name, function1=op1.name)
     partitions = data0.shape[0]
     x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
