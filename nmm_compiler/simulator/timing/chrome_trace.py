@@ -1,9 +1,8 @@
 """Write a timeline as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
 One row per compute engine, per DMA queue (issuing) and per DMA engine (moving bytes); counters for
-live SBUF and PSUM. An arrow leads from an instruction to the one that waited for its semaphore, and
-from a load to the first instruction that uses the data. Times are microseconds, as the format
-wants; a slice lasts as long as it keeps its row busy, and its full latency is an argument.
+live SBUF and PSUM. An arrow leads from an instruction or a load to what waited for it. Times are
+microseconds, as the format wants; a slice lasts as long as it keeps its row busy, and its full latency is an argument.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from nmm_compiler.report.trace import (
     write_events,
 )
 from nmm_compiler.simulator.timing.causes import causes_of
-from nmm_compiler.simulator.timing.regions import overlaps
 from nmm_compiler.simulator.timing.timeline import Timeline
-from nmm_compiler.simulator.trace import Access
 
 _ROWS = {"tensor": 1, "vector": 2, "scalar": 3, "gpsimd": 4, "sync": 5}
 _TITLES = {
@@ -143,47 +140,28 @@ def _dma_slices(timeline: Timeline, queue_rows: dict[str, int]) -> Iterator[Even
 
 
 def _flows(timeline: Timeline) -> Iterator[Event]:
-    """Yield an arrow for each wait on another engine, and from each load to its first use."""
-    instructions = timeline.trace.instructions
+    """Yield an arrow for each wait for another instruction's result or operands."""
     causes = causes_of(timeline)
-    places = {
-        transfer.index: (_DMA, _engine_row(transfer.parts[0][0]), *transfer.parts[0][1:])
-        for transfer in timeline.transfers
-    }
-    issues = {transfer.index: transfer.issue_start for transfer in timeline.transfers}
-    drawn: set[tuple[int, int]] = set()
+    moves = {transfer.index: transfer.parts[0] for transfer in timeline.transfers}
 
     def place(index: int) -> tuple[int, int, float, float]:
-        if index in places:
-            return places[index]
+        if index in moves:
+            engine, start, stop = moves[index]
+            return _DMA, _engine_row(engine), start, stop
         row = _ROWS[timeline.engine(index)]
         return _CORE, row, timeline.start[index], timeline.interval_end[index]
 
-    def arrow(name: str, first: int, second: int) -> Iterator[Event]:
-        process, row, start, stop = place(first)
-        to_process, to_row, to_start, to_stop = place(second)
-        shown = nanoseconds(stop) > nanoseconds(start), nanoseconds(to_stop) > nanoseconds(to_start)
-        backwards = to_start < max(start, issues.get(first, 0.0))
-        if (first, second) not in drawn and all(shown) and not backwards:
-            drawn.add((first, second))
-            last = (nanoseconds(stop) - 1) / 1000  # within the slice, which ends before its stop
-            yield from flow(name, len(drawn), (process, row, last), (to_process, to_row, to_start))
-
-    loads: dict[int, list[tuple[int, Access]]] = {}
-    for index, instruction in enumerate(instructions):
-        for access in instruction.reads:
-            unused = loads.get(access.storage)
-            used = [one for one in unused or () if overlaps(one[1], access)]
-            for load, written in used:
-                yield from arrow("load to use", load, index)
-                loads[access.storage].remove((load, written))
-        if instruction.engine == "dma":
-            for access in instruction.writes:
-                if access.memory != "hbm":
-                    loads.setdefault(access.storage, []).append((index, access))
+    for index in range(len(timeline.trace.instructions)):
         cause = causes.of(index)
-        if cause.index >= 0 and cause.kind in ("result", "load", "reuse"):
-            yield from arrow("semaphore", cause.index, index)
+        if cause.index < 0 or cause.kind not in ("result", "load", "reuse"):
+            continue
+        process, row, start, stop = place(cause.index)
+        to_process, to_row, to_start, to_stop = place(index)
+        shown = nanoseconds(stop) > nanoseconds(start), nanoseconds(to_stop) > nanoseconds(to_start)
+        if all(shown) and to_start >= start:
+            last = (nanoseconds(stop) - 1) / 1000  # within the slice, which ends before its stop
+            name = "load to use" if cause.kind == "load" else "semaphore"
+            yield from flow(name, index + 1, (process, row, last), (to_process, to_row, to_start))
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from nmm_compiler.simulator.timing.costs import Work
 from nmm_compiler.simulator.timing.resources import Slots
-from nmm_compiler.simulator.timing.work import Work
 from nmm_compiler.targets import Target
 
 _US = 1e6

@@ -17,6 +17,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 
+from nmm_compiler.simulator.timing.costs import Work, Works
 from nmm_compiler.simulator.timing.dependence import (
     AT_ONCE,
     DMA,
@@ -33,7 +34,6 @@ from nmm_compiler.simulator.timing.dependence import (
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts, DmaEngines
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.tensor_clock import TensorClock
-from nmm_compiler.simulator.timing.work import Work, Works
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
