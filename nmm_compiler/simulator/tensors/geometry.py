@@ -115,18 +115,16 @@ def part_of(view: NkiTensor, at: tuple[Any, ...]) -> NkiTensor | None:
     return known.of(view.__class__, view.storage, view.offset, view._access.byte_start)
 
 
-def remember_part(view: NkiTensor, at: tuple[Any, ...], part: NkiTensor) -> bool:
-    """Keep how a part was made, for the views of this geometry; return whether it may be kept.
+def remember_part(view: NkiTensor, at: tuple[Any, ...], part: NkiTensor) -> None:
+    """Keep how a part was made, for the views of this geometry.
 
-    A part by a register, say, may not: the value may change.
+    A part by a register, say, is not kept: the value may change.
     """
-    if any(number.__class__ not in _FIXED for number in at):
-        return False
     parts = view.geometry.parts
-    if len(parts) >= _KEPT:
-        parts.clear()
-    parts[at] = Part(part, view.offset, view._access.byte_start)
-    return True
+    if _FIXED.issuperset(map(type, at)):
+        if len(parts) >= _KEPT:
+            parts.clear()
+        parts[at] = Part(part, view.offset, view._access.byte_start)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

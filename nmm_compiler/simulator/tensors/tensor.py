@@ -62,7 +62,7 @@ class NkiTensor(NKIObject):
     """
 
     __slots__ = (
-        "_access", "_array", "dtype", "geometry", "indirection", "moved", "offset", "parts",
+        "_access", "_array", "dtype", "geometry", "indirection", "moved", "offset",
         "shape", "special", "storage", "strides",
     )  # fmt: skip
 
@@ -87,7 +87,6 @@ class NkiTensor(NKIObject):
         self.special = False
         self.geometry: Geometry | None = None
         self.moved = moved
-        self.parts: dict[tuple[Any, ...], NkiTensor] | None = None
 
     # Attributes that a kernel may read
 
@@ -191,35 +190,21 @@ class NkiTensor(NKIObject):
         )
 
     def __getitem__(self, key: Any) -> NkiTensor:
-        """Return the view that a key selects; the same view for the same numbers."""
+        """Return the view that a key selects."""
         if key.__class__ is not tuple:
             key = (key,)
         if self.indirection is not None or self.moved:
             return self._view(key)
-        at = None
-        if len(key) == 2:
-            rows, columns = key
-            if rows.__class__ is slice and columns.__class__ is slice:
-                at = (
-                    rows.start, rows.stop, rows.step, columns.start, columns.stop, columns.step,
-                )  # fmt: skip
-        if at is None:
-            at = numbers_of(key)
-        parts = self.parts
-        if parts is None:
-            parts = self.parts = {}
+        at = numbers_of(key)
         try:
-            part = parts.get(at)
-            if part is None:
-                part = part_of(self, at)
-                if part is None:
-                    part = self._view(key)
-                    if part.__class__ is UnusableView or not remember_part(self, at, part):
-                        return part
-                parts[at] = part
-            return part
+            part = part_of(self, at)
         except TypeError:  # an index that cannot be hashed, such as an array
             return self._view(key)
+        if part is None:
+            part = self._view(key)
+            if part.__class__ is not UnusableView:
+                remember_part(self, at, part)
+        return part
 
     def _view(self, key: tuple[Any, ...]) -> NkiTensor:
         """Return the view that a key selects, after the rules for keys."""
@@ -706,37 +691,25 @@ class NkiTensor(NKIObject):
             if min(self.strides, default=0) < 0:
                 access = self._access = self._ascending().access()
                 return access
-            storage = self.storage
-            item = self.dtype.item_bytes
-            if storage.memory == "hbm":
-                whole = (self.shape, self.strides, item)
-                pattern, extent = PATTERNS.get(whole) or walk_pattern(*whole)
-                start = self.offset * item
-                if self.indirection is not None:
-                    start, extent = 0, storage.bytes_per_partition
-                access = Access(
-                    storage.identity, "hbm", 0, 1, start, start + extent, pattern, self.dtype, item
-                )
-            else:
+            storage, item = self.storage, self.dtype.item_bytes
+            on_chip, start = storage.memory != "hbm", self.offset * item
+            inner = (self.shape, self.strides, item)
+            partition, rows, whole = 0, 1, storage.bytes_per_partition
+            if on_chip:
                 inner = (self.shape[1:], self.strides[1:], item)
-                pattern, extent = PATTERNS.get(inner) or walk_pattern(*inner)
-                partition, start = divmod(self.offset * item, storage.bytes_per_partition)
-                address = storage.address
-                if address is not None:
-                    partition += address[0]
-                if self.indirection is not None:
-                    start, extent = 0, storage.bytes_per_partition
-                access = Access(
-                    storage.identity, storage.memory, partition, partition + self.shape[0],
-                    start, start + extent, pattern, self.dtype, item,
-                )  # fmt: skip
-                if (
-                    partition
-                    or (OUT_OF_REACH and inner in OUT_OF_REACH)
-                    or self.dtype.kind == "packed"
-                ):
-                    self.special = True
-            self._access = access
+                partition, start = divmod(start, whole)
+                rows = self.shape[0]
+            if storage.address is not None:
+                partition += storage.address[0]
+            pattern, extent = PATTERNS.get(inner) or walk_pattern(*inner)
+            if self.indirection is not None:
+                start, extent = 0, whole
+            access = self._access = Access(
+                storage.identity, storage.memory, partition, partition + rows, start,
+                start + extent, pattern, self.dtype, item,
+            )  # fmt: skip
+            far = OUT_OF_REACH and inner in OUT_OF_REACH
+            self.special = on_chip and bool(partition or far or self.dtype.kind == "packed")
         return access
 
     def _ascending(self) -> NkiTensor:

@@ -2,7 +2,8 @@
 
 One row per compute engine, per DMA queue (issuing) and per DMA engine (moving bytes); counters for
 live SBUF and PSUM. An arrow leads from an instruction or a load to what waited for it. Times are
-microseconds, as the format wants; a slice lasts as long as it keeps its row busy, and its full latency is an argument.
+microseconds, as the format wants; a slice lasts as long as it keeps its row busy, and its full
+latency is an argument.
 """
 
 from __future__ import annotations
