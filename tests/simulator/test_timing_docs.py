@@ -348,7 +348,8 @@ def test_all_predictions_on_the_page_are_current(point):
     [
         ({"tensor": 9.0, "vector": 4.0, "scalar": 1.0}, "matrix"),
         ({"tensor": 4.0, "vector": 1.0, "scalar": 9.0}, "vector"),
-        ({"tensor": 4.0, "vector": 3.0}, "mixed"),
+        ({"tensor": 4.0, "vector": 3.0, "dma": 7.0}, "mixed"),
+        ({"tensor": 4.0, "vector": 1.0, "dma": 9.0}, "dma"),
         ({}, "mixed"),
     ],
 )

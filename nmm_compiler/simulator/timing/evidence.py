@@ -15,14 +15,14 @@ from pathlib import Path
 from nmm_compiler.records import Record
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
-CLASSES = ("matrix", "vector", "mixed")
+CLASSES = ("matrix", "vector", "dma", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorBand(Record):
     """The errors of published kernels of one class that no constant was set from.
 
-    kind: "matrix", "vector" or "mixed"; points: how many; mean, worst: absolute relative errors.
+    kind: one of CLASSES; points: how many; mean, worst: absolute relative errors.
     """
 
     kind: str
@@ -56,13 +56,16 @@ def band_of(busy_us: dict[str, float]) -> ErrorBand:
 
 
 def kernel_class(busy_us: dict[str, float]) -> str:
-    """Return the class of a kernel by which engines are busy.
+    """Return the class of a kernel by what is busy.
 
-    "matrix" if TensorE works twice as long as VectorE and ScalarE each, "vector" if one of them
-    works twice as long as TensorE, else "mixed".
+    "dma" if the DMA engines move data for twice as long as any engine computes; else "matrix" if
+    TensorE works twice as long as VectorE and ScalarE each, "vector" if one of them works twice as
+    long as TensorE, else "mixed".
     """
     tensor = busy_us.get("tensor", 0.0)
     others = max(busy_us.get("vector", 0.0), busy_us.get("scalar", 0.0))
+    if busy_us.get("dma", 0.0) > 2.0 * max(tensor, others):
+        return "dma"
     if tensor > 2.0 * others:
         return "matrix"
     return "vector" if others > 2.0 * tensor else "mixed"
