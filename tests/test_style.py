@@ -38,7 +38,7 @@ MANY_PARAMETERS = {
     "prediction/model_kernels.py": {"model_kernels"},
     "prediction/plan.py": {"plan"},
     "prediction/predict.py": {"predict"},
-    "simulator/run.py": {"simulate", "simulate_ranks"},
+    "simulator/run.py": {"simulate"},
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_NAMES = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
