@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
-from nmm_compiler.simulator.beta1.language import SpmdDim, nc, ndarray, store
+from nmm_compiler.simulator.beta1.language import SpmdDim, ndarray, store
 from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, session
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import standins
@@ -23,7 +23,7 @@ from nmm_compiler.simulator.loading.standins import JitKernel, TensorType
 from nmm_compiler.simulator.machine import current, running
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-Grid = tuple[Any, ...]
+Grid = tuple[SpmdDim, ...]
 
 
 def _mutable(annotation: Any) -> bool:
@@ -34,27 +34,16 @@ def _mutable(annotation: Any) -> bool:
 
 def programs(grid: Grid, core: int) -> Iterator[tuple[int, ...]]:
     """Yield the programs of a launch grid that a core runs, in order."""
-    for program in itertools.product(*(range(_size(g)) for g in grid)):
-        if sum(_core(g, p) for g, p in zip(grid, program, strict=True)) == core:
+    for program in itertools.product(*(range(d.size) for d in grid)):
+        if sum(d.core(p) for d, p in zip(grid, program, strict=True)) == core:
             yield program
 
 
-def _size(dimension: Any) -> int:
-    return dimension.size if isinstance(dimension, SpmdDim) else int(dimension)
-
-
-def _core(dimension: Any, program: int) -> int:
-    if isinstance(dimension, SpmdDim):
-        return dimension.core(program)
-    return program if isinstance(dimension, nc) else 0
-
-
 def _cores(grid: Grid) -> int:
-    spread = [
-        d.cores if isinstance(d, SpmdDim) else int(d) if isinstance(d, nc) else 1 for d in grid
-    ]
+    spread = [dimension.cores for dimension in grid]
     if sum(n > 1 for n in spread) > 1:
-        raise KernelArgumentError(f"launch grid {grid} spreads two dimensions over cores; one may")
+        sizes = tuple(dimension.size for dimension in grid)
+        raise KernelArgumentError(f"launch grid {sizes} spreads two dimensions over cores; one may")
     return max(spread, default=1)
 
 
@@ -82,7 +71,7 @@ class Entry:
         tensors = [_wrapped(a) for a in args], {k: _wrapped(v) for k, v in kwargs.items()}
         returned: Any = None
         count = 0
-        now.grid = tuple(_size(g) for g in self.grid)
+        now.grid = tuple(dimension.size for dimension in self.grid)
         for program in programs(self.grid, now.machine.program_id):
             now.program, now.shared_count = program, 0
             returned = self.__wrapped__(*tensors[0], **tensors[1])
@@ -164,7 +153,8 @@ class Kernel(JitKernel):
         self.title = getattr(plain, "__name__", "kernel")
 
     def __getitem__(self, grid: Any) -> Kernel:
-        launch = grid if isinstance(grid, tuple) else (grid,)
+        given = grid if isinstance(grid, tuple) else (grid,)
+        launch = tuple(d if isinstance(d, SpmdDim) else SpmdDim(d, 1) for d in given)
         return type(self)(self.plain, launch, checked=self.checked)
 
     def launched(self, grid: Any) -> JitKernel:

@@ -704,7 +704,7 @@ def program_ndim() -> int:
 
 
 class SpmdDim:
-    """A dimension of a launch grid made of two: `nl.spmd_dim(outer, inner)`, one of them nl.nc."""
+    """A dimension of a launch grid: `nl.spmd_dim(outer, inner)`, one of which may be nl.nc."""
 
     def __init__(self, outer: Any, inner: Any) -> None:
         self.outer, self.inner = outer, inner

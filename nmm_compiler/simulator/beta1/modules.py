@@ -169,10 +169,6 @@ def _compiler() -> dict[str, Any]:
     return names
 
 
-def _size_in_bytes(dtype: Any) -> int:
-    return kind_of(dtype).item_bytes
-
-
 def _build() -> dict[str, ModuleType]:
     prefix = "neuronxcc.nki"
     nl = module(f"{prefix}.language", language.NAMES)
@@ -193,7 +189,7 @@ def _build() -> dict[str, ModuleType]:
             "isa": nisa, "typing": typing, "compiler": compiler,
         },
     )  # fmt: skip
-    constants = {"sizeinbytes": _size_in_bytes, "tile_size": tile_size}
+    constants = {"sizeinbytes": lambda dtype: kind_of(dtype).item_bytes, "tile_size": tile_size}
     found: dict[str, ModuleType] = {
         "neuronxcc": module("neuronxcc", {"nki": nki}),
         prefix: nki,

@@ -64,87 +64,92 @@ _ERF_GRID = np.arange(-6 * 64, 6 * 64 + 1) * _ERF_STEP
 _ERF_TABLE = np.array([math.erf(x) for x in _ERF_GRID])
 
 
-def erf(x: np.ndarray) -> np.ndarray:
+def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of float64, whatever it is given."""
+    return lambda x: function(np.asarray(x, dtype=np.float64))
+
+
+@_wide
+def erf(x: Any) -> Any:
     """Return erf in float64: a table every 1/64 and four Taylor terms; error below 1e-11."""
-    wide = np.asarray(x, dtype=np.float64)
-    clipped = np.clip(np.where(np.isnan(wide), 0.0, wide), -6.0, 6.0)
+    clipped = np.clip(np.where(np.isnan(x), 0.0, x), -6.0, 6.0)
     place = np.rint(clipped / _ERF_STEP).astype(np.int64)
     at = place * _ERF_STEP
     h = clipped - at
     slope = 2.0 / math.sqrt(math.pi) * np.exp(-at * at)
     series = h * (1.0 + h * (-at + h * ((4 * at * at - 2) / 6 + h * ((-8 * at**3 + 12 * at) / 24))))
-    return np.where(np.isnan(wide), np.nan, _ERF_TABLE[place + 6 * 64] + slope * series)
+    return np.where(np.isnan(x), np.nan, _ERF_TABLE[place + 6 * 64] + slope * series)
 
 
+@_wide
 def _sigmoid(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    small = np.exp(-np.abs(wide))
-    return np.where(wide >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
 
 
+@_wide
 def _silu(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    return np.where(np.isneginf(wide), 0.0, wide * _sigmoid(wide))
+    return np.where(np.isneginf(x), 0.0, x * _sigmoid(x))
 
 
+@_wide
 def _silu_dx(x: Any) -> Any:
     s = _sigmoid(x)
-    return s * (1.0 + np.asarray(x, np.float64) * (1.0 - s))
+    return s * (1.0 + x * (1.0 - s))
 
 
+@_wide
 def _gelu(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    return wide * 0.5 * (1.0 + erf(wide / math.sqrt(2.0)))
+    return x * 0.5 * (1.0 + erf(x / math.sqrt(2.0)))
 
 
+@_wide
 def _gelu_dx(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    density = np.exp(-0.5 * wide * wide) / math.sqrt(2.0 * math.pi)
-    return 0.5 * (1.0 + erf(wide / math.sqrt(2.0))) + wide * density
+    density = np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    return 0.5 * (1.0 + erf(x / math.sqrt(2.0))) + x * density
 
 
+@_wide
 def _gelu_tanh(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    return 0.5 * wide * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)))
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
+@_wide
 def _gelu_sigmoid(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    return wide * _sigmoid(1.702 * wide)
+    return x * _sigmoid(1.702 * x)
 
 
+@_wide
 def _gelu_sigmoid_dx(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    s = _sigmoid(1.702 * wide)
-    return s * (1.0 + 1.702 * wide * (1.0 - s))
+    s = _sigmoid(1.702 * x)
+    return s * (1.0 + 1.702 * x * (1.0 - s))
 
 
+@_wide
 def _softplus(x: Any) -> Any:
-    return np.logaddexp(0.0, np.asarray(x, dtype=np.float64))
+    return np.logaddexp(0.0, x)
 
 
+@_wide
 def _mish(x: Any) -> Any:
-    return np.asarray(x, np.float64) * np.tanh(_softplus(x))
+    return x * np.tanh(_softplus(x))
 
 
+@_wide
 def _erf_dx(x: Any) -> Any:
-    wide = np.asarray(x, dtype=np.float64)
-    return 2.0 / math.sqrt(math.pi) * np.exp(-wide * wide)
+    return 2.0 / math.sqrt(math.pi) * np.exp(-x * x)
 
 
+@_wide
 def _sin(x: Any) -> Any:
     """Return sin; outside [-pi, pi] the documented cubic around the nearer end."""
-    wide = np.asarray(x, dtype=np.float64)
-    d = np.where(wide > 0, wide - math.pi, wide + math.pi)
-    return np.where(np.abs(wide) <= math.pi, np.sin(wide), -d + d**3 / 6.0)
+    d = np.where(x > 0, x - math.pi, x + math.pi)
+    return np.where(np.abs(x) <= math.pi, np.sin(x), -d + d**3 / 6.0)
 
 
-def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x: function(np.asarray(x, dtype=np.float64))
-
-
+@_wide
 def _rsqrt(x: Any) -> Any:
-    return 1.0 / np.sqrt(np.asarray(x, dtype=np.float64))
+    return 1.0 / np.sqrt(x)
 
 
 def _reciprocal(x: Any) -> Any:

@@ -31,9 +31,7 @@ def _by_shape(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor)
     """Element to element, or all elements of a partition to all of the same partition."""
     if mask.size == dst.size:
         return mask.reshape(dst.shape)
-    if mask.shape[0] == dst.shape[0]:
-        return mask.reshape(len(mask), -1).any(axis=1).reshape(-1, *[1] * (len(dst.shape) - 1))
-    return np.asarray(mask.any())
+    return _by_partition(arguments, view, mask, dst)
 
 
 def _by_partition(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:

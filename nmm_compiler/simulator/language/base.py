@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -21,7 +21,7 @@ from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor
 from nmm_compiler.simulator.variable_names import assigned_name
-from nmm_compiler.targets import get
+from nmm_compiler.targets import Target, get
 
 
 @exported
@@ -76,37 +76,21 @@ class TileSize:
     psum_min_align = 4
     sbuf_min_align = 1
 
-    @property
-    def _target(self) -> Any:
+    def __getattr__(self, name: str) -> int:
+        """Return what depends on the target."""
+        if name not in _OF_THE_TARGET:
+            raise AttributeError(name)
         machine = running()
-        if machine is not None:
-            return machine.target
-        return get("trn2")
-
-    @property
-    def psum_num_banks(self) -> int:
-        """PSUM banks per partition."""
-        return int(self._target.psum_banks)
-
-    @property
-    def sbuf_size_bytes(self) -> int:
-        """SBUF bytes of all partitions."""
-        target = self._target
-        return int(target.partitions * target.sbuf_bytes_per_partition)
-
-    @property
-    def sbuf_fmax_bytes(self) -> int:
-        """Usable SBUF bytes per partition."""
-        return int(self._target.sbuf_usable_bytes_per_partition)
-
-    @property
-    def sbuf_fmax(self) -> int:
-        """Usable float32 elements per SBUF partition."""
-        return self.sbuf_fmax_bytes // 4
-
-    total_available_sbuf_size = sbuf_fmax_bytes
+        return _OF_THE_TARGET[name](machine.target if machine is not None else get("trn2"))
 
 
+_OF_THE_TARGET: dict[str, Callable[[Target], int]] = {
+    "psum_num_banks": lambda target: target.psum_banks,
+    "sbuf_size_bytes": lambda target: target.partitions * target.sbuf_bytes_per_partition,
+    "sbuf_fmax_bytes": lambda target: target.sbuf_usable_bytes_per_partition,
+    "total_available_sbuf_size": lambda target: target.sbuf_usable_bytes_per_partition,
+    "sbuf_fmax": lambda target: target.sbuf_usable_bytes_per_partition // 4,
+}
 tile_size = TileSize()
 
 
