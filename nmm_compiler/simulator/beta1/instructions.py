@@ -23,7 +23,7 @@ import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1.index import Box, Index, Mask, Part, box_of, common_part
-from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, beta_1
+from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, UNDOCUMENTED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
     Issue,
     Masked,
@@ -619,6 +619,8 @@ def documented(full: str, values: dict[str, Any], body: Callable[..., Any]) -> C
     short = full.rpartition(".")[2]
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        for name in UNDOCUMENTED if "buffer" in signature.parameters else ():
+            kwargs.pop(name, None)
         try:
             found = signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
-from nmm_compiler.simulator.beta1.language import SpmdDim, ndarray, store
+from nmm_compiler.simulator.beta1.language import NAMES, SpmdDim, store
 from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, session
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import standins
@@ -118,7 +118,7 @@ def _stored(tile: Tensor) -> Tensor:
     AWS's documentation of SDK 2.26 does so in the example of nki.isa.range_select.
     """
     current().warn(f"{tile!r} is returned from on chip, and stored in HBM for that")
-    out = ndarray(tile.shape, tile.dtype, buffer=hbm)
+    out = NAMES["ndarray"](tile.shape, tile.dtype, buffer=hbm)
     store(out, tile)
     return out
 

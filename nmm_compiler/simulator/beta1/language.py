@@ -117,11 +117,10 @@ def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
     return tuple(sizes), marked[0] if marked else 0
 
 
-def _new(shape: Any, dtype: Any, buffer: Any, name: str, more: Any, value: Any = None) -> Tensor:
+def _created(
+    call: str, /, shape: Any, dtype: Any, buffer: Any = None, name: str = "", value: Any = None
+) -> Tensor:
     """Return a new tensor; on chip, filled with `value` unless that is None."""
-    for key in more:
-        if key not in ("lazy_initialization", "init_value"):
-            raise fail(UnsupportedInstructionError, f"keyword {key!r} of a tensor; leave it out")
     kind, (sizes, par) = kind_of(dtype), _shape(shape)
     allocator = buffer if isinstance(buffer, Allocator) else None
     region = allocator.region if allocator else sbuf if buffer is None else buffer
@@ -203,49 +202,16 @@ def _new_hbm(
     return known
 
 
-@_named
-def ndarray(shape: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any) -> Tensor:
-    """Return a new tensor; its contents are undefined until written."""
-    return _new(shape, dtype, buffer, name, more)
-
-
-@_named
-def full(
-    shape: Any, fill_value: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any
-) -> Tensor:
-    """Return a new tensor on chip that is filled with a number."""
+def _full(call: str, /, fill_value: Any, **given: Any) -> Tensor:
     value = as_number(fill_value)
     if value is None:
         raise fail(OperandError, f"fill_value {fill_value!r}; pass a number")
-    return _new(shape, dtype, buffer, name, more, value)
+    return _created(call, value=value, **given)
 
 
-@_named
-def zeros(shape: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any) -> Tensor:
-    """Return a new tensor of zeros."""
-    return _new(shape, dtype, buffer, name, more, 0)
-
-
-@_named
-def ones(shape: Any, dtype: Any, *, buffer: Any = None, name: str = "", **more: Any) -> Tensor:
-    """Return a new tensor of ones."""
-    return _new(shape, dtype, buffer, name, more, 1)
-
-
-def _like(a: Tensor) -> tuple[Any, ...]:
-    return tuple(par_dim(s) if d == a.par and a.par else s for d, s in enumerate(a.shape))
-
-
-@_named
-def zeros_like(a: Tensor, dtype: Any = None, *, buffer: Any = None, name: str = "") -> Tensor:
-    """Return zeros of the shape and dtype of a."""
-    return _new(_like(a), a.kind if dtype is None else dtype, buffer, name, (), 0)
-
-
-@_named
-def empty_like(a: Tensor, dtype: Any = None, *, buffer: Any = None, name: str = "") -> Tensor:
-    """Return an unwritten tensor of the shape and dtype of a."""
-    return _new(_like(a), a.kind if dtype is None else dtype, buffer, name, ())
+def _created_like(call: str, /, a: Tensor, dtype: Any, **given: Any) -> Tensor:
+    shape = tuple(par_dim(s) if d == a.par and a.par else s for d, s in enumerate(a.shape))
+    return _created(call, shape, a.kind if dtype is None else dtype, **given)
 
 
 @_named
@@ -632,7 +598,9 @@ _COMPOSITES = [
 _OWN: dict[str, Callable[..., Any]] = {
     "copy": _copy, "reciprocal": _reciprocal, "transpose": _transpose, "matmul": _matmul,
     "static_cast": _static_cast,
-    "loop_reduce": _loop_reduce,
+    "loop_reduce": _loop_reduce, "ndarray": _created, "full": _full,
+    "zeros": functools.partial(_created, value=0), "ones": functools.partial(_created, value=1),
+    "empty_like": _created_like, "zeros_like": functools.partial(_created_like, value=0),
 }  # fmt: skip
 
 

@@ -138,6 +138,9 @@ LANGUAGE_RECORDS = {
 TOP_VALUES = """jit benchmark baremetal profile simulate_kernel trace tensor FrameworkKernel
 language isa typing compiler errors nccl"""
 
+UNDOCUMENTED = ("lazy_initialization", "init_value")
+"""Keywords that published kernels pass to what makes a tensor; they change nothing here."""
+
 # name -> what to write instead
 REFUSED = {
     "nki.language.all_reduce": "one program that reduces over its own tiles",
