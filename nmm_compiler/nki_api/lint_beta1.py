@@ -14,7 +14,6 @@ from nmm_compiler.nki_api.lint_calls import fits_positions
 from nmm_compiler.nki_api.lint_names import Finding, Names, at
 from nmm_compiler.simulator.beta1.table import beta_1
 
-_PREFIX = "neuronxcc."
 _OWNERS = ("nki", "nki.isa", "nki.language")
 
 
@@ -36,29 +35,19 @@ def is_beta_1(tree: ast.Module) -> bool:
 
 
 def beta_1_findings(tree: ast.Module) -> Iterator[Finding]:
-    """Yield the findings in a Beta 1 file; renames the tree's imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith(_PREFIX + "nki") and alias.asname:
-                    alias.name = alias.name.removeprefix(_PREFIX)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module.startswith(_PREFIX + "nki"):
-                node.module = node.module.removeprefix(_PREFIX)
-            elif node.module == "neuronxcc" and [a.name for a in node.names] == ["nki"]:
-                node.names[0].asname = node.names[0].asname or "nki"
-    names = Names(tree)
+    """Yield the findings in a Beta 1 file."""
+    names = Names(tree, "neuronxcc.")
     api = beta_1()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            owner = _owner(names.resolve(node.value))
+            owner = names.resolve(node.value)
             full = f"{owner}.{node.attr}"
             known = full in api.functions or full in api.values
             if owner in _OWNERS and not known:
                 text = f"{owner} has no {node.attr!r} in NKI Beta 1"
                 yield at(node, "NKI-E101", text + closest(node.attr, api.names(owner)))
         elif isinstance(node, ast.Call):
-            function = api.functions.get(_owner(names.resolve(node.func)) or "")
+            function = api.functions.get(names.resolve(node.func) or "")
             if function is not None:
                 yield from fits_positions(node, function)
                 known_names = [p.name for p in function.parameters]
@@ -66,8 +55,3 @@ def beta_1_findings(tree: ast.Module) -> Iterator[Finding]:
                     if keyword.arg is not None and keyword.arg not in known_names:
                         text = f"{function} documents no {keyword.arg!r}"
                         yield at(keyword, "NKI-W117", text + closest(keyword.arg, known_names))
-
-
-def _owner(path: str | None) -> str | None:
-    """Return a full name without the package of Beta 1."""
-    return path.removeprefix(_PREFIX) if path else path

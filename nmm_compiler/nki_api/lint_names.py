@@ -50,10 +50,13 @@ class Scope:
 
 
 class Names:
-    """Resolves the names of one parsed file; see the module's docstring."""
+    """Resolves the names of one parsed file; see the module's docstring.
 
-    def __init__(self, tree: ast.Module) -> None:
-        self.tree = tree
+    package: a prefix that names are known without, such as "neuronxcc.".
+    """
+
+    def __init__(self, tree: ast.Module, package: str = "") -> None:
+        self.tree, self.package = tree, package
         self.scope_of: dict[ast.AST, Scope] = {}
         self.parent: dict[ast.AST, ast.AST] = {}
         self.module = Scope(tree, None)
@@ -77,8 +80,7 @@ class Names:
             base = self.resolve(node.value, depth)
             if base is None:
                 return None
-            path = f"{base}.{node.attr}"
-            return _SAME_AS.get(path, path)
+            return self._known_as(f"{base}.{node.attr}")
         if not isinstance(node, ast.Name) or depth > 8:
             return None
         bindings = self.lookup(node.id, self.scope_of[node])
@@ -91,6 +93,10 @@ class Names:
         if len(bindings) == 1 and only.kind == "alias" and isinstance(only.node, ast.Assign):
             return self.resolve(only.node.value, depth + 1)
         return None
+
+    def _known_as(self, path: str) -> str:
+        path = path.removeprefix(self.package)
+        return _SAME_AS.get(path, path)
 
     def definition(self, node: ast.AST) -> FunctionNode | ast.ClassDef | None:
         """Return the function or class of this file that an expression names."""
@@ -189,12 +195,11 @@ class Names:
             for alias in node.names:
                 path = alias.name if alias.asname else alias.name.partition(".")[0]
                 name = alias.asname or path
-                scope.bind(name, Binding("import", node, _SAME_AS.get(path, path)))
+                scope.bind(name, Binding("import", node, self._known_as(path)))
         elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            module = _SAME_AS.get(module, module)
+            module = self._known_as("." * node.level + (node.module or ""))
             for alias in node.names:
-                path = f"{module}.{alias.name}"
+                path = self._known_as(f"{module}.{alias.name}")
                 scope.bind(alias.asname or alias.name, Binding("import", node, path))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.bind(node.name, Binding("function", node))

@@ -66,15 +66,16 @@ class Programs:
         )
         return make_tensor(tensor.storage)
 
+    def _hand_over(self, program: int) -> None:
+        """Give the baton to the next program after this one that is not done."""
+        others = ((program + step) % self.count for step in range(1, self.count + 1))
+        self.turn = next((other for other in others if not self.finished[other]), self.turn)
+        self.lock.notify_all()
+
     def _pass_on(self, program: int) -> None:
         """Give the baton to the next program that is not done, and wait for it back."""
         with self.lock:
-            for step in range(1, self.count + 1):
-                other = (program + step) % self.count
-                if not self.finished[other]:
-                    self.turn = other
-                    break
-            self.lock.notify_all()
+            self._hand_over(program)
             while self.turn != program and self.failure is None:
                 self.lock.wait()
             if self.failure is not None:
@@ -182,11 +183,7 @@ class Programs:
                 with self.lock:
                     self.finished[program] = True
                     self.events += 1
-                    for other in range(self.count):
-                        if not self.finished[other]:
-                            self.turn = other
-                            break
-                    self.lock.notify_all()
+                    self._hand_over(-1)
 
         threads = [
             threading.Thread(target=body_of, args=(p,), name=f"nki-program-{p}", daemon=True)
