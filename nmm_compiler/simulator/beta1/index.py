@@ -10,23 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from operator import index as as_index
 from typing import Any
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.tensors.data import whole
 
 Box = tuple[tuple[int, int], ...]
 Part = Box | bool
 """The part of a tile inside a mask: (start, stop) per axis, True for all, False for nothing."""
-
-
-def whole(value: Any) -> int | None:
-    """Return an integer that is one, also a NumPy one, else None."""
-    try:
-        return as_index(value)
-    except TypeError:
-        return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
 def full_key(key: Any, rank: int) -> list[Any]:

@@ -17,6 +17,7 @@ from nmm_compiler.simulator.language.device_loops import of_the_whole_program
 from nmm_compiler.simulator.language.exports import exported
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, running
 from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.data import whole
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor
@@ -112,19 +113,15 @@ def ndarray(
     """Allocate a tensor; its contents are undefined until written."""
     machine = current()
     kind = dtype if dtype.__class__ is DType else dtype_of(machine, dtype)
-    if buffer is sbuf:  # no dictionary: hashing a member of an Enum runs Python code
-        memory: str | None = "sbuf"
-    elif buffer is psum:
-        memory = "psum"
-    else:
-        memory = "hbm" if buffer.__class__ is MemoryRegion else None
-    if memory is None:
-        if buffer is not None:
-            raise machine.error(
-                KernelArgumentError,
-                f"buffer {buffer!r}; use nl.sbuf, nl.psum, nl.hbm, nl.private_hbm or nl.shared_hbm",
-            )
-        buffer, memory = sbuf, "sbuf"
+    if buffer is None:
+        buffer = sbuf
+    if buffer.__class__ is not MemoryRegion:
+        raise machine.error(
+            KernelArgumentError,
+            f"buffer {buffer!r}; use nl.sbuf, nl.psum, nl.hbm, nl.private_hbm or nl.shared_hbm",
+        )
+    # no dictionary: hashing a member of an Enum runs Python code
+    memory = "sbuf" if buffer is sbuf else "psum" if buffer is psum else "hbm"
     if shape.__class__ is not tuple:
         shape = tuple(shape) if not isinstance(shape, int) else (shape,)
     for size in shape:
@@ -153,25 +150,19 @@ def ndarray(
 
 
 def _sizes(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
-    sizes = tuple(_size(machine, s) for s in shape)
-    if any(s < 1 for s in sizes):
+    sizes = []
+    for value in shape:
+        size = whole(value)
+        if size is None:
+            raise machine.error(
+                OperandError, f"size {value!r} ({type(value).__name__}) in a shape; use an int"
+            )
+        sizes.append(size)
+    if min(sizes) < 1:
         raise machine.error(
-            OperandError, f"tensor {name!r} of shape {sizes}; every size must be at least 1"
+            OperandError, f"tensor {name!r} of shape {shape}; every size must be at least 1"
         )
-    return sizes
-
-
-def _size(machine: Machine, value: Any) -> int:
-    if value.__class__ is int:
-        return int(value)
-    try:
-        return int(value.__index__())
-    except (AttributeError, TypeError):
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        raise machine.error(
-            OperandError, f"size {value!r} ({type(value).__name__}) in a shape; use an int"
-        ) from None
+    return tuple(sizes)
 
 
 def input_tensor(
@@ -202,7 +193,6 @@ def shared_constant(constant: Any) -> NkiTensor:
     shape = array.shape or (1,)
     storage = Storage(machine, "constant", shared_hbm, "hbm", shape, kind, None, raw)
     storage.constant = True
-    storage.unwritten = None
     return make_tensor(storage)
 
 

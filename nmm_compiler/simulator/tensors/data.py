@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index as as_index
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,14 @@ def walk_pattern(
     if out_of_reach(shape, strides):
         OUT_OF_REACH.add(key)
     return pattern, extent
+
+
+def whole(value: Any) -> int | None:
+    """Return an integer that is one, also a NumPy one, else None."""
+    try:
+        return as_index(value)
+    except TypeError:
+        return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
 class DynamicSlice:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import index as as_index
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from nmm_compiler.simulator.tensors.data import (
     poisoned_values,
     refuse_poison,
     walk_pattern,
+    whole,
 )
 from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
 from nmm_compiler.simulator.tensors.data import Indirection as Indirection
@@ -291,16 +291,14 @@ class NkiTensor(NKIObject):
         return number, (*moved, (value.symbol, self.strides[dim], number))
 
     def _number(self, value: Any) -> int:
-        try:
-            return as_index(value)
-        except TypeError:
-            if isinstance(value, float) and value.is_integer():
-                return int(value)
+        number = whole(value)
+        if number is None:
             raise fail(
                 OperandError,
                 f"index {value!r} ({type(value).__name__}) into tensor {self.name!r}; use an int, "
                 "a slice, ..., nl.ds(start, size) or a register",
-            ) from None
+            )
+        return number
 
     def _bad_slice(self, d: int, k: slice, empty: bool) -> UnusableView:
         text = (
