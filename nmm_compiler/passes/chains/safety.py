@@ -193,7 +193,7 @@ def unsafe(
 
 def _used_elsewhere(c: Canonical, inner: set[fx.Node], users: set[fx.Node]) -> Refusal | None:
     """Return another user of an inner value than these."""
-    for node in inner:
+    for node in sorted(inner, key=c.effects.position.__getitem__):
         for user in real_users(node):
             if user in users or c.is_weight(node):
                 continue

@@ -17,7 +17,6 @@ from torch import fx, nn
 from nmm_compiler.options import Options
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.activations import Spelled
 from nmm_compiler.passes.graph.canonical import (
     PLAIN,
     Canonical,
@@ -32,8 +31,9 @@ from nmm_compiler.passes.graph.canonical import (
     Virtual,
 )
 from nmm_compiler.passes.graph.effects import ANYTHING, fetch_attribute, is_pure, storages_of
-from nmm_compiler.passes.graph.norms import spelled_norm
+from nmm_compiler.passes.graph.norms import norm_around
 from nmm_compiler.passes.graph.read_operations import TABLE, read_module
+from nmm_compiler.passes.graph.spelled_out import SpelledOut
 from nmm_compiler.passes.graph.torch_names import (
     Call,
     changes_gradient,
@@ -80,7 +80,7 @@ def read_added(c: Canonical) -> None:
 
 
 def _sweep(c: Canonical) -> None:
-    spelled = Spelled(c)
+    spelled = SpelledOut(c)
     for node in c.graph.nodes:
         if node not in c.views:
             _visit(c, spelled, node)
@@ -124,7 +124,7 @@ def _holds_matrix(c: Canonical, node: fx.Node) -> bool:
 # -- one node ---------------------------------------------------------------------------------
 
 
-def _visit(c: Canonical, spelled: Spelled, node: fx.Node) -> None:
+def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
     shape = c.shape(node)
     if shape is None:
         c.forms[node] = Opaque(_opaque_name(c, node), ())
@@ -180,7 +180,7 @@ def _opaque_name(c: Canonical, node: fx.Node) -> str:
     return target_name(node) or str(node.target)
 
 
-def _read(c: Canonical, spelled: Spelled, node: fx.Node) -> Result:
+def _read(c: Canonical, spelled: SpelledOut, node: fx.Node) -> Result:
     if node.op in _LEAVES:
         return Leaf(c.leaves[node])
     if node.op == "call_module":
@@ -195,7 +195,7 @@ def _read(c: Canonical, spelled: Spelled, node: fx.Node) -> Result:
     if result is None and not is_inplace_name(name):
         result = _by_strides(c, node)
     if not isinstance(result, tuple):
-        result = spelled_norm(c, node, name, result) or result
+        result = norm_around(c, node, name, result) or result
     return result
 
 

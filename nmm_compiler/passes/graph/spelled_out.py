@@ -1,0 +1,185 @@
+"""Activations and norms that are spelled out as several operations, recognized numerically.
+
+x * sigmoid(x), 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))), x / (1 + exp(-x)),
+x * rsqrt(mean(x ** 2) + eps), (x - mean(x)) / sqrt(var(x) + eps): the spelling does not matter.
+Where expressions of one value are combined, the result is evaluated in float64 on a small tensor
+and compared with the known functions. Only expressions with a function of `_BENT` in them are
+tried, and only products and quotients can end one, so that a graph without any costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import fx
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Activation, Canonical, Cast, Norm, View
+from nmm_compiler.passes.graph.torch_names import target_name
+
+_POINTS = (-6.0, -2.5, -1.0, -0.3, 0.2, 0.7, 1.5, 4.0)
+# Spellings truncate constants (0.7978845608); gelu and its tanh form differ by 1e-4 and more.
+_SAME = 1e-7
+_LARGEST = 32
+_LARGEST_RANK = 8
+_LARGEST_EPS = 0.1
+
+_BENT = frozenset({"tanh", "sigmoid", "erf", "exp", "softplus", "rsqrt", "sqrt", "pow"})
+_ENDS = frozenset({"mul", "div"})
+_CARRIES = _ENDS | {"add", "sub", "neg", "rsub", "reciprocal"}
+_STEPS = _BENT | _CARRIES | {"square", "mean", "var"}
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "mish": functional.mish,
+}
+_NORMS: dict[str, Callable[..., torch.Tensor]] = {
+    "rms": functional.rms_norm,
+    "layer": functional.layer_norm,
+}
+
+
+class SpelledOut:
+    """The expressions of a graph so far that may be activations or norms."""
+
+    def __init__(self, c: Canonical) -> None:
+        self._c = c
+        self._bent: set[fx.Node] = set()
+
+    def visit(self, node: fx.Node, name: str) -> Activation | Norm | None:
+        """Record a node; return the activation or norm that ends there, if one does."""
+        carries = name in _CARRIES and any(n in self._bent for n in node.all_input_nodes)
+        if name not in _BENT and not carries:
+            return None
+        self._bent.add(node)
+        return self._read(node) if name in _ENDS else None
+
+    def _read(self, end: fx.Node) -> Activation | Norm | None:
+        """Try each value that several steps read as the argument of the expression."""
+        c = self._c
+        readers: dict[View, list[fx.Node]] = {}
+        steps = [end]
+        for node in steps:
+            for operand in node.all_input_nodes:
+                value = c.views.get(operand)
+                if value is None:
+                    continue
+                readers.setdefault(value, []).append(operand)
+                step = self._step(value)
+                if step is not None and step not in steps and len(steps) < _LARGEST:
+                    steps.append(step)
+        for root, reads in readers.items():
+            if len(reads) < 2 or views.shape_of(root[1]) != c.shape(end):
+                continue
+            inner: set[fx.Node] = set()
+            form = self._form(end, reads[0], inner)
+            if form is not None:
+                inner.discard(end)
+                self._bent.discard(end)
+                c.part_of.update(dict.fromkeys(inner, end))
+                c.helpers[end] = frozenset(inner)
+                return form
+        return None
+
+    def _step(self, value: View) -> fx.Node | None:
+        """Return the operation that makes a value; None for one that no expression has."""
+        base, dims = value
+        c = self._c
+        if not isinstance(base, fx.Node) or dims != views.identity(c.shape(base) or ()):
+            return None
+        known = target_name(base) in _STEPS or isinstance(c.forms.get(base), Cast)
+        plain = known and base.op in ("call_function", "call_method")
+        return base if plain and base not in c.effects.writers else None
+
+    def _form(self, end: fx.Node, value: fx.Node, steps: set[fx.Node]) -> Activation | Norm | None:
+        """Return what an expression computes of a value; add its steps."""
+        c = self._c
+        rank = len(c.shape(end) or ())
+        if not 0 < rank <= _LARGEST_RANK:
+            return None
+        x, known = _known(rank)
+        try:
+            with _disable_current_modes():
+                result = self._evaluate(end, {c.views[value]: x}, steps)
+        except (ArithmeticError, ValueError, TypeError, RuntimeError):
+            return None  # other arguments, or no function of small tensors
+        if c.dtype(value) == c.dtype(end):
+            for name, wanted in known.items():
+                if _is_same(result, wanted):
+                    return Activation(value, name)
+        for eps in {n for step in steps for n in tree_leaves((step.args, step.kwargs))}:
+            if isinstance(eps, float) and 0.0 < eps < _LARGEST_EPS:
+                for kind, norm in _NORMS.items():
+                    if _is_same(result, norm(x, x.shape[-1:], eps=eps)):
+                        return Norm(value, kind, None, None, eps)
+        return None
+
+    def _evaluate(
+        self, end: fx.Node, values: dict[View, torch.Tensor], steps: set[fx.Node]
+    ) -> torch.Tensor:
+        """Return the value of an expression; ValueError where it has other arguments.
+
+        Steps compute in one dtype; casts to it from a narrower one are none.
+        """
+        c = self._c
+        shape, dtype = c.shape(end) or (), c.dtype(end)
+
+        def operand(node: fx.Node) -> torch.Tensor:
+            value = c.views.get(node, (node, ()))
+            if value not in values:
+                step = self._step(value)
+                if step is None:
+                    raise ValueError(f"{node} is another argument")
+                values[value] = compute(step)
+                steps.update(n for n in c.through(node) if isinstance(n, fx.Node))
+            return values[value]
+
+        def compute(step: fx.Node) -> torch.Tensor:
+            if c.shape(step) not in (shape, (*shape[:-1], 1)) or c.dtype(step) != dtype:
+                raise ValueError(f"{step} has another shape or dtype")
+            steps.add(step)
+            form = c.forms.get(step)
+            if isinstance(form, Cast):
+                if not isinstance(form.value, fx.Node) or not _widens(c, form):
+                    raise ValueError(f"{step} rounds")
+                return operand(form.value)
+            named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
+            (first, *args), kwargs = fx.map_arg((step.args, named), operand)
+            if isinstance(first, (int, float)):
+                first = torch.tensor(first, dtype=torch.float64)
+            name = str(target_name(step))
+            function = getattr(torch, name, None) or getattr(functional, name)
+            result: torch.Tensor = function(first, *args, **kwargs)
+            return result
+
+        if self._step((end, views.identity(shape))) is None:
+            raise ValueError(f"{end} writes")
+        return compute(end)
+
+
+@functools.cache
+def _known(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return an argument of a rank, no row like another, and the activations of it."""
+    rows = math.prod((2,) * (rank - 1))
+    scales = torch.tensor([(1.0 + i / 16) * 1e-3 ** (i % 2) for i in range(rows)])
+    points = torch.tensor(_POINTS, dtype=torch.float64)
+    x = (scales[:, None] * points).reshape(*(2,) * (rank - 1), len(_POINTS))
+    return x, {name: function(x) for name, function in _ACTIVATIONS.items()}
+
+
+def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and torch.allclose(one, two, rtol=_SAME, atol=_SAME)
+
+
+def _widens(c: Canonical, form: Cast) -> bool:
+    narrow = c.dtype(form.value)
+    return narrow is not None and narrow.is_floating_point and form.dtype.itemsize > narrow.itemsize
