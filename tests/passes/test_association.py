@@ -1,62 +1,11 @@
 """Three and more constant factors in a row: as written without permission, the best cut with it."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
-from nmm_compiler.passes.chains.prices import Cost, order
 from nmm_compiler.passes.pipeline import run
-from nmm_compiler.prices.estimate import estimate_us
-
-
-def product(m, k, n):
-    return 2 * m * k * n / 2e4 + 2 * (m * k + k * n + m * n) / 1e2
-
-
-def fused(m, k, r, n):
-    return 2 * m * r * (k + n) / 2e4 + 2 * (m * k + k * r + r * n + m * n) / 1e2
-
-
-COST = Cost(product, fused)
-
-
-def orders(i, j):
-    """Return every way to multiply matrices i..j-1."""
-    if j - i == 1:
-        return [i]
-    return [
-        (left, right)
-        for cut in range(i + 1, j)
-        for left in orders(i, cut)
-        for right in orders(cut, j)
-    ]
-
-
-def seconds(tree, sizes):
-    """Return the cost, the rows and the columns of one way."""
-    if isinstance(tree, int):
-        return 0.0, sizes[tree], sizes[tree + 1]
-    (a, m, k), (b, _, n) = (seconds(part, sizes) for part in tree)
-    return a + b + COST.product(m, k, n), m, n
-
-
-@pytest.mark.parametrize("sizes", list(itertools.permutations((3, 9, 40, 70, 200)))[::7])
-def test_the_order_is_the_cheapest_of_all(sizes):
-    best = min(seconds(tree, sizes)[0] for tree in orders(0, 4))
-    assert COST.of_row(sizes) == pytest.approx(best)
-    spent = sum(COST.product(sizes[i], sizes[j], sizes[end]) for i, j, end in order(COST, sizes))
-    assert spent == pytest.approx(best)
-    cuts = {cut: seconds_of_cut(sizes, cut) for cut in (1, 2, 3)}
-    assert COST.best_cut(50, sizes) == (pytest.approx(min(cuts.values())), min(cuts, key=cuts.get))
-
-
-def seconds_of_cut(sizes, cut):
-    parts = COST.of_row(sizes[: cut + 1]) + COST.of_row(sizes[cut:])
-    return parts + COST.fused(50, sizes[0], sizes[cut], sizes[-1])
 
 
 class Row(nn.Module):
@@ -137,12 +86,3 @@ def test_gradients_reach_every_factor():
     one, two = (torch.autograd.grad(m(x).square().sum(), leaves) for m in (model, graph))
     for left, right in zip(one, two, strict=True):
         torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
-
-
-def test_a_product_costs_what_its_kernel_is_predicted_to_take():
-    cost = Cost.on("trn2", "bfloat16", "closed_form")
-    spec = MatmulSpec(m=30, k=500, n=70)
-    assert cost.product(30, 500, 70) == estimate_us(spec, "trn2")
-    fused = estimate_us(LowRankSpec(m=30, k=500, r=20, n=70), "trn2")
-    assert cost.fused(30, 500, 20, 70) == fused
-    assert Cost.on("trn2", "float64", "closed_form").product(3, 5, 7) > 0  # as float32

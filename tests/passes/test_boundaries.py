@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nmm_compiler.passes.chains.prices import Cost
 from nmm_compiler.passes.graph.effects import ANYTHING, Effects
 from nmm_compiler.passes.layout import DMA_TRANSPOSE, GRAPH_TRANSPOSE
 from nmm_compiler.passes.pipeline import run
@@ -88,13 +87,6 @@ def test_only_a_latent_that_saves_is_an_mla(r, found):
 
     result = run(graph_of(f, a=(r, 16), b=(16, r), g=(r,)), (torch.randn(6, 16),))
     assert len(result.matches) == found
-
-
-def test_the_written_order_fuses_two_matrices_only_where_that_saves():
-    cost = Cost.on("trn2", "bfloat16", "closed_form")
-    assert cost.as_written(4, [(16, 7), (7, 16)]) == cost.fused(4, 16, 7, 16)
-    separate = cost.product(4, 16, 8) + cost.product(4, 8, 16)
-    assert cost.as_written(4, [(16, 8), (8, 16)]) == separate != cost.fused(4, 16, 8, 16)
 
 
 # -- effects: memory of which nothing is known may be any --------------------------------------

@@ -34,7 +34,7 @@ from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
 from nmm_compiler.ops.scaled import SUFFIX
 from nmm_compiler.passes.chains.chain import Chain
 from nmm_compiler.passes.chains.linear_map import Step, Weight, is_whole_feature
-from nmm_compiler.passes.chains.prices import Cost, order, tokens_to_judge
+from nmm_compiler.passes.chains.prices import tokens_to_judge
 from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY, Editor, NotEmittedError, aten
 from nmm_compiler.passes.graph import views
@@ -461,27 +461,20 @@ def weight_nodes(
 
 def weight_node(editor: Editor, weight: Weight) -> fx.Node:
     """Return the 2-D node of a weight as it is stored; a product of factors is made here."""
-    if weight.factors:
-        return _product(editor, weight)
-    return editor.reshape(editor.operand(weight.key), weight.stored)
-
-
-def _product(editor: Editor, weight: Weight) -> fx.Node:
-    """Emit the product of a weight's factors in the cheapest order."""
-    made: dict[tuple[int, int], fx.Node] = {}
-    for index, factor in enumerate(weight.factors):
-        node = weight_node(editor, factor)
-        made[index, index + 1] = node if factor.layout == "row" else editor.permute(node, (1, 0))
-    value = editor.c.values[made[0, 1]]
-    sizes = [weight.factors[0].k, *(factor.n for factor in weight.factors)]
-    name = str(value.dtype).removeprefix("torch.")
-    chip = editor.c.chip
-    cost = Cost.on(chip, name, editor.options.price, editor.options.lnc)
-    for first, cut, end in order(cost, sizes):
-        node = editor.call(aten.mm.default, made[first, cut], made[cut, end])
+    if not weight.factors:
+        return editor.reshape(editor.operand(weight.key), weight.stored)
+    factors = [_row_node(editor, factor) for factor in weight.factors]
+    while len(factors) > 1:
+        at = 0 if weight.k <= weight.n else len(factors) - 2  # the narrow end of the product
+        node = editor.call(aten.mm.default, *factors[at : at + 2])
         node.meta[WEIGHT_ONLY] = True
-        made[first, end] = node
-    return made[0, len(weight.factors)]
+        factors[at : at + 2] = [node]
+    return factors[0]
+
+
+def _row_node(editor: Editor, weight: Weight) -> fx.Node:
+    node = weight_node(editor, weight)
+    return node if weight.layout == "row" else editor.permute(node, (1, 0))
 
 
 def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:

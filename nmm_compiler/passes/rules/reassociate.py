@@ -7,20 +7,27 @@ It changes which values are rounded, so it runs under the switch "+reassociate",
 `multi_dot` or `einsum`, which leave the order open. Without permission, products keep their order,
 and `lowrank` takes the pairs that save work; such pairs never overlap, since
 r1 (k + r2) < k r2 asks for r1 < r2, and the next pair for r2 < r1.
+
+A kernel takes two factors, so a row x w1 w2 ... wn is cut once: u is the product of the matrices
+left of the cut, v of those right of it, and the graph computes both at each call. Per token the cut
+at the smallest inner dimension is best. Making u and v costs the same for any number of tokens, so
+with few tokens fewer products of weights are best.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.passes.chains.chain import Chain, extend, join_stages
 from nmm_compiler.passes.chains.linear_map import Stage, Weight, path_nodes, read_stage, trace_back
-from nmm_compiler.passes.chains.prices import Cost, tokens_to_judge, too_wide
+from nmm_compiler.passes.chains.prices import call_ways, tokens_to_judge, too_wide
 from nmm_compiler.passes.chains.safety import Refusal, part_of_one, real_users, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.graph import views
@@ -95,18 +102,73 @@ def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Matc
 def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
     """Return the row as a chain cut at the best place, and whether that is cheaper than the
     graph."""
-    dtype = c.dtype(row.stage.key)
-    assert dtype is not None
-    cost = Cost.on(c.chip, str(dtype).removeprefix("torch."), c.options.price, c.options.lnc)
-    m = tokens_to_judge(views.product(list(row.stage.tokens.values())))
-    sizes = [weights[0].k, *(weight.n for weight in weights)]
-    total, cut = cost.best_cut(m, sizes)
-    written = cost.as_written(m, [[g[0].k, *(w.n for w in g)] for g in row.groups])
     stage = row.stage
+    cost = _Cost(c, str(c.dtype(stage.key)).removeprefix("torch."))
+    m = tokens_to_judge(views.product(list(stage.tokens.values())))
+    sizes = [weights[0].k, *(weight.n for weight in weights)]
+    cuts = {cut: cost.of_cut(m, sizes, cut) for cut in range(1, len(weights))}
+    cut = min(cuts, key=cuts.__getitem__)
+    written = cost.as_written(m, [[g[0].k, *(w.n for w in g)] for g in row.groups])
     u, v = _joined(weights[:cut]), _joined(weights[cut:])
     first, second = (dataclasses.replace(stage, weight=weight) for weight in (u, v))
     chain = Chain(first, second, (), stage.key, stage.out_dims, stage.nodes)
-    return chain, total < written
+    return chain, cuts[cut] < written
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """The predicted microseconds of products of matrices, each as a kernel of its own.
+
+    A dtype that no kernel computes in costs what float32 does.
+    """
+
+    c: Canonical
+    dtype: str
+
+    def product(self, m: int, k: int, n: int) -> float:
+        """Return the cost of [m, k] times [k, n]."""
+        return self._us(MatmulSpec, m=m, k=k, n=n)
+
+    def fused(self, m: int, k: int, r: int, n: int) -> float:
+        """Return the cost of ([m, k] times [k, r]) times [r, n], the middle kept on chip."""
+        return self._us(LowRankSpec, m=m, k=k, r=r, n=n)
+
+    def _us(self, family: Any, **sizes: int) -> float:
+        dtype = self.dtype if self.dtype in LowRankSpec.dtypes else "float32"
+        return call_ways(self.c, family(**sizes, dtype=dtype)).fused
+
+    def of_row(self, sizes: Sequence[int]) -> float:
+        """Return the cost of a product of matrices as `calls` emits it, from its narrow end on.
+
+        sizes: their n + 1 dimensions.
+        """
+        first, last = sizes[0], sizes[-1]
+        if first <= last:
+            return sum(self.product(first, k, n) for k, n in itertools.pairwise(sizes[1:]))
+        return sum(self.product(m, k, last) for m, k in itertools.pairwise(sizes[:-1]))
+
+    def of_cut(self, m: int, sizes: Sequence[int], cut: int) -> float:
+        """Return the cost of (x u) v, where u is the product of the first `cut` matrices."""
+        made = self.of_row(sizes[: cut + 1]) + self.of_row(sizes[cut:])
+        return made + self.fused(m, sizes[0], sizes[cut], sizes[-1])
+
+    def as_written(self, m: int, groups: Sequence[Sequence[int]]) -> float:
+        """Return the cost of x times the groups from left to right.
+
+        A group [k, ..., n] is a product of constants that the graph makes first. Two neighbours
+        that are single matrices are fused where that is cheaper than their product would be.
+        """
+        total = sum(map(self.of_row, groups))
+        left = list(groups)
+        while left:
+            k, *_, r = group = left.pop(0)
+            n = left[0][-1] if left and len(group) == len(left[0]) == 2 else 0
+            if r * (k + n) < k * n:  # rule `lowrank` will find this pair
+                left.pop(0)
+                total += self.fused(m, k, r, n)
+            else:
+                total += self.product(m, k, r)
+        return total
 
 
 def _joined(weights: list[Weight]) -> Weight:
