@@ -129,9 +129,7 @@ def _joined(calls: list[Call], at: Mapping[str, str]) -> list[tuple[list[str], s
     made = []
     for call in calls:
         if isinstance(call, GatedCall):
-            members = [
-                at.get(owner_of(p.weights[0].key).name, "") for p in call.gated.projections()
-            ]
+            members = [at.get(owner_of(p.u.key).name, "") for p in call.gated.projections()]
             down = downs.get(call.final)
             members += [_name(down, at)] if down is not None else []
             kind = "gated_mlp" if len(members) == 3 else "gated_mlp_up"

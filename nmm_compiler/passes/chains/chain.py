@@ -69,7 +69,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Chain:
-    """x -> times u -> `middle` steps -> times v -> `after` steps.
+    """x -> times u -> `middle` steps -> times v -> `after` steps; without v one dense product.
 
     out is the value the chain ends at, out_dims its dimensions over the tokens of `first`. base is
     a dense product of the same x that is added (LoRA). addend is the addmm input, with its factor,
@@ -81,12 +81,11 @@ class Chain:
     """
 
     first: Stage
-    second: Stage
+    second: Stage | None
     middle: tuple[Step, ...]
     out: Key
     out_dims: Dims
     nodes: frozenset[fx.Node]
-    before: float = 1.0
     after: tuple[Step, ...] = ()
     activation: str = "identity"
     base: Stage | None = None
@@ -104,7 +103,28 @@ class Chain:
     @property
     def v(self) -> Weight:
         """Return the second factor, [r, n]."""
+        assert self.second is not None
         return self.second.weight
+
+    @property
+    def factors(self) -> tuple[Weight, ...]:
+        """Return u and v, or the one dense weight."""
+        return (self.u,) if self.second is None else (self.u, self.v)
+
+    @property
+    def last(self) -> Stage:
+        """Return the last product."""
+        return self.second or self.first
+
+    @property
+    def n(self) -> int:
+        """Return the output features."""
+        return self.last.weight.n
+
+    def only_bias(self) -> bool:
+        """Return whether nothing but biases surrounds the products."""
+        steps = (*self.middle, *self.after)
+        return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
 
     @property
     def r(self) -> int:
@@ -114,7 +134,8 @@ class Chain:
     @property
     def weights(self) -> list[Key]:
         """Return the matrices that the kernel reads."""
-        own = [*self.u.keys, *self.v.keys, *([self.base.weight.key] if self.base else [])]
+        own = [key for factor in self.factors for key in factor.keys]
+        own += [self.base.weight.key] if self.base else []
         return own + [key for other in self.more for key in other.weights]
 
     @property
@@ -643,100 +664,54 @@ def _after_steps(
     return steps
 
 
-@dataclass(frozen=True)
-class Projection:
-    """x times one or two weights, then affine steps; out_dims over the tokens of `first`."""
+def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | None:
+    """Read a value as x times one or two weights, then affine steps; None when it is none.
 
-    first: Stage
-    weights: tuple[Weight, ...]
-    middle: tuple[Step, ...]
-    after: tuple[Step, ...]
-    out: Key
-    out_dims: Dims
-    nodes: frozenset[fx.Node]
-    chain: Chain | None = None
-
-    @property
-    def k(self) -> int:
-        """Return the input features."""
-        return self.weights[0].k
-
-    @property
-    def n(self) -> int:
-        """Return the output features."""
-        return self.weights[-1].n
-
-    @property
-    def low_rank(self) -> bool:
-        """Return whether there are two factors."""
-        return len(self.weights) == 2
-
-    def only_bias(self) -> bool:
-        """Return whether nothing but biases surrounds the products."""
-        steps = (*self.middle, *self.after)
-        return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
-
-    def keys(self) -> list[Key]:
-        """Return the values that the projection reads."""
-        steps = (*self.middle, *self.after)
-        keys: list[Key] = [self.first.x, *(w.key for w in self.weights)]
-        return keys + [s.key for s in steps if s.key is not None]
-
-
-def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Projection | None:
-    """Read a value as a projection; None when it is none. Several rules read the same value.
-
-    inputs: the factors of a low-rank one may be inputs of the graph.
+    Several rules read the same value. inputs: the factors of a low-rank one may be inputs of the
+    graph.
     """
     if (key, inputs) not in c.projections:
         c.projections[key, inputs] = _projection(c, key, inputs)
-    found: Projection | None = c.projections[key, inputs]
+    found: Chain | None = c.projections[key, inputs]
     return found
 
 
-def _projection(c: Canonical, key: Key, inputs: bool) -> Projection | None:
+def _projection(c: Canonical, key: Key, inputs: bool) -> Chain | None:
     walk, form = trace_back(c, key)
     if isinstance(form, Refusal):
         return None
     chain = read_chain(c, walk.key, form, inputs)
     if isinstance(chain, Chain) and chain.per_token:
         return None
-    if isinstance(chain, Chain) and not too_wide(c, chain.first, chain.u.n, chain.v.n, walk.key):
-        stage, middle = chain.first, chain.middle
-        weights: tuple[Weight, ...] = (chain.u, chain.v)
-        inner_dims, nodes = chain.out_dims, chain.nodes
-    else:
-        chain = None
-        constant = (c.is_constant(form.lhs), c.is_constant(form.rhs))
-        if not any(constant):
-            constant = (c.is_weight(form.lhs), c.is_weight(form.rhs))
-        if not any(constant):
-            return None
-        weight_is_rhs = constant[1]  # when both are inputs of the graph, x stands on the left
-        read = read_stage(c, walk.key, form, weight_is_rhs)
-        if isinstance(read, Refusal) or part_of_one(read.x) is not None:
-            return None
-        stage, weights, middle = read, (read.weight,), ()
-        inner_dims, nodes = read.out_dims, read.nodes
-    out_dims = views.compose(walk.dims, inner_dims)
-    if out_dims is None:
+    if not isinstance(chain, Chain) or too_wide(c, chain.first, chain.u.n, chain.n, walk.key):
+        chain = _dense(c, walk.key, form)
+    out_dims = None if chain is None else views.compose(walk.dims, chain.out_dims)
+    if chain is None or out_dims is None:
         return None
     after: list[Step] = []
     for step in reversed(walk.steps):
-        moved = views.compose(step.dims, inner_dims)
-        if moved is None:
+        moved = views.compose(step.dims, chain.out_dims)
+        if moved is None or step.kind in ("vector", "token"):
             return None
-        if step.kind != "scale" and not is_whole_feature(
-            tuple(a for d in moved for a in d), weights[-1].n
-        ):
-            return None
-        if step.kind in ("vector", "token"):
+        atoms = tuple(a for d in moved for a in d)
+        if step.kind == "bias" and not is_whole_feature(atoms, chain.n):
             return None
         after.append(step)
-    covered = nodes | frozenset(walk.nodes) | path_nodes(c, key)
-    if chain is not None:
-        chain = dataclasses.replace(chain, after=tuple(after), nodes=covered)
-    return Projection(stage, weights, middle, tuple(after), key, out_dims, covered, chain)
+    nodes = chain.nodes | frozenset(walk.nodes) | path_nodes(c, key)
+    return dataclasses.replace(chain, after=tuple(after), out=key, out_dims=out_dims, nodes=nodes)
+
+
+def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:
+    """Read a product with one weight; when both operands are inputs, x stands on the left."""
+    is_weight = (c.is_constant(form.lhs), c.is_constant(form.rhs))
+    if not any(is_weight):
+        is_weight = (c.is_weight(form.lhs), c.is_weight(form.rhs))
+    if not any(is_weight):
+        return None
+    stage = read_stage(c, key, form, is_weight[1])
+    if isinstance(stage, Refusal) or part_of_one(stage.x) is not None:
+        return None
+    return Chain(stage, None, (), key, stage.out_dims, stage.nodes)
 
 
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:

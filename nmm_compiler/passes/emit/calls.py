@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,10 +50,6 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.distributed import is_distributed, local_part
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
-
-if TYPE_CHECKING:
-    from nmm_compiler.passes.chains.chain import Projection
-
 
 STORED_FP8 = torch.float8_e4m3fn
 NAMES = {
@@ -199,12 +195,11 @@ def keep(c: Canonical, weights: Sequence[Weight], dtype: torch.dtype | None, why
 
 def beside_products(chain: Chain) -> str:
     """Return what stands around the products of a chain that no kernel of fp8 weights computes."""
-    steps = (*chain.middle, *chain.after)
     if chain.base is not None or chain.more:
         return "the products of a base, or of several adapters, are added"
     if chain.middle or chain.inner is not None:
         return "something stands between the products"
-    if any(s.kind != "bias" and (s.key is not None or s.number != 1.0) for s in steps):
+    if not chain.only_bias():
         return "a scale stands behind the products"
     return ""
 
@@ -224,7 +219,7 @@ def kept_of_base(c: Canonical, chain: Chain, tp: int) -> Kept:
 def kept_of_gated(c: Canonical, gated: Any) -> Kept:
     """Return how the call of a gated MLP reads its weights."""
     projections = gated.projections()
-    weights = [w for p in projections for w in p.weights]
+    weights = [w for p in projections for w in p.factors]
     plain = all(p.only_bias() and not p.middle for p in projections)
     why = "" if plain else "something beside biases stands around a projection"
     return keep(c, weights, c.dtype(gated.node), why)
@@ -377,14 +372,14 @@ def source_over_raw(c: Canonical, made: Any, reader: Any) -> Source | None:
 
 @dataclass(frozen=True)
 class Factors:
-    """The nodes of scale * (x u) v + bias, with u and v in the layouts of `chain`.
+    """The nodes of scale * (x u) v + bias, with u and v in the layouts of `chain`; v may be none.
 
     inner_bias and inner_gain: of a function between the products.
     """
 
     chain: Chain
     u: fx.Node
-    v: fx.Node
+    v: Any
     scale: float
     bias: fx.Node | None
     inner_bias: fx.Node | None = None
@@ -393,7 +388,8 @@ class Factors:
 
 def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Bytes] = ()) -> Factors:
     """Fold the steps between and after the products of a chain; stored: its weights as bytes."""
-    u, v = weight_nodes(editor, (chain.u, chain.v), stored)
+    u, *rest = weight_nodes(editor, chain.factors, stored)
+    v: Any = rest[0] if rest else None
     plain_v = v  # the inner bias is multiplied by v before scales are folded into v
     scale, bias = 1.0, None
 
@@ -420,7 +416,7 @@ def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Bytes] = ()) -> Fa
             gain = one_dim(editor, chain.inner.gain, chain.u.n)
     elif bias is not None:
         bias = times_matrix(editor, plain_v, chain.v.layout, bias)
-    absorb(chain.after, chain.v.n)
+    absorb(chain.after, chain.n)
     return Factors(chain, u, v, scale, bias, inner, gain)
 
 
@@ -480,22 +476,6 @@ def _row_node(editor: Editor, weight: Weight) -> fx.Node:
 def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
     """Return a constant as the 1-D vector it is."""
     return editor.reshape(editor.operand(key), (size,))
-
-
-def fold_projection(
-    editor: Editor, projection: Projection, stored: Sequence[Bytes]
-) -> tuple[list[fx.Node], fx.Node | None]:
-    """Emit the weights and the bias of a projection; scales go into a low-rank one's factors."""
-    if projection.chain is not None:
-        folded = fold_chain(editor, projection.chain, stored)
-        v = times(editor, folded.v, folded.scale)
-        return [folded.u, v], folded.bias
-    bias = None
-    weights = weight_nodes(editor, projection.weights, stored)
-    for step in projection.after:
-        if step.key is not None:
-            bias = plus(editor, bias, one_dim(editor, step.key, projection.n), step.number)
-    return weights, bias
 
 
 def scales_of(editor: Editor, kept: Kept) -> list[fx.Node]:
@@ -948,7 +928,7 @@ class GatedCall(Call):
     def of(cls, c: Canonical, gated: Any) -> GatedCall:
         """Return the call that the projections become."""
         gate, last = gated.gate, gated.projections()[-1]
-        source = best_source(c, gate.first.x, gate.first.x_dims, gate.k, gated.node)
+        source = best_source(c, gate.first.x, gate.first.x_dims, gate.u.k, gated.node)
         return cls(
             op="gated_mlp_up" if gated.down is None else "gated_mlp",
             source=source,
@@ -963,7 +943,7 @@ class GatedCall(Call):
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call; n: output features of gate and up."""
         m = self.tokens_count()
-        ranks = [p.weights[0].n if p.low_rank else 0 for p in self.gated.projections()]
+        ranks = [p.u.n if p.second else 0 for p in self.gated.projections()]
         return {
             "m": m if isinstance(m, int) else str(m),
             "k": self.source.k,
@@ -976,7 +956,7 @@ class GatedCall(Call):
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about per-call work."""
-        layouts = {w.layout for p in self.gated.projections() for w in p.weights}
+        layouts = {w.layout for p in self.gated.projections() for w in p.factors}
         notes = ["weights of both layouts: some are passed transposed"] if len(layouts) > 1 else []
         return (*notes, *([self.kept.note] if self.kept.note else []))
 
@@ -984,15 +964,17 @@ class GatedCall(Call):
         """Emit the call and what surrounds it; return the node with the final value."""
         x = self.prepare_x(editor)
         projections = self.gated.projections()
-        stored = [w.layout for p in projections for w in p.weights]
+        stored = [w.layout for p in projections for w in p.factors]
         layout = "col" if stored.count("col") * 2 >= len(stored) else "row"
         operands, biases = [], []
         left = self.kept.stored
         for projection in projections:
-            own, left = left[: len(projection.weights)], left[len(projection.weights) :]
-            factors, bias = fold_projection(editor, projection, own)
-            biases.append(bias)
-            pairs = zip(factors, projection.weights, strict=True)
+            own, left = left[: len(projection.factors)], left[len(projection.factors) :]
+            folded = fold_chain(editor, projection, own)
+            biases.append(folded.bias)
+            nodes = [folded.u] if folded.v is None else [folded.u, folded.v]
+            nodes[-1] = times(editor, nodes[-1], folded.scale)
+            pairs = zip(nodes, projection.factors, strict=True)
             operands.append(
                 [n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs]
             )
@@ -1033,10 +1015,10 @@ def spec_of(c: Canonical, call: Call) -> KernelSpec:
         return LowRankSharedSpec(**common, pairs=tuple(pairs))
     assert isinstance(call, GatedCall)
     gated = call.gated
-    ranks = [_sizes(c, p.weights[0])[1] if p.low_rank else 0 for p in gated.projections()]
+    ranks = [_sizes(c, p.u)[1] if p.second else 0 for p in gated.projections()]
     fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
     family: type[GatedMLPUpSpec] = GatedMLPUpSpec if gated.down is None else GatedMLPSpec
-    n = _sizes(c, gated.gate.weights[-1])[1]
+    n = _sizes(c, gated.gate.factors[-1])[1]
     return family(**common, n=n, activation=gated.activation, **fields)
 
 
@@ -1046,7 +1028,7 @@ def _rows(c: Canonical, call: Call) -> tuple[int, int]:
     value = c.tensor(call.source.key)
     if value is None or not is_distributed(value):
         return m, k
-    first = call.gated.gate.weights[0] if isinstance(call, GatedCall) else _first(call)
+    first = call.gated.gate.u if isinstance(call, GatedCall) else _first(call)
     own = _sizes(c, first)[0]
     return max(1, local_part(value).numel() // own), own
 

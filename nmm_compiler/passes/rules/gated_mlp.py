@@ -25,7 +25,7 @@ from torch import fx
 
 from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.passes.chains.chain import (
-    Projection,
+    Chain,
     features_over_base,
     over_base,
     read_projection,
@@ -59,19 +59,19 @@ class Gated:
 
     node: fx.Node
     activation: str
-    gate: Projection
-    up: Projection
+    gate: Chain
+    up: Chain
     nodes: frozenset[fx.Node]
-    down: Projection | None = None
+    down: Chain | None = None
 
-    def projections(self) -> tuple[Projection, ...]:
+    def projections(self) -> tuple[Chain, ...]:
         """Return gate, up and, in a whole MLP, down."""
         return (self.gate, self.up) if self.down is None else (self.gate, self.up, self.down)
 
     def keys(self) -> list[Key]:
         """Return the values that the fused call reads."""
-        keys = [*self.gate.keys(), *self.up.keys()]
-        return keys + (self.down.keys()[1:] if self.down is not None else [])
+        keys = [*self.gate.operands, *self.up.operands]
+        return keys + (self.down.operands[1:] if self.down is not None else [])
 
 
 def _activated(c: Canonical, key: Key) -> tuple[str, Key, frozenset[fx.Node]] | None:
@@ -105,9 +105,7 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
         yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
 
 
-def read_gated(
-    c: Canonical, candidate: Any, down: Projection | None = None
-) -> Gated | Refusal | None:
+def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Gated | Refusal | None:
     """Read a candidate of `gates_at` as gate and up of one x, or None.
 
     At least one projection, `down` included, has to be low-rank, or h so narrow that gate, up and
@@ -117,7 +115,7 @@ def read_gated(
     gate, up = read_projection(c, inner), read_projection(c, up_key)
     if gate is None or up is None:
         return _no_projection(c, node, inner, up_key)
-    low = any(p is not None and p.low_rank for p in (gate, up, down))
+    low = any(p is not None and p.second for p in (gate, up, down))
     if not low and not (down is not None and _is_bottleneck(gate, down)):
         return None
     if not same_tokens(c, gate.first, gate.out_dims, up.first, up.out_dims):
@@ -130,7 +128,7 @@ def read_gated(
         )
     if gate.n != up.n:
         return None
-    if any(not p.low_rank and not p.only_bias() for p in (gate, up)):
+    if any(not p.second and not p.only_bias() for p in (gate, up)):
         return Refusal(
             "no_kernel",
             "a scale stands behind a dense gate or up projection",
@@ -139,9 +137,9 @@ def read_gated(
     return Gated(node, activation, gate, up, gate.nodes | up.nodes | nodes | {node})
 
 
-def _is_bottleneck(gate: Projection, down: Projection) -> bool:
+def _is_bottleneck(gate: Chain, down: Chain) -> bool:
     """Return whether the product of gate and up is so narrow that it saves work."""
-    return gate.n * (gate.k + down.n) < gate.k * down.n
+    return gate.n * (gate.u.k + down.n) < gate.u.k * down.n
 
 
 def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:
@@ -149,7 +147,7 @@ def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal |
     sources = [c.origin(key, parts=True) for key in (gate, up)]
     if sources[0] is sources[1] and sources[0] is not c.base(gate)[0]:
         merged = read_projection(c, sources[0])
-        if merged is not None and merged.low_rank:
+        if merged is not None and merged.second:
             return Refusal(
                 "no_kernel",
                 "gate and up are halves of one projection, and share its first factor",
@@ -220,7 +218,7 @@ class GatedMLP(KernelRule):
         )
         if isinstance(made, Match):
             return made
-        pair = gated.gate.low_rank or gated.up.low_rank  # reported where two calls take its place
+        pair = gated.gate.second or gated.up.second  # reported where two calls take its place
         return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
 
 
@@ -233,10 +231,10 @@ def _is_inner(c: Canonical, node: fx.Node) -> bool:
     )
 
 
-def _over_tokens(c: Canonical, h_dims: Dims, down: Projection) -> Dims | None:
+def _over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
     """Return the result's dimensions over the tokens that h lies over, None where h is mixed."""
     features = views.compose((features_over_base(c, down.first),), h_dims)
-    if features is None or not is_whole_feature(features[0], down.k):
+    if features is None or not is_whole_feature(features[0], down.u.k):
         return None
     dims = over_base(c, down.first, down.out_dims)
     dims = None if dims is None else views.compose(dims, h_dims)
@@ -248,8 +246,8 @@ def _over_tokens(c: Canonical, h_dims: Dims, down: Projection) -> Dims | None:
 def _no_kernel(c: Canonical, gated: Gated, call: GatedCall) -> Refusal | None:
     """Return why one kernel is not possible on the target, or None."""
     gate, _, down = gated.projections()
-    if down.n != gate.k:
-        text = f"the down projection returns {down.n} features, one kernel returns x's {gate.k}"
+    if down.n != gate.u.k:
+        text = f"the down projection returns {down.n} features, one kernel returns x's {gate.u.k}"
         return Refusal("no_kernel", text, gated.node)
     why = refusal(spec_of(c, call), c.chip)
     if why is None:

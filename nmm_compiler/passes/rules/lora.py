@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Projection, extend, read_projection, same_tokens
+from nmm_compiler.passes.chains.chain import Chain, extend, read_projection, same_tokens
 from nmm_compiler.passes.chains.linear_map import Step, path_nodes
 from nmm_compiler.passes.chains.prices import too_wide
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
@@ -78,21 +78,19 @@ class LoRA(KernelRule):
                     "base and branch do not read the same x in the same way",
                     base.out,
                 )
-        chains = [branch.chain for branch in branches if branch.chain is not None]
-        wide = too_wide(graph, first.first, sum(c.r for c in chains), first.n, chains[0].second.key)
+        wide = too_wide(graph, first.first, sum(c.r for c in branches), first.n, first.last.key)
         if wide is not None:
             return wide if base is not None else None
-        nodes = frozenset(added.nodes | {node}).union(*(c.nodes for c in chains))
+        nodes = frozenset(added.nodes | {node}).union(*(c.nodes for c in branches))
         nodes |= frozenset() if base is None else base.nodes
         whole = dataclasses.replace(
-            chains[0],
-            after=(*chains[0].after, *(() if base is None else base.after)),
+            first,
+            after=(*first.after, *(() if base is None else base.after)),
             out=node,
-            out_dims=first.out_dims,
             nodes=nodes,
             base=None if base is None else base.first,
             inplace=node if node in graph.effects.writers else None,
-            more=tuple(chains[1:]),
+            more=tuple(branches[1:]),
         )
         readers = _later_readers(graph, node)
         why: Refusal | None = None
@@ -164,10 +162,10 @@ def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | 
 
 def _base_and_branches(
     c: Canonical, terms: list[tuple[Key, float]]
-) -> tuple[Projection | None, list[Projection]] | None:
+) -> tuple[Chain | None, list[Chain]] | None:
     """Read the terms as low-rank projections and one dense one at most; None for other terms."""
-    base: Projection | None = None
-    branches: list[Projection] = []
+    base: Chain | None = None
+    branches: list[Chain] = []
     for key, factor in terms:
         if c.is_weight(key):
             return None
@@ -176,12 +174,9 @@ def _base_and_branches(
             found = read_projection(c, key, inputs=True)
         if found is None:
             return None
-        if found.low_rank:
+        if found.second is not None:
             scale = () if factor == 1.0 else (Step("scale", factor),)
-            after = (*found.after, *scale)
-            assert found.chain is not None
-            whole = dataclasses.replace(found.chain, after=after)
-            branches.append(dataclasses.replace(found, after=after, chain=whole))
+            branches.append(dataclasses.replace(found, after=(*found.after, *scale)))
         elif base is None and factor == 1.0 and found.only_bias():
             base = found
         else:

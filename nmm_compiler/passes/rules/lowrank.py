@@ -64,7 +64,7 @@ def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
 
 def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
     """Return the chain with its epilogue, or why it may not be fused."""
-    wide = too_wide(c, chain.first, chain.u.n, chain.v.n, chain.second.key)
+    wide = too_wide(c, chain.first, chain.u.n, chain.n, chain.last.key)
     if wide is not None:
         return wide
     plain = chain if isinstance(chain.out, fx.Node) else extend(c, chain, activations=False)

@@ -31,10 +31,8 @@ NEAR = 48
 
 def only_bias(chain: Chain) -> bool:
     """Return whether a chain has nothing but biases, and an activation at its end."""
-    steps = (*chain.middle, *chain.after)
-    plain = all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
     alone = chain.base is None and chain.addend is None and not (chain.more or chain.per_token)
-    return plain and alone and chain.inner is None
+    return chain.only_bias() and alone and chain.inner is None
 
 
 def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
