@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -64,81 +65,39 @@ def _regroup(c: Canonical, call: Call) -> Result:
     return None if dims is None else (source, dims)
 
 
-def _ordered(c: Canonical, source: fx.Node | None, order: list[Any] | None) -> Result:
-    shape = None if source is None else c.shape(source)
-    if source is None or shape is None or order is None or len(order) != len(shape):
-        return None
-    if not all(isinstance(d, int) for d in order):
-        return None
-    rank = max(len(shape), 1)
-    return source, views.permute(views.identity(shape), [d % rank for d in order])
+def _turned(c: Canonical, call: Call) -> Result:
+    """Read permute, transpose, .T and the like: the order of sizes that are all different.
 
-
-def _permute(c: Canonical, call: Call) -> Result:
-    return _ordered(c, _first(c, call), call.ints(1, "dims"))
-
-
-def _swap(c: Canonical, source: fx.Node | None, a: Any, b: Any) -> Result:
-    shape = None if source is None else c.shape(source)
-    if shape is None or not isinstance(a, int) or not isinstance(b, int):
-        return None
-    order = list(range(len(shape)))
-    order[a], order[b] = order[b], order[a]
-    return _ordered(c, source, order)
-
-
-def _transpose(c: Canonical, call: Call) -> Result:
-    first = call.get(1, "dim0", "axis0")
-    return _swap(c, _first(c, call), first, call.get(2, "dim1", "axis1"))
-
-
-def _t(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    rank = len((c.shape(source) if source is not None else None) or ())
-    return _swap(c, source, 0, 1) if rank == 2 else _same(c, source) if source else None
-
-
-def _attribute_t(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
+    The operation runs on a tensor of these sizes, which has no data.
+    """
+    source, node = _first(c, call), call.node
     shape = c.shape(source) if source is not None else None
-    return None if shape is None else _ordered(c, source, list(range(len(shape)))[::-1])
-
-
-def _attribute_mt(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    shape = c.shape(source) if source is not None else None
-    if shape is None or len(shape) < 2:
+    if source is None or shape is None or len(shape) > len(_DIFFERENT):
         return None
-    return _swap(c, source, len(shape) - 2, len(shape) - 1)
+    sizes = _DIFFERENT[: len(shape)]
+    with _disable_current_modes():
+        probe = torch.empty(sizes, device="meta")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)
+        if node.op == "call_method":
+            turned = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            turned = node.target(*args, **kwargs)  # type: ignore[operator]
+    order = [sizes.index(size) for size in turned.shape]
+    return source, views.permute(views.identity(shape), order)
 
 
-def _movedim(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    shape = c.shape(source) if source is not None else None
-    from_, to = call.get(1, "source"), call.get(2, "destination")
-    if shape is None or from_ is None or to is None:
-        return None
-    from_ = [from_] if isinstance(from_, int) else list(from_)
-    to = [to] if isinstance(to, int) else list(to)
-    rank = len(shape)
-    order: list[int | None] = [None] * rank
-    for a, b in zip(from_, to, strict=True):
-        order[b % rank] = a % rank
-    rest = iter(d for d in range(rank) if d not in {a % rank for a in from_})
-    return _ordered(c, source, [next(rest) if d is None else d for d in order])
+_DIFFERENT = (2, 3, 5, 7, 11, 13, 17, 19)
+_TURNED = (
+    "permute", "permute_copy", "transpose", "transpose_copy", "t", "t_copy", "T", "mT", "mH",
+    "movedim",
+)  # fmt: skip
 
 
 def _getattr(c: Canonical, call: Call) -> Result:
     name = call.get(1, "name")
-    readers: dict[str, Handler] = {
-        "T": _attribute_t,
-        "mT": _attribute_mt,
-        "H": _attribute_mt,
-        "mH": _attribute_mt,
-        "data": _detach,
-    }
-    reader = readers.get(name) if isinstance(name, str) else None
-    return None if reader is None else reader(c, call)
+    if name == "data":
+        return _detach(c, call)
+    return _turned(c, call) if name in ("T", "mT", "H", "mH") else None
 
 
 def _expand(c: Canonical, call: Call) -> Result:
@@ -427,13 +386,7 @@ TABLE: dict[str, Handler] = {
         ),
         _regroup,
     ),
-    **dict.fromkeys(("permute", "permute_copy"), _permute),
-    **dict.fromkeys(("transpose", "transpose_copy"), _transpose),
-    **dict.fromkeys(("t", "t_copy"), _t),
-    "T": _attribute_t,
-    "mT": _attribute_mt,
-    "mH": _attribute_mt,
-    "movedim": _movedim,
+    **dict.fromkeys(_TURNED, _turned),
     "getattr": _getattr,
     "getitem": _getitem,
     "slice": _slice,

@@ -180,15 +180,6 @@ class Call:
                 return self.kwargs[name]
         return default
 
-    def ints(self, position: int, *names: str) -> list[Any]:
-        """Return integers passed as one sequence or spread over the remaining positions."""
-        value = self.get(position, *names)
-        if value is None:
-            return []
-        if isinstance(value, (tuple, list)):
-            return list(value)
-        return list(self.args[position:]) if position < len(self.args) else [value]
-
 
 def _signature(target: Any) -> tuple[str, ...] | None:
     """Return the parameter names of a Python function, None where it has no signature to read."""
