@@ -35,7 +35,7 @@ from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.errors import TO_MEND, UnknownNameError
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
-from nmm_compiler.ops.lower import fitting, lower, op_name, tokens, too_large
+from nmm_compiler.ops.lower import fitting, graph_call, lower, op_name, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.distributed import local_part
 from nmm_compiler.passes.opportunities import could_bring
@@ -353,10 +353,9 @@ def _kernel_device(work: Compilation) -> torch.device | None:
 
 def _specs(work: Compilation, node: fx.Node) -> list[Any]:
     """Return the specs a call launches: for its token count, or the bucket of a symbolic one."""
-    name = op_name(node.target)
-    assert name is not None
-    args: Any = fx.node.map_arg(node.args, meta_value)
-    m = tokens(args[0], node.kwargs)
+    called = graph_call(node, meta_value)
+    assert called is not None
+    name, args, kwargs, m = called
     options = work.options
     target, ladder = options.target, options.buckets
     static = isinstance(m, int)
@@ -368,7 +367,7 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
         work.notes.append("the token count is symbolic: kernels are built per bucket")
     if count == 0:
         return []
-    lowered = lower(name, args, dict(node.kwargs), count, Tensor.t, lnc=options.lnc)
+    lowered = lower(name, args, kwargs, count, Tensor.t, lnc=options.lnc)
     launches = lowered.launches
     work.notes += filter(None, (too_large(launch.spec, target, options) for launch in launches))
     specs = [launch.spec for launch in fitting(launches, target, options)]
@@ -382,13 +381,13 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
 
 def _backward_specs(work: Compilation, node: fx.Node) -> tuple[list[Any], list[str]]:
     """Return the specs that the call's backward pass launches, and the products by PyTorch."""
-    args: Any = fx.node.map_arg(node.args, meta_value)
-    name, kwargs = str(op_name(node.target)), dict(node.kwargs)
+    called = graph_call(node, meta_value)
+    assert called is not None
 
     def size(one: Any) -> int:
         return one if isinstance(one, int) else _hint(one) or 1
 
-    return backward_specs(name, args, kwargs, work.options, size)
+    return backward_specs(*called[:3], work.options, size)
 
 
 def meta_value(node: fx.Node) -> Any:

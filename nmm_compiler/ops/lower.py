@@ -7,12 +7,12 @@ tensors without data), and the executors, which launch them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.codegen.machine_target import machine_target
@@ -94,6 +94,21 @@ def fitting(
         for launch in launches
         for part in (launch.split() if too_large(launch.spec, target, options) else (launch,))
     )
+
+
+def graph_call(
+    node: fx.Node, value: Callable[[fx.Node], Any]
+) -> tuple[str, Any, dict[str, Any], Any] | None:
+    """Return (op, args, kwargs, tokens) of a node of a graph; None where it calls no op of ours.
+
+    value: of a node that it reads, a tensor without data.
+    """
+    name = op_name(node.target)
+    if name is None:
+        return None
+    given: Any = fx.map_arg((node.args, node.kwargs), value)
+    args, kwargs = given
+    return name, args, kwargs, tokens(args[0], kwargs)
 
 
 def op_name(target: Any) -> str | None:

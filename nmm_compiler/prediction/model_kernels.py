@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from nmm_compiler.errors import ModelError, UnknownNameError
 from nmm_compiler.kernels.base import KernelSpec
@@ -20,8 +20,7 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
-from nmm_compiler.ops.lower import fitting, lower, op_name
-from nmm_compiler.ops.lower import tokens as tokens_of
+from nmm_compiler.ops.lower import fitting, graph_call, lower
 from nmm_compiler.options import DTYPES, FACTOR_SPLITS, LARGEST_BUCKET, Options
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
@@ -96,14 +95,9 @@ def _launched(
             made = rewrite(graph, tuple(inputs), options={"target": target}).graph_module
             values = collect_values(made, inputs)
             for node in made.graph.nodes:
-                name = op_name(node.target)
-                if name is None:
-                    continue
-                given: Any = fx.node.map_arg(node.args, values.__getitem__)
-                named: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
-                m = int(tokens_of(given[0], dict(named)))
-                launches = lower(name, given, dict(named), m, torch.Tensor.t).launches
-                for launch in fitting(launches, target):
+                called = graph_call(node, values.__getitem__)
+                lowered = () if called is None else lower(*called, torch.Tensor.t).launches
+                for launch in fitting(lowered, target):
                     yield launch.spec, target
 
 

@@ -24,7 +24,7 @@ from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.ops.launches import dtype_name
-from nmm_compiler.ops.lower import lower, op_name, tokens
+from nmm_compiler.ops.lower import graph_call, lower, op_name
 from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, Product, Scale, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
@@ -192,12 +192,9 @@ class _Walk:
         return False
 
     def _our_call(self, node: fx.Node) -> None:
-        values: Any = fx.node.map_arg(node.args, lambda n: self.c.values[n])
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: self.c.values[n])
-        name = op_name(node.target)
-        assert name is not None
-        m = int(tokens(values[0], dict(kwargs)))
-        lowered = lower(name, values, dict(kwargs), m, transpose=lambda w: w.t())
+        called = graph_call(node, self.c.values.__getitem__)
+        assert called is not None
+        lowered = lower(*called, transpose=lambda w: w.t())
         specs = tuple(launch.spec for launch in lowered.launches)
         (spec, *others) = specs
         self._add("kernel", node, ways=(specs,), weights=self._weights(node))
