@@ -170,7 +170,6 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
     return CompressionReport(
         method=config.resolved_method,
         allocation=config.allocation,
-        budget=config.budget,
         align=align,
         ratio=config.effective_ratio,
         layers=_carry_out(model, plan, by_name, config, statistics),
@@ -202,13 +201,7 @@ def _prices(
     dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
     first = None if batches is None else batches[0]
     inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
-    by_time = config.budget == "latency"  # what is asked is a share of the closed form's time
-    made = kernel_prices(
-        model, layers, dtype, config.passes, config.target, inputs, config.format, not by_time
-    )
-    if made is None and by_time:
-        raise OptionTypeError("budget", "latency", f"budget='parameters': no kernel has {dtype}")
-    return made
+    return kernel_prices(model, layers, dtype, config.passes, config.target, inputs, config.format)
 
 
 def _without_only_read(

@@ -2,21 +2,17 @@
 
 The allocators of `ranks.py` spend a budget; prices say what their ranks would take. A layer that
 would be slower low-rank than dense stays dense, and the budget is spent again on the others, until
-no layer is slower. With a budget of time the allocator needs one cost a layer, though layers of one
-call share theirs: each is priced beside the ranks that the others would have at the same ratio, and
-what the allocation is asked to save is adapted until the calls, priced as a whole, save enough.
+no layer is slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from nmm_compiler.errors import ModelError
-from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.layer_calls import Rank
 from nmm_compiler.lowrank_models.predicted_time import Prices
 from nmm_compiler.lowrank_models.ranks import (
-    Cost,
     Shape,
     allocate_global,
     allocate_uniform,
@@ -25,7 +21,6 @@ from nmm_compiler.lowrank_models.ranks import (
 
 Ranks = dict[str, Rank]
 Slow = dict[str, str]
-_STEPS, _CLOSE = 12, 1.01
 
 
 def uniform_ranks(
@@ -52,7 +47,7 @@ def global_ranks(
     shapes: Sequence[Shape],
     members: Mapping[str, Sequence[str]],
     losses: Mapping[str, Sequence[float]],
-    config: CompressionConfig,
+    ratio: float,
     align: int,
     prices: Prices | None,
 ) -> tuple[Ranks, Slow]:
@@ -61,35 +56,27 @@ def global_ranks(
     shapes: one for each group of members that gets one rank together. Raises ModelError as
     `uniform_ranks` does.
     """
-    ratio = config.effective_ratio
-    assert ratio is not None
     nominal = {
         name: _nominal(shape, ratio, align) for shape in shapes for name in members[shape.name]
     }
-    judge = None if config.allow_slower else prices
     slow: Slow = {}
     for shape in shapes:
         first = members[shape.name][0]
         ranks = legal_ranks(shape, align)
-        if judge is not None and ranks and all(
-            judge.settled.is_slower(first, rank, nominal) for rank in ranks
+        if prices is not None and ranks and all(
+            prices.settled.is_slower(first, rank, nominal) for rank in ranks
         ):  # fmt: skip
-            slow |= dict.fromkeys(members[shape.name], slow_note(judge.settled, first, nominal))
+            slow |= dict.fromkeys(members[shape.name], slow_note(prices.settled, first, nominal))
     check_left(shapes, align, {s.name: "" for s in shapes if members[s.name][0] in slow}, prices)
 
     def permitted(name: str, rank: int) -> bool:
-        return judge is None or not judge.is_slower(members[name][0], rank, nominal)
+        return prices is None or not prices.is_slower(members[name][0], rank, nominal)
 
     while True:
         left = [shape for shape in shapes if members[shape.name][0] not in slow]
-        if config.budget == "latency":
-            assert prices is not None
-            saving = _Saving(left, members, prices, nominal, align)
-            shared = saving.ranks(losses, ratio, permitted)
-        else:
-            shared = allocate_global(left, losses, ratio, align, permitted=permitted)
+        shared = allocate_global(left, losses, ratio, align, permitted=permitted)
         made: Ranks = {name: shared.get(s.name) for s in shapes for name in members[s.name]}
-        found = found_slower(made, judge)
+        found = found_slower(made, prices)
         if not found:
             return made, slow
         slow |= found
@@ -144,63 +131,3 @@ def _nominal(shape: Shape, ratio: float, align: int) -> Rank:
     ranks = legal_ranks(shape, align)
     ideal = (1 - ratio) * shape.k * shape.n / (shape.k + shape.n)
     return min(ranks, key=lambda rank: abs(rank - ideal), default=None)
-
-
-class _Saving:
-    """Global allocation of a budget of predicted time."""
-
-    def __init__(
-        self,
-        shapes: Sequence[Shape],
-        members: Mapping[str, Sequence[str]],
-        prices: Prices,
-        nominal: Mapping[str, Rank],
-        align: int,
-    ) -> None:
-        self.shapes, self.members, self.prices, self.align = shapes, members, prices, align
-        shares = prices.shares({})
-        self.dense = {s.name: shares[members[s.name][0]][0] for s in shapes}
-        self.costs = {s.name: self._cost(s, nominal) for s in shapes}
-
-    def _cost(self, shape: Shape, nominal: Mapping[str, Rank]) -> Cost:
-        first, own = self.members[shape.name][0], self.dense[shape.name]
-        base = self.prices.at(first, None, nominal)
-        return lambda rank: own + self.prices.at(first, rank, nominal) - base
-
-    def ranks(
-        self,
-        losses: Mapping[str, Sequence[float]],
-        ratio: float,
-        permitted: Callable[[str, int], bool],
-    ) -> Ranks:
-        """Return ranks whose calls save `ratio` of the time of the shapes that have a rank."""
-        usable = [s for s in self.shapes if len(legal_ranks(s, self.align))]
-        total = sum(s.count * self.dense[s.name] for s in usable)
-        wanted, before = ratio * total, self.prices.total_us({})
-        low, high, asked = 0.0, None, wanted
-        best: Ranks | None = None
-        for _ in range(_STEPS):
-            try:
-                share = asked / total if total else 0.0
-                made = allocate_global(
-                    self.shapes, losses, share, self.align, costs=self.costs, permitted=permitted
-                )
-            except ModelError:
-                break
-            each = {name: made.get(s.name) for s in self.shapes for name in self.members[s.name]}
-            saved = before - self.prices.total_us(each)
-            if saved >= wanted * (1 - 1e-9):
-                best, high = made, asked
-                if saved <= wanted * _CLOSE:
-                    return best
-            else:
-                low = asked
-            asked = min(0.999 * total, asked * max(1.02, wanted / saved if saved > 0 else 2.0))
-            if high is not None:
-                asked = (low + high) / 2
-        if best is None:
-            raise ModelError(
-                f"{ratio:g} of the predicted time cannot be saved with ranks that are "
-                f"multiples of align={self.align}; pass a smaller ratio, or a smaller align"
-            )
-        return best

@@ -15,7 +15,6 @@ from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import TARGETS, Values, check_fields, is_positive, is_target_file
 
 METHODS = ("auto", "svd", "whitened", "two-sided")
-BUDGETS = ("parameters", "latency")
 DEFAULT_RATIO = 0.2
 DEFAULT_BRANCH = 32
 """The rank beside a base, where neither ranks nor a ratio are given."""
@@ -54,8 +53,8 @@ class CompressionConfig:
     """How a model is made low-rank: the keywords of `compress`.
 
     ratio: share of the parameters of the selected matrices to remove, in [0, 1); 0.2 where no rank
-        is given either. With budget="latency": share of their predicted time. With base: share of
-        the bytes that they take in 16 bits; what the base leaves of it is spent on branches.
+        is given either. With base: share of the bytes that they take in 16 bits; what the base
+        leaves of it is spent on branches.
     rank: instead of a ratio, one rank for all, or {name pattern: rank} for those matched. With base
         the rank of the branch: 0 for none, and 32 where no ratio is given either.
     base: "mxfp4", "mxfp8", "int4", "fp8", "int8" or another of `kernels/packed_formats.py`: the
@@ -68,7 +67,6 @@ class CompressionConfig:
         gradients, ranks by that loss). "auto" is two-sided with calibration (whitened where ranks
         are given), else svd.
     align: every rank is a multiple of it; None takes 128, or 64 or 32 for models too small for it.
-    budget: what ranks spend: "parameters", or "latency" as the kernels' prices predict it.
     dtype: of the factors; default is the weight's.
     target: hardware that times are predicted for.
     workload: tokens a call, or a mix like {"prefill": (512, 0.2), "decode": (1, 0.8)}, tokens and
@@ -92,7 +90,6 @@ class CompressionConfig:
     exclude: Patterns = None
     method: Annotated[str, Values(names=METHODS)] = "auto"
     align: Annotated[int | None, Values("a positive whole number, or None", is_positive)] = None
-    budget: Annotated[str, Values(names=BUDGETS)] = "parameters"
     dtype: Annotated[
         torch.dtype | None, Values("a floating-point torch.dtype, or None", _is_floating_point)
     ] = None
@@ -125,12 +122,6 @@ class CompressionConfig:
             self.rank.values() if isinstance(self.rank, dict) else (self.rank,)
         ):
             raise OptionTypeError("rank", 0, "at least 1, or base= with it: nothing would be left")
-        if self.base is not None and self.budget == "latency":
-            raise OptionTypeError(
-                "budget", "latency", "budget='parameters' with a base: its kernels have no price"
-            )
-        if self.given_ranks is not None and self.budget == "latency":
-            raise OptionTypeError("budget", "latency", "it with a ratio: given ranks are no budget")
 
     @classmethod
     def make(cls, ratio: object = None, keywords: Mapping[str, Any] | None = None) -> Self:
@@ -175,8 +166,7 @@ class CompressionConfig:
         """How ranks are chosen: "explicit", "uniform" or "global"."""
         if self.given_ranks is not None:
             return "explicit"
-        by_loss = self.calibration is not None or self.budget == "latency" or self.base is not None
-        return "global" if by_loss else "uniform"
+        return "uniform" if self.calibration is None and self.base is None else "global"
 
     @property
     def format(self) -> str | None:

@@ -38,11 +38,11 @@ Losses = dict[str, list[float]]
 def check_meta(config: CompressionConfig, sites: Sequence[Site]) -> None:
     """Raise OptionTypeError where a model without weights is to be judged by its weights."""
     if any(site.weight.is_meta for site in sites) and config.allocation == "global":
-        name = "budget" if config.calibration is None else "calibration"
+        name = "base" if config.calibration is None else "calibration"
         raise OptionTypeError(
             name,
             "given",
-            "neither calibration, budget='latency' nor a ratio with base= for a model on the meta "
+            "neither calibration nor a ratio with base= for a model on the meta "
             "device, which has shapes and no weights",
         )
 
@@ -200,7 +200,7 @@ def make_plan(
                 for name, members in groups.items()
             ]
             named = {name: [site.name for site in members] for name, members in groups.items()}
-            ranks, slow = global_ranks(grouped, named, losses, config, align, prices)
+            ranks, slow = global_ranks(grouped, named, losses, ratio, align, judge)
         layers = [_decided(s, ranks[s.name], align, slow.get(s.name, "")) for s in shapes]
     if prices is not None:
         chosen = {layer.name: layer.rank for layer in layers}

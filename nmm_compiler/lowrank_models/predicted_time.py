@@ -121,21 +121,19 @@ def kernel_prices(
     target: str,
     inputs: Any = None,
     factors: str | None = None,
-    settle: bool = True,
 ) -> Prices | None:
     """Return prices of the kernels that the backend would call; None for a dtype that has none.
 
     inputs: example arguments; None where there are none. Without them, and where the model cannot
     be traced without data, each layer is a call of its own. factors: "fp8" for low-rank layers of
-    such factors. settle: simulate what is decided and printed; else that is the closed form, of
-    small layers too.
+    such factors.
     """
     if dtype not in LowRankSpec.dtypes:
         return None
     chip = machine_target(target)
     fp8 = factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
     groups, note = alone(layers), "each layer as a call of its own"
-    least = _loaded_at_start(chip) / item_bytes(dtype) if settle else 0.0
+    least = _loaded_at_start(chip) / item_bytes(dtype)
     if inputs is None:
         inputs = example_inputs(model)
     if inputs is not None and any(layer.k * layer.n > least for layer in layers):
@@ -160,10 +158,8 @@ def kernel_prices(
             for _, tokens, _ in workload
         )
 
-    settled = None
-    if settle:
-        simulated = functools.partial(of, "simulated")
-        settled = Prices(groups, workload, simulated, note, source="simulated")
+    simulated = functools.partial(of, "simulated")
+    settled = Prices(groups, workload, simulated, note, source="simulated")
     return Prices(groups, workload, functools.partial(of, "closed_form"), note, settled)
 
 

@@ -7,7 +7,7 @@ None (dense), per matrix. The allocation considers only multiples of the tile be
 never dense; its branch may have rank 0.
 
 Global allocation is a multiple-choice knapsack: each matrix offers its ranks and "dense", each with
-a cost (elements, or predicted microseconds) and a loss (the sum of discarded squared singular
+a cost (elements) and a loss (the sum of discarded squared singular
 values). The steps of each matrix's lower convex hull are taken in the order of loss saved per cost,
 which is optimal up to the last step; the rest of the budget is then spent on single upgrades.
 """
@@ -22,9 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nmm_compiler.errors import ModelError
-
-# cost(r) of one product in any unit; r is None for the dense one.
-Cost = Callable[[int | None], float]
 
 ALIGNS = (128, 64, 32)
 _MAX_MOVED = 0.04
@@ -142,15 +139,12 @@ def allocate_global(
     ratio: float,
     align: int,
     *,
-    costs: Mapping[str, Cost] | None = None,
     permitted: Callable[[str, int], bool] | None = None,
 ) -> dict[str, int | None]:
     """Return the ranks that leave the least total loss for at most (1 - ratio) of the dense cost.
 
     losses: per name, the loss of keeping rank 0, 1, 2, ... (what remains of the squared singular
         values), in a unit common to all matrices; dense loses 0.
-    costs: the unit of the budget for each name, such as a prediction of the kernels' latency;
-        default is `Shape.cost`.
     permitted: (name, rank) -> whether the rank may be chosen.
 
     Raises ModelError when no legal ranks fit the budget.
@@ -158,10 +152,9 @@ def allocate_global(
     if ratio == 0:
         return {s.name: None for s in shapes}
     usable = _usable(shapes, align)
-    of = {s.name: costs[s.name] if costs else s.cost for s in usable}
-    dense = sum(s.count * of[s.name](None) for s in usable)
+    dense = sum(s.count * s.cost(None) for s in usable)
     budget = (1 - ratio) * dense
-    tables = {s.name: _choices(s, losses[s.name], align, of[s.name], permitted) for s in usable}
+    tables = {s.name: _choices(s, losses[s.name], align, permitted) for s in usable}
     hulls = {name: _hull(table) for name, table in tables.items()}
     spent = sum(hull[0].cost for hull in hulls.values())
     if spent > budget:
@@ -238,17 +231,18 @@ def _choices(
     shape: Shape,
     losses: Sequence[float],
     align: int,
-    cost: Cost,
     permitted: Callable[[str, int], bool] | None = None,
 ) -> list[_Choice]:
     """Return the choices of a matrix by rising cost, each with less loss than the one before."""
     table = [
-        _Choice(rank, shape.count * cost(rank), float(losses[min(rank, len(losses) - 1)]))
+        _Choice(rank, shape.count * shape.cost(rank), float(losses[min(rank, len(losses) - 1)]))
         for rank in legal_ranks(shape, align)
         if permitted is None or permitted(shape.name, rank)
     ]
     without = None if shape.base is None else 0
-    table.append(_Choice(without, shape.count * cost(without), losses[0] if shape.base else 0.0))
+    table.append(
+        _Choice(without, shape.count * shape.cost(without), losses[0] if shape.base else 0.0)
+    )
     table.sort(key=lambda c: (c.cost, c.loss))
     best: list[_Choice] = []
     for choice in table:

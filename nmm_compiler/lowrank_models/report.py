@@ -114,8 +114,7 @@ class LayerReport(Record):
 class CompressionReport(Shown, Record):
     """The result of `compress`.
 
-    ratio: the share of parameters (or of predicted time, by `budget`) asked to be removed, None
-        when ranks were given;
+    ratio: the share of parameters asked to be removed, None when ranks were given;
     `achieved_ratio` is over the same matrices: those listed in `layers` that are `counted`.
     model_parameters_before / _after: of the whole model, tied parameters once.
     target: what times are predicted for, "" by a cost= of the caller's.
@@ -130,7 +129,6 @@ class CompressionReport(Shown, Record):
 
     method: str
     allocation: str
-    budget: str
     align: int
     ratio: float | None
     layers: tuple[LayerReport, ...]
@@ -217,8 +215,6 @@ class CompressionReport(Shown, Record):
     def summary(self) -> str:
         """Return one line: the ratio asked for and reached, ranks and errors."""
         asked = "explicit ranks" if self.ratio is None else f"ratio {self.ratio:g} asked"
-        if self.budget == "latency":
-            asked = f"{self.ratio:g} of the predicted time asked"
         stored = f", base of {self.base}" if self.base else ""
         stored += f", factors of {self.factors}" if self.factors else ""
         what = "bytes in 16 bits" if self.base else "parameters"

@@ -225,7 +225,6 @@ def test_dtype_training_mode_and_gradients_carry_over():
         ({"rank": {"qq": 4}}, ModelError, "'qq' matches none"),
         ({"method": "whitend"}, UnknownNameError, "did you mean 'whitened'"),
         ({"method": "whitened"}, OptionTypeError, "calibration="),
-        ({"budget": "latncy"}, UnknownNameError, "did you mean 'latency'"),
         ({"sequential": True}, UnknownNameError, "unknown option 'sequential'"),
         ({"align": 0}, OptionTypeError, "align"),
         ({"dtype": torch.int8}, OptionTypeError, "dtype"),

@@ -32,7 +32,7 @@ def test_a_method_means_the_same_with_batches_and_with_statistics():
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        ("rank", 4), ("method", "auto"), ("align", 8), ("budget", "parameters"),
+        ("rank", 4), ("method", "auto"), ("align", 8),
         ("calibration", None), ("include", "q"),
     ],
 )  # fmt: skip
@@ -61,7 +61,6 @@ def test_patterns_that_match_nothing_are_refused(arguments, text):
         ({"include": "re:("}, "valid expression"),
         ({"method": "whitened"}, "calibration= with it"),
         ({"method": "svd", "calibration": tokens(1)}, "calibration= with it"),
-        ({"rank": 4, "budget": "latency"}, "given ranks are no budget"),
     ],
 )
 def test_arguments_that_would_be_dropped_are_refused(arguments, text):
@@ -161,7 +160,7 @@ def test_explain_and_compress_agree_on_a_tied_head(tied):
 WRONG = {
     "ratio": ["0.2", True], "rank": [True, "4", {"q": 2.0}], "include": [3], "exclude": [3],
     "method": [3, "svdd"], "align": [4.0, True, 0], "dtype": ["bfloat16", torch.int8],
-    "budget": [0, "time"], "target": ["bogus", 2], "allow_slower": ["yes", 1],
+    "target": ["bogus", 2], "allow_slower": ["yes", 1],
     "workload": [0, 512.0, True, {"prefill": 512}], "factors": ["fp4", 8], "base": ["fp4", 8],
 }  # fmt: skip
 

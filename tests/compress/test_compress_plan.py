@@ -17,7 +17,6 @@ from nmm_compiler.lowrank_models.select import Site
     [
         ({}, ("svd", "uniform")),
         ({"calibration": []}, ("two-sided", "global")),
-        ({"budget": "latency"}, ("svd", "global")),
         ({"calibration": [], "method": "whitened"}, ("whitened", "global")),
         ({"rank": 4}, ("svd", "explicit")),
         ({"rank": 4, "calibration": []}, ("whitened", "explicit")),

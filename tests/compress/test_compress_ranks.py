@@ -134,19 +134,6 @@ def test_global_ranks_beat_uniform_ones_where_matrices_differ():
     assert total < 0.1 * sum(losses[s.name][uniform[s.name]] for s in shapes)
 
 
-def test_a_latency_budget_follows_the_cost_model():
-    def cost(rank):
-        """Latency in steps of whole 128-tiles; below rank 128 nothing is gained."""
-        return float(1024 * 1024 if rank is None else -(-rank // 128) * 128 * 2048)
-
-    shapes = [Shape("a", 1024, 1024), Shape("b", 1024, 1024)]
-    losses = {s.name: tails(i, 1024) for i, s in enumerate(shapes)}
-    ranks = allocate_global(shapes, losses, 0.5, 32, costs={s.name: cost for s in shapes})
-    assert all(rank % 128 == 0 for rank in ranks.values() if rank is not None)
-    spent = sum(cost(ranks[s.name]) for s in shapes)
-    assert spent <= 0.5 * sum(s.cost(None) for s in shapes)
-
-
 def test_what_no_aligned_rank_can_meet_is_refused_with_a_way_out():
     with pytest.raises(ModelError, match=r"align=32 .*mlp \[48, 48\].*ranks up to 23.*align=4"):
         allocate_uniform([Shape("mlp", 48, 48)], 0.2, 32)

@@ -10,9 +10,7 @@ from typer.testing import CliRunner
 from nmm_compiler.cli import compress as command
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.layer_calls import call_us
 from nmm_compiler.lowrank_models.report import CompressionReport
-from nmm_compiler.targets import get
 
 
 def test_reports_survive_json():
@@ -109,17 +107,3 @@ def test_text_for_a_causal_model_is_one_stream(tmp_path, monkeypatch):
     assert bytes(ids.flatten().tolist()) == b"abc\ndefgh\nij"
     with pytest.raises(ModelError, match="tokenizer"):
         command.read_batches(path, None, ToyForCausalLM())
-
-
-def test_the_kernels_cost_model_drives_a_latency_budget():
-    def cost(rank):
-        return call_us("lowrank", ((1024, 1024, rank),), "identity", 128, "float32", get("trn2"))
-
-    assert 0 < cost(128) < cost(None)
-    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
-    report = compress(model, 0.3, budget="latency", workload=128, align=128)
-    (timed,) = report.workload
-    assert timed.dense_us == pytest.approx(2 * cost(None))
-    assert timed.us <= 0.7 * timed.dense_us
-    assert report.compressed
-    assert "of the predicted time" in report.summary()
