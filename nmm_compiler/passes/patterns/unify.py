@@ -163,49 +163,39 @@ def readings(
 ) -> list[dict[str, int]]:
     """Return the ranks of parameters that a pattern may be read with, matrices first.
 
-    given: ranks that the user states. Raises BrokenRuleError where no ranks let the function run.
+    A parameter that a product of the first reading reads has that rank in all of them. given: ranks
+    that the user states. Raises BrokenRuleError where no ranks let the function run.
     """
     free = [name for name in parameters.tensors if name not in given]
+    choices = sorted(itertools.product(_RANKS, repeat=len(free)), key=sum, reverse=True)
+    fixed: dict[str, int] = {}
+    found: list[dict[str, int]] = []
     error: Exception | None = None
-    for vectors in itertools.chain.from_iterable(
-        itertools.combinations(free, count) for count in range(len(free) + 1)
-    ):
-        ranks = {name: 1 if name in vectors else 2 for name in free} | dict(given)
+    for choice in choices:
+        ranks = {**dict(zip(free, choice, strict=True)), **given}
+        if not fixed.items() <= ranks.items():
+            continue
         try:
             pattern = read_pattern(function, parameters, ranks, torch.float32)
-        except BrokenRuleError:
-            raise
-        except Exception as failed:  # the function does not take these ranks: try others
+        except Exception as failed:  # ranks that the function does not take are no reading of it
+            if isinstance(failed, BrokenRuleError) and not found:
+                raise
             error = error or failed
             continue
-        fixed = {*given, *_in_products(pattern)}
-        return list(_variants(function, parameters, ranks, fixed))
-    raise unreadable_pattern(function, f"it runs on no matrices and vectors: {error}")
+        fixed = fixed or {name: ranks[name] for name in _in_products(pattern)}
+        found.append(ranks)
+    if not found:
+        raise unreadable_pattern(function, f"it runs on no matrices and vectors: {error}")
+    return found
 
 
 def _in_products(pattern: Pattern) -> Iterator[str]:
     """Yield the parameters that a product reads."""
     for form in pattern.c.forms.values():
-        if isinstance(form, Product):
-            for side in (form.lhs, form.rhs):
-                base = pattern.c.base(side)[0]
-                if base in pattern.names:
-                    yield pattern.names[base]
-
-
-def _variants(
-    function: Callable[..., Any], parameters: Parameters, ranks: dict[str, int], fixed: set[str]
-) -> Iterator[dict[str, int]]:
-    yield ranks
-    free = [name for name in parameters.tensors if name not in fixed]
-    for choice in itertools.product(_RANKS, repeat=len(free)):
-        variant = ranks | dict(zip(free, choice, strict=True))
-        try:
-            read_pattern(function, parameters, variant, torch.float32)
-        except Exception:  # ranks that the function does not take are no reading of it
-            variant = ranks
-        if variant != ranks:
-            yield variant
+        for side in (form.lhs, form.rhs) if isinstance(form, Product) else ():
+            base = pattern.c.base(side)[0]
+            if base in pattern.names:
+                yield pattern.names[base]
 
 
 @dataclass(frozen=True)
