@@ -27,6 +27,7 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
     Result,
     Scale,
+    Virtual,
     owner_of,
 )
 from nmm_compiler.passes.graph.constant_values import constant_value
@@ -37,7 +38,7 @@ K, M, N, BATCH = 0, 1, 2, 10
 
 
 def _is_tensor(c: Canonical, value: Any) -> bool:
-    return isinstance(value, fx.Node) and c.shape(value) is not None
+    return isinstance(value, (fx.Node, Virtual)) and c.shape(value) is not None
 
 
 def _number(value: Any) -> bool:
@@ -73,17 +74,12 @@ def _linear(c: Canonical, call: Call) -> Result:
     x, w, bias = call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias")
     if not _is_tensor(c, x) or not _is_tensor(c, w):
         return None
-    return linear_form(c, call.node, x, w, bias)
-
-
-def linear_form(c: Canonical, node: fx.Node, x: Key, w: Key, bias: Key | None) -> Result:
-    """Return x w^T + bias, for a weight stored [outputs, inputs]."""
     shape = c.shape(x) or ()
     if len(c.shape(w) or ()) != 2 or not shape:
         return None
     tokens = tuple(BATCH + i for i in range(len(shape) - 1))
     result = Product(x, w, (*tokens, K), (N, K), (*tokens, N))
-    return with_addend(c, node, result, bias)
+    return with_addend(c, call.node, result, bias)
 
 
 def with_addend(
@@ -338,7 +334,7 @@ def _all(value: Any, wanted: int) -> bool:
     return all(entry == wanted for entry in entries)
 
 
-def pointwise_convolution(
+def _pointwise_convolution(
     c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any, transposed: bool = False
 ) -> Result:
     """Return a convolution whose kernel has one element as a product over channels.
@@ -381,7 +377,7 @@ def _convolution(c: Canonical, call: Call) -> Result:
         groups = call.get(6, "groups", default=1)
     if not plain or groups != 1:
         return None
-    return pointwise_convolution(c, call.node, x, w, bias, transposed)
+    return _pointwise_convolution(c, call.node, x, w, bias, transposed)
 
 
 def _inner(c: Canonical, call: Call) -> Result:

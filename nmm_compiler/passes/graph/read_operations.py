@@ -28,12 +28,11 @@ from nmm_compiler.passes.graph.canonical import (
     Result,
     Scale,
     Softmax,
+    Virtual,
 )
 from nmm_compiler.passes.graph.contractions import (
     CONTRACTIONS,
     DECOMPOSED,
-    linear_form,
-    pointwise_convolution,
     spread_product,
 )
 from nmm_compiler.passes.graph.distributed import DISTRIBUTED
@@ -352,7 +351,7 @@ def _norm(c: Canonical, call: Call) -> Result:
     gain, bias = call.get(2, "weight"), call.get(3, "bias") if layer else None
     eps = call.get(4 if layer else 3, "eps", default=1e-5 if layer else None)
     eps = torch.finfo(dtype).eps if eps is None else eps
-    gain, bias = (t if isinstance(t, fx.Node) else None for t in (gain, bias))
+    gain, bias = (t if isinstance(t, (fx.Node, Virtual)) else None for t in (gain, bias))
     return Norm(source, "layer" if layer else "rms", gain, bias, eps if _number(eps) else None)
 
 
@@ -420,53 +419,46 @@ TABLE: dict[str, Handler] = {
 }
 
 
-_ACTIVATION_MODULES = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+# What a called module computes: a function of the table, with these of its attributes by keyword.
+_MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
+    nn.Linear: ("linear", ("weight", "bias")),
+    **dict.fromkeys(
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        ("conv2d", ("weight", "bias", "stride", "padding", "groups")),
+    ),
+    nn.Identity: ("alias", ()),
+    **dict.fromkeys(
+        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+        ("dropout", ("p", "training")),
+    ),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten), ("flatten", ())),
+    nn.ReLU: ("relu", ()),
+    nn.SiLU: ("silu", ()),
+    nn.Sigmoid: ("sigmoid", ()),
+    nn.Tanh: ("tanh", ()),
+    nn.GELU: ("gelu", ("approximate",)),
+    nn.RMSNorm: ("rms_norm", ("normalized_shape", "weight", "eps")),
+    nn.LayerNorm: ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
+}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
     """Return the form of a called module; None for hooks, subclasses and all other modules."""
     source = node.args[0] if len(node.args) == 1 else node.kwargs.get("input")
-    if not isinstance(module, nn.Module) or not isinstance(source, fx.Node):
+    if type(module) not in _MODULES or getattr(module, "inplace", False):
         return None
-    if any(getattr(module, hooks) for hooks in _HOOKS) or c.shape(source) is None:
+    if any(getattr(module, hooks) for hooks in _HOOKS):
         return None
-    kind = type(module)
-    shape, out = c.shape(source) or (), c.shape(node) or ()
-    if kind is nn.Linear:
-        weight, bias = _own(c, node, module, "weight"), _own(c, node, module, "bias")
-        return None if weight is None else linear_form(c, node, source, weight, bias)
-    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        return _convolution_module(c, node, module, source)
-    if kind is nn.Identity or (kind in _DROPOUTS and (not module.training or module.p == 0)):
-        return (source, views.identity(shape)) if shape == out else None
-    if kind in (nn.Flatten, nn.Unflatten):
-        dims = views.reshape(views.identity(shape), out)
-        return None if dims is None else (source, dims)
-    if kind in _ACTIVATION_MODULES and not getattr(module, "inplace", False):
-        return Activation(source, _ACTIVATION_MODULES[kind])
-    if kind is nn.GELU:
-        return Activation(source, "gelu_tanh" if module.approximate == "tanh" else "gelu")
-    if isinstance(module, (nn.RMSNorm, nn.LayerNorm)) and len(module.normalized_shape) == 1:
-        weight, bias = (_own(c, node, module, name) for name in ("weight", "bias"))
-        dtype = c.dtype(source)
-        eps = torch.finfo(dtype).eps if module.eps is None and dtype is not None else module.eps
-        return Norm(source, "rms" if kind is nn.RMSNorm else "layer", weight, bias, eps)
-    return None
+    name, attributes = _MODULES[type(module)]
+    call = Call(node, name)
+    call.args, call.kwargs = (source,), {a: _own(c, node, module, a) for a in attributes}
+    return TABLE[name](c, call)
 
 
 def _own(c: Canonical, node: fx.Node, module: nn.Module, name: str) -> Any:
     # A parametrized weight (weight_norm) is computed on access, so it is no parameter.
+    if name not in ("weight", "bias"):
+        return getattr(module, name)
     value = module._parameters.get(name)
     return None if value is None else c.attribute(node, name, value)
-
-
-def _convolution_module(c: Canonical, node: fx.Node, module: Any, source: fx.Node) -> Result:
-    plain = all(s == 1 for s in module.stride) and module.groups == 1
-    padding = module.padding
-    none = padding in ("same", "valid") or all(p == 0 for p in padding)
-    weight = _own(c, node, module, "weight")
-    if not plain or not none or weight is None:
-        return None
-    return pointwise_convolution(c, node, source, weight, _own(c, node, module, "bias"))
