@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import rewrite_gallery as gallery
@@ -13,6 +14,7 @@ import rewrite_gallery as gallery
 import nmm_compiler as nmm
 from nmm_compiler.errors import ModelError, UnknownNameError
 from nmm_compiler.passes.faults import literal
+from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.pipeline import run
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +126,14 @@ def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch):
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_code_that_passed_dynamos_limit_of_recompiles_still_has_graphs():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    compiled = torch.compile(Scaled(), backend="eager", dynamic=False)
+    for size in range(1, 12):
+        compiled(torch.ones(size))
+    assert len(all_graphs(Scaled(), (torch.ones(2),), {})) == 1

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo import convert_frame, eval_frame
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -167,6 +169,9 @@ def all_graphs(
     # compiled, eight times would seem to have no graph.
     limits = {"recompile_limit": _NO_LIMIT, "accumulated_recompile_limit": _NO_LIMIT}
     others = set(_compiled()) - set(_TRACED)
+    # Code that once passed the limits is marked: Dynamo only runs it from then on.
+    for code in others:
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
     try:
         with torch.no_grad(), torch._dynamo.config.patch(limits):
             torch.compile(model, backend=collect, dynamic=False)(*args, **kwargs)
