@@ -26,7 +26,7 @@ from torch import nn
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.memory import available_bytes, check_fits
-from nmm_compiler.lowrank_models.moments import SecondMoment
+from nmm_compiler.lowrank_models.moments import SecondMoment, is_finite
 from nmm_compiler.lowrank_models.probe import unwatch_reads, watch_reads
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.select import Site
@@ -220,7 +220,7 @@ class Collector:
 
     def _rows(self, x: torch.Tensor, what: str) -> torch.Tensor:
         rows = rows_of(x.detach(), self._mask)
-        if not torch.isfinite(rows).all():
+        if not is_finite(rows):
             raise ModelError(
                 f"{what} has NaN or infinite elements in calibration batch {self._index}; "
                 "check that batch, or run calibration in a wider dtype"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from nmm_compiler.errors import ModelError
-from nmm_compiler.lowrank_models.moments import Moment, Moments, blocks, product
+from nmm_compiler.lowrank_models.moments import Moment, Moments, blocks, is_finite, product
 from nmm_compiler.lowrank_models.one_thread import eigh, eigvalsh
 
 # The Cholesky factor is taken where its least pivot is at least this share of the largest: rounding
@@ -169,8 +169,7 @@ def balance(
 
 def check_finite(weight: torch.Tensor, name: str) -> None:
     """Raise ModelError, naming the matrix, for a weight with NaN or infinite elements."""
-    # Least and greatest element, not isfinite(): that makes copies of the weight.
-    if weight.numel() and not torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all():
+    if not is_finite(weight.detach()):
         raise ModelError(
             f"the weight of {name} {list(weight.shape)} has NaN or infinite elements and cannot be "
             "factorized; repair it, or name it in exclude="
