@@ -149,28 +149,27 @@ def _is_stored(model: nn.Module, name: str, guard: torch.Tensor) -> bool:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Raise FileError when transformers has not found a factor and has initialized it.
+    """Raise FileError when transformers has not found a factor or a base and has initialized it.
 
-    transformers 5 marks each parameter that it has loaded; earlier ones leave no trace.
+    transformers 5 marks each tensor that it has loaded; earlier ones leave no trace.
     """
     if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
         return
-    for name, layer in lowrank_layers(model).items():
-        for part, linear in (("down", layer.down), ("up", layer.up)):
-            if linear.weight.is_meta:
-                raise FileError(f"the weights have no {name}.{part}; copy the directory again")
-            for kind, parameter in linear.named_parameters():
-                if not getattr(parameter, "_is_hf_initialized", False):
-                    raise FileError(
-                        f"the weights have no {name}.{part}.{kind} [{_shape(parameter)}], which "
-                        "the saved config's ranks ask for; the files are incomplete or of another "
-                        "save: copy the whole directory again"
-                    )
-                if not parameter.is_floating_point():
-                    raise FileError(
-                        f"the weights have {name}.{part}.{kind} as {parameter.dtype}, which is no "
-                        "floating-point type; copy the whole directory again"
-                    )
+    for name, layer in (lowrank_layers(model) | quantized_layers(model)).items():
+        for key, tensor in layer.state_dict(keep_vars=True).items():
+            if tensor.is_meta:
+                raise FileError(f"the weights have no {name}.{key}; copy the directory again")
+            if not getattr(tensor, "_is_hf_initialized", False):
+                raise FileError(
+                    f"the weights have no {name}.{key} [{_shape(tensor)}], which the saved "
+                    "config's ranks and bases ask for; the files are incomplete or of another "
+                    "save: copy the whole directory again"
+                )
+            if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+                raise FileError(
+                    f"the weights have {name}.{key} as {tensor.dtype}, which is no "
+                    "floating-point type; copy the whole directory again"
+                )
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -1,6 +1,7 @@
 """Weights of few bits with a low-rank branch: errors, bytes, ranks, saving, and what is refused."""
 
 import copy
+import re
 import types
 
 import pytest
@@ -9,7 +10,13 @@ from compress_models import stack, tokens
 from torch import nn
 
 import nmm_compiler as nmm
-from nmm_compiler.errors import ModelError, OptionTypeError, ShapeError, UnknownNameError
+from nmm_compiler.errors import (
+    FileError,
+    ModelError,
+    OptionTypeError,
+    ShapeError,
+    UnknownNameError,
+)
 from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
 from nmm_compiler.lowrank_models import hf
 from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
@@ -268,3 +275,18 @@ def test_packed_weights_are_refused_where_nothing_cuts_or_reads_them(base):
     else:
         with pytest.raises(ModelError, match=r"mxfp4 weights .* which no kernel here reads"):
             nmm.predict(model, price="closed_form")
+
+
+@pytest.mark.parametrize(("key", "rank"), [("base.values", 8), ("down.weight", 8), ("scale", 0)])
+def test_a_base_that_the_files_lack_is_an_error_and_not_zeros(key, rank, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    transformers = pytest.importorskip("transformers")
+    model = small()
+    compress(model, base="mxfp4", rank=rank)
+    hf.save(model, tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    name = next(name for name in model.state_dict() if name.endswith(f"proj.{key}"))
+    save_file({k: v for k, v in load_file(file).items() if k != name}, file, {"format": "pt"})
+    with pytest.raises(FileError, match=f"the weights have no {re.escape(name)}"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
