@@ -36,8 +36,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 """What a whole model computes in."""
 WEIGHTS = (*DTYPES, "float8_e4m3", "int8")
 """Formats of a model's stored matrices."""
-FACTORS = ("int8", "fp8", "float8_e4m3")
-"""Formats that factors are rounded to; the last two are one."""
+FACTORS = ("int8", "fp8", "float8_e4m3", "mxfp8")
+"""Formats that factors are rounded to; the second and third are one."""
 FACTOR_SPLITS = ("row", "rank")
 """How factors are cut for the cores that share a model."""
 CACHE_MODES = ("off", "ro", "rw", "require")

@@ -33,7 +33,18 @@ def compress(
         float | None, values.option(values.share, "SHARE", "share of parameters to remove")
     ] = None,
     rank: Annotated[
-        int | None, values.option(values.size, "SIZE", "one rank for all, instead of --ratio")
+        int | None,
+        typer.Option(
+            metavar="SIZE", min=0, help="one rank for all, instead of --ratio; 0: the base alone"
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        values.choice_option(
+            "format",
+            "nmm_compiler.kernels.packed_formats:FORMATS",
+            "round the weights to mxfp4, fp8, int4, ...; factors mend what that loses",
+        ),
     ] = None,
     text: Annotated[
         Path | None,
@@ -44,7 +55,9 @@ def compress(
     factors: Annotated[
         str | None,
         values.choice_option(
-            "format", "nmm_compiler.options:FACTORS", "round the factors to float8_e4m3 or int8"
+            "format",
+            "nmm_compiler.options:FACTORS",
+            "round the factors: fp8, int8, or mxfp8 beside an MX base",
         ),
     ] = None,
     recover_steps: Annotated[
@@ -66,13 +79,15 @@ def compress(
 
     settings: dict[str, Any] = {
         "ratio": ratio, "rank": rank, "include": include or None, "exclude": exclude or None,
-        "target": target, "factors": factors,
+        "target": target, "factors": factors, "base": base,
     }  # fmt: skip
     CompressionConfig.make(None, {**settings, "calibration": text})
     if factors and recover_steps:
         raise OptionTypeError(
             "factors", factors, "it without --recover: rounded factors are not trained"
         )
+    if base and recover_steps:
+        raise OptionTypeError("base", base, "it without --recover: a base is not trained")
     if recover_steps and text is None:
         raise ModelError("--recover needs text to train on; pass --text FILE")
     with steps(f"loading {model}"):

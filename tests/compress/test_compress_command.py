@@ -57,6 +57,18 @@ def test_one_rank_for_all_and_a_file_in_the_way(saved_llama, tmp_path):
     assert "this is a file" in CliRunner().invoke(app(), line).output
 
 
+def test_a_base_and_its_branch_are_written_with_their_bytes(saved_llama, tmp_path):
+    for rank in ("0", "32"):
+        out = tmp_path / rank
+        line = [str(saved_llama), str(out), "--base", "mxfp4", "--rank", rank, "--include", "mlp"]
+        assert CliRunner().invoke(app(), [*line, "--factors", "mxfp8"]).exit_code == 0
+        report = json.loads((out / "compression.json").read_text())["compression"]
+        assert {layer["base"] for layer in report["layers"]} == {"mxfp4"}
+        base = 128 * 352 * 17 // 32
+        branch = int(rank) * (128 + 352) * 33 // 32
+        assert {layer["bytes"] for layer in report["layers"]} == {base + branch}
+
+
 def test_a_pickle_is_never_executed(saved_llama, tmp_path):
     class Payload:
         def __reduce__(self):
