@@ -193,7 +193,8 @@ def _plan(model: str, ratios: Sequence[float], target: str) -> str:
     """Return the plan of a larger model whose MLPs become low-rank."""
     from nmm_compiler.prediction.plan import plan
 
-    return str(plan(model, targets=[target], ratios=ratios, include=["mlp"], jobs=1))
+    forms = ["bf16", *(f"lowrank:{ratio:g}" for ratio in ratios)]
+    return str(plan(model, targets=[target], forms=forms, include=["mlp"], jobs=1))
 
 
 def _prove(spec: Any, target: str) -> Proof:

@@ -10,15 +10,21 @@ import typer
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, write_html
+from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
 
 
 def plan(
     model: values.Model,
     target: values.Targets = ("trn2",),
+    forms: Annotated[
+        Sequence[str] | None,
+        values.listed(str, "FORMS", "of the weights: bf16, fp8, lowrank:0.2, mxfp4+64, ..."),
+    ] = None,
     ratio: Annotated[
-        Sequence[float], values.listed(values.share, "SHARES", "shares of the parameters")
-    ] = (0.1, 0.2),
+        Sequence[float] | None,
+        values.listed(values.share, "SHARES", "low rank alone, instead of --forms"),
+    ] = None,
     batch: Annotated[Sequence[int], values.listed(values.size, "SIZES", "sequences at once")] = (
         1,
     ),
@@ -63,22 +69,27 @@ def plan(
     as_json: values.AsJson = False,
     html: values.Html = None,
 ) -> None:
-    """Predict a model's latency, dense and low-rank, without weights or a device.
+    """Predict a model's latency in each form of its weights, without weights or a device.
 
-    Example: nmm plan llama-3.2-1b --target trn2,trn3 --ratio 0.1,0.2 --batch 1,8 --tp 1,4
+    Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+64
     """
     from nmm_compiler.cli import models
+    from nmm_compiler.prediction.forms import DEFAULT
     from nmm_compiler.prediction.measured import read_measured
     from nmm_compiler.prediction.plan import plan as run
 
     models.require_transformers("a model without its weights")
+    if forms and ratio:
+        raise OptionTypeError("ratio", ratio, "it as a form, e.g. --forms bf16,lowrank:0.2")
+    low_rank = ratio or ((0.2,) if weights else ())
+    chosen = forms or (["bf16", *(f"lowrank:{one:g}" for one in low_rank)] if low_rank else DEFAULT)
 
     own = None if measured is None else read_measured(measured.read_text(), str(measured))
     with steps(f"reading {model}") as step:
         planned = run(
             models.described(model),
             targets=target,
-            ratios=ratio,
+            forms=chosen,
             batches=batch,
             prompts=prompt,
             contexts=context,

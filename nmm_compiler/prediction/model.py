@@ -23,6 +23,7 @@ from nmm_compiler.report.shown import Shown
 # 16,384 tokens in the cache took up to 1.54 times as long on trn1, others up to 1.28. First tokens
 # of published systems took up to 5.7 times as long: they reach 13 to 42 % of the peak rate there,
 # and the prediction has our kernels in their place.
+_DTYPES = {"bfloat16": "bf16", "float8_e4m3": "fp8"}
 BANDS = {"decode": (-0.3, 0.55), "prefill": (-0.1, 4.7), "pass": (-0.1, 4.7)}
 
 
@@ -76,6 +77,14 @@ class ModelPrediction(Shown, Record):
     def told_apart(self) -> bool:
         """Whether some phase differs from dense by more than the error of the prices."""
         return any(told_apart(gain, ERRORS[self.price]) for gain in self.gain.values())
+
+    @property
+    def form(self) -> str:
+        """What the weights are, as `forms.py` names it."""
+        stored = _DTYPES.get(self.weights, self.weights)
+        if self.ratio is None:
+            return stored
+        return f"lowrank:{self.ratio:g}" + (f" {stored}" if self.weights != self.dtype else "")
 
     def phase(self, name: str) -> Phase | None:
         """Return a phase by name."""

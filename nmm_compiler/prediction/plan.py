@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,14 @@ from nmm_compiler.kernels.base import CORES, KernelSpec
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.prediction.changes import Change, changes
 from nmm_compiler.prediction.changes import settings as changed_settings
+from nmm_compiler.prediction.forms import (
+    DEFAULT,
+    Form,
+    keeps_quality,
+    notes_on,
+    quality_of,
+    read_form,
+)
 from nmm_compiler.prediction.measured import Difference, Measured, differences, verdict
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.phase import Phase
@@ -33,6 +42,8 @@ from nmm_compiler.report.charts import gain_bars
 from nmm_compiler.report.headline import told_apart
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
+
+DENSE = read_form("bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +73,11 @@ class Plan(Shown, Record):
         return best if best is not None and pays(_gain(best)) else None
 
     def verdict(self) -> list[str]:
-        """Return sentences: which setting pays most, in which layers, on which targets, or that
-        none pays."""
+        """Return sentences: which form each target is to take; or of forms that are all low rank,
+        which setting pays most, in which layers, on which targets, or that none pays."""
+        said = self._by_form()
+        if said:
+            return [*said, *map(str, self.ways_out)]
         best = self.best
         low = [p for p in self.predictions if p.gain]
         if not low:
@@ -96,23 +110,76 @@ class Plan(Shown, Record):
             said.append(f"slower than dense: {_setting(worst)}, {_gain(worst):.2f}x")
         return [*said, *map(str, self.ways_out)]
 
+    def _by_form(self) -> list[str]:
+        """Return which form each target is to take, and what the others do; empty where only dense
+        and low-rank models of one dtype were asked for."""
+        if len({p.weights for p in self.predictions}) < 2:
+            return []
+        return [self._said_of(t) for t in dict.fromkeys(p.target for p in self.predictions)]
+
+    def best_form(self, target: str) -> str | None:
+        """Return the fastest form of a target that fits and keeps the quality."""
+        gains, fitting = self._gains_on(target)
+        keep = [form for form in fitting if keeps_quality(form)]
+        return max(keep, key=gains.__getitem__, default=None)
+
+    def _gains_on(self, target: str) -> tuple[dict[str, float], list[str]]:
+        """Return the mean gain of each form over the first one, and the forms that always fit."""
+        here = [p for p in self.predictions if p.target == target]
+        gains, fitting = {}, []
+        for form in dict.fromkeys(p.form for p in here):
+            each = [p for p in here if p.form == form]
+            gains[form] = math.prod(map(self.over_first, each)) ** (1 / len(each))
+            fitting += [form] if all(p.memory.fits for p in each) else []
+        return gains, fitting
+
+    def _said_of(self, target: str) -> str:
+        """Return which form a target is to take, and what it gains over each other one."""
+        best = self.best_form(target)
+        gains, fitting = self._gains_on(target)
+        if not fitting:
+            return f"{target}: no form fits a core's memory; share the model over more (--tp)"
+        if best is None:
+            return f"{target}: no form that fits is known to keep the quality"
+        said = [f"{target}: take {best}"]
+        for form, gain in gains.items():
+            times = f"{gains[best] / gain:.2f}x over {form}"
+            if form not in fitting:
+                said.append(f"{times}, which does not fit")
+            elif gain > gains[best]:
+                why = "is not known to keep" if quality_of(form) is None else "does not keep"
+                said.append(f"{form} is faster and {why} the quality")
+            elif form.startswith("lowrank") and form != best:
+                said.append(f"{times}: low rank alone loses")
+            elif form != best:
+                said.append(times)
+        return "; ".join(said)
+
+    def over_first(self, p: ModelPrediction, phase: int = -1) -> float:
+        """Return how many times faster a prediction is than the first form of its setting."""
+        first = next(q for q in self.predictions if _cells_of_setting(q) == _cells_of_setting(p))
+        return first.phases[phase].us / p.phases[phase].us
+
     def parts(self) -> Sequence[Part]:
         """Return the verdict, the table, and the lines of the best setting."""
         made: list[Part] = [
             Line(text, "headline" if i == 0 else "plain") for i, text in enumerate(self.verdict())
         ]
-        head = ("on", "tp", "batch", "prompt", "context", "ratio", "TTFT ms", "gain", "TPOT ms",
-                "gain", "tok/s", "GiB", "fits")  # fmt: skip
-        rows = [_cells(p) for p in self.predictions]
+        head = ("on", "tp", "batch", "prompt", "context", "weights", "TTFT ms", "gain", "TPOT ms",
+                "gain", "by bytes", "tok/s", "weights GiB", "GiB", "fits", "quality")  # fmt: skip
+        rows = [_cells(p, self.over_first(p, 0), self.over_first(p)) for p in self.predictions]
         same = [i for i in range(_SETTINGS) if len({row[i] for row in rows}) == 1]
         shown = [i for i in range(len(head)) if i not in same]
         made.append(Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)))
         grid = [tuple(row[i] for i in shown) for row in rows]
         made.append(Grid.of([head[i] for i in shown], grid, head[1:-1]))
         made.append(
-            Line("predicted, not measured; gains are over our dense kernels in the same setting; "
-                 "GiB are those of one core", "note")
+            Line("predicted, not measured; gains are over the first form of the setting, our dense "
+                 "kernels; by bytes: ms that the kernels' bytes take at the full rate; GiB of a "
+                 "core", "note")
         )  # fmt: skip
+        forms = [p.form for p in self.predictions]
+        made += [Line(text, "note") for text in notes_on(forms)]
         made += [Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused]
         if self.changes:
             base = self.predictions[0]
@@ -165,7 +232,7 @@ def plan(
     model: Any,
     *,
     targets: Sequence[str] = ("trn2",),
-    ratios: Sequence[float] = (0.1, 0.2),
+    forms: Sequence[str] = DEFAULT,
     prompts: Sequence[int] = (512,),
     contexts: Sequence[int] = (2048,),
     batches: Sequence[int] = (1,),
@@ -181,8 +248,9 @@ def plan(
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
-    """Return predictions of every combination, dense and at each ratio.
+    """Return predictions of every combination, of weights in each of these forms.
 
+    forms: as `forms.py` names them; "bf16" is the model in `weights`, by default its dtype.
     Of a single setting also what would change it. price: of a kernel, and stack: what runs the
     programs, as in `predict`. measured: the user's own figures of the first setting. jobs:
     processes that simulate kernels, by default one for each core. progress: called with (what is
@@ -190,44 +258,44 @@ def plan(
     that cannot be predicted is in `refused`; raises ModelError when none can.
     """
     settings = list(itertools.product(targets, tps, batches, prompts, contexts))
-    wanted = list(itertools.product(settings, (None, *ratios)))
+    wanted = list(itertools.product(settings, [read_form(name) for name in forms]))
 
     def step(said: str, done: int, of: int) -> None:
         if progress is not None:
             progress(said, done, of)
 
-    def predicted(setting: tuple[Any, ...], ratio: float | None, **more: Any) -> ModelPrediction:
+    def predicted(setting: tuple[Any, ...], form: Form, **more: Any) -> ModelPrediction:
         target, tp, batch, prompt, context = setting
-        cut = {} if ratio is None else {"include": include, "exclude": exclude}
+        low = form.predicted()
+        cut = {**low, "include": include, "exclude": exclude} if "ratio" in low | more else low
         fixed = {"tp": tp, "batch": batch, "prompt": prompt, "context": context, "lnc": lnc,
                  "dtype": dtype, "weights": weights, "price": price, "stack": stack}  # fmt: skip
         given = {key: value for key, value in more.items() if key != "include" or value}
-        return predict(model, target, ratio=ratio, **{**fixed, **cut, **given})
+        return predict(model, target, **{**fixed, **cut, **given})
 
     def changed(base: ModelPrediction) -> list[Mapping[str, Any]]:
         return [more for _, more in changed_settings(base)] if len(settings) == 1 else []
 
     if price == "simulated":
         kernels: dict[tuple[KernelSpec, str], None] = {}
-        for i, (setting, ratio) in enumerate(wanted):
+        for i, (setting, form) in enumerate(wanted):
             step(f"tracing {_named(*setting)}", i, len(wanted))
             with contextlib.suppress(NmmError), noted_kernels() as noted:
-                rough = predicted(setting, ratio, price="closed_form")
-                for more in changed(rough) if ratio is None else ():
+                rough = predicted(setting, form, price="closed_form")
+                for more in changed(rough) if form == DENSE else ():
                     with contextlib.suppress(NmmError):
-                        predicted(setting, None, **more, price="closed_form")
+                        predicted(setting, DENSE, **more, price="closed_form")
             kernels |= {(spec, setting[0]): None for spec in noted}
         price_many(kernels, jobs=jobs, progress=progress)
     made: dict[tuple[Any, ...], ModelPrediction] = {}
     refused: list[Refused] = []
-    for i, (setting, ratio) in enumerate(wanted):
+    for i, (setting, form) in enumerate(wanted):
         step(_named(*setting), i, len(wanted))
         try:
-            made[*setting, ratio] = predicted(setting, ratio)
+            made[*setting, form] = predicted(setting, form)
         except NmmError as error:
-            label = "dense" if ratio is None else f"ratio {ratio:g}"
             reason = str(error)
-            refused.append(Refused(setting=f"{_named(*setting)} {label}", reason=reason))
+            refused.append(Refused(setting=f"{_named(*setting)} {form.name}", reason=reason))
     if not made:
         raise ModelError(f"nothing could be predicted: {refused[0].reason}")
 
@@ -241,7 +309,7 @@ def plan(
             return None
 
         def again(**changes: Any) -> ModelPrediction:
-            return predicted(key[:-1], **changes)
+            return predicted(key[:-1], DENSE, **changes)
 
         fewer = [n for n in (1 << i for i in range(tp.bit_length())) if n < tp][::-1]
         others = ways_out(
@@ -256,10 +324,10 @@ def plan(
 
     told: tuple[Change, ...] = ()
     (*only, cut), base = next(iter(made.items()))
-    if len(settings) == 1 and cut is None:
+    if len(settings) == 1 and cut == DENSE:
         step("what would change it", 0, 0)
-        low_rank = {key[-1]: one for key, one in made.items() if key[-1] is not None}
-        told = changes(base, functools.partial(predicted, tuple(only), None), low_rank)
+        low_rank = {one.ratio: one for one in made.values() if one.ratio is not None}
+        told = changes(base, functools.partial(predicted, tuple(only), DENSE), low_rank)
     found = (out(target, tp) for target, tp in dict.fromkeys((one[0], one[1]) for one in settings))
     return Plan(
         name=next(iter(made.values())).name,
@@ -311,25 +379,31 @@ def _verb(gain: float) -> str:
 
 
 def _setting(p: ModelPrediction) -> str:
-    ratio = "dense" if p.ratio is None else f"ratio {p.ratio:g}"
+    target, *sizes = _cells_of_setting(p)
+    said = (f"{name} {size}" for name, size in zip(_SIZES, sizes, strict=True))
+    return ", ".join([target, *said, p.form])
+
+
+def _cells_of_setting(p: ModelPrediction) -> tuple[str, ...]:
+    return p.target, str(p.tp), str(p.batch), str(p.prompt), str(p.context)
+
+
+_SIZES = ("tp", "batch", "prompt", "context")
+_SETTINGS = 1 + len(_SIZES)  # columns of `_cells` that say which setting a row is of
+
+
+def _cells(p: ModelPrediction, first_gain: float, gain: float) -> tuple[str, ...]:
+    tokens, memory, last = p.tokens_per_second, p.memory, p.phases[-1]
+    quality = quality_of(p.form)
+    at_rate = sum(line.calls * line.bytes_us for line in last.lines)
     return (
-        f"{p.target}, tp {p.tp}, batch {p.batch}, prompt {p.prompt}, context {p.context}, {ratio}"
-    )
-
-
-_SETTINGS = 5  # columns of `_cells` that say which setting a row is of
-
-
-def _cells(p: ModelPrediction) -> tuple[str, ...]:
-    def gain(name: str) -> str:
-        return f"{p.gain[name]:.2f}x" if name in p.gain else "-"
-
-    tokens = p.tokens_per_second
-    return (
-        p.target, str(p.tp), str(p.batch), str(p.prompt), str(p.context),
-        "dense" if p.ratio is None else f"{p.ratio:g}",
-        f"{p.ttft_us / 1e3:.2f}", gain(p.phases[0].name),
-        "-" if p.tpot_us is None else f"{p.tpot_us / 1e3:.2f}", gain("decode"),
+        *_cells_of_setting(p),
+        p.form,
+        f"{p.ttft_us / 1e3:.2f}", f"{first_gain:.2f}x",
+        "-" if p.tpot_us is None else f"{p.tpot_us / 1e3:.2f}", f"{gain:.2f}x",
+        f"{at_rate / 1e3:.2f}",
         "-" if tokens is None else f"{tokens:,.0f}",
-        f"{p.memory.needed_bytes / 2**30:.2f}", "yes" if p.memory.fits else "NO",
+        f"{memory.weight_bytes / 2**30:.2f}", f"{memory.needed_bytes / 2**30:.2f}",
+        "yes" if memory.fits else "NO",
+        "-" if quality is None else "{:.2f} / {:.2f}".format(*quality[1]),
     )  # fmt: skip

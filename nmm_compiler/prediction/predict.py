@@ -19,12 +19,14 @@ from torch import nn
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.base import CORES
+from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES, WEIGHTS
+from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.meta_models import (
     dense_config,
     meta_model,
@@ -74,7 +76,9 @@ def predict(
         lnc: physical cores of a logical one: 1, as our kernels run, or 2, as AWS's software on
             trn2 and trn3 does by default.
         dtype: default bfloat16, and a module's own.
-        weights: format of the stored matrices, default `dtype`: also float8_e4m3, or int8.
+        weights: what the stored matrices are, default `dtype`: also float8_e4m3, or a form of few
+            bits as `nmm plan --forms` names it: "int8", "mxfp4", "mxfp4+64" with a branch. The
+            head, which `compress` leaves, is then float8_e4m3.
         ratio: the share of parameters that `compress` would remove, from layers that get slower
             too.
         rank: the ranks that `compress` would take; neither a ratio nor a rank: the model as it
@@ -110,14 +114,18 @@ def predict(
     weights = dtype if weights is None else weights
     for kind, value, known in (
         ("dtype", dtype, DTYPES),
-        ("weights", weights, WEIGHTS),
         ("price", price, tuple(PRICES)),
         ("stack", stack, tuple(STACKS)),
     ):
         if value not in known:
             raise UnknownNameError(kind, value, known)
-    if weights.startswith("float8") and not chip.float8_kernels:
-        raise OptionTypeError("weights", weights, f"a format that {chip.name} multiplies")
+    if weights not in DTYPES:
+        form = read_form("fp8" if weights == FP8 else weights)
+        if not form.base:
+            raise UnknownNameError("weights", weights, WEIGHTS)
+        form.check(chip)
+        if form.rank and (ratio is not None or rank is not None):
+            raise OptionTypeError("weights", weights, "it without a ratio or a rank of factors")
     machine = Machine(chip, lnc, tp, weights, price, stack)
     given = original = model_or_config
     saved = False
@@ -201,6 +209,7 @@ class _Maker:
             job = _Job(_text(named), _text(low), self.dtype, tp)
         prepared = _kept(job, lambda: prepare(self.given, low, self.dtype, tp))
         model = prepared.model
+        head = _head(model)
         phases, cache = [], 0
         for phase in model_phases(model, self.setting, self.inputs):
             sizes = (phase.name, phase.batch, phase.tokens)
@@ -210,7 +219,7 @@ class _Maker:
             pieces = _kept(key, walked)
             layers = sum(map(len, model.layers.values()))
             batch = self.setting["batch"]
-            phases.append(_phase(phase.name, pieces, self.machine, batch, layers))
+            phases.append(_phase(phase.name, pieces, self.machine, batch, layers, head))
             cache = max(cache, phase.cache_bytes())
         return ModelPrediction(
             name=model.name,
@@ -225,7 +234,7 @@ class _Maker:
             parameters=prepared.parameters,
             phases=tuple(phases),
             memory=Memory(
-                weight_bytes=_weight_bytes(model, self.dtype, self.machine.weights),
+                weight_bytes=_weight_bytes(model, self.dtype, self.machine, head),
                 cache_bytes=cache,
                 activation_bytes=_activation_bytes(model, self.setting, self.dtype),
                 capacity_bytes=target.hbm_bytes * self.machine.lnc,
@@ -371,13 +380,29 @@ def _cache_bytes(model: MetaModel, cache: Any) -> int:
     return total
 
 
-def _weight_bytes(model: MetaModel, dtype: str, weights: str) -> int:
+def _head(model: MetaModel) -> str:
+    """Return the name of the output head, "" without one."""
+    find = getattr(model.module, "get_output_embeddings", lambda: None)
+    head = find()
+    found = (name for name, module in model.module.named_modules() if module is head)
+    return "" if head is None else next(found, "")
+
+
+def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> int:
     """Return the bytes of the weights that one logical core holds; tied ones count once."""
     total = 0
     for name, parameter in model.module.named_parameters():
-        matrix = parameter.dim() == 2 and "embed" not in name
-        size = stored_bytes(dtype, weights) if matrix else parameter.element_size()
-        total += model.count(name) * parameter.numel() * size
+        machine_here = machine.of_head if name == f"{head}.weight" else machine
+        size = parameter.numel() * parameter.element_size()
+        if parameter.dim() == 2 and "embed" not in name:
+            n, k = parameter.shape
+            packed = machine_here.packed
+            size = (
+                n * k * stored_bytes(dtype, machine_here.weights)
+                if packed is None
+                else (packed.stored_bytes(k, n))
+            )
+        total += model.count(name) * size
     for name, buffer in model.module.named_buffers():  # factors of eight bits
         if buffer.dim() == 2 and buffer.element_size() == 1:
             total += model.count(name) * buffer.numel()
@@ -400,10 +425,17 @@ def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str) 
     return 3 * setting["batch"] * max(sizes, default=0) * stored_bytes(dtype, dtype)
 
 
-def _phase(name: str, pieces: Sequence[Piece], machine: Machine, batch: int, layers: int) -> Phase:
+def _phase(
+    name: str, pieces: Sequence[Piece], machine: Machine, batch: int, layers: int, head: str
+) -> Phase:
     lines: list[Line] = []
     launches = 0
-    for piece, found in (pair for one in pieces for pair in fastest(one, machine)):
+    priced = (
+        pair
+        for one in pieces
+        for pair in fastest(one, machine.of_head if head and one.module == head else machine)
+    )
+    for piece, found in priced:
         launches += piece.count * found.launches
         below, above, _ = BANDS[found.source]
         lines.append(

@@ -25,6 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
+from nmm_compiler.kernels.linear.spec import LinearSpec
+from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.options import DTYPES
+from nmm_compiler.prediction.forms import Form, read_form
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.prices.collectives import collective_us
@@ -57,8 +61,8 @@ class Machine:
     """The hardware: a target, physical cores per logical one, logical cores that share the model.
 
     stack: what runs the programs there (`stacks.STACKS`).
-    lnc: 1 is how our kernels run. weights: the format of stored matrices: a dtype, or "int8" where
-    no kernel here takes it. price: of a kernel, one of `prices.kernel.PRICES`.
+    lnc: 1 is how our kernels run. weights: what stored matrices are: a dtype, or the name of a form
+    of few bits. price: of a kernel, one of `prices.kernel.PRICES`.
     """
 
     target: Target
@@ -67,6 +71,18 @@ class Machine:
     weights: str = "bfloat16"
     price: str = "simulated"
     stack: str = "own"
+
+    @property
+    def packed(self) -> Form | None:
+        """The form of weights that no kernel's price is of, None for a dtype."""
+        return None if self.weights in (*DTYPES, FP8) else read_form(self.weights)
+
+    @property
+    def of_head(self) -> Machine:
+        """The same for the output head, which has no weights of four bits and no branch: fp8."""
+        packed = self.packed
+        narrow = packed is not None and self.target.float8_kernels and packed.base != "int8"
+        return dataclasses.replace(self, weights=FP8) if narrow else self
 
     @property
     def bytes_per_second(self) -> float:
@@ -135,36 +151,60 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
-    A sum over cores that no target computes inside of a kernel takes infinitely long. No family
-    here reads int8 weights: they are half the bytes of bfloat16.
+    A sum over cores that no target computes inside of a kernel takes infinitely long. Weights of a
+    form that no spec says take what the kernel of the nearest dtype takes, with their own bytes in
+    place of its, and the products of their branch; never less than their roofline.
     """
-    stored = with_weights(spec, machine.weights)
-    moved, floor = _bounds(stored, machine)
+    packed = machine.packed
+    near = FP8 if packed is not None and packed.base != "int8" else machine.weights
+    stored = with_weights(spec, near)
+    bytes_us, floor = _bounds(stored, machine)
     source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
     try:
         us = launch_us(stored, machine.target, machine.lnc, machine.price)
     except NO_KERNEL:
         us, source = math.inf if summed else stored.roofline_us(machine.target), "bound"
+    if packed is not None:
+        added, branch = _packed_us(spec, stored, packed, machine)
+        bytes_us += added
+        floor = max(bytes_us, _products_us(stored, machine) + branch)
+        us, source = max(floor, us + added + branch), "bound"
+        how += f" with the bytes of {packed.name}"
     if summed:
         said = f"{how} on {stored.world_size} cores, the sum of {summed:,} B inside"
         source = f"{_kernel_source(machine)} + law"
-        return Price(us, source, said, bytes_us=moved, floor_us=floor)
+        return Price(us, source, said, bytes_us=bytes_us, floor_us=floor)
     shared = machine.lnc > 1 and bool(dataclasses.replace(stored, lnc=machine.lnc).splits())
-    cores = machine.lnc if shared else 1
-    if machine.weights == "int8":
-        peak = cores * machine.target.peak_flops_per_second("bfloat16")
-        us, source = max(us / 2, 1e6 * stored.flops() / peak), "bound"
-    how += f" on {cores} cores" if shared else ""
-    return Price(us, source, how, bytes_us=moved, floor_us=min(floor, us))
+    how += f" on {machine.lnc} cores" if shared else ""
+    return Price(us, source, how, bytes_us=bytes_us, floor_us=min(floor, us))
+
+
+def _packed_us(
+    spec: KernelSpec, stored: KernelSpec, packed: Form, machine: Machine
+) -> tuple[float, float]:
+    """Return the microseconds that a form's bytes add to those of a kernel, and its branch's
+    products at the peak rate."""
+    if not isinstance(spec, LinearSpec):
+        return 0.0, 0.0
+    shapes = spec.weights().values()
+    own = sum(packed.stored_bytes(k, n) - k * n * item_bytes(spec.dtype) for k, n in shapes)
+    added = own + spec.minimal_hbm_bytes() - stored.minimal_hbm_bytes()
+    flops = 2 * spec.m * packed.rank * sum(k + n for k, n in shapes)
+    peak = machine.target.peak_flops_per_second(spec.dtype) * machine.lnc
+    return 1e6 * added / machine.bytes_per_second, 1e6 * flops / peak
+
+
+def _products_us(spec: KernelSpec, machine: Machine) -> float:
+    rates = {d: machine.target.peak_flops_per_second(d) for d in spec.flops_by_dtype()}
+    every = sum(flops / rates[d] for d, flops in spec.flops_by_dtype().items())
+    return 1e6 * every / machine.lnc
 
 
 def _bounds(spec: KernelSpec, machine: Machine) -> tuple[float, float]:
-    """Return the microseconds of a kernel's bytes at the full rate, and of its roofline; where the
-    weights are int8, which no spec says, half of both."""
-    part = 0.5 if machine.weights == "int8" else 1.0
+    """Return the microseconds of a kernel's bytes at the full rate, and of its roofline."""
     moved = 1e6 * spec.minimal_hbm_bytes() / machine.bytes_per_second
     whole = spec.roofline_us(machine.target) * spec.lnc / machine.lnc
-    return part * moved, part * max(moved, whole)
+    return moved, max(moved, whole)
 
 
 def _kernel_source(machine: Machine) -> str:
@@ -230,4 +270,4 @@ def _bytes_and_flops(piece: Piece, machine: Machine) -> Price:
 
 def stored_bytes(dtype: str, weights: str) -> int:
     """Return bytes of one element of a stored matrix."""
-    return 1 if weights == "int8" else item_bytes(weights if weights != "bfloat16" else dtype)
+    return item_bytes(weights if weights != "bfloat16" else dtype)

@@ -9,8 +9,10 @@ from typer.testing import CliRunner
 
 from nmm_compiler.cli import plan as plan_command
 from nmm_compiler.cli.commands import app
-from nmm_compiler.errors import ModelError
+from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.prediction import forms as forms_module
 from nmm_compiler.prediction import plan as plan_module
+from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.model import Memory, ModelPrediction
 from nmm_compiler.prediction.phase import Line, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
@@ -108,7 +110,7 @@ def test_a_gain_within_the_error_of_the_prices_is_not_told_apart():
 
 
 def test_a_setting_that_cannot_be_had_is_named():
-    shown = plan(TINY, ratios=(0.3,), prompts=(16,), contexts=(16,), tps=(1,), lnc=1,
+    shown = plan(TINY, forms=("bf16", "lowrank:0.3"), prompts=(16,), contexts=(16,),
                  targets=("trn2", "trn1"), weights="float8_e4m3", jobs=1)  # fmt: skip
     assert {p.target for p in shown.predictions} == {"trn2"}
     assert [one.setting.split()[0] for one in shown.refused] == ["trn1", "trn1"]
@@ -179,3 +181,43 @@ def test_lists_are_checked_value_by_value():
     for words in (["--tp", "1,x"], ["--ratio", "0.2,1.5"], ["--target", "trn2,trn9"]):
         done = CliRunner().invoke(app, ["plan", "llama-3.2-1b", *words])
         assert done.exit_code == 2
+
+
+def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
+    """The fastest form that fits and keeps the quality; what a target lacks is a refusal."""
+    rows = {"bf16": (1, 1), "fp8": (1.01, 1.01), "lowrank:0.2": (1.2, 2.4),
+            "mxfp4, mxfp8 x": (1.5, 1.7), "mxfp4+64, mxfp8 x": (1.08, 1.17)}  # fmt: skip
+    figures = {name: {"in": [a], "out": [b]} for name, (a, b) in rows.items()}
+    monkeypatch.setattr(forms_module, "measured_quality", lambda: {"toy": figures})
+    names = ("bf16", "fp8", "lowrank:0.2", "mxfp4", "mxfp4+64")
+    wide = TINY | {"hidden_size": 2048, "intermediate_size": 8192}
+    shown = plan(wide, targets=("trn2", "trn3"), forms=names, price="closed_form")
+    assert [p.form for p in shown.predictions] == [*names[:3], *names]
+    assert [shown.best_form(target) for target in ("trn2", "trn3")] == ["fp8", "mxfp4+64"]
+    said = shown.verdict()
+    assert said[0].startswith("trn2: take fp8; ")
+    assert "over lowrank:0.2: low rank alone loses" in said[0]
+    assert "mxfp4 is faster and does not keep the quality" in said[1]
+    assert len(shown.refused) == 2
+    assert "pass a form that trn2 multiplies: bf16, int8, fp8" in shown.refused[0].reason
+    assert "1.08 / 1.17" in str(shown)
+    bf16, fp8, _, _, branch = shown.predictions[3:]
+    each = [sum(x.calls * x.bytes_us for x in p.phases[-1].lines) for p in (bf16, fp8, branch)]
+    assert each[0] > each[1] > each[2]
+    saved = fp8.memory.weight_bytes - branch.memory.weight_bytes
+    one = read_form("mxfp4+64")
+    assert one.stored_bytes(2048, 8192) == 8192 * (1024 + 64) + 64 * (2048 + 8192) * 33 // 32
+    assert saved > 0.4 * fp8.memory.weight_bytes * 0.9
+
+
+@pytest.mark.parametrize(
+    "name", ["fp9", "mxfp4+", "mxfp4+0", "mxfp4+48", "bf16+8", "lowrank", "lowrank:1.5", "fp8:x"]
+)
+def test_a_form_that_is_none_is_one_error(name):
+    with pytest.raises(OptionTypeError, match="option 'form'"):
+        read_form(name)
+
+
+def test_a_form_that_needs_the_weights_is_refused():
+    with pytest.raises(ModelError, match=r'pass ranks that are known.*"mxfp4\+64"'):
+        plan(TINY, targets=("trn3",), forms=("mxfp4:0.6",))

@@ -168,7 +168,9 @@ def test_weights_of_one_byte_halve_the_matrices_and_their_time():
     vectors = (2 * 3 + 1) * 256 * 2  # norms stay as they are, and so does the embedding
     embedding = 512 * 256 * 2
     rest = whole.memory.weight_bytes - vectors - embedding
-    assert small.memory.weight_bytes == vectors + embedding + rest // 2
+    model = meta_model(LLAMA, torch.bfloat16).module
+    rows = sum(p.shape[0] for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
+    assert small.memory.weight_bytes == vectors + embedding + rest // 2 + 2 * rows
     assert small.tpot_us < whole.tpot_us
     with pytest.raises(OptionTypeError, match="trn1 multiplies"):
         predict(LLAMA, "trn1", weights="float8_e4m3")
@@ -387,7 +389,9 @@ def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_fas
     both = simulated_us(dataclasses.replace(attention, lnc=2), chip) + PAIR_BARRIER_US
     assert price(piece, pair).us == pytest.approx(both, rel=1e-12)
     stored = kernel_price(narrow, dataclasses.replace(pair, weights="int8"))
-    assert stored.us == pytest.approx(two / 2, rel=1e-12)  # bytes bind, not the products
+    saved = narrow.k * narrow.n - 2 * narrow.n  # a byte an element, with a scale for each output
+    saved_us = 1e6 * saved / pair.bytes_per_second
+    assert stored.us == pytest.approx(two - saved_us, rel=1e-12)
     rows = LowRankSpec(m=1, k=2048, r=1024, n=2048).sharded(4, "rows")
     shared = simulated_us(dataclasses.replace(rows, lnc=2), chip) + PAIR_BARRIER_US
     shared += exchanges_of(rows) * beyond_simulated_us(chip) + wait_us(4, chip)

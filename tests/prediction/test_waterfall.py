@@ -50,7 +50,7 @@ def test_every_stack_is_priced_and_a_program_a_layer_costs_its_gaps():
 
 
 def test_what_would_change_it_is_predicted_again():
-    made = plan(CONFIG, ratios=(0.2,), price="closed_form")
+    made = plan(CONFIG, forms=("bf16", "lowrank:0.2"), price="closed_form")
     found = {change.name: change for change in made.changes}
     gains = [change.gain for change in made.changes]
     assert gains == sorted(gains, reverse=True)
@@ -67,7 +67,7 @@ def test_what_would_change_it_is_predicted_again():
     assert "no run of it that could judge it" in str(STACKS["nxdi"])
     assert "stack own: one program a token" in str(made)
     assert "3 published decodes of it predicted within 9%" in str(STACKS["vllm-optimum"])
-    assert plan(CONFIG, ratios=(), batches=(1, 2), price="closed_form").changes == ()
+    assert plan(CONFIG, forms=("bf16",), batches=(1, 2), price="closed_form").changes == ()
 
 
 def phase():

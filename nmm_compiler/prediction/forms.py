@@ -1,0 +1,158 @@
+"""The forms that a model's weights can take, by name, and the quality that was measured of each.
+
+bf16             the weights in the model's own dtype
+fp8, int8        eight bits with a scale a row
+mxfp4, mxfp8     MX blocks of trn3, whose products round x to mxfp8, too
+mxfp4+64         the same with a low-rank branch of rank 64 that mends what rounding lost
+mxfp4:0.67       the same with branches of the ranks that remove 0.67 of the bytes
+lowrank:0.2      factors in place of the weights, with that share of the parameters removed
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.kernels.packed_formats import FORMATS
+from nmm_compiler.lowrank_models.quantize import check_blocks
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+QUALITY = Path(__file__).with_name("form_quality.json")
+"""What `make bench-compress ARGS=corrected` measured: {model: {form: figures}}."""
+DEFAULT = ("bf16", "fp8", "lowrank:0.2", "mxfp4+64")
+KEEPS = (1.1, 1.2)
+"""Perplexity over that of bf16, in and out of the calibration's domain, of a form to recommend."""
+_MX_PRODUCT = "nc_matmul_mx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form(Record):
+    """One form. base: the format of the weights, "" for their own dtype. rank: of the branch.
+
+    ratio: the share of parameters that factors remove, of bytes with a base; None with neither.
+    """
+
+    name: str
+    base: str = ""
+    rank: int = 0
+    ratio: float | None = None
+
+    @property
+    def branch(self) -> str | None:
+        """The format of the branch's factors, None without one: eight bits as the base has."""
+        if not self.base or not (self.rank or self.ratio):
+            return None
+        return "mxfp8" if FORMATS[self.base].power_scales else "fp8"
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether the weights are MX blocks."""
+        return bool(self.base) and FORMATS[self.base].power_scales
+
+    def keywords(self) -> dict[str, Any]:
+        """Return what makes the form of a model: keywords of `compress`, none for bf16."""
+        size = {"rank": self.rank} if self.ratio is None else {"ratio": self.ratio}
+        if not self.base:
+            return {} if self.ratio is None else size
+        return {"base": self.base, **size, "factors": self.branch}
+
+    def predicted(self) -> dict[str, Any]:
+        """Return what `predict` is given for the form."""
+        if not self.base:
+            return self.keywords()
+        return {"weights": FP8 if self.name == "fp8" else self.name}
+
+    def check(self, target: Target) -> None:
+        """Raise OptionTypeError for weights that a target does not multiply."""
+        if not self.base:
+            return
+        if self.is_mx:
+            missing = _MX_PRODUCT in target.absent_instructions
+        else:
+            missing = not target.float8_kernels if self.base == "fp8" else self.base != "int8"
+        if self.ratio is not None:
+            wanted = f'ranks that are known without the weights, e.g. "{self.base}+64"'
+        elif missing:
+            wanted = f"a form that {target.name} multiplies: {', '.join(_forms_of(target))}"
+        else:
+            return
+        raise OptionTypeError("weights", self.name, wanted)
+
+    def stored_bytes(self, k: int, n: int) -> int:
+        """Return the bytes of a weight [n, k] in this form, scales and branch included."""
+        made = check_blocks(k, self.base, f"a weight [{n}, {k}]").stored_bytes(n, k, 2)
+        if self.branch is not None and self.rank:
+            factors = FORMATS[self.branch]
+            made += factors.stored_bytes(self.rank, k, 2) + factors.stored_bytes(n, self.rank, 2)
+        return made
+
+
+def _forms_of(target: Target) -> list[str]:
+    made = ["bf16", "int8", *(["fp8"] if target.float8_kernels else [])]
+    return made if _MX_PRODUCT in target.absent_instructions else [*made, "mxfp8", "mxfp4+64"]
+
+
+def read_form(name: str) -> Form:
+    """Return the form of a name; raise OptionTypeError for any other."""
+    sign = next((one for one in "+:" if one in name), "")
+    base, _, size = name.partition(sign or "+")
+    try:
+        rank, ratio = int(size) if sign == "+" else 0, float(size) if sign == ":" else None
+    except ValueError:
+        rank, ratio = 0, None
+    based = base in FORMATS and (not sign or rank > 0 or ratio is not None)
+    plain = name == "bf16" or (base == "lowrank" and ratio is not None)
+    if not (based or plain) or not (ratio is None or 0 < ratio < 1):
+        wanted = f'bf16, {", ".join(FORMATS)}, one of these with a branch ("mxfp4+64"), or '
+        raise OptionTypeError("form", name, f'{wanted}"lowrank:0.2"')
+    if FORMATS.get(base) is not None and rank % 32 and FORMATS[base].power_scales:
+        near = max(32, rank // 32 * 32)
+        raise OptionTypeError("form", name, f"a rank of whole MX blocks of 32, e.g. {base}+{near}")
+    return Form(name=name, base=base if based else "", rank=rank, ratio=ratio)
+
+
+@functools.cache
+def measured_quality() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the rows of the benchmark by model and form; ", mxfp8 x" is with x rounded, too."""
+    return dict(json.loads(QUALITY.read_text(encoding="utf-8")))
+
+
+def quality_of(name: str) -> tuple[str, tuple[float, float]] | None:
+    """Return (model, perplexity over bf16 in and out of domain) as measured of a form, or None."""
+    is_mx = name.startswith("mx")
+    said = f"{name}, mxfp8 x" if is_mx else name
+    for model, rows in measured_quality().items():
+        if "in" in rows.get(said, {}):
+            row = rows[said]
+            return model, (1.0, 1.0) if name == "bf16" else (row["in"][0], row["out"][0])
+    return None
+
+
+def keeps_quality(name: str) -> bool:
+    """Return whether a form keeps the quality: bf16, or what was measured to."""
+    found = quality_of(name)
+    if found is None:
+        return name == "bf16"
+    return all(ratio <= most for ratio, most in zip(found[1], KEEPS, strict=True))
+
+
+def notes_on(names: Sequence[str]) -> list[str]:
+    """Return what a table of these forms has to say of its quality and of its prices."""
+    models = {found[0] for name in names if (found := quality_of(name))}
+    notes = []
+    if models:
+        notes.append(
+            f"quality: perplexity over that of bf16, in and out of the calibration's domain, "
+            f"measured on {', '.join(models)}; to keep is at most {KEEPS[0]} and {KEEPS[1]}"
+        )
+    if any(name.startswith("mx") for name in names):
+        notes.append("mx forms: fp8's kernels with their own bytes and the products of the branch; "
+                     "the head is fp8")  # fmt: skip
+    return notes
