@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
-from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, check_destination, operand
-from nmm_compiler.simulator.isa.operands import require_form as require_form_of
+from nmm_compiler.simulator.isa.operands import (
+    DMA_MEMORIES,
+    check_destination,
+    operand,
+    require_present,
+)
 from nmm_compiler.simulator.isa.operators import find_op
 from nmm_compiler.simulator.isa.poison import mark
 from nmm_compiler.simulator.isa.values import F32, put
@@ -105,7 +109,7 @@ def _operands(
     if priority is not None:
         if not isinstance(priority, int) or not 0 <= priority <= 3:
             raise move.error(KernelArgumentError, f"priority={priority!r}; 0 to 3")
-        require_form_of(machine, "dma priority")
+        require_present(machine, "dma priority")
     for src, dst in zip(srcs, dsts, strict=True):
         check_destination(machine, op, dst)
         if src.dtype != dst.dtype:

@@ -10,7 +10,7 @@ from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, require_form
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, require_present
 from nmm_compiler.simulator.isa.operators import ACTIVATION, ALU, BY_NAME, Op, Takes
 from nmm_compiler.simulator.isa.values import F32, apply_scalar, f32, put, scalar_value, write_sum
 from nmm_compiler.simulator.machine import Machine
@@ -71,7 +71,7 @@ def activation(
     machine = call.machine
     if bias is not None:
         if op.name == "reciprocal":
-            require_form(machine, "activation(nl.reciprocal) with bias")
+            require_present(machine, "activation(nl.reciprocal) with bias")
         if bias.__class__ is not NkiTensor and not machine.target.scalar_number_bias:
             call.rule(
                 OperandError,

@@ -14,7 +14,7 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     check_conversion,
     check_hazard,
-    require_form,
+    require_present,
 )
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, put
@@ -64,7 +64,7 @@ def _check_priority(call: Call, priority: Any) -> None:
     """Check the class of service of a DMA."""
     if priority is not None:
         call.integer("priority", priority, range(4))
-        require_form(call.machine, "dma priority")
+        require_present(call.machine, "dma priority")
 
 
 def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:

@@ -49,8 +49,7 @@ from nmm_compiler.simulator.isa.operands import (
     indirect_operand,
     member,
     operand,
-    require_form,
-    require_instruction,
+    require_present,
 )
 from nmm_compiler.simulator.isa.operators import YOUNG_ALU_OPERATORS, Takes
 from nmm_compiler.simulator.isa.poison import spread
@@ -185,14 +184,16 @@ class Call:
                 self.machine, self.op, role, arguments[role], row.defaults[role]
             )
             if takes.part == "alu" and found is not None and found.name in YOUNG_ALU_OPERATORS:
-                require_form(self.machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
+                require_present(
+                    self.machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU"
+                )
         for role, allowed in row.integers.items():
             arguments[role] = self.integer(role, arguments[role], allowed)
 
     def check(self) -> None:
         """Check the operands against the row, and collect their regions."""
         machine, op, row, arguments = self.machine, self.op, self.row, self.arguments
-        require_instruction(machine, op)
+        require_present(machine, op)
         for role, memories in row.roles.items():
             view = arguments[role]
             if (view is None and role in row.optional) or self._is_number(role, view):

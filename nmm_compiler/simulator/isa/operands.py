@@ -235,10 +235,9 @@ def _check_tensor_indirection(
         )
 
 
-def require_form(machine: Machine, form: str) -> None:
-    """Check that the target has a form of an instruction, as `Target.absent_forms` names it."""
-    if form in machine.target.absent_forms:
-        require(machine, form, lambda target: form not in target.absent_forms)
+def require_present(machine: Machine, what: str) -> None:
+    """Check that the target has an instruction, or a form of one as `absent_forms` names it."""
+    require(machine, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms))
 
 
 def require(machine: Machine, what: str, has: Callable[[Target], bool]) -> None:
@@ -250,12 +249,6 @@ def require(machine: Machine, what: str, has: Callable[[Target], bool]) -> None:
             f"nisa.{what} needs {needed} or newer, the target is {machine.target.name}; pass "
             f'target="{needed}"',
         )
-
-
-def require_instruction(machine: Machine, op: str) -> None:
-    """Check that the target has the instruction."""
-    if op in machine.target.absent_instructions:
-        require(machine, op, lambda target: op not in target.absent_instructions)
 
 
 def choose_engine(

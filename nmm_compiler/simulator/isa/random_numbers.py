@@ -13,7 +13,7 @@ import numpy as np
 from nmm_compiler.errors import HazardError, OperandError
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.instruction import NO_ATTRIBUTES, Call, Steps, instruction
-from nmm_compiler.simulator.isa.operands import SBUF, check_dtype, require_form
+from nmm_compiler.simulator.isa.operands import SBUF, check_dtype, require_present
 from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
@@ -39,7 +39,7 @@ def generator(machine: Machine) -> np.random.Generator:
 )
 def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = None) -> Steps:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
-    require_form(call.machine, f"rng(engine={call.choose()})")
+    require_present(call.machine, f"rng(engine={call.choose()})")
     yield NO_ATTRIBUTES
     bits = generator(call.machine).integers(0, 1 << 32, dst.shape, np.uint64)
     item = dst.dtype.item_bytes
@@ -63,7 +63,7 @@ def set_rng_seed(call: Call, src_seeds: Any, name: str | None = None) -> Steps:
 def _check_state(call: Call, view: NkiTensor) -> str:
     """Return the engine whose state a tile holds, after the rules for it."""
     chosen = call.choose()
-    require_form(call.machine, f"{call.op}(engine={chosen})")
+    require_present(call.machine, f"{call.op}(engine={chosen})")
     wanted = 6 if chosen == "gpsimd" else 24
     if view.dtype != "uint32" or view.free_size != wanted:
         raise call.error(
@@ -100,7 +100,7 @@ def rand_get_state(
     """Store an engine's generator state: what was last set, or zeros."""
     machine, chosen = call.machine, _check_state(call, dst)
     if dst.memory == "psum":
-        require_form(machine, "rand_get_state(dst in PSUM)")
+        require_present(machine, "rand_get_state(dst in PSUM)")
     yield NO_ATTRIBUTES
     known = machine.accumulators.get("random " + chosen)
     if known is None or known.size != dst.size:
