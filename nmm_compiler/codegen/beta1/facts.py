@@ -7,7 +7,7 @@ only. For the parameters of a helper, both follow from the arguments of its call
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
@@ -174,24 +174,17 @@ def is_reshaped(node: Expression) -> bool:
     return len(elements(called[2][0])) > 2
 
 
-def reshaped_names(body: Sequence[Statement]) -> set[str]:
-    """Return the names that are assigned such tensors."""
+def is_new_tile(node: Expression) -> bool:
+    """Return whether an expression makes a tile."""
+    return isinstance(node, cst.Call) and get_full_name_for_node(node.func) == "nl.ndarray"
+
+
+def names_of(body: Sequence[Statement], kind: Callable[[Expression], bool]) -> set[str]:
+    """Return the names that are assigned expressions of a kind, `is_reshaped` or `is_new_tile`."""
     return {
         node.targets[0].target.value
         for node in nodes(*body)
         if isinstance(node, cst.Assign)
         and isinstance(node.targets[0].target, cst.Name)
-        and is_reshaped(node.value)
-    }
-
-
-def tile_names(body: Sequence[Statement]) -> set[str]:
-    """Return the names that are assigned new tiles."""
-    return {
-        node.targets[0].target.value
-        for node in nodes(*body)
-        if isinstance(node, cst.Assign)
-        and isinstance(node.targets[0].target, cst.Name)
-        and isinstance(node.value, cst.Call)
-        and get_full_name_for_node(node.value.func) == "nl.ndarray"
+        and kind(node.value)
     }

@@ -41,10 +41,10 @@ from nmm_compiler.codegen.beta1.facts import (
     CHIP,
     HBM,
     Facts,
+    is_new_tile,
     is_reshaped,
     keyword,
-    reshaped_names,
-    tile_names,
+    names_of,
 )
 from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, without_counters
 from nmm_compiler.codegen.beta1.layout import laid_out
@@ -141,8 +141,8 @@ class _Function:
         These are strided views and parts of tensors in HBM. A tile of its own stays one where a
         part of it is viewed: `tile[0:128, 0:4].permute(...)`.
         """
-        self.reshaped = reshaped_names(body)
-        local, tiles = assigned_names(body) - self.reshaped, tile_names(body)
+        self.reshaped = names_of(body, is_reshaped)
+        local, tiles = assigned_names(body) - self.reshaped, names_of(body, is_new_tile)
         found: set[str] = set()
         while True:
             before = set(found)
