@@ -69,12 +69,6 @@ _NODES = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def check_before_run(name: str, text: str) -> None:
-    """Check a source once in a process, before it runs; raises as `check_shape`."""
-    check_shape(name, text)
-
-
 def check_shape(name: str, text: str) -> None:
     """Raise CacheTrustError, with line and reason, for a source that is more than NKI kernels."""
     if len(text) > MAX_SOURCE_BYTES:
@@ -96,6 +90,10 @@ def check_shape(name: str, text: str) -> None:
                 f"{name}, line {getattr(node, 'lineno', 0)}: {reason}, which no kernel file of a "
                 "cache entry has"
             )
+
+
+# Checks a source once in a process, before it runs; raises as `check_shape`.
+check_before_run = functools.lru_cache(maxsize=4096)(check_shape)
 
 
 def _fault_at_import(statement: ast.stmt) -> str:

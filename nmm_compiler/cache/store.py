@@ -331,8 +331,9 @@ class Store:
         until the rest fits into `max_bytes` (default: the store's bound); return what went.
         """
         self._need_writing("prune")
-        damaged = [info for info in self.entries() if info.state != "ok"]
-        gone = [info for info in damaged if self._disk.remove(info.digest)]
+        gone = [
+            info for info in self.entries() if info.state != "ok" and self._disk.remove(info.digest)
+        ]
         gone += self._disk.evict(self.max_bytes if max_bytes is None else max_bytes)
         self._held = {}
         for name in OLDER:

@@ -54,10 +54,6 @@ class Prices:
         found = self._of(group, tuple(ranks.get(layer.name) for layer in group.layers))
         return math.fsum(w * us for (_, _, w), us in zip(self.workload, found, strict=True))
 
-    def total_us(self, ranks: Mapping[str, Rank]) -> float:
-        """Return what all layers take in the mix of workloads."""
-        return math.fsum(self.group_us(group, ranks) for group in self.groups)
-
     def timed(self, ranks: Mapping[str, Rank]) -> tuple[Timed, ...]:
         """Return what all layers take in each kind of pass, dense and at these ranks."""
         if not self.groups:
