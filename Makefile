@@ -14,7 +14,7 @@ WORKERS ?= 2
 SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
-	bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-neuronmm bench-models bench-paper \
+	bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-neuronmm bench-models \
 	bench-public bench-attention bench-cores bench-ranks bench-ablation bench-backward bench-shared bench-formats bench-laws bench-passes bench-build bench-cache bench-cpu
 
 demo: $(DEMO_READY)
@@ -73,7 +73,7 @@ bench-kernels bench-simulator bench-speed bench-compress bench-ablation: $(DEV_R
 bench-passes bench-build bench-cache bench-cpu: $(DEV_READY)
 	$(RUN) benchmarks/speed.py --only $(@:bench-%=%) $(ARGS)
 
-# Against published runs; with AWS's dense layer: make bench-models ARGS="--library ../nki-library"
+# Against published runs of whole models.
 bench-models: $(DEV_READY)
 	$(RUN) benchmarks/models.py $(ARGS)
 
@@ -114,10 +114,6 @@ bench-timing: $(DEV_READY)
 # Each law of the timing model switched off alone: make bench-laws ARGS="--kda CLONE --each 2"
 bench-laws: $(DEV_READY)
 	$(RUN) benchmarks/laws.py $(ARGS)
-
-# The low-rank paper's models, a row at a time: make bench-paper ARGS="--targets trn2 --workers 2"
-bench-paper: $(DEV_READY)
-	$(RUN) benchmarks/paper_table.py $(ARGS)
 
 # Needs the paper's kernels: make bench-neuronmm ARGS="--checkout ../NeuronMM --m 1,512"
 bench-neuronmm: $(DEV_READY)

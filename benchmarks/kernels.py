@@ -29,7 +29,7 @@ from model_sizes import MODELS
 from rich.console import Console
 from rich.table import Table
 
-DEFAULT = ("mlp", "gated", "dense", "small", "fp8", "apart", "search", "cliffs")
+DEFAULT = ("mlp", "gated", "dense", "small", "fp8", "cliffs")
 LONGEST = 80  # lines of a table that is shown whole
 
 

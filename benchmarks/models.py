@@ -10,11 +10,10 @@ for where it is not plainly a model's time per token. "stack" is what ran it, wh
 that `own` was set by: its runs are predicted with it and judged apart.
 
     python benchmarks/models.py [--only calibrate|"held out"|added|apart] [--json FILE]
-        [--price closed_form] [--library nki-library]
+        [--price closed_form]
 
 `--price closed_form` takes the passes' closed form of every kernel instead of the simulator, in
-seconds a run. `--library`, a clone of aws-neuron/nki-library, adds a dense layer of its kernels
-beside ours (library_layer.py).
+seconds a run.
 """
 
 from __future__ import annotations
@@ -67,10 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Print one line a run and the bars; return 1 where runs that nothing was chosen on miss
     them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("calibrate", "held out", "added", "apart", "layers"))
+    parser.add_argument("--only", choices=("calibrate", "held out", "added", "apart"))
     parser.add_argument("--price", choices=tuple(PRICES), default="simulated")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--library", type=Path, help="a clone of aws-neuron/nki-library")
     given = parser.parse_args(arguments)
     rows = []
     head = f"{'use':10} {'model':15} {'on':5} {'tp':>3} {'batch':>5} {'context':>7}"
@@ -113,16 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
                 f"bars of mean and worst {100 * MEAN_BAR:.0f} and {100 * WORST_BAR:.0f} %"
             )
             missed |= use in JUDGED and (mean > MEAN_BAR or worst > WORST_BAR)
-    layers = []
-    if given.library is not None:
-        from library_layer import compare  # a script beside this one
-
-        layers = compare(given.library)
-    else:
-        print("no dense layer of nki-library's kernels beside ours: pass --library, a clone of "
-              "aws-neuron/nki-library")  # fmt: skip
     if given.json is not None:
-        given.json.write_text(json.dumps({"runs": rows, "layers": layers}, indent=1))
+        given.json.write_text(json.dumps({"runs": rows}, indent=1))
     return int(missed)
 
 
