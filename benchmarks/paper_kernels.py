@@ -6,19 +6,13 @@ blocks, the j-th such sum is about sqrt(j / B) of the whole, so that all roundin
 sqrt((B + 1) / 2) of one. The roundings of x u, and of the product with v, are independent; silu
 passes an error on by its derivative. A kernel passes with 1.5 times that, and with no single
 element further away than the bound of `paper_kernel`.
-
-Usage: python benchmarks/paper_kernels.py --checkout NeuronMM [--target trn1] [--only fused_mlp]
-       [--sizes 128x3072x1792x8192,300x1000x200x700]
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import sys
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,18 +21,6 @@ from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import simulate
 
 PAPER_KERNELS = ("fused_three_mm_XTUV", "fused_mlp_up_T", "nki_matmul_fully_optimized_")
-# (tokens, features, rank, outputs): the paper's own in its test_speedup.py, Llama 3.2 3B at 128
-# tokens, then the other models' and tokens that its tables have, then ragged ones.
-SIZES = (
-    (128, 3072, 1792, 8192),
-    (1, 3072, 1792, 8192),
-    (512, 2048, 1280, 8192),
-    (1024, 2048, 1280, 8192),
-    (128, 4096, 2560, 14336),
-    (300, 1000, 200, 700),
-    (1, 130, 100, 515),
-    (515, 1027, 333, 1100),
-)
 _BF16 = 0.0016
 _SLACK = 1.5
 Sizes = tuple[int, int, int, int]
@@ -142,40 +124,3 @@ def _reference(
     each_of = (each, each, _BF16)  # the last: silu, the product and the result, at most this
     total = math.sqrt(sum((e * n) ** 2 for e, n in zip(each_of, norms, strict=True)))
     return result.T, total / norms[1]
-
-
-def main() -> int:
-    """Print a line of a table for each kernel and shape; 1 unless all are right."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkout", type=Path, default=Path("NeuronMM"))
-    parser.add_argument("--target", default="trn1,trn2")
-    parser.add_argument("--only", default="", help="kernels whose names contain this")
-    parser.add_argument("--sizes", default=",".join("x".join(map(str, s)) for s in SIZES))
-    given = parser.parse_args()
-    targets, good = given.target.split(","), True
-    heads = ("kernel", "tokens", "features", "rank", "outputs", "largest error", "norm", "bound")
-    print(f"| {' | '.join((*heads, *(f'us, {target}' for target in targets)))} |")
-    print("| --- |" + " ---: |" * (len(heads) - 1 + len(targets)))
-    for name in (name for name in PAPER_KERNELS if given.only in name):
-        for spelled in given.sizes.split(","):
-            sizes: Any = tuple(map(int, spelled.split("x")))
-            path = given.checkout / "test_speedup.py"
-            told = [paper_kernel(path, name, sizes, target) for target in targets]
-            shown = [f"{size:,}" for size in sizes]
-            if name == "nki_matmul_fully_optimized_":
-                shown[2] = "-"
-            cells = (
-                f"`{name}`", *shown, f"{max(one.worst for one in told):.4f}",
-                f"{max(one.norm for one in told):.4f}", f"{told[0].norm_bound:.4f}",
-                *(f"{one.us:,.1f}" for one in told),
-            )  # fmt: skip
-            wrong = [str(one) for one in told if not one.passed]
-            good = good and not wrong
-            print(
-                f"| {' | '.join(cells)} |{' WRONG: ' * bool(wrong)}{'; '.join(wrong)}", flush=True
-            )
-    return not good
-
-
-if __name__ == "__main__":
-    sys.exit(main())
