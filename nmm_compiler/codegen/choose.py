@@ -78,16 +78,19 @@ def search(spec: KernelSpec, target: Target, budget: int, timing: Timing) -> tup
         if tried and spent + choice.instructions > SIMULATED_INSTRUCTIONS:
             break
         spent += choice.instructions
-        latency, count, in_order = timing(spec, choice.schedule, target)
-        tried.append(
-            dataclasses.replace(
-                choice, simulated_us=latency, in_order_us=in_order, instructions=count
-            )
-        )
+        tried.append(timed(choice, timing(spec, choice.schedule, target)))
     schedules = {choice.schedule for choice in tried}
     left = [choice for choice in ranked if choice.schedule not in schedules]
     tried.sort(key=functools.partial(preference, budget=budget))
     return tuple(tried + left[: SHOWN - len(tried)])
+
+
+def timed(choice: Choice, times: tuple[float, int, float]) -> Choice:
+    """Return a candidate with what `simulated` says of it."""
+    latency, count, in_order = times
+    return dataclasses.replace(
+        choice, simulated_us=latency, in_order_us=in_order, instructions=count
+    )
 
 
 def _to_try(ranked: list[Choice]) -> list[Choice]:

@@ -17,8 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, as_completed
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Protocol
 
 from nmm_compiler.errors import NmmError, WorkerError
@@ -44,13 +43,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Workers(Executor):
-    """`count` processes, each started when there is work for it."""
+class Workers(ThreadPoolExecutor):
+    """`count` processes, each started by a thread when there is work for it."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self._queue: SimpleQueue[tuple[Future[str], str] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        super().__init__(max(count, 1))
+        self._held = threading.local()
         self._processes: set[subprocess.Popen[str]] = set()
         self._stopped = False
 
@@ -59,13 +57,8 @@ class Workers(Executor):
 
         The future raises WorkerError when each of ATTEMPTS workers died with the call.
         """
-        future: Future[str] = Future()
         name = f"{function.__module__}:{function.__qualname__}"
-        self._queue.put((future, json.dumps({"function": name, "text": text})))
-        if len(self._threads) < self.count:
-            self._threads.append(threading.Thread(target=self._feed, daemon=True))
-            self._threads[-1].start()
-        return future
+        return super().submit(self._answer, json.dumps({"function": name, "text": text}))
 
     def processes(self) -> list[int]:
         """Return the ids of the workers that run now."""
@@ -77,49 +70,49 @@ class Workers(Executor):
             self._stopped = True
             for process in list(self._processes):
                 process.kill()  # entries of the cache are whole or absent
-        for _ in self._threads:
-            self._queue.put(None)
+        super().shutdown(wait, cancel_futures=cancel_futures)
         if wait:
-            for thread in self._threads:
-                thread.join()
+            for process in list(self._processes):
+                self._end(process)
 
-    def _feed(self) -> None:
-        """Pass calls to one worker, until there are no more; a worker that died is replaced."""
-        worker: subprocess.Popen[str] | None = None
-        while (item := self._queue.get()) is not None:
-            future, line = item
-            if self._stopped or not future.set_running_or_notify_cancel():
-                future.cancel()
-                continue
-            answer = ""
-            try:
-                for _ in range(ATTEMPTS):
-                    worker = worker if worker is not None else self._start()
-                    answer = _asked(worker, line)
-                    if answer or self._stopped:
-                        break
-                    self._end(worker)
-                    worker = None
-            except OSError as error:  # no process can be started
-                told = f"{type(error).__name__}: {error}"
-                future.set_exception(WorkerError(f"a worker process failed: {told}"))
-                continue
-            _settle(future, answer)
-        if worker is not None:
+    def _answer(self, line: str) -> str:
+        """Return what the worker of this thread answers; one that died is replaced."""
+        answer = ""
+        for _ in range(ATTEMPTS):
+            worker = getattr(self._held, "worker", None) or self._start()
+            answer = _asked(worker, line)
+            if answer or self._stopped:
+                break
             self._end(worker)
+        if not answer:
+            raise WorkerError(
+                f"{ATTEMPTS} worker processes ended within the same call, the last one too; the "
+                "machine may be short of memory, so try fewer with jobs="
+            )
+        told = json.loads(answer)
+        if "error" in told:
+            raise WorkerError(f"a worker process failed: {told['error']}")
+        return str(told["text"])
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
-        worker = subprocess.Popen(
-            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        try:
+            worker = subprocess.Popen(
+                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except OSError as error:
+            raise WorkerError(
+                f"a worker process failed: {type(error).__name__}: {error}"
+            ) from error
+        self._held.worker = worker
         self._processes.add(worker)
         if self._stopped:  # since `shutdown` looked
             worker.kill()
         return worker
 
     def _end(self, worker: subprocess.Popen[str]) -> None:
+        self._held.worker = None
         with contextlib.suppress(OSError), worker:  # leaving closes its pipes, and waits
             assert worker.stdin is not None
             worker.stdin.close()
@@ -137,22 +130,6 @@ def _asked(worker: subprocess.Popen[str], line: str) -> str:
     except (OSError, ValueError):  # killed, and its pipe is closed
         return ""
     return answer if answer.endswith("\n") else ""
-
-
-def _settle(future: Future[str], answer: str) -> None:
-    if not answer:
-        future.set_exception(
-            WorkerError(
-                f"{ATTEMPTS} worker processes ended within the same call, the last one too; the "
-                "machine may be short of memory, so try fewer with jobs="
-            )
-        )
-        return
-    told = json.loads(answer)
-    if "error" in told:
-        future.set_exception(WorkerError(f"a worker process failed: {told['error']}"))
-    else:
-        future.set_result(told["text"])
 
 
 def serve() -> None:

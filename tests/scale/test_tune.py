@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,13 +12,10 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
 from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen import build, choose, tune, tuned
-from nmm_compiler.codegen.build_many import request_text
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.codegen.search_space import Space
-from nmm_compiler.codegen.tune import time_schedules
-from nmm_compiler.codegen.workers import on_processes
-from nmm_compiler.errors import CacheTrustError, UnknownNameError, WorkerError
-from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
+from nmm_compiler.codegen.tune import time_candidates
+from nmm_compiler.errors import CacheTrustError, SpecError, WorkerError
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.options import LARGEST_BUCKET, Options
 from nmm_compiler.prices.kernel import PRICES
 
@@ -29,50 +24,23 @@ SPECS = [SPEC, LowRankSpec(m=16, k=256, r=64, n=512)]
 
 
 class Serial:
-    """An executor that runs each task at once, here, and counts the schedules that it was given.
-
-    most: tasks fail after so many of them. tasks: what it was asked to run, by name.
-    """
+    """An executor that runs each task at once, here; it fails after `most` of them."""
 
     def __init__(self, most=None):
-        self.timed, self.tasks, self.most = [], [], most
+        self.tasks, self.most = [], most
 
     def submit(self, function, text, /):
         future = Future()
-        if self.most is not None and len(self.timed) >= self.most:
+        if self.most is not None and len(self.tasks) >= self.most:
             future.set_exception(WorkerError(1, "the power is out"))
             return future
-        self.tasks.append(function.__name__)
-        told = json.loads(text)
-        self.timed += [json.dumps(one, sort_keys=True) for one in told.get("schedules", [])]
+        self.tasks.append(json.loads(text)["spec"])
         future.set_result(function(text))
         return future
 
 
-class Fixed:
-    """An executor that says what each schedule takes, by its place in the task, and the default."""
-
-    def __init__(self, times, default):
-        self.times, self.default = times, default
-
-    def submit(self, function, text, /):
-        future = Future()
-        told = json.loads(text)
-        if "timed" in told:
-            future.set_result(json.dumps(tuned.plain_choice(self.default)))
-            return future
-        if "schedules" not in told:
-            future.set_result(function(text))
-            return future
-        rows = [{"simulated_us": self.times[i], "in_order_us": 0.0, "instructions": 1}
-                for i in range(len(told["schedules"]))]  # fmt: skip
-        future.set_result(json.dumps(rows))
-        return future
-
-
 @pytest.fixture(autouse=True)
-def small_tasks(monkeypatch, cache):
-    monkeypatch.setattr(tune, "TASK_SCHEDULES", 3)
+def nothing_tuned(cache):
     tuned.forget()
     yield
     tuned.forget()
@@ -81,7 +49,7 @@ def small_tasks(monkeypatch, cache):
 def best_of(spec):
     chip = machine_target("trn2")
     entry = Store.open().get(tuned.tuning_key(spec, chip))
-    return json.loads(entry.files[tuned.BEST])["schedule"]
+    return tuned.choices_in(entry.files, tuned.BEST, spec)[0]
 
 
 def elsewhere(tmp_path, monkeypatch, name):
@@ -90,15 +58,19 @@ def elsewhere(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NMM_CACHE_DIR", str(directory))
 
 
-def test_every_candidate_is_timed_once_and_asking_again_times_nothing():
-    executor = Serial()
-    (first,) = tune.tune([SPEC], executor=executor)
-    assert executor.tasks == ["time_schedules"] * (len(executor.tasks) - 1) + ["find_default"]
+def test_every_candidate_is_timed_once_and_asking_again_times_nothing(monkeypatch):
+    real, timed = choose.simulated, []
+
+    def seen(spec, schedule, target):
+        timed.append(schedule)
+        return real(spec, schedule, target)
+
+    monkeypatch.setattr(tune, "simulated", seen)
+    (first,) = tune.tune([SPEC], executor=Serial())
     ranked = choose.rank(SPEC, machine_target("trn2"))
     default = choose.choose(SPEC)[0]
-    beyond = default.schedule not in {choice.schedule for choice in ranked}
-    assert first.simulated == first.candidates == len(ranked) + beyond > 10
-    assert len(set(executor.timed)) == len(executor.timed) == len(ranked)
+    assert first.simulated == first.candidates == len(ranked) > 10
+    assert sorted(map(str, timed)) == sorted(str(choice.schedule) for choice in ranked)
     assert first.best_us <= first.default_us == default.simulated_us
     (again,) = tune.tune([SPEC], executor=Serial(most=0))  # asks for nothing at all
     assert dataclasses.replace(first, simulated=0) == again
@@ -106,57 +78,38 @@ def test_every_candidate_is_timed_once_and_asking_again_times_nothing():
 
 def test_this_process_simulates_nothing(monkeypatch):
     """Else it takes the time that the workers gain: it is one process, and they are many."""
-    here = []
-    real = choose.simulated
+    answers = []
 
-    def seen(*args):
-        here.append(running)
-        return real(*args)
-
-    class Watches(Serial):
+    class Keeps(Serial):
         def submit(self, function, text, /):
-            nonlocal running
-            running = True
-            try:
-                return super().submit(function, text)
-            finally:
-                running = False
+            answers.append(super().submit(function, text).result())
+            return super().submit(lambda text: answers[-1], text)
 
-    running = False
-    monkeypatch.setattr(tune, "simulated", seen)
-    monkeypatch.setattr(choose, "simulated", seen)
-    tune.tune([SPEC], executor=Watches())
-    tune.tune([SPEC], executor=Watches())
-    assert here
-    assert all(here)
-
-
-def test_an_entry_without_the_default_asks_a_worker_for_it():
-    """One from elsewhere may lack it; what is known is not timed again."""
-    (first,) = tune.tune([SPEC], executor=Serial())
-    chip = machine_target("trn2")
-    files = dict(Store.open().get(tuned.tuning_key(SPEC, chip)).files)
-    assert files.pop(tuned.DEFAULT)
+    tune.tune([SPEC], executor=Keeps())
     Store.open().prune(0)
-    tuned.keep_tuning(SPEC, chip, Options().instruction_budget, Store.open(), files)
-    executor = Serial()
-    (again,) = tune.tune([SPEC], executor=executor)
-    assert executor.tasks == ["find_default"]
-    assert again == dataclasses.replace(first, simulated=0)
+    for name in (tune, choose):
+        monkeypatch.setattr(name, "simulated", None)
+
+    class Answers:
+        def submit(self, function, text, /):
+            future = Future()
+            future.set_result(answers[0])
+            return future
+
+    (made,) = tune.tune([SPEC], executor=Answers())
+    assert made.simulated == made.candidates
 
 
 def test_the_best_is_the_least_of_all_by_the_choosers_order():
     tune.tune([SPEC], executor=Serial())
     chip = machine_target("trn2")
     budget = Options().instruction_budget
-    timed = []
-    for choice in (*choose.rank(SPEC, chip), choose.choose(SPEC)[0]):
-        us, count, in_order = choose.simulated(SPEC, choice.schedule, chip)
-        more = {"simulated_us": us, "instructions": count, "in_order_us": in_order}
-        timed.append(choose.preference(dataclasses.replace(choice, **more), budget))
-    entry = Store.open().get(tuned.tuning_key(SPEC, chip))
-    best = tuned.choice_of(json.loads(entry.files[tuned.BEST]), SPEC)
-    assert choose.preference(best, budget) == min(timed)
+    timed = [
+        choose.timed(choice, choose.simulated(SPEC, choice.schedule, chip))
+        for choice in choose.rank(SPEC, chip)
+    ]
+    least = min(choose.preference(choice, budget) for choice in timed)
+    assert choose.preference(best_of(SPEC), budget) == least
 
 
 @pytest.mark.long
@@ -170,18 +123,13 @@ def test_processes_give_the_choice_of_a_serial_run(tmp_path, monkeypatch):
 
 
 def test_a_search_that_was_ended_goes_on():
-    first = Serial(most=5)
+    first = Serial(most=1)
     with pytest.raises(WorkerError):
-        tune.tune([SPEC], executor=first)
-    (journal,) = Path(Store.open().directory, "tuning").iterdir()
-    lines = journal.read_text().splitlines()
-    assert 1 <= len(lines) <= len(first.timed)
-    journal.write_text(journal.read_text() + lines[0][: len(lines[0]) // 2])  # a kill in a write
+        tune.tune(SPECS, executor=first)
     second = Serial()
-    (done,) = tune.tune([SPEC], executor=second)
-    assert done.simulated == len(second.timed) == done.candidates - len(lines)
-    assert second.tasks.count("find_default") == 1
-    assert not journal.exists()
+    done = tune.tune(SPECS, executor=second)
+    assert [*first.tasks, *second.tasks] == [spec.to_dict() for spec in reversed(SPECS)]
+    assert sorted(one.simulated > 0 for one in done) == [False, True]
 
 
 def slowest(spec):
@@ -189,7 +137,7 @@ def slowest(spec):
     chip = machine_target("trn2")
     last = choose.rank(spec, chip)[-1]
     key = tuned.tuning_key(spec, chip)
-    Store.open().get_or_build(key, lambda: tuned.files_of(last, [last]))
+    Store.open().get_or_build(key, lambda: tuned.files_of([last], last))
     tuned.forget()
     return last.schedule
 
@@ -228,7 +176,7 @@ def test_a_tuning_that_is_not_legal_is_left_with_a_warning():
     chip = machine_target("trn2")
     last = choose.rank(SPEC, chip)[-1]
     bad = dataclasses.replace(last, schedule=dataclasses.replace(last.schedule, m_block=7))
-    Store.open().get_or_build(tuned.tuning_key(SPEC, chip), lambda: tuned.files_of(bad, [bad]))
+    Store.open().get_or_build(tuned.tuning_key(SPEC, chip), lambda: tuned.files_of([bad], bad))
     tuned.forget()
     with pytest.warns(UserWarning, match="is not used"):
         kernel = build.build_kernel(SPEC)
@@ -257,7 +205,7 @@ def test_a_worker_with_other_code_refuses():
     told = json.loads(build_request())
     told["code"]["kernels"] = "0" * 16
     with pytest.raises(WorkerError, match="another version"):
-        time_schedules(json.dumps(told))
+        time_candidates(json.dumps(told))
 
 
 def build_request():
@@ -275,55 +223,9 @@ def build_request():
     return texts[0]
 
 
-def test_an_unknown_search_is_named():
-    with pytest.raises(UnknownNameError, match="candidates"):
-        tune.tune([SPEC], search="all")
-
-
-def test_the_grid_has_every_candidate_and_its_best_is_right(monkeypatch):
-    spec = MatmulSpec(m=8, k=64, n=128)
-    space = Space(spec, machine_target("trn2"), Options().instruction_budget)
-    grid = list(space.grid())
-    assert {c.schedule for c in space.candidates} <= {c.schedule for c in grid}
-    asked = []
-
-    def refuse_the_first(text):
-        asked.append(json.loads(text)["schedule"])
-        return json.dumps(len(asked) > 1)
-
-    monkeypatch.setattr(tune, "prove_schedule", refuse_the_first)
-    monkeypatch.setattr(Space, "candidates", ())  # none is known to be right
-    times = {0: 3.0, 1: 1.0, 2: 2.0}
-    default = dataclasses.replace(grid[0], simulated_us=3.0)
-    monkeypatch.setattr(Space, "grid", lambda self: iter(grid[:3]))
-    (made,) = tune.tune([spec], search="grid", executor=Fixed(times, default))
-    assert len(asked) == 2
-    assert asked[0] == grid[1].schedule.to_dict()
-    assert made.best_us == 2.0
-    assert made.candidates == 2  # the wrong one is gone
-
-
-def test_a_wrong_kernel_is_told_from_a_right_one(monkeypatch):
-    told = json.loads(request_text(SPEC, "trn2", Options()))
-    told["schedule"] = choose.rank(SPEC, machine_target("trn2"))[0].schedule.to_dict()
-    assert tune.prove_schedule(json.dumps(told)) == "true"
-    exact = LowRankSpec.reference
-    monkeypatch.setattr(LowRankSpec, "reference", lambda self, *a: 1.5 * exact(self, *a))
-    assert tune.prove_schedule(json.dumps(told)) == "false"
-
-
-@pytest.mark.long
-def test_guided_search_is_the_same_twice_and_stays_within_its_trials(tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Optuna marks parts of itself as experimental
-        (first,) = tune.tune([SPEC], search="guided", trials=24, executor=Serial())
-        elsewhere(tmp_path, monkeypatch, "twice")
-        with on_processes(2) as workers:
-            (second,) = tune.tune([SPEC], search="guided", trials=24, executor=workers)
-    assert first == second
-    assert first.candidates <= 24 + 1  # the default too, which may be a step beyond all of them
-    assert first.best_us <= first.default_us
+def test_a_kernel_without_a_legal_schedule_is_refused_before_any_work():
+    with pytest.raises(SpecError):
+        tune.tune([SPEC, dataclasses.replace(SPEC, lnc=2)], "trn1", executor=Serial(most=0))
 
 
 @pytest.mark.long
@@ -348,7 +250,7 @@ def put_tuning(spec, schedule, simulated_us):
     chip = machine_target("trn2")
     best = choose.Choice(schedule, 1.0, simulated_us=simulated_us, in_order_us=simulated_us)
     key = tuned.tuning_key(spec, chip)
-    Store.for_kernels().get_or_build(key, lambda: tuned.files_of(best, [best]), {"tuning": "test"})
+    Store.for_kernels().get_or_build(key, lambda: tuned.files_of([best], best), {"tuning": "test"})
     tuned.forget()
 
 
@@ -391,10 +293,10 @@ def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):
     # a file whose tuning is another one is another kernel, and one that is none is refused
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "elsewhere"))
     tuned.forget()
-    best = json.loads(saved["tuning"]["best.json"])
+    best = json.loads(saved["tuning"][tuned.BEST])
     best["schedule"]["m_block"] += 128
-    changed = {**saved["tuning"], "best.json": json.dumps(best)}
+    changed = {**saved["tuning"], tuned.BEST: json.dumps(best)}
     ahead_of_time._restore({**saved, "tuning": changed}, options)
     assert not list(Store.open().entries())
     with pytest.raises(CacheTrustError, match="is none: KeyError"):
-        ahead_of_time._restore({**saved, "tuning": {"best.json": "{}"}}, options)
+        ahead_of_time._restore({**saved, "tuning": {tuned.BEST: "{}"}}, options)
