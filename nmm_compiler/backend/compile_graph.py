@@ -203,7 +203,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     work.matches = tuple(_match_line(match) for match in found)
     for match in found:
         work.notes += [note for note in (*match.notes, slower_than_dense(match)) if note]
-    work.rules = tuple(str(count) for count in result.rules.values() if not count.built_in)
+    work.rules = tuple(map(str, result.rules.values()))
     work.declined = tuple(
         Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy) for d in result.declined
     )

@@ -1,11 +1,10 @@
 """One attempt at a graph, step by step. After a fault, the next attempt leaves its place alone.
 
 A half-made emission is never repaired: the attempt's copy of the graph is discarded, and the next
-attempt skips the place that failed. A `careful` attempt follows a fault that has no single place.
-It checks the graph after each emission and keeps every stride.
+attempt skips the place that failed. After a fault without a single place, the graph is not
+rewritten.
 
-The checks after each step raise ValueError with what is wrong. That shows a fault of this package:
-a careful attempt follows, and if it fails too, the graph is not rewritten.
+The checks after each step raise ValueError with what is wrong, which is such a fault.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ class Attempt:
     """A copy of a graph that is being rewritten; `result` collects the findings.
 
     path: of the graph among the graphs of higher-order operators. sources: the values of its
-    placeholders, for such a graph. odd: inputs that are tensor subclasses. mode: "quick" or
-    "careful". refused: what this and earlier attempts could not emit. rules: those of this attempt;
-    later: rules of a user that run after them; taken_before: places of these rules that earlier
-    rules took. The methods are the steps of `pipeline.PASSES`; the fields after `taken_before` pass
-    their results on. findings: of the last step, as lines for a dump; they are made when it reads
+    placeholders, for such a graph. odd: inputs that are tensor subclasses. refused: what this and earlier attempts could not emit. rules: those of this attempt;
+    later: rules of a user that run after them. The methods are the steps of `pipeline.PASSES`; the
+    fields after `later` pass their results on. findings: of the last step, as lines for a dump; they are made when it reads
     them.
     """
 
@@ -58,12 +55,10 @@ class Attempt:
     path: str
     sources: dict[str, str] | None
     odd: dict[fx.Node, type[torch.Tensor]]
-    mode: str
     result: RewriteResult
     refused: list[Declined]
     rules: tuple[Rule, ...] = ()
     later: tuple[Rule, ...] = ()
-    taken_before: dict[str, RuleCount] = dataclasses.field(default_factory=dict)
     c: Canonical = dataclasses.field(init=False)
     matches: list[Match] = dataclasses.field(default_factory=list)
     turned: list[Pointwise] = dataclasses.field(default_factory=list)
@@ -96,7 +91,7 @@ class Attempt:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
         search = _Search(self.c)
         for rule in self.rules:
-            count = self._count(rule)
+            count = self.count(rule)
             with self.faults.only_reading(rule, self.c.graph):
                 for node in search.places(rule):
                     if node not in search.taken:
@@ -105,9 +100,8 @@ class Attempt:
                         except Exception as error:  # kept, or raised again
                             self.faults.keep(error, "matching", node, rule)
         for rule in self.later:
-            count = self.taken_before.setdefault(rule.name, RuleCount(rule.name, False))
             with self.faults.only_reading(rule, self.c.graph):
-                search.ask_who_took(rule, count)
+                search.ask_who_took(rule, self.count(rule))
         self.matches = search.matches
         names = {node.name for node in search.taken}
         declined = [d for d in search.declined if d.at not in names or d in search.kept]
@@ -116,16 +110,11 @@ class Attempt:
         lines = (f"declined: {d}" for d in declined)
         self.findings = itertools.chain(map(str, self.matches), lines)
 
-    def _count(self, rule: Rule) -> RuleCount:
-        """Return the count of a rule; it starts with the places that earlier rules took."""
-        count = self.result.rules.get(rule.name)
-        if count is None:
-            count = RuleCount(rule.name, self.built_in)
-            before = self.taken_before.get(rule.name)
-            if before is not None:
-                count.lost, count.failed = before.lost, before.failed
-            self.result.rules[rule.name] = count
-        return count
+    def count(self, rule: Rule) -> RuleCount:
+        """Return the count of a rule; those of the package are not kept."""
+        count = RuleCount(rule.name)
+        built_in = self.faults.is_built_in(rule)
+        return count if built_in else self.result.rules.setdefault(rule.name, count)
 
     def combine(self) -> None:
         """Let rules join matches into groups, and add the findings to the report."""
@@ -162,7 +151,6 @@ class Attempt:
         c = self.c
         read = {n for n in c.graph.nodes if n.users and is_pure(n, c.effects)}
         self.editor = Editor(c, value_key(self.module.graph), self.options)
-        self.editor.careful = self.mode == "careful"
         self.dropped = not self._emit_all(c, self.editor, self.rules, [*self.matches, *self.turned])
         if self.dropped:
             return
@@ -227,8 +215,6 @@ class Attempt:
                     self.refused.append(dataclasses.replace(why, graph=self.path.rstrip(".")))
                     self.faults.refuse(*place)
                     return False
-                if editor.careful:
-                    self.module.graph.lint()
                 done = True
             if not done:
                 self.faults.drop(*_place(step))
@@ -317,13 +303,12 @@ class _Search:
         """Keep the first match of a rule at a node, or why there is none."""
         c = self.c
         for candidate in rule.pattern(c, node):
-            count.proposed += 1
             found = _checked(rule, rule.check(c, candidate))
             if found is None:
                 continue
             if isinstance(found, Refusal) and found.agreed:
                 near = (found.agreed, f"at {found.node.name} {found.reason}")
-                count.nearest = max(count.nearest or near, near)
+                count.nearest = max(count.nearest, near)
                 continue
             if isinstance(found, Refusal):
                 count.refused += 1
@@ -356,14 +341,14 @@ class _Search:
     def ask_who_took(self, rule: Rule, count: RuleCount) -> None:
         """Count the places of a later rule that this attempt's rules have taken.
 
-        The later rule will get another graph than this one, so its exceptions here are only
-        counted.
+        The later rule will get another graph than this one, so an exception here is only told.
         """
         for node in self.places(rule):
             try:
                 found = [rule.check(self.c, candidate) for candidate in rule.pattern(self.c, node)]
             except Exception as error:  # a rule may be made for the rewritten graph alone
-                count.failed = f"{type(error).__name__}: {error}"
+                why = f"on the graph as it came it raised {type(error).__name__}: {error}"
+                count.nearest = max(count.nearest, (0, why))
                 return
             for match in (one for one in found if isinstance(one, Match)):
                 if match.nodes & self.taken.keys():

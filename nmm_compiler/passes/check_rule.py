@@ -18,7 +18,7 @@ from nmm_compiler.passes import rules
 from nmm_compiler.passes.graph.capture import arguments, to_graph
 from nmm_compiler.passes.patterns.two_functions import PatternRule
 from nmm_compiler.passes.pipeline import rewrite_in_order, rule_order
-from nmm_compiler.passes.result import Explanation, RewriteResult
+from nmm_compiler.passes.result import Explanation, RewriteResult, RuleCount
 
 
 def check_rule(
@@ -81,7 +81,7 @@ def _proved(
 ) -> float:
     if not any(match.rule == rule.name and match.rewritten for match in result.matches):
         refused = [str(one) for one in result.declined if one.rule == rule.name]
-        raise rule_not_fired(rule.name, "; ".join([str(result.rules[rule.name]), *refused]))
+        raise rule_not_fired(rule.name, "; ".join([str(result.rules.get(rule.name, RuleCount(rule.name))), *refused]))
     worst = 0.0
     for trial in range(trials):
         generator = torch.Generator().manual_seed(trial)

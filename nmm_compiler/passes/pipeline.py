@@ -316,22 +316,20 @@ class _Run:
         """Return a rewritten copy of a graph and of the graphs in it.
 
         Each attempt starts from a fresh copy. After an attempt that dropped a place, the next one
-        leaves that place alone. After a fault without a place comes a careful attempt. If that
-        fails too, the graph is not rewritten.
+        leaves that place alone. After a fault without a place, the graph is not rewritten.
         """
         if id(original) in self.done:
             return self.done[id(original)]
         children: dict[str, fx.GraphModule] = {}
         last = next(iter(reversed(original.graph.nodes)))
         dump = Dump(dump_directory(), path.rstrip("."))
-        modes = iter(("quick", "careful", "none"))
-        mode = next(modes)
+        faulty = False
         while True:
             module = copy_graph(original)
             found = RewriteResult(module, [], [])
-            values, whole = None, mode == "none"
+            values = None
             self.faults.graph = path.rstrip(".")
-            if not whole:
+            if not faulty:
                 with self.faults.guard("reading the graph that ends at", last):
                     read = collect_values(module, example_inputs)
                     for name, child, inputs, kinds in _children(module, read, sources):
@@ -341,17 +339,18 @@ class _Run:
             self.faults.graph = path.rstrip(".")
             for name, child in children.items():
                 _set_attribute(module, name, child)
-            dropped = False
+            if faulty:
+                break
+            whole, faulty = False, True
             if values is not None:
                 odd = _subclasses(module, example_inputs)
-                shared = (self.options, self.faults, path, sources, odd, mode, found, self.refused)
+                shared = (self.options, self.faults, path, sources, odd, found, self.refused)
                 attempt = Attempt(module, values, *shared)
                 with self.faults.guard("rewriting the graph that ends at", last):
                     whole = all(apply(attempt, *step, dump) for step in _segments(self.order))
-                    dropped = not whole
+                    faulty = False
             if whole:
                 break
-            mode = mode if dropped else next(modes)
         self.result.add(found)
         module.recompile()
         self.done[id(original)] = module

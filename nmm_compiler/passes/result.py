@@ -6,6 +6,7 @@ paths become `*`.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
@@ -18,7 +19,6 @@ from torch import fx
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.passes import verify
-from nmm_compiler.passes.chains.safety import distance
 from nmm_compiler.passes.graph_view import graph_parts
 from nmm_compiler.passes.opportunities import Opportunity, calls_bring, could_bring
 from nmm_compiler.passes.reproduce import reproducer
@@ -31,64 +31,37 @@ from nmm_compiler.report.text import counted
 
 @dataclass
 class RuleCount:
-    """How often a rule proposed a place, and the outcomes.
+    """What became of the places of a rule of the user.
 
-    refused: the rule's own check refused, with a reason. lost: another rule, by name, took the
-    place. nearest: of a rule of two functions, the place where most of the pattern was found, and
-    the difference there. failed: the exception that the rule raised for the original graph.
+    lost: how many places another rule took, by its name. nearest: how many values agree at the
+    place where most of the pattern was found, and the difference there.
     """
 
     rule: str
-    built_in: bool = True
-    proposed: int = 0
     matched: int = 0
     refused: int = 0
     lost: Counter[str] = field(default_factory=Counter)
-    nearest: tuple[int, str] | None = None
-    failed: str | None = None
+    nearest: tuple[int, str] = (0, "")
 
     def add(self, other: RuleCount) -> None:
-        """Add the outcome of the rule's proposals in another graph."""
-        self.proposed += other.proposed
+        """Add what became of the rule's places in another graph."""
         self.matched += other.matched
         self.refused += other.refused
         self.lost += other.lost
-        self.nearest = max(filter(None, (self.nearest, other.nearest)), default=None)
-        self.failed = self.failed or other.failed
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return {
-            "rule": self.rule,
-            "built_in": self.built_in,
-            "proposed": self.proposed,
-            "matched": self.matched,
-            "refused": self.refused,
-            "lost": dict(self.lost),
-            "nearest": self.nearest[1] if self.nearest else None,
-            "failed": self.failed,
-        }
+        self.nearest = max(self.nearest, other.nearest)
 
     def __str__(self) -> str:
         """Return one sentence for people."""
-        if not (self.proposed or self.lost or self.failed):
+        if not (self.matched or self.refused or self.lost or self.nearest[1]):
             return f"rule {self.rule}: no node of the graph is what the pattern ends with"
         said = [f"{self.matched} matched", f"{self.refused} refused"]
         said += [f"{count} lost to {other}" for other, count in self.lost.items()]
-        text = f"rule {self.rule}: {self.proposed} places proposed, {', '.join(said)}"
+        text = f"rule {self.rule}: {', '.join(said)}"
         if self.lost and not self.matched:
             text += f'; rules=[{self.rule}, "..."] asks it first'
-        if self.nearest and not self.matched:
+        if self.nearest[1] and not self.matched:
             text += f"; the nearest: {self.nearest[1]}"
-        return text + (f"; on the graph as it came it raised {self.failed}" if self.failed else "")
-
-
-def merged(counts: Iterable[RuleCount]) -> dict[str, RuleCount]:
-    """Return the counts of several graphs by rule."""
-    found: dict[str, RuleCount] = {}
-    for count in counts:
-        found.setdefault(count.rule, RuleCount(count.rule, count.built_in)).add(count)
-    return found
+        return text
 
 
 _BREAKS = (
@@ -103,8 +76,8 @@ _SHOWN = 3
 class RewriteResult(Shown):
     """A rewritten graph with its matches and refusals.
 
-    graph_module is a new GraphModule that shares parameters with the original. rules: the outcome
-    of each rule's proposals, by the rule's name. reordered: products that stayed and read an
+    graph_module is a new GraphModule that shares parameters with the original. rules: what
+    became of the places of each rule of the user, by its name. reordered: products that stayed and read an
     operand in another memory order now, so that they may sum in another order: graph, node, terms.
     """
 
@@ -139,7 +112,8 @@ class RewriteResult(Shown):
         self.reordered += part.reordered
         self.transposes_before += part.transposes_before
         self.transposes_after += part.transposes_after
-        self.rules = merged([*self.rules.values(), *part.rules.values()])
+        for name, count in part.rules.items():
+            self.rules.setdefault(name, RuleCount(name)).add(count)
 
     @property
     def rewritten(self) -> list[Match]:
@@ -150,16 +124,6 @@ class RewriteResult(Shown):
     def chains(self) -> int:
         """Return how many factor pairs the matches hold; groups hold several."""
         return sum(int(m.info.get("chains", 0)) for m in self.matches)
-
-    @property
-    def nearest(self) -> dict[str, Declined]:
-        """Return, per rule, the refusal that came closest to a match."""
-        best: dict[str, Declined] = {}
-        for declined in self.declined:
-            known = best.get(declined.rule)
-            if known is None or distance(declined.code) < distance(known.code):
-                best[declined.rule] = declined
-        return best
 
     def diff(self) -> str:
         """Return a unified diff of the graph's readable code, before against after."""
@@ -190,11 +154,10 @@ class RewriteResult(Shown):
         return {
             "matches": [m.to_dict() for m in self.matches],
             "declined": [d.to_dict() for d in self.declined],
-            "nearest": {rule: d.to_dict() for rule, d in self.nearest.items()},
             "opportunities": [o.to_dict() for o in self.opportunities],
             "layouts": [str(choice) for choice in self.layouts],
             "transposes": {"before": self.transposes_before, "after": self.transposes_after},
-            "rules": [count.to_dict() for count in self.rules.values()],
+            "rules": [dataclasses.asdict(count) for count in self.rules.values()],
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -215,7 +178,7 @@ class RewriteResult(Shown):
             Line(self.summary(), "headline"),
             *_gain(self.rewritten),
             *_matches(self),
-            *(Line(str(count), "note") for count in self.rules.values() if not count.built_in),
+            *(Line(str(count), "note") for count in self.rules.values()),
             *_layouts(self),
             *_declined(self.declined),
             *_opportunities(self.opportunities, self.target),

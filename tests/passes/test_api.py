@@ -150,7 +150,6 @@ def test_the_nearest_miss_of_a_rule():
     inputs = (X, torch.randn(64, 8), torch.randn(8, 48))
     result = rewrite(g, inputs)
     assert {d.code for d in result.declined} == {"other_user", "between"}
-    assert result.nearest["lowrank"].code == "other_user"
     assert rewrite(f, inputs).chains == 1
 
 

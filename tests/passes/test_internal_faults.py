@@ -89,10 +89,8 @@ FAULTS = {
     "emission of a pointwise operation": (
         layout.Pointwise, "emit", {"when": final("tanh"), "at": "after"}, ["shared_x", "lowrank"],
     ),
-    "strides": (
-        attempt, "settle_strides", {"when": lambda e: e.restrided}, ["shared_x", "lowrank"],
-    ),
-    "lint": (fx.Graph, "lint", {"when": lambda g: _rewritten(g) > 1}, ["shared_x"]),
+    "strides": (attempt, "settle_strides", {"when": lambda e: e.restrided}, []),
+    "lint": (fx.Graph, "lint", {"when": lambda g: _rewritten(g) > 1}, []),
 }  # fmt: skip
 
 

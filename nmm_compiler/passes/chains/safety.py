@@ -47,15 +47,7 @@ REMEDIES: dict[str, str] = {
     "pattern": "change the model, or the rule's pattern or condition",
     "internal": "report it with the command that the warning names",
 }
-"""What would have to change, by the code of a refusal; the nearest miss comes first."""
-
-_RANK = {code: rank for rank, code in enumerate(REMEDIES)}
-
-
-def distance(code: str) -> int:
-    """Return how far a refusal is from a match, as a rank; a user's own codes rank last."""
-    return _RANK.get(code, len(_RANK))
-
+"""What would have to change, by the code of a refusal."""
 
 @dataclass(frozen=True)
 class Refusal:

@@ -54,8 +54,6 @@ class Editor:
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.raw: dict[fx.Node, Any] = {}
-        # Restore strides where they change, and not where a reader depends on them.
-        self.careful = False
         # Results whose strides are not those of the value they replace, with that value.
         self.restrided: dict[fx.Node, torch.Tensor] = {}
         self._attributes: dict[str, fx.Node] = {}
@@ -270,7 +268,6 @@ class Editor:
             target_name(user) in STRIDE_READERS or (user.op == "call_module")
             for user in original.users
         ) or self.c.effects.is_written(original)
-        strict = strict or self.careful
         if not strict and (views.is_contiguous(new) or not views.is_contiguous(old)):
             self.restrided[node] = old
             return node
