@@ -42,10 +42,10 @@ class Attempt:
     """A copy of a graph that is being rewritten; `result` collects the findings.
 
     path: of the graph among the graphs of higher-order operators. sources: the values of its
-    placeholders, for such a graph. odd: inputs that are tensor subclasses. refused: what this and earlier attempts could not emit. rules: those of this attempt;
-    later: rules of a user that run after them. The methods are the steps of `pipeline.PASSES`; the
-    fields after `later` pass their results on. findings: of the last step, as lines for a dump; they are made when it reads
-    them.
+    placeholders, for such a graph. odd: inputs that are tensor subclasses. refused: what this and
+    earlier attempts could not emit. rules: those of this attempt; later: rules of a user that run
+    after them. The methods are the steps of `pipeline.PASSES`; the fields after `later` pass their
+    results on. findings: of the last step, as lines for a dump; they are made when it reads them.
     """
 
     module: fx.GraphModule

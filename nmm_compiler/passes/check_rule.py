@@ -81,7 +81,8 @@ def _proved(
 ) -> float:
     if not any(match.rule == rule.name and match.rewritten for match in result.matches):
         refused = [str(one) for one in result.declined if one.rule == rule.name]
-        raise rule_not_fired(rule.name, "; ".join([str(result.rules.get(rule.name, RuleCount(rule.name))), *refused]))
+        count = result.rules.get(rule.name, RuleCount(rule.name))
+        raise rule_not_fired(rule.name, "; ".join([str(count), *refused]))
     worst = 0.0
     for trial in range(trials):
         generator = torch.Generator().manual_seed(trial)

@@ -76,8 +76,8 @@ _SHOWN = 3
 class RewriteResult(Shown):
     """A rewritten graph with its matches and refusals.
 
-    graph_module is a new GraphModule that shares parameters with the original. rules: what
-    became of the places of each rule of the user, by its name. reordered: products that stayed and read an
+    graph_module is a new GraphModule that shares parameters with the original. rules: what became
+    of the places of each rule of the user, by its name. reordered: products that stayed and read an
     operand in another memory order now, so that they may sum in another order: graph, node, terms.
     """
 
