@@ -22,7 +22,16 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
-from nmm_compiler.simulator.beta1.index import Box, Index, Mask, Part, box_of, common_part
+from nmm_compiler.simulator.beta1.index import (
+    Affine,
+    Box,
+    Index,
+    Mask,
+    Part,
+    affine,
+    box_of,
+    common_part,
+)
 from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, UNDOCUMENTED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
     Issue,
@@ -156,27 +165,28 @@ def rows_of(box: Part, tile: Tensor) -> Part:
     return (box[0], *((0, size) for size in tile.shape[1:]))
 
 
-def issued(instruction: str, dst: NkiTensor, *given: Any, **options: Any) -> None:
+def _in_parts(issue: Callable[..., Any], dst: NkiTensor, **given: Any) -> None:
     """Issue an elementwise instruction, or one for each index of an outer free dimension.
 
     Tiles of nki.language may have any number of dimensions, an instruction's access pattern four.
     """
-    tiles = [dst, *(value for value in given if isinstance(value, NkiTensor))]
+    views = {role: value for role, value in given.items() if isinstance(value, NkiTensor)}
     if not any(
         len(tile.shape) > 1 + MAX_FREE_DIMS and out_of_reach(tile.shape[1:], tile.strides[1:])
-        for tile in tiles
+        for tile in (dst, *views.values())
     ):
-        ISSUE[instruction](dst, *given, **options)
+        issue(dst, **given)
         return
     for at in range(dst.shape[1]):
-        parts = [v[:, min(at, v.shape[1] - 1)] if isinstance(v, NkiTensor) else v for v in given]
-        issued(instruction, dst[:, at], *parts, **options)
+        parts = {role: view[:, min(at, view.shape[1] - 1)] for role, view in views.items()}
+        _in_parts(issue, dst[:, at], **{**given, **parts})
 
 
 # Instructions whose row says all
 
 
 _ROWS: dict[str, Any] = {name: issue.row for name, issue in ISSUE.items() if hasattr(issue, "row")}
+_ISSUED = {"tensor_copy_dynamic_src": "tensor_copy"}
 _ROWS["activation_reduce"] = _ROWS["activation"]
 _ROWS["tensor_copy_dynamic_src"] = _ROWS["tensor_copy"]
 
@@ -249,12 +259,21 @@ def _data(row: Any) -> str:
     return next((role for role in row.reads if len(row.equation.terms.get(role, ())) == 2), "")
 
 
-def _by_row(short: str, rule: str, given: Arguments) -> Tensor | None:
+def elementwise(name: str, short: str, **given: Any) -> Tensor:
+    """Return the result of a function of nki.language that is one instruction."""
+    issue = functools.partial(_in_parts, ISSUE[short])
+    made = by_row(name, _ROWS[short], issue, "", given)
+    assert made is not None
+    return made
+
+
+def by_row(
+    name: str, row: Any, issue: Callable[..., Any], rule: str, given: Arguments
+) -> Tensor | None:
     """Issue an instruction that has a destination, or return the tile that is its destination.
 
     rule: "exact" for one that does not round, else the dtype of the result, or "".
     """
-    name, row, issue = f"nisa.{short}", _ROWS[short], ISSUE[short.removesuffix("_dynamic_src")]
     mask, dtype = given.pop("mask", None), given.pop("dtype", None)
     if row.first in given:
         session().flush()
@@ -498,11 +517,10 @@ def _dma_copy(name: str, given: Arguments) -> None:
         leave_undefined(dst)
 
 
-def _affine(expression: Index, shape: tuple[int, ...]) -> tuple[list[list[int]], int, int]:
-    """Return (pattern, offset, channel multiplier) of an index over a tile of `shape`."""
-    steps = expression.coeffs
-    pattern = [[step, size] for step, size in zip(steps[1:], shape[1:], strict=True)]
-    return pattern, expression.const, steps[0]
+def _pattern(line: Affine) -> tuple[list[list[int]], int, int]:
+    """Return (pattern, offset, channel multiplier) of an affine index."""
+    pattern = [[step, size] for step, size in zip(line.steps[1:], line.shape[1:], strict=True)]
+    return pattern, line.const, line.steps[0]
 
 
 def _selected(name: str, given: Arguments) -> Tensor:
@@ -512,21 +530,21 @@ def _selected(name: str, given: Arguments) -> Tensor:
             UnsupportedInstructionError,
             f"{name}: pred is {type(predicate).__name__}; pass one comparison of index expressions",
         )
-    ((expression, op),) = predicate.terms
-    rank = max(len(tile.shape), len(expression.shape))
-    sizes, steps = expression.aligned(rank)
-    if sizes != (1,) * (rank - len(tile.shape)) + tile.shape:
+    ((op, left, right),) = predicate.terms
+    rank = max(len(tile.shape), predicate.ndim)
+    line = affine(left - right).aligned(rank)
+    if line.shape != (1,) * (rank - len(tile.shape)) + tile.shape:
         raise fail(
             OperandError,
-            f"{name}: pred has shape {expression.shape}, on_true_tile {tile.shape}; they must have "
+            f"{name}: pred has shape {predicate.shape}, on_true_tile {tile.shape}; they must have "
             "the same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
         )
-    over = Index(tile.shape, expression.const, steps[rank - len(tile.shape) :])
+    over = Affine(tile.shape, line.const, line.steps[rank - len(tile.shape) :])
     fill = as_number(given["on_false_value"])
 
     def prepare(box: Part) -> Issue:
         view = in_sbuf(tile.tile(box))
-        pattern, offset, multiplier = _affine(over.part(tile.shape, box), view.shape)
+        pattern, offset, multiplier = _pattern(over.part(tile.shape, box))
         return lambda dst: ISSUE["affine_select"](
             dst, pattern, multiplier, view, fill, cmp_op=FUNCTIONS[op], offset=offset
         )
@@ -540,17 +558,15 @@ def _expression(name: str, given: Arguments) -> Tensor:
     """Return the values of an index expression: iota."""
     no_mask(name, given)
     expression, number = given["expr"], as_number(given["expr"])
-    if number is not None:
-        expression = Index((1, 1), int(number), (0, 0))
-    if not isinstance(expression, Index) or len(expression.shape) < 2:
+    if number is None and (not isinstance(expression, Index) or expression.ndim < 2):
         raise fail(
             OperandError,
             f"{name}: expr is {expression!r}; pass an index expression of two or more axes",
         )
-    shape = expression.shape
+    line = affine(expression) if number is None else Affine((1, 1), int(number), (0, 0))
     return result(
-        shape, kind_of(given["dtype"]),
-        lambda box: lambda dst: ISSUE["iota"](dst, *_affine(expression, shape)), only=("sbuf",),
+        line.shape, kind_of(given["dtype"]),
+        lambda box: lambda dst: ISSUE["iota"](dst, *_pattern(line)), only=("sbuf",),
     )  # fmt: skip
 
 
@@ -640,10 +656,12 @@ def _function(short: str) -> Callable[..., Any]:
     full = f"nki.isa.{short}"
     if full in REFUSED:
         return refuse(f"nisa.{short}", full)
-    rule, own = beta_1().functions[full].result, _OWN.get(short)
+    rule, own, name = beta_1().functions[full].result, _OWN.get(short), f"nisa.{short}"
 
     def body(**given: Any) -> Any:
-        return own(f"nisa.{short}", given) if own is not None else _by_row(short, rule, given)
+        if own is not None:
+            return own(name, given)
+        return by_row(name, _ROWS[short], ISSUE[_ISSUED.get(short, short)], rule, given)
 
     return documented(full, {**current_isa.CONSTANTS, **FUNCTIONS}, body)
 

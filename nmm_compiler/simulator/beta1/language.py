@@ -22,17 +22,14 @@ from nmm_compiler.simulator.beta1 import instructions
 from nmm_compiler.simulator.beta1.index import Index, Part, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
-    at_equal_partitions,
     copied,
     documented,
-    in_float32,
+    elementwise,
     in_sbuf,
-    issued,
     kind_of_number,
     product,
     promote,
     refuse,
-    rows_of,
     tensor,
     tensor_anywhere,
     transposed,
@@ -45,6 +42,7 @@ from nmm_compiler.simulator.beta1.tensor import (
     Issue,
     Shifted,
     Tensor,
+    alike,
     as_number,
     asked,
     fail,
@@ -365,7 +363,7 @@ def device_print(prefix: str, x: Any, *, mask: Any = None) -> None:
 
 def _binary(short: str) -> Callable[..., Any]:
     op = CURRENT[short]
-    arithmetic = op.nki_op.kind == "arith" and short != "power"
+    by_vector = op.nki_op.kind == "arith" and short != "power"
 
     def function(name: str, x: Any, y: Any, dtype: Any = None, mask: Any = None) -> Any:
         tile, other, reverse = (x, y, False) if isinstance(x, Tensor) else (y, x, True)
@@ -373,75 +371,57 @@ def _binary(short: str) -> Callable[..., Any]:
         number = as_number(other)
         if isinstance(other, Index) and short == "add" and math.prod(tile.shape) == 1:
             return Shifted(tile, other)
-        if number is None:
-            if isinstance(other, np.ndarray):
-                raise fail(OperandError, f"{name}: a NumPy array; load it with nl.shared_constant")
-            tensor(name, "y", other)
-        shape = tile.shape if number is not None else _together(name, x, y)
-
-        def prepare(box: Part) -> Issue:
-            if number is not None:
-                view = tile.tile(box)
-                return lambda dst: issued("tensor_scalar", dst, view, op, number, reverse0=reverse)
-            for wide, narrow, turned in ((x, y, False), (y, x, True)):
-                one_each = narrow.shape == (shape[0],) + (1,) * (len(shape) - 1)
-                if one_each and arithmetic and wide.shape == shape and math.prod(shape[1:]) > 1:
-                    left, vector = wide.tile(box), in_float32(narrow.tile(rows_of(box, narrow)))
-                    return lambda dst: issued(
-                        "tensor_scalar", dst, left, op, vector, reverse0=turned
-                    )
-            pair = (stretched(v, shape, name, box) for v in (x, y))
-            a, b = at_equal_partitions(*pair)
-            return lambda dst: issued("tensor_tensor", dst, a, b, op)
-
-        kind = other.kind if number is None else kind_of_number(other)
-        return result(shape, asked(dtype, promote(tile.kind, kind)), prepare, mask=mask)
+        if number is not None:
+            kind = asked(dtype, promote(tile.kind, kind_of_number(other)))
+            return elementwise(
+                name, "tensor_scalar", data=tile, op0=op, operand0=number, reverse0=reverse,
+                dtype=kind, mask=mask,
+            )  # fmt: skip
+        if isinstance(other, np.ndarray) and not isinstance(other, Index):
+            raise fail(OperandError, f"{name}: a NumPy array; load it with nl.shared_constant")
+        tensor(name, "y", other)
+        x, y, shape = _together(name, x, y)
+        kind = asked(dtype, promote(x.kind, y.kind))
+        for wide, narrow, turned in ((x, y, False), (y, x, True)):
+            one_each = narrow.shape == (shape[0],) + (1,) * (len(shape) - 1)
+            if one_each and by_vector and wide.shape == shape and math.prod(shape[1:]) > 1:
+                return elementwise(
+                    name, "tensor_scalar", data=wide, op0=op, operand0=narrow, reverse0=turned,
+                    dtype=kind, mask=mask,
+                )  # fmt: skip
+        return elementwise(name, "tensor_tensor", data1=x, data2=y, op=op, dtype=kind, mask=mask)
 
     return function
 
 
-def _together(name: str, x: Tensor, y: Tensor) -> tuple[int, ...]:
-    """Return the shape that two tiles broadcast to; free dimensions of size 1 repeat."""
-    if len(x.shape) != len(y.shape):
-        if x.shape[0] == y.shape[0] and math.prod(x.shape) == math.prod(y.shape):
-            return x.shape
+def _together(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return two tiles of one rank, and the shape that they broadcast to.
+
+    Free dimensions of size 1 repeat.
+    """
+    if len(x.shape) != len(y.shape) and alike(x.shape, y.shape):
+        y = y.reshape(x.shape)
+    if len(x.shape) != len(y.shape) or any(
+        a != b and 1 not in (a, b) for a, b in zip(x.shape, y.shape, strict=True)
+    ):
         raise no_broadcast(y, x.shape, name)
-    for a, b in zip(x.shape, y.shape, strict=True):
-        if a != b and 1 not in (a, b):
-            raise no_broadcast(y, x.shape, name)
-    return tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
+    return x, y, tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
 
 
 def _unary(short: str) -> Callable[..., Any]:
     op = CURRENT[short]
+    row, given = "tensor_scalar", {"op0": op, "operand0": 0}
+    if op.nki_op.activation is not None:
+        row, given = "activation", {"op": op}
 
     def function(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
-        tile = tensor(name, "x", x)
-
-        def prepare(box: Part) -> Issue:
-            view = tile.tile(box)
-            if op.nki_op.activation is not None:
-                return lambda dst: issued("activation", dst, op, view)
-            return lambda dst: issued("tensor_scalar", dst, view, op, 0)
-
-        return result(tile.shape, asked(dtype, tile.kind), prepare, mask=mask)
-
-    return function
-
-
-def _reduction(op: Any) -> Callable[..., Any]:
-    def function(name: str, x: Any, axis: Any, **given: Any) -> Tensor:
-        return instructions.NAMES["tensor_reduce"](op, x, axis, **given)
+        return elementwise(name, row, data=tensor(name, "x", x), dtype=dtype, mask=mask, **given)
 
     return function
 
 
 def _copy(name: str, src: Any, dtype: Any = None, mask: Any = None) -> Tensor:
     return instructions.NAMES["tensor_copy"](src, dtype=dtype, mask=mask)
-
-
-def _reciprocal(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
-    return instructions.NAMES["reciprocal"](x, dtype=dtype, mask=mask)
 
 
 def _transpose(name: str, x: Any, dtype: Any = None, mask: Any = None) -> Tensor:
@@ -596,8 +576,8 @@ _COMPOSITES = [
     "where", "dropout", "gather_flattened",
 ]  # fmt: skip
 _OWN: dict[str, Callable[..., Any]] = {
-    "copy": _copy, "reciprocal": _reciprocal, "transpose": _transpose, "matmul": _matmul,
-    "static_cast": _static_cast,
+    "copy": _copy, "transpose": _transpose, "matmul": _matmul, "static_cast": _static_cast,
+    "reciprocal": lambda name, x, **given: instructions.NAMES["reciprocal"](x, **given),
     "loop_reduce": _loop_reduce, "ndarray": _created, "full": _full,
     "zeros": functools.partial(_created, value=0), "ones": functools.partial(_created, value=1),
     "empty_like": _created_like, "zeros_like": functools.partial(_created_like, value=0),
@@ -609,7 +589,8 @@ def _body(short: str, parameters: list[str]) -> Callable[..., Any] | None:
     if short in _OWN:
         return _OWN[short]
     if short in _REDUCTIONS:
-        return _reduction(CURRENT[_REDUCTIONS[short]])
+        op = CURRENT[_REDUCTIONS[short]]
+        return lambda name, x, **given: instructions.NAMES["tensor_reduce"](op, x, **given)
     if short in _COMPOSITES:
         return _composite(short)
     if parameters[:2] == ["x", "y"]:

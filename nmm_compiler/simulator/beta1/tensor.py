@@ -15,7 +15,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,18 +28,20 @@ from nmm_compiler.errors import (
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.beta1.index import (
+    Affine,
     Index,
     Mask,
     Part,
+    affine,
     box_of,
     common_part,
     full_key,
-    whole,
 )
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.data import whole
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.tensor import DynamicSlice, Indirection, NkiTensor
 
@@ -144,12 +146,12 @@ def session() -> Session:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
 class Masked:
     """A tile with an operand mask, `tile[i_f < n]`: matmuls alone take it (NKI API Masking)."""
 
-    def __init__(self, tile: Tensor, part: Part) -> None:
-        self.tile = tile
-        self.part = part
+    tile: Tensor
+    part: Part
 
     def __getitem__(self, key: Any) -> Tensor | Masked:
         found = self.tile[key]
@@ -158,16 +160,14 @@ class Masked:
         return self if found is self.tile else found  # a mask that leaves nothing out
 
 
-class Shifted:
+class Shifted(NamedTuple):
     """An index expression plus a tile of one element: a run-time offset."""
 
-    def __init__(self, tile: Tensor, index: Index) -> None:
-        self.tile = tile
-        self.index = index
-        self.shape = index.shape
+    tile: Tensor
+    line: Index
 
 
-class Tensor:
+class Tensor(np.lib.mixins.NDArrayOperatorsMixin):
     """A tile, or a tensor in HBM, or a part of one.
 
     place: its view; None while it is pending. outside: (dimension, its size, index) of each
@@ -183,7 +183,7 @@ class Tensor:
         kind: DType,
         memory: str,
         place: NkiTensor | None = None,
-        outside: tuple[tuple[int, int, Index], ...] = (),
+        outside: tuple[tuple[int, int, Affine], ...] = (),
     ) -> None:
         self.shape = shape
         self.kind = kind
@@ -193,7 +193,7 @@ class Tensor:
         self.pending: Pending | None = None
 
     @classmethod
-    def of(cls, view: NkiTensor, outside: tuple[tuple[int, int, Index], ...] = ()) -> Tensor:
+    def of(cls, view: NkiTensor, outside: tuple[tuple[int, int, Affine], ...] = ()) -> Tensor:
         """Return the tensor over a view of the simulator."""
         return cls(view.shape, view.dtype, view.memory, view, outside)
 
@@ -318,43 +318,45 @@ class Tensor:
         return self if part is True else Masked(self, part)
 
     def _part(self, keys: list[Any]) -> Tensor:
-        """Return the view of an index expression, or tile of run-time rows, per dimension."""
+        """Return the view of an affine index, or tile of run-time rows, per dimension."""
         view = self.tile()  # an index of an index: the first has to be inside
-        rank = max(len(k.shape) if isinstance(k, (Index, Shifted)) else 2 for k in keys)
+        rank = max(
+            len(k.shape) if isinstance(k, Affine) else 2 if k[1] is None else k[1].ndim
+            for k in keys
+        )
         shape, strides, offset = [1] * rank, [0] * rank, view.offset
-        outside: list[tuple[int, int, Index]] = []
+        outside: list[tuple[int, int, Affine]] = []
         choice, on_chip = view.indirection, self.memory != "hbm"
         for dim, (k, size, stride) in enumerate(zip(keys, view.shape, view.strides, strict=True)):
-            if isinstance(k, Shifted):
-                choice = _at_run_time(self, dim, k.tile, choice)
-                k = k.index
-            elif isinstance(k, Tensor) and math.prod(k.shape) == 1:
-                choice = _at_run_time(self, dim, k, choice)
-                continue
-            elif isinstance(k, Tensor):
-                choice = _chosen_rows(self, dim, k, choice)
-                shape[0] = max(shape[0], choice.index.shape[0])
-                continue
-            sizes, steps = k.aligned(rank)
-            for axis in range(rank):
-                if sizes[axis] != 1 and shape[axis] not in (1, sizes[axis]):
+            if not isinstance(k, Affine):
+                tile, line = k
+                choice = _chosen(self, dim, tile, choice)
+                if choice.kind == "vector":
+                    shape[0] = max(shape[0], choice.index.shape[0])
+                if line is None:
+                    continue
+                k = affine(line)
+            line = k.aligned(rank)
+            for axis, (count, step) in enumerate(zip(line.shape, line.steps, strict=True)):
+                if count != 1 and shape[axis] not in (1, count):
                     raise fail(OperandError, f"index shapes of {self!r} do not broadcast")
-                shape[axis] = max(shape[axis], sizes[axis])
-                strides[axis] += steps[axis] * stride
-                if steps[axis] and on_chip and (axis == 0) != (dim == 0):
+                shape[axis] = max(shape[axis], count)
+                strides[axis] += step * stride
+                if step and on_chip and (axis == 0) != (dim == 0):
                     raise fail(
                         OperandError,
                         f"axis {axis} of the index moves along dimension {dim} of {self!r}; the "
                         "first axis of an index has to be the partitions, and only that",
                     )
-            if on_chip and dim == 0 and steps[0] not in (0, 1):
+            if on_chip and dim == 0 and line.steps[0] not in (0, 1):
                 raise fail(
-                    OperandError, f"step {steps[0]} over the partitions of {self!r}; use step 1"
+                    OperandError,
+                    f"step {line.steps[0]} over the partitions of {self!r}; use step 1",
                 )
-            low, high = k.bounds()
-            offset += k.const * stride
+            low, high = line.bounds()
+            offset += line.const * stride
             if low < 0 or high >= size:
-                outside.append((dim, size, Index(sizes, k.const, steps)))
+                outside.append((dim, size, line))
         if choice is not view.indirection:
             while len(shape) > 2 and shape[-1] == 1:
                 shape.pop()
@@ -410,43 +412,25 @@ class Tensor:
 
     __hash__ = object.__hash__
 
-
-def _add_operators() -> None:
-    """Give Tensor the operators that are `nki.language` functions."""
-    names = {
-        "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
-        "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift",
-        "rshift": "right_shift", "mod": "mod", "lt": "less", "le": "less_equal", "gt": "greater",
-        "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
-    }  # fmt: skip
-
-    def forward(name: str) -> Any:
-        def operator(self: Tensor, other: Any) -> Any:
-            if other is None or isinstance(other, str):
-                return NotImplemented
-            return OPERATIONS[name](self, other)
-
-        return operator
-
-    def backward(name: str) -> Any:
-        return lambda self, other: OPERATIONS[name](other, self)
-
-    def inplace(name: str) -> Any:
-        return lambda self, other: OPERATIONS["update"](self, name, other)
-
-    def alone(name: str) -> Any:
-        return lambda self: OPERATIONS[name](self)
-
-    for python, name in names.items():
-        setattr(Tensor, f"__{python}__", forward(name))
-        if name not in ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"):
-            setattr(Tensor, f"__r{python}__", backward(name))
-            setattr(Tensor, f"__i{python}__", inplace(name))
-    for python, name in (("neg", "negative"), ("invert", "invert"), ("abs", "abs")):
-        setattr(Tensor, f"__{python}__", alone(name))
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = ()) -> Any:
+        """Do an operator, as the `nki.language` function of that name."""
+        name = _OPERATORS.get(ufunc.__name__, "")
+        if any(value is None or isinstance(value, str) for value in inputs):
+            return NotImplemented if name not in ("equal", "not_equal") else name == "not_equal"
+        if not name:
+            return NotImplemented
+        return OPERATIONS["update"](*out, name, inputs[1]) if out else OPERATIONS[name](*inputs)
 
 
-_add_operators()
+_OPERATORS = {
+    name: name
+    for name in (
+        "add", "subtract", "multiply", "divide", "power", "bitwise_and", "bitwise_or", "invert",
+        "bitwise_xor", "left_shift", "right_shift", "less", "less_equal", "greater", "negative",
+        "greater_equal", "equal", "not_equal",
+    )
+} | {"remainder": "mod", "absolute": "abs"}  # fmt: skip
+"""NumPy's name of a Python operator, and that of nki.language."""
 
 
 class Blocks(Tensor):
@@ -495,24 +479,29 @@ class Blocks(Tensor):
             start, count, step = _span(self, dim, key)
             last = start + (count - 1) * step
             return slice(_inside(self, dim, start), _inside(self, dim, last) + 1, step)
-        if isinstance(key, Tensor) or (isinstance(key, Index) and any(key.coeffs)):
+        if isinstance(key, Tensor) or (isinstance(key, Index) and any(affine(key).steps)):
             raise fail(
                 UnsupportedInstructionError,
                 f"index {key!r} over block dimension {dim} of {self!r}; blocks are tiles of their "
                 "own, choose one with an integer or a loop variable",
             )
-        return _number(self, dim, key)
+        return _number(self, key, dim)
 
 
-def _integer(tensor: Tensor, key: Any) -> int:
-    number = key.const if isinstance(key, Index) and not any(key.coeffs) else whole(key)
+def _number(tensor: Tensor, key: Any, dim: int | None = None) -> int:
+    """Return an integer; with `dim`, as an index there: a negative one counts from the end."""
+    if isinstance(key, Index) and not any(affine(key).steps):
+        key = key.flat[0]
+    number = whole(key)
     if number is None:
         raise fail(
             OperandError,
             f"index {key!r} ({type(key).__name__}) into {tensor!r}; use integers, slices, nl.ds, "
             "or expressions of nl.arange and nl.mgrid",
         )
-    return int(number)
+    if dim is None:
+        return number
+    return _inside(tensor, dim, number + tensor.shape[dim] if number < 0 else number)
 
 
 def _inside(tensor: Tensor, dim: int, number: int) -> int:
@@ -526,21 +515,15 @@ def _inside(tensor: Tensor, dim: int, number: int) -> int:
     return number
 
 
-def _number(tensor: Tensor, dim: int, key: Any) -> int:
-    """Return the index that an integer means; a negative one counts from the end."""
-    number = _integer(tensor, key)
-    return _inside(tensor, dim, number + tensor.shape[dim] if number < 0 else number)
-
-
 def _span(tensor: Tensor, dim: int, key: slice | DynamicSlice) -> tuple[int, int, int]:
     """Return (start, count, step) of a slice, which may leave the dimension."""
     size = tensor.shape[dim]
     if isinstance(key, DynamicSlice):
-        start, count, step = _integer(tensor, key.start), _integer(tensor, key.size), 1
+        start, count, step = _number(tensor, key.start), _number(tensor, key.size), 1
     else:
-        start = 0 if key.start is None else _integer(tensor, key.start)
-        stop = size if key.stop is None else _integer(tensor, key.stop)
-        step = 1 if key.step is None else _integer(tensor, key.step)
+        start = 0 if key.start is None else _number(tensor, key.start)
+        stop = size if key.stop is None else _number(tensor, key.stop)
+        step = 1 if key.step is None else _number(tensor, key.step)
         start += size if start < 0 else 0
         stop += size if stop < 0 else 0
         count = -(-(stop - start) // step) if step > 0 else 0
@@ -549,8 +532,8 @@ def _span(tensor: Tensor, dim: int, key: slice | DynamicSlice) -> tuple[int, int
     return start, count, step if count > 1 else 1
 
 
-def _slices(tensor: Tensor, keys: list[Any]) -> list[Any]:
-    """Return slices and integers as index expressions: each slice has an axis of its own."""
+def _slices(tensor: Tensor, keys: list[Any]) -> list[Affine]:
+    """Return slices and integers as affine indices: each slice has an axis of its own."""
     on_chip, axis = tensor.memory != "hbm", 0
     lines: list[tuple[tuple[int, int, int], int]] = []
     for k in keys:
@@ -561,12 +544,12 @@ def _slices(tensor: Tensor, keys: list[Any]) -> list[Any]:
         if isinstance(k, (slice, DynamicSlice)):
             line = _span(tensor, dim, k)
         else:
-            line, kept = (_number(tensor, dim, k), 1, 1), on_chip and dim == 0
+            line, kept = (_number(tensor, k, dim), 1, 1), on_chip and dim == 0
         lines.append((line, axis if kept else -1))
         axis += kept
     axes = range(max(axis, 2 if on_chip else 0))
     return [
-        Index(
+        Affine(
             tuple(count if a == at else 1 for a in axes), start,
             tuple(step if a == at else 0 for a in axes),
         )
@@ -575,7 +558,7 @@ def _slices(tensor: Tensor, keys: list[Any]) -> list[Any]:
 
 
 def _expressions(tensor: Tensor, keys: list[Any]) -> list[Any]:
-    """Return index expressions, integers and tiles of run-time rows, after the rules for them."""
+    """Return affine indices, and (tile, Index or None) of run-time ones, after their rules."""
     if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
         raise fail(
             OperandError,
@@ -583,44 +566,40 @@ def _expressions(tensor: Tensor, keys: list[Any]) -> list[Any]:
             "(err_unsupported_mixing_basic_advanced_tensor_indexing); give one expression for each "
             "dimension",
         )
-    if max(len(k.shape) for k in keys if isinstance(k, (Index, Tensor, Shifted))) < 2:
+    lines = [
+        k if isinstance(k, Shifted) else (k, None) if isinstance(k, Tensor)
+        else affine(k) if isinstance(k, Index) else Affine((), _number(tensor, k, d), ())
+        for d, k in enumerate(keys)
+    ]  # fmt: skip
+    shapes = [k.line.shape if isinstance(k, Shifted) else getattr(k, "shape", ()) for k in keys]
+    if max(map(len, shapes)) < 2:
         raise fail(
             OperandError,
             f"a 1-D nl.arange as index of {tensor!r} (err_1d_arange_not_supported); add an axis, "
             "nl.arange(n)[:, None], or use a slice",
         )
-    return [
-        k if isinstance(k, (Index, Tensor, Shifted)) else Index((), _number(tensor, d, k), ())
-        for d, k in enumerate(keys)
-    ]
+    return lines
 
 
-def _at_run_time(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) -> Indirection:
-    """Return the indirection of one run-time index, the same for the whole view."""
-    if before is not None or (tensor.memory != "hbm" and dim == 0):
+def _chosen(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) -> Indirection:
+    """Return the indirection of run-time indices: one for the whole view, or one per partition."""
+    one = math.prod(tile.shape) == 1
+    if before is not None or (tensor.memory != "hbm" and (dim == 0 or not one)):
         raise fail(
             UnsupportedInstructionError,
-            f"run-time indices in two dimensions, or over the partitions, of {tensor!r}",
+            f"run-time indices in two dimensions of {tensor!r}, or in {tensor.memory.upper()} over "
+            "partitions or many of them (err_copy_dynamic_indirect_indices_not_natively_supported)",
         )
-    return Indirection("scalar", dim, tile.tile(), tensor.tile().strides[dim])
-
-
-def _chosen_rows(tensor: Tensor, dim: int, rows: Tensor, before: Indirection | None) -> Indirection:
-    """Return the indirection of a tile of run-time indices, one per partition."""
-    if before is not None or tensor.memory != "hbm":
-        raise fail(
-            UnsupportedInstructionError,
-            f"run-time indices into {tensor!r} in {tensor.memory.upper()}; one dimension of an HBM "
-            "tensor may have them (err_copy_dynamic_indirect_indices_not_natively_supported)",
-        )
-    index = rows.tile()
+    index, step = tile.tile(), tensor.tile().strides[dim]
+    if one:
+        return Indirection("scalar", dim, index, step)
     if index.memory != "sbuf" or index.free_size != 1:
         raise fail(
             UnsupportedInstructionError,
-            f"run-time indices {rows!r}; they must be an SBUF tile of one index per partition "
+            f"run-time indices {tile!r}; they must be an SBUF tile of one index per partition "
             "(err_indirect_indices_free_dim)",
         )
-    return Indirection("vector", 0, index, tensor.tile().strides[dim])
+    return Indirection("vector", 0, index, step)
 
 
 # Results and their destinations
@@ -775,7 +754,7 @@ def _fits(dst: Tensor, value: Tensor, pending: Pending) -> bool:
     """Return whether the instruction can write dst itself, with the same values."""
     if dst.memory not in pending.only or dst.par:
         return False
-    if dst.shape != value.shape and (pending.box is not True or not _alike(dst.shape, value.shape)):
+    if dst.shape != value.shape and (pending.box is not True or not alike(dst.shape, value.shape)):
         return False
     if pending.exact or dst.kind == value.kind:
         return True
@@ -783,7 +762,7 @@ def _fits(dst: Tensor, value: Tensor, pending: Pending) -> bool:
     return floats and value.kind == "float32"
 
 
-def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+def alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """Return whether two shapes differ only by free dimensions of size 1."""
     return a[0] == b[0] and [s for s in a[1:] if s != 1] == [s for s in b[1:] if s != 1]
 
@@ -793,7 +772,7 @@ def stretched(tile: Tensor, shape: tuple[int, ...], what: str, box: Part = True)
     if tile.shape == shape:
         return tile.tile(box)
     view = tile.tile()
-    if len(view.shape) != len(shape) and _alike(view.shape, shape):
+    if len(view.shape) != len(shape) and alike(view.shape, shape):
         view = view.reshape(shape)
     if len(view.shape) != len(shape) or any(
         have not in (1, want) for have, want in zip(view.shape, shape, strict=True)
