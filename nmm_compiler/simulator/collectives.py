@@ -9,7 +9,9 @@ ranks. Of a rank's two programs (LNC 2), each exchanges with the same program of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -46,11 +48,12 @@ class ReplicaGroup(NKIObject):
 
 @dataclasses.dataclass(frozen=True)
 class _Move:
-    """One collective of one rank: its name, its group in order, its place in it."""
+    """One collective of one rank: its name, its group in order, its (source, destination) pairs."""
 
     machine: Machine
     op: str
     ranks: tuple[int, ...]
+    pairs: tuple[tuple[NkiTensor, NkiTensor], ...] = ()
 
     @property
     def place(self) -> int:
@@ -59,119 +62,135 @@ class _Move:
     def error(self, kind: Any, text: str) -> Exception:
         return self.machine.error(kind, f"ncc.{self.op}: {text}")
 
+    def of(
+        self, srcs: Any, dsts: Any, priority: Any, *, sbuf: bool = True, single: bool = False
+    ) -> _Move:
+        """Return the move of these tensors, checked. sbuf: they may be there; single: one pair."""
+        for role, tensors in (("srcs", srcs), ("dsts", dsts)):
+            if not isinstance(tensors, (list, tuple)) or not tensors:
+                raise self.error(KernelArgumentError, f"{role} is {tensors!r:.40}; pass a list")
+            for tensor in tensors:
+                operand(self.machine, self.op, role, tensor, DMA_MEMORIES)
+        if len(srcs) != len(dsts):
+            raise self.error(KernelArgumentError, f"{len(srcs)} sources, {len(dsts)} destinations")
+        memories = {t.memory for t in (*srcs, *dsts)}
+        if len(memories) > 1:
+            raise self.error(OperandError, "tensors in SBUF and in HBM; all in one of them")
+        if memories == {"sbuf"} and not sbuf:
+            raise self.error(OperandError, "tensors in SBUF; this collective takes HBM only")
+        if len(srcs) > 1 and (single or memories == {"sbuf"}):
+            raise self.error(
+                OperandError, f"{len(srcs)} tensors; several go with HBM tensors of others only"
+            )
+        if priority is not None:
+            if not isinstance(priority, int) or not 0 <= priority <= 3:
+                raise self.error(KernelArgumentError, f"priority={priority!r}; 0 to 3")
+            require_present(self.machine, "dma priority")
+        pairs = tuple(zip(srcs, dsts, strict=True))
+        for src, dst in pairs:
+            check_destination(self.machine, self.op, dst)
+            if src.dtype != dst.dtype:
+                raise self.error(OperandError, f"src is {src.dtype}, dst {dst.dtype}; make equal")
+        return dataclasses.replace(self, pairs=pairs)
+
+    def dimension(self, given: Any, sbuf: tuple[int, ...] = (), *, divides: bool = False) -> int:
+        """Return collective_dim, checked. sbuf: allowed there; divides: by the ranks."""
+        memory = self.pairs[0][0].memory
+        allowed = sbuf if memory == "sbuf" else (0,)
+        if given not in allowed:
+            raise self.error(
+                OperandError,
+                f"collective_dim={given!r} of {memory.upper()} tensors; it is "
+                f"{' or '.join(map(str, allowed))}",
+            )
+        for src, _ in self.pairs:
+            if divides and src.shape[given] % len(self.ranks):
+                raise self.error(
+                    OperandError,
+                    f"dimension {given} of {src.shape} does not divide by {len(self.ranks)} ranks",
+                )
+        return int(given)
+
+    def exchange(
+        self,
+        combine: Combine,
+        name: Any,
+        *,
+        grown: tuple[int, Fraction] = (0, Fraction(1)),
+        local: tuple[NkiTensor, Combine] | None = None,
+    ) -> Instruction:
+        """Check shapes, record the collective, and compute every destination from all sources.
+
+        grown: a dimension, and how many times as long it is in a destination as in its source.
+        local: a tensor of this rank, and how its values are combined with the source that is sent.
+        """
+        machine, ranks, pairs = self.machine, len(self.ranks), self.pairs
+        for src, dst in pairs:
+            wanted = tuple(
+                int(n * grown[1]) if d == grown[0] else n for d, n in enumerate(src.shape)
+            )
+            if dst.shape != wanted:
+                raise self.error(
+                    OperandError,
+                    f"src {src.name!r} {src.shape} on {ranks} ranks makes {wanted}, dst "
+                    f"{dst.name!r} is {dst.shape}",
+                )
+        size = sum(max(s.size, d.size) * s.dtype.item_bytes for s, d in pairs)
+        published = collective_alone_us(size, ranks, machine.target) if ranks > 1 else None
+        machine.note(self.op, pairs, local, self.ranks)
+        record = machine.record(
+            self.op,
+            "dma",
+            tuple(s.access() for s in (*(s for s, _ in pairs), *(local or ())[:1])),
+            tuple(d.access() for _, d in pairs),
+            {
+                "issuer": "sync", "dge_mode": "none", "transpose": False, "indirect": False,
+                "collective_us": published,
+            },
+            name,
+        )  # fmt: skip
+        sent: Any = None
+        if machine.data:
+            sent = [_sent(machine, src) for src, _ in pairs]
+            if local is not None:
+                sent = [_reduced(sent[0], _sent(machine, local[0]), local[1])]
+        if machine.alone:
+            return record
+        met = {self.ranks[0]: sent}
+        if machine.programs is not None:
+            met = machine.programs.meet(machine, self.op, self.ranks, sent)
+        for i, (_, dst) in enumerate(pairs if machine.data else ()):
+            parts = [met[rank][i] for rank in self.ranks]
+            values = combine([p[0] for p in parts], self.place)
+            put(dst, values, exact=values.dtype == dst.dtype.numpy)
+            spoilt = [p for p in parts if p[1] is not None]
+            if spoilt:
+                masks = [np.zeros(p[0].shape, np.bool_) if p[1] is None else p[1] for p in parts]
+                mark(dst, combine(masks, self.place) != 0, spoilt[0][2])
+        return record
+
 
 def _group(op: str, replica_group: Any) -> _Move:
     """Return the collective's own group of ranks."""
     machine = current()
     lists = getattr(replica_group, "groups", replica_group)
-    known = tuple(range(machine.ranks))
+    alone = _Move(machine, op, ())
     if not isinstance(lists, (list, tuple)) or not all(isinstance(g, (list, tuple)) for g in lists):
-        raise machine.error(
+        raise alone.error(
             KernelArgumentError,
-            f"ncc.{op}: replica_group is {replica_group!r:.60}; pass ReplicaGroup([[0, 1], ...])",
+            f"replica_group is {replica_group!r:.60}; pass ReplicaGroup([[0, 1], ...])",
         )
     members = [int(r) for g in lists for r in g]
-    if len(set(members)) != len(members) or not set(members) <= set(known):
-        raise machine.error(
+    if len(set(members)) != len(members) or not set(members) <= set(range(machine.ranks)):
+        raise alone.error(
             KernelArgumentError,
-            f"ncc.{op}: groups {lists!r:.80} of {machine.ranks} ranks; each rank is in one group "
-            "at most, and the run has it: pass as many inputs to simulate_ranks",
+            f"groups {lists!r:.80} of {machine.ranks} ranks; each rank is in one group at most, "
+            "and the run has it: pass as many inputs to simulate_ranks",
         )
     for group in lists:
         if machine.rank in group:
             return _Move(machine, op, tuple(int(r) for r in group))
-    raise machine.error(
-        KernelArgumentError, f"ncc.{op}: rank {machine.rank} is in no group of {lists!r:.80}"
-    )
-
-
-def _operands(
-    move: _Move, srcs: Any, dsts: Any, priority: Any, sbuf: bool, single: bool = False
-) -> list[tuple[NkiTensor, NkiTensor]]:
-    """Check the tensors of a collective; return its (source, destination) pairs."""
-    machine, op = move.machine, move.op
-    for role, tensors in (("srcs", srcs), ("dsts", dsts)):
-        if not isinstance(tensors, (list, tuple)) or not tensors:
-            raise move.error(KernelArgumentError, f"{role} is {tensors!r:.40}; pass a list")
-        for tensor in tensors:
-            operand(machine, op, role, tensor, DMA_MEMORIES)
-    if len(srcs) != len(dsts):
-        raise move.error(KernelArgumentError, f"{len(srcs)} sources, {len(dsts)} destinations")
-    memories = {t.memory for t in (*srcs, *dsts)}
-    if len(memories) > 1:
-        raise move.error(OperandError, "tensors in SBUF and in HBM; all in one of them")
-    if memories == {"sbuf"} and not sbuf:
-        raise move.error(OperandError, "tensors in SBUF; this collective takes HBM only")
-    if len(srcs) > 1 and (single or memories == {"sbuf"}):
-        raise move.error(
-            OperandError, f"{len(srcs)} tensors; several go with HBM tensors of others only"
-        )
-    if priority is not None:
-        if not isinstance(priority, int) or not 0 <= priority <= 3:
-            raise move.error(KernelArgumentError, f"priority={priority!r}; 0 to 3")
-        require_present(machine, "dma priority")
-    for src, dst in zip(srcs, dsts, strict=True):
-        check_destination(machine, op, dst)
-        if src.dtype != dst.dtype:
-            raise move.error(OperandError, f"src is {src.dtype}, dst {dst.dtype}; make equal")
-    return list(zip(srcs, dsts, strict=True))
-
-
-def _exchange(
-    move: _Move,
-    pairs: list[tuple[NkiTensor, NkiTensor]],
-    combine: Combine,
-    shape: Any,
-    name: Any,
-    local: tuple[NkiTensor, Combine] | None = None,
-) -> Instruction:
-    """Check shapes, record the collective, and compute every destination from all sources.
-
-    local: a tensor of this rank, and how its values are combined with the source that is sent.
-    """
-    machine, ranks = move.machine, len(move.ranks)
-    for src, dst in pairs:
-        wanted = shape(src)
-        if dst.shape != wanted:
-            raise move.error(
-                OperandError,
-                f"src {src.name!r} {src.shape} on {ranks} ranks makes {wanted}, dst {dst.name!r} "
-                f"is {dst.shape}",
-            )
-    size = sum(max(s.size, d.size) * s.dtype.item_bytes for s, d in pairs)
-    published = collective_alone_us(size, ranks, machine.target) if ranks > 1 else None
-    machine.note(move.op, pairs, local, move.ranks)
-    record = machine.record(
-        move.op,
-        "dma",
-        tuple(s.access() for s in (*(s for s, _ in pairs), *(local or ())[:1])),
-        tuple(d.access() for _, d in pairs),
-        {
-            "issuer": "sync", "dge_mode": "none", "transpose": False, "indirect": False,
-            "collective_us": published,
-        },
-        name,
-    )  # fmt: skip
-    sent: Any = None
-    if machine.data:
-        sent = [_sent(machine, src) for src, _ in pairs]
-        if local is not None:
-            sent = [_reduced(sent[0], _sent(machine, local[0]), local[1])]
-    if machine.alone:
-        return record
-    if machine.programs is None:
-        met = {move.ranks[0]: sent}
-    else:
-        met = machine.programs.meet(machine, move.op, move.ranks, sent)
-    if machine.data:
-        for i, (_, dst) in enumerate(pairs):
-            parts = [met[rank][i] for rank in move.ranks]
-            _write(dst, combine([p[0] for p in parts], move.place))
-            spoilt = [p for p in parts if p[1] is not None]
-            if spoilt:
-                masks = [np.zeros(p[0].shape, np.bool_) if p[1] is None else p[1] for p in parts]
-                mark(dst, combine(masks, move.place) != 0, spoilt[0][2])
-    return record
+    raise alone.error(KernelArgumentError, f"rank {machine.rank} is in no group of {lists!r:.80}")
 
 
 def _sent(machine: Machine, src: NkiTensor) -> tuple[np.ndarray, Any, str]:
@@ -190,10 +209,6 @@ def _reduced(
     return values, reduce(masks, 0) if masks else None, one[2] or other[2]
 
 
-def _write(dst: NkiTensor, values: np.ndarray) -> None:
-    put(dst, values, exact=values.dtype == dst.dtype.numpy)
-
-
 def _reduction(move: _Move, op: Any) -> Combine:
     found = find_op(move.machine, op, move.op).name
     function = _REDUCTIONS.get(found)
@@ -205,42 +220,18 @@ def _reduction(move: _Move, op: Any) -> Combine:
     def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
         if parts[0].dtype == np.bool_:
             return np.asarray(np.logical_or.reduce(parts))
-        wide = [p if p.dtype.kind in "iu" else p.astype(F32) for p in parts]
-        total = wide[0]
-        for part in wide[1:]:
-            total = function(total, part)
-        return np.asarray(total)
+        wide = (p if p.dtype.kind in "iu" else p.astype(F32) for p in parts)
+        return np.asarray(functools.reduce(function, wide))
 
     return combine
-
-
-def _dimension(move: _Move, srcs: list[NkiTensor], given: Any, sbuf: tuple[int, ...]) -> int:
-    allowed = sbuf if srcs[0].memory == "sbuf" else (0,)
-    if given not in allowed:
-        raise move.error(
-            OperandError,
-            f"collective_dim={given!r} of {srcs[0].memory.upper()} tensors; it is "
-            f"{' or '.join(map(str, allowed))}",
-        )
-    return int(given)
-
-
-def _divided(move: _Move, src: NkiTensor, dim: int) -> tuple[int, ...]:
-    count = len(move.ranks)
-    if src.shape[dim] % count:
-        raise move.error(
-            OperandError, f"dimension {dim} of {src.shape} does not divide by {count} ranks"
-        )
-    return tuple(n // count if d == dim else n for d, n in enumerate(src.shape))
 
 
 def all_reduce(
     srcs: Any, dsts: Any, replica_group: Any, op: Any, priority: Any = None, name: Any = None
 ) -> Instruction:
     """Every dst = the reduction of all ranks' srcs."""
-    move = _group("all_reduce", replica_group)
-    pairs = _operands(move, srcs, dsts, priority, True)
-    return _exchange(move, pairs, _reduction(move, op), lambda s: s.shape, name)
+    move = _group("all_reduce", replica_group).of(srcs, dsts, priority)
+    return move.exchange(_reduction(move, op), name)
 
 
 def all_gather(
@@ -248,14 +239,10 @@ def all_gather(
     name: Any = None,
 ) -> Instruction:  # fmt: skip
     """Every dst = all ranks' srcs, one after the other along collective_dim."""
-    move = _group("all_gather", replica_group)
-    pairs = _operands(move, srcs, dsts, priority, True)
-    dim = _dimension(move, [s for s, _ in pairs], collective_dim, (0, 1))
-
-    def shape(src: NkiTensor) -> tuple[int, ...]:
-        return tuple(n * len(move.ranks) if d == dim else n for d, n in enumerate(src.shape))
-
-    return _exchange(move, pairs, lambda p, _: np.concatenate(p, axis=dim), shape, name)
+    move = _group("all_gather", replica_group).of(srcs, dsts, priority)
+    dim = move.dimension(collective_dim, (0, 1))
+    grown = dim, Fraction(len(move.ranks))
+    return move.exchange(lambda parts, _: np.concatenate(parts, axis=dim), name, grown=grown)
 
 
 def reduce_scatter(
@@ -263,15 +250,14 @@ def reduce_scatter(
     name: Any = None,
 ) -> Instruction:  # fmt: skip
     """Write this rank's part, along collective_dim, of the reduction of all ranks' srcs to dst."""
-    move = _group("reduce_scatter", replica_group)
-    pairs = _operands(move, srcs, dsts, priority, True)
-    dim = _dimension(move, [s for s, _ in pairs], collective_dim, (0,))
-    reduce = _reduction(move, op)
+    move = _group("reduce_scatter", replica_group).of(srcs, dsts, priority)
+    dim = move.dimension(collective_dim, (0,), divides=True)
+    reduce, ranks = _reduction(move, op), len(move.ranks)
 
     def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
-        return np.split(reduce(parts, place), len(move.ranks), axis=dim)[place]
+        return np.split(reduce(parts, place), ranks, axis=dim)[place]
 
-    return _exchange(move, pairs, combine, lambda s: _divided(move, s, dim), name)
+    return move.exchange(combine, name, grown=(dim, Fraction(1, ranks)))
 
 
 def all_to_all(
@@ -279,19 +265,14 @@ def all_to_all(
     name: Any = None,
 ) -> Instruction:  # fmt: skip
     """Write part i of rank j's src as part j of rank i's dst, along collective_dim."""
-    move = _group("all_to_all", replica_group)
-    pairs = _operands(move, srcs, dsts, priority, False)
-    dim = _dimension(move, [s for s, _ in pairs], collective_dim, ())
-
-    def shape(src: NkiTensor) -> tuple[int, ...]:
-        _divided(move, src, dim)
-        return src.shape
+    move = _group("all_to_all", replica_group).of(srcs, dsts, priority, sbuf=False)
+    dim = move.dimension(collective_dim, divides=True)
 
     def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
         own = [np.split(p, len(parts), axis=dim)[place] for p in parts]
         return np.concatenate(own, axis=dim)
 
-    return _exchange(move, pairs, combine, shape, name)
+    return move.exchange(combine, name)
 
 
 def collective_permute(
@@ -300,36 +281,37 @@ def collective_permute(
     """Send src of each source to dst of its target; a dst that gets nothing is unchanged."""
     machine = current()
     routes = [(int(a), int(b)) for a, b in source_target_pairs]
-    sources, targets = [a for a, _ in routes], [b for _, b in routes]
-    if len(set(sources)) != len(sources) or len(set(targets)) != len(targets):
+    targets = {b: a for a, b in routes}
+    if len({a for a, _ in routes}) < len(routes) or len(targets) < len(routes):
         raise machine.error(
             KernelArgumentError,
             f"ncc.collective_permute: pairs {routes}; a rank sends once and receives once",
         )
-    ranks = sorted(set(sources + targets))
+    ranks = sorted({rank for route in routes for rank in route})
     if machine.rank not in ranks:
         return None
     move = _group("collective_permute", [ranks])
-    pairs = _operands(move, srcs, dsts, priority, False, single=True)
-    sender = {b: a for a, b in routes}.get(machine.rank)
-    kept = pairs[0][1]
+    move = move.of(srcs, dsts, priority, sbuf=False, single=True)
+    sender, kept = targets.get(machine.rank), move.pairs[0][1]
 
     def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
         if sender is not None:
             return parts[move.ranks.index(sender)]
         return np.zeros(kept.shape, np.bool_) if parts[0].dtype == np.bool_ else kept.array().copy()
 
-    return _exchange(move, pairs, combine, lambda s: s.shape, name)
+    return move.exchange(combine, name)
 
 
-def _ring(op: str, srcs: Any, dsts: Any, replica_group: Any, channels: Any) -> list[Any]:
-    """Return (move, srcs, dsts) of each channel of a ring."""
+def _ring(
+    op: str, srcs: Any, dsts: Any, replica_group: Any, channels: Any, priority: Any
+) -> list[_Move]:
+    """Return the move of each channel of a ring."""
     move = _group(op, replica_group)
     if list(channels) != list(range(len(dsts))) or len(srcs) != len(dsts):
         raise move.error(
             KernelArgumentError, f"channel_ids={channels!r} for {len(dsts)} channels; 0, 1, ..."
         )
-    return [(move, s, d) for s, d in zip(srcs, dsts, strict=True)]
+    return [move.of(s, d, priority, single=True) for s, d in zip(srcs, dsts, strict=True)]
 
 
 def _predecessor(parts: list[np.ndarray], place: int) -> np.ndarray:
@@ -342,9 +324,8 @@ def collective_permute_implicit(
 ) -> None:  # fmt: skip
     """Send src to the ring's successor, receive dst from the predecessor, in each channel."""
     op = "collective_permute_implicit"
-    for move, srcs, dsts in _ring(op, srcs_by_channel, dsts_by_channel, replica_group, channel_ids):
-        pairs = _operands(move, srcs, dsts, priority, True, single=True)
-        _exchange(move, pairs, _predecessor, lambda s: s.shape, name)
+    for move in _ring(op, srcs_by_channel, dsts_by_channel, replica_group, channel_ids, priority):
+        move.exchange(_predecessor, name)
 
 
 def collective_permute_implicit_reduce(
@@ -353,21 +334,15 @@ def collective_permute_implicit_reduce(
 ) -> None:  # fmt: skip
     """Send src0 <op> src1 to the ring's successor, receive the predecessor's, in each channel."""
     kind = "collective_permute_implicit_reduce"
-    rings = _ring(kind, srcs0_by_channel, dsts_by_channel, replica_group, channel_ids)
-    if len(srcs1_by_channel) != len(rings):
-        raise rings[0][0].error(
-            KernelArgumentError,
-            f"{len(srcs1_by_channel)} second sources for {len(rings)} channels; one for each",
-        )
-    for (move, srcs, dsts), others in zip(rings, srcs1_by_channel, strict=True):
-        ((other, _),) = _operands(move, others, dsts, priority, True, single=True)
-        pairs = _operands(move, srcs, dsts, priority, True, single=True)
-        if other.shape != pairs[0][0].shape:
-            raise move.error(
-                OperandError, f"sources {pairs[0][0].shape} and {other.shape}; make equal"
-            )
-        reduce = _reduction(move, op)
-        _exchange(move, pairs, _predecessor, lambda s: s.shape, name, (other, reduce))
+    rings, others = (
+        _ring(kind, srcs, dsts_by_channel, replica_group, channel_ids, priority)
+        for srcs in (srcs0_by_channel, srcs1_by_channel)
+    )
+    for move, second in zip(rings, others, strict=True):
+        (src, _), (other, _) = move.pairs[0], second.pairs[0]
+        if other.shape != src.shape:
+            raise move.error(OperandError, f"sources {src.shape} and {other.shape}; make equal")
+        move.exchange(_predecessor, name, local=(other, _reduction(move, op)))
 
 
 def collective_permute_implicit_current_processing_rank_id(

@@ -170,58 +170,27 @@ class Target:
             )
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        *,
-        generation: str,
-        summary: str,
-        instances: tuple[str, ...],
-        **numbers: Known,
-    ) -> Self:
-        """Return a target from numbers that each stand beside their source.
+    def of(cls, name: str, **given: Any) -> Self:
+        """Return a target from its texts, and its numbers that each stand beside their source.
 
-        Raises TypeError for a number that is missing or unknown.
+        Raises TypeError for a field that is missing or unknown.
         """
-        values = {field: known.value for field, known in numbers.items()}
-        sources = {field: known.source for field, known in numbers.items()}
-        return cls(
-            name=name,
-            generation=generation,
-            summary=summary,
-            instances=instances,
-            sources=sources,
-            **values,
-        )
+        values = {f: v.value if isinstance(v, Known) else v for f, v in given.items()}
+        sources = {f: v.source for f, v in given.items() if isinstance(v, Known)}
+        return cls(name=name, sources=sources, **values)
 
-    def variant(
-        self,
-        name: str,
-        *,
-        generation: str,
-        summary: str,
-        instances: tuple[str, ...],
-        **numbers: Known,
-    ) -> Self:
-        """Return another generation, which differs in `numbers`.
+    def variant(self, name: str, **given: Any) -> Self:
+        """Return another generation: its texts, and the numbers that differ.
 
         A documented number that is not given also holds for the other generation; a measured or
         assumed one becomes an assumption there.
         """
+        here = Source("assumed", f"as {self.name}")
         carried = {
-            field: Known(
-                getattr(self, field),
-                source if source.kind == "documented" else Source("assumed", f"as {self.name}"),
-            )
+            field: Known(getattr(self, field), source if source.kind == "documented" else here)
             for field, source in self.sources.items()
         }
-        return self.of(
-            name,
-            generation=generation,
-            summary=summary,
-            instances=instances,
-            **{**carried, **numbers},
-        )
+        return self.of(name, **{**carried, **given})
 
     def goes_by(self, word: str) -> bool:
         """Return whether AWS's tools use `word` for this hardware ("trn2", "gen3")."""

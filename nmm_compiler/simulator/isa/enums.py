@@ -14,39 +14,25 @@ class Member(Enum):
 class engine(Member):  # noqa: N801  (the name NKI gives it)
     """Engines of a NeuronCore."""
 
-    tensor = 1
-    vector = 5
-    scalar = 2
-    gpsimd = 3
-    dma = 4
-    sync = 6
-    unknown = 0
+    tensor, vector, scalar, gpsimd, dma, sync, unknown = 1, 5, 2, 3, 4, 6, 0
 
 
 class reduce_cmd(Member):  # noqa: N801
     """What an instruction does with the accumulator registers."""
 
-    idle = 0
-    reset = 1
-    reduce = 2
-    reset_reduce = 3
-    load_reduce = 4
+    idle, reset, reduce, reset_reduce, load_reduce = range(5)
 
 
 class dge_mode(Member):  # noqa: N801
     """Who makes DMA descriptors."""
 
-    unknown = 0
-    swdge = 1
-    hwdge = 2
-    none = 3
+    unknown, swdge, hwdge, none = range(4)
 
 
 class oob_mode(Member):  # noqa: N801
     """What an out-of-bounds runtime index does."""
 
-    error = 0
-    skip = 1
+    error, skip = range(2)
 
 
 class matmul_perf_mode(Member):  # noqa: N801
@@ -59,13 +45,10 @@ class matmul_perf_mode(Member):  # noqa: N801
 class nc_version(IntEnum):  # noqa: N801
     """NeuronCore generations; they compare as numbers."""
 
-    gen2 = 2
-    gen3 = 3
-    gen4 = 4
+    gen2, gen3, gen4 = range(2, 5)
 
 
 class dma_engine(Member):  # noqa: N801
     """DMA transfer mechanism of sendrecv."""
 
-    dma = 1
-    gpsimd_dma = 2
+    dma, gpsimd_dma = range(1, 3)
