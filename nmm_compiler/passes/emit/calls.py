@@ -87,11 +87,6 @@ class Kept:
     reason: str = ""
 
     @property
-    def info(self) -> dict[str, str]:
-        """Return what a match's data says of weights that are read as stored."""
-        return {"weights": self.format} if self.stored else {}
-
-    @property
     def note(self) -> str:
         """Return what a report says of them, "" without such weights."""
         if self.stored:
@@ -202,27 +197,6 @@ def beside_products(chain: Chain) -> str:
     if not chain.only_bias():
         return "a scale stands behind the products"
     return ""
-
-
-def kept_of_base(c: Canonical, chain: Chain, tp: int) -> Kept:
-    """Return how a call reads the dense weight beside its factors."""
-    if chain.base is None:
-        return PLAIN
-    dtype = c.dtype(owner_of(chain.out))
-    why = "something stands between its factors" if chain.inner is not None else ""
-    why = "several devices share it" if tp > 1 else why
-    if dtype == torch.float16:  # factors divided by small scales may leave its range
-        why = "x is float16; cast the model to bfloat16"
-    return keep(c, (chain.base.weight,), dtype, why)
-
-
-def kept_of_gated(c: Canonical, gated: Any) -> Kept:
-    """Return how the call of a gated MLP reads its weights."""
-    projections = gated.projections()
-    weights = [w for p in projections for w in p.factors]
-    plain = all(p.only_bias() and not p.middle for p in projections)
-    why = "" if plain else "something beside biases stands around a projection"
-    return keep(c, weights, c.dtype(gated.node), why)
 
 
 @dataclass
@@ -522,7 +496,7 @@ class Call:
 
     unread: no node reads the result in the graph's own order. direct: transposed views of the
     result, with their dims, that are equal to the kernel's result. kept: how it reads weights of
-    eight bits.
+    eight bits; base: whether they are a dense weight beside plain factors.
     """
 
     op: str
@@ -538,6 +512,7 @@ class Call:
     unread: bool = False
     direct: tuple[tuple[fx.Node, Dims], ...] = ()
     kept: Kept = PLAIN
+    base: bool = False
 
     def results(self) -> tuple[Call, ...]:
         """Return one call per result, each with a layout of its own."""
@@ -608,37 +583,61 @@ class Call:
             return (*self.lead, feature_axis(n))
         return (feature_axis(n), tuple(a for d in self.lead for a in d))
 
-    def finish(self, editor: Editor, y: fx.Node, final: fx.Node, want: Dims) -> fx.Node:
+    def finish(self, editor: Editor, y: fx.Node, want: Dims) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces."""
-        editor.raw[final] = (self, y)
-        return settle(self, editor, y, final, self.result_dims(self.n), want)
+        editor.raw[self.final] = (self, y)
+        return settle(self, editor, y, self.final, self.result_dims(self.n), want)
 
-    def scaled(self) -> Kept:
-        """Return how the weights are read whose scales the call is given."""
-        return self.kept
+    def info(self) -> dict[str, Any]:
+        """Return what a report says about the call."""
+        raise NotImplementedError
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the reader should know about rounding and per-call work."""
+        return (self.kept.note,) if self.kept.note else ()
+
+    def spec(self, c: Canonical) -> KernelSpec:
+        """Return what the kernel computes, its operands as the runtime passes them.
+
+        Of tensors that are cut over devices: what it computes on one of them.
+        """
+        raise NotImplementedError
+
+    def _common(self, c: Canonical, first: Weight) -> dict[str, Any]:
+        """Return the fields of every spec; first: the weight that x is multiplied by."""
+        dtype = str(c.dtype(self.final)).removeprefix("torch.")
+        m, k = tokens_to_judge(self.tokens_count()), self.source.k
+        value = c.tensor(self.source.key)
+        if value is not None and is_distributed(value):
+            k = _sizes(c, first)[0]
+            m = max(1, local_part(value).numel() // k)
+        if not self.kept.stored or self.base:  # bytes beside plain factors are priced as numbers
+            return {"m": m, "k": k, "dtype": dtype}
+        return {"m": m, "k": k, "dtype": FP8, "scales": "channel", "x_dtype": dtype}
 
     def op_call(
-        self,
-        editor: Editor,
-        args: tuple[Any, ...],
-        keywords: dict[str, Any],
-        value: Any,
+        self, editor: Editor, operands: dict[str, Any], keywords: dict[str, Any], value: Any
     ) -> fx.Node:
-        """Emit the op with layouts, target and executor."""
-        op = self.op
-        scaled = self.scaled()
-        if scaled.stored:
-            op += SUFFIX
-            args = (args[0], scales_of(editor, scaled), *args[1:])
+        """Emit the op; operands and keywords are named as in its schema.
+
+        Keywords that say nothing, but for layouts, and those of another op are left out.
+        """
+        name, options = self.op, editor.options
+        if self.kept.stored:
+            name, operands = name + SUFFIX, {**operands, "scales": scales_of(editor, self.kept)}
+        op = getattr(torch.ops.nmm, name).default
+        plain = {a.name: a.default_value for a in op._schema.arguments}
+        args = [operands.get(a.name) for a in op._schema.arguments if not a.kwarg_only]
         while args and args[-1] is None:
-            args = args[:-1]
-        options = editor.options
+            args.pop()
+        said = {n: v for n, v in keywords.items() if n in plain}
+        said = {n: v for n, v in said.items() if n.endswith(("layout", "eps")) or v != plain[n]}
         cut = is_distributed(editor.c.tensor(self.final))
         node = editor.call(
-            getattr(torch.ops.nmm, op).default,
+            op,
             *args,
             meta_value=None if cut else value,
-            **keywords,
+            **said,
             x_layout=self.x_layout,
             out_layout=self.out_layout,
             target=options.target,
@@ -682,14 +681,12 @@ def settle(
 class LowRankCall(Call):
     """nmm.lowrank_matmul for a chain.
 
-    made: names of factors that the graph makes at each call. base: how a dense weight of eight bits
-    beside plain factors is read. tp, group: devices of a process group that sum between the
-    products.
+    made: whether the graph makes a factor at each call. tp, group: devices of a process group that
+    sum between the products.
     """
 
     chain: Chain | None = None
-    made: tuple[str, ...] = ()
-    base: Kept = PLAIN
+    made: bool = False
     tp: int = 1
     group: str = ""
 
@@ -702,34 +699,30 @@ class LowRankCall(Call):
     @classmethod
     def of(cls, c: Canonical, chain: Chain, tp: int = 1, group: str = "") -> LowRankCall:
         """Return the call that a chain becomes."""
-        source = best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, owner_of(chain.out))
+        final = owner_of(chain.out)
+        kept = keep(c, chain.factors, c.dtype(final), beside_products(chain))
+        base = kept.format == "" and chain.base is not None
+        if chain.base is not None and base:
+            why = "something stands between its factors" if chain.inner is not None else ""
+            why = "several devices share it" if tp > 1 else why
+            # factors divided by small scales may leave the range of float16
+            if c.dtype(final) == torch.float16:
+                why = "x is float16; cast the model to bfloat16"
+            kept = keep(c, (chain.base.weight,), c.dtype(final), why)
         return cls(
             op="lowrank_matmul",
-            source=source,
-            final=owner_of(chain.out),
+            source=best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, final),
+            final=final,
             out_dims=chain.out_dims,
             n=chain.v.n,
             covered=chain.nodes,
             chain=chain,
-            made=tuple(
-                owner_of(key).name
-                for key in chain.weights
-                if key in c.made or c.base(key)[0] in c.quantized
-            ),
-            kept=keep(
-                c,
-                (chain.u, chain.v),
-                c.dtype(owner_of(chain.out)),
-                beside_products(chain),
-            ),
-            base=kept_of_base(c, chain, tp),
+            made=any(k in c.made or c.base(k)[0] in c.quantized for k in chain.weights),
+            kept=kept,
+            base=base,
             tp=tp,
             group=group,
         )
-
-    def scaled(self) -> Kept:
-        """Return how the weights are read whose scales the call is given."""
-        return self.base if self.base.stored else self.kept
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
@@ -748,73 +741,83 @@ class LowRankCall(Call):
             "base": self.chain.base is not None,
             "chains": 1 + len(self.chain.more),
             **({} if self.chain.inner is None else {"inner": self.chain.inner.name()}),
-            **self.kept.info,
-            **({"base_weight": self.base.format} if self.base.stored else {}),
+            **({"base_weight" if self.base else "weights": self.kept.format}
+               if self.kept.stored else {}),
             **({"tp": self.tp} if self.tp > 1 else {}),
-        }
+        }  # fmt: skip
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
-        assert self.chain is not None
-        notes = []
-        parts = (self.chain, *self.chain.more)
+        chain = self.chain
+        assert chain is not None
+        parts = (chain, *chain.more)
         kinds = {s.kind for part in parts for s in part.middle}
         scales = [s for p in parts for s in (*p.middle, *p.after) if s.kind == "scale"]
-        if "vector" in kinds or any(s.key is not None for s in scales):
-            notes.append("a scale that is a tensor is folded into a factor at each call")
-        if "bias" in kinds and self.chain.inner is None:
-            notes.append("the inner bias becomes b v, one vector product at each call")
-        if any(s.number != 1.0 for s in scales):
-            notes.append("a scalar moved to the epilogue, which moves a rounding")
-        if self.chain.more:
-            notes.append("the factors of the adapters are joined along the rank at each call")
-        notes += [self.kept.note] if self.kept.note else []
-        if self.base.stored:
-            notes.append(f"the {self.base.format} weight is read as stored: a byte an element")
-        elif self.base.format:
-            notes.append(
-                f"the {self.base.format} weight is dequantized at each call: {self.base.reason}"
-            )
-        if self.made and not self.kept.stored and not self.base.stored:
-            notes.append("a factor is dequantized or made of stored weights at each call")
-        if self.chain.per_token:
-            notes.append("a factor for each token multiplies the result, not the inner value")
-        if self.chain.addend is not None:
-            notes.append("the addend of the last product stays a separate add")
+        said = {
+            "a scale that is a tensor is folded into a factor at each call": "vector" in kinds
+            or any(s.key is not None for s in scales),
+            "the inner bias becomes b v, one vector product at each call": "bias" in kinds
+            and chain.inner is None,
+            "a scalar moved to the epilogue, which moves a rounding": any(
+                s.number != 1.0 for s in scales
+            ),
+            "the factors of the adapters are joined along the rank at each call": chain.more,
+            self.kept.note.replace("factors are", "weight is" if self.base else "factors are"): (
+                self.kept.note
+            ),
+            "a factor is dequantized or made of stored weights at each call": self.made
+            and not self.kept.stored,
+            "a factor for each token multiplies the result, not the inner value": chain.per_token,
+            "the addend of the last product stays a separate add": chain.addend is not None,
+            f"the sum over {self.tp} devices is inside of the call": self.tp > 1,
+        }
+        return tuple(note for note, holds in said.items() if holds)
+
+    def _keywords(self) -> dict[str, Any]:
+        """Return the keywords that the op and the spec share."""
+        chain = self.chain
+        assert chain is not None
+        keywords: dict[str, Any] = {"activation": chain.activation}
         if self.tp > 1:
-            notes.append(f"the sum over {self.tp} devices is inside of the call")
-        return tuple(notes)
+            keywords |= {"tp": self.tp, "tp_axis": "rows"}
+        if chain.inner is None:
+            return keywords
+        if chain.inner.gain is not None:
+            return {**keywords, "inner_eps": chain.inner.eps}
+        return {**keywords, "inner_activation": chain.inner.activation}
+
+    def spec(self, c: Canonical) -> KernelSpec:
+        """Return the spec of one low-rank product."""
+        chain = self.chain
+        assert chain is not None
+        r = chain.r if chain.more else _sizes(c, chain.u)[1]
+        return LowRankSpec(
+            **self._common(c, chain.u),
+            **self._keywords(),
+            r=r,
+            n=_sizes(c, chain.v)[1],
+            base=chain.base is not None,
+            inner_norm=chain.inner is not None and chain.inner.gain is not None,
+            inner_bias=chain.inner is not None and bool(chain.middle),
+        )
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
         chain = self.chain
         assert chain is not None
         x = self.prepare_x(editor)
-        parts = (chain, *chain.more)
-        folded = join(editor, [fold_chain(editor, part, self.kept.stored) for part in parts])
-        keywords: dict[str, Any] = {}
-        w = None
-        if chain.base is not None:
-            (w,) = weight_nodes(editor, (chain.base.weight,), self.base.stored)
-            keywords["w_layout"] = chain.base.weight.layout
-        if folded.scale != 1.0:
-            keywords["scale"] = folded.scale
-        if chain.activation != "identity":
-            keywords["activation"] = chain.activation
-        if chain.inner is not None and chain.inner.gain is not None:
-            keywords["inner_eps"] = chain.inner.eps
-        elif chain.inner is not None:
-            keywords["inner_activation"] = chain.inner.activation
+        stored = () if self.base else self.kept.stored
+        folded = join(editor, [fold_chain(editor, part, stored) for part in (chain, *chain.more)])
+        operands = {"x": x, "u": folded.u, "v": folded.v, "bias": folded.bias}
+        operands |= {"inner_bias": folded.inner_bias, "inner_gain": folded.inner_gain}
+        keywords = {"scale": folded.scale, **self._keywords(), "group": self.group}
         keywords |= {"u_layout": chain.u.layout, "v_layout": chain.v.layout}
-        if self.tp > 1:
-            keywords |= {"tp": self.tp, "tp_axis": "rows", "group": self.group}
-        y = self.op_call(
-            editor,
-            (x, folded.u, folded.v, folded.bias, w, folded.inner_bias, folded.inner_gain),
-            keywords,
-            self.result_value(editor, x, chain.v.n),
-        )
-        y = self.finish(editor, y, self.final, self.out_dims)
+        if chain.base is not None:
+            stored = self.kept.stored if self.base else ()
+            (operands["w"],) = weight_nodes(editor, (chain.base.weight,), stored)
+            keywords["w_layout"] = chain.base.weight.layout
+        value = self.result_value(editor, x, chain.v.n)
+        y = self.finish(editor, self.op_call(editor, operands, keywords, value), self.out_dims)
         for step in chain.per_token:
             y = _times_tokens(editor, y, step, self.out_dims)
         if chain.addend is not None:
@@ -847,48 +850,69 @@ class SharedCall(Call):
     @classmethod
     def of(cls, c: Canonical, rule: str, members: list[LowRankCall]) -> SharedCall:
         """Return the call that the members become."""
-        first = members[0]
-        chains = [member.chain for member in members if member.chain is not None]
-        firsts = chains[:1] if rule == "shared_u" else chains
-        weights = [*(chain.u for chain in firsts), *(chain.v for chain in chains)]
-        why = next(filter(None, map(beside_products, chains)), "")
-        return cls(
+        call = cls(
             op=f"lowrank_matmul_{rule}",
-            source=first.source,
-            final=first.final,
-            out_dims=first.out_dims,
-            n=first.n,
+            source=members[0].source,
+            final=members[0].final,
+            out_dims=members[0].out_dims,
+            n=members[0].n,
             covered=frozenset(n for m in members for n in m.covered),
             many=True,
             members=tuple(members),
-            kept=keep(c, weights, c.dtype(first.final), why),
         )
+        weights = [*(chain.u for chain in call.firsts), *(chain.v for chain in call.chains)]
+        why = next(filter(None, map(beside_products, call.chains)), "")
+        call.kept = keep(c, weights, c.dtype(call.final), why)
+        return call
+
+    @property
+    def chains(self) -> list[Chain]:
+        """Return the chains of the members."""
+        return [member.chain for member in self.members if member.chain is not None]
+
+    @property
+    def firsts(self) -> list[Chain]:
+        """Return a chain for each u."""
+        return self.chains[:1] if self.op.endswith("shared_u") else self.chains
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
         each = [member.info() for member in self.members]
-        ranks = each[:1] if self.op.endswith("shared_u") else each
         return {
             "m": each[0]["m"],
             "k": each[0]["k"],
-            "r": "+".join(str(e["r"]) for e in ranks),
+            "r": "+".join(str(e["r"]) for e in each[: len(self.firsts)]),
             "n": "+".join(str(e["n"]) for e in each),
             "chains": len(each),
         }
 
+    def notes(self) -> tuple[str, ...]:
+        """Return what the members say, each once."""
+        return tuple(dict.fromkeys(note for one in self.members for note in one.notes()))
+
+    def spec(self, c: Canonical) -> KernelSpec:
+        """Return the spec of several low-rank products."""
+        ranks = [_sizes(c, one.u)[1] for one in self.firsts]
+        outputs = [_sizes(c, one.v)[1] for one in self.chains]
+        pairs: Any = tuple((r, (n,)) for r, n in zip(ranks, outputs, strict=False))
+        if len(pairs) < len(outputs):
+            pairs = ((ranks[0], tuple(outputs)),)
+        return LowRankSharedSpec(**self._common(c, self.chains[0].u), pairs=pairs)
+
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call; every member's final node is replaced, the first one's is returned."""
-        chains = [m.chain for m in self.members if m.chain is not None]
+        chains, kept = self.chains, self.kept.stored
         for chain in chains:
             steps = (*chain.middle, *chain.after)
             own = [*chain.u.keys, *chain.v.keys]
             editor.hoist([*own, *(s.key for s in steps if s.key is not None)])
         x = self.prepare_x(editor)
-        firsts = chains[:1] if self.op.endswith("shared_u") else chains
-        editor.hoist([key for one in self.kept.stored for key in (one.values, one.scale)])
-        stored = [member.kept.stored if self.kept.stored else () for member in self.members]
+        editor.hoist([key for one in kept for key in (one.values, one.scale)])
+        stored = [member.kept.stored if kept else () for member in self.members]
         folded = [fold_chain(editor, *pair) for pair in zip(chains, stored, strict=True)]
-        us, vs = [one.u for one in folded[: len(firsts)]], [one.v for one in folded]
+        us = [one.u for one in folded[: len(self.firsts)]]
+        operands = {"x": x, "u": us[0], "us": us, "vs": [one.v for one in folded]}
+        operands["biases"] = [one.bias for one in folded]
         keywords: dict[str, Any] = {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
         if any(chain.activation != "identity" for chain in chains):
             keywords["activations"] = [chain.activation for chain in chains]
@@ -901,12 +925,11 @@ class SharedCall(Call):
             member.x_layout = self.x_layout
             member._resolve(editor)
             values.append(member.result_value(editor, x, member.n))
-        first = us[0] if self.op.endswith("shared_u") else us
-        y = self.op_call(editor, (x, first, vs, [one.bias for one in folded]), keywords, values)
+        y = self.op_call(editor, operands, keywords, values)
         results = []
         for index, member in enumerate(self.members):
             part = editor.call(operator.getitem, y, index, meta_value=values[index])
-            results.append(member.finish(editor, part, member.final, member.out_dims))
+            results.append(member.finish(editor, part, member.out_dims))
         for member, result in zip(self.members[1:], results[1:], strict=True):
             if not member.unread:
                 editor.replace(member.final, result)
@@ -927,17 +950,19 @@ class GatedCall(Call):
     @classmethod
     def of(cls, c: Canonical, gated: Any) -> GatedCall:
         """Return the call that the projections become."""
-        gate, last = gated.gate, gated.projections()[-1]
-        source = best_source(c, gate.first.x, gate.first.x_dims, gate.u.k, gated.node)
+        gate, projections = gated.gate, gated.projections()
+        plain = all(p.only_bias() and not p.middle for p in projections)
+        why = "" if plain else "something beside biases stands around a projection"
+        weights = [weight for p in projections for weight in p.factors]
         return cls(
             op="gated_mlp_up" if gated.down is None else "gated_mlp",
-            source=source,
+            source=best_source(c, gate.first.x, gate.first.x_dims, gate.u.k, gated.node),
             final=gated.node,
-            out_dims=gate.out_dims if gated.down is None else last.out_dims,
-            n=last.n,
+            out_dims=gate.out_dims if gated.down is None else gated.down.out_dims,
+            n=projections[-1].n,
             covered=gated.nodes,
             gated=gated,
-            kept=kept_of_gated(c, gated),
+            kept=keep(c, weights, c.dtype(gated.node), why),
         )
 
     def info(self) -> dict[str, Any]:
@@ -951,93 +976,45 @@ class GatedCall(Call):
             "n": self.gated.gate.n,
             "activation": self.gated.activation,
             "chains": sum(bool(r) for r in ranks),
-            **self.kept.info,
+            **({"weights": self.kept.format} if self.kept.stored else {}),
         }
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about per-call work."""
         layouts = {w.layout for p in self.gated.projections() for w in p.factors}
         notes = ["weights of both layouts: some are passed transposed"] if len(layouts) > 1 else []
-        return (*notes, *([self.kept.note] if self.kept.note else []))
+        return (*notes, *super().notes())
+
+    def spec(self, c: Canonical) -> KernelSpec:
+        """Return the spec of two or three projections."""
+        gate, projections = self.gated.gate, self.gated.projections()
+        ranks = [_sizes(c, p.u)[1] if p.second else 0 for p in projections]
+        fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
+        family = GatedMLPUpSpec if len(ranks) == 2 else GatedMLPSpec
+        n = _sizes(c, gate.factors[-1])[1]
+        return family(**self._common(c, gate.u), n=n, activation=self.gated.activation, **fields)
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
         x = self.prepare_x(editor)
         projections = self.gated.projections()
-        stored = [w.layout for p in projections for w in p.factors]
-        layout = "col" if stored.count("col") * 2 >= len(stored) else "row"
-        operands, biases = [], []
+        layouts = [w.layout for p in projections for w in p.factors]
+        layout = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
+        operands: dict[str, Any] = {"x": x}
         left = self.kept.stored
-        for projection in projections:
+        for name, projection in zip(("gate", "up", "down"), projections, strict=False):
             own, left = left[: len(projection.factors)], left[len(projection.factors) :]
             folded = fold_chain(editor, projection, own)
-            biases.append(folded.bias)
+            operands[f"{name}_bias"] = folded.bias
             nodes = [folded.u] if folded.v is None else [folded.u, folded.v]
             nodes[-1] = times(editor, nodes[-1], folded.scale)
             pairs = zip(nodes, projection.factors, strict=True)
-            operands.append(
-                [n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs]
-            )
-        args = (x, *operands, *biases)
+            operands[name] = [
+                n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs
+            ]
         keywords = {"activation": self.gated.activation, "weight_layout": layout}
-        value = self.result_value(editor, x, self.n)
-        y = self.op_call(editor, args, keywords, value)
-        return self.finish(editor, y, self.final, self.out_dims)
-
-
-def spec_of(c: Canonical, call: Call) -> KernelSpec:
-    """Return what the kernel of a call computes, its operands as the runtime passes them.
-
-    Of tensors that are cut over devices: what it computes on one of them.
-    """
-    dtype = str(c.dtype(call.final)).removeprefix("torch.")
-    m, k = _rows(c, call)
-    common: dict[str, Any] = {"m": m, "k": k, "dtype": dtype}
-    if call.kept.stored:
-        common |= {"dtype": FP8, "scales": "channel", "x_dtype": dtype}
-    if isinstance(call, LowRankCall):
-        assert call.chain is not None
-        chain = call.chain
-        r = chain.r if chain.more else _sizes(c, chain.u)[1]
-        has: dict[str, Any] = {"base": chain.base is not None, "activation": chain.activation}
-        if chain.inner is not None and chain.inner.gain is not None:
-            has |= {"inner_norm": True, "inner_eps": chain.inner.eps}
-        elif chain.inner is not None:
-            has |= {"inner_activation": chain.inner.activation, "inner_bias": bool(chain.middle)}
-        if call.tp > 1:
-            has |= {"tp": call.tp, "tp_axis": "rows"}
-        return LowRankSpec(**common, r=r, n=_sizes(c, chain.v)[1], **has)
-    if isinstance(call, SharedCall):
-        chains = [member.chain for member in call.members if member.chain is not None]
-        pairs: list[Any] = [(_sizes(c, one.u)[1], (_sizes(c, one.v)[1],)) for one in chains]
-        if call.op.endswith("shared_u"):
-            pairs = [(pairs[0][0], tuple(n for _, (n,) in pairs))]
-        return LowRankSharedSpec(**common, pairs=tuple(pairs))
-    assert isinstance(call, GatedCall)
-    gated = call.gated
-    ranks = [_sizes(c, p.u)[1] if p.second else 0 for p in gated.projections()]
-    fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
-    family: type[GatedMLPUpSpec] = GatedMLPUpSpec if gated.down is None else GatedMLPSpec
-    n = _sizes(c, gated.gate.factors[-1])[1]
-    return family(**common, n=n, activation=gated.activation, **fields)
-
-
-def _rows(c: Canonical, call: Call) -> tuple[int, int]:
-    """Return the tokens and the features of x."""
-    m, k = tokens_to_judge(call.tokens_count()), call.source.k
-    value = c.tensor(call.source.key)
-    if value is None or not is_distributed(value):
-        return m, k
-    first = call.gated.gate.u if isinstance(call, GatedCall) else _first(call)
-    own = _sizes(c, first)[0]
-    return max(1, local_part(value).numel() // own), own
-
-
-def _first(call: Call) -> Weight:
-    one = call.members[0] if isinstance(call, SharedCall) else call
-    assert isinstance(one, LowRankCall)
-    assert one.chain is not None
-    return one.chain.u
+        y = self.op_call(editor, operands, keywords, self.result_value(editor, x, self.n))
+        return self.finish(editor, y, self.out_dims)
 
 
 def _sizes(c: Canonical, weight: Weight) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from torch import fx
 
 from nmm_compiler.passes.chains.prices import call_ways, slower
 from nmm_compiler.passes.chains.safety import REMEDIES, Refusal
-from nmm_compiler.passes.emit.calls import spec_of
 
 if TYPE_CHECKING:
     from nmm_compiler.passes.emit.editor import Editor
@@ -194,7 +193,7 @@ class KernelRule(Rule):
 
         Return a refusal where smaller calls are predicted to be faster.
         """
-        spec = spec_of(graph, call)
+        spec = call.spec(graph)
         times = call_ways(graph, spec)
         return slower(times, node) or Match(
             rule=self.name,

@@ -33,7 +33,7 @@ from nmm_compiler.passes.chains.chain import (
 )
 from nmm_compiler.passes.chains.linear_map import is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
-from nmm_compiler.passes.emit.calls import GatedCall, spec_of
+from nmm_compiler.passes.emit.calls import GatedCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -249,7 +249,7 @@ def _no_kernel(c: Canonical, gated: Gated, call: GatedCall) -> Refusal | None:
     if down.n != gate.u.k:
         text = f"the down projection returns {down.n} features, one kernel returns x's {gate.u.k}"
         return Refusal("no_kernel", text, gated.node)
-    why = refusal(spec_of(c, call), c.chip)
+    why = refusal(call.spec(c), c.chip)
     if why is None:
         return None
     return Refusal("no_kernel", f"the whole MLP has no kernel: {why}", gated.node)

@@ -20,7 +20,7 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
 from nmm_compiler.passes.chains.prices import call_ways
 from nmm_compiler.passes.chains.safety import Refusal, crossed, readings, refuse
-from nmm_compiler.passes.emit.calls import LowRankCall, SharedCall, spec_of
+from nmm_compiler.passes.emit.calls import LowRankCall, SharedCall
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -61,7 +61,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
     if crossed(c, set(nodes), finals[-1], keys) is not None:
         return None
     call = SharedCall.of(c, rule, calls)
-    spec = spec_of(c, call)
+    spec = call.spec(c)
     times = call_ways(c, spec)
     if times.fused > times.separate:
         return None
@@ -71,7 +71,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         nodes=nodes,
         data=call,
         info=call.info() | {"predicted": times.to_dict()},
-        notes=tuple(dict.fromkeys(note for one in calls for note in one.notes())),
+        notes=call.notes(),
     )
 
 
