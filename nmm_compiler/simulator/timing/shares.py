@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.timing.causes import causes_of
-from nmm_compiler.simulator.timing.timeline import Timeline
+from nmm_compiler.simulator.timing.timeline import Timeline, Transfer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,26 +31,6 @@ class Share(Record):
     hbm_bytes: int
 
 
-class _Sum:
-    def __init__(self) -> None:
-        self.names: dict[str, None] = {}
-        self.engines: dict[str, float] = {}
-        self.count, self.path, self.bytes = 0, 0.0, 0
-
-    def add(self, name: str, engine: str, us: float) -> None:
-        self.names[name] = None
-        self.engines[engine] = self.engines.get(engine, 0.0) + us
-        self.count += 1
-
-    def share(self, file: str, line: int) -> Share:
-        busiest = sorted(self.engines, key=lambda name: -self.engines[name])
-        return Share(
-            file=file, line=line, name=", ".join(self.names), engine=", ".join(busiest),
-            instructions=self.count, engine_us=sum(self.engines.values()), path_us=self.path,
-            hbm_bytes=self.bytes,
-        )  # fmt: skip
-
-
 def by_line(timeline: Timeline) -> tuple[Share, ...]:
     """Return the source lines, the one with the largest part of the critical path first."""
     return _shares(timeline, lines=True)
@@ -62,30 +43,44 @@ def by_instruction(timeline: Timeline) -> tuple[Share, ...]:
 
 
 def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
-    instructions = timeline.trace.instructions
-    causes = causes_of(timeline)
-    sums: dict[tuple[object, ...], _Sum] = {}
-
-    def of(index: int) -> _Sum:
-        ins = instructions[index]
-        key = (ins.file, ins.line) if lines else ("", 0, ins.op, timeline.engine(index))
-        return sums.setdefault(key, _Sum())
-
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, ins in enumerate(timeline.trace.instructions):
+        key = (ins.file, ins.line) if lines else (ins.op, timeline.engine(index))
+        groups.setdefault(key, []).append(index)
+    path: dict[int, float] = collections.defaultdict(float)
+    for step in causes_of(timeline).path():
+        path[step.index] += step.us
     moved = {transfer.index: transfer for transfer in timeline.transfers}
-    for index, instruction in enumerate(instructions):
-        transfer = moved.get(index)
-        us = timeline.interval_end[index] - timeline.start[index]
-        if transfer is not None:
-            us = sum(stop - start for _, start, stop in transfer.parts)
-            us /= 1 if transfer.parts[0][0] < 0 else timeline.target.dma_engines
-        found = of(index)
-        found.add(instruction.op, timeline.engine(index), us)
-        if transfer is not None:
-            found.bytes += transfer.hbm_read_bytes + transfer.hbm_write_bytes
-    for step in causes.path():
-        of(step.index).path += step.us
-    shares = [found.share(str(key[0]), int(str(key[1]))) for key, found in sums.items()]
+    shares = [_share(timeline, indices, path, moved, lines) for indices in groups.values()]
     return tuple(sorted(shares, key=lambda share: (-share.path_us, -share.engine_us)))
+
+
+def _share(
+    timeline: Timeline,
+    indices: list[int],
+    path: Mapping[int, float],
+    moved: Mapping[int, Transfer],
+    lines: bool,
+) -> Share:
+    engines: dict[str, float] = {}
+    for index in indices:
+        us = timeline.interval_end[index] - timeline.start[index]
+        if index in moved:
+            parts = moved[index].parts
+            us = sum(stop - start for _, start, stop in parts)
+            us /= 1 if parts[0][0] < 0 else timeline.target.dma_engines
+        name = timeline.engine(index)
+        engines[name] = engines.get(name, 0.0) + us
+    chosen = [timeline.trace.instructions[index] for index in indices]
+    transfers = [moved[index] for index in indices if index in moved]
+    return Share(
+        file=chosen[0].file if lines else "", line=chosen[0].line if lines else 0,
+        name=", ".join(dict.fromkeys(ins.op for ins in chosen)),
+        engine=", ".join(sorted(engines, key=lambda name: -engines[name])),
+        instructions=len(indices), engine_us=sum(engines.values()),
+        path_us=sum(path.get(index, 0.0) for index in indices),
+        hbm_bytes=sum(t.hbm_read_bytes + t.hbm_write_bytes for t in transfers),
+    )  # fmt: skip
 
 
 def waits(timeline: Timeline) -> dict[str, dict[str, float]]:

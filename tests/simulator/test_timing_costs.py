@@ -1,0 +1,448 @@
+"""What each kind of instruction and transfer takes, by tiny traces worked out by hand."""
+
+import dataclasses
+import itertools
+
+import pytest
+from trace_builder import STEADY, TRN1, TRN2, TRN3, Builder, load, matmuls, us
+
+from nmm_compiler.simulator.timing.costs import ComputeCosts
+from nmm_compiler.simulator.timing.dma import DmaCosts
+from nmm_compiler.simulator.timing.timeline import time_trace, time_traces
+
+B, F = "bfloat16", "float32"
+PAIR = [("sbuf", F, 512), ("sbuf", F, 512)]
+FROM_HBM = 362e9 / 16  # an engine's share
+
+
+def one(op, engine, operands, **attributes):
+    """Return an instruction; operands are (memory, dtype, columns, step), the result first."""
+    builder = Builder()
+    views = []
+    for memory, dtype, columns, *step in operands:
+        apart = step[0] if step else 1
+        views.append(builder.tensor(memory, 128, columns * apart, dtype)[:, ::apart])
+    builder.add(op, engine, views[:1], views[1:], **attributes)
+    return builder.trace.instructions[0]
+
+
+def cycles(instruction, target=TRN2):
+    """Return the cycles that an instruction holds its engine for, without the overhead."""
+    clocks = {"vector": target.vector_clock_hz, "scalar": target.scalar_clock_hz}
+    hz = clocks.get(instruction.engine, target.gpsimd_clock_hz)
+    interval = ComputeCosts(target).other(instruction)[0]
+    return interval * hz / 1e6 - target.engine_streaming_overhead_cycles
+
+
+def matmul(n, dtype=B, **attributes):
+    return matmuls(1, n, dtype, **attributes).instructions[0]
+
+
+def dma(rows, columns, memories=("sbuf", "hbm"), dtype=B, first=0, **attributes):
+    """Return a DMA of [rows, columns], into or from partition `first` on."""
+    builder = Builder()
+    ends = [builder.tensor(memory, 128, columns, dtype) for memory in memories]
+    builder.dma(*(end[first : first + rows, :] for end in ends), **attributes)
+    return builder.trace.instructions[0]
+
+
+# -- costs depend on each of these -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        [matmul(128, F), matmul(128, F, is_transpose=True), matmul(256, F)],
+        [matmul(128, F), matmul(128, B), matmul(128, F, onezero=True)],
+        [one("activation", "scalar", PAIR, reduces=v) for v in (0, 1)],
+        [one("memset", "vector", PAIR[:0] + [("sbuf", B, 512)], nonzero=v) for v in (0, 1)],
+        [one("reciprocal", engine, PAIR) for engine in ("vector", "gpsimd")],
+        [
+            one("tensor_reduce", "vector", [("sbuf", B, 1), ("sbuf", B, 512)], function=f)
+            for f in ("add", "multiply")
+        ],
+        [
+            one("tensor_copy", "vector", [(memory, dtype, 512), ("sbuf", B, 512)])
+            for memory, dtype in (("sbuf", B), ("psum", B), ("sbuf", F))
+        ],
+        [dma(128, 128), dma(128, 128, transpose=True), dma(128, 256)],
+        [dma(128, 128, dge_mode="hwdge", issuer=i) for i in ("sync", "scalar")],
+        [dma(128, 128, dge_mode=mode) for mode in ("none", "hwdge", "swdge")],
+        [dma(8, 128), dma(8, 128, first=64)],
+        [dma(64, 128), dma(64, 128, ("hbm", "hbm")), dma(64, 128, ("hbm", "sbuf"))],
+    ],
+)
+def test_these_differ_in_cost(variants):
+    costs = ComputeCosts(TRN2)
+    of = {"tensor": costs.tensor, "dma": DmaCosts(TRN2).cost}
+    found = [of.get(instruction.engine, costs.other)(instruction) for instruction in variants]
+    assert len(set(found)) == len(found)
+
+
+# -- TensorE ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "n", "dtype", "attributes", "cycles"),
+    [
+        (STEADY, 512, B, {}, 512 + 9),
+        (STEADY, 16, B, {}, 64 + 9),
+        (STEADY, 512, F, {}, 4 * 512 + 16),
+        (STEADY, 16, F, {}, 4 * 128 + 16),
+        (STEADY, 128, F, {"is_transpose": True}, 2 * 128 + 16),
+        (STEADY, 128, F, {"onezero": True}, 2 * 128 + 16),
+        (TRN1, 512, B, {}, 512 + 12),
+        (TRN1, 512, F, {}, 4 * 512 + 340),
+        (TRN1, 128, F, {"is_transpose": True}, 4 * 128 + 340),  # it has no transpose mode
+        # weights wider than the moving tile, where they load slowly
+        (dataclasses.replace(STEADY, stationary_load_speedup=1.0), 16, B, {}, 128 + 9),
+    ],
+)
+def test_matmul_interval(target, n, dtype, attributes, cycles):
+    timeline = time_trace(matmuls(3, n, dtype, **attributes), target)
+    held = pytest.approx(us(cycles, target.tensor_clock_hz))
+    assert timeline.start[2] - timeline.start[1] == held
+    fill = target.tensor_latency_seconds * 1e6
+    assert timeline.end[2] - timeline.start[2] - fill == held
+    assert timeline.tensor_throttled_us == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "step", "passes"), [(128, 1, 4), (65, 1, 4), (64, 1, 8), (128, 8, 4)]
+)
+def test_short_contractions_slow_float32_products(rows, step, passes):
+    builder = Builder()
+    weight, moving = builder.tensor("sbuf", 128, 128), builder.tensor("sbuf", 128, 512 * step)
+    for _ in range(2):
+        out = builder.tensor("psum", 128, 512)
+        builder.matmul(out.all, weight[:rows, :], moving[:rows, ::step])
+    start = time_trace(builder.trace, STEADY).start[1]
+    assert start == pytest.approx(us(passes * 512 + 16, 2.4e9))  # 64 rows: 1,707 ns measured
+
+
+def test_clock_ramp_starts_at_half_and_ends():
+    timeline = time_trace(matmuls(40), TRN2)
+    full = us(521, 2.4e9)
+    intervals = [b - a for a, b in itertools.pairwise(timeline.start)]
+    assert intervals[0] == pytest.approx(2 * full)
+    assert {round(i / full, 6) for i in intervals} == {2.0, 1.0}  # half the clock, then all
+    assert all(b < a + 1e-9 for a, b in itertools.pairwise(intervals))
+    slow = sum(interval > full * 1.001 for interval in intervals)
+    ramp = sum(intervals[:slow])
+    assert ramp == pytest.approx(3.7, abs=intervals[0])  # microseconds, measured: 3.5 to 3.9
+    assert timeline.tensor_throttled_us == pytest.approx(timeline.start[-1] + full - 40 * full)
+
+
+@pytest.mark.parametrize(("gap_columns", "slow_again"), [(600, False), (2600, True)])
+def test_clock_ramp_engages_again_after_an_idle_gap(gap_columns, slow_again):
+    """600 fp32 columns of VectorE are 0.8 us, 2600 are 2.9 us; the limit is half of 3 us."""
+    builder = Builder()
+    builder.trace = trace = matmuls(40)
+    source, moving = (builder.tensor("sbuf", 128, gap_columns) for _ in range(2))
+    stationary, out = builder.tensor("sbuf", 128, 128), builder.tensor("psum", 128, 512)
+    last = trace.instructions[-1].writes[0]
+    builder.add("tensor_copy", "vector", [moving.all], [source.all, last])
+    builder.matmul(out.all, stationary.all, moving[:, :512])
+    timeline = time_trace(trace, TRN2)
+    full = us(4 * 512 + 16, 2.4e9)
+    took = timeline.interval_end[-1] - timeline.start[-1]
+    assert took == pytest.approx(2 * full if slow_again else full)
+
+
+def test_trn3_is_timed_too():
+    assert time_trace(matmuls(4), TRN3).latency_us > 0
+
+
+# -- VectorE, ScalarE, GpSimd ----------------------------------------------------------------
+
+ADDED = {"function": "add"}
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "attributes", "on_trn1", "on_trn2"),
+    [
+        ("tensor_copy", [("sbuf", B, 512), ("sbuf", B, 512)], {}, 512, 128),
+        ("tensor_copy", [("sbuf", B, 512), ("sbuf", B, 512, 2)], {}, None, 256),
+        ("tensor_copy", [("sbuf", B, 512), ("psum", B, 512)], {}, None, 256),
+        ("tensor_copy", [("psum", B, 512), ("sbuf", B, 512)], {}, None, 256),
+        ("tensor_copy", [("psum", B, 512), ("psum", B, 512)], {}, None, 512),
+        ("tensor_copy", [("sbuf", B, 512), ("psum", F, 512)], {}, None, 512),
+        ("tensor_copy", PAIR, {}, None, 256),
+        ("tensor_copy", [("sbuf", B, 512), ("sbuf", F, 512)], {}, None, 256),
+        ("tensor_copy", [("sbuf", F, 512), ("sbuf", B, 512)], {}, None, 512),
+        ("tensor_copy", [("sbuf", F, 8), ("sbuf", F, 8)], {}, 44, 44),  # 64 in all
+        ("tensor_copy", [("sbuf", F, 64, 4), ("sbuf", F, 64)], {}, 128, None),  # a wide stride
+        ("tensor_scalar", [("sbuf", B, 512), ("sbuf", B, 512), ("sbuf", F, 1)], {}, None, 128),
+        ("tensor_tensor", 3 * PAIR[:1], ADDED, 1024, 512),
+        ("tensor_tensor", [*PAIR, ("psum", F, 512)], ADDED, 512, 512),
+        ("tensor_tensor", PAIR[:1] + 2 * [("psum", F, 512)], ADDED, 1024, 512),  # one port, too
+        ("tensor_tensor", 3 * [("sbuf", B, 512)], ADDED, None, 256),
+        ("tensor_tensor_scan", 3 * PAIR[:1], {}, None, 1024),
+        ("tensor_copy_predicated", 3 * PAIR[:1], {}, 1024, 512),
+        ("tensor_copy_predicated", [*PAIR, ("psum", F, 512)], {}, 512, 512),
+        ("reciprocal", PAIR, {}, None, 6 * 512),
+        ("tensor_scalar_reduce", PAIR, {}, None, 576),
+        ("tensor_reduce", [("sbuf", B, 1), ("sbuf", B, 512)], ADDED, None, 256),
+        ("tensor_reduce", [("sbuf", B, 1), ("sbuf", B, 512)], {"function": "min"}, None, 512),
+        ("bn_aggr", [("sbuf", F, 2), ("sbuf", F, 48)], {}, None, 13 * 16),
+        ("topk", PAIR, {"k": 16}, None, 4 * 512 + 16),
+        ("memset", [("sbuf", B, 512)], {}, None, 256),
+        ("memset", [("sbuf", F, 512)], {}, None, 0.8 * 512),
+        ("activation", PAIR, {}, None, 512),
+        ("activation", PAIR, {"reduces": True}, None, 576),  # it reads its sums out
+        ("iota", [("sbuf", "int32", 512)], {}, None, 150 + 512),
+        ("affine_select", PAIR, {}, None, 150 + 512),
+        ("tensor_partition_reduce", PAIR, {}, None, 150 + 16 * 512),
+    ],
+)
+def test_cycles(op, operands, attributes, on_trn1, on_trn2):
+    engines = {"activation": "scalar"} | dict.fromkeys(
+        ("iota", "affine_select", "tensor_partition_reduce"), "gpsimd"
+    )
+    instruction = one(op, engines.get(op, "vector"), operands, **attributes)
+    for target, expected in ((TRN1, on_trn1), (TRN2, on_trn2)):
+        if expected is not None:
+            assert cycles(instruction, target) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("function", "reads_bias"), [({}, 0), ({"function": "exp"}, 108)])
+def test_scalar_answers_later_than_vector(function, reads_bias):
+    latency = ComputeCosts(TRN2).other(one("activation", "scalar", PAIR, **function))[1]
+    assert latency == pytest.approx(us(512 + 228 + reads_bias, 1.2e9))
+
+
+def test_a_table_loads_when_the_function_changes_and_is_work_of_scalar():
+    builder = Builder()
+    source = builder.tensor("sbuf", 128, 512)
+    for function in ("exp", "exp", "copy", "gelu", "exp"):
+        out = builder.tensor("sbuf", 128, 512)
+        builder.add("activation", "scalar", [out.all], [source.all], function=function)
+    timeline = time_trace(builder.trace, TRN2)
+    assert timeline.start[0] == pytest.approx(1.3)
+    assert [stop - start for start, stop in timeline.table_loads] == [pytest.approx(1.3)] * 3
+    del builder.trace.instructions[1:]
+    alone = time_trace(builder.trace, TRN2).busy_us["scalar"]
+    assert alone == pytest.approx(1.3 + us(512 + 228 + 108, 1.2e9))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "cycles_each"), [(F, 1, 8.0), (F, 32, 39.0), (B, 1, 8.0), (B, 32, 19.5)]
+)
+def test_a_gather_on_chip_pays_for_each_index_and_less_for_longer_runs(
+    dtype, elements, cycles_each
+):
+    """nki.isa.local_gather: 28 / 4 cycles for an index, 1 for each of its elements of 4 bytes."""
+    took = [
+        cycles(one(
+            "local_gather", "gpsimd",
+            [("sbuf", dtype, count * elements), ("sbuf", dtype, 4096), ("sbuf", "uint16", 8)],
+            indices=count, elements=elements,
+        ))
+        for count in (128, 256)
+    ]  # fmt: skip
+    assert took[1] - took[0] == pytest.approx(128 * cycles_each)
+
+
+@pytest.mark.parametrize(("columns", "filled"), [(3, True), (512, False)])
+def test_independent_work_fills_the_stalls_of_tiny_instructions(columns, filled):
+    """Pairs of dependent instructions: the scheduler interleaves them if that is worth it."""
+    builder = Builder()
+    source = builder.tensor("sbuf", 128, columns)
+    for _ in range(50):
+        middle, out = builder.tensor("sbuf", 128, columns), builder.tensor("sbuf", 128, columns)
+        builder.add("tensor_reduce", "vector", [middle.all], [source.all])
+        builder.add("tensor_reduce", "vector", [out.all], [middle.all])
+    interval = us(max(columns + 20, 64), 1.12e9)
+    stalled = us(columns + 100, 1.12e9) - interval
+    moved, kept = (time_trace(builder.trace, TRN1, reorder=order) for order in (True, False))
+    assert max(kept.interval_end) == pytest.approx(100 * interval + 50 * stalled)
+    least = 100 * interval + (0 if filled else 50 * stalled)
+    assert max(moved.interval_end) == pytest.approx(least, abs=2 * (interval + stalled))
+
+
+@pytest.mark.parametrize(("target", "on_scalar"), [(TRN1, 3), (TRN2, 0)])
+def test_open_engines_are_placed_as_profiles_show(target, on_scalar):
+    pairs = ("multiply", ""), ("multiply", "add"), ("add", ""), ("maximum", ""), ("add", "multiply")
+    builder = Builder()
+    for first, second in pairs:
+        tiles = [builder.tensor("sbuf", 128, 512).all for _ in range(2)]
+        builder.add(
+            "tensor_scalar", "vector", tiles[:1], tiles[1:], function=first, function1=second,
+            unset=True,
+        )  # fmt: skip
+    assert time_trace(builder.trace, target).placed == dict.fromkeys(range(on_scalar), "scalar")
+
+
+def test_cores_wait_for_each_other_at_a_barrier():
+    def program(copies):
+        builder = Builder()
+        a, b = builder.tensor("sbuf", 128, 512), builder.tensor("sbuf", 128, 512)
+        for _ in range(copies):
+            builder.copy(b.all, a.all)
+        flag = builder.tensor("hbm", 1, 1).all
+        builder.add("core_barrier", "gpsimd", [flag], [flag], cores=2)
+        return builder, builder.copy(a.all, b.all)
+
+    (short, after_short), (long, after_long) = program(1), program(9)
+    lines = time_traces([short.trace, long.trace], TRN2)
+    arrival = max(lines[1].end[:9])
+    assert lines[0].start[after_short] >= arrival > max(lines[0].end[:1])
+    assert lines[1].start[after_long] >= arrival
+    assert time_trace(short.trace, TRN2).start[after_short] < arrival
+
+
+def test_the_peak_is_the_largest_use_and_not_the_last():
+    builder = Builder()
+    large, small, out = (builder.tensor("sbuf", 128, n) for n in (30000, 100, 1))
+    builder.copy(out.all, large[:, :1])
+    builder.copy(out.all, small[:, :1])
+    assert time_trace(builder.trace, TRN2).sbuf_peak_bytes == 4 * 30001
+
+
+# -- transfers -------------------------------------------------------------------------------
+
+
+def test_one_load():
+    timeline = load(128, 512)
+    (transfer,) = timeline.transfers
+    assert transfer.descriptors == 128
+    assert transfer.issue_end - transfer.issue_start == pytest.approx(0.485 + 128 * 0.95e-3)
+    ((engine, start, stop),) = transfer.parts
+    assert engine == -1  # all 16 alike
+    assert start == pytest.approx(1.3)  # start latency
+    # eight rows of 2 KiB per engine, 6 ns each and a sixteenth of the core's 362 GB/s
+    assert stop - start == pytest.approx(8 * (0.006 + 2048 / FROM_HBM * 1e6))
+    # the engines start one after another, over 0.3 us
+    # and the data of a load is there 0.305 of its ideal time (8 x 2 KiB at 23 GB/s) later
+    assert timeline.latency_us == pytest.approx(stop + 0.3 + 0.305 * 8 * 2048 / 23e3)
+    assert timeline.busy_us["dma"] == pytest.approx(stop - start + 0.3)
+    assert timeline.dma_engine_busy_us == pytest.approx(16 * (stop - start))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "fraction"), [(128, 1024, 0.96), (128, 128, 0.78), (128, 64, 0.27)]
+)
+def test_short_rows_waste_the_engines(rows, columns, fraction):
+    rate = rows * columns * 4 / load(rows, columns).dma_engine_busy_us * 1e6
+    assert rate / 23e9 == pytest.approx(fraction, abs=0.025)  # bytes per engine-second
+
+
+def test_strided_elements_are_descriptors_of_their_own():
+    builder = Builder()
+    source, tile = builder.tensor("hbm", 128, 64), builder.tensor("sbuf", 128, 32)
+    builder.dma(tile.all, source[:, ::2])
+    cost = DmaCosts(TRN2).cost(builder.trace.instructions[0])
+    assert cost.descriptors == 128 * 32
+    assert cost.uniform_us == pytest.approx(8 * 32 * 0.041)  # 41 ns each, from software
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "engines"),
+    [(0, 4, {0: 4}), (64, 72, {8: 8}), (0, 12, {0: 8, 1: 4}), (32, 64, {4: 8, 5: 8, 6: 8, 7: 8})],
+)
+def test_partitions_choose_the_dma_engines_which_start_one_after_another(first, last, engines):
+    builder = Builder()
+    source, tile = builder.tensor("hbm", 128, 4096, B), builder.tensor("sbuf", 128, 4096, B)
+    builder.dma(tile[first:last, :], source[first:last, :])
+    (transfer,) = time_trace(builder.trace, TRN2).transfers
+    row = 0.006 + 8192 / FROM_HBM * 1e6
+    assert {engine: stop - start for engine, start, stop in transfer.parts} == {
+        engine: pytest.approx(rows * row) for engine, rows in engines.items()
+    }
+    starts = [start for _, start, _ in transfer.parts]
+    assert starts == pytest.approx([starts[0] + rank * 0.3 / 15 for rank in range(len(starts))])
+
+
+def test_loads_issue_one_after_another_and_overlap():
+    builder = Builder()
+    source = builder.tensor("hbm", 256, 64)
+    for at in (0, 128):
+        builder.dma(builder.tensor("sbuf", 128, 64).all, source[at : at + 128, :])
+    one, two = time_trace(builder.trace, TRN2).transfers
+    assert two.issue_start == pytest.approx(one.issue_end)
+    assert two.parts[0][1] == pytest.approx(1.3 + 0.485 + 128 * 0.95e-3)
+
+
+SOFTWARE = 0.485 + 128 * 0.95e-3
+NONE, SWDGE, HWDGE = ({"dge_mode": mode} for mode in ("none", "swdge", "hwdge"))
+
+
+@pytest.mark.parametrize(
+    ("modes", "queues", "second"),
+    [
+        ([NONE] * 2, {"static"}, 0.6),
+        ([HWDGE] * 2, {"hwdge-sync"}, 0.6),
+        ([HWDGE, HWDGE | {"issuer": "scalar"}], {"hwdge-sync", "hwdge-scalar"}, 0.0),
+        ([{}] * 2, {"software"}, SOFTWARE),
+        ([{}, SWDGE], {"software"}, SOFTWARE),
+        ([{}, NONE], {"software", "static"}, 0.0),
+    ],
+)
+def test_descriptor_modes_issue_through_the_generators_there_are(modes, queues, second):
+    builder = Builder()
+    source = builder.tensor("hbm", 128, 64)
+    for mode in modes:
+        builder.dma(builder.tensor("sbuf", 128, 64).all, source.all, **mode)
+    transfers = time_trace(builder.trace, TRN2).transfers
+    assert {t.queue for t in transfers} == queues
+    assert transfers[1].issue_start == pytest.approx(second)
+
+
+def test_many_small_transfers_are_no_faster_than_their_generators():
+    """Two hardware generators, GpSimd, and descriptors in HBM: no mixture beats their number."""
+
+    def latency(modes):
+        builder = Builder()
+        source = builder.tensor("hbm", 128, 1)
+        for index in range(300):
+            mode = modes[index % len(modes)]
+            builder.dma(builder.tensor("sbuf", 128, 1).all, source.all, **mode)
+        return time_trace(builder.trace, TRN2).latency_us
+
+    hardware = [HWDGE | {"issuer": issuer} for issuer in ("sync", "scalar")]
+    single = [latency([mode]) for mode in ({}, SWDGE, NONE, *hardware)]
+    assert latency([{}, SWDGE]) >= min(single[:2])
+    assert min(single) / 2.1 < latency([{}, NONE]) < min(single)
+    assert min(single) / 4.1 < latency([{}, NONE, *hardware]) < min(single) / 2
+
+
+def test_a_copy_within_hbm_shares_its_bandwidth_between_reading_and_writing():
+    cost = DmaCosts(TRN2).cost(dma(128, 2048, ("hbm", "hbm")))
+    assert cost.hbm_read_bytes == cost.hbm_write_bytes == 128 * 4096
+    runs = -(-128 * 4096 // 65536)  # 512 KiB without a gap: whole descriptors
+    each = 0.006 + 65536 / (FROM_HBM / 2) * 1e6
+    # half a descriptor an engine is one descriptor: no engine carries less than one
+    assert (runs, cost.uniform_us) == (8, pytest.approx(each))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "memory", "dtype", "rate"),
+    [
+        (128, 128, "hbm", B, 0.9 * FROM_HBM),
+        (128, 128, "sbuf", B, 0.5 * 23e9),
+        (128, 128, "hbm", F, 0.45 * FROM_HBM),
+        # ragged rows waste the rest of 16
+        (128, 112, "hbm", B, 0.9 * FROM_HBM),
+        (128, 20, "hbm", B, 0.9 * FROM_HBM * 20 / 32),
+        (128, 1, "hbm", B, 0.9 * FROM_HBM / 16),
+        # few partitions use their share of the path: as long as into all, for less data
+        *((rows, 128, "hbm", B, 0.9 * FROM_HBM * rows / 128) for rows in (64, 32, 16)),
+        *((rows, 128, "sbuf", B, 0.5 * 23e9 * rows / 128) for rows in (64, 32, 16)),
+    ],
+)
+def test_dma_transpose_rates(rows, columns, memory, dtype, rate):
+    cost = DmaCosts(TRN2).cost(dma(rows, columns, ("sbuf", memory), dtype, transpose=True))
+    size = rows * columns * (2 if dtype == B else 4)
+    assert cost.uniform_us == pytest.approx(size / 16 / rate * 1e6)
+
+
+def test_only_an_index_is_no_data():
+    builder = Builder()
+    out = builder.tensor("hbm", 128, 64, "int32")
+    left, right = (builder.tensor("sbuf", 128, 64, "int32") for _ in range(2))
+    index = builder.tensor("sbuf", 1, 1, "int32")
+    builder.add("dma_compute", "dma", [out.all], [left.all, right.all])
+    builder.add("dma_copy", "dma", [out.all], [left.all, index.all])
+    builder.add("dma_copy", "dma", [out.all], [left.all, right.all], indirect=True)
+    read = [DmaCosts(TRN2).cost(ins).read_bytes for ins in builder.trace.instructions]
+    assert read == [2 * 128 * 256, 128 * 256, 128 * 256]
