@@ -56,6 +56,9 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
     arrays, fan_in = [], {}
     for tensor in spec.inputs():
         dtype = np.dtype(getattr(ml_dtypes, tensor.dtype, tensor.dtype))
+        if tensor.below:
+            arrays.append(random_index(tensor, generator))
+            continue
         values = generator.standard_normal(tensor.shape, dtype=np.float32)
         if tensor.name != "x" and len(tensor.shape) == 2:
             fan_in[tensor.name] = np.sqrt(np.float32(max(tensor.shape)))
@@ -66,6 +69,14 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
             values /= fan_in.get(tensor.name.removesuffix("_scale"), np.float32(1.0))
         arrays.append(values.astype(dtype))
     return tuple(arrays)
+
+
+def random_index(tensor: Any, generator: np.random.Generator) -> np.ndarray:
+    """Return an index: different groups for each token, now and then none, which is -1."""
+    tokens, several = tensor.shape[0], tensor.shape[1] if len(tensor.shape) > 1 else 1
+    scores = generator.random((tokens, tensor.below))
+    index = np.argsort(scores, axis=1)[:, :several].astype(tensor.dtype)
+    return np.where(generator.random(index.shape) < 1 / 8, -1, index).reshape(tensor.shape)
 
 
 def prove(kernel: Kernel, seed: int = 0) -> Proof:

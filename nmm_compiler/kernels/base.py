@@ -46,11 +46,15 @@ runtime launches it."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSpec(Record):
-    """One operand: positional name in the kernel, shape as passed, dtype name."""
+    """One operand: positional name in the kernel, shape as passed, dtype name.
+
+    below: of an index, the number of groups that it chooses from; -1 chooses none.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    below: int = 0
 
     @property
     def bytes(self) -> int:

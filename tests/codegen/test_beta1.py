@@ -95,7 +95,7 @@ def counts(kernel):
 
 
 def test_every_family_is_here():
-    assert set(SPECS) == set(FAMILIES)
+    assert set(SPECS) == set(FAMILIES) - {"adapters", "experts"}  # chosen by an index: not trn1
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)

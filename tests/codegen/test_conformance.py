@@ -68,7 +68,8 @@ def drawn(family, data):
 
 def has_loops(family):
     """Return whether kernels of a family can have their blocks of tokens in a loop."""
-    return "m_loop" in {f.name for f in dataclasses.fields(FAMILIES[family].schedule_class)}
+    fields = {f.name for f in dataclasses.fields(FAMILIES[family].schedule_class)}
+    return "m_loop" in fields and family != "adapters"
 
 
 def _legal(schedule, spec, target):

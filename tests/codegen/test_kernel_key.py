@@ -10,6 +10,7 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.linear.specs import (
+    AdaptersSpec,
     GatedMLPSpec,
     GatedMLPUpSpec,
     LowRankSharedSpec,
@@ -27,6 +28,7 @@ SPECS = [
     GatedMLPUpSpec(m=256, k=256, r=128, n=512),
     GatedMLPSpec(m=256, k=256, r=128, n=512),
     AttentionSpec(m=256, context=512, heads=4),
+    AdaptersSpec(m=256, k=256, r=16, n=512, groups=4),
 ]
 # Another value for each kind of field; what a spec refuses is no other kernel.
 OTHERS = ["col", "silu", "relu", "float32", "float16", "float8_e4m3", "channel", "tensor", True]

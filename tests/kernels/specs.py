@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.linear.specs import (
+    AdaptersSpec,
     GatedMLPSpec,
     GatedMLPUpSpec,
     LowRankSharedSpec,
@@ -58,6 +59,15 @@ _up = {
 }
 _down = {"down_r": ranks, "down_bias": st.booleans()}
 _matmul = {"w_layout": layouts, "bias": st.booleans()}
+_adapters = {
+    "r": st.sampled_from((1, 8, 16, 33, 64)),
+    "groups": st.sampled_from((1, 3, 8, 20)),
+    "u_layout": layouts,
+    "v_layout": layouts,
+    "w_layout": layouts,
+    "bias": st.booleans(),
+    "base": st.booleans(),
+}
 
 
 def _formats(spec_class, fields, plain_fields=None):
@@ -165,6 +175,7 @@ SPECS = {
             ),
         )
     ),
+    "adapters": ended(st.builds(AdaptersSpec, **{**_common, **_adapters, "dtype": dtypes})),
     "matmul": ended(_formats(MatmulSpec, _matmul)),
     "gated_mlp_up": ended(_formats(GatedMLPUpSpec, _up)),
     "gated_mlp": ended(_formats(GatedMLPSpec, {**_up, **_down})),

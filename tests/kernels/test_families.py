@@ -27,13 +27,15 @@ _TARGETS = ("trn1", "trn2", "trn3")
 FP8 = "float8_e4m3"
 # Families whose specs take sizes as m, k, n.
 PRODUCTS = [name for name in FAMILIES if issubclass(FAMILIES[name].spec_class, ProductSpec)]
-FORMATTED = [family for family in PRODUCTS if family != "lowrank_shared"]
+# Families whose weights an index chooses: of plain formats, and not on trn1.
+GROUPED = ("adapters",)
+FORMATTED = [family for family in PRODUCTS if family not in ("lowrank_shared", *GROUPED)]
 
 
 def check_any_schedule(family, data):
     """Draw a spec, a target and one of its legal schedules; prove the emitted kernel."""
     spec = data.draw(SPECS[family], label="spec")
-    targets = _TARGETS[1:] if spec.dtype == FP8 else _TARGETS
+    targets = _TARGETS[1:] if spec.dtype == FP8 or family in GROUPED else _TARGETS
     target = data.draw(st.sampled_from(targets), label="target")
     legal = rank(spec, get(target))
     place = data.draw(st.integers(0, min(len(legal), 24) - 1), label="schedule")
@@ -63,6 +65,7 @@ def small_fields(family, m, k, r, n):
     return {
         "matmul": {"m": m, "k": k, "n": n},
         "lowrank_shared": {"m": m, "k": k, "pairs": ((r, n),)},
+        "adapters": {"m": m, "k": k, "n": n, "r": r, "groups": 2},
     }.get(family, {"m": m, "k": k, "n": n, "r": r})
 
 
@@ -156,7 +159,7 @@ def test_formats_that_do_not_go_together(fields, error, words):
 
 
 @pytest.mark.parametrize("x_dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("family", PRODUCTS)
+@pytest.mark.parametrize("family", [family for family in PRODUCTS if family not in GROUPED])
 def test_trn1_refuses_fp8(family, x_dtype):
     sizes = small_fields(family, 8, 16, 4, 32)
     spec = FAMILIES[family].spec_class(**sizes, dtype=FP8, x_dtype=x_dtype)

@@ -12,7 +12,11 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import ArraySpec
 
 FP8 = "float8_e4m3"
-PRODUCTS = [name for name in FAMILIES if issubclass(FAMILIES[name].spec_class, ProductSpec)]
+PRODUCTS = [
+    name
+    for name, one in FAMILIES.items()
+    if issubclass(one.spec_class, ProductSpec) and FP8 in one.spec_class.dtypes
+]
 
 
 def spec_of(family, m, **formats):

@@ -75,6 +75,8 @@ class Estimates:
         p, error = pair.scale * p, abs(pair.scale) * error
         if pair.scale != 1.0:
             error = combine(error, 2 * FP32_ROUNDOFF * (np.abs(p) + error), self.typical)
+        if pair.groups.count:
+            p, error = scaled((p, error), (self._of_token(pair), 0.0), self.typical)
         shaped = self._biased((p, error), pair.bias)
         roots = None
         if pair.gain:  # the gain is multiplied in before p is rounded, the root after p v
@@ -82,6 +84,12 @@ class Estimates:
             shaped = scaled(shaped, (self.operands[pair.gain], 0.0), self.typical)
         kept = activated(shaped, pair.activation)
         return rounded(kept, self.layer.kept_dtype, self.typical), roots
+
+    def _of_token(self, pair: LowRank) -> Array:
+        """Return what multiplies p: the gain of a row if its group is the token's, else 0."""
+        gains, index = self.operands["row_scale"], self.operands["index"]
+        chosen = np.arange(len(gains)) // pair.groups.rank == index[:, None]
+        return np.where(chosen, gains, 0.0)
 
     def _linear(
         self, left: Estimate, middle: dict[str, Any], linear: Linear, of_x: bool

@@ -19,9 +19,24 @@ from ..pieces.loads_and_stores import position, split
 from ..pieces.norms import inverse_roots, load_normed, new_squares, norm_of_x
 from ..pieces.project import project
 from ..pieces.records import Block, Ends, Left, Loaded, Norm, Result
-from ..pieces.scales_and_biases import bias_columns, product_scales, spread_bias, times
+from ..pieces.scales_and_biases import (
+    bias_columns,
+    product_scales,
+    scale_columns,
+    spread_bias,
+    times,
+)
 from ..pieces.sums import load_panel
 from ..pieces.two_cores import exchange, own
+from .groups import (
+    check_index,
+    gather_gains,
+    gather_second,
+    gathered_rows,
+    group_mask,
+    panels_of,
+    project_gathered,
+)
 
 
 @nki.jit
@@ -90,6 +105,10 @@ def linear(x, spec, schedule, **others):
             p_bias.append(None)
         if factors.gain != "":
             p_scale.append(bias_columns(others.get(factors.gain), factors.u.n, schedule.own_queue))
+        elif factors.groups.slots > 0:
+            p_scale.append(None)
+        elif factors.groups.count > 0:
+            p_scale.append(scale_columns(others.get("row_scale"), factors.u.n, schedule.own_queue))
         elif factors.scaled:
             p_scale.append(
                 product_scales(
@@ -145,6 +164,20 @@ def compute_block(
     out, residual, x, ends: Ends, norm: Norm, at: Block, spec, schedule, others
 ):  # fmt: skip
     """Compute a block of tokens."""
+    p_factors = []
+    for pair in spec.pairs:
+        if pair.groups.count > 0:
+            chosen = own(others.get("index"), 0 if spec.split == "tokens" else -1, at.core)
+            if pair.groups.slots > 0:
+                columns = gathered_rows(chosen, pair, at)
+                gains = gather_gains(others.get("row_scale"), columns, pair.u.n)
+            else:
+                table = others.get("row_scale").reshape((pair.groups.count, pair.groups.rank))
+                check_index(chosen, table, at.m0, at.tokens)
+                gains = ends.p_scale[pair.place]
+            p_factors.append(group_mask(chosen, gains, pair, at))
+        else:
+            p_factors.append(ends.p_scale[pair.place])
     p_type = getattr(nl, spec.kept_dtype) if spec.fp8 else x.dtype
     x_pitch = (at.tokens + 15) // 16 * 16 if spec.x_aligned else at.tokens
     x_sb = nl.ndarray((128, (spec.k + 127) // 128, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
@@ -156,12 +189,18 @@ def compute_block(
             squares.append(new_squares(each.u.n, at.tokens))
         else:
             squares.append(None)
-    around = Ends(ends.scale, ends.bias, ends.p_scale, ends.p_bias, squares)
+    around = Ends(ends.scale, ends.bias, p_factors, ends.p_bias, squares)
     if spec.p_tiles > 0:
         # p^T = (x u)^T of every pair of factors, one after another in tiles of the rank
         p_sb = nl.ndarray((128, spec.p_tiles, at.tokens), dtype=p_type, buffer=nl.sbuf)
         x_first = Left(x_sb, x, spec.x_later)
-        project(p_sb, x_first, spec.of_x_stage, around, at, spec, others)
+        if spec.gathers:
+            for pair in spec.pairs:
+                project_gathered(
+                    p_sb, x_first, others.get("u"), columns, p_factors[0], pair, at, spec
+                )
+        else:
+            project(p_sb, x_first, spec.of_x_stage, around, at, spec, others)
     else:
         p_sb = None
     x_left = Left(x_sb, x, spec.x_later if spec.p_tiles == 0 else "none")
@@ -193,7 +232,10 @@ def compute_block(
             low_panels.append([])
             if one.weight.k > 0:
                 panels[one.place].append(load_panel(from_x, 0, wide, at))
-            if one.low_rank.r > 0:
+            if spec.gathers:
+                v_sb = gather_second(from_p.weight, columns, one.n, one.low_rank.r)
+                low_panels[one.place] = panels_of(v_sb, one.low_rank.v)
+            elif one.low_rank.r > 0:
                 low_panels[one.place].append(load_panel(from_p, 0, wide, at))
         for one in spec.linears:
             if one.normed:

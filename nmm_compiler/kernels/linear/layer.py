@@ -61,11 +61,27 @@ class Weight(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Groups(Record):
+    """Weights that an index chooses for each token: `count` of them, 0 where nothing is chosen.
+
+    top_k: of them for one token. rank: of one group's factors, where the factors of all groups are
+    stacked and the dense weight is one for all. slots: groups whose factors a kernel gathers, one
+    for each token, 0 where it loads those of all.
+    """
+
+    count: int = 0
+    top_k: int = 1
+    rank: int = 0
+    slots: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank(Record):
     """Two factors, and what stands between them: p = activation(scale x u + bias), or its RMS norm.
 
     bias, gain: names of operands, "" for none. tile: where p^T begins in the strip of all p^T.
-    place: among all pairs. scales: what multiplies p: "factor", "tensor", "channel", "" if nothing.
+    place: among all pairs. scales: what multiplies p: "factor", "tensor", "channel", "group", a
+    number for each element of p, "" if nothing.
     """
 
     u: Weight = Weight()
@@ -78,11 +94,12 @@ class LowRank(Record):
     tile: int = 0
     place: int = 0
     scales: str = ""
+    groups: Groups = Groups()
 
     @property
     def scaled(self) -> bool:
-        """Whether a tensor multiplies p: scales of fp8 numbers, or the gain of the norm."""
-        return self.scales in ("tensor", "channel")
+        """Whether a tensor multiplies p: scales of fp8 numbers, the gain of the norm, or groups."""
+        return self.scales in ("tensor", "channel", "group")
 
     @property
     def r(self) -> int:
@@ -110,7 +127,7 @@ class Linear(Record):
     """One linear layer: its weight, its factors, its epilogue; n 0 for none.
 
     bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
-    place: among all linears of the kernel. cut: as of a weight, of the result. turned: a schedule
+    groups: its weights, or its factors alone, are chosen for each token. place: among all linears of the kernel. cut: as of a weight, of the result. turned: a schedule
     sets it, where the result comes by rows and its sums have outputs on the partitions.
     """
 
@@ -120,6 +137,7 @@ class Linear(Record):
     bias: str = ""
     activation: str = "identity"
     layout: str = "row"
+    groups: Groups = Groups()
     place: int = 0
     cut: int = -1
     turned: bool = False
@@ -267,6 +285,11 @@ class Layer(Record):
         return self.x_format == FP8
 
     @property
+    def gathers(self) -> bool:
+        """Whether the factors that tokens choose are gathered."""
+        return any(pair.groups.slots for pair in self.factors)
+
+    @property
     def p_features(self) -> int:
         """The rank of the only pair of factors, where ranks sum its p."""
         return self.factors[0].r if self.factors else 0
@@ -365,7 +388,10 @@ def placed(layer: Layer) -> Layer:
             )
             scales = "" if pair.u.format else layer.scales
             scales = "channel" if pair.gain else scales or "factor" * (pair.scale != 1.0)
-            pair = dataclasses.replace(pair, tile=known.tile, place=known.place, scales=scales)
+            scales = "group" if linear.groups.count else scales
+            pair = dataclasses.replace(
+                pair, tile=known.tile, place=known.place, scales=scales, groups=linear.groups
+            )
         return dataclasses.replace(linear, place=place, low_rank=pair)
 
     linears = []

@@ -106,7 +106,7 @@ class LinearSchedule(Record):
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
         of_x, behind = layer.of_x(weight), layer.down.n > 0 and linear.place == len(layer.linears)
-        first = weight.name == linear.low_rank.u.name
+        first, gathered = weight.name == linear.low_rank.u.name, linear.low_rank.groups.slots > 0
         block = self.u_block if first else self.down_block if behind else self.block
         columns = min(block, weight.n)
         load, size = _load(weight, self.w_load), item_bytes(layer.format_of(weight))
@@ -122,7 +122,7 @@ class LinearSchedule(Record):
             chunk=chunk_rows(weight.k, columns * size, self.load_bytes),
             group=max(1, (self.banks if first else self.sums) // across),
             down=down,
-            ahead=self.ahead and not first,
+            ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
             double_row=self.double_row and of_x,
         )
 
@@ -218,6 +218,12 @@ class LinearSchedule(Record):
             each = (size + 4) * linear.n if along else 6 * tiles(linear.n, 128)
             held += each * bool(linear.bias) + (8 * linear.n if along else each) * bool(made.scales)
             held += 12 * linear.low_rank.tiles * (bool(made.scales) + linear.low_rank.shaped)
+        for pair in made.factors:
+            if pair.groups.count:
+                held += 4 * (pair.tiles + 5) * self.tokens(made)
+            if pair.groups.slots:  # rows of u^T as they come, u turned, all of v
+                size, deep = item_bytes(made.format_of(pair.u)), tiles(pair.u.k, 128)
+                held += size * (2 * pair.u.k + deep * pair.r + pair.tiles * pair.v.n)
         return {"vectors": held} if held else {}
 
     def _flat(self, made: Layer) -> dict[str, int]:
@@ -287,6 +293,11 @@ class LinearSchedule(Record):
             raise SpecError(
                 "schedule: tp_axis 'rows' sums over the ranks once a block of tokens, and the "
                 "collective is not in a loop on the device; drop m_loop, or launch fewer tokens"
+            )
+        if any(pair.groups.count for pair in layer.factors):
+            raise SpecError(
+                "schedule: the index of a block of tokens is read once, and not in a loop on the "
+                "device; drop m_loop, or launch fewer tokens"
             )
         if layer.m < 2 * self.m_block:
             raise SpecError(

@@ -294,7 +294,7 @@ class LinearSpec(KernelSpec):
         check_arrays(whole, arrays)
         layer = whole.layer
         layouts = {"x": layer.x_layout, "residual": whole.result_layouts()[0]}
-        layouts |= {weight.name: weight.layout for weight in layer.weights()}
+        layouts |= {weight.name: whole.layout_of(weight.name) for weight in layer.weights()}
         named = {}
         for tensor, array in zip(whole.inputs(), arrays, strict=True):
             wide = np.asarray(array, dtype=np.float64)

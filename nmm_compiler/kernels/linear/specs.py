@@ -3,6 +3,7 @@
     LowRankSpec         y = activation(x w + scale p v + bias), p = activation(x u + inner_bias)
     LowRankSharedSpec   several (x u_i) v_ij + bias, as q, k and v of an attention
     MatmulSpec          y = activation(x w + bias)
+    AdaptersSpec        y = activation(x w + gain_i (x u_i) v_i + bias), i chosen for each token
     GatedMLPUpSpec      h = activation(x gate + gate_bias) * (x up + up_bias)
     GatedMLPSpec        y = h down + down_bias
 
@@ -23,6 +24,7 @@ from nmm_compiler.kernels.base import (
     KernelSpec,
     check_sizes,
 )
+from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
 from nmm_compiler.kernels.linear.layer import (
     MULTIPLY,
     Linear,
@@ -390,5 +392,5 @@ def read_pairs(pairs: Any) -> tuple[Pair, ...]:
 
 SPECS = cast(
     "tuple[type[LinearSpec], ...]",
-    (LowRankSpec, LowRankSharedSpec, MatmulSpec, GatedMLPUpSpec, GatedMLPSpec),
+    (LowRankSpec, LowRankSharedSpec, MatmulSpec, GatedMLPUpSpec, GatedMLPSpec, AdaptersSpec),
 )

@@ -58,7 +58,7 @@ def expand(
         place = n0 // linear.last.block
         if linear.weight.k > 0 and linear.n > linear.last.block:
             load_next(ahead.dense, dense, n0, linear.n, at)
-        if linear.low_rank.r > 0 and linear.n > linear.last.block:
+        if linear.low_rank.r > 0 and linear.n > linear.last.block and not spec.gathers:
             load_next(ahead.low, low, n0, linear.n, at)
         panel = Panel(n0, columns, linear.last.group, linear.last.down)
         if linear.by_rows:

@@ -219,7 +219,10 @@ def finish_columns(dst, src, epilogue: Epilogue, tile, place, start, turn):
         s_tile = epilogue.scale
     if epilogue.normed:
         add_squares(epilogue.squares, src, tile, start)
-    if epilogue.scales == "token":
+    if epilogue.scales == "group":
+        of_groups = epilogue.scale[0:rows, tile, start:stop]
+        nisa.tensor_tensor(dst=dst, data1=src, data2=of_groups, op=nl.multiply)
+    elif epilogue.scales == "token":
         scaled = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
         of_tokens = epilogue.scale[0:rows, start:stop]
         nisa.tensor_tensor(dst=scaled, data1=src, data2=of_tokens, op=nl.multiply)

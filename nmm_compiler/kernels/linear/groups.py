@@ -1,0 +1,187 @@
+"""What an index of groups does to a kernel: masks of p, factors gathered by rows, checks of ranges.
+
+An index is int32 in HBM, one number a token, -1 for none. A number that is no group makes a gather
+leave its tensor, which the DMA engine reports: nothing clamps it.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from ..pieces.loads_and_stores import evict
+from ..pieces.project import make_columns
+from ..pieces.records import Block, Epilogue, Left, Panel, Term
+from ..pieces.two_cores import own
+
+
+def index_columns(index, m0, tokens):
+    """Return the index of tokens on the partitions, int32 [tokens, 1], 0 where it is -1."""
+    given = nl.ndarray((tokens, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=given, src=index[m0 : m0 + tokens].reshape((tokens, 1)))
+    some = nl.ndarray((tokens, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=some, data=given, op0=nl.equal, operand0=-1.0, op1=nl.add, operand1=given
+    )
+    return some
+
+
+def check_index(index, table, m0, tokens):
+    """Read a row of a table [groups, ...] for each token: there must be one."""
+    for first in range(0, tokens, 128):
+        count = min(128, tokens - first)
+        chosen = index_columns(index, m0 + first, count)
+        row = nl.ndarray((count, table.shape[1]), dtype=table.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=row, src=table.vector_select(0, chosen))
+
+
+def group_mask(index, gains, pair, at: Block):
+    """Return what multiplies p^T, [128, tiles, tokens]: the gain of a row of p, 0 for a token whose
+    group is another one.
+
+    gains: [128, tiles], of each row. Row i of p belongs to group i // rank, of gathered factors to
+    token i // rank.
+    """
+    rank = pair.groups.rank
+    tiles = (pair.u.n + 127) // 128
+    on_all = nl.ndarray((128, at.tokens), dtype=nl.int32, buffer=nl.sbuf)
+    span = index[at.m0 : at.m0 + at.tokens].reshape((1, at.tokens))
+    nisa.dma_copy(dst=on_all, src=span.broadcast(0, 128))
+    begin = nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+    if pair.groups.slots > 0:
+        nisa.iota(dst=begin, pattern=[[-rank, at.tokens]], offset=0)
+    else:
+        nisa.tensor_scalar(dst=begin, data=on_all, op0=nl.multiply, operand0=-rank)
+    rows = nl.ndarray((128, tiles), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=rows, pattern=[[128, tiles]], offset=0, channel_multiplier=1)
+    mask = nl.ndarray((128, tiles, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+    for tile in range(tiles):
+        deep = min(128, pair.u.n - 128 * tile)
+        past = nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+        place = past[0:deep, 0 : at.tokens]
+        above = nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
+        gained = above[0:deep, 0 : at.tokens]
+        nisa.tensor_scalar(
+            dst=place, data=begin[0:deep, 0 : at.tokens], op0=nl.add,
+            operand0=rows[0:deep, tile : tile + 1],
+        )  # fmt: skip
+        nisa.tensor_scalar(
+            dst=gained, data=place, op0=nl.greater_equal, operand0=0.0, op1=nl.multiply,
+            operand1=gains[0:deep, tile : tile + 1],
+        )  # fmt: skip
+        nisa.scalar_tensor_tensor(
+            dst=mask[0:deep, tile, 0 : at.tokens], data=place, op0=nl.less, operand0=rank,
+            op1=nl.multiply, operand1=gained,
+        )  # fmt: skip
+        if pair.groups.slots > 0:
+            nisa.scalar_tensor_tensor(
+                dst=mask[0:deep, tile, 0 : at.tokens], data=on_all[0:deep, 0 : at.tokens],
+                op0=nl.greater_equal, operand0=0.0, op1=nl.multiply,
+                operand1=mask[0:deep, tile, 0 : at.tokens],
+            )  # fmt: skip
+    return mask
+
+
+def gathered_rows(index, pair, at: Block):
+    """Return the rows of stacked factors that tokens choose, as int32 columns [128, 1].
+
+    Row i of what is gathered is row i % rank of the group of token i // rank. Ones times
+    (row in the group + rank group), where token and row belong together, give it on TensorE.
+    """
+    rank = pair.groups.rank
+    some = index_columns(index, at.m0, at.tokens)
+    first = nl.ndarray((at.tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=first, data=some, op0=nl.multiply, operand0=rank)
+    ones = nl.ndarray((at.tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    place = nl.ndarray((at.tokens, pair.u.n), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=place, pattern=[[1, pair.u.n]], offset=0, channel_multiplier=-rank)
+    row = nl.ndarray((at.tokens, pair.u.n), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=row, data=place, op0=nl.add, operand0=first)
+    nisa.scalar_tensor_tensor(
+        dst=row, data=place, op0=nl.greater_equal, operand0=0.0, op1=nl.multiply, operand1=row
+    )
+    nisa.scalar_tensor_tensor(
+        dst=row, data=place, op0=nl.less, operand0=rank, op1=nl.multiply, operand1=row
+    )
+    columns = []
+    for first_row in range(0, pair.u.n, 128):
+        deep = min(128, pair.u.n - first_row)
+        sums = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=sums, stationary=row[0 : at.tokens, first_row : first_row + deep],
+                       moving=ones)  # fmt: skip
+        column = nl.ndarray((deep, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=column, src=sums)
+        columns.append(column)
+    return columns
+
+
+def gather_gains(row_scale, columns, n):
+    """Return the gains of gathered rows, fp32 [128, tiles]."""
+    gains = nl.ndarray((128, (n + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
+    table = row_scale.reshape((row_scale.shape[0], 1))
+    for tile in range((n + 127) // 128):
+        deep = min(128, n - 128 * tile)
+        nisa.dma_copy(dst=gains[0:deep, tile : tile + 1], src=table.vector_select(0, columns[tile]))
+    return gains
+
+
+def gather_second(v, columns, n, rank):
+    """Return the gathered rows of the second factor: [128, tiles of rows, n]."""
+    v_sb = nl.ndarray((128, (rank + 127) // 128, n), dtype=v.dtype, buffer=nl.sbuf)
+    for tile in range((rank + 127) // 128):
+        deep = min(128, rank - 128 * tile)
+        nisa.dma_copy(dst=v_sb[0:deep, tile, 0:n], src=v.vector_select(0, columns[tile]))
+    return v_sb
+
+
+def panels_of(v_sb, plan):
+    """Return the panels of a second factor that is in SBUF, each a list of chunks of its rank."""
+    panels = []
+    for n0 in range(0, v_sb.shape[2], plan.block):
+        stop = min(v_sb.shape[2], n0 + plan.block)
+        chunks = []
+        for k0 in range(0, plan.k, plan.chunk):
+            last = (min(plan.k, k0 + plan.chunk) + 127) // 128
+            chunks.append(v_sb[0:128, k0 // 128 : last, n0:stop])
+        panels.append(chunks)
+    return panels
+
+
+def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
+    """Compute p^T = (x u)^T of gathered rows of u^T, which TensorE turns, times a mask."""
+    k = pair.u.k
+    chunks = []
+    for k0 in range(0, k, pair.u.chunk):
+        deep = min(pair.u.chunk, k - k0)
+        chunks.append(
+            nl.ndarray((128, (deep + 127) // 128, pair.u.n), dtype=u.dtype, buffer=nl.sbuf)
+        )
+    for tile in range((pair.u.n + 127) // 128):
+        rows = min(128, pair.u.n - 128 * tile)
+        flat = nl.ndarray((rows, k), dtype=u.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=flat, src=u.vector_select(0, columns[tile]))
+        depth = k // 128
+        for k1 in range(0, k, 128):
+            deep = min(128, k - k1)
+            if deep == 128 and pair.u.order == "consecutive_rows":
+                runs = flat[0:rows, 0 : 128 * depth].reshape_dim(1, (128, depth))
+                square = runs[0:rows, 0:128, k1 // 128]
+            else:
+                square = flat[0:rows, k1 : k1 + deep]
+            turned = nl.ndarray((deep, rows), dtype=u.dtype, buffer=nl.psum)
+            nisa.nc_transpose(dst=turned, data=square, engine=nisa.engine.tensor)
+            place = chunks[k1 // pair.u.chunk][
+                0:deep, k1 % pair.u.chunk // 128, 128 * tile : 128 * tile + rows
+            ]
+            evict(place, turned, k1 // 128)
+    for r0 in range(0, pair.u.n, pair.u.block):
+        wide = min(pair.u.block, pair.u.n - r0)
+        parts = []
+        for chunk in chunks:
+            parts.append(chunk[0:128, 0 : chunk.shape[1], r0 : r0 + wide])
+        make_columns(
+            p_sb[0:128, r0 // 128 : r0 // 128 + (wide + 127) // 128, 0 : at.tokens],
+            Term(Left(left.strip, None, "none"), u, pair.u), parts,
+            Term(Left(None, None, "none"), None, spec.nothing), [],
+            Panel(r0, wide, pair.u.group, 1), at,
+            Epilogue(mask, "group", None, False, "identity", nl.copy, None, False, None, False),
+        )  # fmt: skip

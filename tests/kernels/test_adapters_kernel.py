@@ -1,0 +1,100 @@
+"""Adapters of a batch in one kernel: each token has the branch that its index names, or none."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.errors import NmmError, OutOfBoundsError, SpecError
+from nmm_compiler.kernels.linear import AdaptersSpec, MatmulSpec
+
+LOADED = AdaptersSpec(m=8, k=256, n=384, r=16, groups=4)
+GATHERED = dataclasses.replace(LOADED, groups=20)
+
+
+def checked(spec, index, target="trn2"):
+    """Return whether the kernel is right for this index."""
+    arrays = list(random_arrays(spec))
+    place = [tensor.name for tensor in spec.inputs()].index("index")
+    arrays[place] = np.asarray(index, np.int32)
+    kernel = build_kernel(spec, target)
+    made = kernel.simulate(*arrays, mode="functional").outputs
+    limits = spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays)
+    return compare(kernel.name, made, *((one,) for one in limits)).passed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"m": 1, "r": 5},
+        {"m": 64, "bias": True, "activation": "gelu", "dtype": "float16"},
+        {"k": 200, "n": 200, "u_layout": "row", "v_layout": "col", "out_layout": "col"},
+        {"m": 150, "groups": 12, "r": 24, "residual": True, "w_layout": "col"},
+        {"base": False, "x_layout": "col", "dtype": "float32"},
+        {"groups": 20, "m": 3, "k": 300, "norm": "rms", "norm_gain": True},
+        {"groups": 40, "m": 20, "n": 1100, "r": 16},
+        {"groups": 30, "m": 1, "r": 64, "out_layout": "col"},
+        {"m": 4, "lnc": 2},
+        {"m": 4, "lnc": 2, "groups": 9, "bias": True},
+        {"m": 130, "lnc": 2, "base": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_the_kernel_is_right_against_float64(fields, target):
+    assert prove(build_kernel(dataclasses.replace(LOADED, **fields), target)).passed
+
+
+@pytest.mark.parametrize("spec", [LOADED, GATHERED], ids=["loaded", "gathered"])
+@pytest.mark.parametrize(
+    "index", [[-1] * 8, [3] * 8, [0, -1, 0, 3, 3, -1, 0, 0]], ids=["none", "one for all", "some"]
+)
+def test_any_index_of_groups(spec, index):
+    assert checked(spec, index)
+
+
+@pytest.mark.parametrize("spec", [LOADED, GATHERED], ids=["loaded", "gathered"])
+@pytest.mark.parametrize("beyond", [-2, "groups"])
+def test_an_index_out_of_range_is_an_error(spec, beyond):
+    one = spec.groups if beyond == "groups" else beyond
+    with pytest.raises(OutOfBoundsError, match="runtime index"):
+        checked(spec, [0, 1, 2, one, 0, 1, 2, 3])
+
+
+def test_the_reference_adds_to_each_token_the_branch_of_its_adapter():
+    arrays = random_arrays(LOADED)
+    named = {
+        t.name: np.asarray(a, np.float64) for t, a in zip(LOADED.inputs(), arrays, strict=True)
+    }
+    u, v = named["u"].reshape(4, 16, 256), named["v"].reshape(4, 16, 384)
+    wanted = named["x"] @ named["w"]
+    for t, group in enumerate(named["index"].astype(int)):
+        if group >= 0:
+            gain = named["row_scale"].reshape(4, 16)[group]
+            wanted[t] += (named["x"][t] @ u[group].T * gain) @ v[group]
+    np.testing.assert_allclose(LOADED.reference(*arrays), wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_few_tokens_read_the_factors_of_their_own_adapters():
+    assert (LOADED.slots, GATHERED.slots) == (0, 8)
+    one = 16 * (256 + 384) * 2
+    dense = MatmulSpec(m=8, k=256, n=384).minimal_hbm_bytes()
+    for spec in (LOADED, GATHERED):
+        small = 4 * (8 + 16 * spec.groups)
+        assert spec.minimal_hbm_bytes() == dense + min(8, spec.groups) * one + small
+
+
+def test_eight_adapters_cost_an_eighth_of_the_base_at_most():
+    base = build_kernel(MatmulSpec(m=8, k=4096, n=4096)).profile().latency_us
+    for groups in (8, 32):
+        spec = AdaptersSpec(m=8, k=4096, n=4096, r=16, groups=groups)
+        assert build_kernel(spec).profile().latency_us <= 1.12 * base
+
+
+def test_targets_and_formats_without_such_kernels_are_refused():
+    with pytest.raises(SpecError, match="trn2"):
+        build_kernel(LOADED, "trn1")
+    with pytest.raises(NmmError, match="dtype"):
+        dataclasses.replace(LOADED, dtype="float8_e4m3")
