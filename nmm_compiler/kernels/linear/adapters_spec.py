@@ -1,4 +1,4 @@
-"""The spec of adapters in one batch: a linear layer of all tokens, and for each a branch of its own.
+"""The spec of adapters in one batch: a linear layer of all tokens, and a branch for each.
 
     y[t] = activation(x[t] w + gain_i (x[t] u_i) v_i + bias), i = index[t]; no branch for index -1
 

@@ -15,6 +15,15 @@ import nki.language as nl
 
 from ..pieces.between_ranks import sum_results
 from ..pieces.expand import combine, dense_term, epilogue_of, expand, low_rank_term
+from ..pieces.groups import (
+    check_index,
+    gather_gains,
+    gather_second,
+    gathered_rows,
+    group_mask,
+    panels_of,
+    project_gathered,
+)
 from ..pieces.loads_and_stores import position, split
 from ..pieces.norms import inverse_roots, load_normed, new_squares, norm_of_x
 from ..pieces.project import project
@@ -28,15 +37,6 @@ from ..pieces.scales_and_biases import (
 )
 from ..pieces.sums import load_panel
 from ..pieces.two_cores import exchange, own
-from .groups import (
-    check_index,
-    gather_gains,
-    gather_second,
-    gathered_rows,
-    group_mask,
-    panels_of,
-    project_gathered,
-)
 
 
 @nki.jit

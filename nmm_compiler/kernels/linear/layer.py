@@ -127,8 +127,9 @@ class Linear(Record):
     """One linear layer: its weight, its factors, its epilogue; n 0 for none.
 
     bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
-    groups: its weights, or its factors alone, are chosen for each token. place: among all linears of the kernel. cut: as of a weight, of the result. turned: a schedule
-    sets it, where the result comes by rows and its sums have outputs on the partitions.
+    groups: its weights, or its factors alone, are chosen for each token. place: among all linears
+    of the kernel. cut: as of a weight, of the result. turned: a schedule sets it, where the result
+    comes by rows and its sums have outputs on the partitions.
     """
 
     n: int = 0

@@ -121,8 +121,9 @@ class Epilogue(nl.NKIObject):
     """activation(scale sum + bias), scale and bias in SBUF where there are any.
 
     scales: "" for none, one number in the program, "factor", one in SBUF, "tensor", one an output,
-    "channel", one a token, "token", or one an element, "group", and then nothing else. op: NKI's activation. gate: a strip that multiplies what
-    comes out, where it is gated. squares: sums of squares of what comes out, where it is normed.
+    "channel", one a token, "token", or one an element, "group", and then nothing else. op: NKI's
+    activation. gate: a strip that multiplies what comes out, where it is gated. squares: sums of
+    squares of what comes out, where it is normed.
     """
 
     scale: object

@@ -7,10 +7,9 @@ leave its tensor, which the DMA engine reports: nothing clamps it.
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.loads_and_stores import evict
-from ..pieces.project import make_columns
-from ..pieces.records import Block, Epilogue, Left, Panel, Term
-from ..pieces.two_cores import own
+from .loads_and_stores import evict
+from .records import Block, Epilogue, Left, Panel, Term
+from .sums import make_columns
 
 
 def index_columns(index, m0, tokens):
