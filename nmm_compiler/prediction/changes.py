@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.options import WEIGHTS
+from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prices.ways import ERRORS
@@ -44,19 +45,17 @@ class Change(Record):
 
 def settings(base: ModelPrediction) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each change of one thing: its name, and what `predict` is given instead."""
-    for form in WEIGHTS:
-        if form != base.weights and form not in ("float16", "float32"):
-            yield f"weights {form}", {"weights": form}
+    for form in ("bf16", "fp8", "int8", "mxfp4+64"):
+        if form != base.form:
+            yield f"weights {form}", {"weights": base.dtype, **read_form(form).predicted()}
     other = 1 if base.lnc > 1 else 2
     yield f"{other} physical core{'s' * (other > 1)} a logical one", {"lnc": other}
-    yield f"tp {2 * base.tp}", {"tp": 2 * base.tp}
-    if base.tp > 1:
-        yield f"tp {base.tp // 2}", {"tp": base.tp // 2}
+    for tp in (2 * base.tp, base.tp // 2):
+        yield f"tp {tp}", {"tp": tp}
     yield f"batch {4 * base.batch}", {"batch": 4 * base.batch}
-    if base.phase("decode") is None:
-        yield f"a bucket of {base.prompt // 2:,} tokens", {"prompt": max(1, base.prompt // 2)}
-    else:
-        yield f"a bucket of {base.context // 2:,} tokens", {"context": max(1, base.context // 2)}
+    size = "prompt" if base.phase("decode") is None else "context"
+    half = max(1, getattr(base, size) // 2)
+    yield f"a bucket of {half:,} tokens", {size: half}
     for name in STACKS:
         if name != base.stack:
             yield f"stack {name}", {"stack": name}
@@ -72,14 +71,9 @@ def changes(
     """
     made = [_change(f"low rank, ratio {ratio:g}", base, one) for ratio, one in low_rank.items()]
     for name, changed in settings(base):
-        try:
-            other = again(**changed)
-        except NmmError:
-            continue
-        made.append(_change(name, base, other))
-    one_launch = _one_launch_a_layer(base)
-    if one_launch is not None:
-        made.append(one_launch)
+        with contextlib.suppress(NmmError):
+            made.append(_change(name, base, again(**changed)))
+    made += _one_launch_a_layer(base)
     return tuple(sorted(made, key=lambda change: -change.gain))
 
 
@@ -95,13 +89,11 @@ def _of(name: str, base: ModelPrediction, us: float, gain: float, fits: bool) ->
     return Change(name=name, us=us, gain=gain, told_apart=told, fits=fits)
 
 
-def _one_launch_a_layer(base: ModelPrediction) -> Change | None:
-    """Return what one kernel a layer would bring: the gaps between its launches saved."""
+def _one_launch_a_layer(base: ModelPrediction) -> Iterator[Change]:
+    """Yield what one kernel a layer would bring: the gaps between its launches saved."""
     lines = base.phases[-1].lines
     launches = [line for line in lines if line.module == "(program)" and line.source == "fitted"]
     layers = max((line.calls for line in lines if "*" in line.module), default=0)
-    if not launches or not 0 < layers < launches[0].calls:
-        return None
-    saved = (launches[0].calls - layers) * launches[0].each_us
-    us = base.step_us - saved
-    return _of("one launch a layer", base, us, base.step_us / us, base.memory.fits)
+    if launches and 0 < layers < launches[0].calls:
+        us = base.step_us - (launches[0].calls - layers) * launches[0].each_us
+        yield _of("one launch a layer", base, us, base.step_us / us, base.memory.fits)

@@ -126,6 +126,16 @@ class ModelPrediction(Shown, Record):
         return {phase.name: before[phase.name] / phase.us for phase in self.phases}
 
     @property
+    def step_gain(self) -> float:
+        """How many times faster than dense a token is, or the pass; 0.0 for a dense model."""
+        return self.gain.get(self.phases[-1].name, 0.0)
+
+    @property
+    def pays(self) -> bool:
+        """Whether `step_gain` is a gain, and more than the error of the prices."""
+        return self.step_gain > 1.0 and told_apart(self.step_gain, ERRORS[self.price])
+
+    @property
     def error_band(self) -> tuple[float, float]:
         """How much less and more a device may take than predicted: a token, else the pass."""
         return BANDS[self.phases[-1].name]

@@ -117,13 +117,13 @@ PRICES: dict[str, Price] = {
     "closed_form": estimate_us, "simulated": simulated_us, "tuned": tuned_us,
 }  # fmt: skip
 
-_NOTED: list[dict[KernelSpec, None]] = []
+_NOTED: list[dict[tuple[KernelSpec, Target], None]] = []
 
 
 @contextlib.contextmanager
-def noted_kernels() -> Iterator[dict[KernelSpec, None]]:
-    """Yield the kernels whose prices are asked for in the block, each once, in order."""
-    noted: dict[KernelSpec, None] = {}
+def noted_kernels() -> Iterator[dict[tuple[KernelSpec, Target], None]]:
+    """Yield (kernel, target) of each price that is asked for in the block, once, in order."""
+    noted: dict[tuple[KernelSpec, Target], None] = {}
     _NOTED.append(noted)
     try:
         yield noted
@@ -134,7 +134,7 @@ def noted_kernels() -> Iterator[dict[KernelSpec, None]]:
 def kernel_us(spec: KernelSpec, chip: Target, source: str) -> float:
     """Return the microseconds of one kernel; raises one of NO_KERNEL where there is none."""
     for noted in _NOTED:
-        noted[spec] = None
+        noted[spec, chip] = None
     if spec.exchanged_bytes():
         spec.check(chip)  # the closed form asks no target for its collectives
     return PRICES[source](spec, chip)
