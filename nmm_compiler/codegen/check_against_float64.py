@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from nmm_compiler.kernels.packed_formats import for_nki, quantize
 from nmm_compiler.records import Record
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
     """
     generator = np.random.default_rng(seed)
     arrays, fan_in = [], {}
+    weights = {one.name: one for one in spec.layer.weights() if one.mx} if _has_mx(spec) else {}
     for tensor in spec.inputs():
+        name = tensor.name.removesuffix("_scale")
+        if name in weights:  # data and scales of one weight, of few numbers that repeat
+            arrays.append(_mx_weight(weights[name], seed)[tensor.name != name])
+            continue
         dtype = np.dtype(getattr(ml_dtypes, tensor.dtype, tensor.dtype))
         if tensor.below:
             arrays.append(random_index(tensor, generator))
@@ -77,6 +83,18 @@ def random_index(tensor: Any, generator: np.random.Generator) -> np.ndarray:
     scores = generator.random((tokens, tensor.below))
     index = np.argsort(scores, axis=1)[:, :several].astype(tensor.dtype)
     return np.where(generator.random(index.shape) < 1 / 8, -1, index).reshape(tensor.shape)
+
+
+def _has_mx(spec: Any) -> bool:
+    return bool(getattr(getattr(spec, "layer", None), "mx", False))
+
+
+def _mx_weight(weight: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes and scales of a random weight of MX blocks, as kernels take them."""
+    generator = np.random.default_rng((seed, *weight.name.encode()))
+    values = generator.standard_normal((weight.n, weight.k), dtype=np.float32)
+    data, scales = for_nki(*quantize(values / np.sqrt(np.float32(weight.k)), weight.mx), weight.mx)
+    return data.view(np.uint8), scales
 
 
 def prove(kernel: Kernel, seed: int = 0) -> Proof:

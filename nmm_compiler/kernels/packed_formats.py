@@ -62,6 +62,8 @@ FORMATS = {
     )
 }
 
+MX = {name: form for name, form in FORMATS.items() if form.power_scales}
+
 
 def quantize(
     weight: np.ndarray, form: PackedFormat, scale_dtype: Any = np.float32
@@ -146,3 +148,22 @@ def for_nki(
     and their scales [k / 32, n], of an MX weight."""
     four = np.ascontiguousarray(packed).view(np.uint16 if form.bits == 4 else np.uint32)
     return np.ascontiguousarray(four.T), np.ascontiguousarray(scales.T)
+
+
+def from_nki(data: np.ndarray, scales: np.ndarray, form: PackedFormat) -> np.ndarray:
+    """Return the weight [k, n] in float32 of what `for_nki` made, its data as integers or bytes."""
+    four = np.ascontiguousarray(data).view(np.uint16 if form.bits == 4 else np.uint32)
+    packed = np.ascontiguousarray(four.T).view(np.uint8)
+    return dequantize(packed, np.ascontiguousarray(scales.T), form).T
+
+
+def rounding_of_x(x: np.ndarray) -> np.ndarray:
+    """Return the largest error of quantize_mx, for x [m, k] in blocks of 32 to e4m3.
+
+    Its scale is 2^(floor(log2 largest) - 7): half of the step of an element is 2^-4 of the power
+    of two below it, and half of 2^-9 of the scale for the smallest.
+    """
+    blocks = np.abs(x).reshape(*x.shape[:-1], -1, 32)
+    exponents = np.where(blocks == 0, -200, np.frexp(blocks)[1] - 1)
+    least = exponents.max(-1, keepdims=True) - 7 - 10
+    return np.asarray(np.ldexp(1.0, np.maximum(exponents - 4, least)).reshape(x.shape))

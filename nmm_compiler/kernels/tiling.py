@@ -5,11 +5,14 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.targets import Target
 
 LOADS = ("rows", "strided", "dma", "tensor", "tensor8")
 # One long run per partition, or the order that transposes produce.
-ORDERS = ("consecutive_rows", "strided_rows")
+# Or four consecutive rows a partition, as products of MX blocks want them.
+FOURS = "fours"
+ORDERS = ("consecutive_rows", "strided_rows", FOURS)
 
 # The description of each way of loading, for headers.
 LOADED = {
@@ -29,6 +32,14 @@ def numpy_dtype(name: str) -> np.dtype:
 def item_bytes(name: str) -> int:
     """Return the bytes of one element."""
     return numpy_dtype(name).itemsize
+
+
+def weight_bytes(format: str, on_chip: bool = False) -> float:
+    """Return the bytes of one element of a weight, with its scales where it is of MX blocks: one
+    for 32 elements in HBM, on chip a byte of each partition for 512."""
+    if format not in MX:
+        return item_bytes(format)
+    return MX[format].bits / 8 + (1 / 4 if on_chip else 1 / 32)
 
 
 def tiles(size: int, tile: int) -> int:

@@ -217,6 +217,8 @@ class Target:
         bf16 = 2.0 * self.tensor_rows * self.tensor_columns * self.tensor_clock_hz
         if dtype == "float32":
             return bf16 / self.fp32_pass_factor
+        if dtype.startswith("mx"):
+            return bf16 * 4.0
         if dtype.startswith("float8") and self.fp8_double_row:
             return bf16 * 2.0
         return bf16

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.linear.specs import (
     AdaptersSpec,
     GatedMLPSpec,
@@ -162,6 +163,29 @@ def ended(draw, specs):
     )
 
 
+@st.composite
+def corrected(draw, spec_class):
+    """Few-bit weights with and without branches: contractions of whole and of ragged 512s."""
+    weight = draw(st.sampled_from(("mxfp4", "mxfp8", "mxfp8_e5m2", "fp8")))
+    k = draw(st.sampled_from((128, 512, 640, 1024, 2176)))
+    mlp = spec_class is CorrectedMLPSpec
+    norm = "none" if weight == "fp8" or k % 512 else draw(st.sampled_from(("none", "rms", "layer")))
+    fields = {"down": draw(st.booleans())} if mlp else {"bias": draw(st.booleans())}
+    n = st.sampled_from((512, 1024)) if mlp else st.integers(1, 600).map(lambda half: 2 * half)
+    several = not mlp and draw(st.booleans())
+    ns = tuple(draw(st.lists(n, min_size=2, max_size=3))) if several else draw(n)
+    spec = spec_class(
+        m=draw(tokens), k=k, n=ns, weight=weight, norm=norm,
+        norm_gain=norm != "none" and draw(st.booleans()),
+        dtype=draw(st.sampled_from(("bfloat16", "float16"))),
+        x_layout=draw(layouts), out_layout=draw(layouts), activation=draw(activations), **fields,
+    )  # fmt: skip
+    # those of the least linear: its bytes are to be saved
+    rank = draw(st.integers(0, (min(spec.n) if several else spec.n) // 4))
+    residual = spec.adds_residual and draw(st.booleans())
+    return dataclasses.replace(spec, rank=min(rank, 160, k // 4), residual=residual)
+
+
 SPECS = {
     "attention": attention(),
     "lowrank_shared": ended(shared()),
@@ -179,4 +203,6 @@ SPECS = {
     "matmul": ended(_formats(MatmulSpec, _matmul)),
     "gated_mlp_up": ended(_formats(GatedMLPUpSpec, _up)),
     "gated_mlp": ended(_formats(GatedMLPSpec, {**_up, **_down})),
+    "linear": corrected(CorrectedSpec),
+    "linear_mlp": corrected(CorrectedMLPSpec),
 }

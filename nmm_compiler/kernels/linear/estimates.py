@@ -28,6 +28,7 @@ from nmm_compiler.kernels.error_bounds import (
 from nmm_compiler.kernels.linear.layer import Layer, Linear, LowRank, Weight
 from nmm_compiler.kernels.normed_x import normed
 from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.kernels.packed_formats import rounding_of_x
 
 # fp32 roundings of a scaled value: products of up to four scales, the scaling.
 _SCALE_ROUNDINGS = 7
@@ -105,6 +106,9 @@ class Estimates:
             crossing = self._crossing("v", p, pair)
             total = total[0], combine(total[1], crossing, self.typical)
         if dense.k:
+            if dense.mx:
+                off = rounding_of_x(np.abs(left[0]) + left[1])
+                left = left[0], combine(left[1], off, self.typical)
             more = times_weight(
                 left, self.operands[dense.name], self.typical, terms if pair.r else None
             )

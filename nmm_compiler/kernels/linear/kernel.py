@@ -25,6 +25,7 @@ from ..pieces.groups import (
     project_gathered,
 )
 from ..pieces.loads_and_stores import position, split
+from ..pieces.mx import quantize_strip
 from ..pieces.norms import inverse_roots, load_normed, new_squares, norm_of_x
 from ..pieces.project import project
 from ..pieces.records import Block, Ends, Left, Loaded, Norm, Result
@@ -180,7 +181,7 @@ def compute_block(
             p_factors.append(ends.p_scale[pair.place])
     p_type = getattr(nl, spec.kept_dtype) if spec.fp8 else x.dtype
     x_pitch = (at.tokens + 15) // 16 * 16 if spec.x_aligned else at.tokens
-    x_sb = nl.ndarray((128, (spec.k + 127) // 128, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
+    x_sb = nl.ndarray((128, spec.x_tiles, x_pitch), dtype=x.dtype, buffer=nl.sbuf)
     if spec.x_chunk > 0:
         load_normed(x_sb, x, spec.x_load, spec.x_chunk, at, spec.k, norm)
     squares = []
@@ -203,7 +204,17 @@ def compute_block(
             project(p_sb, x_first, spec.of_x_stage, around, at, spec, others)
     else:
         p_sb = None
-    x_left = Left(x_sb, x, spec.x_later if spec.p_tiles == 0 else "none")
+    if spec.mx:
+        # x as the MX products take it; its factors take it as it is
+        x_columns = at.tokens + at.tokens % 2
+        x_tiles = (spec.k + 511) // 512
+        x_strip = nl.ndarray((128, x_tiles, x_columns), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
+        x_scales = nl.ndarray((128, x_tiles, x_columns), dtype=nl.uint8, buffer=nl.sbuf)
+        quantize_strip(x_strip, x_scales, x_sb, spec.k, at.tokens, x_columns)
+    else:
+        x_strip = x_sb
+        x_scales = None
+    x_left = Left(x_strip, x, spec.x_later if spec.p_tiles == 0 else "none", x_scales)
     if spec.combine != "":
         if spec.exchanges_h:
             # both halves of h^T; this core makes its own
@@ -224,19 +235,21 @@ def compute_block(
         panels = []
         low_panels = []
         for one in spec.linears:
-            x_of = Left(x_sb, x, x_left.how if one.place == 0 else "none")
+            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
             from_x = dense_term(one, x_of, at, others)
             from_p = low_rank_term(one, p_sb, at, others)
             wide = min(one.n, one.last.block)
             panels.append([])
             low_panels.append([])
-            if one.weight.k > 0:
+            if one.weight.k > 0 and not spec.mx:
                 panels[one.place].append(load_panel(from_x, 0, wide, at))
             if spec.gathers:
                 v_sb = gather_second(from_p.weight, columns, one.n, one.low_rank.r)
                 low_panels[one.place] = panels_of(v_sb, one.low_rank.v)
             elif one.low_rank.r > 0:
                 low_panels[one.place].append(load_panel(from_p, 0, wide, at))
+            if spec.mx:
+                panels[one.place].append(load_panel(from_x, 0, wide, at))
         for one in spec.linears:
             if one.normed:
                 factor = inverse_roots(
@@ -246,19 +259,31 @@ def compute_block(
             else:
                 factor = ends.scale[one.place]
             ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
-            x_of = Left(x_sb, x, x_left.how if one.place == 0 else "none")
+            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
             ahead = Loaded(panels[one.place], low_panels[one.place])
             expand(result, ahead, x_of, p_sb, one, ending, at, spec, others)
     if spec.down.n > 0:
-        h_left = Left(h_strip, None, "none")
+        if spec.mx:
+            h_columns = at.tokens + at.tokens % 2
+            h_tiles = spec.down.weight.k // 512
+            h_data = nl.ndarray(
+                (128, h_tiles, h_columns), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf
+            )
+            h_scales = nl.ndarray((128, h_tiles, h_columns), dtype=nl.uint8, buffer=nl.sbuf)
+            quantize_strip(h_data, h_scales, h_strip, spec.down.weight.k, at.tokens, h_columns)
+        else:
+            h_data = h_strip
+            h_scales = None
+        h_left = Left(h_data, None, "none", h_scales)
         if spec.down.low_rank.r > 0:
             down_sb = nl.ndarray(
                 (128, spec.down.low_rank.tiles, at.tokens), dtype=p_type, buffer=nl.sbuf
             )
-            project(down_sb, h_left, spec.of_h_stage, around, at, spec, others)
+            h_plain = Left(h_strip, None, "none")
+            project(down_sb, h_plain, spec.of_h_stage, around, at, spec, others)
         else:
             down_sb = None
         from_h = dense_term(spec.down, h_left, at, others)
@@ -268,7 +293,7 @@ def compute_block(
         last_wide = min(spec.down.n, spec.down.last.block)
         if spec.down.low_rank.r > 0:
             q_panels.append(load_panel(from_q, 0, last_wide, at))
-        else:
+        if spec.down.weight.k > 0:
             h_panels.append(load_panel(from_h, 0, last_wide, at))
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
         y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)

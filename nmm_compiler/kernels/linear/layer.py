@@ -13,7 +13,10 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
+
 from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.kernels.packed_formats import MX, PackedFormat
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.records import Record
 
@@ -36,7 +39,8 @@ class Weight(Record):
     which rows of the contraction share a partition; load, how they get there; block, outputs in
     SBUF at a time; chunk, rows a load; group, tiles of outputs that are summed together; down,
     tiles of tokens that are, where the weight moves; ahead, a panel is loaded before the results of
-    the one before it are stored; double_row, two tiles of an fp8 contraction a pass.
+    the one before it are stored; double_row, two tiles of an fp8 contraction a pass; spread,
+    a tile of outputs has every fourth of 512.
     """
 
     name: str = ""
@@ -53,10 +57,26 @@ class Weight(Record):
     down: int = 1
     ahead: bool = False
     double_row: bool = False
+    spread: bool = False
+
+    @property
+    def mx(self) -> PackedFormat | None:
+        """The format of a weight of MX blocks, None for any other."""
+        return MX.get(self.format)
+
+    @property
+    def mx_bytes(self) -> int:
+        """The bytes of four elements of MX blocks, 0 for any other weight."""
+        return self.mx.bits // 2 if self.mx else 0
+
+    @property
+    def element(self) -> str:
+        """NKI's dtype of four elements of MX blocks; of any other weight it means nothing."""
+        return f"{np.dtype(self.mx.element).name}_x4" if self.mx else "uint8"
 
     @property
     def scale(self) -> str:
-        """The name of the operand with its scales, where it is fp8."""
+        """The name of the operand with its scales, where it has some."""
         return f"{self.name}_scale"
 
 
@@ -276,6 +296,16 @@ class Layer(Record):
         return tiles(self.linears[0].n, 128) if self.down.n else 0
 
     @property
+    def x_tiles(self) -> int:
+        """The tiles of the strip of x."""
+        return 4 * tiles(self.k, 512) if self.mx else tiles(self.k, 128)
+
+    @functools.cached_property
+    def mx(self) -> bool:
+        """Whether the dense weights are of MX blocks, for which left factors are quantized, too."""
+        return any(linear.weight.mx for linear in self.linears)
+
+    @property
     def fp8(self) -> bool:
         """Whether weights are fp8 numbers with scales."""
         return self.dtype == FP8
@@ -337,8 +367,8 @@ class Layer(Record):
 
     @property
     def exchanges_down(self) -> bool:
-        """Whether two cores sum h u over half of h each."""
-        return self.split == "weights" and self.down.low_rank.r > 0
+        """Whether two cores sum h u over half of h each; where each needs all of h, none does."""
+        return self.split == "weights" and self.down.low_rank.r > 0 and not self.down.weight.k
 
     def format_of(self, weight: Weight) -> str:
         """Return the number format of a weight."""
@@ -441,7 +471,7 @@ def half(layer: Layer, split: str) -> Layer:
         x_cut=x_cut if sums else -1,
         split=split,
         linears=tuple(of(linear, not sums) for linear in layer.linears),
-        down=of(layer.down, False) if layer.down.n else layer.down,
+        down=of(layer.down, layer.down.weight.k > 0) if layer.down.n else layer.down,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.linear.layer import Layer, Linear, Weight
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
+    FOURS,
     LOADED,
     LOADS,
     ORDERS,
@@ -19,6 +21,7 @@ from nmm_compiler.kernels.tiling import (
     item_bytes,
     tiles,
     turned_loads,
+    weight_bytes,
     x_loads,
 )
 from nmm_compiler.records import Record
@@ -36,7 +39,7 @@ class LinearSchedule(Record):
         the partitions: "rows" as it lies, "strided" in short runs, "dma" by DMA transposes,
         "tensor" on TensorE, "tensor8" there without widening fp8.
     order: which rows of x and of its weights share a partition: "consecutive_rows", or every 128th,
-        "strided_rows", as transposes leave them.
+        "strided_rows", as transposes leave them; or "fours" where products of MX blocks take x.
     m_block: tokens in SBUF at a time. u_block, block, down_block: outputs of a panel of a first
         factor, of the weights behind it, and of the last weight behind h.
     load_bytes: a load of a weight brings about so many to each partition.
@@ -97,9 +100,10 @@ class LinearSchedule(Record):
             x_load = "tensor16"
         if self.double_row and layer.m < 16 and x_load == "rows":
             x_load = "packed"
-        first = layer.norm != "none" or layer.m <= FEW
+        first = layer.norm != "none" or layer.m <= FEW or layer.mx
         whole = 128 * tiles(layer.k, 128)
         step = whole if layer.m <= FEW else chunk_rows(layer.k, self.tokens(layer) * 2)
+        step = 512 * tiles(step, 512) if layer.mx else step
         made = layer.changed(lambda weight, linear: self._arriving(weight, linear, layer))
         made = made.each(lambda one: dataclasses.replace(one, turned=self.turned and one.rows))
         return dataclasses.replace(made, x_load=x_load, x_chunk=step if first else 0)
@@ -109,21 +113,24 @@ class LinearSchedule(Record):
         first, gathered = weight.name == linear.low_rank.u.name, linear.low_rank.groups.slots > 0
         block = self.u_block if first else self.down_block if behind else self.block
         columns = min(block, weight.n)
-        load, size = _load(weight, self.w_load), item_bytes(layer.format_of(weight))
+        load, size = _load(weight, self.w_load), weight_bytes(layer.format_of(weight))
         rows = linear.rows and not first and not self.turned
         tokens = self.tokens(layer)
         down = min(self.down, tiles(tokens, 128))
         across = down if rows else tiles(tokens, 512)
+        chunk = chunk_rows(weight.k, int(columns * size), self.load_bytes)
+        fours = layer.mx and weight.name != linear.low_rank.v.name
         return dataclasses.replace(
             weight,
-            order=self.order if of_x else "strided_rows",
+            order=FOURS if fours else self.order if of_x else "strided_rows",
             load="tensor16" if layer.format_of(weight) == FP8 and load == "tensor" else load,
             block=128 * tiles(columns, 128),
-            chunk=chunk_rows(weight.k, columns * size, self.load_bytes),
+            chunk=_whole_blocks(weight, chunk) if fours else chunk,
             group=max(1, (self.banks if first else self.sums) // across),
             down=down,
             ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
             double_row=self.double_row and of_x,
+            spread=layer.mx and layer.down.n > 0 and not (first or behind),
         )
 
     def panel_tiles(self, weight: Weight, layer: Layer, *, rows: bool) -> int:
@@ -141,7 +148,9 @@ class LinearSchedule(Record):
         """
         made, tokens = self.plan(layer), self.tokens(layer)
         kept, y_size = item_bytes(layer.kept_dtype), item_bytes(layer.result_dtype)
-        x = {"x": tiles(layer.k, 128) * _pitch(tokens, made.x_aligned) * item_bytes(layer.x_format)}
+        x = {"x": layer.x_tiles * _pitch(tokens, made.x_aligned) * item_bytes(layer.x_format)}
+        if layer.mx:  # data and scales of four features, and fours on their way to them
+            x["x blocks"] = layer.x_tiles // 4 * 5 * (tokens + 1) + 4 * 8 * max(512, tokens)
         if made.x_load == "packed":
             x["x"] *= 2
         if layer.norm != "none":
@@ -160,6 +169,8 @@ class LinearSchedule(Record):
         last = {} if made.factors and not any(one.weight.k for one in made.linears) else x
         behind = layer.down.n > 0
         h = {"h": made.h_tiles * (2 if layer.exchanges_h else 1) * tokens * kept} if behind else {}
+        if behind and layer.mx:
+            h["h blocks"] = tiles(layer.down.weight.k, 512) * 5 * (tokens + 1)
         rows = made.linears[-1].by_rows and not behind
         # loaded ahead, panels of all linears are there at a time
         each = [self._panels(one, made, rows=rows) for one in made.linears]
@@ -193,7 +204,9 @@ class LinearSchedule(Record):
             deep = tiles(weight.k, 128) * (2 if weight.block < weight.n else 1)
         few = min(tiles(weight.k, 128), tiles(weight.chunk, 128))
         ahead = few if weight.block < weight.n and not weight.ahead else 0
-        return (deep + ahead) * _pitch(weight.block, aligned) * item_bytes(made.format_of(weight))
+        deep = 4 * tiles(deep + ahead, 4) if weight.order == FOURS else deep + ahead
+        each = weight_bytes(made.format_of(weight), on_chip=True)
+        return math.ceil(deep * _pitch(weight.block, aligned) * each)
 
     def _panels(self, linear: Linear, made: Layer, *, rows: bool) -> int:
         weights = (linear.weight, linear.low_rank.v)
@@ -250,6 +263,11 @@ class LinearSchedule(Record):
         if turned or self.w_load != "rows":
             check_load("w_load", self.w_load, not turned, layer.dtype, target)
         check_name("order", self.order, ORDERS)
+        if layer.mx != (self.order == FOURS):
+            raise SpecError(
+                f"schedule: order {FOURS!r} is that of MX blocks, order is {self.order!r}; use "
+                f"{FOURS if layer.mx else ORDERS[1]!r}"
+            )
         over_x = (weight for weight in layer.weights() if layer.of_x(weight))
         loads = {self.x_load} | {_load(weight, self.w_load) for weight in over_x}
         if self.order == ORDERS[0] and not loads <= {"rows", "strided"}:
@@ -395,12 +413,15 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     rank = max((pair.r for pair in layer.pairs), default=128)
     loads = (8192, 4096) if few and layer.combine else (4096, 2048, 8192) if few else (2048, 8192)
     blocks = _sizes(widest, (1024, 2048, 4096, 512) if few else (512, 1024, 256))
+    if layer.mx and few:
+        loads = (16384, 8192, 4096)
+        blocks = _sizes(widest, (2048, 4096, 1024, 8192))
     if layer.combine:
         blocks = _sizes(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
     downs = _sizes(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
     turns = (False, True) if few and any(one.rows for one in layer.results) else (False,)
     for x_load, w_load, m_block, turned in itertools.product(
-        x_ways, w_loads, _blocks(layer, target), turns
+        _mx_loads(layer) if layer.mx else x_ways, w_loads, _blocks(layer, target), turns
     ):
         banks = target.psum_banks - 2 * ("tensor" in x_load or "tensor" in w_load or turned)
         over_k = {x_load} | {_load(one, w_load) for one in weights if layer.of_x(one)}
@@ -411,8 +432,8 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
             ranks, blocks, downs, loads, sums
         ):
             made = LinearSchedule(
-                x_load=x_load, ahead=True, w_load=w_load, order=ORDERS[0] if runs else ORDERS[1],
-                m_block=m_block, block=block, u_block=u_block, down_block=down_block,
+                x_load=x_load, ahead=True, w_load=w_load,
+                order=FOURS if layer.mx else ORDERS[0] if runs else ORDERS[1], m_block=m_block, block=block, u_block=u_block, down_block=down_block,
                 load_bytes=load_bytes, banks=banks, sums=at_once, down=down,
                 double_row=layer.fp8_x and target.fp8_double_row, turned=turned,
                 own_queue=target.dma_generates_descriptors,
@@ -424,9 +445,23 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
                 yield dataclasses.replace(made, ahead=False)
 
 
+def _whole_blocks(weight: Weight, chunk: int) -> int:
+    """Return rows a load of a weight in order "fours": of MX blocks four tiles, whose scales take
+    the partitions of two DMA engines a quadrant."""
+    least = 2048 if weight.mx else 512
+    return min(least * tiles(chunk, least), 512 * tiles(weight.k, 512))
+
+
 def _load(weight: Weight, turned: str) -> str:
     """Return how a weight is loaded, given how those stored [n, k] are."""
     return "rows" if weight.layout == "row" else turned
+
+
+def _mx_loads(layer: Layer) -> list[str]:
+    """Return the ways to load x for products of MX blocks, which take it in no DMA's order."""
+    if layer.x_layout == "col":
+        return ["rows"]
+    return ["tensor", "strided"] if layer.m <= 4 else ["tensor"]
 
 
 def _blocks(layer: Layer, target: Target) -> list[int]:

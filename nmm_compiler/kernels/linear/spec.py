@@ -39,6 +39,7 @@ from nmm_compiler.kernels.linear.layer import (
 )
 from nmm_compiler.kernels.normed_x import NORMED, check_norm
 from nmm_compiler.kernels.number_formats import FP8, SCALES, X_DTYPES
+from nmm_compiler.kernels.packed_formats import from_nki
 from nmm_compiler.kernels.tiling import lay
 
 
@@ -221,7 +222,9 @@ class LinearSpec(KernelSpec):
         weights = layer.weights()
         x = TensorSpec(name="x", shape=lay((self.m, self.k), layer.x_layout), dtype=self.x_format)
         matrices = [
-            TensorSpec(
+            TensorSpec(name=one.name, shape=(one.k // 4, one.n * one.mx_bytes), dtype="uint8")
+            if one.mx
+            else TensorSpec(
                 name=one.name, shape=lay((one.k, one.n), one.layout), dtype=layer.format_of(one)
             )
             for one in weights
@@ -238,6 +241,11 @@ class LinearSpec(KernelSpec):
             own = [one for one in weights if not one.format]
             sizes |= {one.scale: one.n if layer.scales == "channel" else 1 for one in own}
         scales = [TensorSpec(name=name, shape=(n,), dtype="float32") for name, n in sizes.items()]
+        scales += [
+            TensorSpec(name=one.scale, shape=(one.k // 32, one.n), dtype="uint8")
+            for one in weights
+            if one.mx
+        ]
         norm = [
             TensorSpec(name=name, shape=(self.k,), dtype=dtype)
             for name in ("norm_gain", "norm_bias")
@@ -267,9 +275,10 @@ class LinearSpec(KernelSpec):
     def flops_by_dtype(self) -> dict[str, int]:
         """Return the flops of products of x, and of products of intermediates, by their dtypes."""
         made = {self.x_format: 0}
-        for name, (first, last) in self.weights().items():
-            dtype = self._plain_dtype() if self.multiplies_kept(name) else self.x_format
-            made[dtype] = made.get(dtype, 0) + 2 * self.m * first * last
+        for one in self.layer.weights():
+            kept = self.multiplies_kept(one.name)
+            dtype = one.format if one.mx else self._plain_dtype() if kept else self.x_format
+            made[dtype] = made.get(dtype, 0) + 2 * self.m * one.k * one.n
         return made
 
     def reference(self, *arrays: Array) -> Any:
@@ -299,6 +308,12 @@ class LinearSpec(KernelSpec):
         for tensor, array in zip(whole.inputs(), arrays, strict=True):
             wide = np.asarray(array, dtype=np.float64)
             named[tensor.name] = wide.T if layouts.get(tensor.name) == "col" else wide
+        raw = dict(zip((tensor.name for tensor in whole.inputs()), arrays, strict=True))
+        named |= {
+            one.name: from_nki(raw[one.name], raw[one.scale], one.mx).astype(np.float64)
+            for one in layer.weights()
+            if one.mx
+        }
         return Estimates(self, layer, named, typical).results()
 
     def _laid(self, results: Iterable[Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nmm_compiler.kernels.linear.layer import Layer, Linear, Weight
 from nmm_compiler.kernels.linear.schedule import LinearSchedule
-from nmm_compiler.kernels.tiling import item_bytes, tiles
+from nmm_compiler.kernels.tiling import item_bytes, tiles, weight_bytes
 from nmm_compiler.kernels.work import Passes, Tally, Work
 
 
@@ -27,6 +27,8 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     squares = tiles(layer.k, 128) * tiles(layer.m, 128)
     total = layer.m * layer.k * x_size
     tally.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))
+    if layer.mx:
+        tally.evictions.append((2 * tiles(layer.k, 512) * m_blocks, 4 * tokens))
     if layer.norm != "none":
         tally.evictions.append((4 * tiles(layer.k, 128) * m_blocks, tokens))
     late: list[Passes] = []
@@ -38,7 +40,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
                 one.place for one in made.layers if one.low_rank.u.name == weight.name
             ):
                 continue
-            size = item_bytes(layer.format_of(weight))
+            size = weight_bytes(layer.format_of(weight))
             _move(tally, weight, size, m_blocks)
             rows = linear.by_rows and not shared and (linear is made.down or not made.down.n)
             passes, sums = _passes(weight, layer.m, rows)
@@ -47,7 +49,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
             (tally.chained_matmuls if chained else tally.matmuls).append(passes)
             tally.evictions.append(sums)
             if made.of_x(weight):
-                early += weight.k * weight.n * size
+                early += int(weight.k * weight.n * size)
             else:
                 late.append(passes)
     for one in made.results:
@@ -65,9 +67,9 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
             tally.evictions.append(((scales + bool(one.bias)) * tiles(one.n, wide), wide))
     panel = min(made.results[0].last.block, made.results[0].n)
     once = m_blocks == 1 and bool(late)
-    chunk, first_size = min(first.chunk, first.k), item_bytes(layer.format_of(first))
+    chunk, first_size = min(first.chunk, first.k), weight_bytes(layer.format_of(first))
     return tally.work(
-        lead_bytes=chunk * (tokens * x_size + min(first.block, first.n) * first_size),
+        lead_bytes=int(chunk * (tokens * x_size + min(first.block, first.n) * first_size)),
         tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
         tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype),
         early_bytes=early if once else 0,
@@ -75,20 +77,21 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     )
 
 
-def _move(tally: Tally, weight: Weight, size: int, times: int) -> None:
+def _move(tally: Tally, weight: Weight, size: float, times: int) -> None:
     """Add the loads of a weight: once for each block of tokens."""
     columns = min(weight.block, weight.n)
     count = tiles(weight.k, weight.chunk) * tiles(weight.n, columns) * times
     deep = weight.chunk // 128 if weight.order == "consecutive_rows" and columns == weight.n else 1
     squares = tiles(weight.k, 128) * tiles(weight.n, 128) * times
-    turned = squares, count * tiles(columns, 128), min(weight.chunk, weight.k) * size
-    total = weight.k * weight.n * size * times
-    tally.load(weight.load, total, count, columns * size * deep, turned)
+    turned = squares, count * tiles(columns, 128), int(min(weight.chunk, weight.k) * size)
+    total = int(weight.k * weight.n * size) * times
+    run = columns * weight.mx_bytes if weight.mx else int(columns * size * deep)
+    tally.load(weight.load, total, 5 * count if weight.mx else count, run, turned)
 
 
 def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:
     """Return the TensorE passes of a product, and the sums that leave PSUM."""
-    deep = tiles(weight.k, 256 if weight.double_row else 128)
+    deep = tiles(weight.k, 512 if weight.mx else 256 if weight.double_row else 128)
     if rows:
         wide = min(512, weight.block, weight.n)
         count = tiles(m, 128) * tiles(weight.n, wide)

@@ -16,8 +16,12 @@ from .two_cores import own
 def dense_term(linear, left: Left, at: Block, others) -> Term:
     """Return the product with the dense weight of a linear."""
     return Term(
-        left, own(others.get(linear.weight.name), linear.weight.cut, at.core), linear.weight
-    )
+        left, own(others.get(linear.weight.name), linear.weight.cut, at.core), linear.weight,
+        own(others.get(linear.weight.scale), linear.weight.cut, at.core)
+        if linear.weight.mx_bytes > 0
+        else None,
+        getattr(nl, linear.weight.element) if linear.weight.mx_bytes > 0 else None,
+    )  # fmt: skip
 
 
 def low_rank_term(linear, p_sb, at: Block, others) -> Term:
@@ -56,10 +60,12 @@ def expand(
     for n0 in range(0, linear.n, linear.last.block):
         columns = min(linear.last.block, linear.n - n0)
         place = n0 // linear.last.block
-        if linear.weight.k > 0 and linear.n > linear.last.block:
+        if linear.weight.k > 0 and linear.n > linear.last.block and not spec.mx:
             load_next(ahead.dense, dense, n0, linear.n, at)
         if linear.low_rank.r > 0 and linear.n > linear.last.block and not spec.gathers:
             load_next(ahead.low, low, n0, linear.n, at)
+        if spec.mx and linear.n > linear.last.block:
+            load_next(ahead.dense, dense, n0, linear.n, at)
         panel = Panel(n0, columns, linear.last.group, linear.last.down)
         if linear.by_rows:
             make_rows(
@@ -90,6 +96,29 @@ def expand(
 
 def store_turned(result: Result, y_sb, n0, columns, at: Block):
     """Store rows of y for a tile of tokens at most; y^T is in SBUF, and TensorE turns it."""
+    if at.tokens == 1 and columns % 128 == 0 and not result.has_residual:
+        store_one_turned(result, y_sb, n0, columns, at)
+    else:
+        store_rows_turned(result, y_sb, n0, columns, at)
+
+
+def store_one_turned(result: Result, y_sb, n0, columns, at: Block):
+    """Store a row of y: a tile of outputs becomes a row in SBUF, 128 of them in a transpose."""
+    for first in range(0, columns // 128, 128):
+        count = min(128, columns // 128 - first)
+        turned = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.psum)
+        nisa.nc_transpose(
+            dst=turned, data=y_sb[0:128, first : first + count, 0], engine=nisa.engine.tensor
+        )
+        rows_sb = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
+        evict(rows_sb, turned, first // 128)
+        left = n0 + 128 * first
+        place = result.out[at.m0 : at.m0 + 1, left : left + 128 * count]
+        store(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
+
+
+def store_rows_turned(result: Result, y_sb, n0, columns, at: Block):
+    """Store rows of y, turned 128 outputs at a time; a residual is added to them."""
     rows_sb = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
     if result.has_residual:
         more = nl.ndarray((at.tokens, columns), dtype=result.out.dtype, buffer=nl.sbuf)
@@ -135,7 +164,9 @@ def combine(
     gate_dense = dense_term(gate, left, at, others)
     gate_low = low_rank_term(gate, p_sb, at, others)
     gating = epilogue_of(gate, ends.scale[0], ends.bias[0], None, False, spec)
-    loaded = Left(left.strip, left.source, "none")  # the gate's product has loaded x
+    loaded = Left(
+        left.strip, left.source, "none", left.left_scales
+    )  # the gate's product has loaded x
     up_dense = dense_term(up, loaded, at, others)
     up_low = low_rank_term(up, p_sb, at, others)
     gate_panels = []

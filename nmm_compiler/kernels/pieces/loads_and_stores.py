@@ -10,12 +10,15 @@ produces). What fills no tile of 128 is a tile of its own at the end.
 import nki.isa as nisa
 import nki.language as nl
 
+from .mx import load_fours
 from .records import Epilogue, Part
 
 
 def load(dst, tile, part: Part, how, order, total):
     """Load a part so that its contraction index, `total` long, lies on the partitions."""
-    if how == "rows":
+    if order == "fours":
+        load_fours(dst, tile, part, how)
+    elif how == "rows":
         load_rows(dst, tile, part, order, total)
     elif how == "packed":
         load_packed(dst, tile, part, order, total)

@@ -69,7 +69,7 @@ def feature_columns(vector, size, order, offset):
     rest = size % 128
     raw = nl.ndarray((128, (size + 127) // 128, 1), dtype=vector.dtype, buffer=nl.sbuf)
     columns = nl.ndarray((128, (size + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
-    if order == "consecutive_rows":
+    if order != "strided_rows":
         load(raw, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1), "rows", order, size)
     else:
         for first in range(0, tiles, 128):

@@ -32,11 +32,12 @@ class Block(nl.NKIObject):
 @dataclass
 class Left(nl.NKIObject):
     """A left factor: a strip, and how the first sums load it from its source, "none" if it is
-    there."""
+    there; left_scales where it is of MX blocks."""
 
     strip: object
     source: object
     how: str
+    left_scales: object = None
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Plan(nl.NKIObject):
     """The size of a weight, and how it arrives: fields of `Weight` in kernels/linear/layer.py."""
 
     k: int
+    mx_bytes: int
+    spread: bool
     order: str
     load: str
     block: int
@@ -56,11 +59,16 @@ class Plan(nl.NKIObject):
 
 @dataclass
 class Term(nl.NKIObject):
-    """A product that goes into sums: a strip times a weight in HBM; plan.k is 0 for none."""
+    """A product that goes into sums: a strip times a weight in HBM; plan.k is 0 for none.
+
+    weight_scales, element: in HBM too, and the dtype of four elements, of a weight of MX blocks.
+    """
 
     left: Left
     weight: object
     plan: Plan
+    weight_scales: object = None
+    element: object = None
 
 
 @dataclass

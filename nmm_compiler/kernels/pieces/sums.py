@@ -8,6 +8,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import finish_columns, finish_rows, load, store
+from .mx import load_mx_ahead, sum_mx_columns, sum_mx_rows
 from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
 
@@ -16,7 +17,8 @@ def load_chunk(term: Term, k0, n0, columns):
     rows = min(term.plan.chunk, term.plan.k - k0)
     aligned = term.plan.double_row or term.plan.load == "dma"
     pitch = (columns + 15) // 16 * 16 if aligned else columns
-    tile = nl.ndarray((128, (rows + 127) // 128, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
+    deep = (rows + 511) // 512 * 4 if term.plan.order == "fours" else (rows + 127) // 128
+    tile = nl.ndarray((128, deep, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
     part = Part(term.weight, k0, rows, n0, columns)
     load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k)
     return tile
@@ -36,7 +38,10 @@ def load_panel(term: Term, n0, columns, at: Block):
         for k0 in range(0, term.plan.k, term.plan.chunk):
             if n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
-            tiles.append(load_chunk(term, k0, n0, columns))
+            if term.plan.mx_bytes > 0:
+                load_mx_ahead(tiles, term, k0, n0, columns)
+            else:
+                tiles.append(load_chunk(term, k0, n0, columns))
     return tiles
 
 
@@ -61,10 +66,15 @@ def make_columns(
         sums = []
         for _ in range(count * m_tiles):
             sums.append(nl.ndarray((128, min(512, at.tokens)), dtype=nl.float32, buffer=nl.psum))
-        if first.plan.k > 0:
-            sum_columns(sums, first_tiles, first, part, at, False)
-        if second.plan.k > 0:
-            sum_columns(sums, second_tiles, second, part, at, first.plan.k > 0)
+        if first.plan.mx_bytes > 0:  # its loads are the last ones
+            if second.plan.k > 0:
+                sum_columns(sums, second_tiles, second, part, at, False)
+            sum_mx_columns(sums, first_tiles, first, part, at, second.plan.k > 0)
+        else:
+            if first.plan.k > 0:
+                sum_columns(sums, first_tiles, first, part, at, False)
+            if second.plan.k > 0:
+                sum_columns(sums, second_tiles, second, part, at, first.plan.k > 0)
         for i in range(count):
             width = min(128, panel.columns - 128 * (n1 + i))
             for mt in range(m_tiles):
@@ -85,6 +95,11 @@ def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, group.n0, group.columns))
         w_sb = tiles[k0 // term.plan.chunk]
+        if term.plan.order == "fours":
+            for kt in range((rows + 511) // 512 * 4):
+                four = Step(kt, 1, min(128, (rows - 512 * (kt // 4)) // 4), k0 // 128 + kt)
+                add_columns(sums, w_sb, four, term, group, at.tokens, begun)
+            rows = 0  # all are in the sums
         pairs = rows // 256 if term.plan.double_row else 0
         for pair in range(pairs):
             pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
@@ -101,10 +116,19 @@ def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun)
     for i in range(group.count):
         first = 128 * (group.first + i)
         width = min(128, group.columns - first)
+        if term.plan.spread:  # every fourth of 512 outputs
+            first = 512 * ((group.first + i) // 4) + (group.first + i) % 4
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
-            if step.deep == 2:
+            if term.plan.spread:
+                nisa.nc_matmul(
+                    dst=sums[i * m_tiles + mt][0:128, 0:mw],
+                    stationary=w_sb[0 : step.rows, step.kt, first : first + 509 : 4],
+                    moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
+                    accumulate=begun or step.tile > 0,
+                )
+            elif step.deep == 2:
                 nisa.nc_matmul(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
                     stationary=w_sb[0:128, step.kt : step.kt + 2, first : first + width],
@@ -130,6 +154,7 @@ def make_rows(
     Each chunk that arrives has work for all sums of a patch.
     """
     m_tiles = (at.tokens + 127) // 128
+    spare = at.tokens % 2 if first.plan.mx_bytes > 0 else 0
     for top in range(0, m_tiles, panel.down):
         height = min(panel.down, m_tiles - top)
         for left in range(0, panel.columns, 512 * panel.group):
@@ -144,12 +169,14 @@ def make_rows(
             for _ in range(height * across):
                 sums.append(
                     nl.ndarray(
-                        (min(128, at.tokens), min(512, panel.columns)),
+                        (min(128, at.tokens + spare), min(512, panel.columns)),
                         dtype=nl.float32,
                         buffer=nl.psum,
                     )
                 )
-            if first.plan.k > 0:
+            if first.plan.mx_bytes > 0:
+                sum_mx_rows(sums, first_tiles, first, patch, at)
+            elif first.plan.k > 0:
                 sum_rows(sums, first_tiles, first, patch, at, False)
             if second.plan.k > 0:
                 sum_rows(sums, second_tiles, second, patch, at, first.plan.k > 0)

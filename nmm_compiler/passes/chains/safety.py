@@ -49,6 +49,7 @@ REMEDIES: dict[str, str] = {
 }
 """What would have to change, by the code of a refusal."""
 
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a place is no match of a rule: a code, a reason, and the value where the walk stopped.

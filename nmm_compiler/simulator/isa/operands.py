@@ -56,8 +56,14 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
             f"{' or '.join(m.upper() for m in memories)}; copy it there first",
         )
     start = access.partition_start
+    if role.endswith("_scale") and start % 32 in (4, 8, 12):
+        # scales of MX blocks may be at an offset in each quadrant (mxfp-matmul: packing scales)
+        count, start = access.partition_stop - start, start // 32 * 32
+        access_stop = start + count
+    else:
+        access_stop = access.partition_stop
     if start and access.memory != "hbm" and "hbm" not in memories:
-        count = access.partition_stop - start
+        count = access_stop - start
         if start % 32 or (count > 32 and start % 64) or count > 64:
             machine.rule(
                 OperandError,

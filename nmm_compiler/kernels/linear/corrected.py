@@ -1,0 +1,243 @@
+"""The specs of few-bit weights with low-rank branches, y = activation(x w + (x u) v + bias).
+
+    CorrectedSpec      one linear, or several of one x
+    CorrectedMLPSpec   (activation(x gate) * (x up)) down, each with its branch
+
+The weight is MX blocks (mxfp4, mxfp8), for which trn3's kernels round the left factor to MXFP8, too,
+or fp8 with a scale an output. The branch is plain, and corrects what rounding the weight lost. MX
+scales act inside of the products, so that both are one sum; beside fp8 weights v comes divided by
+their scales, which multiply the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.kernels.base import WEIGHTS, Products, check_name
+from nmm_compiler.kernels.linear.layer import MULTIPLY, Linear, LowRank, Weight
+from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
+from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
+from nmm_compiler.kernels.packed_formats import FORMATS, MX
+from nmm_compiler.targets import Target
+
+MX_PRODUCT = "nc_matmul_mx"
+MULTIPLIED = (*MX, "fp8")
+"""The formats of a weight that TensorE multiplies as it is stored."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrectedSpec(LinearSpec):
+    """y[m, n] = activation(x w + (x u) v + bias) with x [m, k], u [k, rank], v [rank, n].
+
+    n, rank, bias: one value, or one for each of several linears, whose operands then end in their
+    numbers. rank 0: no branch. weight: the format of w. MX: w is bytes [k / 4, n size] and w_scale
+    [k / 32, n], as `for_nki` gives them. fp8: w is [k, n], w_scale [n], and v comes divided by it.
+    """
+
+    n: int | tuple[int, ...]
+    rank: int | tuple[int, ...] = 0
+    weight: str = "mxfp4"
+    dtype: str = "bfloat16"
+    x_layout: str = "row"
+    out_layout: str = "row"
+    bias: bool | tuple[bool, ...] = False
+    activation: str = "identity"
+    scales: str | None = None
+
+    family: ClassVar[str] = "linear"
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k")
+
+    def __post_init__(self) -> None:
+        check_name("weight", self.weight, tuple(FORMATS))
+        if self.weight not in MULTIPLIED:
+            raise SpecError(
+                f"{self.family}: no product takes {self.weight} weights; pass weight "
+                f"{' or '.join(MULTIPLIED)}, or multiply the weight out for family matmul"
+            )
+        check_name("dtype", self.dtype, X_DTYPES)
+        if self.weight == "fp8":
+            object.__setattr__(self, "scales", "channel")
+            object.__setattr__(self, "x_dtype", self.dtype)
+        super().__post_init__()
+        for name in ("n", "rank", "bias"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        for k, n, r, _ in self._linears():
+            self._check_sizes(k, n, r)
+
+    def _check_sizes(self, k: int, n: int, r: int) -> None:
+        """Raise ShapeError unless blocks divide a weight, and a branch beside it saves bytes."""
+        for name, value, least in (("n", n, 1), ("rank", r, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ShapeError(f"{self.family}: {name} is {value!r}; pass {least} or more")
+        if self.weight in MX and (k % 128 or n % 2):
+            raise ShapeError(
+                f"{self.family}: a {self.weight} weight [{k}, {n}]: products of MX blocks take "
+                "whole 128s of inputs and an even number of outputs; pad it with zeros, or take fp8"
+            )
+        if self.weight in MX and self.norm != "none" and self.k % 512:
+            raise ShapeError(
+                f"{self.family}: a norm before MX products takes whole 512s of inputs, not "
+                f"{self.k}; make the norm before the kernel"
+            )
+        stored = FORMATS[self.weight].stored_bytes(n, k, 4)
+        most = (2 * k * n - stored) // (2 * (k + n))
+        if r > most:
+            raise SpecError(
+                f"{self.family}: a branch of rank {r} beside {self.weight} [{k}, {n}] stores more "
+                f"than the plain weight, {2 * k * n:,} B; pass a rank of {most} or less, or family "
+                "matmul"
+            )
+
+    def _dtype(self) -> str:
+        return FP8 if self.weight == "fp8" else self.dtype
+
+    @property
+    def many(self) -> bool:  # type: ignore[override]
+        """Whether there are several results."""
+        return isinstance(self.n, tuple)
+
+    @property
+    def adds_residual(self) -> bool:  # type: ignore[override]
+        """Whether a residual can be added to the result."""
+        return not self.many
+
+    def layout_of(self, name: str) -> str:
+        """Return the layout in which an operand is passed: weights as they multiply."""
+        return self.x_layout if name == "x" else "row"
+
+    def _linears(self) -> list[tuple[int, int, int, str]]:
+        """Return (inputs, outputs, rank, the end of its operands' names) of each linear."""
+        if not isinstance(self.n, tuple):
+            return [(self.k, self.n, self._of("rank", 0), "")]
+        return [(self.k, n, self._of("rank", i), str(i)) for i, n in enumerate(self.n)]
+
+    def _of(self, name: str, place: int) -> Any:
+        """Return the value of a field for one of the linears."""
+        value = getattr(self, name)
+        if isinstance(value, tuple) and len(value) != (len(self.n) if self.many else 1):  # type: ignore[arg-type]
+            raise ShapeError(f"{self.family}: {name} is {value!r}, n is {self.n!r}; pass as many")
+        return value[place] if isinstance(value, tuple) else value
+
+    def _one(self, sizes: tuple[int, int, int, str], bias: bool, **ends: Any) -> Linear:
+        """Return a linear with its branch; names: w, u, v and bias with the end, or before it."""
+        k, n, r, end = sizes
+        names = {name: f"{end}_{name}" if end.isalpha() else name + end for name in "wuv"}
+        plain = self.dtype if self.weight == "fp8" else ""
+        form = "" if self.weight == "fp8" else self.weight
+        pair = LowRank(
+            u=Weight(name=names["u"], k=k, n=r, format=plain),
+            v=Weight(name=names["v"], k=r, n=n, format=plain),
+        )
+        return Linear(
+            n=n, weight=Weight(name=names["w"], k=k, n=n, format=form), bias=f"bias{end}" * bias,
+            low_rank=pair if r else LowRank(), **ends,
+        )  # fmt: skip
+
+    def _layer(self) -> dict[str, Any]:
+        ends = {"activation": self.activation, "layout": self.out_layout}
+        return {
+            "linears": tuple(
+                self._one(sizes, self._of("bias", i), **ends)
+                for i, sizes in enumerate(self._linears())
+            )
+        }
+
+    def check(self, target: Target) -> None:
+        """Raise SpecError if the target cannot compute the spec with any schedule."""
+        if self.weight in MX and MX_PRODUCT in target.absent_instructions:
+            other = "fp8" if target.float8_kernels else "bfloat16, multiplied out, in family matmul"
+            raise SpecError(
+                f"{self.short()}: {self.weight} weights are multiplied by trn3, and "
+                f"{target.name} has no such product; take {other}"
+            )
+        super().check(target)
+
+    def as_products(self) -> Products:
+        """Return (every product, every linear dense), each a kernel of its own."""
+        separate: list[Any] = []
+        dense: list[Any] = []
+        layer = self.layer
+        for place, (k, n, r, _) in enumerate(self._linears()):
+            behind = place == len(layer.linears)
+            linear = layer.layers[place]
+            inside = layer.down.n > 0
+            ends = {
+                "m": self.m, "lnc": self.lnc, "x_layout": "row" if behind else self.x_layout,
+                "dtype": self.dtype,
+            }  # fmt: skip
+            out = {"out_layout": "row" if inside else linear.layout}
+            if r:
+                separate.append(MatmulSpec(k=k, n=r, **ends, out_layout="col"))
+                separate.append(MatmulSpec(k=r, n=n, **ends | {"x_layout": "col"}, **out))
+            more = {"bias": bool(linear.bias), "activation": linear.activation}
+            separate.append(CorrectedSpec(k=k, n=n, weight=self.weight, **ends, **out, **more))
+            dense.append(MatmulSpec(k=k, n=n, **ends, **out, **more))
+        return tuple(separate), tuple(dense)
+
+    def _ranks(self) -> str:
+        ranks = [r for _, _, r, _ in self._linears()]
+        return str(ranks[0]) if len(set(ranks)) == 1 else "_".join(map(str, ranks))
+
+    def short(self) -> str:
+        """Return family, sizes, the weight's format and the rank."""
+        n = "_".join(map(str, self.n)) if isinstance(self.n, tuple) else self.n
+        return f"{self.family} m{self.m} k{self.k} n{n} {self.weight} r{self._ranks()} {self.formats()}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrectedMLPSpec(CorrectedSpec):
+    """y[m, k] = (activation(x gate + (x gate_u) gate_v) * (x up + ..)) down + (h down_u) down_v.
+
+    rank: one for all, or three. With down False the result is h [m, n], and ranks are two. Operands
+    are x, then gate_u, gate_v, gate_w, the same of up and down, then the scales.
+    """
+
+    activation: str = "silu"
+    down: bool = True
+
+    family: ClassVar[str] = "linear_mlp"
+    many: ClassVar[bool] = False  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight in MX and self.down and self.n % 512:  # type: ignore[operator]
+            raise ShapeError(
+                f"{self.family}: MX products behind h take whole 512s of features, not {self.n}; "
+                "pass down=False, and make down a linear of its own"
+            )
+        if self.bias:
+            raise SpecError(f"{self.family}: no bias; make the linears kernels of their own")
+
+    @property
+    def adds_residual(self) -> bool:  # type: ignore[override]
+        """Whether a residual can be added to the result."""
+        return self.down
+
+    def splits(self) -> tuple[str, ...]:
+        """Return the ways in which the cores can share the work; h is cut in whole 512s."""
+        made = super().splits()
+        if self.weight in MX and self.down and self.n % 1024:  # type: ignore[operator]
+            made = tuple(one for one in made if one != WEIGHTS)
+        return made
+
+    def _linears(self) -> list[tuple[int, int, int, str]]:
+        n = int(self.n)  # type: ignore[arg-type]
+        sizes = [(self.k, n, "gate"), (self.k, n, "up"), *([(n, self.k, "down")] * self.down)]
+        ranks = self.rank if isinstance(self.rank, tuple) else (self.rank,) * len(sizes)
+        if len(ranks) != len(sizes):
+            raise ShapeError(f"{self.family}: rank is {self.rank!r}; pass one, or {len(sizes)}")
+        return [(k, n, r, name) for (k, n, name), r in zip(sizes, ranks, strict=True)]
+
+    def _layer(self) -> dict[str, Any]:
+        inner = {"layout": "col" if self.down else self.out_layout}
+        gate, up, *down = self._linears()
+        made: dict[str, Any] = {"combine": MULTIPLY}
+        made["linears"] = (
+            self._one(gate, False, activation=self.activation, **inner),
+            self._one(up, False, **inner),
+        )
+        return made | {"down": self._one(one, False, layout=self.out_layout) for one in down}

@@ -1,0 +1,264 @@
+"""Products of MX blocks on TensorE of trn3: 8 partitions of four consecutive features share a scale.
+
+Order "fours": strip tile 4 t + j holds, on partition p, feature 512 t + 4 p + j of a contraction of
+whole 128s; what fills no 512 has 32, 64 or 96 partitions. So a plain factor of the same left factor
+reads the strip tile by tile, and nc_matmul_mx its copy with the four side by side, quantized.
+
+A weight [k, n] is in HBM as bytes: data [k / 4, n size], of which a row is four features of each
+output, size 2 or 4 bytes together, and scales [k / 32, n]. A chunk of it is one tile of bytes, the
+data of each 512 features and behind them the scales: those of tile t are on partitions 4 (t % 4) to
+4 (t % 4) + 3 of each quadrant, where the free axis is at t // 4, so that four tiles share a row.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .records import Block, Group, Part, Patch, Term
+
+
+def load_fours(dst, tile, part: Part, how):
+    """Load a part so that its contraction index lies on the partitions, in order "fours"."""
+    whole = part.rows // 512
+    rest = part.rows % 512
+    if how == "rows":
+        if whole > 0:
+            rows = part.src[
+                part.row : part.row + 512 * whole, part.column : part.column + part.columns
+            ]
+            strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns]
+            fours = rows.reshape_dim(0, (whole, 128, 4)).permute((1, 0, 2, 3))
+            load_few(strip.reshape_dim(1, (whole, 4)), fours, True)
+        if rest > 0:
+            rows = part.src[
+                part.row + 512 * whole : part.row + part.rows,
+                part.column : part.column + part.columns,
+            ]
+            nisa.dma_copy(
+                dst=dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns],
+                src=rows.reshape_dim(0, (rest // 4, 4)),
+            )
+    elif how == "strided":
+        if whole > 0:
+            rows = part.src[
+                part.column : part.column + part.columns, part.row : part.row + 512 * whole
+            ]
+            strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns].permute((0, 2, 1))
+            nisa.dma_copy(
+                dst=strip.reshape_dim(2, (whole, 4)),
+                src=rows.reshape_dim(1, (whole, 128, 4)).permute((2, 0, 1, 3)),
+            )
+        if rest > 0:
+            rows = part.src[
+                part.column : part.column + part.columns,
+                part.row + 512 * whole : part.row + part.rows,
+            ]
+            strip = dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns]
+            nisa.dma_copy(
+                dst=strip.permute((0, 2, 1)),
+                src=rows.reshape_dim(1, (rest // 4, 4)).permute((1, 0, 2)),
+            )
+    else:
+        for start in range(0, part.columns, 128):
+            width = min(128, part.columns - start)
+            flat = nl.ndarray((width, part.rows), dtype=part.src.dtype, buffer=nl.sbuf)
+            first = part.column + start
+            rows = part.src[first : first + width, part.row : part.row + part.rows]
+            nisa.dma_copy(dst=flat, src=rows)
+            for t in range((part.rows + 511) // 512):
+                deep = min(512, part.rows - 512 * t)
+                # a bank of PSUM takes the four tiles; one copy takes them out
+                turned = nl.ndarray((deep // 4, 4, width), dtype=part.src.dtype, buffer=nl.psum)
+                for j in range(4):
+                    nisa.nc_transpose(
+                        dst=turned[0 : deep // 4, j, 0:width],
+                        data=flat[0:width, 512 * t + j : 512 * t + deep : 4],
+                        engine=nisa.engine.tensor,
+                    )
+                place = tile + 4 * t
+                strip = dst[0 : deep // 4, place : place + 4, start : start + width]
+                copy_in_turn(strip, turned, t + start // 128)
+
+
+def copy_in_turn(dst, src, turn):
+    """Copy by VectorE and ScalarE in turn."""
+    if turn % 2 == 0:
+        nisa.tensor_copy(dst=dst, src=src, engine=nisa.engine.vector)
+    else:
+        nisa.activation(dst=dst, op=nl.copy, data=src)
+
+
+def quantize_strip(data, scales, strip, size, tokens, columns):
+    """Write a strip of `size` features to MXFP8 data and its scales, [128, tiles of 512, columns].
+
+    One column more than there are tokens is zeros: a stationary operand has an even number.
+    """
+    whole = size // 512
+    rest = size % 512
+    deep = max(1, 512 // tokens)
+    for first in range(0, whole, deep):
+        count = min(deep, whole - first)
+        part = strip[0:128, 4 * first : 4 * (first + count), 0:tokens]
+        quantize_tiles(
+            data[0:128, first : first + count, 0:columns],
+            scales[0:128, first : first + count, 0:columns], part, count, tokens, columns,
+            first // deep,
+        )  # fmt: skip
+    if rest > 0:
+        part = strip[0 : rest // 4, 4 * whole : 4 * whole + 4, 0:tokens]
+        quantize_tiles(
+            data[0 : rest // 4, whole : whole + 1, 0:columns],
+            scales[0 : rest // 4, whole : whole + 1, 0:columns], part, 1, tokens, columns, 1,
+        )  # fmt: skip
+
+
+def quantize_tiles(data, scales, strip, count, tokens, columns, turn):
+    """Quantize so many tiles of 512 features: their four side by side, then on VectorE."""
+    rows = strip.shape[0]
+    fours = nl.ndarray((rows, count, columns, 4), dtype=strip.dtype, buffer=nl.sbuf)
+    if columns > tokens:
+        nisa.memset(dst=fours[0:rows, 0:count, tokens:columns, 0:4], value=0.0)
+    tiles = strip.reshape_dim(1, (count, 4))
+    copy_in_turn(fours[0:rows, 0:count, 0:tokens, 0:4], tiles.permute((0, 1, 3, 2)), turn + 1)
+    nisa.quantize_mx(dst=data, src=fours.reshape((rows, count, 4 * columns)), dst_scale=scales)
+
+
+def load_mx_chunk(term: Term, k0, n0, columns):
+    """Return a chunk of a panel of an MX weight, data and scales, loaded."""
+    rows = min(term.plan.chunk, term.plan.k - k0)
+    whole = rows // 512
+    rest = rows % 512
+    size = term.plan.mx_bytes
+    width = size * columns + (columns + 3) // 4 * 4  # whole elements from one tile to the next
+    tile = nl.ndarray((128, (rows + 511) // 512, width), dtype=nl.uint8, buffer=nl.sbuf)
+    if whole > 0:
+        data = term.weight[k0 // 4 : k0 // 4 + 128 * whole, size * n0 : size * (n0 + columns)]
+        nisa.dma_copy(
+            dst=tile[0:128, 0:whole, 0 : size * columns],
+            src=data.reshape_dim(0, (whole, 128)).permute((1, 0, 2)),
+        )
+    if rest > 0:
+        first = k0 // 4 + 128 * whole
+        data = term.weight[first : first + rest // 4, size * n0 : size * (n0 + columns)]
+        nisa.dma_copy(dst=tile[0 : rest // 4, whole, 0 : size * columns], src=data)
+    for group in range((rows + 2047) // 2048):
+        deep = min(2048, rows - 2048 * group)
+        for quadrant in range(min(4, (deep + 127) // 128)):
+            load_scales(
+                tile[0:128, group, size * columns : (size + 1) * columns],
+                term.weight_scales[
+                    k0 // 32 + 64 * group : k0 // 32 + 64 * group + deep // 32, n0 : n0 + columns
+                ],
+                quadrant, deep // 512, (deep % 512) // 128, True,
+            )  # fmt: skip
+    return tile
+
+
+def load_scales(dst, src, quadrant, whole, rest, own_queue):
+    """Load scales of up to four tiles, [16 a tile, n], to a quadrant: four of each tile.
+
+    rest: the quadrants that a last tile has, which is not whole.
+    """
+    first = 32 * quadrant
+    n = src.shape[1]
+    if whole > 0:
+        rows = src[0 : 16 * whole, 0:n].reshape_dim(0, (whole, 4, 4))
+        part = dst[first : first + 4 * whole, 0:n]
+        load_few(part, rows[0:whole, quadrant, 0:4, 0:n], own_queue)
+    if quadrant < rest:
+        last = 16 * whole + 4 * quadrant
+        part = dst[first + 4 * whole : first + 4 * whole + 4, 0:n]
+        load_few(part, src[last : last + 4, 0:n], own_queue)
+
+
+def load_few(dst, src, own_queue):
+    """Load what is small beside the weights."""
+    if own_queue:  # that of the sync engine, which issues while another one does
+        nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
+    else:
+        nisa.dma_copy(dst=dst, src=src)
+
+
+def load_mx_ahead(tiles, term: Term, k0, n0, columns):
+    """Add the chunk at k0 of a panel to those that are there."""
+    tiles.append(load_mx_chunk(term, k0, n0, columns))
+
+
+def sum_mx_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
+    """Add (s w)^T of a group of tiles of outputs to its sums; weights stationary, tokens moving.
+
+    With `spread` a tile of outputs has every fourth of 512.
+    """
+    m_tiles = (at.tokens + 511) // 512
+    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
+    size = term.plan.mx_bytes
+    for k0 in range(0, term.plan.k, term.plan.chunk):
+        rows = min(term.plan.chunk, term.plan.k - k0)
+        if group.first == 0 and not term.plan.ahead:
+            load_mx_ahead(tiles, term, k0, group.n0, group.columns)
+        w_sb = tiles[k0 // term.plan.chunk]
+        for kt in range((rows + 511) // 512):
+            parts = min(128, (rows - 512 * kt) // 4)
+            tile = k0 // 512 + kt
+            data = w_sb[0:parts, kt, 0 : size * group.columns].view(term.element)
+            above = 4 * (kt % 4)
+            w_scales = w_sb[
+                above : above + parts - 28, kt // 4,
+                size * group.columns : (size + 1) * group.columns,
+            ]  # fmt: skip
+            for i in range(group.count):
+                place = group.first + i
+                if term.plan.spread:
+                    first = 512 * (place // 4) + place % 4
+                    last = 512 * (place // 4) + 512
+                    width = 128
+                    w_tile = data[0:parts, first:last:4]
+                    s_tile = w_scales[0 : parts - 28, first:last:4]
+                else:
+                    width = min(128, group.columns - 128 * place)
+                    w_tile = data[0:parts, 128 * place : 128 * place + width]
+                    s_tile = w_scales[0 : parts - 28, 128 * place : 128 * place + width]
+                for mt in range(m_tiles):
+                    ms = m_step * mt
+                    mw = min(m_step, at.tokens - ms)
+                    nisa.nc_matmul_mx(
+                        dst=sums[i * m_tiles + mt][0:width, 0:mw],
+                        stationary=w_tile,
+                        moving=term.left.strip[0:parts, tile, ms : ms + mw],
+                        stationary_scale=s_tile,
+                        moving_scale=term.left.left_scales[0:parts, tile, ms : ms + mw],
+                        accumulate=begun or tile > 0,
+                    )
+
+
+def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
+    """Write s w of a patch to its sums; tokens stationary, an even number, weights moving."""
+    across = (patch.width + 511) // 512
+    size = term.plan.mx_bytes
+    for k0 in range(0, term.plan.k, term.plan.chunk):
+        rows = min(term.plan.chunk, term.plan.k - k0)
+        if patch.top + patch.left == 0 and not term.plan.ahead:
+            load_mx_ahead(tiles, term, k0, patch.n0, patch.columns)
+        w_sb = tiles[k0 // term.plan.chunk]
+        for a in range(patch.height):
+            ms = 128 * (patch.top + a)
+            mw = min(128, at.tokens - ms)
+            mw = mw + mw % 2
+            for b in range(across):
+                ns = patch.left + 512 * b
+                nw = min(512, patch.left + patch.width - ns)
+                for kt in range((rows + 511) // 512):
+                    parts = min(128, (rows - 512 * kt) // 4)
+                    tile = k0 // 512 + kt
+                    data = w_sb[0:parts, kt, size * ns : size * (ns + nw)]
+                    above = 4 * (kt % 4)
+                    behind = size * patch.columns + ns
+                    nisa.nc_matmul_mx(
+                        dst=sums[a * across + b][0:mw, 0:nw],
+                        stationary=term.left.strip[0:parts, tile, ms : ms + mw],
+                        moving=data.view(term.element),
+                        stationary_scale=term.left.left_scales[0:parts, tile, ms : ms + mw],
+                        moving_scale=w_sb[
+                            above : above + parts - 28, kt // 4, behind : behind + nw
+                        ],
+                        accumulate=tile > 0,
+                    )

@@ -1,0 +1,140 @@
+"""Few-bit weights with low-rank branches in one kernel, of MX blocks on trn3 and of fp8 on trn2."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.errors import NmmError, ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
+from nmm_compiler.kernels.packed_formats import FORMATS, from_nki
+from nmm_compiler.kernels.tiling import FOURS
+
+ONE = CorrectedSpec(m=1, k=1024, n=512, rank=64)
+MLP = CorrectedMLPSpec(m=1, k=512, n=1024, rank=32)
+QKV = {"n": (256, 64, 64), "rank": (32, 16, 0)}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dataclasses.replace(ONE, rank=0),
+        dataclasses.replace(ONE, lnc=2, weight="mxfp8"),
+        dataclasses.replace(ONE, k=2688, n=514, bias=True, activation="gelu", weight="mxfp8"),
+        dataclasses.replace(ONE, m=3, x_layout="col", rank=130, residual=True),
+        dataclasses.replace(ONE, m=130, k=640, weight="mxfp8_e5m2", out_layout="col", lnc=2),
+        dataclasses.replace(ONE, m=513, dtype="float16", norm="rms", norm_gain=True),
+        dataclasses.replace(ONE, **QKV, bias=(True, False, True)),
+        dataclasses.replace(ONE, **QKV, m=40, norm="layer"),
+        MLP,
+        dataclasses.replace(MLP, lnc=2, residual=True),
+        dataclasses.replace(MLP, m=130, rank=(32, 8, 0), weight="mxfp8", norm="rms"),
+        dataclasses.replace(MLP, m=20, n=258, k=640, down=False, out_layout="col"),
+    ],
+    ids=lambda spec: f"{spec.short()} {spec.lnc}",
+)
+def test_kernels_of_mx_blocks_are_right_against_float64(spec):
+    kernel = build_kernel(spec, "trn3")
+    assert kernel.schedule.order == FOURS
+    assert prove(kernel).passed
+    counts = kernel.profile().instructions
+    assert counts["tensor"]["nc_matmul_mx"]
+    assert "float32" not in {t.dtype for t in spec.inputs()}
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dataclasses.replace(ONE, n=(512, 128), rank=(64, 16)),
+        dataclasses.replace(MLP, k=200, n=300, weight="fp8"),
+        dataclasses.replace(MLP, m=300, lnc=2, rank=(32, 0, 16)),
+        dataclasses.replace(MLP, m=2, lnc=2, residual=True),
+    ],
+    ids=lambda spec: f"{spec.short()} {spec.lnc}",
+)
+def test_fp8_weights_with_branches_are_one_kernel(target, spec):
+    assert prove(build_kernel(dataclasses.replace(spec, weight="fp8"), target)).passed
+
+
+def test_x_is_quantized_once_and_every_product_of_a_step_is_in_one_sum():
+    counts = build_kernel(dataclasses.replace(ONE, **QKV), "trn3").profile().instructions
+    assert counts["vector"]["quantize_mx"] == 1
+    counts = build_kernel(MLP, "trn3").profile().instructions
+    assert counts["vector"]["quantize_mx"] == 2  # x, and h
+
+
+def test_the_reference_is_of_the_weight_multiplied_out():
+    spec = dataclasses.replace(ONE, bias=True, weight="mxfp8")
+    arrays = random_arrays(spec)
+    named = dict(zip([t.name for t in spec.inputs()], arrays, strict=True))
+    w = from_nki(named["w"], named["w_scale"], FORMATS["mxfp8"]).astype(np.float64)
+    x, u, v, bias = (named[name].astype(np.float64) for name in ("x", "u", "v", "bias"))
+    np.testing.assert_allclose(spec.reference(*arrays), x @ w + x @ u @ v + bias, rtol=1e-12)
+    size = named["w"].nbytes + named["w_scale"].nbytes
+    assert size == FORMATS["mxfp8"].stored_bytes(spec.n, spec.k, 4)
+
+
+@pytest.mark.parametrize("spec", [ONE, MLP], ids=["one", "mlp"])
+@pytest.mark.parametrize("lost", ["a block", "its scale", "the branch", "all"])
+def test_the_bound_finds_what_is_lost(spec, lost):
+    arrays = random_arrays(spec)
+    want, bound = spec.reference(*arrays), spec.error_bound(*arrays)
+    typical = spec.typical_error(*arrays)
+    named = {t.name: a.copy() for t, a in zip(spec.inputs(), arrays, strict=True)}
+    last = "down_" if spec is MLP else ""
+    if lost == "a block":
+        named[f"{last}w"][:64] = 0
+    elif lost == "its scale":
+        named[f"{last}w_scale"][:] += 1
+    elif lost == "the branch":
+        named[f"{last}v"][:] = 0
+    got = spec.reference(*named.values()) * (lost != "all")
+    assert not compare("lost", (got,), (want,), (bound,), (typical,)).passed
+    assert compare("right", (want,), (want,), (bound,), (typical,)).passed
+
+
+def test_the_roofline_and_the_bytes_are_those_of_the_format():
+    spec = CorrectedSpec(m=1, k=2048, n=8192, rank=64)
+    weight = 2048 * 8192 // 2 + 2048 * 8192 // 32
+    assert spec.minimal_hbm_bytes() == weight + 2 * 64 * (2048 + 8192) + 2 * (2048 + 8192)
+    assert spec.flops_by_dtype()["mxfp4"] == 2 * 2048 * 8192
+    separate, (dense,) = spec.as_products()
+    assert [one.short().split()[0] for one in separate] == ["matmul", "matmul", "linear"]
+    assert dense.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "error", "words"),
+    [
+        (ONE, {"weight": "int4"}, SpecError, "pass weight mxfp4 or mxfp8"),
+        (ONE, {"weight": "mxfp5"}, UnknownNameError, "did you mean"),
+        (ONE, {"k": 200}, ShapeError, "whole 128s of inputs .* take fp8"),
+        (ONE, {"n": 511}, ShapeError, "even number of outputs"),
+        (ONE, {"rank": 300}, SpecError, "pass a rank of 250 or less"),
+        (ONE, {"rank": (8, 8)}, ShapeError, "pass as many"),
+        (ONE, {"k": 640, "norm": "rms"}, ShapeError, "make the norm before"),
+        (MLP, {"n": 640}, ShapeError, "pass down=False"),
+        (MLP, {"rank": (8, 8)}, ShapeError, "pass one, or 3"),
+        (ONE, {"dtype": "float32"}, UnknownNameError, "dtype"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_with_the_way_out(spec, fields, error, words):
+    with pytest.raises(error, match=words):
+        dataclasses.replace(spec, **fields)
+
+
+@pytest.mark.parametrize(
+    ("weight", "target", "words"),
+    [
+        ("mxfp4", "trn2", "trn2 has no such product; take fp8"),
+        ("mxfp4", "trn1", "trn1 has no such product; take bfloat16"),
+        ("fp8", "trn1", "use dtype bfloat16"),
+    ],
+)
+def test_a_format_that_the_target_lacks_is_refused_with_the_way_out(weight, target, words):
+    with pytest.raises(NmmError, match=words):
+        build_kernel(dataclasses.replace(ONE, weight=weight), target)
