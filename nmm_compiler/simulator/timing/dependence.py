@@ -10,12 +10,11 @@ itself.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
-from nmm_compiler.simulator.timing.regions import Record, Records, is_dense, overlaps
+from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
 from nmm_compiler.simulator.timing.resources import Pool
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -42,13 +41,13 @@ def wake_table(target: Target) -> list[list[float]]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Store:
-    """A DMA to HBM that is not booked yet: nothing needs its end, so other DMAs can be issued
-    first."""
+    """A DMA to HBM that is put off: others are issued first until something needs its end."""
 
     index: int
     instruction: Instruction
     ready: float
     cost: DmaCost
+    booked: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,42 +82,35 @@ def _place_of(allocation: Allocation) -> _Place:
     return _Place(memory, rows, (byte, byte + allocation.bytes_per_partition))
 
 
-_NOTHING = Records()  # shared by all storages until there is something to remember
-
-
 class Storage:
     """The state of one allocation for the dependence check.
 
     end: end of the last access so far, by the instruction `user`.
     floor: when its memory is free, negative before first use; the instruction `freed_by` frees it.
-    whole: the one write record if it covers all bytes of a tensor on chip; `writes` is empty then.
     put_off: (access, whether it writes, store) of each store that was put off and touches it.
-    partitions, bytes: what an access covers that covers all; -1 in HBM.
     """
 
     __slots__ = (
-        "bytes", "end", "floor", "freed_by", "last_use", "last_write", "partitions", "place",
-        "pool", "put_off", "reads", "size", "user", "whole", "writes",
+        "end", "floor", "freed_by", "last_use", "last_write", "place", "pool", "put_off", "reads",
+        "size", "user", "writes",
     )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.writes = self.reads = _NOTHING
-        self.whole: Record | None = None
-        self.last_use = self.last_write = self.user = self.freed_by = -1
+    def __init__(self, last_write: int, last_use: int) -> None:
+        self.writes, self.reads = Records(), Records()
+        self.last_write, self.last_use = last_write, last_use
+        self.user = self.freed_by = -1
         self.end = 0.0
         self.floor = -1.0
         self.place: _Place | None = None
         self.pool: Pool | None = None
-        self.put_off: Sequence[tuple[Access, bool, Store]] = ()
+        self.put_off: list[tuple[Access, bool, Store]] = []
         self.size = 0
-        self.partitions = self.bytes = -1
 
 
 class Dependences:
     """Storages of one trace, and the memories they live in.
 
-    book: books one put-off store, and calls `done` for it; settle: books the next of all, if it is
-    ready before a time.
+    book: books one put-off store, and calls `done` for it; settle: books the next of all.
     waited: what the last result of `ready` waits for.
     """
 
@@ -127,7 +119,7 @@ class Dependences:
         trace: Trace,
         target: Target,
         book: Callable[[Store], None],
-        settle: Callable[[float], bool],
+        settle: Callable[[], bool],
         reorder: bool = True,
     ) -> None:
         self.storages: dict[int, Storage] = {}
@@ -136,8 +128,7 @@ class Dependences:
         self._in_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
         self.sbuf = Pool(target.sbuf_usable_bytes_per_partition, settle)
         banks = target.psum_banks * target.psum_bank_bytes_per_partition
-        # no store frees PSUM sooner than the copies out of it
-        self.psum = Pool(banks, lambda before: before == math.inf and settle(before))
+        self.psum = Pool(banks, settle)
         self._placed: list[Storage] = []
         self._book = book
         wake = wake_table(target)
@@ -154,12 +145,10 @@ class Dependences:
             on_chip = found.memory != "hbm"
             if found.last_write < 0 and not (on_chip and found.last_index >= 0):
                 continue
-            storage = self.storages[identity] = Storage()
-            storage.last_write, storage.last_use = found.last_write, found.last_index
+            storage = self.storages[identity] = Storage(found.last_write, found.last_index)
             if not on_chip:
                 continue
-            storage.size = storage.bytes = found.bytes_per_partition
-            storage.partitions = found.shape[0]
+            storage.size = found.bytes_per_partition
             if found.address is not None or identity in one_buffer:
                 storage.place = _place_of(found)
             elif found.memory == "psum":
@@ -180,12 +169,6 @@ class Dependences:
                 self._enter(storage)
             if storage.put_off:
                 self._book_users(storage, access, writers_only=True)
-            record = storage.whole
-            if record is not None:
-                when = record.end + wake[record.engine]
-                if when > ready:
-                    ready, waited = when, (_MADE_BY[record.engine], record.index, record.end)
-                continue
             for record in storage.writes.near(access):
                 when = record.end + wake[record.engine]
                 if when > ready and overlaps(record.access, access):
@@ -202,13 +185,8 @@ class Dependences:
                 when += self._free_wake[engine]
                 if when > ready:
                     ready, waited = when, ("memory", storage.freed_by, storage.floor)
-            record = storage.whole
-            if record is not None and record.engine != own:
-                when = record.end + wake[record.engine]
-                if when > ready:
-                    ready, waited = when, ("reuse", record.index, record.end)
             for records in (storage.writes, storage.reads):
-                for record in records.near(access) if records.used else ():
+                for record in records.near(access):
                     if record.engine == own:
                         continue
                     when = record.end + wake[record.engine]
@@ -224,22 +202,17 @@ class Dependences:
             for access in accesses:
                 storage = self.storages.get(access.storage)
                 if storage is not None:
-                    storage.put_off = [*storage.put_off, (access, writes, store)]
+                    storage.put_off.append((access, writes, store))
 
-    def booked(self, store: Store) -> None:
-        """Forget a store that has been booked."""
-        for access in (*store.instruction.reads, *store.instruction.writes):
-            storage = self.storages.get(access.storage)
-            if storage is not None:
-                storage.put_off = [entry for entry in storage.put_off if entry[2] is not store]
-
-    def _book_users(self, storage: Storage, access: Access, *, writers_only: bool = False) -> None:
-        """Book the stores of a storage that overlap an access, or only those that write there."""
-        done: Store | None = None
-        for other, writes, store in storage.put_off:
-            if (writes or not writers_only) and store is not done and overlaps(other, access):
+    def _book_users(
+        self, storage: Storage, access: Access | None = None, *, writers_only: bool = False
+    ) -> None:
+        """Book the stores that overlap an access (None for any), or only those that write there."""
+        for other, writes, store in list(storage.put_off):
+            wanted = writes or not writers_only
+            if wanted and not store.booked and (access is None or overlaps(other, access)):
                 self._book(store)
-                done = store
+        storage.put_off = [entry for entry in storage.put_off if not entry[2].booked]
 
     def _enter(self, storage: Storage) -> None:
         if storage.place is not None:
@@ -258,18 +231,13 @@ class Dependences:
             if not place.meets(other.place):
                 kept.append(other)
                 continue
-            self._book_all(other)
+            self._book_users(other)
             if other.end > when:
                 when, storage.freed_by = other.end, other.user
             if not place.covers(other.place):
                 kept.append(other)
         self._placed = [*kept, storage]
         return when
-
-    def _book_all(self, storage: Storage) -> None:
-        """Book every store that was put off and touches a storage."""
-        while storage.put_off:
-            self._book(storage.put_off[0][2])
 
     def done(
         self,
@@ -287,12 +255,8 @@ class Dependences:
             if end > storage.end:
                 storage.end, storage.user = end, index
             if index < storage.last_use:
-                record = storage.whole
-                if record is not None and record.access is access:
-                    record.end, record.engine, record.index = end, engine, index
-                    storage.reads = _NOTHING
-                else:
-                    self._remember_write(storage, Record(access, end, engine, index))
+                storage.reads.replace_covered(access)
+                storage.writes.write(Record(access, end, engine, index))
             elif storage.pool is not None:
                 self._release(storage, storage.pool)
         for access in reads:
@@ -302,39 +266,14 @@ class Dependences:
             if read_end > source.end:
                 source.end, source.user = read_end, index
             if index < source.last_write:
-                if source.reads is _NOTHING:
-                    source.reads = Records()
                 self._remember_read(source.reads, Record(access, read_end, engine, index))
             elif index == source.last_use and source.pool is not None:
                 self._release(source, source.pool)
 
-    @staticmethod
-    def _remember_write(storage: Storage, new: Record) -> None:
-        """Add a write in place of those that it covers, in one record if it covers everything."""
-        access = new.access
-        extent = access.byte_stop - access.byte_start
-        whole = storage.whole
-        if (
-            extent == storage.bytes
-            and access.partition_stop - access.partition_start == storage.partitions
-            and is_dense(access.pattern, access.item_bytes, extent)
-        ):
-            storage.writes = storage.reads = _NOTHING
-            storage.whole = new
-            return
-        if storage.writes is _NOTHING:
-            storage.writes = Records()
-            if whole is not None:
-                storage.writes.add(whole)
-                storage.whole = None
-        if storage.reads.used:
-            storage.reads.replace_covered(access)
-        storage.writes.write(new)
-
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""
         if storage.put_off:
-            self._book_all(storage)
+            self._book_users(storage)
         pool.release(storage.size, storage.end, storage.user)
         storage.pool = None
 

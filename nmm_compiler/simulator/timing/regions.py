@@ -3,8 +3,9 @@
 An access is a set of bytes: a partition range, a byte range and a strided pattern inside it.
 Bounding ranges are compared first; only when they intersect and one side has holes are the
 patterns themselves compared. A kernel that tiles one HBM tensor writes thousands of interleaved
-regions. So the records of a storage are kept in a grid of its rows and columns, whose cell is a
-region that was met, and the comparison of two patterns at one distance is cached.
+regions. So the records of a storage, once they are more than a few, are kept in a grid of its rows
+and columns, whose cell is a region that was met, and the comparison of two patterns at one distance
+is cached.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nmm_compiler.simulator.trace import Access
 
 Pattern = tuple[tuple[int, int], ...]
 
+_FEW = 6
 _WIDE_CELLS = 16
 _WIDE_RECORDS = 12
 _RUNS_LIMIT = 1 << 20
@@ -143,24 +145,25 @@ def distinct_bytes(accesses: Sequence[Access]) -> int:
 
 
 class Records:
-    """The accesses of one storage that a later access may depend on, in a grid of cells.
+    """The accesses of one storage that a later access may depend on: a few, or a grid of cells.
 
     The grid is laid by one access: its pitch is the step of that one's outermost dimension (0 for
     one row), a cell has as many rows and as many bytes of each. So equal tiles have a cell each.
     Accesses of many cells are kept aside; when they become many, one of them lays the grid anew.
     """
 
-    __slots__ = ("across", "cells", "pitch", "rows", "used", "wide", "wide_limit", "width")
+    __slots__ = ("across", "cells", "pitch", "rows", "wide", "wide_limit", "width")
 
     def __init__(self) -> None:
-        self.used = False
         self.cells: dict[int, list[Record]] = {}
-        self.wide: list[Record] = []
-        self.wide_limit = _WIDE_RECORDS
-        self.pitch, self.rows, self.width, self.across = 0, 1, 1, 1
+        self.wide: list[Record] = []  # all of them, while there is no grid
+        self.wide_limit = _FEW
+        self.pitch, self.rows, self.width, self.across = 0, 1, 0, 1
 
     def near(self, access: Access) -> Iterable[Record]:
         """Return the records that may overlap `access` (a superset; some may come twice)."""
+        if not self.width:
+            return self.wide
         cells, keys = self.cells, self._cells_of(access)
         if not self.wide and len(keys) == 1:
             return cells.get(keys[0], ())
@@ -170,10 +173,11 @@ class Records:
 
     def replace_covered(self, access: Access) -> None:
         """Forget the records that a new write of `access` covers whole."""
+        if not self.wide and not self.cells:
+            return
         dense = is_dense(access.pattern, access.item_bytes, access.byte_stop - access.byte_start)
-        if self.wide:
-            self.wide = [r for r in self.wide if not _covers(access, dense, r.access)]
-        cells, keys = self.cells, self._cells_of(access)
+        self.wide = [r for r in self.wide if not _covers(access, dense, r.access)]
+        cells, keys = self.cells, self._cells_of(access) if self.width else ()
         for key in keys if len(keys) <= len(cells) else list(cells):
             cell = cells.get(key)
             if cell:
@@ -181,17 +185,13 @@ class Records:
 
     def write(self, record: Record) -> None:
         """Remember a write, and forget the accesses that it covers whole."""
-        if self.used:
-            self.replace_covered(record.access)
+        self.replace_covered(record.access)
         self.add(record)
 
     def add(self, record: Record) -> None:
         """Remember one access."""
-        if not self.used:
-            self.used = True
-            self._lay(record.access)
-        keys = self._cells_of(record.access)
-        if len(keys) <= _WIDE_CELLS:
+        keys = self._cells_of(record.access) if self.width else ()
+        if keys and len(keys) <= _WIDE_CELLS:
             for key in keys:
                 self.cells.setdefault(key, []).append(record)
             return
@@ -200,7 +200,7 @@ class Records:
             inside = (record for cell in self.cells.values() for record in cell)
             known = {id(one): one for one in (*inside, *self.wide)}
             self.cells, self.wide = {}, []
-            self.wide_limit = 2 * len(known)
+            self.wide_limit = max(2 * len(known), _WIDE_RECORDS)
             self._lay(record.access)
             for one in known.values():
                 self.add(one)

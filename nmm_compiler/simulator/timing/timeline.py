@@ -14,7 +14,6 @@ import bisect
 import contextlib
 import dataclasses
 import gc
-import math
 from collections.abc import Iterator, Sequence
 
 from nmm_compiler.simulator.timing.costs import Work, Works
@@ -327,18 +326,18 @@ class _Pass:
         else:
             self._issue(index, instruction, ready, cost)
 
-    def _settle(self, before: float = math.inf) -> bool:
+    def _settle(self) -> bool:
         """Book the store that was put off and is ready first; return whether there was one."""
-        if not self.waiting or self.waiting[0][0] >= before:
-            return False
-        self._book(self.waiting[0][2])
-        return True
+        if self.waiting:
+            self._book(self.waiting[0][2])
+            return True
+        return False
 
     def _book(self, store: Store) -> None:
         """Book a store that was put off."""
         waiting = self.waiting
         del waiting[bisect.bisect_left(waiting, (store.ready, store.index))]
-        self.dependences.booked(store)
+        store.booked = True
         self._issue(store.index, store.instruction, store.ready, store.cost)
 
     def _issue(self, index: int, instruction: Instruction, begin: float, cost: DmaCost) -> None:
