@@ -20,7 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from nmm_compiler.errors import OptionTypeError, UnknownNameError
 from nmm_compiler.ops import registration
-from nmm_compiler.ops.products import as_matrix, layouts_of
+from nmm_compiler.ops.references import as_matrix, layouts_of
 
 # Raise the number when a decomposition changes: inductor's caches do not look inside of it.
 _CACHE_TAG = "nmm-decompositions-2"

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from nmm_compiler.ops.definition import ROW
 from nmm_compiler.ops.lower import op_name
 from nmm_compiler.ops.registration import DEFINITIONS
 
@@ -59,7 +58,7 @@ def backward_calls(
         made = op.fake(*held, **kwargs)
         grads = tuple(made) if op.many else (made,)
         with noted:
-            op.gradient(held, {**ROW, **kwargs}, grads, need)
+            op.gradient(held, kwargs, grads, need)
     return noted.calls, noted.by_torch
 
 

@@ -1,58 +1,160 @@
-"""The record that defines an op. A family's op.py fills it in; registration.py reads it.
+"""The record that defines an op: its operands and keywords as a table, from which the rest follows.
 
-The arguments of a call hold everything: layouts ("row" x is [..., k], "col" x is [k, m]; "row" u is
-[k, r], "col" u is what `nn.Linear` stores, [r, k]; a "col" result is [n, m]; out_layouts has one
-layout for each result), the target, and the executor.
+Layouts are keywords ("row" x is [..., k], "col" x is [k, m]; "row" u is [k, r], "col" u is what
+`nn.Linear` stores, [r, k]; a "col" result is [n, m]; out_layouts has one layout for each result),
+and so are the target and the executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from nmm_compiler.ops.gradients import Grads
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
 from nmm_compiler.ops.launches import Launch
 
-# Arguments of many schemas.
-LAYOUTS = "str x_layout='row', str out_layout='row'"
-UV = f"{LAYOUTS}, str u_layout='row', str v_layout='row'"
-GATED = f"str activation='silu', {LAYOUTS}, str weight_layout='row'"
-WHERE = "str target='trn2', str executor='reference'"
-ROW = dict.fromkeys(
-    ("x_layout", "out_layout", "u_layout", "v_layout", "w_layout", "weight_layout"), "row"
-)
-"""The layouts of a call that gives none."""
+Grads = list[Any]
+Placements = list[tuple[list[Any], list[Any]]]
+"""Rows of (placements of the results, placements of the operands) that DTensor may use."""
+
+LAYOUTS = {"x_layout": "row", "out_layout": "row"}
+WHERE = {"target": "trn2", "executor": "reference"}
+NORM = {"norm": "none", "norm_offset": 0.0, "norm_eps": 1e-6}
+_TYPES = {str: "str", float: "float", int: "int", bool: "bool"}
+_OPTIONAL = {
+    "x_scale": "float?",
+    "scale": "float?",
+    "activations": "str[]?",
+    "out_layouts": "str[]?",
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An argument that holds tensors.
+
+    kind: its type in a schema. role: "first" and "last" for the factors u and v, "dense" for a
+    weight, "bias"; "factors" for a projection [u, v] or [w], "down_factors" for one that follows a
+    gate; others are whole on every device. layout: the keyword that says how it is stored. kernel:
+    the name of a kernel's operand, "{}" for its place in a list.
+    """
+
+    name: str
+    kind: str = "Tensor"
+    role: str = ""
+    layout: str = ""
+    kernel: str = ""
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Any, str]]:
+        """Yield (name in a kernel, tensor or None, role) for each tensor of a value."""
+        several = isinstance(value, (list, tuple))
+        every = value if several else [value]
+        for i, tensor in enumerate(every):
+            if self.role.endswith("factors"):
+                at = i if len(every) == 2 else 2
+                role = self.role.removesuffix("factors") + ("first", "last", "dense")[at]
+                yield f"{self.name}_{'uvw'[at]}", tensor, role
+            else:
+                yield (self.kernel or self.name).format(i), tensor, self.role
 
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One torch op: its arguments, its meaning, and how it reaches kernels.
+    """One torch op; subclasses say what it computes and how it reaches kernels.
 
-    schema: arguments and results as PyTorch writes them. reference: what it computes, in plain
-    PyTorch; takes exactly the schema's arguments. fake: the same without data, with checks.
-    gradient: (operands, keywords with their layouts, gradients of the results, None for one that no
-    loss reads, which gradients are needed) -> a gradient or None for each operand. lower: (x as a
-    matrix, operands, keywords, tokens, transpose) -> launches. sharding: operands and keywords ->
-    placements that DTensor may use, None for whole tensors only. bare, own: the reference of a call
-    that has no more than so many operands, and neither a norm nor a residual: it saves a Python
-    call.
+    operands: x first. keywords: each with its default. bare, own: PyTorch's computation of a call
+    that has no more than so many operands and no norm; it saves a Python call.
     """
 
-    schema: str
-    reference: Callable
-    fake: Callable
-    gradient: Callable[[tuple, dict, tuple, tuple], Grads]
-    lower: Callable[..., list[Launch]]
-    sharding: Callable | None = None
+    name: str
+    operands: tuple[Operand, ...]
+    keywords: Mapping[str, Any]
     bare: Callable | None = None
     own: int = 0
 
-    @property
-    def name(self) -> str:
-        """The op's name in `torch.ops.nmm`."""
-        return str(self.reference.__name__)
+    many: ClassVar[bool] = False  # whether the op returns a list of tensors
 
     @property
-    def many(self) -> bool:
-        """Whether the op returns a list of tensors."""
-        return self.schema.endswith("-> Tensor[]")
+    def schema(self) -> str:
+        """Arguments and results as PyTorch writes them."""
+        made = [
+            f"{one.kind} {one.name}" + ("=None" if one.kind == "Tensor?" else "")
+            for one in self.operands
+        ]
+        made.append("*")
+        for name, value in self.keywords.items():
+            kind = _OPTIONAL[name] if value is None else _TYPES[type(value)]
+            made.append(f"{kind} {name}={value!r}")
+        return f"({', '.join(made)}) -> Tensor{'[]' if self.many else ''}"
+
+    def bound(self, args: Sequence[Any], kw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return every argument of a call by its name, those that it leaves out too."""
+        names = [one.name for one in self.operands]
+        return {
+            **dict.fromkeys(names),
+            **self.keywords,
+            **dict(zip(names, args, strict=False)),
+            **kw,
+        }
+
+    def parts(self, given: Mapping[str, Any]) -> Iterator[tuple[Operand, str, Any, str]]:
+        """Yield (operand, name in a kernel, tensor or None, role) of all tensors, in order."""
+        for one in self.operands:
+            for part in one.parts(given[one.name]):
+                yield (one, *part)
+
+    def reference(self, *args: Any, **kw: Any) -> Any:
+        """Return what the op computes, in plain PyTorch; takes the schema's arguments."""
+        raise NotImplementedError
+
+    def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
+        """Return the results again, differentiable by calls of this package's ops."""
+        return self.reference(*args, **kw)
+
+    def fake(self, *args: Any, **kw: Any) -> Any:
+        """Return empty results; raises NmmError for operands that do not fit."""
+        raise NotImplementedError
+
+    def lower(
+        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Any
+    ) -> list[Launch]:
+        """Return the launches of a call whose x, as a matrix of m tokens, is `rows`."""
+        raise NotImplementedError
+
+    def sharding(self, *args: Any, **kw: Any) -> Placements:
+        """Return the placements that DTensor may use."""
+        raise NotImplementedError
+
+    def gradient(self, args: tuple, kw: dict[str, Any], grads: tuple, need: tuple) -> Grads:
+        """Return a gradient, or None, for each operand.
+
+        grads: those of the results, None for one that no loss reads. need: which operands need one.
+        """
+        again = torch.is_grad_enabled()
+        flat, form = tree_flatten(args)
+        asked = tree_leaves(tree_map(bool, need))
+        with torch.enable_grad():
+            held = [
+                t if not n else t.view_as(t) if again else t.detach().requires_grad_()
+                for t, n in zip(flat, asked, strict=True)
+            ]
+            made = self.by_kernels(tree_unflatten(held, form), kw)
+            results = made if isinstance(made, list) else [made]
+            read = [
+                (y, g)
+                for y, g in zip(results, grads, strict=True)
+                if g is not None and y.requires_grad
+            ]
+            wanted = [t for t, n in zip(held, asked, strict=True) if n]
+            found: Any = [None] * len(wanted)
+            if read and wanted:
+                outputs, of_outputs = zip(*read, strict=True)
+                found = torch.autograd.grad(
+                    outputs, wanted, of_outputs, create_graph=again, allow_unused=True
+                )
+        each = iter(found)
+        return list(tree_unflatten([next(each) if n else None for n in asked], form))

@@ -64,8 +64,3 @@ def features(w: Tensor, layout: str) -> tuple[int, int]:
     """Return (inputs, outputs) of a weight."""
     rows, columns = w.shape
     return (rows, columns) if layout == "row" else (columns, rows)
-
-
-def layouts(kwargs: dict[str, Any]) -> dict[str, str]:
-    """Return the layouts of x and of the result."""
-    return {name: kwargs.get(name, "row") for name in ("x_layout", "out_layout")}

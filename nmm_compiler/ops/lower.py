@@ -18,7 +18,7 @@ from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
-from nmm_compiler.ops.products import as_matrix
+from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 

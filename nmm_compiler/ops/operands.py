@@ -6,26 +6,22 @@ tensors without data, and their errors name the operand that does not fit. Sizes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.base import LAYOUTS
-from nmm_compiler.ops.definition import ROW
 
 
-def read_layouts(keywords: dict[str, Any]) -> dict[str, str]:
-    """Return the layouts of a call, with those that it leaves out.
-
-    Raises UnknownNameError unless each is "row" or "col".
-    """
-    given = {name: value for name, value in keywords.items() if name in ROW}
-    for name, layout in given.items():
-        if layout not in LAYOUTS:
-            raise UnknownNameError(name, layout, LAYOUTS)
-    return ROW | given
+def read_layouts(keywords: Mapping[str, Any]) -> None:
+    """Raise UnknownNameError unless each layout of a call is "row" or "col"."""
+    for name, value in keywords.items():
+        several = name == "out_layouts" and value is not None
+        for layout in value if several else [value] * name.endswith("_layout"):
+            if layout not in LAYOUTS:
+                raise UnknownNameError(name, layout, LAYOUTS)
 
 
 def weight_shape(name: str, w: Tensor, layout: str) -> tuple[int, int]:
@@ -51,18 +47,6 @@ def check_same(what: str, left: Any, right: Any) -> None:
     """Raise ShapeError unless two sizes are equal."""
     if left != right:
         raise ShapeError(f"{what}: {left} and {right} do not chain")
-
-
-def chain_outputs(name: str, k: Any, weights: Sequence[Tensor], layout: str) -> int:
-    """Return the output features of x times the weights, checking that each follows the last."""
-    if not 1 <= len(weights) <= 2:
-        raise ShapeError(f"{name} has {len(weights)} weights; pass [u, v] or a dense [w]")
-    features = k
-    for index, w in enumerate(weights):
-        inputs, outputs = weight_shape(f"{name}[{index}]", w, layout)
-        check_same(f"features into {name}[{index}]", features, inputs)
-        features = outputs
-    return features
 
 
 def check_vector(name: str, vector: Tensor | None, n: Any) -> None:

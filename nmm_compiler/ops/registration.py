@@ -1,19 +1,11 @@
 """The torch ops of the package: `torch.ops.nmm.*`, what a rewritten graph calls.
 
-    lowrank_matmul            activation(x w + scale * (x u) v + bias)
-    lowrank_matmul_shared_x   several (x u_i) v_i + bias_i
-    lowrank_matmul_shared_u   several (x u) v_i + bias_i
-    gated_mlp_up              activation(x gate) * (x up)
-    gated_mlp                 (activation(x gate) * (x up)) down
-    matmul                    activation(x w + bias)
-    <each>_scaled             the same for fp8 weights with scales (scaled.py)
-
-The families define them, each in its op.py; see definition.py for what a definition says. Executor
-"reference" is PyTorch itself; any other is looked up in EXECUTORS, which
-`nmm_compiler.runtime.executor` fills, as "name" or "name#configuration".
+The families define them, each in its op.py: linear.py has the table of linear layers, scaled.py the
+same for fp8 weights. Executor "reference" is PyTorch itself; any other is looked up in EXECUTORS,
+which `nmm_compiler.runtime.executor` fills, as "name" or "name#configuration".
 
 An eager call on the reference differentiates through PyTorch's own products: one Python hop, any
-order of derivative. Kernel executors use the formulas of `gradient`. While a graph is traced
+order of derivative. Kernel executors use `gradient`. While a graph is traced
 without gradients the op stays one node. A change of an op's meaning needs a new op name, since
 inner compilers cache code that calls it by name.
 """
@@ -33,7 +25,7 @@ from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import PACKAGE
 from nmm_compiler.ops import autocast_and_vmap, sharding
 from nmm_compiler.ops.autograd import KernelCall
-from nmm_compiler.ops.definition import Op
+from nmm_compiler.ops.definition import NORM, Op
 
 Executor = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the op's name, its positional and its keyword arguments; returns what the op does."""
@@ -52,7 +44,7 @@ def _run_reference(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 EXECUTORS: dict[str, Executor] = {"reference": _run_reference}
 
-_NORM = frozenset({"norm", "norm_offset", "norm_eps"})
+_NORM = frozenset(NORM)
 
 NEURON_DEVICES = ("neuron", "xla")
 
@@ -142,5 +134,5 @@ for _name, _op in DEFINITIONS.items():
     torch.library.register_fake(f"nmm::{_name}", _op.fake, lib=_library)
     autocast_and_vmap.register(_library, _name, OPS[_name])
 
-RULES = {OPS[name]: op.sharding for name, op in DEFINITIONS.items() if op.sharding is not None}
+RULES = {OPS[name]: op.sharding for name, op in DEFINITIONS.items()}
 sharding.register_when_used(RULES)

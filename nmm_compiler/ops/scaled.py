@@ -11,7 +11,7 @@ x is of 16 bits (or more, on the reference), or float8_e4m3fn with the number `x
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,29 +19,17 @@ from torch import Tensor
 
 from nmm_compiler.errors import ModelError, ShapeError, SpecError
 from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.ops.definition import ROW, Op
-from nmm_compiler.ops.gradients import Grads
+from nmm_compiler.ops.definition import NORM, Grads, Op, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
+from nmm_compiler.ops.linear import LinearOp
 from nmm_compiler.ops.operands import check_same
-from nmm_compiler.ops.sharding import Placements, cut
+from nmm_compiler.ops.sharding import cut
 
 FP8_DTYPE = torch.float8_e4m3fn
 SUFFIX = "_scaled"
-SCALED = "Tensor[] scales"
-OF_X = "float? x_scale=None, str out_dtype='bfloat16'"
-"""Arguments of the schemas: behind x, and among the keywords."""
-
-SAID: dict[str, Any] = {**ROW, "x_scale": None, "out_dtype": "bfloat16"}
-"""The keywords of a call that gives none."""
-
-OWN = ("x_scale", "out_dtype")
+OF_X = {"x_scale": None, "out_dtype": "bfloat16"}
 """The keywords that the plain op does not have."""
-
-Place = tuple[int, str]
-"""Position of a weight, or a list of weights, in the plain op, and the name of its layout."""
-
-Places = Callable[[Sequence[Any]], Sequence[Place]]
-"""Returns the places of the fp8 weights among the arguments behind the scales."""
+_PLAIN_ONLY = {*NORM, "inner_activation", "inner_eps", "tp", "tp_axis", "group"}
 
 
 def result_dtype(x: Tensor, out_dtype: str) -> torch.dtype:
@@ -99,151 +87,168 @@ def refuse_gradients(x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tens
             )
 
 
-def scaled_op(
-    plain: Op,
-    schema: str,
-    reference: Callable,
-    weights: Sequence[Place] | Places,
-) -> Op:
-    """Return the op of fp8 weights that belongs to a plain op.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledOp(Op):
+    """The op of fp8 weights that belongs to a plain op."""
 
-    weights: the places of those that are fp8, in the order of the kernel's operands.
-    """
+    plain: LinearOp
 
-    def places_of(rest: Sequence[Any]) -> Sequence[Place]:
-        return weights(rest) if callable(weights) else weights
+    @property
+    def many(self) -> bool:  # type: ignore[override]
+        """Whether the op returns a list of tensors."""
+        return self.plain.many
 
-    def gradient(args: tuple, keywords: dict, grads: tuple, need: tuple) -> Grads:
-        x, scales, *rest = args
-        places = places_of(rest)
-        flat = [*_weights(rest, keywords, places)]
-        asked = [x, *scales, *(w for w, _ in flat)]
-        watched = [need[0] and x.dtype == FP8_DTYPE, *need[1]]
-        watched += [n for i, _ in places for n in _several(need[i + 1])]
-        if any(watched):
-            named = [str(t.dtype) for t, n in zip(asked, watched, strict=True) if n]
+    def _places(self, given: Mapping[str, Any]) -> list[tuple[str, int, Tensor, str]]:
+        """Return (argument, place in it, tensor, layout) of the weights that are fp8, in order.
+
+        These are all weights; where a w is beside factors, it is that w alone.
+        """
+        weights = [
+            (one.name, i, tensor, given[one.layout])
+            for one in self.plain.operands if one.layout
+            for i, (_, tensor, _) in enumerate(one.parts(given[one.name])) if tensor is not None
+        ]  # fmt: skip
+        base = [one for one in weights if one[0] == "w"]
+        return base or weights
+
+    def _plain(
+        self, given: Mapping[str, Any], weights: Sequence[Tensor], x: Tensor
+    ) -> dict[str, Any]:
+        """Return the arguments of the plain op, with other weights and another x."""
+        made = {one.name: given.get(one.name) for one in self.plain.operands} | {"x": x}
+        for (name, i, _, _), w in zip(self._places(given), weights, strict=True):
+            if isinstance(given[name], (list, tuple)):
+                made[name] = [*made[name][:i], w, *made[name][i + 1 :]]
+            else:
+                made[name] = w
+        keywords = {name: given[name] for name in self.keywords if name not in OF_X}
+        return made | keywords
+
+    def _widened(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plain op's arguments: x and the weights as the numbers they stand for.
+
+        Raises ModelError where autograd asks for a gradient of fp8 numbers.
+        """
+        x, scales, places = given["x"], given["scales"], self._places(given)
+        dtype = result_dtype(x, given["out_dtype"])
+        weights = [w for _, _, w, _ in places]
+        check_formats(x, given["x_scale"], weights)
+        refuse_gradients(x, weights, scales)
+        if x.dtype == FP8_DTYPE:
+            x = x.to(dtype) * given["x_scale"]
+        wide = [
+            w.to(dtype) * (scale.unsqueeze(1) if layout == "col" else scale).to(dtype)
+            for (_, _, w, layout), scale in zip(places, scales, strict=True)
+        ]
+        return self._plain(given, wide, x)
+
+    def reference(self, *args: Any, **kw: Any) -> Any:
+        """Return what the op computes, in plain PyTorch."""
+        return self.plain.reference(**self._widened(self.bound(args, kw)))
+
+    def gradient(self, args: tuple, kw: dict[str, Any], grads: tuple, need: tuple) -> Grads:
+        """Return the gradients of x and the biases; ModelError where fp8 numbers need one."""
+        given, needed = self.bound(args, kw), self.bound(need, {})
+        asked = {"x": given["x"]} if given["x"].dtype == FP8_DTYPE else {}
+        asked |= {f"scale {i}": scale for i, scale in enumerate(given["scales"])}
+        watched = {f"scale {i}": n for i, n in enumerate(needed["scales"])} | {"x": needed["x"]}
+        for name, i, w, _ in self._places(given):
+            asked[f"{name} {i}"] = w
+            of = needed[name]
+            watched[f"{name} {i}"] = of[i] if isinstance(of, (list, tuple)) else of
+        named = [str(t.dtype) for name, t in asked.items() if watched[name]]
+        if named:
             raise ModelError(
-                f"{reference.__name__}: no gradient of fp8 operands or their scales "
+                f"{self.name}: no gradient of fp8 operands or their scales "
                 f"({', '.join(named)}); train the factors first, then quantize them"
             )
         with torch.no_grad():
-            wide = widened(x, scales, flat, {**SAID, **keywords})[1]
-        own, *others = plain.gradient(
-            (x, *_put(rest, places, wide)), keywords, grads, (need[0], *need[2:])
+            plain = self._widened(given)
+        names = [one.name for one in self.operands[: len(args)] if one.name != "scales"]
+        keywords = {name: value for name, value in kw.items() if name not in OF_X}
+        own, *others = self.plain.gradient(
+            tuple(plain[name] for name in names), keywords, grads, (need[0], *need[2:])
         )
-        return [own, [None] * len(scales), *others]
+        return [own, [None] * len(given["scales"]), *others]
 
-    def fake(x: Tensor, scales: Sequence[Tensor], *rest: Any, **keywords: Any) -> Any:
-        dtype = result_dtype(x, keywords.get("out_dtype", "bfloat16"))
-        places = places_of(rest)
-        flat = [*_weights(rest, {**ROW, **keywords}, places)]
-        check_formats(x, keywords.get("x_scale"), [w for w, _ in flat])
-        check_same("numbers of weights and scales", len(flat), len(scales))
-        for (w, layout), scale in zip(flat, scales, strict=True):
+    def fake(self, *args: Any, **kw: Any) -> Any:
+        """Return empty results; raises NmmError for operands that do not fit."""
+        given = self.bound(args, kw)
+        x, scales, places = given["x"], given["scales"], self._places(given)
+        dtype = result_dtype(x, given["out_dtype"])
+        check_formats(x, given["x_scale"], [w for _, _, w, _ in places])
+        check_same("numbers of weights and scales", len(places), len(scales))
+        for (_, _, w, layout), scale in zip(places, scales, strict=True):
             outputs = w.shape[0 if layout == "col" else -1]
             if scale.dim() != 1 or scale.shape[0] not in (1, outputs):
                 raise ShapeError(f"a scale has shape {tuple(scale.shape)}; pass [1] or [{outputs}]")
-        wide = [w.new_empty(w.shape, dtype=dtype) for w, _ in flat]
+        wide = [w.new_empty(w.shape, dtype=dtype) for _, _, w, _ in places]
         like = x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
-        return plain.fake(like, *_put(rest, places, wide), **keywords)
+        return self.plain.fake(**self._plain(given, wide, like))
 
     def lower(
-        rows: Tensor, args: Sequence[Any], keywords: dict, m: int, transpose: Transpose | None
-    ) -> list[Launch]:
-        x, scales, *rest = args
-        (made,) = plain.lower(rows, (x, *rest), keywords, m, transpose)
-        beside = getattr(made.spec, "base", False)
-        return [_with_scales(made, x, scales, keywords, beside)]
-
-    def sharding(x: Any, scales: Any, *rest: Any, **keywords: Any) -> Placements:
-        assert plain.sharding is not None
-        places = places_of(rest)
-        flat = [*_weights(rest, {**ROW, **keywords}, places)]
-        starts = [1 + sum(len(_several(one)) for one in rest[: i - 1]) for i, _ in places]
-        at = [
-            start + j
-            for start, (i, _) in zip(starts, places, strict=True)
-            for j in range(len(_several(rest[i - 1])))
+        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
+        transpose: Transpose | None,
+    ) -> list[Launch]:  # fmt: skip
+        """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
+        given = self.plain.bound((), self.bound(args, kw))
+        x, scales = given["x"], [scale.float() for scale in given["scales"]]
+        fields: dict[str, Any] = {
+            "dtype": FP8, "scales": "channel" if any(s.shape[0] > 1 for s in scales) else "tensor",
+        }  # fmt: skip
+        numbers = []
+        if x.dtype == FP8_DTYPE:
+            fields["out_dtype"] = given["out_dtype"]
+            numbers = [x.new_full((1,), given["x_scale"], dtype=torch.float32)]
+        else:
+            fields["x_dtype"] = dtype_name(x)
+        if "u" in given and given.get("w") is not None:
+            # factors as they multiply; the scales of w multiply the sums of both products
+            u, v = (
+                given[name] if given[f"{name}_layout"] == "row" else given[name].t().contiguous()
+                for name in "uv"
+            )
+            given |= {"u": u, "v": (v.float() / scales[0]).to(v.dtype)}
+            given |= {"u_layout": "row", "v_layout": "row"}
+        launch = self.plain.launch(rows, given, m, transpose, fields)
+        shapes = [t.shape for t in launch.spec.inputs() if t.name.endswith("_scale")]
+        own = [
+            *numbers,
+            *(s.expand(of) for s, of in zip(scales, shapes[len(numbers) :], strict=False)),
         ]
+        return [Launch(launch.spec, (*launch.operands, *own))]
+
+    def sharding(self, *args: Any, **kw: Any) -> Placements:
+        """Return the placements that DTensor may use: scales lie as the outputs of their weight."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        given = self.bound(args, kw)
+        plain = self._plain(given, [w for _, _, w, _ in self._places(given)], given["x"])
+        starts: dict[str, int] = {}
+        for at, (one, *_) in enumerate(self.plain.parts(plain)):
+            starts.setdefault(one.name, at)
         rows = []
-        for outs, ins in plain.sharding(x, *rest, **keywords):
+        for outs, ins in self.plain.sharding(**plain):
             of_scales = [
-                _of_scale(ins[place], layout, scale)
-                for place, (_, layout), scale in zip(at, flat, scales, strict=True)
+                Shard(0)
+                if ins[starts[name] + i] == Shard(cut(layout, "out")) and scale.shape[0] > 1
+                else Replicate()
+                for (name, i, _, layout), scale in zip(
+                    self._places(given), given["scales"], strict=True
+                )
             ]
             rows.append((outs, [ins[0], *of_scales, *ins[1:]]))
         return rows
 
-    return dataclasses.replace(
-        plain, schema=schema, reference=reference, fake=fake, gradient=gradient, lower=lower,
-        sharding=sharding,
-    )  # fmt: skip
 
-
-def _of_scale(placement: Any, layout: str, scale: Any) -> Any:
-    """Return where the scales of a weight are, given how the weight is cut."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    outputs = placement == Shard(cut(layout, "out")) and scale.shape[0] > 1
-    return Shard(0) if outputs else Replicate()
-
-
-def _several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else [value]
-
-
-def _weights(
-    rest: Sequence[Any], keywords: dict[str, Any], places: Sequence[Place]
-) -> Iterator[tuple[Tensor, str]]:
-    """Yield every weight among the arguments behind the scales, with its layout."""
-    for place, layout in places:
-        for w in _several(rest[place - 1]):
-            yield w, keywords[layout]
-
-
-def _put(rest: Sequence[Any], places: Sequence[Place], weights: Sequence[Tensor]) -> list[Any]:
-    """Return the arguments behind x of the plain op, with other weights."""
-    made, left = list(rest), iter(weights)
-    for place, _ in places:
-        old = rest[place - 1]
-        new = [next(left) for _ in _several(old)]
-        made[place - 1] = new if isinstance(old, (list, tuple)) else new[0]
-    return made
-
-
-def _with_scales(
-    launch: Launch, x: Tensor, scales: Sequence[Tensor], keywords: dict[str, Any], beside: bool
-) -> Launch:
-    """Return the launch of a kernel of fp8 weights; beside: of one, beside plain factors."""
-    fields: dict[str, Any] = {"dtype": FP8}
-    operands = launch.operands
-    if beside:
-        operands = _plain_factors(launch, scales[0])
-        fields |= {"u_layout": "row", "v_layout": "row"}
-    if x.dtype == FP8_DTYPE:
-        fields["out_dtype"] = keywords.get("out_dtype", "bfloat16")
-    else:
-        fields["x_dtype"] = dtype_name(x)
-    several = any(scale.shape[0] > 1 for scale in scales)
-    fields["scales"] = "channel" if several else "tensor"
-    spec = dataclasses.replace(launch.spec, **fields)
-    shapes = [t.shape for t in spec.inputs() if t.name.endswith("_scale")]
-    numbers = [] if x.dtype != FP8_DTYPE else [keywords["x_scale"]]
-    own = [x.new_full((1,), number, dtype=torch.float32) for number in numbers]
-    own += [
-        scale.float().expand(shape)
-        for scale, shape in zip(scales, shapes[len(own) :], strict=False)
-    ]
-    return Launch(spec, (*operands, *own))
-
-
-def _plain_factors(launch: Launch, scale: Tensor) -> tuple[Tensor, ...]:
-    """Return the operands with u and v as they multiply, and v divided by the scales of w, which
-    multiply the sums of both products."""
-    named = dict(zip((t.name for t in launch.spec.inputs()), launch.operands, strict=True))
-    for name in ("u", "v"):
-        if getattr(launch.spec, f"{name}_layout") == "col":
-            named[name] = named[name].t().contiguous()
-    v = named["v"]
-    named["v"] = (v.float() / scale.float()).to(v.dtype)
-    return tuple(named.values())
+def scaled_ops(ops: Sequence[LinearOp]) -> Iterator[ScaledOp]:
+    """Yield the ops of fp8 weights of those ops that have a norm, which they lack themselves."""
+    left_out = {"inner_bias", "inner_gain", "norm_gain", "norm_bias", "residual"}
+    for plain in ops:
+        if plain.own:
+            x, *others = (one for one in plain.operands if one.name not in left_out)
+            own = {name: v for name, v in plain.keywords.items() if name not in _PLAIN_ONLY}
+            yield ScaledOp(
+                name=plain.name + SUFFIX, plain=plain, keywords={**OF_X, **own},
+                operands=(x, Operand("scales", "Tensor[]"), *others),
+            )  # fmt: skip

@@ -20,20 +20,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nmm_compiler.ops.definition import ROW
+from nmm_compiler.ops.definition import Placements
 
-Placements = list[tuple[list[Any], list[Any]]]
-"""Rows of (placements of the results, placements of the operands)."""
-
-Operand = tuple[str, Any, str]
-"""Role, tensor or None, and the name of the layout of an operand after x.
-
-A role is "first" and "last" for the factors u and v, "dense" for a weight, or "bias"; those of a
-product that follows a gate begin with "down_".
-"""
+Part = tuple[str, Any, str]
+"""Role (definition.py), tensor or None, and the name of the layout of an operand, x first."""
 
 Way = tuple[str, str, dict[str, str]]
 """Name of the result's and of x's placement, and how each role is cut: "in", "out", "partial"."""
@@ -79,63 +72,66 @@ def token_dims(ndim: int, layout: str) -> list[int]:
     return [1] if layout == "col" else list(range(ndim - 1))
 
 
-def factors(name: str, weights: Sequence[Any]) -> list[Operand]:
-    """Return the operands of a projection [u, v] or [w]; name: what its roles begin with."""
-    roles = ("first", "last") if len(weights) == 2 else ("dense",)
-    return [(name + role, w, "weight_layout") for role, w in zip(roles, weights, strict=True)]
+def _ways(given: Mapping[str, Any]) -> tuple[Way, ...]:
+    """Return the rows of a call besides "replicate" and "token"."""
+    if "gate" in given:
+        return GATED_MLP if "down" in given else GATED_UP
+    if given.get("tp_axis"):
+        return ON_RANKS[given["tp_axis"]]
+    if given.get("inner_gain") is not None:
+        return NORMED
+    inner = given.get("inner_activation", "identity") != "identity"
+    return SHAPED if inner or given.get("inner_bias") is not None else PRODUCTS
 
 
-def placements(
-    x: Any,
-    operands: Sequence[Operand],
-    keywords: dict[str, Any],
-    ways: tuple[Way, ...] = PRODUCTS,
-    results: int = 1,
-    *,
-    summed: bool = False,
-) -> Placements:
-    """Return what a call accepts: the rows of the table above.
+def placements(given: Mapping[str, Any], parts: Sequence[Part]) -> Placements:
+    """Return what a call accepts: the rows of the table above; given: its arguments by name.
 
-    ways: the rows besides "replicate" and "token". summed: these alone, the call sums inside.
+    A norm takes all features of x, so x is not cut along them. A residual lies as the result: what
+    is Partial in the result is Partial in the residual.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    said = ROW | keywords
-    x_layout = said["x_layout"]
-    out_layouts = said.get("out_layouts") or [said["out_layout"]] * results
-    linear = said.get("activation", "identity") == "identity" and set(
-        said.get("activations") or ()
-    ) <= {"identity"}
-    given = {role for role, tensor, _ in operands if tensor is not None}
+    x, x_layout = given["x"], given["x_layout"]
+    results = len(given["vs"]) if "vs" in given else 1
+    out_layouts = given.get("out_layouts") or [given["out_layout"]] * results
+    gated = "down" in given  # its activation stands before what is summed
+    linear = {given.get("activation", "identity"), *(given.get("activations") or ())} == {
+        "identity"
+    }
+    dense = any(role == "dense" and tensor is not None for role, tensor, _ in parts)
+    summed, normed = bool(given.get("tp_axis")), given.get("norm", "none") != "none"
 
-    def placed(role: str, tensor: Any, layout: str, sides: dict[str, str]) -> Any:
-        side = sides.get(role)
-        if tensor is None or side is None:
-            return None if tensor is None else Replicate()
-        if side == "partial":
-            return Partial()
-        if side == "whole":
-            return Replicate()
-        return Shard(cut(said[layout], side) if layout else 0)
+    def placed(part: Part, sides: dict[str, str], of_x: Any, out: Any) -> Any:
+        role, tensor, layout = part
+        side = sides.get(role, "whole")
+        if tensor is None:
+            return None
+        if role in ("x", "residual"):
+            return of_x if role == "x" else out
+        if side in ("partial", "whole"):
+            return Partial() if side == "partial" else Replicate()
+        return Shard(cut(given[layout], side) if layout else 0)
 
     def row(outs: list[Any], of_x: Any, sides: dict[str, str]) -> tuple[list[Any], list[Any]]:
-        return outs, [of_x, *(placed(*operand, sides) for operand in operands)]
+        return outs, [placed(part, sides, of_x, outs[0]) for part in parts]
 
-    rows = [] if summed else [row([Replicate()] * results, Replicate(), {})]
+    whole = [Replicate()] * results
+    rows = [] if summed else [row(whole, Replicate(), {})]
     if not summed and set(out_layouts) == {x_layout}:
-        for dim in token_dims(x.ndim, x_layout):
-            rows.append(row([Shard(dim)] * results, Shard(dim), {}))
+        rows += [row([Shard(at)] * results, Shard(at), {}) for at in token_dims(x.ndim, x_layout)]
     flat = "col" in (x_layout, *out_layouts)
     out_features = [Shard(features_dim(2 if flat else x.ndim, layout)) for layout in out_layouts]
-    x_features = Shard(features_dim(x.ndim, x_layout))
-    gated = ways is GATED_MLP  # its activation stands before what is summed
-    for out, of_x, sides in ways:
-        whole_dense = "dense" in given and "dense" not in sides
-        if out == "partial" and (whole_dense or not (linear or gated)):
-            continue
-        made: dict[str, list[Any]] = {"features": out_features, "whole": [Replicate()] * results}
-        outs = made.get(out, [Partial()] * results)
-        rows.append(row(outs, x_features if of_x == "features" else Replicate(), sides))
+    made = {"features": out_features, "whole": whole, "partial": [Partial()] * results}
+    for out, of_x, sides in _ways(given):
+        features = of_x == "features"
+        bad = out == "partial" and ((dense and "dense" not in sides) or not (linear or gated))
+        if not bad and not (features and normed):
+            along = Shard(features_dim(x.ndim, x_layout)) if features else Replicate()
+            rows.append(row(made[out], along, sides))
+    if "token_axis" in given and x.ndim == 2 and x_layout != out_layouts[0]:
+        axis = {"row": 0, "col": 1}  # along m, where x and the result differ in layout
+        rows.append(row([Shard(axis[out_layouts[0]])], Shard(axis[x_layout]), {}))
     return rows
 
 

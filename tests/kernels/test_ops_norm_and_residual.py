@@ -6,7 +6,6 @@ from torch.nn.functional import layer_norm, linear, rms_norm, silu
 
 import nmm_compiler  # noqa: F401
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
-from nmm_compiler.ops.definition import ROW
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.runtime import executor as _registered  # noqa: F401
 
@@ -84,7 +83,7 @@ def test_gradients_of_kernel_calls_are_those_of_autograd(norm):
         leaves = [a for a in flat(args) if a is not None]
         wanted = torch.autograd.grad(results, leaves, grads)
         need = tuple([True] * len(a) if isinstance(a, list) else a is not None for a in args)
-        found = flat(op.gradient(tuple(args), {**ROW, **keywords, **layouts}, grads, need))
+        found = flat(op.gradient(tuple(args), {**keywords, **layouts}, grads, need))
         given = [g for g, a in zip(found, flat(args), strict=True) if a is not None]
         torch.testing.assert_close(given, list(wanted), msg=lambda text, n=name: f"{n}: {text}")
 

@@ -12,7 +12,7 @@ from nmm_compiler.errors import CacheWarning, NeuronSetupError, UnknownNameError
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name, options_of
 from nmm_compiler.ops.lower import lower
-from nmm_compiler.ops.lowrank import lowrank_matmul
+from nmm_compiler.ops.references import lowrank_matmul
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor
 from nmm_compiler.runtime.kernels import KERNELS

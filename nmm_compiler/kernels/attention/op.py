@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,9 @@ from torch import Tensor
 from nmm_compiler.errors import ShapeError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
 from nmm_compiler.kernels.base import LAYOUTS, check_name
-from nmm_compiler.ops.definition import WHERE, Op
-from nmm_compiler.ops.gradients import Grads
+from nmm_compiler.ops.definition import WHERE, Op, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
 from nmm_compiler.ops.operands import check_dtypes
-from nmm_compiler.ops.sharding import Placements
 
 
 def attention(
@@ -74,84 +71,81 @@ def _mask(q: Tensor, context: Any, window: int) -> Tensor:
     return seen & ones.triu(ahead - window + 1) if window else seen
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, **kw: Any) -> Tensor:
-    """Return an empty result of `attention`."""
-    check_dtypes(q, k, v, rope)
-    layout = kw.get("k_layout", "row")
-    check_name("k_layout", layout, LAYOUTS)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; pass [batch, heads, .., d]")
-    keys = k.shape if layout == "row" else (*k.shape[:2], k.shape[3], k.shape[2])
-    same = (q.shape[0], k.shape[1], keys[2], q.shape[3])
-    if tuple(v.shape) != same or keys[3] != q.shape[3] or keys[0] != q.shape[0]:
-        raise ShapeError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} ({layout}) and v {tuple(v.shape)} differ in "
-            "batch, kv_heads, context or d"
+class AttentionOp(Op):
+    """softmax(scale q k^T + mask) v."""
+
+    def reference(self, *args: Any, **kw: Any) -> Tensor:
+        """Return what the op computes; no kernel computes its backward pass."""
+        return attention(*args, **kw)
+
+    def fake(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, **kw: Any
+    ) -> Tensor:
+        """Return an empty result; raises NmmError for operands that do not fit."""
+        check_dtypes(q, k, v, rope)
+        layout = kw.get("k_layout", "row")
+        check_name("k_layout", layout, LAYOUTS)
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.dim() != 4:
+                raise ShapeError(
+                    f"{name} has shape {tuple(tensor.shape)}; pass [batch, heads, .., d]"
+                )
+        keys = k.shape if layout == "row" else (*k.shape[:2], k.shape[3], k.shape[2])
+        same = (q.shape[0], k.shape[1], keys[2], q.shape[3])
+        if tuple(v.shape) != same or keys[3] != q.shape[3] or keys[0] != q.shape[0]:
+            raise ShapeError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)} ({layout}) and v {tuple(v.shape)} differ "
+                "in batch, kv_heads, context or d"
+            )
+        if q.shape[1] % k.shape[1]:
+            raise ShapeError(f"{q.shape[1]} heads of q do not share {k.shape[1]} heads of k evenly")
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+    def lower(
+        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
+        transpose: Transpose | None,
+    ) -> list[Launch]:  # fmt: skip
+        """Return the launch of a call."""
+        q, k, v, rope = (*args, None)[:4]
+        spec = AttentionSpec(
+            m=q.shape[2],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            context=v.shape[2],
+            d=q.shape[3],
+            batch=q.shape[0],
+            dtype=dtype_name(q),
+            rope=kw.get("rotates", "none") if rope is not None else "none",
+            **{
+                name: kw[name]
+                for name in ("causal", "window", "soft_cap", "scale", "k_layout")
+                if name in kw
+            },
         )
-    if q.shape[1] % k.shape[1]:
-        raise ShapeError(f"{q.shape[1]} heads of q do not share {k.shape[1]} heads of k evenly")
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+        operands = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (q, k, v)]
+        return [Launch(spec, (*operands, *([] if rope is None else [rope])))]
 
+    def sharding(  # type: ignore[override]
+        self, q: Any, k: Any, v: Any, rope: Any = None, **kw: Any
+    ) -> Placements:
+        """Return that sequences may be cut over devices, and heads where each has its own keys.
 
-def _gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
-    """Differentiate the reference again: no kernel computes attention backward."""
-    named = {name: value for name, value in kw.items() if name not in ("target", "executor")}
-    known = {field.name for field in dataclasses.fields(AttentionSpec)} | {"rotates"}
-    named = {name: value for name, value in named.items() if name in known}
-    with torch.enable_grad():
-        held = [a.detach().requires_grad_(n) if a is not None else None
-                for a, n in zip(args, need, strict=False)]  # fmt: skip
-        y = attention(*held, **named)  # type: ignore[arg-type]
-        wanted = [a for a in held if a is not None and a.requires_grad]
-        found = iter(torch.autograd.grad(y, wanted, grads[0]))
-    return [next(found) if a is not None and a.requires_grad else None for a in held]
+        Heads that share keys are not cut: devices may be more than the heads of k.
+        """
+        from torch.distributed.tensor import Replicate, Shard
 
-
-def _lower(
-    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
-) -> list[Launch]:
-    q, k, v, rope = (*args, None)[:4]
-    spec = AttentionSpec(
-        m=q.shape[2],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        context=v.shape[2],
-        d=q.shape[3],
-        batch=q.shape[0],
-        dtype=dtype_name(q),
-        rope=kw.get("rotates", "none") if rope is not None else "none",
-        **{
-            name: kw[name]
-            for name in ("causal", "window", "soft_cap", "scale", "k_layout")
-            if name in kw
-        },
-    )
-    operands = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (q, k, v)]
-    return [Launch(spec, (*operands, *([] if rope is None else [rope])))]
-
-
-def _placements(q: Any, k: Any, v: Any, rope: Any = None, **kw: Any) -> Placements:
-    """Return that sequences may be cut over devices, and heads where each has its own keys.
-
-    Heads that share keys are not cut: devices may be more than the heads of k.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-
-    whole = None if rope is None else Replicate()
-    cuts = (Replicate(), Shard(0), *([Shard(1)] if q.shape[1] == k.shape[1] else []))
-    return [([cut], [cut, cut, cut, whole]) for cut in cuts]
+        whole = None if rope is None else Replicate()
+        cuts = (Replicate(), Shard(0), *([Shard(1)] if q.shape[1] == k.shape[1] else []))
+        return [([cut], [cut, cut, cut, whole]) for cut in cuts]
 
 
 OPS = (
-    Op(
-        schema="(Tensor q, Tensor k, Tensor v, Tensor? rope=None, *, bool causal=True, "
-        "int window=0, float soft_cap=0.0, float? scale=None, str k_layout='row', "
-        f"str rotates='none', {WHERE}) -> Tensor",
-        reference=attention,
-        fake=_fake,
-        gradient=_gradient,
-        lower=_lower,
-        sharding=_placements,
+    AttentionOp(
+        name="attention",
+        operands=(*map(Operand, "qkv"), Operand("rope", "Tensor?")),
+        keywords={
+            "causal": True, "window": 0, "soft_cap": 0.0, "scale": None, "k_layout": "row",
+            "rotates": "none", **WHERE,
+        },
     ),
-)
+)  # fmt: skip

@@ -1,8 +1,6 @@
 """The ops of linear layers."""
 
-from nmm_compiler.ops.gated_mlp import OPS as _GATED
-from nmm_compiler.ops.lowrank import OPS as _LOWRANK
-from nmm_compiler.ops.lowrank_shared import OPS as _SHARED
-from nmm_compiler.ops.matmul import OPS as _MATMUL
+from nmm_compiler.ops.linear import LINEAR_OPS
+from nmm_compiler.ops.scaled import scaled_ops
 
-OPS = (*_LOWRANK, *_SHARED, *_MATMUL, *_GATED)
+OPS = (*LINEAR_OPS, *scaled_ops(LINEAR_OPS))

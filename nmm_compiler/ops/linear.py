@@ -1,0 +1,319 @@
+"""The ops of linear layers as one table, and what follows from it: shapes, launches, gradients.
+
+    lowrank_matmul            activation(x w + scale * (x u) v + bias)
+    lowrank_matmul_shared_x   several (x u_i) v_i + bias_i
+    lowrank_matmul_shared_u   several (x u) v_i + bias_i
+    matmul                    activation(x w + bias); matmul_as_stored for backward passes
+    gated_mlp_up              activation(x gate) * (x up)
+    gated_mlp                 (activation(x gate) * (x up)) down
+
+All but matmul_as_stored may take a norm of x (its gain and bias, eps and kind), and some a
+residual, behind their own operands. The result is rounded, then the residual is added, as in
+`residual + linear(norm(x))`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
+from nmm_compiler.kernels.normed_x import NORMS
+from nmm_compiler.ops import references
+from nmm_compiler.ops.by_kernels import ByKernels
+from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Op, Operand, Placements
+from nmm_compiler.ops.launches import TOKEN_AXES, Launch, Transpose, dtype_name, features, weight
+from nmm_compiler.ops.operands import (
+    check_dtypes,
+    check_same,
+    check_vector,
+    empty_result,
+    read_layouts,
+    tokens_of,
+    weight_shape,
+)
+from nmm_compiler.ops.sharding import placements
+
+_FLAGS = {"w": "base", "inner_gain": "inner_norm"}
+"""The fields of specs that say that an operand is there, where their names differ."""
+
+
+class Product(NamedTuple):
+    """One linear of a call: (name, tensor, layout) of its weights, and of the dense one beside a
+    pair; its bias, and the vectors between the pair, by name."""
+
+    weights: Sequence[tuple[str, Tensor, str]]
+    bias: tuple[str, Tensor | None]
+    base: tuple[str, Tensor, str] | None = None
+    between: Sequence[tuple[str, Tensor | None]] = ()
+
+    def outputs(self, k: Any) -> Any:
+        """Return the output features of k input features; raises ShapeError for what differs."""
+        before, size = "x", k
+        for name, tensor, layout in self.weights:
+            rows, columns = weight_shape(name, tensor, layout)
+            what = "rank of" if before != "x" else "features of"
+            check_same(f"{what} {before} and {name}", size, rows)
+            before, size = name, columns
+        if self.base is not None:
+            check_same("shapes of the dense w and of u v", weight_shape(*self.base), (k, size))
+        check_vector(*self.bias, size)
+        for name, vector in self.between:
+            check_vector(name, vector, weight_shape(*self.weights[0])[1])
+        return size
+
+
+def products_of(given: Mapping[str, Any]) -> list[Product]:
+    """Return the linears of a call, from its arguments by name."""
+    if "gate" in given:
+        made, layout = [], given["weight_layout"]
+        for name in ("gate", "up", "down"):
+            if name in given:
+                if not 1 <= len(given[name]) <= 2:
+                    raise ShapeError(
+                        f"{name} has {len(given[name])} weights; pass [u, v] or a dense [w]"
+                    )
+                weights = [(f"{name}[{i}]", w, layout) for i, w in enumerate(given[name])]
+                made.append(Product(weights, (f"{name}_bias", given[f"{name}_bias"])))
+        return made
+    if "vs" in given:
+        vs = given["vs"]
+        us = given["us"] if "us" in given else [given["u"]] * len(vs)
+        for name in ("us", "biases", "activations", "out_layouts"):
+            if given.get(name) is not None:
+                check_same(f"numbers of vs and {name}", len(vs), len(given[name]))
+        u_layout, v_layout = given["u_layout"], given["v_layout"]
+        return [
+            Product([("u", u, u_layout), ("v", v, v_layout)], ("bias", bias))
+            for u, v, bias in zip(us, vs, given["biases"], strict=True)
+        ]
+    weights = [(one, given[one], given[f"{one}_layout"]) for one in "uv" if one in given]
+    base = None if given["w"] is None else ("w", given["w"], given["w_layout"])
+    if not weights:
+        assert base is not None
+        return [Product([base], ("bias", given["bias"]))]
+    between = [(name, given[name]) for name in ("inner_bias", "inner_gain")]
+    return [Product(weights, ("bias", given["bias"]), base, between)]
+
+
+def _sizes(given: Mapping[str, Any], named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the sizes and other fields of a spec that its operands do not name.
+
+    given: the arguments, with the layouts that the weights have as a kernel takes them.
+    """
+    if "gate" in given:
+        layout = given["weight_layout"]
+        ends = {
+            name: [features(w, layout) for key, w in named.items() if key.startswith(f"{name}_")
+                   and key[-1] in "uvw"]
+            for name in ("gate", "up", "down") if name in given
+        }  # fmt: skip
+        k, n = ends["gate"][0][0], ends["gate"][-1][1]
+        if "down" in ends and ends["down"][-1][1] != k:
+            raise SpecError("gated_mlp: a kernel's down projection returns to the input's features")
+        ranks = {f"{name}_r": of[0][1] if len(of) == 2 else 0 for name, of in ends.items()}
+        return {"k": k, "n": n, **ranks}
+    if "vs" in given:
+        count = len(given["vs"])
+        us = [features(named[name], given["u_layout"]) for name in named if name[0] == "u"]
+        ns = [features(named[f"v{i}"], given["v_layout"])[1] for i in range(count)]
+        shared = [(us[0][1], tuple(ns))]
+        return {
+            "k": us[0][0],
+            "pairs": tuple(shared if "u" in given else zip((r for _, r in us), ns, strict=True)),
+            "bias": tuple(bias is not None for bias in given["biases"]),
+            "activation": tuple(given.get("activations") or ["identity"] * count),
+            "out_layout": tuple(given["out_layouts"] or [given["out_layout"]] * count),
+        }
+    if "u" not in given:
+        return dict(zip("kn", features(named["w"], given["w_layout"]), strict=True))
+    k, r = features(named["u"], given["u_layout"])
+    return {"k": k, "r": r, "n": features(named["v"], given["v_layout"])[1]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearOp(Op):
+    """An op of linear layers; spec: of its kernels."""
+
+    spec: type[Any]
+
+    @property
+    def many(self) -> bool:  # type: ignore[override]
+        """Whether the op returns a list of tensors."""
+        return bool(self.spec.many)
+
+    def reference(self, *args: Any, **kw: Any) -> Any:
+        """Return what the op computes, in plain PyTorch."""
+        assert self.bare is not None
+        if not self.own:
+            return self.bare(*args, **kw)
+        given = self.bound(args, kw)
+        own = [given[one.name] for one in self.operands[: self.own]]
+        extra = {*NORM, *(one.name for one in self.operands)}
+        rest = {name: value for name, value in kw.items() if name not in extra}
+        y = self.bare(references.normed(own[0], given), *own[1:], **rest)
+        return y if given.get("residual") is None else given["residual"] + y
+
+    def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
+        """Return the results again, differentiable by calls of this package's ops."""
+        if kw.get("tp", 1) > 1:
+            raise SpecError(
+                f"{self.name} with tp > 1 has gradients with executor 'reference' only; pass that"
+            )
+        where = {name: kw.get(name, default) for name, default in WHERE.items()}
+        return self.reference(*args, **kw, by=ByKernels(**where))
+
+    def fake(self, *args: Any, **kw: Any) -> Any:
+        """Return empty results; raises NmmError for operands that do not fit."""
+        given = self.bound(args, kw)
+        read_layouts(kw)
+        x = given["x"]
+        check_dtypes(x, *(tensor for _, _, tensor, _ in self.parts(given)))
+        tokens, k = tokens_of(x, given["x_layout"])
+        if given.get("token_axis", "m") not in TOKEN_AXES:
+            raise UnknownNameError("token_axis", given["token_axis"], TOKEN_AXES)
+        if self.own:
+            _check_norm(given, k)
+        products = products_of(given)
+        sizes = [one.outputs(k) for one in products[: 2 if "gate" in given else None]]
+        if "gate" in given:
+            check_same("output features of gate and up", *sizes)
+            sizes = [products[2].outputs(sizes[0]) if "down" in given else sizes[0]]
+        layouts = references.layouts_of(given["out_layout"], given.get("out_layouts"), len(sizes))
+        made = [empty_result(x, tokens, n, way) for n, way in zip(sizes, layouts, strict=True)]
+        residual = given.get("residual")
+        if residual is not None and residual.shape != made[0].shape:
+            raise ShapeError(
+                f"residual has shape {tuple(residual.shape)}; pass the result's, "
+                f"{tuple(made[0].shape)}"
+            )
+        return made if self.many else made[0]
+
+    def lower(
+        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
+        transpose: Transpose | None,
+    ) -> list[Launch]:  # fmt: skip
+        """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
+        return [self.launch(rows, self.bound(args, kw), m, transpose, {})]
+
+    def launch(
+        self, rows: Tensor, given: dict[str, Any], m: int, transpose: Transpose | None,
+        more: dict[str, Any],
+    ) -> Launch:  # fmt: skip
+        """Return the launch of a call; more: fields of the spec."""
+        token_axis = given.get("token_axis", "")
+        if token_axis:
+            transpose = None
+        named: dict[str, Tensor] = {}
+        fields, known = {"m": m, "dtype": dtype_name(rows)}, self.spec.__dataclass_fields__
+        for one, name, tensor, _ in self.parts(given):
+            if one.kind == "Tensor?":
+                fields[_FLAGS.get(name, name)] = tensor is not None
+            if one.layout and tensor is not None:
+                tensor, fields[one.layout] = weight(tensor, given[one.layout], transpose)
+            if tensor is not None:
+                named[name] = tensor
+        fields = {**{n: given[n] for n in self.keywords if n in known}, **fields}
+        spec = self.spec(**{
+            **{n: value for n, value in fields.items() if n in known},
+            **_sizes({**given, **fields}, named), **more,
+        })  # fmt: skip
+        named["x"] = rows
+        if "residual" in named and spec.result_layouts()[0] == "row":
+            named["residual"] = references.as_matrix(named["residual"])
+        operands = tuple(named[t.name] for t in spec.inputs() if t.name in named)
+        return Launch(spec, operands, token_axis or "m")
+
+    def sharding(self, *args: Any, **kw: Any) -> Placements:
+        """Return the placements that DTensor may use."""
+        given = self.bound(args, kw)
+        parts = [(role, t, one.layout) for one, _, t, role in self.parts(given)]
+        return placements(given, parts)
+
+
+def _check_norm(given: dict[str, Any], k: Any) -> None:
+    """Raise UnknownNameError, SpecError or ShapeError unless the norm fits k features of x."""
+    vectors = {name: given[name] for name in ("norm_gain", "norm_bias")}
+    if given["norm"] not in NORMS:
+        raise UnknownNameError("norm", given["norm"], NORMS)
+    if given["norm"] == "none" and any(vector is not None for vector in vectors.values()):
+        raise SpecError("norm_gain and norm_bias belong to a norm; pass norm='rms' or 'layer'")
+    for name, vector in vectors.items():
+        check_vector(name, vector, k)
+
+
+_X, _BIAS = Operand("x", role="x"), Operand("bias", "Tensor?", "bias")
+_U, _V, _W = (
+    Operand(name, role=role, layout=f"{name}_layout", kernel=name)
+    for name, role in (("u", "first"), ("v", "last"), ("w", "dense"))
+)
+_US = Operand("us", "Tensor[]", "first", "u_layout", "u{}")
+_VS = Operand("vs", "Tensor[]", "last", "v_layout", "v{}")
+_U_OF_ALL = dataclasses.replace(_U, kernel="u0")
+_BIASES = Operand("biases", "Tensor?[]", "bias", "", "bias{}")
+_BASE = dataclasses.replace(_W, kind="Tensor?")
+_INNER = (Operand("inner_bias", "Tensor?", "inner_bias"), Operand("inner_gain", "Tensor?"))
+_ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
+_GATE, _UP = (Operand(name, "Tensor[]", "factors", "weight_layout") for name in ("gate", "up"))
+_DOWN = Operand("down", "Tensor[]", "down_factors", "weight_layout")
+_GATE_BIAS, _UP_BIAS = (Operand(f"{name}_bias", "Tensor?", "bias") for name in ("gate", "up"))
+_DOWN_BIAS = Operand("down_bias", "Tensor?", "down_bias")
+_UV = {**LAYOUTS, "u_layout": "row", "v_layout": "row"}
+_INSIDE = {"inner_activation": "identity", "inner_eps": 1e-6}
+_RANKS = {"tp": 1, "tp_axis": "", "group": ""}
+_GATED = {"activation": "silu", **LAYOUTS, "weight_layout": "row"}
+_IDENTITY = {"activation": "identity"}
+
+
+def _op(
+    name: str, bare: Any, spec: Any, operands: tuple[Operand, ...], keywords: dict[str, Any],
+    ends: int = 3,
+) -> LinearOp:  # fmt: skip
+    """Return an op; ends: 3 with a norm and a residual, 2 with a norm, 0 with neither."""
+    return LinearOp(
+        name=name, bare=bare, spec=spec, own=(1 + len(operands)) * bool(ends),
+        operands=(_X, *operands, *_ENDS[:ends]),
+        keywords={**(NORM if ends else {}), **keywords, **WHERE},
+    )  # fmt: skip
+
+
+LINEAR_OPS = (
+    _op(
+        "lowrank_matmul", references.lowrank_matmul, LowRankSpec, (_U, _V, _BIAS, _BASE, *_INNER),
+        {"scale": 1.0, **_IDENTITY, **_INSIDE, **_UV, "w_layout": "row", **_RANKS},
+    ),
+    _op(
+        "lowrank_matmul_shared_x", references.lowrank_matmul_shared_x, LowRankSharedSpec,
+        (_US, _VS, _BIASES), {"activations": None, **_UV, "out_layouts": None}, 2,
+    ),
+    _op(
+        "lowrank_matmul_shared_u", references.lowrank_matmul_shared_u, LowRankSharedSpec,
+        (_U_OF_ALL, _VS, _BIASES), {**_UV, "out_layouts": None}, 2,
+    ),
+    _op(
+        "matmul", references.matmul, MatmulSpec, (_W, _BIAS),
+        {**_IDENTITY, **LAYOUTS, "w_layout": "row"},
+    ),
+    _op(
+        "matmul_as_stored", references.matmul, MatmulSpec, (_W, _BIAS),
+        {"token_axis": "m", **LAYOUTS, "w_layout": "row"}, 0,
+    ),
+    _op(
+        "gated_mlp_up", references.gated_mlp_up, GatedMLPUpSpec,
+        (_GATE, _UP, _GATE_BIAS, _UP_BIAS), _GATED, 2,
+    ),
+    _op(
+        "gated_mlp", references.gated_mlp, GatedMLPSpec,
+        (_GATE, _UP, _DOWN, _GATE_BIAS, _UP_BIAS, _DOWN_BIAS), _GATED,
+    ),
+)  # fmt: skip

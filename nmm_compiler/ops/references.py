@@ -1,0 +1,310 @@
+"""What the ops of linear layers compute, in plain PyTorch.
+
+An op's reference defines what the op computes, and it is the CPU path. It differentiates, batches
+and casts like any PyTorch code, because it calls only `linear`, `matmul` and activations. `x u v`
+is two products with the intermediate rounded once to the operands' dtype, as in the original model.
+There are no checks here, to save microseconds; PyTorch's own products check.
+
+A reference takes `by`, which computes its products: PyTorch, or for a backward pass the kernels
+(by_kernels.py). An expression outside of `by.chain` is PyTorch's either way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmm_compiler.errors import UnknownNameError
+from nmm_compiler.ops.between_ranks import check_group, spread, summed
+
+linear = torch._C._nn.linear
+tracing = torch._C._len_torch_dispatch_stack
+
+
+def _gelu_tanh(y: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(y, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda y: y,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """Return x [..., k] with its tokens in rows, of which there may be none."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def activate(y: Tensor, name: str) -> Tensor:
+    """Return activation `name` of `y`; raises UnknownNameError for one that the ops do not have."""
+    if name == "identity":
+        return y
+    function = ACTIVATIONS.get(name)
+    if function is None:
+        raise UnknownNameError("activation", name, tuple(ACTIVATIONS))
+    return function(y)
+
+
+def rms_norm(h: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Return gain * h / sqrt(mean(h * h) + eps) over the last axis, in float32 at least."""
+    wide = h if h.dtype == torch.float64 else h.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (gain * scaled.to(h.dtype)).to(h.dtype)
+
+
+def product(x: Tensor, w: Tensor, layout: str, bias: Tensor | None, out_layout: str) -> Tensor:
+    """Return x [..., k] times w plus bias; "col" w is [n, k], a "col" result is a new [n, m]."""
+    if out_layout == "row":
+        if layout == "col":
+            return linear(x, w, bias)
+        return torch.matmul(x, w) if bias is None else linear(x, w.t(), bias)
+    stationary = w if layout == "col" else w.t()
+    moving = as_matrix(x).t()
+    if bias is None:
+        return torch.mm(stationary, moving)
+    return torch.addmm(bias.unsqueeze(1), stationary, moving)
+
+
+def layouts_of(out_layout: str, out_layouts: Sequence[str] | None, count: int) -> Sequence[str]:
+    """Return the layout of each of `count` results."""
+    return [out_layout] * count if out_layouts is None else out_layouts
+
+
+def normed(x: Tensor, said: Mapping[str, Any]) -> Tensor:
+    """Return the norm of x over its features, as x lies; said: all arguments of the call.
+
+    Its statistics are in float32, its value is rounded once.
+    """
+    if said["norm"] == "none":
+        return x
+    rows = x.t() if said["x_layout"] == "col" else x
+    wide = _wide(rows)
+    if said["norm"] == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + said["norm_eps"])
+    if said["norm_gain"] is not None:
+        wide = wide * (_wide(said["norm_gain"]) + said["norm_offset"])
+    if said["norm_bias"] is not None:
+        wide = wide + _wide(said["norm_bias"])
+    made = wide.to(x.dtype)
+    return made.t() if said["x_layout"] == "col" else made
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+class ByTorch:
+    """Computes the products of a reference with PyTorch."""
+
+    @staticmethod
+    def chain(
+        x: Tensor, weights: Sequence[Tensor], layouts: Sequence[str], bias: Tensor | None,
+        out_layout: str, base: tuple[Tensor, str] | None = None, scale: float = 1.0, *,
+        read: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Return scale x u v + x base + bias for weights (u, v), or x w + bias for (w,).
+
+        read: whether anything but the gradient of the result is used.
+        """
+        h = x
+        if len(weights) == 2:
+            h = linear(x, weights[0]) if layouts[0] == "col" else torch.matmul(x, weights[0])
+        last, layout = weights[len(weights) - 1], layouts[len(weights) - 1]
+        if base is None and scale == 1.0 and layout == "col" and out_layout == "row":
+            return linear(h, last, bias)  # the case of most calls, without another Python call
+        if base is not None:
+            low = product(h, last, layout, None, out_layout)
+            return torch.add(product(x, *base, bias, out_layout), low, alpha=scale)
+        if scale == 1.0:
+            return product(h, last, layout, bias, out_layout)
+        y = product(h, last, layout, None, out_layout) * scale
+        if bias is None:
+            return y
+        return y + (bias if out_layout == "row" else bias.unsqueeze(1))
+
+
+def lowrank_matmul(
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    w: Tensor | None = None,
+    inner_bias: Tensor | None = None,
+    inner_gain: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    activation: str = "identity",
+    inner_activation: str = "identity",
+    inner_eps: float = 1e-6,
+    x_layout: str = "row",
+    out_layout: str = "row",
+    u_layout: str = "row",
+    v_layout: str = "row",
+    w_layout: str = "row",
+    tp: int = 1,
+    tp_axis: str = "",
+    group: str = "",
+    target: str = "trn2",
+    executor: str = "reference",
+    by: Any = ByTorch,
+) -> Tensor:
+    """Return activation(x w + scale * p v + bias), p = inner_activation(x u + inner_bias).
+
+    inner_gain: p is the RMS norm of that, with inner_eps under the root, times the gain. tp,
+    tp_axis: the operands are one rank's, as LowRankSpec says; group: the name of the process group
+    that sums.
+    """
+    if tp > 1:
+        check_group(tp, tp_axis, group)
+    if x_layout == "col":
+        x = x.t()
+    if tp_axis == "rank":
+        x = spread(x, group)
+    read = activation != "identity"
+    shaped = inner_bias is not None or inner_gain is not None or inner_activation != "identity"
+    if not shaped and tp_axis not in ("rows", "columns"):
+        base = None if w is None else (w, w_layout)
+        weights, layouts = (u, v), (u_layout, v_layout)
+        y = by.chain(x, weights, layouts, bias, out_layout, base, scale, read=read)
+    else:
+        sums = tp_axis == "rows"
+        h = by.chain(x, (u,), (u_layout,), None if sums else inner_bias, "row")
+        if sums:
+            h = summed(h, group)
+            h = h if inner_bias is None else h + inner_bias
+        h = activate(h, inner_activation)
+        if inner_gain is not None:
+            h = rms_norm(h, inner_gain, inner_eps)
+        if tp_axis == "columns":
+            h, x = spread(h, group), x if w is None else spread(x, group)
+        own = bias if w is None else None
+        y = by.chain(h, (v,), (v_layout,), own, out_layout, None, scale, read=read)
+        if w is not None:
+            y = by.chain(x, (w,), (w_layout,), bias, out_layout, read=read) + y
+    if tp_axis == "rank":
+        y = summed(y, group)
+    return activate(y, activation) if read else y
+
+
+def lowrank_matmul_shared_x(
+    x: Tensor,
+    us: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    activations: Sequence[str] | None = None,
+    out_layout: str = "row",
+    out_layouts: Sequence[str] | None = None,
+    **more: Any,
+) -> list[Tensor]:
+    """Return activation_i((x u_i) v_i + bias_i) for every i: factorized layers with one input."""
+    each = zip(
+        us, vs, biases, activations or ["identity"] * len(us),
+        layouts_of(out_layout, out_layouts, len(us)), strict=True,
+    )  # fmt: skip
+    return [
+        lowrank_matmul(x, u, v, bias, activation=activation, out_layout=layout, **more)
+        for u, v, bias, activation, layout in each
+    ]
+
+
+def lowrank_matmul_shared_u(
+    x: Tensor,
+    u: Tensor,
+    vs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    x_layout: str = "row",
+    out_layout: str = "row",
+    u_layout: str = "row",
+    v_layout: str = "row",
+    out_layouts: Sequence[str] | None = None,
+    target: str = "trn2",
+    executor: str = "reference",
+    by: Any = ByTorch,
+) -> list[Tensor]:
+    """Return (x u) v_i + bias_i for every i: layers that share a basis."""
+    rows = x.t() if x_layout == "col" else x
+    h = by.chain(rows, (u,), (u_layout,), None, "row", read=any(v.requires_grad for v in vs))
+    each = zip(vs, biases, layouts_of(out_layout, out_layouts, len(vs)), strict=True)
+    return [by.chain(h, (v,), (v_layout,), bias, way, read=False) for v, bias, way in each]
+
+
+def matmul(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "identity",
+    x_layout: str = "row",
+    out_layout: str = "row",
+    w_layout: str = "row",
+    token_axis: str = "m",
+    target: str = "trn2",
+    executor: str = "reference",
+    by: Any = ByTorch,
+) -> Tensor:
+    """Return activation(x w + bias).
+
+    token_axis: the size that counts tokens: "m" of x [m, k], or "k", which the product sums over.
+    """
+    read = activation != "identity"
+    rows = x.t() if x_layout == "col" else x
+    y = by.chain(rows, (w,), (w_layout,), bias, out_layout, read=read)
+    return activate(y, activation) if read else y
+
+
+def gated_mlp_up(
+    x: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    x_layout: str = "row",
+    out_layout: str = "row",
+    weight_layout: str = "row",
+    target: str = "trn2",
+    executor: str = "reference",
+    by: Any = ByTorch,
+) -> Tensor:
+    """Return activation(x gate + gate_bias) * (x up + up_bias); gate and up are [u, v] or [w]."""
+    rows, layouts = x.t() if x_layout == "col" else x, (weight_layout,) * 2
+    left = by.chain(rows, gate, layouts, gate_bias, out_layout)
+    right = by.chain(rows, up, layouts, up_bias, out_layout)
+    if activation == "silu" and not (left.requires_grad or right.requires_grad or tracing()):
+        # Both operands are new results without other readers, so work in place: that saves two
+        # passes over memory.
+        return torch.nn.functional.silu(left, inplace=True).mul_(right)
+    return activate(left, activation) * right
+
+
+def gated_mlp(
+    x: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    out_layout: str = "row",
+    weight_layout: str = "row",
+    by: Any = ByTorch,
+    **more: Any,
+) -> Tensor:
+    """Return (activation(x gate + gate_bias) * (x up + up_bias)) down + down_bias."""
+    h = gated_mlp_up(
+        x, gate, up, gate_bias, up_bias, weight_layout=weight_layout, by=by, **more
+    )  # fmt: skip
+    return by.chain(h, down, (weight_layout,) * 2, down_bias, out_layout, read=False)
