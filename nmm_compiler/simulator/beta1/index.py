@@ -76,23 +76,25 @@ class _Lazy(np.ndarray):
         name, others = ufunc.__name__, [v for v in inputs if not isinstance(v, (_Lazy, np.bool_))]
         if method != "__call__" or options or None in map(whole, others):
             return NotImplemented
+        shapes = [np.shape(v) for v in inputs]
         try:
-            found = ufunc(*(v.view(np.ndarray) if isinstance(v, _Lazy) else v for v in inputs))
+            shape = np.broadcast_shapes(*shapes)
         except ValueError:
-            first, second = (np.shape(v) for v in inputs)
             raise current().error(
-                OperandError, f"index shapes {first} and {second} do not broadcast"
+                OperandError, f"index shapes {shapes[0]} and {shapes[1]} do not broadcast"
             ) from None
+        found = ufunc(*(_varying(v) if isinstance(v, _Lazy) else v for v in inputs))
         if any(isinstance(v, Mask) for v in inputs):
-            return _of_masks(name, inputs, found)
+            return _of_masks(name, inputs, np.broadcast_to(found, shape))
         if name in _OPPOSITE:
-            mask = np.asarray(found).view(Mask)
+            mask: Mask = np.broadcast_to(found, shape).view(Mask)
             mask.terms = ((name, *inputs),)
             return mask
         if name not in _OPERATORS:
             raise _unsupported(f"np.{name} of an index expression; use +, -, *, // and %")
-        index = np.asarray(found).view(Index)
-        if name not in ("add", "subtract", "negative") and not _is_affine(index):
+        index: Index = np.broadcast_to(found, shape).view(Index)
+        linear = name in ("add", "subtract", "negative") or (name == "multiply" and others)
+        if not linear and not _is_affine(index):
             left, right = (_shown(v) for v in inputs)
             raise _unsupported(
                 f"{left} {_OPERATORS[name]} {right}, which is not affine; add an axis to the index"
@@ -135,29 +137,33 @@ def _of_masks(name: str, inputs: tuple[Any, ...], found: Any) -> Mask:
     return mask
 
 
+def _varying(array: _Lazy) -> np.ndarray:
+    """Return an array with size 1 for each axis over which it repeats, as one of mgrid does."""
+    return array.view(np.ndarray)[tuple(slice(None if step else 1) for step in array.strides)]
+
+
 def _shown(value: Any) -> str:
     return repr(affine(value)) if isinstance(value, Index) else repr(value)
 
 
-def affine(index: Index) -> Affine:
+def affine(index: np.ndarray) -> Affine:
     """Return an index as a function of its places."""
-    values = index.view(np.ndarray)
-    const = int(values.flat[0])
+    values, origin = index.view(np.ndarray), (0,) * index.ndim
+    const = int(values[origin])
     steps = [
-        int(values[(0,) * axis + (1,)].flat[0]) - const if size > 1 else 0
-        for axis, size in enumerate(values.shape)
+        int(values[*origin[:axis], 1, *origin[axis + 1 :]]) - const if size > 1 and step else 0
+        for axis, (size, step) in enumerate(zip(values.shape, values.strides, strict=True))
     ]
     return Affine(values.shape, const, tuple(steps))
 
 
 def _is_affine(index: Index) -> bool:
     """Return whether an index is an integer and affine in its places."""
-    if index.dtype.kind != "i":
-        return False
-    found = affine(index)
-    lines = np.ogrid[tuple(slice(size) for size in found.shape)]
-    values = sum((s * line for s, line in zip(found.steps, lines, strict=True)), found.const)
-    return bool((index.view(np.ndarray) == values).all())
+    values = _varying(index)
+    found = affine(values)
+    lines = np.ogrid[tuple(slice(size) for size in values.shape)]
+    steps = sum((s * line for s, line in zip(found.steps, lines, strict=True)), found.const)
+    return index.dtype.kind == "i" and bool((values == steps).all())
 
 
 def box_of(mask: Any, shape: tuple[int, ...]) -> Part:
@@ -171,7 +177,7 @@ def box_of(mask: Any, shape: tuple[int, ...]) -> Part:
         raise _unsupported(
             f"mask={type(mask).__name__}; a mask is a comparison of nl.arange expressions (and `&`)"
         )
-    holds = mask.view(np.ndarray)
+    holds = _varying(mask)
     if "not_equal" in (operator for operator, _, _ in mask.terms):
         raise _unsupported("a mask with `!=`, which leaves no box; use `<` or `>`")
     if holds.all() or not holds.any():
@@ -180,21 +186,20 @@ def box_of(mask: Any, shape: tuple[int, ...]) -> Part:
         holds = holds[..., 0]
     # the axes of a mask are those of the tile; what is left out is a block of size 1, or free
     holds = holds.reshape(holds.shape + (1,) * (len(shape) - holds.ndim))
-    if holds.ndim > len(shape) or any(
-        size not in (1, of) for size, of in zip(holds.shape, shape, strict=True)
-    ):
+    sizes: tuple[int, ...] = holds.shape
+    if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
         raise _unsupported(f"a mask of shape {mask.shape} for a tile of shape {shape}")
     axes = range(holds.ndim)
     rows = [np.flatnonzero(holds.any(axis=tuple(a for a in axes if a != axis))) for axis in axes]
     spans = [(int(row[0]), int(row[-1]) + 1) for row in rows]
     if not holds[tuple(slice(*span) for span in spans)].all():
         raise _unsupported(
-            f"a mask over {sum(size > 1 for size in holds.shape)} axes at once, which is no box; "
+            f"a mask over {sum(size > 1 for size in sizes)} axes at once, which is no box; "
             "compare one index at a time, or use nisa.affine_select"
         )
     return tuple(
         (0, size) if have == 1 else span
-        for have, size, span in zip(holds.shape, shape, spans, strict=True)
+        for have, size, span in zip(sizes, shape, spans, strict=True)
     )
 
 
