@@ -16,7 +16,7 @@ from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api import table
 from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS
 from nmm_compiler.simulator.isa.names import NAMES as ISA
-from nmm_compiler.simulator.language.names import NAMES as LANGUAGE
+from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.signatures import Api, Function, Parameter, described, entries
 
 API_VERSION = table.API_VERSION

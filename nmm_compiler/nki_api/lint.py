@@ -2,44 +2,27 @@
 
 `lint_source(text)` returns findings in source order; `check_source(text)` raises LintError when
 one of them is an error. Nothing is executed: the text is parsed, imports and aliases are resolved
-(`lint_names.py`), and the rules below check the result. The tables of the API are in `table.py`;
-the codes are described in docs/lint.md.
+(`lint_names.py`), and each node goes through the rules for its kind: those of `lint_api.py` for
+names and calls of NKI, in the whole file, and those of `lint_kernels.py` for kernel code.
 
-A new NKI version is an edit of `table.py`. A rule is a generator of findings in `lint_calls.py`,
-`lint_subset.py` or `lint_values.py`, a line of `RULES` when it is a new function, a row in
-docs/lint.md, and a pair of snippets in tests/nki_api/test_lint.py.
+A new NKI version is an edit of `table.py`. A rule is a generator of findings at a node, an entry of
+its file's RULES, a row in docs/lint.md, and a pair of snippets in tests/nki_api/test_lint.py.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nmm_compiler.errors import LintError
-from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, Api, api
-from nmm_compiler.nki_api.lint_beta1 import beta_1_findings, is_beta_1
-from nmm_compiler.nki_api.lint_calls import check_calls, check_methods, check_names
-from nmm_compiler.nki_api.lint_names import Finding, Names
-from nmm_compiler.nki_api.lint_subset import check_device_loops, check_purity, check_subset
-from nmm_compiler.nki_api.lint_values import check_values
+from nmm_compiler.nki_api import lint_api, lint_kernels
+from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, api
+from nmm_compiler.nki_api.lint_api import Finding
+from nmm_compiler.nki_api.lint_names import Names
 from nmm_compiler.simulator.loading.source_text import read_source
-
-Rule = Callable[[Names, Api], Iterator[Finding]]
-
-RULES: tuple[Rule, ...] = (
-    check_names,
-    check_calls,
-    check_methods,
-    check_subset,
-    check_purity,
-    check_device_loops,
-    check_values,
-)
 
 __all__ = [
     "API_VERSION",
-    "RULES",
     "VERSIONS",
     "Finding",
     "check_source",
@@ -69,11 +52,20 @@ def lint_source(
         return (Finding(line, column, "NKI-E001", f"not Python: {reason}"),)
     except (RecursionError, MemoryError):  # the exception of Python's parser for a full stack
         return (_too_deep(),)
+    found: set[Finding] = set()
     try:
-        if is_beta_1(tree):
-            return tuple(sorted(set(beta_1_findings(tree))))
+        if lint_api.is_beta_1(tree):
+            return tuple(sorted(set(lint_api.beta_1_findings(tree))))
         names = Names(tree)
-        found = {finding for rule in RULES for finding in rule(names, described)}
+        for nodes, rules in (
+            (names.nodes, lint_api.RULES),
+            (names.kernel_nodes, lint_kernels.RULES),
+            (names.kernel_nodes, lint_kernels.subset_rules(described)),
+        ):
+            for node in nodes:
+                for rule in rules.get(type(node), ()):
+                    found.update(rule(node, names, described))
+        found.update(lint_kernels.of_the_kernels(names, described))
     except RecursionError:
         return (_too_deep(tree),)
     return tuple(sorted(found))

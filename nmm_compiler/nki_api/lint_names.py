@@ -5,8 +5,6 @@ In: a parsed file. `Names.resolve(node)` returns "nki.isa.nc_matmul" for `nisa.n
 anything a local name shadows. `Names.kernel_code` holds the functions that the NKI compiler reads:
 those under @nki.jit, the functions that they call in the same file, and every function that calls
 nki.isa or nki.language itself (a file of helpers has no kernel, but all of it is kernel code).
-
-A rule of the lint yields a `Finding` at a node.
 """
 
 from __future__ import annotations
@@ -14,25 +12,30 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-_SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_SCOPES = (
+    *_FUNCTIONS, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp,
+    ast.GeneratorExp,
+)  # fmt: skip
 _MODULE_NAMES = ("__file__", "__path__", "__annotations__")
-_TYPE_PARAMETERS = ("TypeVar", "ParamSpec", "TypeVarTuple")  # syntax of Python 3.12
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_NAMED = ("ExceptHandler", "MatchAs", "MatchStar", "TypeVar", "ParamSpec", "TypeVarTuple")
 # Modules whose full name differs from where their contents are documented.
 _SAME_AS = {"nki.isa.constants": "nki.isa"}
 
 
 @dataclasses.dataclass
 class Binding:
-    """One place that gives a name its value: an import (with its path), or a node."""
+    """One place that gives a name its value.
 
-    kind: str  # "import", "alias", "function", "class", "other"
+    path: what an import names. value: what is assigned, if the name is the only target.
+    """
+
     node: ast.AST
     path: str = ""
+    value: ast.expr | None = None
 
 
 @dataclasses.dataclass
@@ -44,25 +47,28 @@ class Scope:
     bindings: dict[str, list[Binding]] = dataclasses.field(default_factory=dict)
     outward: set[str] = dataclasses.field(default_factory=set)  # global and nonlocal names
 
-    def bind(self, name: str, binding: Binding) -> None:
-        """Add a binding of `name`."""
-        self.bindings.setdefault(name, []).append(binding)
-
 
 class Names:
     """Resolves the names of one parsed file; see the module's docstring.
 
     package: a prefix that names are known without, such as "neuronxcc.".
+    kernel_nodes: every node of kernel code once, without annotations and decorators.
     """
 
     def __init__(self, tree: ast.Module, package: str = "") -> None:
         self.tree, self.package = tree, package
         self.scope_of: dict[ast.AST, Scope] = {}
         self.parent: dict[ast.AST, ast.AST] = {}
-        self.module = Scope(tree, None)
-        self._walk(tree, self.module)
+        self._walk(tree, Scope(tree, None))
+        self.nodes = list(ast.walk(tree))
         self.kernels = self._find_kernels()
         self.kernel_code = self._find_kernel_code()
+        self.kernel_nodes = [
+            node
+            for function in self.kernel_code
+            if not any(around in self.kernel_code for around in self.above(function))
+            for node in _evaluated(function)
+        ]
 
     def lookup(self, name: str, scope: Scope) -> list[Binding]:
         """Return the bindings that `name` can refer to in `scope`; empty when it is unbound."""
@@ -74,36 +80,31 @@ class Names:
             here = here.parent
         return []
 
+    def bindings(self, node: ast.AST | None) -> list[Binding]:
+        """Return the bindings that a name's node can refer to; of another node, none."""
+        return self.lookup(node.id, self.scope_of[node]) if isinstance(node, ast.Name) else []
+
     def resolve(self, node: ast.AST, depth: int = 0) -> str | None:
         """Return the full name of what an expression names, or None when it is not an import."""
         if isinstance(node, ast.Attribute):
             base = self.resolve(node.value, depth)
-            if base is None:
-                return None
-            return self._known_as(f"{base}.{node.attr}")
-        if not isinstance(node, ast.Name) or depth > 8:
-            return None
-        bindings = self.lookup(node.id, self.scope_of[node])
-        if not bindings:
-            return None
-        if all(b.kind == "import" for b in bindings):
-            paths = {b.path for b in bindings}
-            return paths.pop() if len(paths) == 1 else None
-        only = bindings[0]
-        if len(bindings) == 1 and only.kind == "alias" and isinstance(only.node, ast.Assign):
-            return self.resolve(only.node.value, depth + 1)
+            return None if base is None else self._known_as(f"{base}.{node.attr}")
+        bindings = self.bindings(node) if depth <= 8 else []
+        paths = {binding.path for binding in bindings}
+        if len(paths) == 1 and "" not in paths:
+            return paths.pop()
+        if len(bindings) == 1 and bindings[0].value is not None:
+            return self.resolve(bindings[0].value, depth + 1)
         return None
 
     def _known_as(self, path: str) -> str:
         path = path.removeprefix(self.package)
         return _SAME_AS.get(path, path)
 
-    def definition(self, node: ast.AST) -> FunctionNode | ast.ClassDef | None:
+    def definition(self, node: ast.AST | None) -> FunctionNode | ast.ClassDef | None:
         """Return the function or class of this file that an expression names."""
-        if not isinstance(node, ast.Name):
-            return None
-        for binding in self.lookup(node.id, self.scope_of[node]):
-            if isinstance(binding.node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        for binding in self.bindings(node):
+            if isinstance(binding.node, (*_FUNCTIONS, ast.ClassDef)):
                 return binding.node
         return None
 
@@ -113,28 +114,11 @@ class Names:
         After a star import, every name counts as defined.
         """
         known = hasattr(builtins, node.id) or node.id in _MODULE_NAMES
-        scope = self.scope_of[node]
-        return not (known or self.lookup(node.id, scope) or self.lookup("*", scope))
-
-    def kernel_nodes(self) -> Sequence[ast.AST]:
-        """Return every node of kernel code once, without annotations and decorators."""
-        return self._kernel_nodes
-
-    @functools.cached_property
-    def _kernel_nodes(self) -> list[ast.AST]:
-        found: list[ast.AST] = []
-        for function in self.kernel_code:
-            if not any(around in self.kernel_code for around in self.above(function)):
-                found += _evaluated(function)
-        return found
+        return not (known or self.bindings(node) or self.lookup("*", self.scope_of[node]))
 
     def entry_kernels(self) -> list[FunctionNode]:
         """Return the kernels that no other kernel code of this file uses."""
-        used = {
-            self.definition(node)
-            for node in self.kernel_nodes()
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        }
+        used = {self.definition(node) for node in self.kernel_nodes if is_read(node)}
         return [kernel for kernel in self.kernels if kernel not in used]
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -143,154 +127,94 @@ class Names:
             node = self.parent[node]
             yield node
 
-    def function_around(self, node: ast.AST) -> FunctionNode | None:
-        """Return the innermost function that holds `node`."""
-        for around in self.above(node):
-            if isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                return around
-        return None
+    def calls(self, node: ast.AST | None, *paths: str) -> bool:
+        """Return whether a node is a call of one of these full names."""
+        return isinstance(node, ast.Call) and self.resolve(node.func) in paths
 
-    def is_jit(self, decorator: ast.expr) -> bool:
-        """Return whether a decorator is nki.jit, called or not."""
-        target = decorator.func if isinstance(decorator, ast.Call) else decorator
-        return self.resolve(target) == "nki.jit"
-
-    # -- building -----------------------------------------------------------------------------
+    # Building
 
     def _walk(self, node: ast.AST, scope: Scope) -> None:
         self.scope_of[node] = scope
         self._bind(node, scope)
-        inner = scope
-        if isinstance(node, (*_SCOPES, *_COMPREHENSIONS)) and not isinstance(node, ast.Module):
-            inner = Scope(node, scope)
+        inner = Scope(node, scope) if isinstance(node, _SCOPES) else scope
         for field, value in ast.iter_fields(node):
-            children = value if isinstance(value, list) else [value]
-            # Decorators, defaults and annotations belong to the scope around a definition.
-            outside = field in ("decorator_list", "returns", "bases", "keywords")
-            for child in children:
+            # decorators, defaults and annotations belong to the scope around a definition
+            where = inner
+            if field in ("decorator_list", "returns", "bases", "keywords"):
+                where = scope
+            elif field in ("defaults", "kw_defaults") or isinstance(node, ast.arg):
+                where = scope.parent or scope
+            for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     self.parent[child] = node
-                    if field == "args" and isinstance(child, ast.arguments):
-                        self._walk_arguments(child, scope, inner)
-                    else:
-                        self._walk(child, scope if outside else inner)
-
-    def _walk_arguments(self, arguments: ast.arguments, outer: Scope, inner: Scope) -> None:
-        self.scope_of[arguments] = inner
-        given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        given += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-        for argument in given:
-            self.parent[argument] = arguments
-            self.scope_of[argument] = inner
-            inner.bind(argument.arg, Binding("other", argument))
-            if argument.annotation is not None:
-                self.parent[argument.annotation] = argument
-                self._walk(argument.annotation, outer)
-        for default in [*arguments.defaults, *(d for d in arguments.kw_defaults if d is not None)]:
-            self.parent[default] = arguments
-            self._walk(default, outer)
+                    self._walk(child, where)
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
-        if isinstance(node, ast.Import):
+        name, bound = None, Binding(node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            package = ""
+            if isinstance(node, ast.ImportFrom):
+                package = self._known_as("." * node.level + (node.module or "")) + "."
             for alias in node.names:
-                path = alias.name if alias.asname else alias.name.partition(".")[0]
-                name = alias.asname or path
-                scope.bind(name, Binding("import", node, self._known_as(path)))
-        elif isinstance(node, ast.ImportFrom):
-            module = self._known_as("." * node.level + (node.module or ""))
-            for alias in node.names:
-                path = self._known_as(f"{module}.{alias.name}")
-                scope.bind(alias.asname or alias.name, Binding("import", node, path))
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            scope.bind(node.name, Binding("function", node))
-        elif isinstance(node, ast.ClassDef):
-            scope.bind(node.name, Binding("class", node))
+                path = alias.name if alias.asname or package else alias.name.partition(".")[0]
+                known = Binding(node, self._known_as(package + path))
+                scope.bindings.setdefault(alias.asname or path, []).append(known)
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             scope.outward.update(node.names)
+        elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)) or type(node).__name__ in _NAMED:
+            name = getattr(node, "name")  # noqa: B009
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.MatchMapping):
+            name = node.rest
         elif isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            around = self.parent.get(node)
-            alias_of = isinstance(around, ast.Assign) and around.targets == [node]
-            kind = "alias" if alias_of else "other"
-            scope.bind(node.id, Binding(kind, around if alias_of and around else node))
-        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
-            scope.bind(node.name, Binding("other", node))
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            scope.bind(node.rest, Binding("other", node))
-        elif type(node).__name__ in _TYPE_PARAMETERS:
-            scope.bind(getattr(node, "name"), Binding("other", node))  # noqa: B009
-
-    def _functions(self) -> list[FunctionNode]:
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        return [n for n in ast.walk(self.tree) if isinstance(n, kinds)]
+            name, around = node.id, self.parent.get(node)
+            if isinstance(around, ast.Assign) and around.targets == [node]:
+                bound.value = around.value
+        if name:
+            scope.bindings.setdefault(name, []).append(bound)
 
     def _find_kernels(self) -> list[FunctionNode]:
-        kernels = [f for f in self._functions() if any(map(self.is_jit, f.decorator_list))]
-        for node in ast.walk(self.tree):
-            called = isinstance(node, ast.Call) and self.resolve(node.func) == "nki.jit"
-            if called and isinstance(node, ast.Call) and node.args:
-                wrapped = self.definition(node.args[0])
-                if isinstance(wrapped, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    kernels.append(wrapped)
-        return list(dict.fromkeys(kernels))
+        """Return the functions under @nki.jit, called or not, and those that nki.jit is given."""
+        kernels: list[ast.AST | None] = []
+        for node in self.nodes:
+            if isinstance(node, _FUNCTIONS):
+                for decorator in node.decorator_list:
+                    made = decorator.func if isinstance(decorator, ast.Call) else decorator
+                    kernels += [node] if self.resolve(made) == "nki.jit" else []
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and self.calls(node, "nki.jit") and node.args:
+                kernels.append(self.definition(node.args[0]))
+        return [k for k in dict.fromkeys(kernels) if isinstance(k, _FUNCTIONS)]
 
-    def _calls_nki(self, function: FunctionNode) -> bool:
-        for node in ast.walk(function):
-            if isinstance(node, ast.Call):
-                path = self.resolve(node.func) or ""
-                if path.startswith(("nki.isa.", "nki.language.")):
-                    return True
-        return False
+    def _calls_nki(self, function: ast.AST) -> bool:
+        return any(
+            (self.resolve(node.func) or "").startswith(("nki.isa.", "nki.language."))
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call)
+        )
 
-    def _find_kernel_code(self) -> list[ast.AST]:
-        todo: list[ast.AST] = [*self.kernels]
-        todo += [f for f in self._functions() if self._calls_nki(f)]
+    def _find_kernel_code(self) -> dict[ast.AST, None]:
+        functions = [node for node in self.nodes if isinstance(node, _FUNCTIONS)]
+        todo: list[ast.AST | None] = [*self.kernels, *filter(self._calls_nki, functions)]
         seen: dict[ast.AST, None] = {}
         while todo:
             function = todo.pop(0)
-            if function in seen:
-                continue
-            seen[function] = None
-            for node in ast.walk(function):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                    called = self.definition(node)
-                    if called is not None:
-                        todo.append(called)
-        return list(seen)
+            if function is not None and function not in seen:
+                seen[function] = None
+                todo += [self.definition(node) for node in ast.walk(function) if is_read(node)]
+        return seen
+
+
+def is_read(node: ast.AST) -> bool:
+    """Return whether a node is a name that is read."""
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for field, value in ast.iter_fields(node):
-        if field in ("decorator_list", "annotation", "returns"):
-            continue
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield from _evaluated(child)
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Finding:
-    """Where (1-based line and column) and what: a code of docs/lint.md and a sentence.
-
-    Codes with an E are refused by the NKI compiler or fail on a device; codes with a W work
-    today and are deprecated or undocumented.
-    """
-
-    line: int
-    column: int
-    code: str
-    message: str
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the kernel will not compile or not run on a device."""
-        return "-E" in self.code
-
-    def __str__(self) -> str:
-        return f"{self.line}:{self.column} {self.code} {self.message}"
-
-
-def at(node: ast.AST, code: str, message: str) -> Finding:
-    """Return a finding at the place of a syntax node."""
-    line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
-    return Finding(line, column + 1, code, message)
+        if field not in ("decorator_list", "annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _evaluated(child)

@@ -33,6 +33,11 @@ class Function:
     parameters: tuple[Parameter, ...]
     result: str = ""
 
+    @property
+    def names(self) -> list[str]:
+        """The names of its parameters."""
+        return [parameter.name for parameter in self.parameters]
+
     def __str__(self) -> str:
         shown = (p.name if p.default is None else f"{p.name}={p.default}" for p in self.parameters)
         return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"

@@ -143,7 +143,11 @@ def _varying(array: _Lazy) -> np.ndarray:
 
 
 def _shown(value: Any) -> str:
-    return repr(affine(value)) if isinstance(value, Index) else repr(value)
+    if not isinstance(value, Index):
+        return repr(value)
+    line = affine(value)
+    terms = [str(line.const), *(f"{step} * i{k}" for k, step in enumerate(line.steps) if step)]
+    return f"Index({' + '.join(terms)} for {line.shape})"
 
 
 def affine(index: np.ndarray) -> Affine:

@@ -41,7 +41,6 @@ from nmm_compiler.simulator.beta1.tensor import (
     asked,
     fail,
     in_kind,
-    kind_of,
     leave_undefined,
     nothing,
     result,
@@ -52,12 +51,12 @@ from nmm_compiler.simulator.beta1.tensor import (
 from nmm_compiler.simulator.isa import names as current_isa
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
-from nmm_compiler.simulator.language.functions import FUNCTIONS
+from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import MAX_FREE_DIMS, out_of_reach
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 Arguments = dict[str, Any]
 ISSUE: dict[str, Callable[..., Any]] = current_isa.NAMES
@@ -546,7 +545,7 @@ def _selected(name: str, given: Arguments) -> Tensor:
         view = in_sbuf(tile.tile(box))
         pattern, offset, multiplier = _pattern(over.part(tile.shape, box))
         return lambda dst: ISSUE["affine_select"](
-            dst, pattern, multiplier, view, fill, cmp_op=FUNCTIONS[op], offset=offset
+            dst, pattern, multiplier, view, fill, cmp_op=LANGUAGE[op], offset=offset
         )
 
     return result(
@@ -663,7 +662,7 @@ def _function(short: str) -> Callable[..., Any]:
             return own(name, given)
         return by_row(name, _ROWS[short], ISSUE[_ISSUED.get(short, short)], rule, given)
 
-    return documented(full, {**current_isa.CONSTANTS, **FUNCTIONS}, body)
+    return documented(full, {**current_isa.CONSTANTS, **LANGUAGE}, body)
 
 
 NAMES: dict[str, Any] = {

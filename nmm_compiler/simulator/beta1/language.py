@@ -47,7 +47,6 @@ from nmm_compiler.simulator.beta1.tensor import (
     asked,
     fail,
     in_kind,
-    kind_of,
     no_broadcast,
     nothing,
     numpy_dtype,
@@ -58,14 +57,13 @@ from nmm_compiler.simulator.beta1.tensor import (
 )
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.language import base
-from nmm_compiler.simulator.language import names as current_language
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, shared_hbm, tile_size
 from nmm_compiler.simulator.language.functions import EXACT_DTYPES, spread_by_product
+from nmm_compiler.simulator.language.functions import NAMES as CURRENT
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
-CURRENT: dict[str, Any] = current_language.NAMES
 _SHARED = (
     "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "ds",
 )  # fmt: skip

@@ -8,19 +8,20 @@ placeholders, and only a call of one is refused, by name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions, kernel, language
 from nmm_compiler.simulator.beta1.language import Allocator
-from nmm_compiler.simulator.beta1.tensor import Tensor, kind_of
+from nmm_compiler.simulator.beta1.tensor import Tensor
 from nmm_compiler.simulator.language.base import MemoryRegion, no_reorder, psum, sbuf, tile_size
 from nmm_compiler.simulator.loading.standins import StandIn, TensorType, module
 from nmm_compiler.simulator.machine import kernel_frame
+from nmm_compiler.simulator.tensors.tensor import kind_of
 from nmm_compiler.targets import get
 
 FRAMEWORKS = frozenset(
@@ -39,7 +40,7 @@ FRAMEWORKS = frozenset(
 
 
 class Placeholder:
-    """An absent object: it may be imported and passed on, but not called or read."""
+    """An absent module or object: it may be imported and passed on, but not called or read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,7 +63,8 @@ class Placeholder:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Placeholder(f"{self._name}.{name}")
+        full = f"{self._name}.{name}"
+        return NKI_JIT.get(full) or Placeholder(full)
 
     def __getitem__(self, key: Any) -> Any:
         return self
@@ -75,20 +77,6 @@ class Placeholder:
 
     def __bool__(self) -> bool:
         raise self._refused()
-
-
-class PlaceholderModule(ModuleType):
-    """An absent module; its names are placeholders."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, "Stand-in for a module that the simulator does not have.")
-        self.__path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        full = f"{self.__name__}.{name}"
-        return NKI_JIT.get(full) or Placeholder(full)
 
 
 NKI_JIT = {
@@ -169,7 +157,7 @@ def _compiler() -> dict[str, Any]:
     return names
 
 
-def _build() -> dict[str, ModuleType]:
+def _build() -> dict[str, StandIn]:
     prefix = "neuronxcc.nki"
     nl = module(f"{prefix}.language", language.NAMES)
     nisa = module(f"{prefix}.isa", instructions.NAMES)
@@ -190,25 +178,19 @@ def _build() -> dict[str, ModuleType]:
         },
     )  # fmt: skip
     constants = {"sizeinbytes": lambda dtype: kind_of(dtype).item_bytes, "tile_size": tile_size}
-    found: dict[str, ModuleType] = {
-        "neuronxcc": module("neuronxcc", {"nki": nki}),
-        prefix: nki,
-        f"{prefix}.language": nl,
-        f"{prefix}.isa": nisa,
-        f"{prefix}.isa.constants": module(f"{prefix}.isa.constants", enums),
-        f"{prefix}.language.constants": module(f"{prefix}.language.constants", constants),
-        f"{prefix}.typing": typing,
-        f"{prefix}.compiler": compiler,
-    }
-    for region in ("sbuf", "psum"):
-        found[f"{prefix}.compiler.{region}"] = vars(compiler)[region]
+    made = [
+        module("neuronxcc", {"nki": nki}), nki, nl, nisa, typing, compiler,
+        module(f"{prefix}.isa.constants", enums),
+        module(f"{prefix}.language.constants", constants),
+        *(value for value in vars(compiler).values() if isinstance(value, StandIn)),
+    ]  # fmt: skip
+    found = {known.__name__: known for known in made}
     vars(nisa)["constants"] = found[f"{prefix}.isa.constants"]
     vars(nl)["constants"] = found[f"{prefix}.language.constants"]
     return found
 
 
-MODULES: dict[str, ModuleType] = _build()
-_PLACEHOLDERS: dict[str, ModuleType] = {}
+MODULES: dict[str, StandIn] = _build()
 
 
 def stands_in(name: str) -> bool:
@@ -217,28 +199,16 @@ def stands_in(name: str) -> bool:
     return top == "neuronxcc" or (top in FRAMEWORKS and importlib.util.find_spec(top) is None)
 
 
-def find(name: str) -> ModuleType:
-    """Return the stand-in of a module."""
-    known = MODULES.get(name) or _PLACEHOLDERS.get(name)
-    if known is None:
-        known = _PLACEHOLDERS[name] = PlaceholderModule(name)
-    return known
+@functools.cache
+def find(name: str) -> Any:
+    """Return the stand-in of a module, or a placeholder for it."""
+    return MODULES.get(name) or Placeholder(name)
 
 
-def import_module(name: str, fromlist: Any) -> ModuleType:
+def import_module(name: str, fromlist: Any) -> Any:
     """Return what `import name` or `from name import ...` binds."""
-    found = find(name)
-    for item in fromlist or ():
-        full = f"{name}.{item}"
-        if full in MODULES:
-            setattr(found, item, MODULES[full])
-        elif name not in MODULES and item != "*":
-            setattr(found, item, NKI_JIT.get(full) or Placeholder(full))
-    if fromlist:
-        return found
     parts = name.split(".")
     for end in range(1, len(parts)):
         parent, child = find(".".join(parts[:end])), find(".".join(parts[: end + 1]))
-        if not isinstance(parent, StandIn) or parts[end] not in vars(parent):
-            setattr(parent, parts[end], child)
-    return find(parts[0])
+        vars(parent).setdefault(parts[end], child)
+    return find(name if fromlist else parts[0])

@@ -12,6 +12,7 @@ instructions stay in program order. What a mask left unwritten is undefined: rea
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -40,10 +41,9 @@ from nmm_compiler.simulator.beta1.index import (
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place_instructions
-from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import whole
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.tensor import DynamicSlice, Indirection, NkiTensor
+from nmm_compiler.simulator.tensors.tensor import DynamicSlice, Indirection, NkiTensor, kind_of
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind operators and methods of a tensor; the language fills it in."""
@@ -54,14 +54,6 @@ Issue = Callable[[NkiTensor], Any]
 def fail(kind: type[SimulationError], message: str) -> NmmError:
     """Return an error of `kind` at the kernel's current line."""
     return current().error(kind, f"NKI Beta 1: {message}")
-
-
-def kind_of(dtype: Any) -> DType:
-    """Return the dtype that a kernel's argument names."""
-    kind = dtypes.find(dtype)
-    if kind is None:
-        raise fail(OperandError, f"unknown dtype {dtype!r}; use those of nki.language")
-    return kind
 
 
 def numpy_dtype(kind: DType) -> Any:
@@ -167,7 +159,7 @@ class Shifted(NamedTuple):
     line: Index
 
 
-class Tensor(np.lib.mixins.NDArrayOperatorsMixin):
+class Tensor:
     """A tile, or a tensor in HBM, or a part of one.
 
     place: its view; None while it is pending. outside: (dimension, its size, index) of each
@@ -412,25 +404,31 @@ class Tensor(np.lib.mixins.NDArrayOperatorsMixin):
 
     __hash__ = object.__hash__
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = ()) -> Any:
+    __array_ufunc__ = None  # operators of NumPy scalars and index expressions leave it to these
+
+    def _operator(self, name: str, swapped: bool, *others: Any) -> Any:
         """Do an operator, as the `nki.language` function of that name."""
-        name = _OPERATORS.get(ufunc.__name__, "")
-        if any(value is None or isinstance(value, str) for value in inputs):
-            return NotImplemented if name not in ("equal", "not_equal") else name == "not_equal"
-        if not name:
+        if any(other is None or isinstance(other, str) for other in others):
             return NotImplemented
-        return OPERATIONS["update"](*out, name, inputs[1]) if out else OPERATIONS[name](*inputs)
+        return OPERATIONS[name](*((*others, self) if swapped else (self, *others)))
+
+    def _in_place(self, name: str, other: Any) -> Any:
+        return OPERATIONS["update"](self, name, other)
 
 
-_OPERATORS = {
-    name: name
-    for name in (
-        "add", "subtract", "multiply", "divide", "power", "bitwise_and", "bitwise_or", "invert",
-        "bitwise_xor", "left_shift", "right_shift", "less", "less_equal", "greater", "negative",
-        "greater_equal", "equal", "not_equal",
-    )
-} | {"remainder": "mod", "absolute": "abs"}  # fmt: skip
-"""NumPy's name of a Python operator, and that of nki.language."""
+_COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+                "eq": "equal", "ne": "not_equal"}  # fmt: skip
+_ARITHMETIC = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift",
+    "rshift": "right_shift", "mod": "mod",
+}  # fmt: skip
+_ALONE = {"neg": "negative", "invert": "invert", "abs": "abs"}
+for _python, _name in (_COMPARISONS | _ARITHMETIC | _ALONE).items():
+    setattr(Tensor, f"__{_python}__", functools.partialmethod(Tensor._operator, _name, False))
+for _python, _name in _ARITHMETIC.items():
+    setattr(Tensor, f"__r{_python}__", functools.partialmethod(Tensor._operator, _name, True))
+    setattr(Tensor, f"__i{_python}__", functools.partialmethod(Tensor._in_place, _name))
 
 
 class Blocks(Tensor):

@@ -6,23 +6,38 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, OperandError
 from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
-from nmm_compiler.simulator.language.device_loops import of_the_whole_program
-from nmm_compiler.simulator.language.exports import exported
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, running
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import whole
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
-from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, make_tensor
+from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, kind_of, make_tensor
 from nmm_compiler.simulator.variable_names import assigned_name
 from nmm_compiler.targets import Target, get
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+NAMES: dict[str, Any] = {}
+"""The names of the stand-in `nki.language`; `functions.py` completes them."""
+
+
+def exported(function: Function) -> Function:
+    """Enter a function or a class under its name."""
+    NAMES[function.__name__] = function
+    return function
+
+
+@contextlib.contextmanager
+def of_the_whole_program(machine: Machine) -> Iterator[None]:
+    """Hold a block that makes a constant of the whole program, wherever it is asked for."""
+    with contextlib.nullcontext() if machine.turn is None else machine.turn.leave_out():
+        yield
 
 
 @exported
@@ -95,24 +110,13 @@ _OF_THE_TARGET: dict[str, Callable[[Target], int]] = {
 tile_size = TileSize()
 
 
-def dtype_of(machine: Machine, dtype: Any) -> DType:
-    """Return the DType that a kernel's argument names."""
-    found = dtypes.find(dtype)
-    if found is None:
-        raise machine.error(
-            OperandError,
-            f"unknown dtype {dtype!r}; use nki.language dtypes such as nl.bfloat16",
-        )
-    return found
-
-
 @exported
 def ndarray(
     shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "", address: Any = None
 ) -> NkiTensor:
     """Allocate a tensor; its contents are undefined until written."""
     machine = current()
-    kind = dtype if dtype.__class__ is DType else dtype_of(machine, dtype)
+    kind = dtype if dtype.__class__ is DType else kind_of(dtype)
     if buffer is None:
         buffer = sbuf
     if buffer.__class__ is not MemoryRegion:
@@ -180,11 +184,7 @@ def shared_constant(constant: Any) -> NkiTensor:
     machine = current()
     array = np.load(constant, allow_pickle=False) if isinstance(constant, str) \
         else np.asarray(constant)  # fmt: skip
-    kind = dtypes.find(array.dtype)
-    if kind is None:
-        raise machine.error(
-            OperandError, f"nl.shared_constant: dtype {array.dtype} is no NKI dtype"
-        )
+    kind = kind_of(array.dtype)
     machine.note("nl.shared_constant", array)
     if machine.programs is not None:
         content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
@@ -269,7 +269,7 @@ def shared_identity_matrix(
 ) -> NkiTensor:
     """Return an [n, n] identity matrix in SBUF; one per size and dtype is shared."""
     machine = current()
-    kind = dtype_of(machine, dtype)
+    kind = kind_of(dtype)
     key = (n, str(kind))
     known = machine.identities.get(key)
     if known is None:

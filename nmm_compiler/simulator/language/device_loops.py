@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, SimulationError
-from nmm_compiler.simulator.language.exports import exported
+from nmm_compiler.simulator.language.base import of_the_whole_program
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors.data import DynamicSlice, Indirection
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -127,13 +127,6 @@ class _Turn:
         return repr(value) if isinstance(value, (int, float, np.generic)) else value
 
 
-@contextlib.contextmanager
-def of_the_whole_program(machine: Machine) -> Iterator[None]:
-    """Hold a block that makes a constant of the whole program, wherever it is asked for."""
-    with contextlib.nullcontext() if machine.turn is None else machine.turn.leave_out():
-        yield
-
-
 class _Loop:
     """The turns of a loop that begins now."""
 
@@ -166,7 +159,6 @@ class _Loop:
         self.count += 1
 
 
-@exported
 def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
     """Yield frozen registers of a loop on the device."""
     machine = current()
@@ -204,7 +196,6 @@ def _check_loop(machine: Machine, what: str, step: Any = 1) -> None:
         )
 
 
-@exported
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 1) -> None:
     """Run body_fun(i) for i in lower..upper on the device."""
     machine = current()
@@ -219,7 +210,6 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 
             )
 
 
-@exported
 def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
     """Run r = body_fun(r) on the device while the register r is not zero."""
     machine = current()

@@ -25,27 +25,33 @@ from nmm_compiler.simulator.isa import (
     tensor_engine,
 )
 from nmm_compiler.simulator.isa.enums import engine as engines
-from nmm_compiler.simulator.language.base import MemoryRegion, dtype_of, ndarray, psum, sbuf
-from nmm_compiler.simulator.language.device_loops import of_the_whole_program
-from nmm_compiler.simulator.language.exports import exported
+from nmm_compiler.simulator.language import base, device_loops
+from nmm_compiler.simulator.language.base import (
+    NAMES,
+    exported,
+    ndarray,
+    of_the_whole_program,
+    psum,
+    sbuf,
+)
+from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import float32, int32, uint16
-from nmm_compiler.simulator.tensors.tensor import NkiTensor
-
-FUNCTIONS: dict[str, Any] = {}
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 
 def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Enter the function under its name, as a function and as an operator."""
     function.__name__ = function.__qualname__ = name
     function.nki_op = operators.BY_NAME.get(name)  # type: ignore[attr-defined]
-    FUNCTIONS[name] = function
+    NAMES[name] = function
     return function
 
 
 def new_tile(like: NkiTensor, dtype: Any = None, shape: tuple[int, ...] = ()) -> NkiTensor:
     """Return an SBUF tile; its dtype and shape are those of `like` unless given."""
-    kind = like.dtype if dtype is None else dtype_of(current(), dtype)
+    kind = like.dtype if dtype is None else kind_of(dtype)
     return ndarray(shape or like.shape, kind, sbuf, "")
 
 
@@ -73,7 +79,7 @@ def stretch(name: str, x: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
 def combine(name: str, op: str, x: NkiTensor, y: NkiTensor, dtype: Any) -> NkiTensor:
     """Return x <op> y, elementwise, where y is stretched to the shape of x."""
     result = new_tile(x, dtype)
-    elementwise.tensor_tensor(result, x, stretch(name, y, x.shape), FUNCTIONS[op])
+    elementwise.tensor_tensor(result, x, stretch(name, y, x.shape), NAMES[op])
     return result
 
 
@@ -169,23 +175,23 @@ class _OperatorOnly:
 
 bypass, average, prelu = _OperatorOnly("bypass"), _OperatorOnly("average"), _OperatorOnly("prelu")
 for _operator in (bypass, average, prelu):
-    FUNCTIONS[_operator.__name__] = _operator
+    NAMES[_operator.__name__] = _operator
 
 
 def _periodic(name: str, shift: float) -> None:
     def function(x: Any, dtype: Any = None) -> NkiTensor:
         wrapped = new_tile(need_tile(name, x), float32)
         elementwise.tensor_scalar(
-            wrapped, x, FUNCTIONS["add"], shift + math.pi, op1=FUNCTIONS["mod"],
+            wrapped, x, NAMES["add"], shift + math.pi, op1=NAMES["mod"],
             operand1=2.0 * math.pi,
         )  # fmt: skip
-        elementwise.tensor_scalar(wrapped, wrapped, FUNCTIONS["subtract"], np.float32(math.pi))
+        elementwise.tensor_scalar(wrapped, wrapped, NAMES["subtract"], np.float32(math.pi))
         elementwise.tensor_scalar(
-            wrapped, wrapped, FUNCTIONS["minimum"], math.pi - 1e-6,
-            op1=FUNCTIONS["maximum"], operand1=-math.pi + 1e-6,
+            wrapped, wrapped, NAMES["minimum"], math.pi - 1e-6,
+            op1=NAMES["maximum"], operand1=-math.pi + 1e-6,
         )  # fmt: skip
         result = new_tile(x, dtype)
-        _activate(result, wrapped, FUNCTIONS["sin"])
+        _activate(result, wrapped, NAMES["sin"])
         return result
 
     function.__doc__ = f"Return {name}(x) after range reduction; nl.sin is also an activation."
@@ -199,8 +205,8 @@ _periodic("cos", math.pi / 2)
 @exported
 def tan(x: Any, dtype: Any = None) -> NkiTensor:
     """Return sin(x) / cos(x)."""
-    top = FUNCTIONS["sin"](x, dtype=float32)
-    bottom = reciprocal(FUNCTIONS["cos"](x, dtype=float32))
+    top = NAMES["sin"](x, dtype=float32)
+    bottom = reciprocal(NAMES["cos"](x, dtype=float32))
     return combine("tan", "multiply", top, bottom, x.dtype if dtype is None else dtype)
 
 
@@ -210,7 +216,7 @@ def where(condition: Any, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
     condition = need_tile("where", condition)
     tile = x if isinstance(x, NkiTensor) else y if isinstance(y, NkiTensor) else condition
     result = new_tile(tile, dtype, condition.shape)
-    mask = FUNCTIONS["not_equal"](condition, 0.0, dtype="uint8")
+    mask = NAMES["not_equal"](condition, 0.0, dtype="uint8")
     for value, reverse in ((y, True), (x, False)):
         if not isinstance(value, NkiTensor):
             elementwise.tensor_copy_predicated(result, value, mask, reverse)
@@ -251,7 +257,7 @@ def _reduce(
 ) -> NkiTensor:
     axes = _axes(name, need_tile(name, x), axis)
     result = new_tile(x, dtype, _reduced(x, axes, keepdims))
-    reductions.tensor_reduce(result, FUNCTIONS[op], x, axes)
+    reductions.tensor_reduce(result, NAMES[op], x, axes)
     return result
 
 
@@ -273,9 +279,9 @@ _reduction("prod", "multiply")
 def mean(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
     """Return the mean over the last free axes."""
     count = math.prod(x.shape[a] for a in _axes("mean", x, axis))
-    total = FUNCTIONS["sum"](x, axis, float32, keepdims)
+    total = NAMES["sum"](x, axis, float32, keepdims)
     result = new_tile(x, dtype, total.shape)
-    elementwise.tensor_scalar(result, total, FUNCTIONS["multiply"], 1.0 / count)
+    elementwise.tensor_scalar(result, total, NAMES["multiply"], 1.0 / count)
     return result
 
 
@@ -283,22 +289,22 @@ def mean(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTen
 def var(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
     """Return the population variance over the last free axes."""
     apart = combine("var", "subtract", x, mean(x, axis, float32, True), float32)
-    elementwise.tensor_tensor(apart, apart, apart, FUNCTIONS["multiply"])
+    elementwise.tensor_tensor(apart, apart, apart, NAMES["multiply"])
     return mean(apart, axis, dtype or x.dtype, keepdims)
 
 
 def all_(x: Any, axis: Any, dtype: Any = None) -> NkiTensor:
     """Return 1 where all elements along the axes are nonzero."""
-    truth = FUNCTIONS["not_equal"](x, 0.0, dtype=float32)
+    truth = NAMES["not_equal"](x, 0.0, dtype=float32)
     return _reduce("all", "minimum", truth, axis, x.dtype if dtype is None else dtype)
 
 
 @exported
 def softmax(x: Any, axis: Any = -1, dtype: Any = None) -> NkiTensor:
     """Return softmax over the last free axes."""
-    top = FUNCTIONS["max"](x, axis, float32, True)
-    powers = FUNCTIONS["exp"](combine("softmax", "subtract", x, top, float32))
-    inverse = reciprocal(FUNCTIONS["sum"](powers, axis, float32, True))
+    top = NAMES["max"](x, axis, float32, True)
+    powers = NAMES["exp"](combine("softmax", "subtract", x, top, float32))
+    inverse = reciprocal(NAMES["sum"](powers, axis, float32, True))
     return combine("softmax", "multiply", powers, inverse, x.dtype if dtype is None else dtype)
 
 
@@ -313,13 +319,13 @@ def rms_norm(
     compute_dtype: Any = None,
 ) -> NkiTensor:
     """Return x / sqrt(sum(x^2) / n + epsilon) * w."""
-    kind = float32 if compute_dtype is None else dtype_of(current(), compute_dtype)
-    total = FUNCTIONS["sum"](FUNCTIONS["square"](x, dtype=kind), axis, float32, True)
+    kind = float32 if compute_dtype is None else kind_of(compute_dtype)
+    total = NAMES["sum"](NAMES["square"](x, dtype=kind), axis, float32, True)
     scaled = new_tile(total)
     elementwise.tensor_scalar(
-        scaled, total, FUNCTIONS["multiply"], 1.0 / n, op1=FUNCTIONS["add"], operand1=epsilon
+        scaled, total, NAMES["multiply"], 1.0 / n, op1=NAMES["add"], operand1=epsilon
     )
-    activation.activation(scaled, FUNCTIONS["rsqrt"], scaled)
+    activation.activation(scaled, NAMES["rsqrt"], scaled)
     normal = combine("rms_norm", "multiply", x, scaled, kind)
     return combine("rms_norm", "multiply", normal, w, x.dtype if dtype is None else dtype)
 
@@ -414,7 +420,7 @@ def transpose(x: Any, dtype: Any = None) -> NkiTensor:
     tile = need_tile("transpose", x)
     result = ndarray((tile.free_size, tile.shape[0]), tile.dtype, psum, "")
     tensor_engine.nc_transpose(result, tile, engine=engines.tensor)
-    return _converted(result, dtype and dtype_of(current(), dtype))
+    return _converted(result, dtype and kind_of(dtype))
 
 
 @exported
@@ -454,7 +460,7 @@ def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
         spread = new_tile(tile, None, (shape[0], *tile.shape[1:]))
         on_chip = tile.memory == "sbuf" and tile.access().partition_start == 0
         if on_chip and tile.dtype in EXACT_DTYPES:
-            spread_by_product(machine, spread, tile, FUNCTIONS["copy"])
+            spread_by_product(machine, spread, tile, NAMES["copy"])
         else:
             whole = False
             for partition in range(shape[0]):
@@ -520,22 +526,16 @@ def ones(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTenso
     return full(shape, 1, dtype, buffer, name)
 
 
-def _region(x: NkiTensor, buffer: Any) -> Any:
-    if buffer is not None:
-        return buffer
-    return x.buffer if isinstance(x.buffer, MemoryRegion) else sbuf
-
-
 @exported
 def zeros_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
     """Return zeros of the shape and dtype of x."""
-    return full(x.shape, 0, dtype or x.dtype, _region(x, buffer), name)
+    return full(x.shape, 0, dtype or x.dtype, buffer or x.buffer, name)
 
 
 @exported
 def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
     """Return an unwritten tensor of the shape and dtype of x."""
-    return ndarray(x.shape, dtype or x.dtype, _region(x, buffer), name)
+    return ndarray(x.shape, dtype or x.dtype, buffer or x.buffer, name)
 
 
 # Random numbers
@@ -548,7 +548,7 @@ def rand(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTenso
     random_numbers.rng(bits)
     result = ndarray(shape, dtype, buffer, name)
     target = ndarray(shape, dtype, sbuf, "") if result.memory == "hbm" else result
-    elementwise.tensor_scalar(target, bits, FUNCTIONS["multiply"], 1.0 / 65536.0)
+    elementwise.tensor_scalar(target, bits, NAMES["multiply"], 1.0 / 65536.0)
     if target is not result:
         dma.dma_copy(result, target)
     return result
@@ -569,5 +569,15 @@ def dropout(x: Any, rate: Any, dtype: Any = None) -> NkiTensor:
     """Return x with elements zeroed with probability `rate`."""
     result = ndarray(x.shape, x.dtype, sbuf, "")
     random_numbers.dropout(result, x, rate)
-    kind = x.dtype if dtype is None else dtype_of(current(), dtype)
-    return result if kind == x.dtype else FUNCTIONS["copy"](result, kind)
+    kind = x.dtype if dtype is None else kind_of(dtype)
+    return result if kind == x.dtype else NAMES["copy"](result, kind)
+
+
+NAMES.update(
+    {str(d): d for d in dtypes.ALL.values() if d not in ("bool", "int64", "uint64")},
+    bool_=dtypes.bool_, DType=dtypes.DType, NKIObject=NKIObject, NkiTensor=NkiTensor, all=all_,
+    dynamic_range=device_loops.dynamic_range, fori_loop=device_loops.fori_loop,
+    while_loop=device_loops.while_loop, sbuf=sbuf, psum=psum, hbm=base.hbm,
+    private_hbm=base.private_hbm, shared_hbm=base.shared_hbm, tile_size=base.tile_size,
+    sequential_range=base.affine_range, static_range=base.affine_range,
+)  # fmt: skip

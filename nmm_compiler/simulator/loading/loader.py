@@ -1,7 +1,9 @@
 """Finds the kernel that a path, a text, a function or an object names, and loads its file.
 
 `resolve` is the entry point: it returns a callable whose `nki` is the stand-in. A file is loaded
-again only when it, or a file that it imports, changes.
+again only when it, or a file that it imports, changes. A function of an imported module is rebuilt:
+it gets a copy of its globals in which everything of `nki` is the stand-in's, and so do the
+functions of its module that it may call.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from nmm_compiler.errors import KernelArgumentError, closest, nearest
 from nmm_compiler.simulator.beta1 import kernel as beta1
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
-from nmm_compiler.simulator.loading.rebuild import Rebuilder, unwrap
 
 _CACHE: dict[Path, tuple[PrivateModules, types.ModuleType]] = {}
 _VERIFIED: dict[tuple[Path, str], types.ModuleType] = {}
@@ -126,12 +127,129 @@ def resolve(kernel: Any) -> tuple[Any, str]:
         source = getattr(kernel, "source", None)
         module = load_text(source, path) if isinstance(source, str) else load_file(path)
         return find_kernel(module, path, kernel.name), str(path)
-    function, grid = unwrap(kernel)
+    function, grid = _unwrapped(kernel)
     if not isinstance(function, types.FunctionType):
         raise KernelArgumentError(
             f"{kernel!r} is no kernel; pass a path, 'file.py:name', a function, or an object with "
             ".path and .name"
         )
-    rebuilt = Rebuilder().function(function)
-    result = standins.JitKernel(rebuilt, grid)
-    return result, function.__code__.co_filename
+    rebuilt = standins.JitKernel(Rebuilder().function(function), grid)
+    return rebuilt, function.__code__.co_filename
+
+
+_WRAPPED = ("__func__", "__wrapped__", "func", "fn", "function", "_func")
+"""Attributes under which methods and decorators such as the real `nki.jit` keep a function."""
+
+
+def _unwrapped(kernel: Any) -> tuple[Any, int]:
+    """Return (plain function, grid) behind decorators such as the real `nki.jit`."""
+    grid = 1
+    for _ in range(16):
+        if isinstance(kernel, types.FunctionType) and not hasattr(kernel, "__wrapped__"):
+            break
+        size = getattr(kernel, "grid", None)
+        grid = size if isinstance(size, int) else grid
+        held = (getattr(kernel, attribute, None) for attribute in _WRAPPED)
+        inner = next((f for f in held if callable(f) and f is not kernel), None)
+        if inner is None:
+            break
+        kernel = inner
+    return kernel, grid
+
+
+class Rebuilder:
+    """Rebuilds a function over globals in which everything of `nki` is the stand-in's."""
+
+    def __init__(self) -> None:
+        self.globals: dict[int, dict[str, Any]] = {}
+        self.made: dict[int, types.FunctionType] = {}
+        self.private = PrivateModules([])
+
+    def function(self, function: types.FunctionType) -> types.FunctionType:
+        """Return the rebuilt function; closures and defaults are mapped too."""
+        known = self.made.get(id(function))
+        if known is not None:
+            return known
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        rebuilt = types.FunctionType(
+            function.__code__,
+            self.namespace(function.__globals__),
+            function.__name__,
+            None,
+            cells or None,
+        )
+        self.made[id(function)] = rebuilt
+        rebuilt.__dict__.update(function.__dict__)
+        rebuilt.__kwdefaults__ = {
+            k: self.value(v) for k, v in (function.__kwdefaults__ or {}).items()
+        } or None
+        rebuilt.__defaults__ = tuple(self.value(v) for v in function.__defaults__ or ()) or None
+        rebuilt.__annotations__ = dict(function.__annotations__)
+        for cell, old in zip(cells, function.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = self.value(old.cell_contents)
+            except ValueError:
+                continue
+        return rebuilt
+
+    def namespace(self, original: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a module's globals with its `nki` objects replaced."""
+        known = self.globals.get(id(original))
+        if known is not None:
+            return known
+        copy = dict(original)
+        self.globals[id(original)] = copy
+        folder = original.get("__file__")
+        if folder:
+            root = Path(folder).resolve().parent
+            if root not in self.private.roots:
+                self.private.roots.append(root)
+        copy["__builtins__"] = self.private.builtins
+        for key, value in original.items():
+            if not key.startswith("__"):
+                copy[key] = self.value(value, original)
+        return copy
+
+    def value(self, value: Any, home: dict[str, Any] | None = None) -> Any:
+        """Return the replacement of one value, or the value."""
+        if isinstance(value, types.ModuleType):
+            if isinstance(value, standins.StandIn):
+                return value
+            top = value.__name__.partition(".")[0]
+            return standins.find(value.__name__) if top == "nki" else value
+        module = getattr(value, "__module__", None) or ""
+        if isinstance(module, str) and module.partition(".")[0] == "nki":
+            replaced = self._by_name(value)
+            if replaced is not None:
+                return replaced
+        if isinstance(value, standins.JitKernel):
+            return value
+        inner, _ = _unwrapped(value) if callable(value) and not isinstance(value, type) \
+            else (value, 1)  # fmt: skip
+        if isinstance(inner, types.FunctionType) and (
+            home is None or inner.__globals__ is home or self._uses_nki(inner)
+        ):
+            if inner is value:
+                return self.function(inner)
+            if type(value).__module__.partition(".")[0] == "nki":
+                return standins.JitKernel(self.function(inner))
+        return value
+
+    @staticmethod
+    def _uses_nki(function: types.FunctionType) -> bool:
+        return any(
+            isinstance(v, types.ModuleType) and v.__name__.partition(".")[0] == "nki"
+            for v in function.__globals__.values()
+        )
+
+    @staticmethod
+    def _by_name(value: Any) -> Any:
+        """Return the stand-in's member or function of the same name, or None."""
+        name = getattr(value, "name", None) or getattr(value, "__name__", None)
+        for names in map(vars, standins.MODULES.values()):
+            members = getattr(names.get(type(value).__name__), "__members__", {})
+            if hasattr(type(value), "__members__") and name in members:
+                return members[name]
+            if isinstance(name, str) and not name.startswith("_") and name in names:
+                return names[name]
+        return None

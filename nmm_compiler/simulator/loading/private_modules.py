@@ -47,29 +47,18 @@ class PrivateModules:
     def locate(self, name: str) -> Path | None:
         """Return the source of a dotted module name under the roots, or None."""
         parts = name.split(".")
-        for root in self.roots:
-            base = root.joinpath(*parts)
-            if (base / "__init__.py").is_file():
-                return base / "__init__.py"
-            if base.with_suffix(".py").is_file():
-                return base.with_suffix(".py")
         if parts[0] in _LIBRARIES:
-            return self._installed(parts)
-        for root in self.roots:
-            base = root.joinpath(*parts)
-            if (base.is_dir() and any(base.glob("*.py"))) or (base.is_dir() and len(parts) > 1):
-                return base
-        return None
-
-    def _installed(self, parts: list[str]) -> Path | None:
-        spec = importlib.util.find_spec(parts[0])
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        root = Path(next(iter(spec.submodule_search_locations))).parent
-        if root in self.roots:
-            return None
-        self.roots.append(root)
-        return self.locate(".".join(parts))
+            spec = importlib.util.find_spec(parts[0])
+            places = (spec.submodule_search_locations if spec is not None else None) or ()
+            self.roots += {Path(place).parent for place in places} - set(self.roots)
+        bases = [root.joinpath(*parts) for root in self.roots]
+        for base in bases:
+            for path in (base / "__init__.py", base.with_suffix(".py")):
+                if path.is_file():
+                    return path
+        return next(
+            (b for b in bases if b.is_dir() and (len(parts) > 1 or [*b.glob("*.py")])), None
+        )
 
     def load(self, name: str) -> types.ModuleType | None:
         """Return the private module of a dotted name, loading it and its parents."""
@@ -168,13 +157,8 @@ class PrivateModules:
                 globals[BETA_1] = True
             return beta1.import_module(name, fromlist)
         if top == "nki":
-            module = standins.find(name)
-            if fromlist:
-                for item in fromlist:
-                    if f"{name}.{item}" in standins.MODULES:
-                        setattr(module, item, standins.MODULES[f"{name}.{item}"])
-                return module
-            return standins.find(top)
+            found = standins.find(name)
+            return found if fromlist else standins.find(top)
         if (top not in _STDLIB or top in self.shadows) and top != "nmm_compiler":
             module = self.load(name)
             if module is not None:
@@ -183,31 +167,25 @@ class PrivateModules:
 
     def _importlib(self) -> types.ModuleType:
         """Return `importlib` whose import_module goes through this loader."""
-        proxy = types.ModuleType("importlib")
-        proxy.__dict__.update(vars(importlib))
 
         def import_module(name: str, package: str | None = None) -> Any:
             level = len(name) - len(name.lstrip("."))
             context = {"__package__": package}
             return self.import_module(name[level:], context, None, ("__name__",), level)
 
-        proxy.__dict__["import_module"] = import_module
-        return proxy
+        return _changed(importlib, import_module=import_module)
 
     def _inspect(self) -> types.ModuleType:
         """Return `inspect` whose getmodule knows private modules."""
-        proxy = types.ModuleType("inspect")
-        proxy.__dict__.update(vars(inspect))
 
         def getmodule(thing: Any, filename: str | None = None) -> Any:
             namespace = getattr(thing, "f_globals", getattr(thing, "__globals__", None))
             for module in self.modules.values():
-                if namespace is not None and vars(module) is namespace:
+                if vars(module) is namespace:
                     return module
             return inspect.getmodule(thing, filename)
 
-        proxy.__dict__["getmodule"] = getmodule
-        return proxy
+        return _changed(inspect, getmodule=getmodule)
 
     def _with_fromlist(self, module: types.ModuleType, name: str, fromlist: Any) -> Any:
         if hasattr(module, "__path__"):
@@ -215,6 +193,13 @@ class PrivateModules:
                 if item != "*" and not hasattr(module, item):
                     self.load(f"{name}.{item}")
         return module
+
+
+def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
+    """Return a copy of a module with other functions under some names."""
+    copy = types.ModuleType(module.__name__)
+    vars(copy).update(vars(module), **names)
+    return copy
 
 
 def _dataclass(cls: Any = None, /, **options: Any) -> Any:
@@ -230,18 +215,13 @@ def _dataclass(cls: Any = None, /, **options: Any) -> Any:
         return made
     record: Any = made
     fields = [f for f in dataclasses.fields(record) if f.init]
-    required = {
-        f.name
-        for f in fields
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    names = {f.name for f in fields}
+    names, missing = {f.name for f in fields}, dataclasses.MISSING
     initialize = record.__init__
 
     @functools.wraps(initialize)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         for field in fields[len(args) :]:
-            if field.name in required:
+            if field.default is missing and field.default_factory is missing:
                 kwargs.setdefault(field.name, None)
         plain = {k: kwargs.pop(k) for k in list(kwargs) if k not in names and hasattr(made, k)}
         initialize(self, *args, **kwargs)
@@ -252,6 +232,4 @@ def _dataclass(cls: Any = None, /, **options: Any) -> Any:
     return made
 
 
-_DATACLASSES = types.ModuleType("dataclasses")
-_DATACLASSES.__dict__.update(vars(dataclasses))
-_DATACLASSES.__dict__["dataclass"] = _dataclass
+_DATACLASSES = _changed(dataclasses, dataclass=_dataclass)

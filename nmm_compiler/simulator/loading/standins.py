@@ -7,6 +7,7 @@ A name that the NKI API has and the simulator lacks raises an error that says so
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError, closest
 from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa import names as isa
-from nmm_compiler.simulator.language import names as language
+from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.machine import kernel_frame, running
 from nmm_compiler.simulator.tensors.dtypes import DType
 
@@ -47,29 +48,25 @@ def module(name: str, names: dict[str, Any]) -> StandIn:
 class JitKernel:
     """The result of `@nki.jit`: callable inside a simulation, launchable with a grid."""
 
-    def __init__(self, function: Callable[..., Any], grid: int = 1, schedule: Any = None) -> None:
+    def __init__(self, function: Callable[..., Any], grid: int = 1) -> None:
         self.function = function
         self.grid = grid
-        self.schedule = schedule
         functools.update_wrapper(self, function, updated=())
         self.func = function
 
     def __getitem__(self, grid: Any) -> JitKernel:
         sizes = grid if isinstance(grid, tuple) else (grid,)
-        count = 1
-        for size in sizes:
-            count *= int(size)
-        return JitKernel(self.function, count, self.schedule)
+        return JitKernel(self.function, math.prod(map(int, sizes)))
 
     def launched(self, grid: Any) -> JitKernel:
         """Return the kernel with at least the programs of `grid`."""
         if isinstance(grid, tuple):
             return self[grid]
-        return self if grid <= self.grid else JitKernel(self.function, grid, self.schedule)
+        return self if grid <= self.grid else JitKernel(self.function, grid)
 
     def with_schedule(self, schedule: Any) -> JitKernel:
-        """Return the kernel with scheduling hints, which do not change results."""
-        return JitKernel(self.function, self.grid, schedule)
+        """Return the kernel: scheduling hints do not change results."""
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run: inline inside a simulation, else a simulation of its own."""
@@ -130,16 +127,16 @@ class TensorType:
 
 
 def _build() -> dict[str, StandIn]:
-    nl = module("nki.language", language.NAMES)
+    nl = module("nki.language", LANGUAGE)
     nisa = module("nki.isa", {**isa.NAMES, "NkiValidationError": OperandError})
     constants = module("nki.isa.constants", isa.CONSTANTS)
     typing = module("nki.typing", {"tensor": TensorType(), "mutable_tensor": TensorType()})
-    kinds = module("nki.dtype", {k: v for k, v in language.NAMES.items() if isinstance(v, DType)})
+    kinds = module("nki.dtype", {k: v for k, v in LANGUAGE.items() if isinstance(v, DType)})
     collectives = module("nki.collectives", COLLECTIVES)
     nisa.__dict__["constants"] = constants
     experimental = module(
         "nki.experimental",
-        {"fori_loop": language.NAMES["fori_loop"], "while_loop": language.NAMES["while_loop"]},
+        {"fori_loop": LANGUAGE["fori_loop"], "while_loop": LANGUAGE["while_loop"]},
     )
     nki = module(
         "nki",
@@ -149,16 +146,8 @@ def _build() -> dict[str, StandIn]:
             "dtype": kinds,
         },
     )  # fmt: skip
-    return {
-        "nki": nki,
-        "nki.language": nl,
-        "nki.isa": nisa,
-        "nki.isa.constants": constants,
-        "nki.typing": typing,
-        "nki.collectives": collectives,
-        "nki.experimental": experimental,
-        "nki.dtype": kinds,
-    }
+    made = (nki, nl, nisa, constants, typing, collectives, experimental, kinds)
+    return {known.__name__: known for known in made}
 
 
 MODULES: dict[str, StandIn] = _build()

@@ -114,10 +114,16 @@ def first_read(view: NkiTensor, mask: np.ndarray) -> str:
     )
 
 
-def note_unwritten(view: NkiTensor, mask: np.ndarray) -> None:
-    """Note that an instruction reads unwritten elements; refuse it where none may be read."""
+def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
+    """Note that an instruction reads unwritten elements; refuse it where none may be read.
+
+    what: needs known values.
+    """
     machine = current()
     origin = view.storage.origin or first_read(view, mask)
+    if what:
+        refuse_poison(machine, what, origin, int(mask.sum()), mask.size)
+        return
     if not machine.poison_spreads:
         machine.rule(HazardError, f"{origin}; {_WAY_OUT}")
     machine.poisoned.append((view, mask, origin))

@@ -12,7 +12,7 @@ fit together. A tensor is live from the first to the last instruction that touch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.trace import Allocation
 
 _SHARED = "shared_hbm"
+_SHOWN = 12  # live tensors that a message names
 
 
 class Storage:
@@ -137,46 +138,49 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
             )
 
 
-def _describe(items: Iterable[tuple[Allocation, int]], unit: str, limit: int = 12) -> str:
-    ranked = sorted(items, key=lambda item: -item[1])
-    shown = [
-        f"  {a.name} {a.shape} {a.dtype}: {size:,} {unit}, allocated on line {a.line}, live in "
-        f"instructions {a.first_index}..{a.last_index}"
-        for a, size in ranked[:limit]
-    ]
-    if len(ranked) > limit:
-        rest = sum(size for _, size in ranked[limit:])
-        shown.append(f"  and {len(ranked) - limit} more, {rest:,} {unit} together")
-    return "\n".join(shown)
+Span = tuple[int, int, int]
+"""First and last instruction of a live range, and its size."""
 
 
-def _peak(items: list[tuple[Allocation, int]]) -> tuple[int, int]:
+def _peak(spans: list[Span]) -> tuple[int, int]:
     """Return (largest sum of sizes live at once, an instruction where it is reached)."""
-    if not items:
+    if not spans:
         return 0, 0
-    sizes = [size for _, size in items]
-    first = [a.first_index for a, _ in items]
-    stop = [a.last_index + 1 for a, _ in items]
-    count = max(stop) + 1
+    first, last, sizes = zip(*spans, strict=True)
+    count = max(last) + 2
     # sums of whole numbers below 2**53, so exact
-    change = np.bincount(first, sizes, count) - np.bincount(stop, sizes, count)
-    live = np.cumsum(change)
+    ended = np.bincount(np.asarray(last) + 1, sizes, count)
+    live = np.cumsum(np.bincount(first, sizes, count) - ended)
     at = int(live.argmax())
     return int(live[at]), at
 
 
-def _fits_side_by_side(items: list[tuple[Allocation, int]], limit: int) -> bool:
-    """Return whether live tensors take no more than SBUF in quarters of its partitions.
+def _spans(tensors: list[Allocation], size: Callable[[Allocation], int]) -> list[Span]:
+    return [(a.first_index, a.last_index, size(a)) for a in tensors]
+
+
+def _bank_spans(placed: list[Allocation], bank: int) -> list[Span]:
+    """Return when PSUM banks of placed tensors are in use; a bank that some share counts once."""
+    spans: list[Span] = []
+    ends: dict[int, int] = {}
+    for a in sorted(placed, key=lambda a: a.first_index):
+        start = a.address[1] if a.address else 0
+        for number in range(start // bank, (start + max(a.bytes_per_partition, 1) - 1) // bank + 1):
+            free = max(a.first_index, ends.get(number, -1) + 1)
+            if free <= a.last_index:
+                spans.append((free, a.last_index, 1))
+                ends[number] = a.last_index
+    return spans
+
+
+def _quarters(a: Allocation) -> int:
+    """Return the least area that a tensor takes of SBUF in quarters of its partitions.
 
     A tensor of up to 32 partitions starts at any quarter, one of up to 64 at either half
     (trainium_inferentia2_arch: start_partition), so the compiler can place two of 64 rows at the
     same bytes. Adding up areas says what certainly does not fit.
     """
-    areas = []
-    for allocation, size in items:
-        rows = allocation.shape[0]
-        areas.append((allocation, size * (1 if rows <= 32 else 2 if rows <= 64 else 4)))
-    return _peak(areas)[0] <= 4 * limit
+    return a.bytes_per_partition * (1 if a.shape[0] <= 32 else 2 if a.shape[0] <= 64 else 4)
 
 
 def check_capacity(machine: Machine) -> None:
@@ -187,95 +191,67 @@ def check_capacity(machine: Machine) -> None:
     """
     target, trace = machine.target, machine.trace
     bank = target.psum_bank_bytes_per_partition
-    sbuf: list[tuple[Allocation, int]] = []
-    psum: list[tuple[Allocation, int]] = []
-    for a in trace.allocations.values():
-        if a.first_index >= 0:
-            if a.memory == "sbuf":
-                sbuf.append((a, a.bytes_per_partition))
-            elif a.memory == "psum":
-                psum.append((a, -(-a.bytes_per_partition // bank)))
-    file = machine.instructions[0].file if machine.instructions else ""
-    for memory, items in (("sbuf", sbuf), ("psum", psum)):
-        placed = [a for a, _ in items if a.address is not None]
-        floating = len(placed) < len(items)
+    used = [a for a in trace.allocations.values() if a.first_index >= 0]
+    for memory, limit in (
+        ("sbuf", target.sbuf_usable_bytes_per_partition),
+        ("psum", target.psum_banks),
+    ):
+        tensors = [a for a in used if a.memory == memory]
+        placed = [a for a in tensors if a.address is not None]
+        floating = [a for a in tensors if a.address is None]
         _check_addresses(machine, placed, memory)
         if memory == "sbuf":
-            limit, unit = target.sbuf_usable_bytes_per_partition, "B"
-            peak, at = _peak(items)
+            unit, what, size = "B", "SBUF bytes per partition", _bytes
+            peak, at = _peak(_spans(tensors, size))
             if placed and not floating:
                 peak = max(a.address[1] + a.bytes_per_partition for a in placed if a.address)
             trace.sbuf_peak_bytes = peak
         else:
-            limit, unit = target.psum_banks, "bank(s)"
-            peak, at = _banks_in_use(items, bank) if placed else _peak(items)
+            unit, what, size = "bank(s)", "PSUM banks", lambda a: -(-a.bytes_per_partition // bank)
+            peak, at = _peak(_spans(floating, size) + _bank_spans(placed, bank))
             trace.psum_peak_banks = peak
-        if peak > limit and floating:
-            if memory == "sbuf" and _fits_side_by_side(sbuf, limit):
-                machine.warnings.append(
-                    f"{peak:,} SBUF bytes per partition are live at once at instruction {at}, "
-                    f"{target.name} has {limit:,}; they fit only if the compiler places tensors of "
-                    "at most 64 partitions beside each other"
-                )
-                continue
-            what = "SBUF bytes per partition" if memory == "sbuf" else "PSUM banks"
-            live = [item for item in items if item[0].first_index <= at <= item[0].last_index]
-            message = (
-                f"{peak:,} {what} are live at once at instruction {at}, "
-                f"{target.name} has {limit:,}; use smaller or fewer tiles. Live tensors:\n"
-                + _describe(live, unit)
+        if peak <= limit or not floating:
+            continue
+        message = f"{peak:,} {what} are live at once at instruction {at}, {target.name} has "
+        if memory == "sbuf" and _peak(_spans(tensors, _quarters))[0] <= 4 * limit:
+            machine.warnings.append(
+                f"{message}{limit:,}; they fit only if the compiler places tensors of at most 64 "
+                "partitions beside each other"
             )
-            if machine.strict and not getattr(machine.dialect, "spills", False):
-                line = machine.instructions[at].line if machine.instructions else 0
-                raise OnChipCapacityError(message, file, line)
-            machine.warnings.append(message)
+            continue
+        live = [a for a in tensors if a.first_index <= at <= a.last_index]
+        shown = [
+            f"  {a.name} {a.shape} {a.dtype}: {size(a):,} {unit}, allocated on line {a.line}, live "
+            f"in instructions {a.first_index}..{a.last_index}"
+            for a in sorted(live, key=size, reverse=True)
+        ]
+        if len(shown) > _SHOWN:
+            rest = sum(sorted(map(size, live), reverse=True)[_SHOWN:])
+            shown[_SHOWN:] = [f"  and {len(shown) - _SHOWN} more, {rest:,} {unit} together"]
+        message += f"{limit:,}; use smaller or fewer tiles. Live tensors:\n" + "\n".join(shown)
+        if machine.strict and not getattr(machine.dialect, "spills", False):
+            place = machine.instructions[at]
+            raise OnChipCapacityError(message, place.file, place.line)
+        machine.warnings.append(message)
 
 
-def _banks_in_use(items: list[tuple[Allocation, int]], bank: int) -> tuple[int, int]:
-    """Return the most PSUM banks in use at once, and an instruction where they are.
-
-    Banks that placed tensors share count once.
-    """
-    events: list[tuple[int, int, Allocation, int]] = []
-    for a, size in items:
-        events += [(a.first_index, 0, a, size), (a.last_index, 1, a, size)]
-    events.sort(key=lambda e: (e[0], e[1]))
-    used: dict[int, int] = {}
-    free = best = at = 0
-    for index, end, a, size in events:
-        step = -1 if end else 1
-        if a.address is None:
-            free += step * size
-        else:
-            first = a.address[1] // bank
-            last = (a.address[1] + max(a.bytes_per_partition, 1) - 1) // bank
-            for number in range(first, last + 1):
-                used[number] = used.get(number, 0) + step
-                if not used[number]:
-                    del used[number]
-        if free + len(used) > best:
-            best, at = free + len(used), index
-    return best, at
+def _bytes(a: Allocation) -> int:
+    return a.bytes_per_partition
 
 
 def _check_addresses(machine: Machine, placed: list[Allocation], memory: str) -> None:
     """Refuse two placed tensors that share bytes while both are live."""
-    placed = sorted(placed, key=lambda a: a.first_index)
     active: list[Allocation] = []
-    for a in placed:
-        assert a.address is not None
+    for a in sorted(placed, key=lambda a: a.first_index):
         active = [b for b in active if b.last_index > a.first_index]
         for b in active:
-            assert b.address is not None
-            bytes_meet = (
-                a.address[1] < b.address[1] + b.bytes_per_partition
-                and b.address[1] < a.address[1] + a.bytes_per_partition
-            )
-            partitions_meet = (
-                a.address[0] < b.address[0] + b.shape[0]
-                and b.address[0] < a.address[0] + a.shape[0]
-            )
-            if bytes_meet and partitions_meet:
+            (row, byte), (other_row, other_byte) = a.address or (0, 0), b.address or (0, 0)
+            if (
+                byte < other_byte + b.bytes_per_partition
+                and other_byte < byte + a.bytes_per_partition
+                and row < other_row + b.shape[0]
+                and other_row < row + a.shape[0]
+            ):
                 message = (
                     f"{memory.upper()} tensors {a.name!r} (line {a.line}, address {a.address}, "
                     f"{a.bytes_per_partition} B) and {b.name!r} (line {b.line}, address "

@@ -7,10 +7,14 @@ timing mode a value that came from a tensor does not exist, and its use is an er
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, NoReturn
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
 from nmm_compiler.simulator.machine import current
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class VirtualRegister:
@@ -65,31 +69,20 @@ class VirtualRegister:
     def __repr__(self) -> str:
         return f"VirtualRegister({self.value if self.known else '?'})"
 
-    def _made(self, operator: str, value: int, other: Any, turned: bool = False) -> VirtualRegister:
-        pair = self.symbol, other.symbol if isinstance(other, VirtualRegister) else other
-        return VirtualRegister(value, symbol=(operator, *(pair[::-1] if turned else pair)))
-
-    def _other(self, other: Any) -> int:
+    def _arithmetic(self, other: Any, symbol: str, turned: bool = False) -> VirtualRegister:
+        if not isinstance(other, (VirtualRegister, int)):
+            raise current().error(
+                UnsupportedInstructionError, f"register arithmetic with {type(other).__name__}"
+            )
+        values, symbols = (self.read(), other), (self.symbol, other)
         if isinstance(other, VirtualRegister):
-            return other.read()
-        if isinstance(other, int):
-            return other
-        raise current().error(
-            UnsupportedInstructionError, f"register arithmetic with {type(other).__name__}"
+            values, symbols = (self.read(), other.read()), (self.symbol, other.symbol)
+        order = -1 if turned else 1
+        return VirtualRegister(
+            _OPERATORS[symbol](*values[::order]), symbol=(symbol, *symbols[::order])
         )
 
-    def __add__(self, other: Any) -> VirtualRegister:
-        return self._made("+", self.read() + self._other(other), other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> VirtualRegister:
-        return self._made("-", self.read() - self._other(other), other)
-
-    def __rsub__(self, other: Any) -> VirtualRegister:
-        return self._made("-", self._other(other) - self.read(), other, turned=True)
-
-    def __mul__(self, other: Any) -> VirtualRegister:
-        return self._made("*", self.read() * self._other(other), other)
-
-    __rmul__ = __mul__
+    __add__ = __radd__ = functools.partialmethod(_arithmetic, symbol="+")
+    __mul__ = __rmul__ = functools.partialmethod(_arithmetic, symbol="*")
+    __sub__ = functools.partialmethod(_arithmetic, symbol="-")
+    __rsub__ = functools.partialmethod(_arithmetic, symbol="-", turned=True)

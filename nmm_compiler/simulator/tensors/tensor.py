@@ -26,10 +26,8 @@ from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import (
     OUT_OF_REACH,
     PATTERNS,
-    first_read,
     note_unwritten,
     poisoned_values,
-    refuse_poison,
     walk_pattern,
     whole,
 )
@@ -41,6 +39,7 @@ from nmm_compiler.simulator.tensors.geometry import (
     numbers_of,
     part_of,
     remember_part,
+    row_major,
     whole_of,
 )
 from nmm_compiler.simulator.tensors.memory import Storage
@@ -48,10 +47,21 @@ from nmm_compiler.simulator.tensors.races import note_read
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.trace import Access
 
+Dims = tuple[tuple[int, int], ...]
+"""(size, stride) of each dimension."""
+
 
 def fail(kind: type[SimulationError], message: str) -> SimulationError:
     """Return an error of `kind` at the kernel's current line."""
     return current().error(kind, message)
+
+
+def kind_of(dtype: Any) -> DType:
+    """Return the dtype that a kernel's argument names."""
+    kind = dtypes.find(dtype)
+    if kind is None:
+        raise fail(OperandError, f"unknown dtype {dtype!r}; use those of nki.language")
+    return kind
 
 
 class NkiTensor(NKIObject):
@@ -163,31 +173,26 @@ class NkiTensor(NKIObject):
         return self.dtype.item_bytes
 
     @property
-    def partition_start(self) -> int:
-        """First partition the view touches, within its memory when placed by hand."""
-        storage = self.storage
-        row_bytes = storage.bytes_per_partition
-        base = storage.address[0] if storage.address else 0
-        return base + (self.offset * self.dtype.item_bytes) // row_bytes if row_bytes else base
-
-    @property
     def free_size(self) -> int:
         """Elements per partition."""
         return math.prod(self.shape[1:])
 
     def get_pattern(self) -> list[list[int]]:
         """Return [[stride, count], ...] of all dimensions."""
-        return [list(pair) for pair in zip(self.strides, self.shape, strict=True)]
+        return [[stride, count] for count, stride in self._dims]
 
     # Views
 
-    def _like(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None
-    ) -> NkiTensor:
-        start = self.offset if offset is None else offset
+    @property
+    def _dims(self) -> Dims:
+        return tuple(zip(self.shape, self.strides, strict=True))
+
+    def _over(self, dims: Dims, offset: int | None = None) -> NkiTensor:
+        """Return a view of the same elements, or from another offset on, over other dimensions."""
         return NkiTensor(
-            self.storage, shape, strides, start, self.dtype, self.indirection, self.moved
-        )
+            self.storage, tuple(size for size, _ in dims), tuple(stride for _, stride in dims),
+            self.offset if offset is None else offset, self.dtype, self.indirection, self.moved,
+        )  # fmt: skip
 
     def __getitem__(self, key: Any) -> NkiTensor:
         """Return the view that a key selects."""
@@ -286,7 +291,7 @@ class NkiTensor(NKIObject):
         """Return where a slice or an index starts, and the registers that move the view."""
         if not isinstance(value, VirtualRegister):
             return self._number(value), moved
-        self._free_only(dim, "dynamic selection")
+        self._dimension(dim, "dynamic selection")
         number = value.read()
         return number, (*moved, (value.symbol, self.strides[dim], number))
 
@@ -322,33 +327,22 @@ class NkiTensor(NKIObject):
 
     def select(self, dim: int, index: Any) -> NkiTensor:
         """Return element `index` of dimension `dim`: an int, or a tensor or register."""
-        dim = self._dimension(dim)
-        if not isinstance(index, (NkiTensor, VirtualRegister)):
-            size = self.shape[dim]
-            number = self._number(index)
-            if not 0 <= number < size:
+        if isinstance(index, (NkiTensor, VirtualRegister)):
+            if self.indirection is not None:
                 raise fail(
-                    OutOfBoundsError,
-                    f"select({dim}, {index}) of {self.name!r} {self.shape}; use 0..{size - 1}",
+                    UnsupportedInstructionError, f"{self.name!r} is indirect already; select once"
                 )
-            if dim == 0 and self.memory != "hbm":
-                return self[number]
-            return self._like(
-                self.shape[:dim] + self.shape[dim + 1 :],
-                self.strides[:dim] + self.strides[dim + 1 :],
-                self.offset + number * self.strides[dim],
-            )
-        if self.indirection is not None:
+            dim = self._dimension(dim, "dynamic selection")
+            view = self._over(self._dims[:dim] + self._dims[dim + 1 :])
+            view.indirection = Indirection("scalar", dim, index, self.strides[dim])
+            return view
+        dim, number = self._dimension(dim), self._number(index)
+        if number < 0:
             raise fail(
-                UnsupportedInstructionError, f"{self.name!r} is indirect already; select once"
+                OutOfBoundsError,
+                f"select({dim}, {index}) of {self.name!r} {self.shape}; use 0 or more",
             )
-        self._free_only(dim, "dynamic selection")
-        step = self.strides[dim]
-        view = self._like(
-            self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
-        )
-        view.indirection = Indirection("scalar", dim, index, step)
-        return view
+        return self[(slice(None),) * dim + (number,)]
 
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """Return rows of dimension 0 chosen by `vector_offset`, one index per partition."""
@@ -358,8 +352,7 @@ class NkiTensor(NKIObject):
                 f"vector_select({dim}) of {self.name!r} in {self.memory}; it takes dimension 0 "
                 "of an HBM tensor that is not indirect yet",
             )
-        count = vector_offset.shape[0]
-        view = self._like((count, *self.shape[1:]), self.strides)
+        view = self._over(((vector_offset.shape[0], self.strides[0]), *self._dims[1:]))
         view.indirection = Indirection("vector", 0, vector_offset, self.strides[0])
         return view
 
@@ -373,10 +366,8 @@ class NkiTensor(NKIObject):
         dtype: Any = None,
     ) -> NkiTensor:
         """Address the storage directly: [[step, count], ...] in elements from `offset`."""
-        kind = self.dtype if dtype is None else dtypes.find(dtype)
-        if kind is None:
-            raise fail(OperandError, f"unknown dtype {dtype!r}")
-        storage = self.storage
+        kind = self.dtype if dtype is None else kind_of(dtype)
+        storage, on_chip = self.storage, self.memory != "hbm"
         steps = tuple(self._number(p[0]) for p in pattern)
         counts = tuple(self._number(p[1]) for p in pattern)
         if any(c < 1 for c in counts):
@@ -386,31 +377,28 @@ class NkiTensor(NKIObject):
         base = self.offset * self.dtype.item_bytes // kind.item_bytes
         start = base + (0 if offset is None else self._number(offset))
         row = storage.bytes_per_partition // kind.item_bytes
-        if storage.memory != "hbm" and counts[0] > 1 and steps[0] != row:
+        if on_chip and counts[0] > 1 and steps[0] != row:
             raise fail(
                 OperandError,
                 f"ap of {self.name!r}: the partition step is {steps[0]}, it must be the free "
                 f"size of the tensor, {row} elements",
             )
-        if storage.memory != "hbm":
-            steps = (row, *steps[1:])
-        if storage.memory != "hbm" and len(counts) == 1:
-            counts, steps = (*counts, 1), (*steps, 1)
+        if on_chip:
+            steps, more = (row, *steps[1:]), (1,) * (len(counts) == 1)
+            counts, steps = (*counts, *more), (*steps, *more)
         indirection = None
-        indirect_dim = self._dimension(indirect_dim)
         if vector_offset is not None:
-            if indirect_dim:
+            if self._dimension(indirect_dim):
                 raise fail(
                     UnsupportedInstructionError,
                     f"ap of {self.name!r} with a vector_offset and indirect_dim={indirect_dim}; "
                     "a vector of offsets chooses along dimension 0 only",
                 )
-            step = math.prod(self.shape[indirect_dim + 1 :])
+            step = math.prod(self.shape[1:])
             indirection = Indirection("vector", 0, vector_offset, step)
         elif scalar_offset is not None:
-            self._free_only(indirect_dim, "dynamic selection")
-            step = self.strides[indirect_dim]
-            step = step * self.dtype.item_bytes // kind.item_bytes
+            indirect_dim = self._dimension(indirect_dim, "dynamic selection")
+            step = self.strides[indirect_dim] * self.dtype.item_bytes // kind.item_bytes
             indirection = Indirection("scalar", indirect_dim, scalar_offset, step)
         view = NkiTensor(
             storage, counts, steps, start, kind, indirection, self._moved_in(kind.item_bytes)
@@ -420,35 +408,29 @@ class NkiTensor(NKIObject):
 
     def view(self, dtype: Any) -> NkiTensor:
         """Reinterpret the bits as another dtype; the last dimension is rescaled."""
-        kind = dtypes.find(dtype)
-        if kind is None:
-            raise fail(OperandError, f"unknown dtype {dtype!r}")
+        kind = kind_of(dtype)
         if self.indirection is not None:
             raise fail(
                 UnsupportedInstructionError, f"view(dtype) of {self.name!r}, which is indirect"
             )
         old, new = self.dtype.item_bytes, kind.item_bytes
-        moved = self._moved_in(new)
-        if old == new:
-            return NkiTensor(self.storage, self.shape, self.strides, self.offset, kind, None, moved)
-        if self.strides[-1] != 1 and self.shape[-1] != 1:
+        outer, total, start = self._dims[:-1], self.shape[-1] * old, self.offset * old
+        if old != new and self.strides[-1] != 1 and self.shape[-1] != 1:
             raise fail(
                 OperandError,
                 f"view({kind}) of {self.name!r}: the last dimension must be contiguous",
             )
-        total = self.shape[-1] * old
-        outer = [s * old for s in self.strides[:-1]]
-        start = self.offset * old
-        if total % new or any(s % new for s in outer) or start % new:
+        if total % new or any(stride * old % new for _, stride in outer) or start % new:
             raise fail(
                 OperandError,
                 f"view({kind}) of {self.name!r} {self.shape} {self.dtype}: {total} B do not "
                 f"divide into {new} B elements",
             )
+        last = self._dims[-1] if old == new else (total // new, 1)
+        shape, strides = zip(*((n, s * old // new) for n, s in outer), last, strict=True)
         return NkiTensor(
-            self.storage, (*self.shape[:-1], total // new), (*(s // new for s in outer), 1),
-            start // new, kind, None, moved,
-        )  # fmt: skip
+            self.storage, shape, strides, start // new, kind, None, self._moved_in(new)
+        )
 
     def _moved_in(self, item: int) -> tuple[tuple[Any, int, int], ...]:
         """Return `moved` in steps of elements of `item` bytes."""
@@ -473,27 +455,33 @@ class NkiTensor(NKIObject):
 
     # Whole dimensions: only shapes and strides change; what strides cannot express is refused
 
-    def _dimension(self, dim: int, extra: int = 0) -> int:
+    def _dimension(self, dim: int, what: str = "", *, extra: int = 0, one: bool = False) -> int:
+        """Return a dimension as a number from 0 on.
+
+        what: done to it, which the partition dimension does not take. one: its size must be 1.
+        """
         rank = len(self.shape) + extra
-        if dim < 0:
-            dim += rank
-        if not 0 <= dim < rank:
+        number = dim + rank if dim < 0 else dim
+        if not 0 <= number < rank:
             raise fail(
                 OutOfBoundsError,
                 f"dimension {dim} of tensor {self.name!r}, which has {len(self.shape)} dimensions",
             )
-        return dim
-
-    def _free_only(self, dim: int, what: str) -> None:
+        if one and self.shape[number] != 1:
+            raise fail(
+                OperandError,
+                f"{what} of dimension {number} of {self.name!r} {self.shape}; its size must be 1",
+            )
         # NkiTensor.permute and reshape_dim: after vector_select the rows stay outermost; a single
         # runtime index leaves the other dimensions free
         rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
-        if dim == 0 and (self.memory != "hbm" or rows_chosen):
+        if what and number == 0 and (self.memory != "hbm" or rows_chosen):
             raise fail(
                 OperandError,
                 f"{what} of the partition dimension of {self.name!r} {self.shape} is no view; "
                 "move the data (nc_transpose, dma_copy) instead",
             )
+        return number
 
     def permute(self, dims: Sequence[int]) -> NkiTensor:
         """Reorder dimensions; the partition dimension stays first."""
@@ -501,58 +489,36 @@ class NkiTensor(NKIObject):
         if sorted(dims) != list(range(len(self.shape))):
             raise fail(OperandError, f"permute{dims} of shape {self.shape} is no permutation")
         if dims[0] != 0:
-            self._free_only(0, "permuting")
-        return self._like(tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims))
+            self._dimension(0, "permuting")
+        return self._over(tuple(self._dims[d] for d in dims))
+
+    def _replaced(self, dim: int, count: int, by: Dims) -> NkiTensor:
+        """Return the view with other dimensions in place of `count` of them from `dim` on."""
+        return self._over(self._dims[:dim] + by + self._dims[dim + count :])
 
     def broadcast(self, dim: int, size: int) -> NkiTensor:
         """Repeat dimension `dim`, which has size 1, `size` times without a copy."""
-        dim = self._dimension(dim)
-        if self.shape[dim] != 1:
-            raise fail(
-                OperandError,
-                f"broadcast of dimension {dim} of {self.name!r} {self.shape}; its size must be 1",
-            )
-        self._free_only(dim, "broadcasting")
-        shape, strides = list(self.shape), list(self.strides)
-        shape[dim], strides[dim] = size, 0
-        return self._like(tuple(shape), tuple(strides))
+        dim = self._dimension(dim, "broadcasting", one=True)
+        return self._replaced(dim, 1, ((size, 0),))
 
     def expand_dim(self, dim: int) -> NkiTensor:
         """Insert a dimension of size 1 at `dim`."""
-        dim = self._dimension(dim, 1)
-        self._free_only(dim, "inserting before")
+        dim = self._dimension(dim, "inserting before", extra=1)
         inner = self.strides[dim] * self.shape[dim] if dim < len(self.shape) else 1
-        return self._like(
-            self.shape[:dim] + (1,) + self.shape[dim:],
-            self.strides[:dim] + (inner,) + self.strides[dim:],
-        )
+        return self._replaced(dim, 0, ((1, inner),))
 
     def squeeze_dim(self, dim: int) -> NkiTensor:
         """Drop dimension `dim` of size 1."""
-        dim = self._dimension(dim)
-        if self.shape[dim] != 1:
-            raise fail(
-                OperandError, f"squeeze of dimension {dim} of {self.shape}; its size must be 1"
-            )
-        self._free_only(dim, "dropping")
-        return self._like(
-            self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :]
-        )
+        return self._replaced(self._dimension(dim, "dropping", one=True), 1, ())
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
         """Split dimension `dim` into `shape`; one entry may be -1."""
         dim = self._dimension(dim)
         sizes = self._infer(tuple(shape), self.shape[dim])
         if len(sizes) > 1:
-            self._free_only(dim, "splitting")
-        strides, step = [], self.strides[dim]
-        for size in reversed(sizes):
-            strides.append(step)
-            step *= size
-        return self._like(
-            self.shape[:dim] + sizes + self.shape[dim + 1 :],
-            self.strides[:dim] + tuple(reversed(strides)) + self.strides[dim + 1 :],
-        )
+            self._dimension(dim, "splitting")
+        steps = (self.strides[dim] * step for step in row_major(sizes))
+        return self._replaced(dim, 1, tuple(zip(sizes, steps, strict=True)))
 
     def _infer(self, shape: tuple[int, ...], total: int) -> tuple[int, ...]:
         shape = tuple(self._number(s) for s in shape)
@@ -573,43 +539,32 @@ class NkiTensor(NKIObject):
         """Merge dimensions start_dim..end_dim (inclusive), which must be contiguous."""
         start, end = self._dimension(start_dim), self._dimension(end_dim)
         if end > start:
-            self._free_only(start, "merging")
-        sizes, steps = self.shape[start : end + 1], self.strides[start : end + 1]
-        merged = self._regroup(sizes, steps, (math.prod(sizes),))
-        return self._like(
-            self.shape[:start] + (math.prod(sizes),) + self.shape[end + 1 :],
-            self.strides[:start] + merged + self.strides[end + 1 :],
-        )
+            self._dimension(start, "merging")
+        dims = self._dims[start : end + 1]
+        merged = self._regroup(dims, (math.prod(size for size, _ in dims),))
+        return self._replaced(start, len(dims), merged)
 
-    def _regroup(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], new: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Return strides for `new` over the same elements, or raise when there are none."""
+    def _regroup(self, dims: Dims, new: tuple[int, ...]) -> Dims:
+        """Return dimensions of sizes `new` over the same elements, or raise if there are none."""
         blocks: list[tuple[int, int]] = []
-        for size, stride in zip(shape, strides, strict=True):
+        for size, stride in dims:
             if size == 1:
                 continue
             if blocks and blocks[-1][1] == stride * size:
-                blocks[-1] = (blocks[-1][0] * size, stride)
-            else:
-                blocks.append((size, stride))
-        result: list[int] = []
-        position = len(blocks) - 1
-        left, step = (blocks[position][0], blocks[position][1]) if blocks else (1, 1)
+                size *= blocks.pop()[0]
+            blocks.append((size, stride))
+        result: list[tuple[int, int]] = []
+        left, step = blocks.pop() if blocks else (1, 1)
         for size in reversed(new):
-            if size == 1:
-                result.append(step)
-                continue
-            while left == 1 and position > 0:
-                position -= 1
-                left, step = blocks[position]
+            while size > 1 and left == 1 and blocks:
+                left, step = blocks.pop()
             if left % size:
                 raise fail(
                     OperandError,
-                    f"reshape of {self.name!r} {shape} with strides {strides} to {new} is no "
-                    "view; copy it first, or reshape before slicing or permuting",
+                    f"reshape of {self.name!r} {self.shape} with strides {self.strides} to {new} "
+                    "is no view; copy it first, or reshape before slicing or permuting",
                 )
-            result.append(step)
+            result.append((size, step))
             left //= size
             step *= size
         return tuple(reversed(result))
@@ -619,17 +574,14 @@ class NkiTensor(NKIObject):
         wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = self._infer(tuple(wanted), self.size)
         if self.memory == "hbm" and self.indirection is None:
-            return self._like(new, self._regroup(self.shape, self.strides, new))
+            return self._over(self._regroup(self._dims, new))
         if new[0] != self.shape[0]:
             raise fail(
                 OperandError,
                 f"reshape of {self.name!r} {self.shape} to {new} changes the partition "
                 f"dimension; keep {self.shape[0]} first",
             )
-        inner = self._regroup(self.shape[1:], self.strides[1:], new[1:] or (1,))
-        if len(new) == 1:
-            new = (new[0], 1)
-        return self._like(new, (self.strides[0], *inner))
+        return self._over((self._dims[0], *self._regroup(self._dims[1:], new[1:] or (1,))))
 
     def rearrange(
         self,
@@ -670,8 +622,7 @@ class NkiTensor(NKIObject):
         whole = storage.bytes_per_partition
         on_chip = storage.memory != "hbm"
         partition, start = divmod(self.offset * item, whole) if on_chip else (0, self.offset * item)
-        dims = list(zip(self.shape, self.strides, strict=True))[on_chip:]
-        spans = [(size - 1) * stride * item for size, stride in dims]
+        spans = [(size - 1) * stride * item for size, stride in self._dims[on_chip:]]
         low = start + sum(span for span in spans if span < 0)
         high = start + item + sum(span for span in spans if span > 0)
         beyond = on_chip and partition + self.shape[0] > storage.shape[0]
@@ -712,12 +663,8 @@ class NkiTensor(NKIObject):
 
     def _ascending(self) -> NkiTensor:
         """Return a view of the same elements that walks every dimension upwards."""
-        shift = sum(
-            (size - 1) * stride
-            for size, stride in zip(self.shape, self.strides, strict=True)
-            if stride < 0
-        )
-        return self._like(self.shape, tuple(abs(s) for s in self.strides), self.offset + shift)
+        shift = sum((size - 1) * stride for size, stride in self._dims if stride < 0)
+        return self._over(tuple((size, abs(s)) for size, s in self._dims), self.offset + shift)
 
     def array(self) -> np.ndarray:
         """Return the NumPy view of the elements (storage dtype)."""
@@ -759,15 +706,7 @@ class NkiTensor(NKIObject):
 
     def known(self, what: str) -> np.ndarray:
         """Return the stored elements; refuses unwritten ones, because `what` needs values."""
-        if self.storage.shared:
-            note_read(self)
-        if self.storage.unwritten is not None:
-            mask = self.missing()
-            if mask is not None:
-                origin = self.storage.origin or first_read(self, mask)
-                refuse_poison(current(), what, origin, int(mask.sum()), mask.size)
-                return poisoned_values(self, mask)
-        return self.array()
+        return self.load(what)
 
     def mark_written(self) -> None:
         """Note that all elements of the view are written."""
@@ -789,14 +728,17 @@ class NkiTensor(NKIObject):
             if storage.missing <= 0:
                 storage.unwritten = None
 
-    def load(self) -> np.ndarray:
-        """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted."""
+    def load(self, what: str = "") -> np.ndarray:
+        """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted.
+
+        what: needs values, so that unwritten ones are refused.
+        """
         if self.storage.shared:
             note_read(self)
         if self.storage.unwritten is not None:
             mask = self.missing()
             if mask is not None:
-                note_unwritten(self, mask)
+                note_unwritten(self, mask, what)
                 return poisoned_values(self, mask)
         return self.array()
 

@@ -1,0 +1,449 @@
+"""The rules about kernel code: Python, loops on the device, and tiles that are known by name.
+
+Up to NKI 0.6 the compiler reads the kernel's source itself and knows a subset of Python; 0.7
+traces real Python, so that the rules of `subset_rules` end there. Sources: the NKI language guide,
+the NKI 0.3.0 update guide ("Language restrictions"), the 0.6.0 migration guide (rules for loops on
+the device) and the announcement of the 0.7.0 change. A name that is only ever assigned from an
+allocation (`nl.ndarray`, ...) has a memory and perhaps a dtype and a partition count; a view of it
+has the same memory, and the row of an instruction says where its operands may lie. Everything that
+depends on shapes or values is the simulator's work.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nmm_compiler.nki_api import table
+from nmm_compiler.nki_api.api import Api, before
+from nmm_compiler.nki_api.api import api as documented
+from nmm_compiler.nki_api.lint_api import Finding, Rule, arguments, at
+from nmm_compiler.nki_api.lint_names import FunctionNode, Names, is_read
+from nmm_compiler.simulator.isa.names import INSTRUCTIONS
+
+# Evaluated at compile time on plain numbers and types, and so usable inside a kernel.
+_HARMLESS = {"typing", "typing_extensions", "dataclasses", "enum", "math", "collections", "abc"}
+_FOREIGN = (sys.stdlib_module_names - _HARMLESS) | {
+    *("numpy", "torch", "jax", "jaxlib", "scipy", "ml_dtypes", "pandas", "tensorflow"),
+}
+_BASES = ("nki.language.NKIObject", "enum.Enum", "enum.IntEnum")
+_GENERATORS = "generators and coroutines are not in the NKI language; write a loop over a list"
+_UNUSUAL = "{} is not described by the NKI language guide before 0.7; a loop or a named function is"
+_SYNTAX: dict[type[ast.AST], tuple[str, str]] = {
+    **dict.fromkeys((ast.Try, ast.TryStar), (
+        "E203", "try is not in the NKI language; test the condition before")),
+    **dict.fromkeys((ast.Yield, ast.YieldFrom, ast.Await, ast.GeneratorExp), ("E205", _GENERATORS)),
+    ast.ListComp: ("W206", _UNUSUAL.format("a list comprehension")),
+    ast.SetComp: ("W206", _UNUSUAL.format("a set comprehension")),
+    ast.DictComp: ("W206", _UNUSUAL.format("a dict comprehension")),
+    ast.Lambda: ("W206", _UNUSUAL.format("a lambda")),
+    ast.Match: ("W206", _UNUSUAL.format("match")),
+    ast.NamedExpr: ("W206", _UNUSUAL.format("an assignment expression")),
+}  # fmt: skip
+"""Syntax that the compilers before 0.7 do not read."""
+_COLLECTIONS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+_CHANGES = frozenset(
+    ("append", "extend", "insert", "pop", "popitem", "remove", "reverse", "clear", "update", "add",
+     "discard", "setdefault", "sort")
+)  # fmt: skip
+_ALLOCATORS = {f"nki.language.{n}" for n in ("ndarray", "zeros", "ones", "full", "rand")}
+_VIEWS = {
+    *("reshape", "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim"),
+    *("flatten_dims", "rearrange", "slice", "select", "vector_select", "ap", "view", "indirect"),
+}
+_INTEGERS = {f"nki.language.{n}" for n in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
+_PARTITIONS = 128  # SBUF and PSUM of every generation have 128 partitions
+Loop = ast.For | ast.FunctionDef
+
+
+def _given(node: ast.Call, path: str) -> dict[str, ast.expr]:
+    """Return the arguments of a function that the newest documented version has."""
+    return arguments(node, documented().functions[path])
+
+
+# Python that the compilers before 0.7 do not read
+
+
+def _syntax(node: ast.AST, names: Names, api: Api) -> Iterator[Finding]:
+    yield at(node, *_SYNTAX[type(node)])
+
+
+def _compare(node: ast.Compare, names: Names, api: Api) -> Iterator[Finding]:
+    for op, value in zip(node.ops, node.comparators, strict=True):
+        if isinstance(op, (ast.Is, ast.IsNot)):
+            wrong, right = ("is", "==") if isinstance(op, ast.Is) else ("is not", "!=")
+            yield at(value, "E201", f"{wrong!r} is not in the NKI language; use {right!r}")
+
+
+def _with(node: ast.With | ast.AsyncWith, names: Names, api: Api) -> Iterator[Finding]:
+    for item in node.items:
+        held = item.context_expr
+        called = held.func if isinstance(held, ast.Call) else held
+        if names.resolve(called) != "nki.language.no_reorder":
+            text = "only nl.no_reorder() can be held by 'with' inside a kernel"
+            yield at(held, "E204", text)
+
+
+def _dict(node: ast.Dict, names: Names, api: Api) -> Iterator[Finding]:
+    for key in node.keys:
+        if isinstance(key, ast.Constant) and not isinstance(key.value, str):
+            text = f"dict keys are strings inside a kernel, not {key.value!r}"
+            yield at(key, "E214", text)
+
+
+def _function(node: FunctionNode, names: Names, api: Api) -> Iterator[Finding]:
+    if isinstance(node, ast.AsyncFunctionDef):
+        yield at(node, "E205", _GENERATORS)
+    for first in node.args.kwonlyargs[:1]:
+        text = f"keyword-only parameters ('*' before {first.arg!r}) are refused; drop the '*'"
+        yield at(first, "E202", text)
+
+
+def _class(node: ast.ClassDef, names: Names, api: Api) -> Iterator[Finding]:
+    bases = [names.resolve(base) for base in node.bases]
+    if len(bases) != 1 or bases[0] not in _BASES:
+        shown = ", ".join(ast.unparse(base) for base in node.bases) or "nothing"
+        text = f"class {node.name} inherits {shown}; it must inherit NKIObject alone, or Enum"
+        yield at(node, "E207", text)
+
+
+def _foreign_name(node: ast.Name, names: Names, api: Api) -> Iterator[Finding]:
+    """E210: a module that no kernel has; E208: another kernel."""
+    if not is_read(node):
+        return
+    path = names.resolve(node) or ""
+    if path.partition(".")[0] in _FOREIGN:
+        text = f"{path} cannot be used inside a kernel; use nki.language, or pass the value in"
+        yield at(node, "E210", text)
+    called = names.definition(node)
+    decorated = isinstance(called, ast.FunctionDef) and called.decorator_list
+    if decorated and called in names.kernels and called not in names.above(node):
+        text = f"{node.id} carries @nki.jit and is used inside a kernel; drop its decorator"
+        yield at(node, "E208", text)
+
+
+def _lists(names: Names) -> Iterator[Finding]:
+    """E209: lists as arguments of kernels."""
+    for kernel in names.kernels:
+        for default in kernel.args.defaults:
+            if isinstance(default, ast.List):
+                text = "kernel arguments cannot be lists; write the tuple for "
+                yield at(default, "E209", text + ast.unparse(default))
+    for node in names.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+        entry = names.definition(called)
+        if isinstance(entry, FunctionNode) and entry in names.kernels:
+            for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                if isinstance(value, ast.List):
+                    text = "kernel arguments cannot be lists; pass the tuple for "
+                    yield at(value, "E209", text + ast.unparse(value))
+
+
+_SUBSET: dict[type[ast.AST], tuple[Rule, ...]] = {
+    **dict.fromkeys(_SYNTAX, (_syntax,)),
+    ast.Compare: (_compare,),
+    ast.With: (_with,),
+    ast.AsyncWith: (_with,),
+    ast.Dict: (_dict,),
+    ast.FunctionDef: (_function,),
+    ast.AsyncFunctionDef: (_function,),
+    ast.ClassDef: (_class,),
+    ast.Name: (_foreign_name,),
+}
+
+
+def subset_rules(api: Api) -> dict[type[ast.AST], tuple[Rule, ...]]:
+    """Return the rules about Python that the compiler of a version does not read."""
+    return _SUBSET if before(api.version, "0.7") else {}
+
+
+def _global(node: ast.Global, names: Names, api: Api) -> Iterator[Finding]:
+    text = (
+        f"global {', '.join(node.names)}: compiled kernels are cached by their arguments, "
+        "so a kernel must not depend on or change outer state"
+    )
+    yield at(node, "E212", text)
+
+
+def _undefined(node: ast.Name, names: Names, api: Api) -> Iterator[Finding]:
+    if is_read(node) and names.undefined(node):
+        yield at(node, "E301", f"{node.id} is not defined in this file")
+
+
+def _method(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
+    """E102: methods of tensors that are younger than the version.
+
+    Types are not known here, so a method of that name in a class of the file, or a function of an
+    imported module, gives no finding.
+    """
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    since = table.TENSOR_METHODS_ADDED.get(name, "0.3")
+    if before(api.version, since) and not names.resolve(node.func):
+        classes = (kind for kind in names.nodes if isinstance(kind, ast.ClassDef))
+        own = {m.name for kind in classes for m in kind.body if isinstance(m, ast.FunctionDef)}
+        if name not in own:
+            text = f"tensors have {name}() since NKI {since}; this is checked for {api.version}"
+            yield at(node, "E102", text)
+
+
+# Loops on the device
+
+
+def _for(node: ast.For, names: Names, api: Api) -> Iterator[Finding]:
+    if names.calls(node.iter, "nki.language.dynamic_range"):
+        yield from _carried(node, names, None)
+
+
+def _while(node: ast.While, names: Names, api: Api) -> Iterator[Finding]:
+    if _is_register(node.test, names) and not before(api.version, "0.6"):
+        code = "W215" if before(api.version, "0.7") else "E215"
+        word = "deprecated since NKI 0.6" if code == "W215" else "removed in NKI 0.7"
+        yield at(node, code, f"'while' on a register is {word}; use nl.while_loop(init, body)")
+
+
+def _is_register(node: ast.expr | None, names: Names) -> bool:
+    made = [node, *(binding.value for binding in names.bindings(node))]
+    return any(names.calls(value, "nki.isa.register_alloc") for value in made)
+
+
+def _device_loop(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
+    """E216-E221: fori_loop and while_loop."""
+    path = names.resolve(node.func) or ""
+    loop = path.removeprefix("nki.language.")
+    if loop == path or loop not in ("fori_loop", "while_loop"):
+        return
+    for around in names.above(node):
+        for item in around.items if isinstance(around, ast.With) else ():
+            if names.calls(item.context_expr, "nki.language.no_reorder"):
+                yield at(node, "E216", f"nl.{loop} cannot stand inside nl.no_reorder()")
+    given = _given(node, path)
+    step = given.get("step")
+    if step is not None and _literal(step) < 1:
+        yield at(step, "E218", f"the step of nl.{loop} must be a positive whole number")
+    body = names.definition(given.get("body_fun"))
+    registers = any(_is_register(given.get(bound), names) for bound in ("lower", "upper"))
+    if loop == "fori_loop" and not before(api.version, "0.7") and not registers:
+        yield from _stored_variable(node, body, names)
+    if not isinstance(body, ast.FunctionDef):
+        return
+    yield from _carried(body, names, body)
+    returned = [r for r in _own_returns(body) if r.value is not None]
+    if loop == "fori_loop":
+        for statement in returned:
+            text = f"{body.name} returns a value, and the body of nl.fori_loop must not"
+            yield at(statement, "E217", text)
+        yield from _loop_variable(body)
+    elif not returned:
+        text = f"{body.name} must return the register that continues nl.while_loop"
+        yield at(body, "E217", text)
+
+
+def _stored_variable(node: ast.Call, body: ast.AST | None, names: Names) -> Iterator[Finding]:
+    """E220: from 0.7 the variable is a register if a bound is one, else an NkiScalar."""
+    todo, seen = [body], list[ast.AST]()
+    while todo:  # the body and the functions of the file that it calls
+        function = todo.pop()
+        if not isinstance(function, ast.FunctionDef) or function in seen:
+            continue
+        seen.append(function)
+        calls = [call for call in ast.walk(function) if isinstance(call, ast.Call)]
+        if any(names.calls(call, "nki.isa.register_store") for call in calls):
+            text = (
+                "the variable of nl.fori_loop is no register in NKI 0.7 unless a bound is one, "
+                "and nisa.register_store takes registers; pass a bound as nisa.register_alloc(n)"
+            )
+            yield at(node, "E220", text)
+            return
+        todo += [names.definition(call.func) for call in calls]
+
+
+def _carried(loop: Loop, names: Names, body: ast.FunctionDef | None) -> Iterator[Finding]:
+    """E221: a Python value that one turn of a loop on the device leaves to the next.
+
+    body: the function that is the loop's body, whose own names end with each turn.
+    """
+    first: dict[str, ast.AST] = {}
+    written: dict[str, ast.AST] = {}
+    changed: dict[ast.AST, str] = {}
+    for node in (n for statement in loop.body for n in _in_order(statement)):
+        if isinstance(node, ast.Name):
+            first.setdefault(node.id, node)
+            if isinstance(node.ctx, ast.Store):
+                written.setdefault(node.id, node)
+        kept = _changed_collection(node)
+        made = [binding.value for binding in names.bindings(kept)]
+        if isinstance(kept, ast.Name) and any(
+            isinstance(value, _COLLECTIONS) and loop not in names.above(value) for value in made
+        ):
+            changed[kept] = kept.id
+    for name, node in written.items():
+        inner = None if body is None else names.scope_of[node]
+        own = inner is not None and name not in inner.outward
+        if not own and first[name] is not node:
+            changed[node] = name
+    for node, name in changed.items():
+        text = (
+            f"{name} changes from turn to turn in Python, and the body of a loop on the device is "
+            "traced once; keep it in a register or a tile, or unroll with a Python for loop"
+        )
+        yield at(node, "E221", text)
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a statement's nodes as they are evaluated: values before what is assigned."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+        return
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        yield ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        children.sort(key=lambda child: child is not node.value)
+    for child in children:
+        yield from _in_order(child)
+    yield node
+
+
+def _changed_collection(node: ast.AST) -> ast.expr | None:
+    """Return what a node may change the items of in Python."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.value if node.func.attr in _CHANGES else None
+    stores = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    return node.value if isinstance(node, ast.Subscript) and stores else None
+
+
+def _loop_variable(body: ast.FunctionDef) -> Iterator[Finding]:
+    variable = body.args.args[0].arg if body.args.args else None
+    for node in ast.walk(body):
+        operands = [node.left, node.right] if isinstance(node, ast.BinOp) else []
+        if any(isinstance(o, ast.Name) and o.id == variable for o in operands):
+            text = (
+                f"{variable} is a register in the body of nl.fori_loop: no Python arithmetic; "
+                f"pass it as .ap(..., scalar_offset={variable})"
+            )
+            yield at(node, "E219", text)
+
+
+def _literal(node: ast.expr) -> int:
+    """Return an integer that is written out; 1 for anything else."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _own_returns(function: FunctionNode) -> Iterator[ast.Return]:
+    todo: list[ast.AST] = [*function.body]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Return):
+            yield node
+        elif not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            todo.extend(ast.iter_child_nodes(node))
+
+
+# Tiles
+
+
+class Tile(NamedTuple):
+    """An allocation that a name stands for: memory ("sbuf", ...) and dtype, when written out."""
+
+    memory: str | None = None
+    dtype: str | None = None
+
+
+def _tile_of(node: ast.AST | None, names: Names) -> Tile:
+    """Return what is known of the allocation behind an expression."""
+    while isinstance(node, (ast.Subscript, ast.Call)):
+        of = node if isinstance(node, ast.Subscript) else node.func
+        view = isinstance(of, ast.Attribute) and of.attr in _VIEWS and names.resolve(of) is None
+        if not isinstance(of, ast.Subscript) and not view:
+            return Tile()
+        node = getattr(of, "value")  # noqa: B009
+    tiles = {_allocation(binding.value, names) for binding in names.bindings(node)}
+    return tiles.pop() if len(tiles) == 1 else Tile()
+
+
+def _allocation(node: ast.expr | None, names: Names) -> Tile:
+    path = (names.resolve(node.func) or "") if isinstance(node, ast.Call) else ""
+    if not isinstance(node, ast.Call) or path not in _ALLOCATORS:
+        return Tile()
+    if any(k.arg is None for k in node.keywords):
+        return Tile()
+    given = _given(node, path)
+    memory: str | None = "sbuf"  # the documented default
+    if "buffer" in given:
+        buffer = names.resolve(given["buffer"]) or ""
+        memory = buffer.rpartition(".")[2] if buffer.startswith("nki.language.") else None
+    return Tile(memory, names.resolve(given["dtype"]) if "dtype" in given else None)
+
+
+def _operands(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
+    """E303-E307: memories of operands, numbers for memset, partitions of an allocation."""
+    path = names.resolve(node.func) or ""
+    if path in _ALLOCATORS:
+        yield from _partitions(node, _given(node, path).get("shape"), names)
+    instruction = INSTRUCTIONS.get(path.removeprefix("nki.isa."))
+    if path == "nki.language.store":
+        value = _given(node, path).get("value")
+        if value is not None and _tile_of(value, names).memory == "psum":
+            text = "nl.store cannot read PSUM; copy the tile to SBUF with nisa.tensor_copy first"
+            yield at(value, "E305", text)
+    if instruction is None or not path.startswith("nki.isa.") or instruction.row.waits:
+        return
+    op, given = instruction.row.op, _given(node, path)
+    for role, memories in instruction.row.roles.items():
+        memory = _tile_of(given.get(role), names).memory
+        if memory is not None and memory.rpartition("_")[2] not in memories:
+            wanted = " or ".join(known.upper() for known in memories)
+            text = f"{role} of {op} must be in {wanted}, not {memory}"
+            if memory == "psum" and op.startswith("dma_"):
+                text = f"{op} cannot reach PSUM ({role}); go through SBUF with tensor_copy"
+            yield at(given[role], "E303" if op.startswith("dma_") else "E306", text)
+    value = given.get("value") if op == "memset" else None
+    real = isinstance(value, ast.Constant) and isinstance(value.value, float)
+    if value is not None and real and _tile_of(given.get("dst"), names).dtype in _INTEGERS:
+        text = f"memset of an integer tile takes an integer, not {ast.unparse(value)}"
+        yield at(value, "E304", text)
+
+
+def _partitions(node: ast.Call, shape: ast.expr | None, names: Names) -> Iterator[Finding]:
+    memory = _allocation(node, names).memory
+    first = shape.elts[0] if isinstance(shape, ast.Tuple) and shape.elts else None
+    size = first.value if isinstance(first, ast.Constant) else None
+    if memory in ("sbuf", "psum") and isinstance(size, int) and size > _PARTITIONS:
+        yield at(first or node, "E307", f"{size} partitions in {memory}, which has {_PARTITIONS}")
+
+
+def _outputs(names: Names) -> Iterator[Finding]:
+    """E302: returned tensors that are not in shared HBM."""
+    for kernel in names.entry_kernels():
+        for node in _own_returns(kernel):
+            value = node.value
+            outputs = value.elts if isinstance(value, (ast.Tuple, ast.List)) else [value]
+            for output in filter(None, outputs):
+                memory = _tile_of(output, names).memory
+                if memory not in (None, "shared_hbm"):
+                    text = f"{ast.unparse(output)} is returned and lives in {memory}; "
+                    yield at(output, "E302", text + "allocate outputs with buffer=nl.shared_hbm")
+
+
+def of_the_kernels(names: Names, api: Api) -> Iterator[Finding]:
+    """E209, E302: what a kernel takes and returns."""
+    if before(api.version, "0.7"):
+        yield from _lists(names)
+    yield from _outputs(names)
+
+
+RULES: dict[type[ast.AST], tuple[Rule, ...]] = {
+    ast.Name: (_undefined,),
+    ast.Call: (_method, _device_loop, _operands),
+    ast.For: (_for,),
+    ast.While: (_while,),
+    ast.Global: (_global,),
+}
+"""The rules for each kind of node of kernel code, in every version."""
