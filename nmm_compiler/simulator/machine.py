@@ -235,26 +235,17 @@ class Machine:
         kind: int = 0,
     ) -> Instruction:
         """Append one instruction to the trace; ends a run that is too long."""
-        frame: Any = sys._getframe(2)
-        own = _OWN_FILES
-        filename = frame.f_code.co_filename
-        while own.get(filename) is not False and _is_own(filename):
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-            filename = frame.f_code.co_filename
+        file, line = kernel_frame()
         instructions = self.instructions
         index = len(instructions)
         if index >= self.max_instructions:
             raise SimulationError(
                 f"more than max_instructions={self.max_instructions:,} instructions; is a loop "
                 "endless? Otherwise raise max_instructions",
-                filename,
-                frame.f_lineno,
+                file,
+                line,
             )
-        instruction = Instruction(
-            op, engine, reads, writes, attributes, filename, frame.f_lineno, name or ""
-        )
+        instruction = Instruction(op, engine, reads, writes, attributes, file, line, name or "")
         instruction.kind = kind
         instructions.append(instruction)
         allocations = self.trace.allocations

@@ -10,7 +10,7 @@ import pytest
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
-from nmm_compiler.simulator.timing.causes import WHY, Causes, causes_of
+from nmm_compiler.simulator.timing.causes import WHY, causes_of, critical_path
 from nmm_compiler.simulator.timing.profile import profile_trace
 from nmm_compiler.simulator.timing.shares import waits
 from nmm_compiler.simulator.trace import Trace
@@ -30,7 +30,7 @@ def timeline(request):
 
 
 def test_the_path_covers_the_whole_time_and_nothing_is_unexplained(timeline):
-    path = Causes(timeline).path()
+    path = critical_path(timeline)
     assert path[0].start_us == pytest.approx(0.0, abs=1e-6)
     assert path[-1].stop_us == timeline.latency_us
     for before, after in itertools.pairwise(path):
@@ -39,12 +39,12 @@ def test_the_path_covers_the_whole_time_and_nothing_is_unexplained(timeline):
 
 
 def test_idle_time_is_what_the_engine_does_not_compute(timeline):
-    causes = Causes(timeline)
+    causes = causes_of(timeline)
     engines = {}
     for index, instruction in enumerate(timeline.trace.instructions):
         if instruction.engine == "dma":
             continue
-        cause = causes.of(index)
+        cause = causes[index]
         assert cause.kind in WHY
         assert cause.kind != "other", (index, instruction.op)
         engine = timeline.placed.get(index, instruction.engine)
@@ -69,9 +69,9 @@ def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
 
 
 def test_a_wait_ends_with_the_signal_of_the_one_that_is_blamed(timeline):
-    causes = Causes(timeline)
+    causes = causes_of(timeline)
     for index, instruction in enumerate(timeline.trace.instructions):
-        cause = causes.of(index)
+        cause = causes[index]
         if instruction.engine != "dma" and cause.kind in ("load", "result"):
             assert 0 <= timeline.start[index] - cause.ended_us < 3
             blamed = timeline.trace.instructions[cause.index]

@@ -7,8 +7,8 @@ changes a figure of the timeline.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
 
 from nmm_compiler.simulator.timing.timeline import Timeline, Transfer
 
@@ -68,41 +68,50 @@ class Step:
         return self.stop_us - self.start_us
 
 
-def causes_of(timeline: Timeline) -> Causes:
-    """Return the causes of a timeline, found once.
+def causes_of(timeline: Timeline) -> list[Cause]:
+    """Return the cause of each instruction's start (of a DMA: of its issue), found once.
 
-    They know a copy of it, so that no cycle keeps its trace in memory.
+    What ran before it is that on its engine, or in its queue, as the scheduler ordered them.
     """
-    found = timeline.causes
-    if not isinstance(found, Causes):
-        found = timeline.causes = Causes(dataclasses.replace(timeline))
-    return found
+    if timeline.causes is not None:
+        return timeline.causes
+    moved = {transfer.index: transfer for transfer in timeline.transfers}
+    loads = {stop: start for start, stop in timeline.table_loads}
+    runs: dict[str, list[tuple[float, int]]] = collections.defaultdict(list)
+    for index, end in enumerate(timeline.interval_end):
+        if index in moved:
+            runs[moved[index].queue].append((moved[index].issue_end, index))
+        else:
+            runs[timeline.engine(index)].append((end, index))
+    found: dict[int, Cause] = {}
+    for name, run in runs.items():
+        before, free = -1, 0.0
+        for end, index in sorted(run):
+            start, (kind, other, ended) = timeline.start[index], timeline.waited[index]
+            idle = 0.0 if index in moved else start - free
+            if start <= free + _SAME_US:
+                kind, idle = ("queue" if index in moved else "engine"), 0.0
+            elif name == "scalar" and start in loads:
+                kind, other, ended = "table", before, loads[start]
+            if kind in ("engine", "queue"):
+                kind, other, ended = (kind if before >= 0 or idle else "start"), before, free
+            found[index] = Cause(kind, other, ended, idle)
+            before, free = index, end
+    timeline.causes = [cause for _, cause in sorted(found.items())]
+    return timeline.causes
 
 
-class Causes:
-    """The causes of one timeline; `of(index)` gives one, `path()` follows them from the end.
+def critical_path(timeline: Timeline) -> list[Step]:
+    """Return the steps from the first instruction to the last result, without gaps."""
+    return _Path(timeline).steps()
 
-    before: the instruction before each on its engine, the transfer before each in its queue, as the
-    scheduler ordered them. carried: by (transfer, DMA engine), the transfer before on that engine.
-    """
+
+class _Path:
+    """Follows causes back. carried: by (transfer, DMA engine), the transfer before on that one."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
+        self.timeline, self.causes = timeline, causes_of(timeline)
         self.transfers = {transfer.index: transfer for transfer in timeline.transfers}
-        self.issued = {transfer.index: transfer.issue_end for transfer in timeline.transfers}
-        self.loads = {stop: start for start, stop in timeline.table_loads}
-        self.before: dict[int, int] = {}
-        runs: dict[str, list[tuple[float, int]]] = {}
-        for index, instruction in enumerate(timeline.trace.instructions):
-            if instruction.engine != "dma":
-                runs.setdefault(timeline.engine(index), []).append(
-                    (timeline.interval_end[index], index)
-                )
-        for transfer in timeline.transfers:
-            runs.setdefault(transfer.queue, []).append((transfer.issue_end, transfer.index))
-        for run in runs.values():
-            run.sort()
-            self.before.update((later[1], first[1]) for first, later in itertools.pairwise(run))
         self.carried: dict[tuple[int, int], int] = {}
         last: dict[int, int] = {}
         parts = sorted((p[1], p[0], t.index) for t in timeline.transfers for p in t.parts)
@@ -110,25 +119,7 @@ class Causes:
             self.carried[index, engine] = last.get(engine, last.get(-1, -1))
             last[engine] = index
 
-    def of(self, index: int) -> Cause:
-        """Return the cause of the instruction's start (of a DMA: of its issue)."""
-        timeline, start = self.timeline, self.timeline.start[index]
-        before, transfer = self.before.get(index, -1), self.transfers.get(index)
-        ends = timeline.interval_end if transfer is None else self.issued
-        free = ends[before] if before >= 0 else 0.0
-        if start <= free + _SAME_US:
-            kind = "start" if before < 0 else "engine" if transfer is None else "queue"
-            return Cause(kind, before, free)
-        waited_us = start - free if transfer is None else 0.0
-        if timeline.engine(index) == "scalar" and start in self.loads:
-            return Cause("table", before, self.loads[start], waited_us)
-        kind, other, ended = timeline.waited[index]
-        if kind == "engine":
-            other, ended = before, free
-        return Cause(kind, other, ended, waited_us)
-
-    def path(self) -> list[Step]:
-        """Return the critical path from the first instruction to the last result, without gaps."""
+    def steps(self) -> list[Step]:
         timeline = self.timeline
         if not timeline.end:
             return []
@@ -154,7 +145,7 @@ class Causes:
         """Add the steps of one instruction that was left at `until`; return what it waited for."""
         transfer = self.transfers.get(index)
         start = self.timeline.start[index]
-        cause = self.of(index)
+        cause = self.causes[index]
         if transfer is None:
             steps.append(Step(index, "compute", min(start, until), until, cause.kind))
             return cause

@@ -153,7 +153,7 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
         return _CORE, row, timeline.start[index], timeline.interval_end[index]
 
     for index in range(len(timeline.trace.instructions)):
-        cause = causes.of(index)
+        cause = causes[index]
         if cause.index < 0 or cause.kind not in ("result", "load", "reuse"):
             continue
         process, row, start, stop = place(cause.index)

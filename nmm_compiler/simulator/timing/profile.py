@@ -19,7 +19,7 @@ from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.timing import profile_parts, shares
 from nmm_compiler.simulator.timing.advice import Advice, advise
-from nmm_compiler.simulator.timing.causes import Step, causes_of
+from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of
@@ -138,7 +138,7 @@ class Profile(Shown, Record):
 
     def critical_path(self) -> tuple[Step, ...]:
         """Return the chain of steps, without gaps, that the latency consists of."""
-        return tuple(causes_of(self.timeline).path())
+        return tuple(critical_path(self.timeline))
 
     def waits(self) -> dict[str, dict[str, float]]:
         """Return {engine: {cause: microseconds}} of the time in which an engine stood idle."""

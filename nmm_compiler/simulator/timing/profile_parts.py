@@ -9,7 +9,7 @@ from pathlib import Path
 from nmm_compiler.report.charts import Bar, bars, roofline
 from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
 from nmm_compiler.simulator.timing.advice import Advice
-from nmm_compiler.simulator.timing.causes import WHY, Step, causes_of
+from nmm_compiler.simulator.timing.causes import WHY, Step, critical_path
 from nmm_compiler.simulator.timing.shares import Share, by_instruction, by_line, waits
 from nmm_compiler.simulator.timing.timeline import Timeline
 
@@ -81,7 +81,7 @@ def _places(lines: tuple[int, ...]) -> str:
 def path_table(found: Timeline) -> Grid:
     """Return the critical path; steps that follow each other on one line are one row."""
     rows: list[tuple[float, float, int, Step]] = []
-    for step in causes_of(found).path():
+    for step in critical_path(found):
         last = rows[-1] if rows else None
         same = last is not None and (
             found.trace.instructions[last[3].index].line

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing.causes import causes_of
+from nmm_compiler.simulator.timing.causes import causes_of, critical_path
 from nmm_compiler.simulator.timing.timeline import Timeline, Transfer
 
 
@@ -48,7 +48,7 @@ def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
         key = (ins.file, ins.line) if lines else (ins.op, timeline.engine(index))
         groups.setdefault(key, []).append(index)
     path: dict[int, float] = collections.defaultdict(float)
-    for step in causes_of(timeline).path():
+    for step in critical_path(timeline):
         path[step.index] += step.us
     moved = {transfer.index: transfer for transfer in timeline.transfers}
     shares = [_share(timeline, indices, path, moved, lines) for indices in groups.values()]
@@ -96,7 +96,7 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
         if instruction.engine == "dma":
             continue
         last[engine] = max(last.get(engine, 0.0), timeline.interval_end[index])
-        cause = causes.of(index)
+        cause = causes[index]
         kinds = found.setdefault(engine, {})
         if cause.waited_us:
             kinds[cause.kind] = kinds.get(cause.kind, 0.0) + cause.waited_us
@@ -109,5 +109,5 @@ def on_the_path(timeline: Timeline, kinds: Iterable[str]) -> float:
     """Return the microseconds of the critical path in steps of kind `what`, or that waited for
     it."""
     wanted = set(kinds)
-    path = causes_of(timeline).path()
+    path = critical_path(timeline)
     return sum(step.us for step in path if {step.what, step.why} & wanted)

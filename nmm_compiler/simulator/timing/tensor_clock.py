@@ -23,7 +23,7 @@ class TensorClock:
     """
 
     __slots__ = (
-        "decay", "fill_us", "ramp_done", "ramp_us", "slots", "start_fraction", "sums",
+        "fill_us", "ramp_done", "ramp_us", "slots", "start_fraction", "sums",
         "throttled_us", "utilization", "utilization_at", "window",
     )  # fmt: skip
 
@@ -39,7 +39,6 @@ class TensorClock:
         self.utilization = 0.0
         self.utilization_at = 0.0
         self.throttled_us = 0.0
-        self.decay: dict[float, float] = {}  # interval -> what is left of the utilization after it
 
     def book(
         self, work: Work, into: tuple[int, int, int], ready: float, in_order: int
@@ -73,10 +72,7 @@ class TensorClock:
                 self.ramp_done += interval
             begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)
             if slots.tail > self.utilization_at:
-                kept = self.decay.get(interval)
-                if kept is None:
-                    kept = self.decay[interval] = math.exp(-interval / self.window)
-                self.utilization = 1.0 - (1.0 - used) * kept
+                self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / self.window)
                 self.utilization_at = slots.tail
         else:
             begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)

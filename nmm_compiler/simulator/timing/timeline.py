@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from nmm_compiler.simulator.timing.costs import Work, Works
 from nmm_compiler.simulator.timing.dependence import (
@@ -73,7 +74,7 @@ class Timeline:
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
     waited: per instruction what its operands waited for.
-    causes: what `causes_of` has found out about this timeline.
+    causes: what `causes.causes_of` has found, once it was asked.
     """
 
     trace: Trace
@@ -93,7 +94,9 @@ class Timeline:
     psum_peak_bytes: int
     sbuf_overflow_bytes: int
     waited: list[Waited]
-    causes: object = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    causes: list[Any] | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def engine(self, index: int) -> str:
         """Return the engine that an instruction ran on."""
