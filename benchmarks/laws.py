@@ -131,8 +131,8 @@ LAWS = (
     _constant("unset_engine_prefers_scalar", False),
     Law(name="stores put off", patches=((timeline._Pass, "_transfer", _no_store_put_off),),
         code=(timeline._Pass._settle, timeline._Pass._book, dependence.Store,
-              dependence.Dependences.put_off, dependence.Dependences.booked,
-              dependence.Dependences._book_users, dependence.Dependences._book_all)),
+              dependence.Dependences.put_off,
+              dependence.Dependences._book_users)),
     Law(name="work in pieces", patches=((resources.Slots, "squeeze", resources.Slots.place),),
         code=(resources.Slots.squeeze,)),
     # TensorE
