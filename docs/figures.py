@@ -15,7 +15,7 @@ from torch import nn
 
 import nmm_compiler as nmm
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
-from nmm_compiler.passes.graph_view import graph_parts
+from nmm_compiler.passes.result import graph_parts
 from nmm_compiler.report import charts
 from nmm_compiler.report.page import STYLE
 from nmm_compiler.report.parts import Drawing

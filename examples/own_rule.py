@@ -17,9 +17,9 @@ import torch
 from torch import fx, nn
 
 import nmm_compiler as nmm
-from nmm_compiler.passes.check_rule import check_rule
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Scale
+from nmm_compiler.passes.pipeline import check_rule
 
 Match, Refusal, Rule = nmm.Match, nmm.Refusal, nmm.Rule
 LOWRANK = "nmm::lowrank_matmul"

@@ -37,8 +37,8 @@ from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.lower import fitting, graph_call, lower, op_name, too_large
 from nmm_compiler.options import Options
-from nmm_compiler.passes.graph.distributed import local_part
-from nmm_compiler.passes.opportunities import could_bring
+from nmm_compiler.passes.graph.read_operations import local_part
+from nmm_compiler.passes.result import could_bring, graph_parts, slower_than_dense
 from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
@@ -186,8 +186,6 @@ class Compilation:
 def rewrite(work: Compilation) -> fx.GraphModule:
     """Return the rewritten graph, or the graph itself when nothing was found or passes failed."""
     from nmm_compiler.passes import pipeline
-    from nmm_compiler.passes.graph_view import graph_parts
-    from nmm_compiler.passes.result import slower_than_dense
     from nmm_compiler.passes.verify import is_real
 
     try:

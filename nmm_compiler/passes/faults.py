@@ -1,9 +1,10 @@
-"""Faults of this package: an exception at one place of a graph drops that place, not the graph.
+"""Faults of this package, and programs that show one graph or one match alone.
 
-`Faults.guard` stands around the reading of the graph and of each node, each question to a rule, the
-layout of each region and each emission. Under `strict` it raises; otherwise the fault is kept, the
-caller goes on without the place, and `warn` says once, at the end, how to reproduce it. Exceptions
-of a user's own rule are raised as BrokenRuleError, since the user has to mend it.
+An exception at one place of a graph drops that place, not the graph. `Faults.guard` stands around
+the reading of the graph and of each node, each question to a rule, the layout of each region and
+each emission. Under `strict` it raises; otherwise the fault is kept, the caller goes on without the
+place, and `warn` says once, at the end, how to reproduce it. Exceptions of a user's own rule are
+raised as BrokenRuleError, since the user has to mend it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.linear_map import is_whole_feature
+from nmm_compiler.passes.chains.chain import is_whole_feature
 from nmm_compiler.passes.chains.safety import readings, real_users
 from nmm_compiler.passes.emit.calls import (
     Call,

@@ -1,7 +1,9 @@
 """The results of `rewrite` and `explain`: the graph, the matches, the refusals, and a report.
 
 Matches with equal text in several layers of a model share a row of the report: the numbers of their
-paths become `*`.
+paths become `*`. Each dense product is priced by itself, as the passes price a chain: dense, and
+low-rank. A page has the graph before and after as pictures too, one for each kind of match: its
+nodes with their inputs and readers, and the call that replaces them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,16 +20,265 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.errors import UnknownNameError
+from nmm_compiler.errors import NmmError, UnknownNameError
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.passes import verify
-from nmm_compiler.passes.graph_view import graph_parts
-from nmm_compiler.passes.opportunities import Opportunity, calls_bring, could_bring
+from nmm_compiler.passes.chains.chain import read_stage
+from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.graph.canonical import Canonical, owner_of
+from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.reproduce import reproducer
-from nmm_compiler.passes.rules.base import Declined, Match
-from nmm_compiler.report.headline import not_told
-from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.passes.rules.base import Declined, Match, module_path
+from nmm_compiler.passes.rules.lowrank import products_at
+from nmm_compiler.prices.ways import Ways, ways
+from nmm_compiler.report.graphs import GraphNode, graph
+from nmm_compiler.report.headline import headline, not_told
+from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
+
+NEXT = "next: nmm_compiler.compress(model, 0.2), or nmm plan DIRECTORY for the whole model"
+
+
+@dataclass(frozen=True)
+class Opportunity:
+    """A dense product that could be factorized, and the savings of rank `r`.
+
+    node: the product. r is the rank that keeps 80 % of the parameters; break_even is the first rank
+    at which the factors are no smaller than the dense matrix. m: tokens of the product, None for a
+    symbolic count; dtype: its operands'. saved_bytes are bytes of weight read per call,
+    saved_flops_per_token are floating-point operations.
+    """
+
+    node: str
+    module: str
+    k: int
+    n: int
+    r: int
+    break_even: int
+    saved_bytes: int
+    saved_flops_per_token: int
+    m: int | None = None
+    dtype: str = "bfloat16"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def could_bring(found: Iterable[Any], target: str) -> str:
+    """Return the sentence for `Opportunity`s of a graph; "" where there are none to price."""
+    priced = [times for one in found if (times := _ways_at_a_rank(one, target)) is not None]
+    if not priced:
+        return ""
+    said = _sentence(
+        priced,
+        "in the products that could be low-rank (at 80 % of their parameters)",
+        could=True,
+        quality="the quality is not known before calibration",
+        remedy="more tokens a call, or the larger layers alone, may gain more",
+    )
+    return f"{said}; {NEXT}"
+
+
+def calls_bring(predicted: Iterable[dict[str, Any]]) -> str:
+    """Return the sentence for the calls of a graph, from their `Match.info["predicted"]`."""
+    fields = Ways.__dataclass_fields__
+    rows = ({name: one[name] for name in fields} for one in predicted if one["dense"] is not None)
+    judged = [Ways(**row) for row in rows]
+    if not judged:
+        return ""
+    return _sentence(
+        judged,
+        "in the fused calls",
+        quality="its quality is not judged here",
+        remedy="a smaller rank, or more tokens a call, would help",
+    )
+
+
+def _sentence(priced: list[Ways], what: str, **said: Any) -> str:
+    """Return the headline of computations one after the other."""
+    gain = sum(times.dense or 0.0 for times in priced) / sum(times.low for times in priced)
+    tokens = max(times.tokens for times in priced)
+    sources = {times.source.replace("_", " ") for times in priced}
+    targets = {times.target for times in priced}
+    where = (
+        f"({tokens:,} token{'s' * (tokens != 1)}, {', '.join(sorted(sources))}) on "
+        f"{', '.join(sorted(targets))}"
+    )
+    error = max(times.error for times in priced)
+    return headline([(gain, what)], where, error=error, **said)
+
+
+def _ways_at_a_rank(one: Any, target: str) -> Ways | None:
+    """Return the times of a dense product at the rank of an Opportunity; None where a dtype or a
+    size has no kernels, or its tokens are symbolic."""
+    if not one.m or one.dtype not in LowRankSpec.dtypes:
+        return None
+    tile = next((size for size in (128, 64, 32) if one.r >= 4 * size), 1)
+    try:
+        spec = LowRankSpec(m=one.m, k=one.k, r=one.r // tile * tile, n=one.n, dtype=one.dtype)
+        return ways(spec, target)
+    except NmmError:
+        return None
+
+
+def _looked_up(weight: fx.Node) -> bool:
+    """Return whether an embedding reads the weight too; `compress` leaves such tied weights
+    dense."""
+    seen, left = set[fx.Node](), [weight]
+    while left:
+        node = left.pop()
+        if node not in seen and (node is weight or node.op in ("placeholder", "get_attr")):
+            seen.add(node)
+            left += node.all_input_nodes
+    readers = [user for node in seen for user in node.users]
+    return any("embedding" in getattr(user.target, "__name__", "") for user in readers)
+
+
+def _count(sizes: Iterable[Any]) -> int | None:
+    """Return the tokens of a product; None where a size is symbolic."""
+    known = list(sizes)
+    return math.prod(known) if all(isinstance(size, int) for size in known) else None
+
+
+def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
+    """Return the dense products with a constant 2-D weight that factors would make smaller."""
+    found: list[Opportunity] = []
+    for node in c.graph.nodes:
+        if node in covered:
+            continue
+        for key, form in products_at(c, node):
+            rhs = c.is_constant(form.rhs)
+            data = form.lhs if rhs else form.rhs
+            if c.is_constant(data) or not c.is_constant(form.rhs if rhs else form.lhs):
+                continue
+            if _looked_up(owner_of(form.rhs if rhs else form.lhs)):
+                continue
+            stage = read_stage(c, key, form, rhs)
+            if isinstance(stage, Refusal):
+                continue
+            k, n = stage.weight.k, stage.weight.n
+            r = int(0.8 * k * n / (k + n))
+            if r < 1 or min(k, n) < 2:
+                continue
+            saved = k * n - r * (k + n)
+            dtype = c.dtype(key)
+            size = dtype.itemsize if dtype is not None else 2
+            break_even = -(-k * n // (k + n))
+            found.append(
+                Opportunity(
+                    node=owner_of(key).name,
+                    module=module_path(node),
+                    k=k,
+                    n=n,
+                    r=r,
+                    break_even=break_even,
+                    saved_bytes=saved * size,
+                    saved_flops_per_token=2 * saved,
+                    m=_count(stage.tokens.values()),
+                    dtype=str(dtype).removeprefix("torch."),
+                )
+            )
+    return found
+
+
+_TRANSPOSES = {"t", "transpose", "permute", "mT", "T", "swapaxes", "movedim", "adjoint"}
+_MOST_NODES = 40
+_MOST_PICTURES = 12
+
+
+def graph_parts(
+    original: fx.GraphModule, rewritten: fx.GraphModule, matches: Iterable[Match]
+) -> list[Part]:
+    """Return a section with the picture before and after for each kind of match."""
+    groups: dict[tuple[str, str], list[Match]] = {}
+    for match in matches:
+        if match.rewritten:
+            place = re.sub(r"\b\d+\b", "*", match.module or match.name)
+            sizes = ", ".join(f"{k}={match.info[k]}" for k in "mkrn" if k in match.info)
+            groups.setdefault((f"{match.kind} {sizes}", place), []).append(match)
+    parts: list[Part] = []
+    for (what, place), same in list(groups.items())[:_MOST_PICTURES]:
+        before, after = _pictures(original, rewritten, same[0])
+        times = f" x {len(same)}" if len(same) > 1 else ""
+        parts.append(Section(f"{what} at {place}{times}", (before, after)))
+    if len(groups) > _MOST_PICTURES:
+        parts.append(Line(f"and {len(groups) - _MOST_PICTURES} more kinds of matches", "note"))
+    return parts
+
+
+def _pictures(
+    original: fx.GraphModule, rewritten: fx.GraphModule, match: Match
+) -> tuple[Drawing, Drawing]:
+    old, new = (_inner(module, match.graph) for module in (original, rewritten))
+    fused = {node.name for node in match.nodes}
+    olds = {node.name: node for node in old.graph.nodes}
+    news = {node.name: node for node in new.graph.nodes}
+    shown = [olds[name] for name in fused if name in olds]
+    calls = {name for name in match.added if name in news}
+    before = _picture(old, shown, fused, "fused")
+    after = _picture(new, [news[name] for name in calls], calls, "call")
+    around = "with what they read and who reads them"
+    texts = [
+        f"{when}: {counted(len(nodes), 'node')}, {around}"
+        for when, nodes in (("before", shown), ("after", calls))
+    ]
+    return graph(before, texts[0]), graph(after, texts[1])
+
+
+def _inner(module: fx.GraphModule, path: str) -> fx.GraphModule:
+    found: Any = module.get_submodule(path) if path else module
+    return found if isinstance(found, fx.GraphModule) else module
+
+
+def _picture(
+    module: fx.GraphModule, centre: list[fx.Node], marked: set[str], kind: str
+) -> list[GraphNode]:
+    around = {n for node in centre for n in (node, *node.all_input_nodes, *node.users)}
+    around = {node for node in around if node.op != "output"}
+    shown = [node for node in module.graph.nodes if node in around][:_MOST_NODES]
+    return [
+        GraphNode(
+            node.name,
+            _what(node),
+            tuple(n.name for n in node.all_input_nodes),
+            kind if node.name in marked and not _turns(node) else
+            "transpose" if _turns(node) else "",
+            _stored_path(node),
+        )
+        for node in shown
+    ]  # fmt: skip
+
+
+def _turns(node: fx.Node) -> bool:
+    name = node.args[1] if node.target is getattr else target_name(node)
+    return name in _TRANSPOSES
+
+
+def _stored_path(node: fx.Node) -> str:
+    """Return the path of a parameter or buffer that is an input of the graph, else nothing.
+
+    Dynamo names it l_self_modules_mlp_modules_up_parameters_weight_: mlp.up.weight.
+    """
+    parts = re.split(r"_(?:modules|parameters|buffers)_", str(node.target))
+    if node.op != "placeholder" or len(parts) < 2:
+        return ""
+    return ".".join([*parts[1:-1], parts[-1].rstrip("_")])
+
+
+def _what(node: fx.Node) -> str:
+    """Return what a node computes and the shape of its value, in few words."""
+    value: Any = node.meta.get("example_value", node.meta.get("val"))
+    shape = f" [{', '.join(map(str, value.shape))}]" if hasattr(value, "shape") else ""
+    name = target_name(node) or str(getattr(node.target, "__name__", node.target))
+    if node.op in ("placeholder", "get_attr"):
+        stored = node.op == "get_attr" or _stored_path(node)
+        return ("parameter" if stored else "input") + shape
+    elif node.op == "call_module":
+        name = f"module {node.target}"
+    where = module_path(node)
+    return f"{name}{shape}" + (f"  in {where}" if where else "")
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import fx
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NmmError
 from nmm_compiler.options import Options
-from nmm_compiler.passes.opportunities import calls_bring
+from nmm_compiler.passes.result import calls_bring
 from nmm_compiler.prediction.fault import fault_text
 from nmm_compiler.prediction.prices import Machine, price
 from nmm_compiler.prediction.walk import walk_graph

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from nmm_compiler import backend
 from nmm_compiler.errors import InternalFaultError, ModelError
-from nmm_compiler.passes import attempt, layout, pipeline
+from nmm_compiler.passes import layout, pipeline
 from nmm_compiler.passes.emit import calls
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import canonical
@@ -89,7 +89,7 @@ FAULTS = {
     "emission of a pointwise operation": (
         layout.Pointwise, "emit", {"when": final("tanh"), "at": "after"}, ["shared_x", "lowrank"],
     ),
-    "strides": (attempt, "settle_strides", {"when": lambda e: e.restrided}, []),
+    "strides": (pipeline, "settle_strides", {"when": lambda e: e.restrided}, []),
     "lint": (fx.Graph, "lint", {"when": lambda g: _rewritten(g) > 1}, []),
 }  # fmt: skip
 

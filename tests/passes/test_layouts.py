@@ -9,8 +9,8 @@ from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.ops.lower import lower, op_name, tokens
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.metadata import collect_values
-from nmm_compiler.passes.graph_view import graph_parts
 from nmm_compiler.passes.pipeline import run
+from nmm_compiler.passes.result import graph_parts
 
 K, R, N = 64, 8, 48
 

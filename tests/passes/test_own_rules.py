@@ -11,7 +11,7 @@ from torch import nn
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import BrokenRuleError, ModelError, VerificationError
-from nmm_compiler.passes.check_rule import check_rule
+from nmm_compiler.passes.pipeline import check_rule
 
 ROOT = Path(__file__).parents[2]
 VERIFIED = {"verify": True, "strict": True}

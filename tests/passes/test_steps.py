@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes import pipeline
-from nmm_compiler.passes.attempt import Attempt
+from nmm_compiler.passes.pipeline import Attempt
 
 X = torch.randn(6, 32)
 NAMES = ["read", "match", "combine", "layout", "emit", "strides", "lint"]

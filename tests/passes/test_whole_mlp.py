@@ -7,8 +7,8 @@ from models import kernel_calls
 from torch import nn
 
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec
-from nmm_compiler.passes.chains import prices
-from nmm_compiler.passes.chains.prices import TYPICAL_TOKENS
+from nmm_compiler.passes.chains import safety as prices
+from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS
 from nmm_compiler.passes.pipeline import rewrite, run
 from nmm_compiler.prices.ways import ways
 

@@ -32,10 +32,8 @@ from nmm_compiler.kernels.linear.specs import (
 )
 from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
 from nmm_compiler.ops.scaled import SUFFIX
-from nmm_compiler.passes.chains.chain import Chain
-from nmm_compiler.passes.chains.linear_map import Step, Weight, is_whole_feature
-from nmm_compiler.passes.chains.prices import tokens_to_judge
-from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.chains.chain import Chain, Step, Weight, is_whole_feature
+from nmm_compiler.passes.chains.safety import Refusal, tokens_to_judge
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY, Editor, NotEmittedError, aten
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -48,7 +46,7 @@ from nmm_compiler.passes.graph.canonical import (
     Virtual,
     owner_of,
 )
-from nmm_compiler.passes.graph.distributed import is_distributed, local_part
+from nmm_compiler.passes.graph.read_operations import is_distributed, local_part
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
 
 STORED_FP8 = torch.float8_e4m3fn

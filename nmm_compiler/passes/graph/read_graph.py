@@ -31,9 +31,8 @@ from nmm_compiler.passes.graph.canonical import (
     Virtual,
 )
 from nmm_compiler.passes.graph.effects import ANYTHING, fetch_attribute, is_pure, storages_of
-from nmm_compiler.passes.graph.norms import norm_around
 from nmm_compiler.passes.graph.read_operations import TABLE, read_module
-from nmm_compiler.passes.graph.spelled_out import SpelledOut
+from nmm_compiler.passes.graph.spelled_out import SpelledOut, norm_around
 from nmm_compiler.passes.graph.torch_names import (
     Call,
     changes_gradient,

@@ -3,11 +3,29 @@
 A handler gets the graph read so far and the bound call. It returns a form, (source, dims) when the
 call only rearranges its source, or None when this use of the operation is not understood.
 `read_module` reads the modules that `symbolic_trace` leaves as calls.
+
+Every spelling of a contraction becomes labelled products of two operands. Labels are small
+integers, one per dimension. K is contracted, M and N are rows and columns, and BATCH + i counts
+batch dimensions from the right, which is how broadcasting lines them up. Core ATen's sums of
+elementwise products are products too: mv(a, x) becomes sum(a * x, 1), and diag(s) becomes
+where(arange == arange.unsqueeze(-1), s, 0) there.
+
+Tensor parallelism puts steps between the two products of a chain that is cut along its rank:
+
+    h = linear(x, a)                          # a cut by outputs, h cut by features
+    h = from_local(to_local(h.redistribute([Shard(-1)])), mesh, [Shard(-1)])
+    y = linear(h, b)                          # b cut by inputs, y a sum over the devices
+    y.redistribute([Replicate()])
+
+A redistribution to where a tensor (DTensor) is already, and a local tensor that becomes the same
+tensor again, are rearrangements that rearrange nothing. Every other one moves data.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,21 +40,609 @@ from nmm_compiler.passes.graph.canonical import (
     Cast,
     Concatenation,
     Diagonal,
+    Form,
     Handler,
+    Key,
     Norm,
     Part,
+    Product,
     Result,
     Scale,
     Softmax,
     Virtual,
+    owner_of,
 )
-from nmm_compiler.passes.graph.contractions import (
-    CONTRACTIONS,
-    DECOMPOSED,
-    spread_product,
-)
-from nmm_compiler.passes.graph.distributed import DISTRIBUTED
-from nmm_compiler.passes.graph.torch_names import Call
+from nmm_compiler.passes.graph.torch_names import Call, target_name
+from nmm_compiler.passes.graph.views import Dim, Size, identity
+
+LARGEST_ELEMENTS = 1 << 26  # of a value that is computed to be read: 8192 queries and keys
+# Functions of their arguments alone: nothing random, nothing that writes, no memory as it is.
+_PURE = frozenset(
+    {
+        "add", "alias", "all", "any",
+        "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "cat",
+        "chunk", "clamp", "clone", "constant_pad_nd", "contiguous", "cumsum", "detach", "diff",
+        "eq", "expand", "expand_as", "flatten", "float", "full", "full_like", "ge", "getitem",
+        "gt", "index", "int", "le", "logical_and",
+        "logical_not", "logical_or", "long", "lt", "masked_fill", "maximum", "minimum", "mul",
+        "ne", "neg", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "permute",
+        "repeat", "reshape", "rsub", "scalar_tensor", "select", "slice", "squeeze", "stack",
+        "sub", "t", "to", "transpose", "tril", "triu", "type", "unsqueeze", "view", "where",
+        "zeros", "zeros_like",
+    }
+)  # fmt: skip
+
+
+def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
+    """Return the value of a node, or the node because of which it is not known."""
+    cone, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        unknown = target_name(current) not in _PURE or graph.effects.is_written(current)
+        if unknown or _elements(graph, current) > LARGEST_ELEMENTS:
+            return current
+        new = [source for source in current.all_input_nodes if source not in cone]
+        cone.update(new)
+        waiting += new
+    values: dict[fx.Node, Any] = {}
+    with _disable_current_modes(), torch.no_grad():
+        for current in graph.graph.nodes:
+            if current in cone:
+                try:
+                    values[current] = _run(current, values)
+                except (TypeError, RuntimeError, ValueError, IndexError):
+                    return current
+    found = values[node]
+    return found if isinstance(found, torch.Tensor) else node
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args = fx.node.map_aggregate(
+        fx.node.map_arg(node.args, values.__getitem__), lambda value: _on_cpu(value)
+    )
+    kwargs = fx.node.map_aggregate(
+        fx.node.map_arg(node.kwargs, values.__getitem__), lambda value: _on_cpu(value)
+    )
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if node.op == "call_method":
+        own, *rest = args
+        return getattr(own, str(node.target))(*rest, **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _elements(graph: Canonical, node: fx.Node) -> float:
+    """Return how many elements a value has; infinitely many where a size is symbolic."""
+    value = graph.tensor(node)
+    sizes = () if value is None else tuple(value.shape)
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf
+
+
+def is_distributed(value: Any) -> bool:
+    """Say whether a value is a DTensor; the class itself takes most of a second to import."""
+    return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
+
+
+def local_part(value: Any) -> Any:
+    """Return what a value is on this device."""
+    return value._local_tensor if is_distributed(value) else value
+
+
+def _redistribute(c: Canonical, call: Call) -> Result:
+    source = call.get(0, "self")
+    return _unchanged(c, source, call.node)
+
+
+def _from_local(c: Canonical, call: Call) -> Result:
+    local = call.get(0, "local_tensor")
+    if not isinstance(local, fx.Node) or target_name(local) != "to_local":
+        return None
+    if not _given_in_full(call):
+        return None
+    result = _unchanged(c, Call(local, "to_local").get(0, "self"), call.node)
+    if result is not None:
+        c.helpers[call.node] = frozenset((local,))
+    return result
+
+
+def _given_in_full(call: Call) -> bool:
+    """Say whether a call leaves gradients as they are: nothing but mesh and placements is given."""
+    return not any(call.kwargs.get(name) for name in ("grad_placements", "run_check"))
+
+
+def _unchanged(c: Canonical, source: Any, node: fx.Node) -> Result:
+    """Read a node as its source where both are one tensor, cut in one way over one mesh."""
+    if not isinstance(source, fx.Node):
+        return None
+    old, new = c.tensor(source), c.tensor(node)
+    if not is_distributed(old) or not is_distributed(new):
+        return None
+    before, after = old._spec, new._spec  # type: ignore[union-attr]
+    shape = c.shape(source)
+    if shape is None or shape != c.shape(node) or before.mesh != after.mesh:
+        return None
+    return (source, views.identity(shape)) if before.placements == after.placements else None
+
+
+DISTRIBUTED: dict[str, Handler] = {
+    "redistribute": _redistribute,
+    "from_local": _from_local,
+    "torch.distributed.tensor.from_local": _from_local,
+    "torch.distributed.tensor._api.from_local": _from_local,
+}
+
+
+K, M, N, BATCH = 0, 1, 2, 10
+
+
+def _is_tensor(c: Canonical, value: Any) -> bool:
+    return isinstance(value, (fx.Node, Virtual)) and c.shape(value) is not None
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def matmul_labels(a: int, b: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the labels of both operands and the result of a matmul of ranks a and b."""
+    batch_a = tuple(BATCH + i for i in range(a - 2))[::-1]
+    batch_b = tuple(BATCH + i for i in range(b - 2))[::-1]
+    lhs = (K,) if a == 1 else (*batch_a, M, K)
+    rhs = (K,) if b == 1 else (*batch_b, K, N)
+    batch = batch_a if len(batch_a) >= len(batch_b) else batch_b
+    out = (*batch, *((M,) if a > 1 else ()), *((N,) if b > 1 else ()))
+    return lhs, rhs, out
+
+
+def _contract(c: Canonical, a: Any, b: Any) -> Product | None:
+    if not _is_tensor(c, a) or not _is_tensor(c, b):
+        return None
+    ranks = len(c.shape(a) or ()), len(c.shape(b) or ())
+    if 0 in ranks:
+        return None
+    return Product(a, b, *matmul_labels(*ranks))
+
+
+def _matmul(c: Canonical, call: Call) -> Result:
+    a = call.get(0, "input", "self", "mat")
+    return _contract(c, a, call.get(1, "other", "mat2", "vec", "tensor"))
+
+
+def _linear(c: Canonical, call: Call) -> Result:
+    x, w, bias = call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias")
+    if not _is_tensor(c, x) or not _is_tensor(c, w):
+        return None
+    shape = c.shape(x) or ()
+    if len(c.shape(w) or ()) != 2 or not shape:
+        return None
+    tokens = tuple(BATCH + i for i in range(len(shape) - 1))
+    result = Product(x, w, (*tokens, K), (N, K), (*tokens, N))
+    return with_addend(c, call.node, result, bias)
+
+
+def with_addend(
+    c: Canonical, node: fx.Node, form: Product, addend: Any, alpha: float = 1.0, beta: float = 1.0
+) -> Result:
+    """Return alpha * product + beta * addend; the product alone when there is no addend."""
+    if addend is None and alpha == 1.0:
+        return form
+    shape = c.shape(node)
+    assert shape is not None
+    value = c.virtual(node, "product", form, shape)
+    return Add(value, 0.0 if addend is None else addend, float(alpha), float(beta))
+
+
+def _addmm(c: Canonical, call: Call) -> Result:
+    addend = call.get(0, "input", "self")
+    a = call.get(1, "mat1", "batch1", "mat", "vec1")
+    b = call.get(2, "mat2", "batch2", "vec", "vec2")
+    inner = _spread(c, a, b) if call.name == "addr" else _contract(c, a, b)
+    # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
+    beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
+    if inner is None or not _is_tensor(c, addend) or not _number(beta) or not _number(alpha):
+        return None
+    return with_addend(c, call.node, inner, addend, alpha, beta)
+
+
+def _einsum_labels(
+    equation: str, ranks: Sequence[int]
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
+    """Return labels per operand and of the result; None for traces and unknown notation."""
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks) or not re.fullmatch(r"[A-Za-z.,]*", left + right):
+        return None
+    lead = 0
+    operands: list[tuple[int, ...]] = []
+    for term, rank in zip(terms, ranks, strict=True):
+        before, dots, after = term.partition("...")
+        extra = rank - len(before) - len(after)
+        if "." in before + after or extra < 0 or (extra and not dots):
+            return None
+        lead = max(lead, extra)
+        middle = tuple(1000 + i for i in range(extra))[::-1]
+        labels = (*map(ord, before), *middle, *map(ord, after))
+        if len(set(labels)) != len(labels):
+            return None
+        operands.append(labels)
+    ellipsis = tuple(1000 + i for i in range(lead))[::-1]
+    if arrow:
+        before, dots, after = right.partition("...")
+        if lead and not dots:
+            return None
+        return operands, (*map(ord, before), *ellipsis, *map(ord, after))
+    letters = [label for labels in operands for label in labels if label < 1000]
+    once = sorted(label for label in set(letters) if letters.count(label) == 1)
+    return operands, (*ellipsis, *once)
+
+
+def _in_letters(arguments: Sequence[Any]) -> tuple[str, list[Any]] | None:
+    """Return the equation and the operands of an einsum written as (a, [0, 1], b, [1, 2], [0, 2]).
+
+    None for numbers above 51 and for an Ellipsis.
+    """
+    lists = [a for a in arguments if isinstance(a, (tuple, list))]
+    if not all(isinstance(i, int) and 0 <= i < 52 for own in lists for i in own):
+        return None
+    terms = ["".join(chr((65 if i < 26 else 71) + i) for i in own) for own in lists]
+    operands = [a for a in arguments if not isinstance(a, (tuple, list))]
+    out = f"->{terms.pop()}" if len(terms) > len(operands) else ""
+    return ",".join(terms) + out, operands
+
+
+def _einsum(c: Canonical, call: Call) -> Result:
+    equation = call.get(0, "equation")
+    given = call.get(1, "operands", "tensors")
+    operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args[1:]]
+    if not isinstance(equation, str):
+        equation, operands = _in_letters(call.args) or (None, [])
+    if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in operands):
+        return None
+    read = _einsum_labels(equation, [len(c.shape(o) or ()) for o in operands])
+    if read is None or len(operands) < 2:
+        return None
+    return chain(c, call.node, operands, *read)
+
+
+def chain(
+    c: Canonical,
+    node: fx.Node,
+    operands: list[Any],
+    labels: list[tuple[int, ...]],
+    out: tuple[int, ...],
+) -> Result:
+    """Read a contraction of several operands as products, starting at the one that is no weight.
+
+    Each step takes an operand that shares a contracted label with the result so far, or a factor
+    of its elements.
+    """
+    sizes: dict[int, Size] = {}
+    for operand, own in zip(operands, labels, strict=True):
+        for label, size in zip(own, c.shape(operand) or (), strict=True):
+            if sizes.get(label, 1) == 1:
+                sizes[label] = size
+    rest = list(range(len(operands)))
+    moving = [i for i in rest if not c.is_constant(operands[i])]
+    if len(moving) > 1 and len(operands) > 2:
+        return None
+    ends = [i for i in rest if set(labels[i]) & set(out)]
+    first = moving[0] if moving else max(ends or rest, key=lambda i: len(labels[i]))
+    rest.remove(first)
+    value: Key = operands[first]
+    have = labels[first]
+    while rest:
+        step = _next_operand(have, labels, rest, out)
+        if step is None:
+            return None
+        rest.remove(step)
+        kept = set(out).union(*(labels[i] for i in rest))
+        other = labels[step]
+        result = tuple(x for x in have if x in kept) + tuple(
+            x for x in other if x in kept and x not in have
+        )
+        if any(x not in kept and x not in other for x in have):
+            return None
+        if any(x not in kept and x not in have for x in other):
+            return None
+        if not rest and set(result) != set(out):
+            return None
+        if set(other) <= set(have) == set(result):
+            # Nothing is summed: the operand is a factor of each element.
+            if not rest and have != out:
+                return None
+            form: Form = Scale(value, _along(c, node, operands[step], other, have))
+        else:
+            form = Product(value, operands[step], have, other, result if rest else out)
+        if not rest:
+            return form
+        shape = tuple(sizes[x] for x in result)
+        value, have = c.virtual(node, f"step{len(rest)}", form, shape), result
+    return None
+
+
+def _next_operand(
+    have: tuple[int, ...], labels: list[tuple[int, ...]], rest: list[int], out: tuple[int, ...]
+) -> int | None:
+    """Return the operand to multiply next: a factor of each element, or one that is summed with.
+
+    An operand that shares no label makes an outer product, and comes last.
+    """
+    for i in rest:
+        kept = set(out).union(*(labels[j] for j in rest if j != i))
+        if set(labels[i]) <= set(have) & kept or (set(have) & set(labels[i])) - kept:
+            return i
+    return next((i for i in rest if not set(have) & set(labels[i])), None)
+
+
+def _along(
+    c: Canonical, node: fx.Node, factor: Key, own: tuple[int, ...], have: tuple[int, ...]
+) -> Key:
+    """Return a factor with the dimensions of the value that it multiplies, 1 where it has none."""
+    dims = identity(c.shape(factor) or ())
+    spread = tuple(dims[own.index(x)] if x in own else () for x in have)
+    return c.viewed(node, "factor", factor, spread)
+
+
+def _outer(c: Canonical, call: Call) -> Result:
+    return _spread(c, call.get(0, "input", "self"), call.get(1, "vec2", "other"))
+
+
+def _spread(c: Canonical, a: Any, b: Any) -> Product | None:
+    """Return the outer product of two vectors."""
+    if not _is_tensor(c, a) or not _is_tensor(c, b) or len(c.shape(a) or ()) != 1:
+        return None
+    return Product(a, b, (M,), (N,), (M, N))
+
+
+def spread_product(c: Canonical, node: fx.Node, a: Key, b: Key) -> Product | None:
+    """Read a value [..., 1] times a constant vector [n] as their product [..., n].
+
+    The value may be one number, as `dot` makes it.
+    """
+    for value, vector in ((a, b), (b, a)):
+        shape, own = c.shape(value) or (), c.shape(vector) or ()
+        if len(own) != 1 or c.is_weight(value) or c.shape(value) is None:
+            continue
+        if shape and (len(shape) < 2 or shape[-1] != 1):
+            continue
+        if not c.is_constant(vector) or len({c.dtype(value), c.dtype(vector), c.dtype(node)}) > 1:
+            continue
+        form = c.form(value)
+        if isinstance(form, Scale) and isinstance(form.factor, float):
+            form = c.form(form.value)
+        if isinstance(form, Product) and not shape:
+            return Product(value, vector, (), (N,), (N,))
+        if isinstance(form, Product):
+            tokens = tuple(BATCH + i for i in range(len(shape) - 1))
+            return Product(value, vector, (*tokens, K), (N,), (*tokens, N))
+    return None
+
+
+def _multi_dot(c: Canonical, call: Call) -> Result:
+    given = call.get(0, "tensors", "matrices")
+    operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args]
+    if len(operands) < 2 or not all(_is_tensor(c, o) for o in operands):
+        return None
+    labels: list[tuple[int, ...]] = []
+    for i, operand in enumerate(operands):
+        rank = len(c.shape(operand) or ())
+        if rank == 2:
+            labels.append((i, i + 1))
+        elif rank == 1 and i in (0, len(operands) - 1):
+            labels.append((1,) if i == 0 else (i,))
+        else:
+            return None
+    out = tuple(x for x in labels[0][:-1]) + tuple(x for x in labels[-1][1:])
+    return chain(c, call.node, operands, labels, out)
+
+
+def _tensordot(c: Canonical, call: Call) -> Result:
+    a, b = call.get(0, "a", "self"), call.get(1, "b", "other")
+    if not _is_tensor(c, a) or not _is_tensor(c, b):
+        return None
+    rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
+    dims: Any = call.get(2, "dims", "dims_self", default=2)
+    if call.get(3, "dims_other") is not None:
+        dims = (dims, call.get(3, "dims_other"))
+    if isinstance(dims, int):
+        pairs = [(rank_a - dims + i, i) for i in range(dims)]
+    elif isinstance(dims, (tuple, list)) and len(dims) == 2:
+        first, second = dims
+        if not isinstance(first, (tuple, list)) or not isinstance(second, (tuple, list)):
+            return None
+        pairs = [(p % rank_a, q % rank_b) for p, q in zip(first, second, strict=True)]
+    else:
+        return None
+    return _dot(a, b, rank_a, rank_b, pairs) if pairs else None
+
+
+def _dot(a: Key, b: Key, rank_a: int, rank_b: int, pairs: list[tuple[int, int]]) -> Product:
+    """Return the product summed over pairs of dimensions."""
+    labels_a, labels_b = list(range(rank_a)), [100 + i for i in range(rank_b)]
+    for p, q in pairs:
+        labels_b[q] = p
+    contracted = {p for p, _ in pairs}
+    out = [x for x in (*labels_a, *labels_b) if x not in contracted]
+    return Product(a, b, tuple(labels_a), tuple(labels_b), tuple(out))
+
+
+def _all(value: Any, wanted: int) -> bool:
+    entries = value if isinstance(value, (tuple, list)) else (value,)
+    return all(entry == wanted for entry in entries)
+
+
+def _pointwise_convolution(
+    c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any, transposed: bool = False
+) -> Result:
+    """Return a convolution whose kernel has one element as a product over channels.
+
+    transposed: the weight is stored [inputs, outputs, 1, ...].
+    """
+    shape, kernel = c.shape(x) or (), c.shape(w) or ()
+    spatial = len(kernel) - 2
+    if spatial < 1 or any(s != 1 for s in kernel[2:]) or len(shape) != len(kernel):
+        return None
+    places = tuple(BATCH + 1 + i for i in range(spatial))
+    unit = tuple(-1 - i for i in range(spatial))
+    channels = (K, N) if transposed else (N, K)
+    form = Product(x, w, (BATCH, K, *places), (*channels, *unit), (BATCH, N, *places))
+    if bias is not None:
+        length = c.shape(bias)
+        if length is None or len(length) != 1:
+            return None
+        dims: tuple[Dim, ...] = (*identity(length), *((),) * spatial)
+        bias = c.viewed(node, "bias", bias, dims)
+    return with_addend(c, node, form, bias)
+
+
+def _convolution(c: Canonical, call: Call) -> Result:
+    x, w, bias = call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias")
+    if not _is_tensor(c, x) or not _is_tensor(c, w):
+        return None
+    padding = call.get(4, "padding", default=0)
+    plain = _all(call.get(3, "stride", default=1), 1) and (
+        _all(padding, 0) or padding in ("same", "valid")
+    )
+    transposed = call.name.startswith("conv_transpose")
+    if call.name == "convolution":
+        transposed = bool(call.get(6, "transposed", default=False))
+        plain = plain and _all(call.get(7, "output_padding", default=0), 0)
+        groups = call.get(8, "groups", default=1)
+    else:
+        if transposed:
+            plain = plain and _all(call.get(5, "output_padding", default=0), 0)
+        groups = call.get(6, "groups", default=1)
+    if not plain or groups != 1:
+        return None
+    return _pointwise_convolution(c, call.node, x, w, bias, transposed)
+
+
+def _inner(c: Canonical, call: Call) -> Result:
+    a, b = call.get(0, "input", "self"), call.get(1, "other")
+    if not _is_tensor(c, a) or not _is_tensor(c, b):
+        return None
+    rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
+    whole = rank_a and rank_b
+    return _dot(a, b, rank_a, rank_b, [(rank_a - 1, rank_b - 1)]) if whole else None
+
+
+CONTRACTIONS: dict[str, Handler] = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot"), _matmul),
+    **dict.fromkeys(("__rmatmul__",), lambda c, call: _contract(c, call.get(1), call.get(0))),
+    "linear": _linear,
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addr"), _addmm),
+    "einsum": _einsum,
+    **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
+    "tensordot": _tensordot,
+    "inner": _inner,
+    **dict.fromkeys(("outer", "ger"), _outer),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
+}
+
+
+def _sum_over(c: Canonical, call: Call) -> Result:
+    """Read the sum over an axis of a constant matrix times a value as their product."""
+    source = call.get(0, "input", "self")
+    shape = c.shape(source) if isinstance(source, fx.Node) else None
+    if shape is None or target_name(source) != "mul" or call.get(3, "dtype") is not None:
+        return None
+    operands = source.all_input_nodes
+    if len(operands) != 2 or len(source.args) != 2 or any(c.shape(o) is None for o in operands):
+        return None
+    given = call.get(1, "dim", "axis")
+    axes = list(given) if isinstance(given, (tuple, list)) else [given]
+    form = _summed(c, call.node, operands, shape, axes)
+    if form is None:
+        return None
+    summed = {a % len(shape) for a in axes}
+    out = form.out_labels
+    c.helpers[call.node] = frozenset((source,))
+    if not call.get(2, "keepdim", default=False):
+        return form
+    sizes = tuple(shape[i] for i in out)
+    made = c.virtual(call.node, "product", form, sizes)
+    c.helpers[made] = frozenset((source,))
+    dims = iter(views.identity(sizes))
+    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
+
+
+def _summed(
+    c: Canonical, node: fx.Node, operands: list[fx.Node], shape: tuple[Any, ...], axes: list[Any]
+) -> Product | None:
+    """Return the sum over axes of two operands' elementwise product, which has this shape.
+
+    One operand has to be given by constants.
+    """
+    if any(c.dtype(o) != c.dtype(node) for o in operands):
+        return None
+    if not any(_is_given(c, o) for o in operands):
+        return None
+    if not axes or not all(isinstance(a, int) for a in axes):
+        return None
+    summed = {a % len(shape) for a in axes}
+    labels = []
+    for operand in operands:
+        own = c.shape(operand) or ()
+        places = range(len(shape) - len(own), len(shape))
+        if any(a not in places or own[a - len(shape)] != shape[a] for a in summed):
+            return None  # a sum over an axis that is repeated counts it several times
+        # A dimension that is repeated has a label of its own: it is not the result's.
+        spread = (own[i - len(shape)] == 1 != shape[i] for i in places)
+        labels.append(tuple(-1 - i if one else i for i, one in zip(places, spread, strict=True)))
+    out = tuple(i for i in range(len(shape)) if i not in summed)
+    return Product(operands[0], operands[1], labels[0], labels[1], out)
+
+
+def _vecdot(c: Canonical, call: Call) -> Result:
+    """Read vecdot(a, b, dim) of real tensors as the sum over `dim` of a * b."""
+    a, b = call.get(0, "x", "input"), call.get(1, "y", "other")
+    axis = call.get(2, "dim", default=-1)
+    shapes = [c.shape(o) if isinstance(o, fx.Node) else None for o in (a, b)]
+    dtype = c.dtype(call.node)
+    if None in shapes or not isinstance(axis, int) or dtype is None or dtype.is_complex:
+        return None
+    first, second = (shape or () for shape in shapes)
+    rank = max(len(first), len(second))
+    if rank - 1 != len(c.shape(call.node) or ()):
+        return None
+    pairs = zip(*(((1,) * (rank - len(s)) + s) for s in (first, second)), strict=True)
+    whole = tuple(y if x == 1 else x for x, y in pairs)
+    return _summed(c, call.node, [a, b], whole, [axis])
+
+
+def _is_given(c: Canonical, key: Any) -> bool:
+    diagonal = key in c.views and isinstance(c.form(key), Diagonal)
+    return c.is_constant(key) or owner_of(key) in c.derived or diagonal
+
+
+def _where(c: Canonical, call: Call) -> Result:
+    """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
+    mask, vector, other = (call.get(i, n) for i, n in enumerate(("condition", "input", "other")))
+    shape = c.shape(call.node) or ()
+    if not isinstance(vector, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
+        return None
+    base, dims = c.base(vector)
+    along = views.expand(dims, shape)
+    if c.shape(base) != shape[:1] or along is None or along[1] != views.identity(shape[:1])[0]:
+        return None
+    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (mask, other))
+    if not isinstance(eye, torch.Tensor) or isinstance(zero, fx.Node) or not bool(zero == 0):
+        return None
+    return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
+
+
+DECOMPOSED: dict[str, Handler] = {
+    "sum": _sum_over,
+    "where": _where,
+    **dict.fromkeys(("vecdot", "linalg_vecdot"), _vecdot),
+}
 
 
 def _first(c: Canonical, call: Call) -> fx.Node | None:

@@ -5,7 +5,7 @@ rules: `unsafe` for any replacement, `refuse` for one by a kernel.
 """
 
 from nmm_compiler.passes.chains.safety import Refusal, refuse, unsafe
-from nmm_compiler.passes.patterns.two_functions import rule
+from nmm_compiler.passes.patterns import rule
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
 
 __all__ = ["Declined", "Match", "Refusal", "Rule", "refuse", "rule", "unsafe"]

@@ -47,11 +47,10 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     Softmax,
 )
-from nmm_compiler.passes.graph.constant_values import constant_value
-from nmm_compiler.passes.graph.contractions import matmul_labels
 from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
+from nmm_compiler.passes.graph.read_operations import constant_value, matmul_labels
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import BROADCAST
 from nmm_compiler.passes.rules.base import Match, Rule

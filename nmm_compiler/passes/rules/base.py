@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.prices import call_ways, slower
-from nmm_compiler.passes.chains.safety import REMEDIES, Refusal
+from nmm_compiler.passes.chains.safety import REMEDIES, Refusal, call_ways, slower
 
 if TYPE_CHECKING:
     from nmm_compiler.passes.emit.editor import Editor

@@ -27,11 +27,12 @@ from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.passes.chains.chain import (
     Chain,
     features_over_base,
+    is_whole_feature,
     over_base,
+    path_nodes,
     read_projection,
     same_tokens,
 )
-from nmm_compiler.passes.chains.linear_map import is_whole_feature, path_nodes
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
 from nmm_compiler.passes.emit.calls import GatedCall
 from nmm_compiler.passes.graph import views

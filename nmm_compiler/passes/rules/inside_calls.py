@@ -23,8 +23,15 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.ops.definition import Op
-from nmm_compiler.passes.chains.prices import call_ways, tokens_to_judge
-from nmm_compiler.passes.chains.safety import DTYPES, Refusal, crossed, readings, unsafe
+from nmm_compiler.passes.chains.safety import (
+    DTYPES,
+    Refusal,
+    call_ways,
+    crossed,
+    readings,
+    tokens_to_judge,
+    unsafe,
+)
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, Opaque, owner_of

@@ -22,10 +22,15 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, extend, read_projection, same_tokens
-from nmm_compiler.passes.chains.linear_map import Step, path_nodes
-from nmm_compiler.passes.chains.prices import too_wide
-from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
+from nmm_compiler.passes.chains.chain import (
+    Chain,
+    Step,
+    extend,
+    path_nodes,
+    read_projection,
+    same_tokens,
+)
+from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse, too_wide
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Leaf, Scale, Virtual, owner_of

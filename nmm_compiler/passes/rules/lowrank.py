@@ -26,12 +26,11 @@ from nmm_compiler.passes.chains.chain import (
     devices_of,
     extend,
     read_chain,
+    read_stage,
     read_summed_chain,
     read_with_function,
 )
-from nmm_compiler.passes.chains.linear_map import read_stage
-from nmm_compiler.passes.chains.prices import too_wide
-from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, too_wide, unsafe
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.graph.canonical import (

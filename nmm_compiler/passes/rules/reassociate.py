@@ -25,10 +25,25 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
-from nmm_compiler.passes.chains.chain import Chain, extend, join_stages
-from nmm_compiler.passes.chains.linear_map import Stage, Weight, path_nodes, read_stage, trace_back
-from nmm_compiler.passes.chains.prices import call_ways, tokens_to_judge, too_wide
-from nmm_compiler.passes.chains.safety import Refusal, part_of_one, real_users, refuse
+from nmm_compiler.passes.chains.chain import (
+    Chain,
+    Stage,
+    Weight,
+    extend,
+    join_stages,
+    path_nodes,
+    read_stage,
+    trace_back,
+)
+from nmm_compiler.passes.chains.safety import (
+    Refusal,
+    call_ways,
+    part_of_one,
+    real_users,
+    refuse,
+    tokens_to_judge,
+    too_wide,
+)
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of

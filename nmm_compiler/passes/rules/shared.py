@@ -18,8 +18,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
-from nmm_compiler.passes.chains.prices import call_ways
-from nmm_compiler.passes.chains.safety import Refusal, crossed, readings, refuse
+from nmm_compiler.passes.chains.safety import Refusal, call_ways, crossed, readings, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall, SharedCall
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match

@@ -1,1 +1,0 @@
-"""Rules made of two PyTorch functions: reads the pattern, finds it, replaces it."""
