@@ -169,6 +169,7 @@ METHODS: dict[str, tuple[Callable[[float], nn.Module], str]] = {
 WHOLE: dict[str, tuple[Callable[[float], nn.Module], str]] = {
     "dense": (lambda _: copy.deepcopy(smollm()[0]), "bf16"),
     "dense, int8": (lambda _: quantized(copy.deepcopy(smollm()[0]), "int8"), "int8"),
+    "dense, fp8": (lambda _: quantized(copy.deepcopy(smollm()[0]), "fp8"), "fp8"),
     "dense, int4": (lambda _: quantized(copy.deepcopy(smollm()[0]), "int4"), "int4"),
 }
 

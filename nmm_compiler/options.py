@@ -43,6 +43,8 @@ FACTOR_SPLITS = ("row", "rank")
 CACHE_MODES = ("off", "ro", "rw", "require")
 LARGEST_BUCKET = 4096
 """The last power of two of the default ladder of token counts; multiples of it follow."""
+LADDER = tuple(1 << power for power in range(LARGEST_BUCKET.bit_length()))
+"""Token counts of calls that the backend builds kernels for by default."""
 # The largest kernel that AWS's documentation compiles and runs is the blocked matrix product of its
 # kernel-optimization tutorial: 32,768 matmuls, 5,403 copies and about 2,000 DMAs, all unrolled.
 # By a public report to aws-neuron-sdk far larger ones took half an hour and 30 GB to compile.
@@ -131,17 +133,9 @@ def is_positive(number: float) -> bool:
     return number > 0
 
 
-def _is_pair_or_one(cores: int) -> bool:
-    return cores in (1, 2)
-
-
 def is_target_file(target: str) -> bool:
     """Return whether a target is named by the file of its calibration."""
     return target.endswith(FILE)
-
-
-def _is_page_if_text(report: object) -> bool:
-    return not isinstance(report, str) or report.endswith(".html")
 
 
 def _is_increasing(counts: tuple[int, ...]) -> bool:
@@ -210,7 +204,7 @@ class Options:
     target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
     dialect: Annotated[str, Values(names=DIALECTS)] = "auto"
     executor: Annotated[str, Values(names=EXECUTORS)] = "auto"
-    lnc: Annotated[int, Values("1 or 2 physical cores of a logical one", _is_pair_or_one)] = 1
+    lnc: Annotated[int, Values("1 or 2 physical cores of a logical one", (1, 2).__contains__)] = 1
     inner: Annotated[str, Values("the name of a torch.compile backend")] = "auto"
     kernels: Annotated[str, Values(names=KERNELS)] = "build"
     freeze: bool = False
@@ -224,7 +218,7 @@ class Options:
         bool | str | Callable[[Any], None],
         Values(
             "True, False, a function of the report, or the path of an .html file to write",
-            _is_page_if_text,
+            lambda report: not isinstance(report, str) or report.endswith(".html"),
         ),
     ] = False
     rules: Annotated[tuple[Any, ...], Values("a list of rules", _is_hashable)] = ()
@@ -301,18 +295,9 @@ class Options:
         return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
 
 
-# The bytes that `os.environ` holds on POSIX. It raises two exceptions inside for a name that is not
-# set, and each call of `build_kernel` asks for nine.
-_HELD: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None)
-_HELD = _HELD if os.name == "posix" else None
-
-
 def _environment(name: str) -> str | None:
     """Return an environment variable, None where it is empty or not set."""
-    if _HELD is not None and name.encode() not in _HELD:
-        return None
-    value = os.environ.get(name, "").strip()
-    return value or None
+    return os.environ.get(name, "").strip() or None
 
 
 def let_threads_sleep() -> None:
@@ -362,14 +347,9 @@ def verdict_file(options: Options | None = None, *, to_write: bool = False) -> P
             )
         return path
     try:
-        return _beside_cache(cache_dir(options))
+        return cache_dir(options) / "device.json"
     except CacheTrustError:
         return None
-
-
-@functools.lru_cache(maxsize=64)
-def _beside_cache(directory: Path) -> Path:
-    return directory / "device.json"
 
 
 def logical_core_setting() -> int | None:

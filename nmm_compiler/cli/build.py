@@ -161,10 +161,11 @@ def _kernels(
     if given.endswith(_SPECS):
         return _of_file(Path(given), target)
     models.require_transformers("a model without its weights")
-    from nmm_compiler.prediction.model_kernels import BUCKETS, model_kernels
+    from nmm_compiler.options import LADDER
+    from nmm_compiler.prediction.model_kernels import model_kernels
 
     return model_kernels(
-        models.described(given), target, ratios=ratio or [None], tokens=tokens or BUCKETS, tps=tp,
+        models.described(given), target, ratios=ratio or [None], tokens=tokens or LADDER, tps=tp,
         progress=step,
     )  # fmt: skip
 

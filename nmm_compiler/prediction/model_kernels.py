@@ -21,7 +21,7 @@ from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops.lower import fitting, graph_call, lower
-from nmm_compiler.options import DTYPES, FACTOR_SPLITS, LARGEST_BUCKET, Options
+from nmm_compiler.options import DTYPES, FACTOR_SPLITS, LADDER, Options
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import rewrite
@@ -29,16 +29,13 @@ from nmm_compiler.prediction.meta_models import MetaModel, read_config
 from nmm_compiler.prediction.predict import model_phases, prepare
 from nmm_compiler.prices.ways import ways
 
-BUCKETS = tuple(1 << power for power in range(LARGEST_BUCKET.bit_length()))
-"""Token counts of calls that the backend builds kernels for by default."""
-
 
 def model_kernels(
     model_or_config: Any,
     targets: Sequence[str] = ("trn2",),
     *,
     ratios: Iterable[float | None] = (None,),
-    tokens: Iterable[int] = BUCKETS,
+    tokens: Iterable[int] = LADDER,
     tps: Iterable[int] = (1,),
     split: str = "row",
     dtype: str = "bfloat16",

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +36,7 @@ from nmm_compiler.ops.call_options import options_of
 from nmm_compiler.ops.launches import Launch
 from nmm_compiler.ops.lower import lower, tokens, too_large
 from nmm_compiler.options import Options
-from nmm_compiler.runtime import neuron
+from nmm_compiler.runtime import first_run, neuron
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS, has_own_memory
 
@@ -212,16 +211,13 @@ def _warn_once(message: str) -> None:
 _simulating = threading.Lock()
 
 
-def _on_cpu(executor: str, operands: Sequence[Tensor]) -> None:
-    device = operands[0].device
+def _check_simulated(executor: str, kernel: Any, device: torch.device) -> None:
+    """Raise for tensors that are not on the CPU, and for a kernel of several ranks."""
     if device.type != "cpu":
         raise NeuronSetupError(
             f"executor {executor!r} got tensors on {str(device)!r}; it runs on the CPU: move the "
             "model to 'cpu', or use executor 'auto'"
         )
-
-
-def _one_rank(executor: str, kernel: Any) -> None:
     if kernel.spec.world_size > 1:
         raise SpecError(
             f"executor {executor!r} runs one rank, and {kernel.name} is one of "
@@ -231,12 +227,10 @@ def _one_rank(executor: str, kernel: Any) -> None:
 
 
 def _launch_in_simulator(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    _on_cpu("simulator", operands)
-    _one_rank("simulator", kernel)
+    _check_simulated("simulator", kernel, operands[0].device)
     with _simulating:
         simulation = kernel.simulate(*map(_operand, operands), mode="functional")
-    dtypes = (getattr(torch, result.dtype) for result in kernel.spec.outputs())
-    return tuple(map(_tensor, simulation.outputs, dtypes))
+    return tuple(map(first_run.tensor, simulation.outputs))
 
 
 def _operand(tensor: Tensor) -> Any:
@@ -255,20 +249,8 @@ def _operand(tensor: Tensor) -> Any:
     return bits.numpy().view(ml_dtypes.float8_e4m3)
 
 
-def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
-    """Return a NumPy array, possibly of an ml_dtypes type, as a tensor with the same bits."""
-    array = np.ascontiguousarray(array)
-    if array.dtype.kind == "V" or array.dtype.name not in _NUMPY_NAMES:
-        return torch.from_numpy(array.view(f"u{array.itemsize}")).view(dtype)
-    return torch.from_numpy(array)
-
-
-_NUMPY_NAMES = ("float16", "float32")
-
-
 def _launch_in_nki_simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    _on_cpu("nki_simulate", operands)
-    _one_rank("nki_simulate", kernel)
+    _check_simulated("nki_simulate", kernel, operands[0].device)
     return neuron.simulate(kernel, [t.detach() for t in operands])
 
 

@@ -105,6 +105,7 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def tensor(array: Any) -> Tensor:
-    """Return an array, perhaps of an ml_dtypes type, as a tensor with the same values."""
+    """Return an array, perhaps of an ml_dtypes type, as a tensor with the same bits."""
     dtype = FP8 if array.dtype.name == "float8_e4m3" else getattr(torch, array.dtype.name)
-    return torch.from_numpy(array.astype(np.float32)).to(dtype)
+    bits = np.ascontiguousarray(array).view(f"i{array.itemsize}")
+    return torch.from_numpy(bits).view(dtype)
