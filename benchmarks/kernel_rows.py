@@ -19,7 +19,9 @@ simulator, without kernel start and stop, and kept in a file (kernel_timings.py)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from kernel_timings import Timings
 from model_sizes import MODELS, rank
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
+from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
@@ -37,9 +40,10 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
+from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.ops.backward_calls import backward_calls
 from nmm_compiler.ops.lower import lower, tokens
-from nmm_compiler.prices.ways import rank_ways
+from nmm_compiler.prices.ways import ways
 from nmm_compiler.targets import get
 
 HERE = Path(__file__).parent / "kernels_nki"
@@ -295,8 +299,9 @@ def ranks_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
 def ranks(spec: Any, target: str, timings: Timings) -> Judged:
     """Compare one core with groups, by each way of sharing; published all-reduces are charged."""
     us, found = timings.us(spec, target), {}
-    for tp in GROUPS:
-        for axis, way in rank_ways(spec, tp, target).items():
+    for tp, axis in itertools.product(GROUPS, AXES):
+        with contextlib.suppress(ShapeError, SpecError):  # a size that does not divide
+            way = ways(spec.sharded(tp, axis), target, source="simulated")
             found[f"{tp} by {axis}"] = us / way.fused
             found[f"{tp} by {axis}, separate"] = us / way.separate
     return found, []

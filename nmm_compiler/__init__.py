@@ -14,12 +14,11 @@ Only the names of this module are public. They load on first use, so that import
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from nmm_compiler.log_names import quiet_libraries as _quiet_libraries
-from nmm_compiler.log_names import watch as _watch_for_torch_logs
 from nmm_compiler.version import VERSION
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from nmm_compiler.passes.rules import Refusal as Refusal
     from nmm_compiler.passes.rules import Rule as Rule
     from nmm_compiler.passes.rules import rule as rule
-    from nmm_compiler.prediction.compressed import compress as compress
+    from nmm_compiler.prediction.headlines import compress as compress
     from nmm_compiler.prediction.predict import predict as predict
     from nmm_compiler.simulator.run import ArraySpec as ArraySpec
     from nmm_compiler.simulator.run import simulate as simulate
@@ -63,7 +62,7 @@ _HOMES = {
     "Refusal": "nmm_compiler.passes.rules",
     "Rule": "nmm_compiler.passes.rules",
     "build_kernel": "nmm_compiler.codegen.build",
-    "compress": "nmm_compiler.prediction.compressed",
+    "compress": "nmm_compiler.prediction.headlines",
     "explain": "nmm_compiler.passes.pipeline",
     "export_mlir": "nmm_compiler.mlir.export",
     "last_report": "nmm_compiler.backend",
@@ -95,6 +94,17 @@ def __dir__() -> list[str]:
     return __all__
 
 
+def _quiet_libraries() -> None:
+    """Let loggers that no user of this package can act on say only errors, where no level is set.
+
+    transformers imports torchao where it is installed; torchao then warns of GPU libraries that it
+    cannot load, and torch of how torchao registers its classes. Nothing here uses either.
+    """
+    for logger in map(logging.getLogger, ("torchao", "torch.utils._pytree")):
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
+
+
 def _register_saved_models() -> None:
     """Let transformers' `from_pretrained` load low-rank models; a version that does not fit warns.
 
@@ -109,6 +119,5 @@ def _register_saved_models() -> None:
 
 
 _quiet_libraries()
-_watch_for_torch_logs()  # TORCH_LOGS="nmm"
 if "transformers" in sys.modules:
     _register_saved_models()

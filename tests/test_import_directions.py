@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nmm_compiler"
 
 LAYERS = {
-    "errors": 0, "log_names": 0, "records": 0, "version": 0,
+    "errors": 0, "records": 0, "version": 0,
     "outputs": 1,
     "targets": 2, "report": 2,
     "options": 3, "simulator": 3,
@@ -40,7 +40,6 @@ DOOR_LAYER = 12
 NUMERIC = {"numpy", "ml_dtypes"}
 THIRD_PARTY: dict[str, set[str]] = {
     "errors": set(),
-    "log_names": {"torch"},
     "options": set(),
     "records": set(),
     "version": set(),

@@ -24,13 +24,13 @@ def test_a_program_that_uses_transformers_says_nothing_of_torchao():
 
 
 def test_a_level_that_the_user_has_set_stays():
-    from nmm_compiler.log_names import quiet_libraries
+    from nmm_compiler import _quiet_libraries
 
     logger = logging.getLogger("torchao")
     before = logger.level
     try:
         logger.setLevel(logging.INFO)
-        quiet_libraries()
+        _quiet_libraries()
         assert logger.level == logging.INFO
     finally:
         logger.setLevel(before)

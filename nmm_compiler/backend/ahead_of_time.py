@@ -12,7 +12,6 @@ version of the package would have emitted the same source.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +24,8 @@ from torch._dynamo.aot_compile_types import (
     SerializableCallable,
 )
 
-from nmm_compiler.backend.published import publish
-from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
+from nmm_compiler.backend.publish import publish
+from nmm_compiler.backend.report import CompileReport
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key
@@ -92,12 +91,12 @@ class AheadOfTime(SerializableCallable):
         start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
         header = json.loads(data[_LENGTH_BYTES:start])
         kind = header.pop("kind")
-        options = _options(header)
+        options = Options.make({"target": header["target"], **header["options"]})
         executor_name(options)
         for kernel in header["kernels"]:
             _restore(kernel, options)
         inner = _INNER[kind].deserialize_compile_artifacts(data[start:])
-        publish(_report(header["report"]), options)
+        publish(CompileReport.from_dict(header["report"]), options)
         return cls(kind, inner, header)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,10 +120,6 @@ def _saved(kernel: Any, options: Options) -> dict[str, Any]:
     }
 
 
-def _options(header: dict[str, Any]) -> Options:
-    return Options.make({"target": header["target"], **header["options"]})
-
-
 def _restore(saved: dict[str, Any], options: Options) -> None:
     """Put a kernel into the cache, unless this version of the package would emit another one.
 
@@ -144,15 +139,3 @@ def _restore(saved: dict[str, Any], options: Options) -> None:
     if tuning is not None:
         keep_tuning(spec, chip, budget, store, tuning)
     store.get_or_build(key, lambda: {SOURCE_FILE: saved["source"]}, lambda: saved["meta"])
-
-
-def _report(saved: dict[str, Any]) -> CompileReport:
-    """Return a report from its JSON data; the Kernel objects are not part of it."""
-    fields = {f.name for f in dataclasses.fields(CompileReport)} & set(saved)
-    plain: dict[str, Any] = {
-        name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
-        for name in fields
-    }
-    plain["declined"] = tuple(Refusal.from_dict(one) for one in saved["declined"])
-    plain["kernels"] = tuple(KernelLine.from_dict(one) for one in saved["kernels"])
-    return CompileReport(**plain)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import re
 import time
 import warnings
 from collections import Counter
@@ -24,13 +26,12 @@ import torch
 from torch import Tensor, fx
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
-from nmm_compiler.backend import ahead_of_time, published
+from nmm_compiler.backend import ahead_of_time, publish
 from nmm_compiler.backend.backward_kernels import backward_notes, backward_specs
 from nmm_compiler.backend.inner import check_mode, compile_inner, inner_name
-from nmm_compiler.backend.published import last_report as last_report
-from nmm_compiler.backend.published import reports as reports
+from nmm_compiler.backend.publish import last_report as last_report
+from nmm_compiler.backend.publish import reports as reports
 from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
-from nmm_compiler.backend.torch_version import warn_if_untested
 from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.errors import TO_MEND, UnknownNameError
 from nmm_compiler.ops import registration, sharding
@@ -43,7 +44,9 @@ from nmm_compiler.runtime import buckets, neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
 
-_graphs_seen = 0
+_GRAPHS = itertools.count(1)
+OLDEST, NEWEST = (2, 9), (2, 13)
+"""The minor versions of torch that the tests pass with, both included."""
 
 
 def nmm(
@@ -86,8 +89,21 @@ def nmm(
         compiled = ahead_of_time.AheadOfTime.of(compiled, work.compiled_graph, chosen, report)
     elif work.unverified is not None:
         compiled = _verified_at_first_call(work.unverified, compiled)
-    published.publish(report, chosen, work.gm, rewritten)
+    publish.publish(report, chosen, work.gm, rewritten)
     return compiled
+
+
+@functools.cache
+def warn_if_untested(version: str = torch.__version__) -> None:
+    """Warn where `version` is older or newer than the tested ones; once per version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+        warnings.warn(
+            f"nmm is tested with torch {oldest} to {newest}, this is {version}; compare outputs "
+            "with options={'verify': True} before you rely on them",
+            stacklevel=3,
+        )
 
 
 def reset() -> None:
@@ -95,34 +111,25 @@ def reset() -> None:
     KERNELS.clear()
     PACKS.clear()
     neuron.forget()
-    published.forget()
+    publish.forget()
 
 
 nmm.reset = reset  # type: ignore[attr-defined]
 
 
 class Compilation:
-    """What is known so far about one graph's compilation."""
+    """What is known so far about one graph's compilation; said: fields of its report."""
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
-        global _graphs_seen
-        _graphs_seen += 1
         self.gm, self.example_inputs, self.options = gm, example_inputs, options
-        self.graph, self.nodes = _graphs_seen, len(gm.graph.nodes)
         self.inner = inner_name(options.inner, example_inputs)
-        self.chains = 0
-        self.matches: tuple[str, ...] = ()
-        self.declined: tuple[Refusal, ...] = ()
-        self.rules: tuple[str, ...] = ()
+        self.said: dict[str, Any] = {"graph": next(_GRAPHS), "nodes": len(gm.graph.nodes)}
         self.lines: list[KernelLine] = []
         self.built: list[Any] = []
+        self.notes: list[str] = []
         self.phases_ms: dict[str, float] = {}
-        self.fallback: str | None = None
         self.unverified: Any = None
         self.compiled_graph = gm
-        self.notes: list[str] = []
-        self.pictures: tuple[Any, ...] = ()
-        self.predicted: Callable[[], str] | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -135,10 +142,10 @@ class Compilation:
         """Note that the graph stays as it is and warn; raise under strict."""
         if self.options.strict:
             raise error
-        self.fallback = f"{stage} failed with {type(error).__name__}: {error}"
-        self.chains, self.matches = 0, ()
+        fallback = f"{stage} failed with {type(error).__name__}: {error}"
+        self.said |= {"fallback": fallback, "chains": 0, "matches": ()}
         warnings.warn(
-            f"nmm: {self.fallback}. The graph goes to {self.inner!r} as it was; pass "
+            f"nmm: {fallback}. The graph goes to {self.inner!r} as it was; pass "
             "options={'strict': True} for the traceback",
             stacklevel=2,
         )
@@ -164,22 +171,14 @@ class Compilation:
     def report(self) -> CompileReport:
         """Return the report of the compilation."""
         return CompileReport(
-            graph=self.graph,
-            nodes=self.nodes,
             target=self.options.target,
             executor=self.options.executor,
             inner=self.inner,
-            chains=self.chains,
-            matches=self.matches,
-            declined=self.declined,
             kernels=tuple(self.lines),
-            phases_ms=self.phases_ms,
-            fallback=self.fallback,
-            notes=tuple(dict.fromkeys(self.notes)),
-            rules=self.rules,
             built=tuple(self.built),
-            pictures=self.pictures,
-            predicted=self.predicted,
+            phases_ms=self.phases_ms,
+            notes=tuple(dict.fromkeys(self.notes)),
+            **self.said,
         )
 
 
@@ -197,25 +196,28 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         work.give_up("the passes", error)
         return work.gm
     found = [match for match in result.matches if match.rewritten]
-    work.chains = sum(int(match.info.get("chains", 0)) for match in found)
-    work.matches = tuple(_match_line(match) for match in found)
     for match in found:
         work.notes += [note for note in (*match.notes, slower_than_dense(match)) if note]
-    work.rules = tuple(map(str, result.rules.values()))
-    work.declined = tuple(
-        Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy) for d in result.declined
-    )
-    if not found:
-        could = functools.partial(could_bring, result.opportunities, work.options.target)
-        work.predicted = functools.cache(could)
-        return work.gm
+    work.said |= {
+        "chains": sum(int(match.info.get("chains", 0)) for match in found),
+        "matches": tuple(map(_match_line, found)),
+        "rules": tuple(map(str, result.rules.values())),
+        "declined": tuple(
+            Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy)
+            for d in result.declined
+        ),
+    }
     rewritten: fx.GraphModule = result.graph_module
-    prices = [match.info["predicted"] for match in found if "predicted" in match.info]
-    work.predicted = functools.cache(
-        functools.partial(_graph_headline, rewritten, prices, work.options)
-    )
+    if found:
+        prices = [match.info["predicted"] for match in found if "predicted" in match.info]
+        headline = functools.partial(_graph_headline, rewritten, prices, work.options)
+    else:
+        headline = functools.partial(could_bring, result.opportunities, work.options.target)
+    work.said["predicted"] = functools.cache(headline)
+    if not found:
+        return work.gm
     try:
-        work.pictures = tuple(graph_parts(work.gm, rewritten, found))
+        work.said["pictures"] = tuple(graph_parts(work.gm, rewritten, found))
     except Exception as error:  # a fault in a picture must not fail the compilation
         if work.options.strict:
             raise
@@ -236,7 +238,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
 
 def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], options: Options) -> str:
     """Return what low rank brings to a graph; predictions are loaded when somebody reads it."""
-    from nmm_compiler.prediction.compiled_graph import graph_headline
+    from nmm_compiler.prediction.headlines import graph_headline
 
     return graph_headline(graph, prices, options)
 
@@ -266,12 +268,8 @@ def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:
 
 
 def _match_line(match: Any) -> str:
-    where = match.module or match.name
-    return f"{str(match).partition(' at ')[0]} {_sizes(match)} at {where}"
-
-
-def _sizes(match: Any) -> str:
-    return ", ".join(f"{k}={match.info[k]}" for k in ("m", "k", "r", "n") if k in match.info)
+    sizes = ", ".join(f"{k}={match.info[k]}" for k in ("m", "k", "r", "n") if k in match.info)
+    return f"{str(match).partition(' at ')[0]} {sizes} at {match.module or match.name}"
 
 
 def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
@@ -313,8 +311,10 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     by_torch: Counter[str] = Counter()
     for node in calls_of(rewritten):
         try:
-            counts.update(_specs(work, node))
-            specs, products = _backward_specs(work, node)
+            called = graph_call(node, meta_value)
+            assert called is not None
+            counts.update(_specs(work, *called))
+            specs, products = backward_specs(*called[:3], work.options, _size_or_one)
             backward.update(specs)
             by_torch.update(products)
         except Exception as error:  # a call without a kernel runs in PyTorch
@@ -349,15 +349,13 @@ def _kernel_device(work: Compilation) -> torch.device | None:
     return next((x.device for x in tensors if x.device.type in registration.NEURON_DEVICES), None)
 
 
-def _specs(work: Compilation, node: fx.Node) -> list[Any]:
+def _specs(
+    work: Compilation, name: str, args: Sequence[Any], kwargs: dict[str, Any], m: Any
+) -> list[Any]:
     """Return the specs a call launches: for its token count, or the bucket of a symbolic one."""
-    called = graph_call(node, meta_value)
-    assert called is not None
-    name, args, kwargs, m = called
     options = work.options
     target, ladder = options.target, options.buckets
-    static = isinstance(m, int)
-    count = m if static else _hint(m)
+    static, count = isinstance(m, int), _size(m)
     if count is None:
         work.notes.append("a token count depends on data: its kernels are built when a call runs")
         return []
@@ -377,17 +375,6 @@ def _specs(work: Compilation, node: fx.Node) -> list[Any]:
     return [dataclasses.replace(s, m=padded) if s.splits_tokens else s for s in specs]
 
 
-def _backward_specs(work: Compilation, node: fx.Node) -> tuple[list[Any], list[str]]:
-    """Return the specs that the call's backward pass launches, and the products by PyTorch."""
-    called = graph_call(node, meta_value)
-    assert called is not None
-
-    def size(one: Any) -> int:
-        return one if isinstance(one, int) else _hint(one) or 1
-
-    return backward_specs(*called[:3], work.options, size)
-
-
 def meta_value(node: fx.Node) -> Any:
     """Return the metadata of a node: of a tensor cut over devices, the part on this one."""
     meta = node.meta
@@ -395,9 +382,16 @@ def meta_value(node: fx.Node) -> Any:
     return local_part(value)
 
 
-def _hint(size: Any) -> int | None:
-    """Return the value a symbolic size has in this call, without guarding on it; None for none."""
+def _size(size: Any) -> int | None:
+    """Return a size, or what a symbolic one is in this call, without guarding on it; None for
+    none."""
+    if isinstance(size, int):
+        return size
     return int(size.node.hint) if size.node.has_hint() else None
+
+
+def _size_or_one(size: Any) -> int:
+    return size if isinstance(size, int) else _size(size) or 1
 
 
 def _compile_inner(

@@ -8,18 +8,26 @@ simulator's predictions, never measurements.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from nmm_compiler.backend.kernel_parts import kernel_parts
+from nmm_compiler.codegen.build import Kernel
+from nmm_compiler.codegen.choice_table import schedule_table
+from nmm_compiler.codegen.choose import choose
 from nmm_compiler.records import Record
-from nmm_compiler.report.parts import Grid, Line, Part
+from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
+from nmm_compiler.simulator.timing.profile_parts import (
+    engine_table,
+    listings,
+    roofline_drawing,
+    time_drawing,
+)
 
 _NAMES_SHOWN = 4
+_KERNELS_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,7 @@ class Refusal(Record):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class CompileReport(Shown):
+class CompileReport(Shown, Record):
     """What happened to one graph.
 
     chains: low-rank chains that were rewritten. matches: one line per call they became, fewer where
@@ -67,11 +75,11 @@ class CompileReport(Shown):
     target: str
     executor: str
     inner: str
-    chains: int
-    matches: tuple[str, ...]
-    declined: tuple[Refusal, ...]
     kernels: tuple[KernelLine, ...]
     phases_ms: dict[str, float]
+    chains: int = 0
+    matches: tuple[str, ...] = ()
+    declined: tuple[Refusal, ...] = ()
     fallback: str | None = None
     notes: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
@@ -86,20 +94,16 @@ class CompileReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data: everything but Kernel objects, pictures and the headline."""
-        left_out = ("built", "pictures", "predicted")
-        fields = [f.name for f in dataclasses.fields(self) if f.name not in left_out]
-        plain: dict[str, Any] = {name: getattr(self, name) for name in fields}
-        plain["matches"] = list(self.matches)
-        plain["notes"] = list(self.notes)
-        plain["rules"] = list(self.rules)
-        plain["declined"] = [refusal.to_dict() for refusal in self.declined]
-        plain["kernels"] = [line.to_dict() for line in self.kernels]
-        plain["cache_hits"] = self.cache_hits
-        return plain
+        unsaid = dataclasses.replace(self, built=(), pictures=(), predicted=None)
+        plain = {name: value for name, value in Record.to_dict(unsaid).items()
+                 if name not in ("built", "pictures", "predicted")}  # fmt: skip
+        return {**plain, "cache_hits": self.cache_hits}
 
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=1)
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Build a report again from `to_dict`'s data; what that leaves out stays empty."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        return super().from_dict({name: data[name] for name in known & set(data)})
 
     def summary(self) -> str:
         """Return one line: counts, kernels from the cache, times."""
@@ -168,3 +172,48 @@ def _some(names: Sequence[str], count: int = _NAMES_SHOWN) -> str:
     shown = ", ".join(names[:count])
     more = len(names) - count
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def kernel_parts(kernels: Sequence[Kernel]) -> list[Part]:
+    """Return the roofline with all kernels, then a folded section for each of the slowest ones."""
+    if not kernels:
+        return []
+    built = sorted(kernels, key=lambda k: -k.profile().latency_us)
+    target = built[0].target
+    points = []
+    for kernel in built:
+        profile = kernel.profile()
+        moved = max(profile.hbm_read_bytes + profile.hbm_write_bytes, 1)
+        rate = profile.flops * 1e6 / (profile.latency_us or 1.0)
+        points.append((kernel.spec.short(), profile.flops / moved, rate))
+    peaks = target.peak_flops_per_second(), target.memory_bytes_per_second
+    drawing = roofline_drawing(points, target.name, *peaks)
+    parts: list[Part] = [Section("kernels on the roofline", (drawing,))]
+    for kernel in built[:_KERNELS_SHOWN]:
+        parts.append(Section(kernel.spec.short(), _of_kernel(kernel), folded=True))
+    if len(built) > _KERNELS_SHOWN:
+        more = counted(len(built) - _KERNELS_SHOWN, "faster kernel")
+        parts.append(Line(f"{more} not shown one by one", "note"))
+    return parts
+
+
+def _of_kernel(kernel: Kernel) -> tuple[Part, ...]:
+    """Return a kernel's engines, times, schedules and source.
+
+    The schedules that were tried are timed anew where the kernel was cached.
+    """
+    profile = kernel.profile()
+    found = profile.timeline
+    choices = choose(kernel.spec, kernel.target)
+    tried: tuple[Part, ...] = (schedule_table(choices),)
+    if choices[0].schedule != kernel.schedule:
+        given = "chosen by the caller or for another budget of instructions"
+        tried = (Line(f"this kernel runs {kernel.schedule}, {given}", "note"), *tried)
+    return (
+        Line(profile.summary(), "headline"),
+        Line(f"{kernel.spec} as {kernel.schedule}"),
+        engine_table(found),
+        time_drawing(found),
+        Section("schedule and runners-up", tried, folded=True),
+        Section("source", tuple(listings(found)), folded=True),
+    )

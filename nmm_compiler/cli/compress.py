@@ -75,7 +75,7 @@ def compress(
     """
     from nmm_compiler.lowrank_models import hf
     from nmm_compiler.lowrank_models.config import CompressionConfig
-    from nmm_compiler.prediction.compressed import compress as run
+    from nmm_compiler.prediction.headlines import compress as run
 
     settings: dict[str, Any] = {
         "ratio": ratio, "rank": rank, "include": include or None, "exclude": exclude or None,

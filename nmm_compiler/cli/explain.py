@@ -97,7 +97,7 @@ def _compiled(
     """Compile and run a model; return what the page says of its graphs and kernels."""
     import torch
 
-    from nmm_compiler.backend.report_page import compile_parts
+    from nmm_compiler.backend.publish import compile_parts
 
     reports: list[CompileReport] = []
     torch._dynamo.reset()

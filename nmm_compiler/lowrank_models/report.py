@@ -13,7 +13,7 @@ from typing import Any
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
 from nmm_compiler.report.charts import Bar, Series, bars, lines
-from nmm_compiler.report.headline import headline
+from nmm_compiler.report.headline import headline, told_apart
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 
@@ -46,10 +46,15 @@ class Timed(Record):
     dense_us: float
     us: float
 
+    @property
+    def gain(self) -> float:
+        """How many times faster than dense the calls are; 1.0 where there are none."""
+        return self.dense_us / self.us if self.us else 1.0
+
     def __str__(self) -> str:
         tokens = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
         share = f", weight {self.weight:.2g}" if self.weight < 1 else ""
-        gain = f" ({self.dense_us / self.us:.2f}x)" if self.us else ""
+        gain = f" ({self.gain:.2f}x)" if self.us else ""
         return f"{self.name} of {tokens}{share}: {self.dense_us:,.1f} -> {self.us:,.1f} us{gain}"
 
 
@@ -294,7 +299,11 @@ class CompressionReport(Shown, Record):
         made: list[Part] = [Line(self.headline(), "headline")]
         if self.workload:
             how = f"{_SOURCES[self.source]}, error {100 * ERRORS[self.source]:.0f} %"
-            times = "; ".join([*map(str, self.workload), *filter(None, [self.priced])])
+            error = ERRORS[self.source]
+            times = "; ".join(
+                f"{one}{'' if told_apart(one.gain, error) else ', not told apart'}"
+                for one in self.workload
+            ) + (f"; {self.priced}" if self.priced else "")
             where = f"on one physical core of {self.target}"
             made.append(Line(f"the layers' calls, predicted ({how}) {where}: {times}"))
         if self.slower:

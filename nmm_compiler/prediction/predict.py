@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,11 +34,12 @@ from nmm_compiler.prediction.meta_models import (
 )
 from nmm_compiler.prediction.model import Memory, ModelPrediction
 from nmm_compiler.prediction.phase import Line, Phase
-from nmm_compiler.prediction.prices import BANDS, Machine, fastest, stored_bytes
+from nmm_compiler.prediction.prices import BANDS, Machine, Price, fastest, stored_bytes
 from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prediction.tensor_parallel import shard
 from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
 from nmm_compiler.prices.kernel import PRICES
+from nmm_compiler.targets import Target
 
 
 def predict(
@@ -126,25 +126,25 @@ def predict(
         form.check(chip)
         if form.rank and (ratio is not None or rank is not None):
             raise OptionTypeError("weights", weights, "it without a ratio or a rank of factors")
-    machine = Machine(chip, lnc, tp, weights, price, stack)
+    wanted = ratio is not None or rank is not None
+    if not wanted and (include is not None or exclude is not None):
+        raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
     given = original = model_or_config
     saved = False
     if not isinstance(given, nn.Module):
         given = read_config(given)
-        saved, original = bool(saved_ranks(given)), dense_config(given)
-    setting = {"prompt": prompt, "context": context, "batch": batch}
-    low = {"ratio": ratio, "rank": rank, "include": include, "exclude": exclude}
-    wanted = ratio is not None or rank is not None
-    if not wanted and (include is not None or exclude is not None):
-        raise OptionTypeError("include", include or exclude, "it with a ratio or a rank")
-    compared = wanted or saved or dense is not None
+        original = dense_config(given)
+        saved = bool(saved_ranks(given))
     if dense is not None:
         original = dense if isinstance(dense, nn.Module) else read_config(dense)
-    before = _Maker(original, target, machine, dtype, setting, inputs).prediction(None)
-    if not compared:
+    machine = Machine(chip, lnc, tp, weights, price, stack)
+    setting = {"prompt": prompt, "context": context, "batch": batch}
+    made = functools.partial(_prediction, machine, target, dtype, setting, inputs)
+    before = made(original)
+    if not (wanted or saved or dense is not None):
         return before
-    maker = _Maker(given, target, machine, dtype, setting, inputs)
-    return maker.prediction(low if wanted else None, before)
+    low = {"ratio": ratio, "rank": rank, "include": include, "exclude": exclude}
+    return made(given, low if wanted else None, before)
 
 
 def _dtype_of(model: Any) -> str:
@@ -154,115 +154,83 @@ def _dtype_of(model: Any) -> str:
     return str(first).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A config's model on one core: `prepare` caches it, and `_traced` caches its phases."""
-
-    config: str
-    low: str
-    dtype: str
-    tp: int
-
-
 @dataclass
 class Prepared:
-    """A model ready to be traced."""
+    """One core's share of a model, ready to be traced; what was traced of it stays."""
 
     model: MetaModel
     ranks: tuple[int, ...]
     parameters: int
     graphs: dict[tuple[Any, ...], Graphs] = field(default_factory=dict)
-    """What was traced already, by (phase, batch, tokens): it is the same for every target."""
+    walked: dict[tuple[Any, ...], list[Piece]] = field(default_factory=dict)
 
-    def walked(
-        self, sizes: tuple[Any, ...], inputs: Callable[[], Any], target: str, lnc: int
-    ) -> list[Piece]:
-        """Return the pieces of a phase on a logical core of a target."""
+    def pieces(self, phase: PhaseInputs, named: str, chip: Target, lnc: int) -> list[Piece]:
+        """Return the pieces of a phase on a logical core of a target; named: as it was given.
+
+        Its graphs are the same for every target.
+        """
+        sizes = (phase.name, phase.batch, phase.tokens)
         if sizes not in self.graphs:
-            self.graphs[sizes] = graphs_of(self.model, inputs())
-        return walk_graphs(self.model, self.graphs[sizes], target, lnc)
+            self.graphs[sizes] = graphs_of(self.model, phase.inputs())
+        key = (*sizes, chip, lnc)
+        if key not in self.walked:
+            self.walked[key] = walk_graphs(self.model, self.graphs[sizes], named, lnc)
+        return self.walked[key]
 
 
-class _Maker:
-    """Predictions of one model in one setting, dense and low-rank. named: the target, as given."""
-
-    def __init__(
-        self,
-        given: Any,
-        named: str,
-        machine: Machine,
-        dtype: str,
-        setting: dict[str, int],
-        inputs: Any,
-    ) -> None:
-        self.given, self.named, self.machine, self.dtype = given, named, machine, dtype
-        self.setting, self.inputs = setting, inputs
-
-    def prediction(
-        self, low: dict[str, Any] | None, dense: ModelPrediction | None = None
-    ) -> ModelPrediction:
-        """Return the prediction of the model as it is, or as `compress` would make it."""
-        tp, target = self.machine.tp, self.machine.target
-        job = None
-        if not isinstance(self.given, nn.Module) and self.inputs is None:
-            named = {**self.given.to_dict(), "name_or_path": self.given.name_or_path}
-            job = _Job(_text(named), _text(low), self.dtype, tp)
-        prepared = _kept(job, lambda: prepare(self.given, low, self.dtype, tp))
-        model = prepared.model
-        head = _head(model)
-        phases, cache = [], 0
-        for phase in model_phases(model, self.setting, self.inputs):
-            sizes = (phase.name, phase.batch, phase.tokens)
-            lnc = self.machine.lnc
-            key = None if job is None else (job, target, lnc, *sizes)
-            walked = functools.partial(prepared.walked, sizes, phase.inputs, self.named, lnc)
-            pieces = _kept(key, walked)
-            layers = sum(map(len, model.layers.values()))
-            batch = self.setting["batch"]
-            phases.append(_phase(phase.name, pieces, self.machine, batch, layers, head))
-            cache = max(cache, phase.cache_bytes())
-        return ModelPrediction(
-            name=model.name,
-            target=target.name,
-            dtype=self.dtype,
-            weights=self.machine.weights,
-            **self.setting,
-            tp=tp,
-            lnc=self.machine.lnc,
-            ratio=None if low is None else low["ratio"],
-            ranks=prepared.ranks,
-            parameters=prepared.parameters,
-            phases=tuple(phases),
-            memory=Memory(
-                weight_bytes=_weight_bytes(model, self.dtype, self.machine, head),
-                cache_bytes=cache,
-                activation_bytes=_activation_bytes(model, self.setting, self.dtype),
-                capacity_bytes=target.hbm_bytes * self.machine.lnc,
-            ),
-            price=self.machine.price,
-            stack=self.machine.stack,
-            dense=dense,
-        )
+_KEPT: dict[str, Prepared] = {}
+_KEPT_MOST = 64  # models of a plan, by their ratios and the cores that share them
 
 
-def _text(data: Any) -> str:
-    return json.dumps(data, default=str, sort_keys=True)
+def _prediction(
+    machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any, given: Any,
+    low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
+) -> ModelPrediction:  # fmt: skip
+    """Return the prediction of a model as it is, or as `compress` would make it.
 
-
-_KEPT: OrderedDict[Any, Any] = OrderedDict()
-_KEPT_MOST = 512  # a plan of 64 settings, traced before its kernels are simulated
-
-
-def _kept(key: Any, make: Callable[[], Any]) -> Any:
-    """Return the value made for this key before; a plan asks for the same phases many times."""
-    if key is None:
-        return make()
-    if key not in _KEPT:
-        _KEPT[key] = make()
-        while len(_KEPT) > _KEPT_MOST:
-            _KEPT.popitem(last=False)
-    _KEPT.move_to_end(key)
-    return _KEPT[key]
+    named: the target, as given. A config's model is kept: a plan asks for it many times.
+    """
+    kept, key = _KEPT, ""
+    if isinstance(given, nn.Module) or inputs is not None:
+        kept = {}
+    else:
+        config = {**given.to_dict(), "name_or_path": given.name_or_path}
+        key = json.dumps([config, low, dtype, machine.tp], default=str, sort_keys=True)
+    if key not in kept:
+        kept[key] = prepare(given, low, dtype, machine.tp)
+        while len(kept) > _KEPT_MOST:
+            del kept[next(iter(kept))]
+    prepared = kept[key]
+    model = prepared.model
+    head = _head(model)
+    asked = model_phases(model, setting, inputs)
+    layers = sum(map(len, model.layers.values()))
+    phases = []
+    for one in asked:
+        pieces = prepared.pieces(one, named, machine.target, machine.lnc)
+        phases.append(_phase(one.name, pieces, machine, setting["batch"], layers, head))
+    return ModelPrediction(
+        name=model.name,
+        target=machine.target.name,
+        dtype=dtype,
+        weights=machine.weights,
+        **setting,
+        tp=machine.tp,
+        lnc=machine.lnc,
+        ratio=None if low is None else low["ratio"],
+        ranks=prepared.ranks,
+        parameters=prepared.parameters,
+        phases=tuple(phases),
+        memory=Memory(
+            weight_bytes=_weight_bytes(model, dtype, machine, head),
+            cache_bytes=max(one.cache_bytes() for one in asked),
+            activation_bytes=_activation_bytes(model, setting, dtype, head),
+            capacity_bytes=machine.target.hbm_bytes * machine.lnc,
+        ),
+        price=machine.price,
+        stack=machine.stack,
+        dense=dense,
+    )
 
 
 def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
@@ -392,16 +360,13 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
     """Return the bytes of the weights that one logical core holds; tied ones count once."""
     total = 0
     for name, parameter in model.module.named_parameters():
-        machine_here = machine.of_head if name == f"{head}.weight" else machine
         size = parameter.numel() * parameter.element_size()
         if parameter.dim() == 2 and "embed" not in name:
+            here = machine.of_head if name == f"{head}.weight" else machine
             n, k = parameter.shape
-            packed = machine_here.packed
-            size = (
-                n * k * stored_bytes(dtype, machine_here.weights)
-                if packed is None
-                else (packed.stored_bytes(k, n))
-            )
+            size = n * k * stored_bytes(dtype, here.weights)
+            if here.packed is not None:
+                size = here.packed.stored_bytes(k, n)
         total += model.count(name) * size
     for name, buffer in model.module.named_buffers():  # factors of eight bits
         if buffer.dim() == 2 and buffer.element_size() == 1:
@@ -409,17 +374,15 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
     return total
 
 
-def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str) -> int:
+def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str, head: str) -> int:
     """Return the largest working set: three tensors of the widest linear, for all its tokens.
 
     The head of a model that generates computes one token of each sequence.
     """
-    module: Any = model.module
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    once = head if _generates(module) else None
+    once = head if _generates(model.module) else None
     sizes = [
-        (1 if linear is once else setting["prompt"]) * linear.out_features
-        for linear in module.modules()
+        (1 if name == once else setting["prompt"]) * linear.out_features
+        for name, linear in model.module.named_modules()
         if isinstance(linear, nn.Linear)
     ]
     return 3 * setting["batch"] * max(sizes, default=0) * stored_bytes(dtype, dtype)
@@ -428,45 +391,34 @@ def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str) 
 def _phase(
     name: str, pieces: Sequence[Piece], machine: Machine, batch: int, layers: int, head: str
 ) -> Phase:
+    """Return the lines of a pass: its pieces, the gaps between them, and the host."""
     lines: list[Line] = []
     launches = 0
-    priced = (
-        pair
-        for one in pieces
-        for pair in fastest(one, machine.of_head if head and one.module == head else machine)
-    )
-    for piece, found in priced:
-        launches += piece.count * found.launches
-        below, above, _ = BANDS[found.source]
-        lines.append(
-            Line(
-                module=piece.module or "(model)",
-                kind=piece.kind,
-                calls=piece.count,
-                each_us=found.us,
-                source=found.source,
-                error_band=(-below, above),
-                what=found.how,
-                bytes_us=found.bytes_us,
-                floor_us=found.floor_us,
-            )
-        )
+    for piece in pieces:
+        here = machine.of_head if head and piece.module == head else machine
+        for one, found in fastest(piece, here):
+            launches += one.count * found.launches
+            lines.append(_line(one.module or "(model)", one.kind, one.count, found))
     stack = STACKS[machine.stack]
-    programs = stack.programs_of(layers)
-    between, law = "from one kernel or region to the next", "published law"
-    laws = [
-        ("(program)", "gaps", launches, stack.launch_gap_us, "fitted", between),
-        ("(host)", "call", 1, stack.host_us, stack.host_from, "one call with its result read back"),
-    ]
+    gap = Price(stack.launch_gap_us, "fitted", "from one kernel or region to the next")
+    host = Price(stack.host_us, stack.host_from, "one call with its result read back")
+    lines += [_line("(program)", "gaps", launches, gap), _line("(host)", "call", 1, host)]
     if stack.program_gap_us:
-        after = "from one program to the next"
-        laws.append(("(program)", "gaps", programs - 1, stack.program_gap_us, law, after))
-    for module, kind, calls, each, source, what in laws:
-        below, above, _ = BANDS[source]
-        lines.append(
-            Line(
-                module=module, kind=kind, calls=calls, each_us=each, what=what,
-                source=source, error_band=(-below, above),
-            )
-        )  # fmt: skip
+        between = Price(stack.program_gap_us, "published law", "from one program to the next")
+        lines.append(_line("(program)", "gaps", stack.programs_of(layers) - 1, between))
     return Phase(name=name, lines=tuple(lines), tokens=batch)
+
+
+def _line(module: str, kind: str, calls: int, price: Price) -> Line:
+    below, above, _ = BANDS[price.source]
+    return Line(
+        module=module,
+        kind=kind,
+        calls=calls,
+        each_us=price.us,
+        source=price.source,
+        error_band=(-below, above),
+        what=price.how,
+        bytes_us=price.bytes_us,
+        floor_us=price.floor_us,
+    )

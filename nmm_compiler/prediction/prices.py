@@ -112,11 +112,7 @@ def price(piece: Piece, machine: Machine) -> Price:
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
         return Price(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
-    if piece.kind == "attention":
-        return _attention(piece, machine)
-    if piece.kind == "pointwise":
-        return _pointwise(piece, machine)
-    return _bytes_and_flops(piece, machine)
+    return (_attention if piece.kind == "attention" else _bound)(piece, machine)
 
 
 def fastest(piece: Piece, machine: Machine) -> list[tuple[Piece, Price]]:
@@ -245,7 +241,9 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     return Price(max(floor, 1e6 * engines), "bound", how, bytes_us=moved, floor_us=floor)
 
 
-def _pointwise(piece: Piece, machine: Machine) -> Price:
+def _bound(piece: Piece, machine: Machine) -> Price:
+    """Return the time of a region of operations, a copy or a product: what takes longest of its
+    bytes, its engine operations and its flops."""
     target = machine.target
     fixed = (
         target.engine_isolated_overhead_cycles / target.vector_clock_hz
@@ -253,19 +251,14 @@ def _pointwise(piece: Piece, machine: Machine) -> Price:
     )
     lanes = target.partitions * machine.lnc
     rate = lanes * (target.vector_clock_hz + target.scalar_clock_hz)
-    engines = sum(fixed + size / rate for size in piece.elements)
-    moved = piece.bytes / machine.bytes_per_second
+    longest = max(
+        sum(fixed + size / rate for size in piece.elements),
+        piece.flops / (target.peak_flops_per_second(piece.dtype) * machine.lnc),
+        piece.bytes / machine.bytes_per_second,
+    )
     start = target.dma_start_latency_seconds + target.semaphore_seconds
-    how = f"{counted(len(piece.elements), 'operation')}, {piece.bytes:,} B"
-    return Price(1e6 * (start + max(engines, moved)), "bound", how)
-
-
-def _bytes_and_flops(piece: Piece, machine: Machine) -> Price:
-    target = machine.target
-    compute = piece.flops / (target.peak_flops_per_second(piece.dtype) * machine.lnc)
-    start = target.dma_start_latency_seconds + target.semaphore_seconds
-    us = 1e6 * (start + max(compute, piece.bytes / machine.bytes_per_second))
-    return Price(us, "bound", f"{piece.bytes:,} B")
+    many = f"{counted(len(piece.elements), 'operation')}, " if piece.elements else ""
+    return Price(1e6 * (start + longest), "bound", f"{many}{piece.bytes:,} B")
 
 
 def stored_bytes(dtype: str, weights: str) -> int:

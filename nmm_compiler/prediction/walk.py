@@ -9,6 +9,7 @@ writes what other pieces read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -240,29 +241,23 @@ class _Walk:
         self._add("product", node, bytes=moved, flops=2 * out * depth)
 
     def _attention(self, node: fx.Node) -> None:
-        q, k, v = (a for a in node.args[:3])
-        assert isinstance(q, fx.Node)
-        assert isinstance(k, fx.Node)
-        assert isinstance(v, fx.Node)
-        qs, ks = self.c.shape(q), self.c.shape(k)
-        assert qs is not None
-        assert ks is not None
-        features = int(qs[-1])
+        q, k, v = (a for a in node.args[:3] if isinstance(a, fx.Node))
+        *lead, heads, queries, features = map(int, self.c.shape(q) or ())
+        keys, batch = int((self.c.shape(k) or ())[-2]), math.prod(lead)
         stored = self._read_size(k) + self._read_size(v)
-        keys = int(ks[-2])
-        batch = math.prod(int(s) for s in qs[:-3])
         key_heads = max(1, stored // (2 * batch * keys * features))
-        causal = int(qs[-2]) == keys and (
-            bool(node.kwargs.get("is_causal"))
-            or (node.kwargs.get("attn_mask") is not None and not self._is_encoder())
-        )  # fmt: skip
-        sizes = (batch, int(qs[-3]), key_heads, int(qs[-2]), keys, features, causal)
+        masked = node.kwargs.get("attn_mask") is not None and not self._is_encoder()
+        causal = queries == keys and (bool(node.kwargs.get("is_causal")) or masked)
+        ways: tuple[Row, ...] = ()
+        if self._size(node) == batch * heads * queries * features:  # v has as many features as k
+            with contextlib.suppress(NmmError):  # no kernel, as for too long a context
+                kernel = AttentionSpec(
+                    m=queries, heads=heads, kv_heads=key_heads, context=keys, d=features,
+                    batch=batch, dtype=dtype_name(self.c.tensor(node)), causal=causal,
+                )  # fmt: skip
+                ways = ((kernel,),)
+        sizes = (batch, heads, key_heads, queries, keys, features, causal)
         moved = self._bytes(node) * 2 + stored * self._item(node)
-        value = self.c.tensor(node)
-        assert value is not None
-        same_size = int(value.shape[-1]) == features
-        kernel = _attention_kernel(sizes, dtype_name(value)) if same_size else None
-        ways = () if kernel is None else ((kernel,),)
         self._add("attention", node, attention=sizes, bytes=moved, ways=ways)
 
     def _is_encoder(self) -> bool:
@@ -329,23 +324,19 @@ class _Walk:
 
     def _regions(self, covered: set[fx.Node]) -> None:
         """Add one piece for each set of pointwise nodes that feed each other."""
-        group: dict[fx.Node, fx.Node] = {n: n for n in self.pointwise if n not in covered}
-
-        def root(node: fx.Node) -> fx.Node:
-            while group[node] is not node:
-                node = group[node]
-            return node
-
+        group = [n for n in self.pointwise if n not in covered]
+        region: dict[fx.Node, set[fx.Node]] = {}
+        readers: dict[fx.Node, set[fx.Node]] = {}
         for node in group:
-            for source in self._sources(node):
-                if source in group and self.depth[source] == self.depth[node]:
-                    group[root(node)] = root(source)
-        members: dict[fx.Node, list[fx.Node]] = {}
-        for node in group:
-            members.setdefault(root(node), []).append(node)
-        readers = self._readers(group)
-        for nodes in members.values():
-            inside = set(nodes)
+            near = (s for s in self._sources(node) if self.depth[s] == self.depth[node])
+            joined = {node}.union(*(region[s] for s in near if s in region))
+            region |= dict.fromkeys(joined, joined)
+        for node in self.c.graph.nodes:
+            if self.c.views.get(node, (node,))[0] is node or node.op == "output":
+                for source in self._sources(node):
+                    readers.setdefault(source, set()).add(node)
+        for inside in {id(joined): joined for joined in region.values()}.values():
+            nodes = [n for n in group if n in inside]
             outer = {s for n in nodes for s in self._sources(n)} - inside
             read = sum(self._bytes(s) for s in outer if s not in self.names)
             written = sum(self._bytes(n) for n in nodes if readers.get(n, set()) - inside)
@@ -356,15 +347,6 @@ class _Walk:
         """Return the values that a node reads, behind views."""
         tensors = (n for n in node.all_input_nodes if self.c.tensor(n) is not None)
         return {owner_of(self.c.base(n)[0]) for n in tensors}
-
-    def _readers(self, group: Mapping[fx.Node, Any]) -> dict[fx.Node, set[fx.Node]]:
-        readers: dict[fx.Node, set[fx.Node]] = {}
-        for node in self.c.graph.nodes:
-            if self.c.views.get(node, (node,))[0] is node or node.op == "output":
-                for source in self._sources(node):
-                    if source in group:
-                        readers.setdefault(source, set()).add(node)
-        return readers
 
     # -- sizes and names ------------------------------------------------------------------------
 
@@ -391,20 +373,6 @@ class _Walk:
         shown = re.sub(r"\.\d+(?=\.|$)", ".*", path) if self.model.layers else path
         count = self.model.count(path)
         self.found.append(Piece(kind, shown, count, dtype=dtype, **sizes))
-
-
-def _attention_kernel(
-    sizes: tuple[int, int, int, int, int, int, bool], dtype: str
-) -> AttentionSpec | None:
-    """Return the kernel of our family; None where it has none, as for too long a context."""
-    batch, heads, key_heads, queries, keys, features, causal = sizes
-    try:
-        return AttentionSpec(
-            m=queries, heads=heads, kv_heads=key_heads, context=keys, d=features, batch=batch,
-            dtype=dtype, causal=causal,
-        )  # fmt: skip
-    except NmmError:
-        return None
 
 
 def _with_sum_apart(piece: Piece, spec: Any) -> Piece:

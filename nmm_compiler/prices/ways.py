@@ -1,4 +1,4 @@
-"""`ways(call, target, lnc, tp, source)`: what one computation takes as one call, in smaller calls,
+"""`ways(call, target, lnc, source)`: what one computation takes as one call, in smaller calls,
 and dense.
 
 Passes, `compress`, `predict`, `plan` and every report ask this function, so that one call has one
@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
@@ -27,7 +26,6 @@ from nmm_compiler.kernels.linear.specs import (
     MatmulSpec,
 )
 from nmm_compiler.kernels.normed_x import NORMED
-from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.prices.collectives import collective_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, row_us
 from nmm_compiler.records import Record
@@ -53,8 +51,8 @@ class Ways(Record):
 
     fused: one call. separate: the fastest row of smaller calls. dense: the fastest dense way; None
     for a call that stands for no dense product, as adapters on a dense weight do. source: of every
-    figure, one of `prices.kernel.PRICES`. tp: ranks that share it, whose sum is in fused and
-    separate. error: how far `gain` has to be from 1 to be told from none.
+    figure, one of `prices.kernel.PRICES`. tp: ranks that share the call (`LowRankSpec.sharded`),
+    whose sum is in fused and separate. error: how far `gain` has to be from 1 to be told from none.
     """
 
     fused: float
@@ -77,21 +75,15 @@ class Ways(Record):
         return None if self.dense is None else self.dense / self.low
 
 
-def ways(
-    call: Any, target: str | Target, lnc: int = 1, tp: int = 1, source: str = "closed_form"
-) -> Ways:
+def ways(call: Any, target: str | Target, lnc: int = 1, source: str = "closed_form") -> Ways:
     """Return the times of a call.
 
     Args:
         call: the spec of the kernel that computes it.
         target: where; lnc: physical cores of a logical one.
-        tp: ranks that share a low-rank product, by the axis that is fastest; a call that is one
-            rank's share already (`LowRankSpec.sharded`) is priced as it is.
         source: of every figure, one of `prices.kernel.PRICES`.
     """
     chip = machine_target(target)
-    if tp > 1:
-        return min(rank_ways(call, tp, chip, lnc, source).values(), key=lambda way: way.low)
     fused, *smaller = (row_us(row, chip, lnc, source) for row in alternatives(call))
     ranks = getattr(call, "tp", 1)
     exchanged = call.exchanged_bytes()
@@ -113,28 +105,6 @@ def ways(
         if source == "closed_form" and getattr(call, "fp8", False)
         else ERRORS[source],
     )
-
-
-def rank_ways(
-    whole: LowRankSpec, tp: int, target: str | Target, lnc: int = 1, source: str = "simulated"
-) -> dict[str, Ways]:
-    """Return the ways in which `tp` ranks can share a low-rank product, by axis, fastest first.
-
-    A way that is impossible, as its size does not divide or a function stands where a sum would, is
-    left out. Raises SpecError where none is possible.
-    """
-    found: dict[str, Ways] = {}
-    refused = ""
-    for axis in AXES:
-        try:
-            shard = whole.sharded(tp, axis)
-        except (ShapeError, SpecError) as error:
-            refused = str(error)
-            continue
-        found[axis] = ways(shard, target, lnc, source=source)
-    if not found:
-        raise SpecError(f"no way to share {whole.short()} between {tp} ranks: {refused}")
-    return dict(sorted(found.items(), key=lambda item: item[1].low))
 
 
 def fastest(rows: Iterable[Row], target: str | Target, lnc: int, source: str) -> tuple[Row, float]:

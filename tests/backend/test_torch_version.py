@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from nmm_compiler.backend.torch_version import NEWEST, OLDEST, warn_if_untested
+from nmm_compiler.backend.compile_graph import NEWEST, OLDEST, warn_if_untested
 
 
 @pytest.mark.parametrize("version", ["2.8.1", "3.0.0", f"2.{NEWEST[1] + 1}.0a0+git12"])

@@ -42,9 +42,9 @@ def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
 
     report = nmm.compress(model, 0.3)
     asked = []
-    predict = nmm.prediction.compressed.predict
+    predict = nmm.prediction.headlines.predict
     monkeypatch.setattr(
-        "nmm_compiler.prediction.compressed.predict",
+        "nmm_compiler.prediction.headlines.predict",
         lambda *a, **k: asked.append(k) or predict(*a, **k),
     )
     assert "whole" not in report.to_dict()
@@ -96,7 +96,7 @@ def test_a_fault_of_ours_is_told_as_one_and_raised_under_strict(monkeypatch):
         options = {"inner": "eager", "kernels": "lazy", "strict": strict}
         torch.compile(model, backend="nmm", options=options)(torch.randn(4, 64))
         gain[strict] = nmm.last_report().predicted.__wrapped__
-    monkeypatch.setattr("nmm_compiler.prediction.compiled_graph.walk_graph", _broken)
+    monkeypatch.setattr("nmm_compiler.prediction.headlines.walk_graph", _broken)
     with pytest.warns(UserWarning, match="a fault in nmm_compiler, KeyError while predicting"):
         line = gain[False]()
     assert "a fault in nmm_compiler, KeyError" in line
@@ -108,7 +108,7 @@ def test_a_fault_of_ours_is_told_as_one_and_raised_under_strict(monkeypatch):
 def test_a_fault_of_ours_is_no_missing_prediction_of_a_compressed_model(monkeypatch):
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     report = nmm.compress(model, 0.3)
-    monkeypatch.setattr("nmm_compiler.prediction.compressed.predict", _broken)
+    monkeypatch.setattr("nmm_compiler.prediction.headlines.predict", _broken)
     with pytest.warns(UserWarning, match="please report it"):
         assert "a fault in nmm_compiler, KeyError" in report.headline()
 

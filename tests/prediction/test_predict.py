@@ -179,7 +179,7 @@ def test_weights_of_one_byte_halve_the_matrices_and_their_time():
 def test_equal_layers_are_traced_once_and_count_as_many(monkeypatch):
     short = llama()
     monkeypatch.setattr(predict_module, "shorten", lambda model: None)
-    monkeypatch.setattr(predict_module, "_KEPT", type(predict_module._KEPT)())
+    monkeypatch.setattr(predict_module, "_KEPT", {})
     whole = predict(LLAMA, "trn2", **BASE)
     for a, b in zip(short.phases, whole.phases, strict=True):
         ours, theirs = a.by("kind"), b.by("kind")

@@ -1,0 +1,162 @@
+"""The sentences that reports begin with: what low rank brings to a whole model, or to a graph.
+
+`compress` here is the public one: that of `lowrank_models/apply.py`, whose report predicts the
+whole model. A prediction takes seconds of tracing, so it is made when a report is first shown. An
+exception of this package while it predicts is told as a fault, not as "not predicted".
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nmm_compiler.codegen.machine_target import machine_target
+from nmm_compiler.errors import ModelError, NmmError, internal_fault
+from nmm_compiler.lowrank_models import apply
+from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.lowrank_models.meta_copies import without_data
+from nmm_compiler.lowrank_models.report import CompressionReport
+from nmm_compiler.options import Options
+from nmm_compiler.passes.opportunities import calls_bring
+from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prediction.prices import Machine, price
+from nmm_compiler.prediction.walk import walk_graph
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US
+from nmm_compiler.prices.ways import ERRORS, ways
+from nmm_compiler.report.headline import headline
+
+REMEDY = "a smaller rank, larger layers or more tokens a call would help"
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@functools.wraps(apply.compress)
+def compress(
+    model: nn.Module, ratio: float | CompressionConfig | None = None, **keywords: Any
+) -> CompressionReport:
+    """Make a model low-rank, as `apply.compress` says; the report predicts the whole model."""
+    before = _copied(model)
+    report = apply.compress(model, ratio, **keywords)
+    said = functools.partial(_model_headline, before, _copied(model), report)
+    return report.with_headline(functools.cache(said))
+
+
+def _copied(model: nn.Module) -> nn.Module | ModelError:
+    """Return the model without data, or why it cannot be copied; the report says so."""
+    try:
+        return without_data(model)
+    except Exception as error:  # a module may hold what no copy can be made of
+        text = " ".join(str(error).split())[:120]
+        return ModelError(f"it cannot be copied: {type(error).__name__}: {text}")
+
+
+def _model_headline(
+    before: Any, after: Any, report: CompressionReport, quality: str
+) -> tuple[str, str]:
+    """Return (sentence for the whole model, ""), or ("", reason).
+
+    Kernels are priced by the closed form, and simulated where that does not tell the two apart.
+    """
+
+    def said() -> str:
+        for copied in (before, after):
+            if isinstance(copied, ModelError):
+                raise copied
+        prompt = max((timed.tokens for timed in report.workload), default=512)
+        made = predict(after, report.target, prompt=prompt, dense=before, price="closed_form")
+        if not made.told_apart:
+            made = predict(after, report.target, prompt=prompt, dense=before)
+        return made.headline(quality)
+
+    text, why = _said_or_why(said)
+    return text, why.partition(": pass")[0]
+
+
+def graph_headline(
+    graph: fx.GraphModule, predicted: Sequence[dict[str, Any]], options: Options
+) -> str:
+    """Return the sentence for a rewritten graph; why there is none where it cannot be priced.
+
+    A graph says how many tokens it is for, and not whether it is a prefill or a decode, so the
+    sentence names the tokens. Every kernel is simulated, as the report's table of kernels is.
+
+    predicted: `Match.info["predicted"]` of its calls, which have dense times. Raises
+    InternalFaultError for a fault of this package under strict; otherwise the sentence names it.
+    """
+    judged = [one for one in predicted if one["dense"] is not None]
+    if not judged:
+        return "not predicted: no call of this graph stands for a dense product"
+    if any(map(_is_symbolic, graph.graph.nodes)):  # to ask for a number would fix it by a guard
+        return f"{calls_bring(judged)}; the whole graph is not predicted: its sizes are symbolic"
+
+    def said() -> str:
+        low, dense = _both_us(graph, options)
+        tokens = max(int(one["tokens"]) for one in judged)
+        what = f"for this graph ({tokens:,} token{'s' * (tokens != 1)} a call, simulated)"
+        return headline(
+            [(dense / low, what)],
+            f"on {options.target}",
+            error=ERRORS["simulated"],
+            quality="its quality is not judged here",
+            remedy=REMEDY,
+        )
+
+    text, why = _said_or_why(said, strict=options.strict)
+    not_predicted = why if _FAULT in why else f"the whole graph is not predicted: {why}"
+    return text or f"{calls_bring(judged)}; {not_predicted}"
+
+
+def _both_us(graph: fx.GraphModule, options: Options) -> tuple[float, float]:
+    """Return the microseconds of a graph as it is, and with its calls in the fastest dense way."""
+    chip = machine_target(options.target, options)
+    machine = Machine(chip, lnc=options.lnc)
+    low = dense = 0.0
+    for piece in walk_graph(graph):
+        one = price(piece, machine)
+        us = one.us + one.launches * LAUNCH_GAP_US
+        before: float | None = None
+        if piece.kind == "kernel" and len(piece.ways) == 1 and len(piece.ways[0]) == 1:
+            before = ways(piece.ways[0][0], chip, options.lnc, source=machine.price).dense
+        low += piece.count * us
+        dense += piece.count * (us if before is None else before + LAUNCH_GAP_US)
+    return low, dense
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    """Return whether the value of a node is, or has, a size without a number."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+_FAULT = "a fault in nmm_compiler"
+
+
+def _said_or_why(say: Callable[[], str], *, strict: bool = False) -> tuple[str, str]:
+    """Return (sentence, "") or ("", why there is none); a fault of this package also warns.
+
+    Raises InternalFaultError for a fault under strict.
+    """
+    try:
+        return say(), ""
+    except NmmError as error:
+        return "", str(error)
+    except Exception as error:  # a report is read whatever happens to its headline
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        path = Path(frame.filename)
+        place = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path
+        text = " ".join(str(error).split())[:120]
+        what = f"{type(error).__name__} while predicting at {place}:{frame.lineno}: {text}"
+        if strict:
+            raise internal_fault(what) from error
+        said = f"{_FAULT}, {what}; please report it"
+        warnings.warn(
+            f"nmm: {said}. Outputs are right; only the prediction is missing", stacklevel=3
+        )
+        return "", said
