@@ -3,7 +3,7 @@
     CorrectedSpec      one linear, or several of one x
     CorrectedMLPSpec   (activation(x gate) * (x up)) down, each with its branch
 
-The weight is MX blocks (mxfp4, mxfp8), for which trn3's kernels round the left factor to MXFP8, too,
+The weight is MX blocks (mxfp4, mxfp8), for which trn3's kernels round the left factor to MXFP8,
 or fp8 with a scale an output. The branch is plain, and corrects what rounding the weight lost. MX
 scales act inside of the products, so that both are one sum; beside fp8 weights v comes divided by
 their scales, which multiply the sum.
@@ -165,15 +165,15 @@ class CorrectedSpec(LinearSpec):
             behind = place == len(layer.linears)
             linear = layer.layers[place]
             inside = layer.down.n > 0
-            ends = {
+            ends: dict[str, Any] = {
                 "m": self.m, "lnc": self.lnc, "x_layout": "row" if behind else self.x_layout,
                 "dtype": self.dtype,
             }  # fmt: skip
-            out = {"out_layout": "row" if inside else linear.layout}
+            out: dict[str, Any] = {"out_layout": "row" if inside else linear.layout}
             if r:
                 separate.append(MatmulSpec(k=k, n=r, **ends, out_layout="col"))
                 separate.append(MatmulSpec(k=r, n=n, **ends | {"x_layout": "col"}, **out))
-            more = {"bias": bool(linear.bias), "activation": linear.activation}
+            more: dict[str, Any] = {"bias": bool(linear.bias), "activation": linear.activation}
             separate.append(CorrectedSpec(k=k, n=n, weight=self.weight, **ends, **out, **more))
             dense.append(MatmulSpec(k=k, n=n, **ends, **out, **more))
         return tuple(separate), tuple(dense)
@@ -185,7 +185,8 @@ class CorrectedSpec(LinearSpec):
     def short(self) -> str:
         """Return family, sizes, the weight's format and the rank."""
         n = "_".join(map(str, self.n)) if isinstance(self.n, tuple) else self.n
-        return f"{self.family} m{self.m} k{self.k} n{n} {self.weight} r{self._ranks()} {self.formats()}"
+        what = f"{self.weight} r{self._ranks()} {self.formats()}"
+        return f"{self.family} m{self.m} k{self.k} n{n} {what}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,4 +241,6 @@ class CorrectedMLPSpec(CorrectedSpec):
             self._one(gate, False, activation=self.activation, **inner),
             self._one(up, False, **inner),
         )
-        return made | {"down": self._one(one, False, layout=self.out_layout) for one in down}
+        if down:
+            made["down"] = self._one(down[0], False, layout=self.out_layout)
+        return made

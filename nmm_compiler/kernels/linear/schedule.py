@@ -433,7 +433,8 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
         ):
             made = LinearSchedule(
                 x_load=x_load, ahead=True, w_load=w_load,
-                order=FOURS if layer.mx else ORDERS[0] if runs else ORDERS[1], m_block=m_block, block=block, u_block=u_block, down_block=down_block,
+                order=FOURS if layer.mx else ORDERS[0] if runs else ORDERS[1],
+                m_block=m_block, block=block, u_block=u_block, down_block=down_block,
                 load_bytes=load_bytes, banks=banks, sums=at_once, down=down,
                 double_row=layer.fp8_x and target.fp8_double_row, turned=turned,
                 own_queue=target.dma_generates_descriptors,

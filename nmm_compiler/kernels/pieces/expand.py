@@ -164,9 +164,8 @@ def combine(
     gate_dense = dense_term(gate, left, at, others)
     gate_low = low_rank_term(gate, p_sb, at, others)
     gating = epilogue_of(gate, ends.scale[0], ends.bias[0], None, False, spec)
-    loaded = Left(
-        left.strip, left.source, "none", left.left_scales
-    )  # the gate's product has loaded x
+    # the gate's product has loaded x
+    loaded = Left(left.strip, left.source, "none", left.left_scales)
     up_dense = dense_term(up, loaded, at, others)
     up_low = low_rank_term(up, p_sb, at, others)
     gate_panels = []

@@ -1,4 +1,4 @@
-"""Products of MX blocks on TensorE of trn3: 8 partitions of four consecutive features share a scale.
+"""Products of MX blocks on TensorE of trn3: four features of each of 8 partitions share a scale.
 
 Order "fours": strip tile 4 t + j holds, on partition p, feature 512 t + 4 p + j of a contraction of
 whole 128s; what fills no 512 has 32, 64 or 96 partitions. So a plain factor of the same left factor
