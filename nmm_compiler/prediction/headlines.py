@@ -24,7 +24,7 @@ from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.meta_copies import without_data
 from nmm_compiler.lowrank_models.report import CompressionReport
 from nmm_compiler.options import Options
-from nmm_compiler.passes.opportunities import calls_bring
+from nmm_compiler.passes.result import calls_bring
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.prices import Machine, price
 from nmm_compiler.prediction.walk import walk_graph
