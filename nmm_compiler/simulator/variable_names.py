@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 
 
@@ -11,23 +12,14 @@ def assigned_name(file: str, line: int) -> str:
 
     `tile = nl.ndarray(...)` gives "tile", `tiles[i] = ...` and `tiles.append(...)` give "tiles".
     """
-    lines = linecache.getlines(file) if file else []
-    known = _KNOWN.get(file)
-    if known is None or known[0] is not lines:
-        if len(_KNOWN) >= _FILES_KNOWN:
-            _KNOWN.clear()
-        known = _KNOWN[file] = (lines, _names(file, "".join(lines)))
-    return known[1].get(line, "")
+    return _names("".join(linecache.getlines(file)) if file else "").get(line, "")
 
 
-_KNOWN: dict[str, tuple[list[str], dict[int, str]]] = {}  # file -> its lines, line -> name
-_FILES_KNOWN = 32
-
-
-def _names(file: str, text: str) -> dict[int, str]:
+@functools.lru_cache(32)
+def _names(text: str) -> dict[int, str]:
     """Return line -> name for the lines of the statements that assign one; the innermost wins."""
     try:
-        tree = ast.parse(text, file)
+        tree = ast.parse(text)
     except SyntaxError:  # not Python source: a cell of a notebook with magic lines, say
         return {}
     names: dict[int, str] = {}

@@ -159,6 +159,7 @@ class Shifted(NamedTuple):
     line: Index
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Tensor:
     """A tile, or a tensor in HBM, or a part of one.
 
@@ -166,23 +167,13 @@ class Tensor:
     dimension that the view may leave, over the axes of the view.
     """
 
-    __slots__ = ("__weakref__", "kind", "memory", "outside", "pending", "place", "shape")
+    shape: tuple[int, ...]
+    kind: DType
+    memory: str
+    place: NkiTensor | None = None
+    outside: tuple[tuple[int, int, Affine], ...] = ()
+    pending: Pending | None = None
     par = 0  # block dimensions before the partition dimension
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        kind: DType,
-        memory: str,
-        place: NkiTensor | None = None,
-        outside: tuple[tuple[int, int, Affine], ...] = (),
-    ) -> None:
-        self.shape = shape
-        self.kind = kind
-        self.memory = memory
-        self.place = place
-        self.outside = outside
-        self.pending: Pending | None = None
 
     @classmethod
     def of(cls, view: NkiTensor, outside: tuple[tuple[int, int, Affine], ...] = ()) -> Tensor:

@@ -189,9 +189,13 @@ def shared_constant(constant: Any) -> NkiTensor:
     if machine.programs is not None:
         content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
         machine.programs.agree(machine, "nl.shared_constant", (array.shape, kind, content))
+    return _constant(machine, "constant", array, kind)
+
+
+def _constant(machine: Machine, name: str, array: np.ndarray, kind: DType) -> NkiTensor:
+    """Return a tensor in HBM that nobody writes."""
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy() if machine.data else None
-    shape = array.shape or (1,)
-    storage = Storage(machine, "constant", shared_hbm, "hbm", shape, kind, None, raw)
+    storage = Storage(machine, name, shared_hbm, "hbm", array.shape or (1,), kind, None, raw)
     storage.constant = True
     return make_tensor(storage)
 
@@ -255,12 +259,7 @@ def device_print(print_prefix: str, tensor: NkiTensor) -> None:
 
 def identity(machine: Machine, n: int, kind: DType) -> NkiTensor:
     """Return a constant [n, n] identity matrix in HBM."""
-    raw = None
-    if machine.data:
-        raw = np.eye(n, dtype=np.float32).astype(kind.numpy).reshape(-1).view(np.uint8)
-    storage = Storage(machine, "identity", shared_hbm, "hbm", (n, n), kind, None, raw)
-    storage.constant = True
-    return make_tensor(storage)
+    return _constant(machine, "identity", np.eye(n, dtype=np.float32).astype(kind.numpy), kind)
 
 
 @exported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from operator import index as as_index
 from typing import Any
 
@@ -12,8 +13,6 @@ from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 
 NkiTensor = Any  # its file knows this one
 
-PATTERNS: dict[tuple[Any, ...], tuple[tuple[tuple[int, int], ...], int]] = {}
-OUT_OF_REACH: set[tuple[Any, ...]] = set()
 MAX_FREE_DIMS, MAX_SIZE, MIN_STRIDE, MAX_STRIDE = 4, 0xFFFF, -0x8000, 0x7FFF
 """Limits of an engine's access pattern: dimensions, uint16 sizes, int16 strides in elements."""
 
@@ -34,35 +33,25 @@ def out_of_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
     return ""
 
 
+@functools.lru_cache(100_000)
 def walk_pattern(
     shape: tuple[int, ...], strides: tuple[int, ...], item: int
-) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return (((step_bytes, count), ...) outermost first, extent in bytes) of some dimensions.
+) -> tuple[tuple[tuple[int, int], ...], int, bool]:
+    """Return (((step_bytes, count), ...) outermost first, extent in bytes, no engine reaches it).
 
     Dimensions of size 1 are dropped and those that continue each other merged.
     """
-    key = (shape, strides, item)
-    known = PATTERNS.get(key)
-    if known is not None:
-        return known
-    merged: list[list[int]] = []
+    merged: list[tuple[int, int]] = []
     extent = item
     for size, stride in zip(shape, strides, strict=True):
-        extent += (size - 1) * stride * item
+        step = stride * item
+        extent += (size - 1) * step
         if size == 1:
             continue
-        if merged and merged[-1][0] == stride * item * size:
-            merged[-1] = [stride * item, merged[-1][1] * size]
-        else:
-            merged.append([stride * item, size])
-    pattern = tuple((step, count) for step, count in merged) or ((item, 1),)
-    if len(PATTERNS) > 100_000:
-        PATTERNS.clear()
-        OUT_OF_REACH.clear()
-    PATTERNS[key] = pattern, extent
-    if out_of_reach(shape, strides):
-        OUT_OF_REACH.add(key)
-    return pattern, extent
+        if merged and merged[-1][0] == step * size:
+            size *= merged.pop()[1]
+        merged.append((step, size))
+    return tuple(merged) or ((item, 1),), extent, bool(out_of_reach(shape, strides))
 
 
 def whole(value: Any) -> int | None:

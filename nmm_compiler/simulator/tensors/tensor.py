@@ -23,24 +23,23 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
+from nmm_compiler.simulator.tensors.data import Indirection as Indirection
 from nmm_compiler.simulator.tensors.data import (
-    OUT_OF_REACH,
-    PATTERNS,
     note_unwritten,
     poisoned_values,
     walk_pattern,
     whole,
 )
-from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
-from nmm_compiler.simulator.tensors.data import Indirection as Indirection
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.geometry import (
+    FIXED,
     Geometry,
+    Make,
+    geometry_of,
+    keep,
     numbers_of,
-    part_of,
-    remember_part,
     row_major,
-    whole_of,
 )
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.races import note_read
@@ -92,7 +91,7 @@ class NkiTensor(NKIObject):
         self.offset = offset
         self.dtype = dtype
         self.indirection = indirection
-        self._access: Access | None = None
+        self._access: Any = None
         self._array: np.ndarray | None = None
         self.special = False
         self.geometry: Geometry | None = None
@@ -200,15 +199,17 @@ class NkiTensor(NKIObject):
             key = (key,)
         if self.indirection is not None or self.moved:
             return self._view(key)
-        at = numbers_of(key)
+        at, parts = numbers_of(key), (self.geometry or geometry_of(self)).parts
         try:
-            part = part_of(self, at)
+            make = parts.get(at)
         except TypeError:  # an index that cannot be hashed, such as an array
             return self._view(key)
-        if part is None:
-            part = self._view(key)
-            if part.__class__ is not UnusableView:
-                remember_part(self, at, part)
+        if make is not None:
+            return make(self.storage, self.offset, self._access.byte_start)
+        part = self._view(key)
+        # a part by a register, say, is not kept: the value may change
+        if part.__class__ is not UnusableView and FIXED.issuperset(map(type, at)):
+            keep(parts, at, part, self.offset, self._access.byte_start)
         return part
 
     def _view(self, key: tuple[Any, ...]) -> NkiTensor:
@@ -650,14 +651,13 @@ class NkiTensor(NKIObject):
                 rows = self.shape[0]
             if storage.address is not None:
                 partition += storage.address[0]
-            pattern, extent = PATTERNS.get(inner) or walk_pattern(*inner)
+            pattern, extent, far = walk_pattern(*inner)
             if self.indirection is not None:
                 start, extent = 0, whole
             access = self._access = Access(
                 storage.identity, storage.memory, partition, partition + rows, start,
                 start + extent, pattern, self.dtype, item,
             )  # fmt: skip
-            far = OUT_OF_REACH and inner in OUT_OF_REACH
             self.special = on_chip and bool(partition or far or self.dtype.kind == "packed")
         return access
 
@@ -759,6 +759,16 @@ class UnusableView(NkiTensor):
         raise self.machine.error(OutOfBoundsError, self.refusal)
 
 
+_WHOLE: dict[tuple[Any, ...], Make] = {}
+
+
 def make_tensor(storage: Storage) -> NkiTensor:
     """Return the view of a whole storage."""
-    return whole_of(NkiTensor, storage)
+    key = (storage.memory, storage.shape, storage.dtype, storage.constant)
+    make = _WHOLE.get(key) if storage.address is None else None
+    if make is None:
+        view = NkiTensor(storage, storage.shape, row_major(storage.shape), 0, storage.dtype)
+        if storage.address is not None:
+            return view
+        make = keep(_WHOLE, key, view, 0, 0)
+    return make(storage, 0, 0)
