@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from simulator_kernels import run
 
-from nmm_compiler.errors import OperandError, OutOfBoundsError, SimulationError
+from nmm_compiler.errors import OperandError, OutOfBoundsError
 
 
 def values(shape, dtype=np.float32, seed=0):
@@ -119,17 +119,15 @@ def test_gather_and_out_of_bounds_modes():
 
 def test_scatter_into_an_input():
     a, b = values((10, 6)), np.array([[7], [2]], np.uint32)
-    c = values((2, 6), seed=1)
     body = """
         i, x = load(b), load(c)
         nisa.dma_copy(dst=a.ap(pattern=[[6, 2], [1, 6]], vector_offset=i, indirect_dim=0), src=x)
         return a
     """
-    before = a.copy()
-    result = run(body, a, b, c).output
-    before[b[:, 0]] = c
-    assert np.array_equal(result, before)
-    assert np.array_equal(a, before)  # inputs are updated in place
+    wanted, new = a.copy(), values((2, 6), seed=1)
+    wanted[b[:, 0]] = new
+    assert np.array_equal(run(body, a, b, new).output, wanted)
+    assert np.array_equal(a, wanted)  # inputs are updated in place
 
 
 def test_scalar_offsets_by_tensor_and_register():
@@ -207,21 +205,12 @@ def test_views(text):
     assert result.tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
-def test_a_view_knows_its_tensor():
-    body = """
-        t = load(a)
-        part = t[1:3, 2:4].view(nl.uint8)
-        assert part.base_tensor.shape == a.shape and part.base_tensor.dtype == a.dtype
-        return out(part.base_tensor)
-    """
-    a = values((4, 6))
-    assert (run(body, a).output == a).all()
-
-
 def test_rearrange_without_merge_and_hbm_views():
     a = values((8, 24))
     body = """
         x = load(a)
+        part = x[1:3, 2:4].view(nl.uint8)
+        assert part.base_tensor.shape == a.shape and part.base_tensor.dtype == a.dtype
         v = x.rearrange(('b', ('h', 'w')), ('b', 'w', 'h'), {'h': 4})
         assert v.shape == (8, 6, 4)
         assert v.get_pattern() == [[24, 8], [1, 6], [6, 4]]
@@ -240,25 +229,18 @@ def test_rearrange_without_merge_and_hbm_views():
     ("text", "kind"),
     [
         ("x[:, 0:5]", OutOfBoundsError),
-        ("x[0:9]", OutOfBoundsError),
         ("x[:, 4]", OutOfBoundsError),
-        ("x[:, 3:3]", OutOfBoundsError),
-        ("x[0:8:2]", OperandError),
         ("x[:, :, :, 0]", OperandError),
         ("x[:, 1.5]", OperandError),
-        ("x.permute((1, 0, 2))", OperandError),
         ("x.permute((0, 0, 1))", OperandError),
-        ("x.reshape((4, 64))", OperandError),
         ("x.reshape((8, 33))", OperandError),
         ("x.permute((0, 2, 1)).reshape((8, 32))", OperandError),
         ("x.broadcast(1, 2)", OperandError),
         ("x.squeeze_dim(1)", OperandError),
         ("x.flatten_dims(0, 1)", OperandError),
         ("x.ap([[32, 8], [1, 33]]).shape", OutOfBoundsError),
-        ("x.ap([[64, 4], [1, 32]])", OperandError),
         ("x.view(nl.float32)[:, :, 0:9]", OutOfBoundsError),
         ("x[:, :, 0:3].view(nl.uint8)[:, :, 0:1].view(nl.float32)", OperandError),
-        ("x.vector_select(0, x)", SimulationError),
     ],
 )
 def test_bad_views_are_refused(text, kind):

@@ -49,11 +49,6 @@ def test_the_first_read_is_named_after_many_steps():
     assert f"line {line_of(caught.value, 'op0=nl.add')} " in str(caught.value)
 
 
-def test_writing_over_it_ends_it():
-    body = "nisa.tensor_copy(dst=r, src=t)\nnisa.memset(dst=r[:, 4:8], value=2)\nreturn out(r)"
-    assert half(body).output[:, 4:].max() == 2
-
-
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -99,16 +94,39 @@ def test_a_comparison_is_known_where_its_inputs_are(compare):
         half(compare + predicate.format("3:5"))
 
 
-def test_a_product_spoils_rows_and_columns_only():
-    body = """x = nl.zeros((8, 16), nl.float32)
+PRODUCT = """x = nl.zeros((8, 16), nl.float32)
 p = nl.ndarray((8, 16), nl.float32, nl.psum)
 nisa.nc_matmul(dst=p, stationary=t, moving=x)
 s = nl.ndarray((8, 16), nl.float32)
 nisa.tensor_copy(dst=s, src=p)
-return out(s[{}])"""
-    assert (half(body.format("0:4")).output == 0).all()
+return out(s[0:{}])"""
+OVERWRITTEN = """nisa.tensor_copy(dst=r, src=t)
+nisa.memset(dst=r[:, 4:{}], value=2)
+return out(r)"""
+SELECTED = """nisa.affine_select(dst=r, pattern=[[-1, 8]], offset={}, channel_multiplier=0,
+    on_true_tile=t, on_false_value=5.0, cmp_op=nl.greater_equal)
+return out(r)"""
+SUMMED = """s = nl.ndarray((8, 1), nl.float32)
+c = nisa.reduce_cmd
+nisa.activation(dst=r, op=nl.copy, data=t, reduce_op=nl.add, reduce_cmd=c.reset_reduce)
+nisa.activation(dst=r[:, 0:4], op=nl.copy, data=t[:, 0:4], reduce_op=nl.add, reduce_cmd=c.{},
+    reduce_res=s)
+return out(s)"""
+
+
+@pytest.mark.parametrize(
+    ("body", "clean", "row", "spoilt"),
+    [
+        (PRODUCT, 4, [0] * 16, 5),  # rows and columns only
+        (OVERWRITTEN, 8, [1] * 4 + [2] * 4, 7),
+        (SELECTED, 3, [1] * 4 + [5] * 4, 4),  # a mask leaves it out
+        (SUMMED, "reset_reduce", [4], "reduce"),  # until it is reset
+    ],
+)
+def test_how_far_it_spreads(body, clean, row, spoilt):
+    assert (half(body.format(clean)).output == row).all()
     with pytest.raises(errors.HazardError):
-        half(body.format("0:5"))
+        half(body.format(spoilt))
 
 
 def test_a_local_gather_keeps_it_in_its_partitions():
@@ -124,25 +142,6 @@ def test_a_local_gather_keeps_it_in_its_partitions():
     assert (run(body.format(rows=8), np.ones((8, 8), np.float32)).output == 1).all()
     with pytest.raises(errors.HazardError, match="16 of 144 elements"):
         run(body.format(rows=9), np.ones((8, 8), np.float32))
-
-
-def test_a_mask_that_leaves_it_out_makes_it_harmless():
-    body = """nisa.affine_select(dst=r, pattern=[[-1, 8]], offset=3, channel_multiplier=0,
-    on_true_tile=t, on_false_value=5.0, cmp_op=nl.greater_equal)
-return out(r)"""
-    assert (half(body).output == [1] * 4 + [5] * 4).all()
-
-
-def test_a_running_sum_keeps_it_until_it_is_reset():
-    body = """s = nl.ndarray((8, 1), nl.float32)
-c = nisa.reduce_cmd
-nisa.activation(dst=r, op=nl.copy, data=t, reduce_op=nl.add, reduce_cmd=c.reset_reduce)
-nisa.activation(dst=r[:, 0:4], op=nl.copy, data=t[:, 0:4], reduce_op=nl.add, reduce_cmd=c.{},
-    reduce_res=s)
-return out(s)"""
-    assert (half(body.format("reset_reduce")).output == 4).all()
-    with pytest.raises(errors.HazardError):
-        half(body.format("reduce"))
 
 
 def test_the_read_itself_can_be_the_error():

@@ -8,6 +8,7 @@ functions of its module that it may call.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import types
@@ -20,7 +21,6 @@ from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
 
 _CACHE: dict[Path, tuple[PrivateModules, types.ModuleType]] = {}
-_VERIFIED: dict[tuple[Path, str], types.ModuleType] = {}
 _MODULES_KEPT = 64
 
 
@@ -54,19 +54,14 @@ def load_file(path: Path) -> types.ModuleType:
     return module
 
 
+@functools.lru_cache(_MODULES_KEPT)
 def load_text(text: str, path: Path) -> types.ModuleType:
     """Return the private module of a kernel's verified text; loaded once.
 
     path: the file's name in messages; neither it nor a file beside it is read.
     """
-    known = _VERIFIED.get((path, text))
-    if known is None:
-        module = types.ModuleType(path.stem)
-        known = PrivateModules([]).run_text(text, path, path.stem, module)
-        if len(_VERIFIED) > _MODULES_KEPT:
-            _VERIFIED.pop(next(iter(_VERIFIED)), None)
-        _VERIFIED[path, text] = known
-    return known
+    module = types.ModuleType(path.stem)
+    return PrivateModules([]).run_text(text, path, path.stem, module)
 
 
 def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:

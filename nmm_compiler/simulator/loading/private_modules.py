@@ -30,6 +30,15 @@ BETA_1 = "__nki_beta_1__"
 _ANNOTATIONS = ("neuronxcc.nki.typing",)
 
 
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file does; None for a file that is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
 class PrivateModules:
     """The private modules of some search roots.
 
@@ -39,7 +48,7 @@ class PrivateModules:
     def __init__(self, roots: list[Path]) -> None:
         self.roots = roots
         self.modules: dict[str, types.ModuleType] = {}
-        self.stamps: dict[Path, tuple[int, int]] = {}
+        self.stamps: dict[Path, tuple[int, int] | None] = {}
         self.shadows: frozenset[str] = frozenset()
         self.builtins = dict(vars(builtins))
         self.builtins["__import__"] = self.import_module
@@ -62,15 +71,11 @@ class PrivateModules:
 
     def load(self, name: str) -> types.ModuleType | None:
         """Return the private module of a dotted name, loading it and its parents."""
-        known = self.modules.get(name)
-        if known is not None:
-            return known
         parent, _, leaf = name.rpartition(".")
-        if parent:
-            self.load(parent)
-            known = self.modules.get(name)
-            if known is not None:
-                return known
+        if parent and name not in self.modules:
+            self.load(parent)  # which may load this one
+        if name in self.modules:
+            return self.modules[name]
         path = self.locate(name)
         if path is None:
             return None
@@ -95,8 +100,7 @@ class PrivateModules:
         module.__package__ = name if is_package else name.rpartition(".")[0]
         if is_package:
             module.__path__ = [str(path.parent)]
-        stat = path.stat()
-        self.stamps[path] = (stat.st_mtime_ns, stat.st_size)
+        self.stamps[path] = _stamp(path)
         return self.run_text(read_source(path), path, name, module)
 
     def run_text(
@@ -116,14 +120,7 @@ class PrivateModules:
 
     def fresh(self) -> bool:
         """Return whether no loaded file has changed since."""
-        for path, stamp in self.stamps.items():
-            try:
-                stat = path.stat()
-            except OSError:
-                return False
-            if (stat.st_mtime_ns, stat.st_size) != stamp:
-                return False
-        return True
+        return all(_stamp(path) == stamp for path, stamp in self.stamps.items())
 
     def import_module(
         self,
@@ -136,11 +133,8 @@ class PrivateModules:
         """Stand in for `__import__` inside private modules."""
         if level:
             package = (globals or {}).get("__package__") or ""
-            parts = package.split(".") if package else []
-            if level > len(parts) + (0 if package else 1):
-                raise ImportError(f"relative import of {'.' * level}{name} beyond its package")
-            base = parts[: len(parts) - level + 1]
-            full = ".".join([*base, *([name] if name else [])])
+            dots = "." * (level if package else level - 1)  # a file without a package is its own
+            full = importlib.util.resolve_name(dots + name, package) if dots else name
             module = self.load(full)
             if module is None:
                 raise ModuleNotFoundError(f"no module {full!r} under {self.roots}", name=full)
