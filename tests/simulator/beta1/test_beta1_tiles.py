@@ -78,84 +78,102 @@ def test_an_assignment_takes_the_instruction_and_copies_nothing():
     assert (np.abs(result.output.astype(np.float64) - wanted) <= 2.0**-8 * wanted).all()
 
 
-def test_a_result_that_the_kernel_holds_outlives_the_tile_it_was_assigned_to():
-    result = run(
+COMPARED = """
+    x = nl.load(a)
+    y = nl.all(nl.logical_or(x, nl.greater(x, 0)), axis=1)
+    assert y.dtype == nl.equal(x, x).dtype == nl.logical_not(x).dtype == nl.bool_
+    assert nl.all(x, axis=1, dtype=nl.float32).dtype == nl.float32
+    return out(y, dtype=nl.float32)
+    """
+MASKED = values(200, 100)
+CUBE = values(64, 3, 20, 5)
+EXACTLY = {
+    "a result that the kernel holds outlives the tile that it was assigned to": (
         """
         t = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
         x = nl.negative(nl.load(a))
         t[...] = x
         t[...] = nl.add(t, 1.0)
         return out(x), out(t)
-        """, A,
-    )  # fmt: skip
-    assert np.array_equal(result.outputs[0], -A)
-    assert np.array_equal(result.outputs[1], 1 - A)
-
-
-def test_a_tile_shifted_into_itself_goes_through_another():
-    result = run(
+        """, (A,), (-A, 1 - A),
+    ),
+    "a tile shifted into itself goes through another": (
         """
         t = nl.load(a)
         t[:, 1:256] = nl.copy(t[:, 0:255])
-        return out(t)
-        """, A,
-    )  # fmt: skip
-    assert np.array_equal(result.output[:, 1:], A[:, :-1])
-
-
-def test_a_result_rounds_to_its_own_dtype_before_a_wider_tile_takes_it():
-    result = run(
+        return out(t[:, 1:256])
+        """, (A,), (A[:, :-1],),
+    ),
+    "a result rounds to its own dtype before a wider tile takes it": (
         """
         t = nl.ndarray((128, 256), dtype=nl.float32, buffer=nl.sbuf)
         t[...] = nl.multiply(nl.load(a), 1.0, dtype=nl.bfloat16)
         return out(t)
-        """, A,
-    )  # fmt: skip
-    assert np.array_equal(result.output, A.astype(ml_dtypes.bfloat16).astype(np.float32))
-
-
-def test_a_masked_load_leaves_old_values():
-    a = values(200, 100)
-    result = run(
+        """, (A,), (A.astype(ml_dtypes.bfloat16).astype(np.float32),),
+    ),
+    "a masked load leaves old values": (
         """
         i = nl.mgrid[0:128, 0:128]
         t = nl.full((128, 128), 7.0, dtype=nl.float32, buffer=nl.sbuf)
         t[i.p, i.x] = nl.load(a[128 + i.p, i.x], mask=(128 + i.p < 200) & (i.x < 100))
         return out(t)
-        """, a,
-    )  # fmt: skip
-    wanted = np.full((128, 128), 7, np.float32)
-    wanted[:72, :100] = a[128:]
-    assert np.array_equal(result.output, wanted)
-
-
-def test_what_a_mask_left_out_is_undefined_and_may_be_read():
-    a = values(200, 64)
-    result = run(
+        """, (MASKED,), (np.pad(MASKED[128:], ((0, 56), (0, 28)), constant_values=7),),
+    ),
+    "what a mask left out is undefined and may be read": (
         """
-        r = nl.ndarray((200, 64), dtype=nl.float32, buffer=nl.shared_hbm)
-        i_p, i_f = nl.arange(128)[:, None], nl.arange(64)[None, :]
+        r = nl.ndarray((200, 100), dtype=nl.float32, buffer=nl.shared_hbm)
+        i_p, i_f = nl.arange(128)[:, None], nl.arange(100)[None, :]
         for k in nl.affine_range(2):
             t = nl.load(a[k * 128 + i_p, i_f], mask=(k * 128 + i_p < 200))
-            nl.store(r[k * 128 + i_p, i_f], nl.square(t), mask=(k * 128 + i_p < 200))
+            nl.store(r[k * 128 + i_p, i_f], nl.negative(t), mask=(k * 128 + i_p < 200))
         return r
-        """, a,
-    )  # fmt: skip
-    assert (
-        np.abs(result.output - a.astype(np.float64) ** 2) <= EXACT * a.astype(np.float64) ** 2
-    ).all()
-
-
-def test_a_mask_of_a_loop_variable_alone_runs_or_skips():
-    result = run(
+        """, (MASKED,), (-MASKED,),
+    ),
+    "a mask of a loop variable alone runs or skips": (
         """
         t = nl.zeros((128, 256), dtype=nl.float32, buffer=nl.sbuf)
         for i in nl.sequential_range(4):
             t[...] = nl.add(t, 1.0, mask=(i < 3))
         return out(t)
-        """, A,
-    )  # fmt: skip
-    assert (result.output == 3).all()
+        """, (A,), (np.full((128, 256), 3, np.float32),),
+    ),
+    "the quotient of a flat index of one row is one number, so that it stays affine": (
+        """
+        i_p, flat = nl.arange(128)[:, None], 256 + nl.arange(64)[None, :]
+        row, column = flat // 256, flat % 256
+        return out(nl.load(a[i_p, (row - 1) * 256 + column + 3]))
+        """, (A,), (A[:, 3:67],),
+    ),
+    "a strided index reads and writes every third column": (
+        """
+        t = nl.load(a)
+        r = nl.zeros((128, 256), dtype=nl.float32)
+        i_p, i_f = nl.arange(128)[:, None], nl.arange(85)[None, :]
+        r[i_p, 3 * i_f] = nl.copy(t[i_p, 3 * i_f + 1])
+        return out(r)
+        """, (A,), (np.roll(A, -1, 1) * np.resize([1, 0, 0], 256) * (np.arange(256) < 255),),
+    ),
+    "a row is broadcast over partitions": (
+        """
+        row = nl.load(a.reshape((1, 256)))
+        return out(row.broadcast_to((128, 256)))
+        """, (A[0],), (np.repeat(A[:1], 128, 0),),
+    ),
+    "reductions over free axes that are not the last": (
+        "return out(nl.max(nl.load(a), axis=[1, 3]))", (CUBE,), (CUBE.max((1, 3)),),
+    ),
+    "comparisons and all are booleans unless told": (
+        COMPARED, (np.eye(4, dtype=np.float32),), (np.zeros((4, 1)),),
+    ),
+    "all of ones": (COMPARED, (np.ones((4, 3), np.float32),), (np.ones((4, 1)),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXACTLY)
+def test_exactly(case):
+    body, given, wanted = EXACTLY[case]
+    for got, want in zip(run(body, *given).outputs, wanted, strict=True):
+        assert np.array_equal(got, want)
 
 
 def test_block_dimensions_are_tiles_of_their_own():
@@ -179,33 +197,6 @@ def test_block_dimensions_are_tiles_of_their_own():
     assert {x.bytes_per_partition for x in tiles} == {400}
 
 
-def test_row_and_column_of_a_flat_index_of_one_row():
-    """The quotient is one number for all positions, so the index stays affine."""
-    result = run(
-        """
-        i_p, flat = nl.arange(128)[:, None], 256 + nl.arange(64)[None, :]
-        row, column = flat // 256, flat % 256
-        return out(nl.load(a[i_p, (row - 1) * 256 + column + 3]))
-        """, A,
-    )  # fmt: skip
-    assert (result.output == A[:, 3:67]).all()
-
-
-def test_a_strided_index_reads_and_writes_every_third_column():
-    result = run(
-        """
-        t = nl.load(a)
-        r = nl.zeros((128, 256), dtype=nl.float32)
-        i_p, i_f = nl.arange(128)[:, None], nl.arange(85)[None, :]
-        r[i_p, 3 * i_f] = nl.copy(t[i_p, 3 * i_f + 1])
-        return out(r)
-        """, A,
-    )  # fmt: skip
-    wanted = np.zeros_like(A)
-    wanted[:, 0:255:3] = A[:, 1:256:3]
-    assert np.array_equal(result.output, wanted)
-
-
 def test_operators_promote_and_broadcast():
     a, b = A.astype(ml_dtypes.bfloat16), values(128, 1, seed=3)
     result = run(
@@ -219,34 +210,6 @@ def test_operators_promote_and_broadcast():
     )  # fmt: skip
     twice = (a.astype(np.float64) * 2).astype(ml_dtypes.bfloat16).astype(np.float64)
     assert np.allclose(result.output, (twice - b) / 4, rtol=2 * EXACT, atol=EXACT)
-
-
-def test_comparisons_and_all_are_booleans_unless_told():
-    body = """
-        x = nl.load(a)
-        y = nl.all(nl.logical_or(x, nl.greater(x, 0)), axis=1)
-        assert y.dtype == nl.equal(x, x).dtype == nl.logical_not(x).dtype == nl.bool_
-        assert nl.all(x, axis=1, dtype=nl.float32).dtype == nl.float32
-        return out(y, dtype=nl.float32)
-        """
-    assert np.array_equal(run(body, np.eye(4, dtype=np.float32)).output, np.zeros((4, 1)))
-    assert np.array_equal(run(body, np.ones((4, 3), np.float32)).output, np.ones((4, 1)))
-
-
-def test_a_row_is_broadcast_over_partitions():
-    result = run(
-        """
-        row = nl.load(a.reshape((1, 256)))
-        return out(nl.load(b) * row.broadcast_to((128, 256)))
-        """, values(256), A,
-    )  # fmt: skip
-    assert np.allclose(result.output, A * values(256), rtol=EXACT, atol=0)
-
-
-def test_reductions_over_free_axes_that_are_not_the_last():
-    a = values(64, 3, 20, 5)
-    result = run("return out(nl.max(nl.load(a), axis=[1, 3]))", a)
-    assert np.array_equal(result.output, a.max((1, 3)))
 
 
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
