@@ -52,7 +52,7 @@ from nmm_compiler.simulator.isa import names as current_isa
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
-from nmm_compiler.simulator.machine import current
+from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import MAX_FREE_DIMS, out_of_reach
 from nmm_compiler.simulator.tensors.dtypes import DType
@@ -596,80 +596,74 @@ _OWN: dict[str, Callable[[str, Arguments], Any]] = {
 # The functions of the module
 
 
-def refuse(name: str, full: str) -> Callable[..., Any]:
-    """Return a function that refuses its call by name, with the way out."""
-
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise fail(
-            UnsupportedInstructionError,
-            f"{name} has no documented semantics that the simulator could follow; use "
-            f"{REFUSED[full]}",
-        )
-
-    refused.__name__ = name.rpartition(".")[2]
-    return refused
+_DEFAULTS = {**current_isa.CONSTANTS, **LANGUAGE, "None": None, "bool": dtypes.bool_}
+"""What the defaults of parameters are looked up in."""
 
 
-def documented(full: str, values: dict[str, Any], body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the table that passes its arguments by name, with their defaults.
+def _default(text: str | None) -> Any:
+    if text is None:
+        return inspect.Parameter.empty
+    owner, _, member = text.partition(".")
+    if member and owner in _DEFAULTS:
+        return getattr(_DEFAULTS[owner], member)
+    return _DEFAULTS[text] if text in _DEFAULTS else ast.literal_eval(text)
 
-    values: what defaults are looked up in.
-    """
 
-    def default(text: str | None) -> Any:
-        if text is None:
-            return inspect.Parameter.empty
-        owner, _, member = text.partition(".")
-        if member and owner in values:
-            return getattr(values[owner], member)
-        return values[text] if text in values else ast.literal_eval(text)
-
+def documented(name: str, function: Function, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the table that passes its arguments by name, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature(
-        [
-            inspect.Parameter(p.name, kind, default=default(p.default))
-            for p in beta_1().functions[full].parameters
-        ]
+        [inspect.Parameter(p.name, kind, default=_default(p.default)) for p in function.parameters]
     )
-    short = full.rpartition(".")[2]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        for name in UNDOCUMENTED if "buffer" in signature.parameters else ():
-            kwargs.pop(name, None)
+        for undocumented in UNDOCUMENTED if "buffer" in signature.parameters else ():
+            kwargs.pop(undocumented, None)
         try:
             found = signature.bind(*args, **kwargs)
         except TypeError as error:
-            name = "nisa" if full.startswith("nki.isa") else "nl"
-            raise current().error(
-                KernelArgumentError, f"NKI Beta 1: {name}.{short}{signature}: {error}"
-            ) from None
+            raise fail(KernelArgumentError, f"{name}{signature}: {error}") from None
         found.apply_defaults()
-        return body(**found.arguments)
+        return body(name, **found.arguments)
 
-    call.__name__ = call.__qualname__ = short
+    call.__name__ = call.__qualname__ = name.rpartition(".")[2]
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
 
 
-def _function(short: str) -> Callable[..., Any]:
-    full = f"nki.isa.{short}"
-    if full in REFUSED:
-        return refuse(f"nisa.{short}", full)
-    rule, own, name = beta_1().functions[full].result, _OWN.get(short), f"nisa.{short}"
+def functions_of(
+    module: str, short: str, body_of: Callable[[str, Function], Any]
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a module of the table; those of REFUSED refuse their calls.
 
-    def body(**given: Any) -> Any:
-        if own is not None:
-            return own(name, given)
-        return by_row(name, _ROWS[short], ISSUE[_ISSUED.get(short, short)], rule, given)
+    body_of: takes a name and what the table says, and returns a function of the full name and the
+        arguments, or None.
+    """
+    prefix, made = f"nki.{module}.", {}
+    for full, function in beta_1().functions.items():
+        name = full.removeprefix(prefix)
+        body = _refused if full in REFUSED else body_of(name, function)
+        if full.startswith(prefix) and body is not None:
+            made[name] = documented(f"{short}.{name}", function, body)
+    return made
 
-    return documented(full, {**current_isa.CONSTANTS, **LANGUAGE}, body)
+
+def _refused(name: str, **given: Any) -> Any:
+    instead = REFUSED[name.replace("nl.", "nki.language.").replace("nisa.", "nki.isa.")]
+    raise fail(
+        UnsupportedInstructionError,
+        f"{name} has no documented semantics that the simulator could follow; use {instead}",
+    )
 
 
-NAMES: dict[str, Any] = {
-    short: _function(short)
-    for short in beta_1().names("nki.isa")
-    if f"nki.isa.{short}" in beta_1().functions
-}
+def _body(short: str, function: Function) -> Callable[..., Any]:
+    if short in _OWN:
+        return lambda name, **given: _OWN[short](name, given)
+    issued = _ISSUED.get(short, short)
+    return lambda name, **given: by_row(name, _ROWS[short], ISSUE[issued], function.result, given)
+
+
+NAMES: dict[str, Any] = functions_of("isa", "nisa", _body)
 NAMES["get_nc_version"] = current_isa.NAMES["get_nc_version"]
 for _name in ISA_ENUMS:
     NAMES[_name] = current_isa.NAMES[_name]

@@ -23,19 +23,17 @@ from nmm_compiler.simulator.beta1.index import Index, Part, arange, box_of, mgri
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     copied,
-    documented,
     elementwise,
+    functions_of,
     in_sbuf,
     kind_of_number,
     product,
     promote,
-    refuse,
     tensor,
     tensor_anywhere,
     transposed,
     turned_by_dma,
 )
-from nmm_compiler.simulator.beta1.table import REFUSED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
     OPERATIONS,
     Blocks,
@@ -60,6 +58,7 @@ from nmm_compiler.simulator.language import base
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, shared_hbm, tile_size
 from nmm_compiler.simulator.language.functions import EXACT_DTYPES, spread_by_product
 from nmm_compiler.simulator.language.functions import NAMES as CURRENT
+from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
@@ -582,7 +581,7 @@ _OWN: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _body(short: str, parameters: list[str]) -> Callable[..., Any] | None:
+def _body(short: str, function: Function) -> Callable[..., Any] | None:
     """Return a function of the table, to be called with its name and its arguments."""
     if short in _OWN:
         return _OWN[short]
@@ -591,28 +590,14 @@ def _body(short: str, parameters: list[str]) -> Callable[..., Any] | None:
         return lambda name, x, **given: instructions.NAMES["tensor_reduce"](op, x, **given)
     if short in _COMPOSITES:
         return _composite(short)
-    if parameters[:2] == ["x", "y"]:
+    if function.names[:2] == ["x", "y"]:
         return _binary(short)
-    return _unary(short) if parameters == ["x", "dtype", "mask"] else None
+    return _unary(short) if function.names == ["x", "dtype", "mask"] else None
 
 
-def _enter_all() -> None:
-    for full, function in beta_1().functions.items():
-        module, _, short = full.rpartition(".")
-        if module != "nki.language":
-            continue
-        if full in REFUSED:
-            NAMES[short] = refuse(f"nl.{short}", full)
-            continue
-        body = _body(short, [p.name for p in function.parameters])
-        if body is not None:
-            values = CURRENT | {"None": None, "bool": dtypes.bool_}
-            call: Any = documented(full, values, functools.partial(body, f"nl.{short}"))
-            call.nki_op = getattr(CURRENT.get(short), "nki_op", None)
-            NAMES[short] = call
-
-
-_enter_all()
+for _name, _call in functions_of("language", "nl", _body).items():
+    NAMES[_name] = _call
+    setattr(_call, "nki_op", getattr(CURRENT.get(_name), "nki_op", None))  # noqa: B010
 OPERATIONS.update(NAMES)
 OPERATIONS["broadcast"] = lambda tile, shape: broadcast_to(tile, shape=shape)
 OPERATIONS["update"] = _update

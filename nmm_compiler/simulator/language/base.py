@@ -82,25 +82,26 @@ def is_sbuf(buffer: Any) -> bool:
 class TileSize:
     """`nl.tile_size`: constants of the target the kernel runs on (trn2 outside a run)."""
 
-    pmax = 128
-    psum_bank_fmax = 512
-    psum_fmax = 512
-    psum_bank_fmax_bytes = 2048
-    gemm_stationary_fmax = 128
-    gemm_moving_fmax = 512
-    bn_stats_fmax = 512
-    psum_min_align = 4
-    sbuf_min_align = 1
-
     def __getattr__(self, name: str) -> int:
-        """Return what depends on the target."""
-        if name not in _OF_THE_TARGET:
+        """Return a constant."""
+        if name not in _TILE_SIZES:
             raise AttributeError(name)
-        machine = running()
-        return _OF_THE_TARGET[name](machine.target if machine is not None else get("trn2"))
+        size, machine = _TILE_SIZES[name], running()
+        if isinstance(size, int):
+            return size
+        return size(machine.target if machine is not None else get("trn2"))
 
 
-_OF_THE_TARGET: dict[str, Callable[[Target], int]] = {
+_TILE_SIZES: dict[str, int | Callable[[Target], int]] = {
+    "pmax": 128,
+    "psum_bank_fmax": 512,
+    "psum_fmax": 512,
+    "psum_bank_fmax_bytes": 2048,
+    "gemm_stationary_fmax": 128,
+    "gemm_moving_fmax": 512,
+    "bn_stats_fmax": 512,
+    "psum_min_align": 4,
+    "sbuf_min_align": 1,
     "psum_num_banks": lambda target: target.psum_banks,
     "sbuf_size_bytes": lambda target: target.partitions * target.sbuf_bytes_per_partition,
     "sbuf_fmax_bytes": lambda target: target.sbuf_usable_bytes_per_partition,

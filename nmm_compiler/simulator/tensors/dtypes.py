@@ -44,12 +44,6 @@ class DType(str):
 
     __hash__ = str.__hash__
 
-    def __copy__(self) -> DType:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> DType:
-        return self
-
     def __reduce__(self) -> Any:
         return (DType, (str(self),))
 
@@ -85,14 +79,7 @@ float8_e5m2_x4 = DType("float8_e5m2_x4", np.uint32, "packed")
 float8_e4m3fn_x4 = DType("float8_e4m3fn_x4", np.uint32, "packed")
 float4_e2m1fn_x4 = DType("float4_e2m1fn_x4", np.uint16, "packed")
 
-ALL: dict[str, DType] = {
-    d: d
-    for d in (
-        float32, tfloat32, bfloat16, float16, float8_e4m3, float8_e4m3fn, float8_e5m2,
-        float8_e8m0fnu, int8, int16, int32, uint8, uint16, uint32, int64, uint64, bool_,
-        float8_e5m2_x4, float8_e4m3fn_x4, float4_e2m1fn_x4,
-    )
-}  # fmt: skip
+ALL: dict[str, DType] = {kind: kind for kind in list(vars().values()) if isinstance(kind, DType)}
 ALL["bool_"] = bool_
 
 FLOATS = frozenset(d for d in ALL.values() if d.kind == "float")
