@@ -40,7 +40,6 @@ from nmm_compiler.simulator.timing import (
     dependence,
     dma,
     resources,
-    tensor_clock,
     timeline,
 )
 from nmm_compiler.simulator.timing.profile import profile_timeline
@@ -97,7 +96,7 @@ class _NoSums(dict[Any, float]):
         return default
 
 
-_CLOCK = tensor_clock.TensorClock.__init__
+_CLOCK = timeline.TensorClock.__init__
 _TRANSFER = timeline._Pass._transfer
 _ISSUE = dma.DmaCosts._issue
 
@@ -137,9 +136,9 @@ LAWS = (
         code=(resources.Slots.squeeze,)),
     # TensorE
     Law(name="a sum waits for its first column", needs="tensor",
-        patches=((tensor_clock.TensorClock, "__init__", _clock_without_sums),)),
+        patches=((timeline.TensorClock, "__init__", _clock_without_sums),)),
     Law(name="the clock falls when idle", needs="tensor",
-        patches=((tensor_clock.TensorClock, "__init__", _clock_that_stays_warm),)),
+        patches=((timeline.TensorClock, "__init__", _clock_that_stays_warm),)),
     _constant("tensor_ramp_seconds", 0.0, "tensor"),
     _constant("tensor_interval_overhead_cycles", 0, "tensor"),
     _constant("tensor_fp32_overhead_cycles", 0, "float32 products"),

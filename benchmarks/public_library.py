@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from public_outcomes import WrongError, classify, timed
 
-from nmm_compiler.simulator.isa.microscaling import unpack
+from nmm_compiler.simulator.isa.tensor_engine import unpack
 from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import simulate_ranks
 from nmm_compiler.simulator.tensors import dtypes

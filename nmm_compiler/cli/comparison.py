@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.simulator.timing.causes import by_instruction, by_line
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.simulator.timing.profile_parts import statement
-from nmm_compiler.simulator.timing.shares import by_instruction, by_line
 
 _ROWS = 12
 

@@ -31,7 +31,7 @@ from nmm_compiler.passes.reproduce import reproducer
 from nmm_compiler.passes.rules.base import Declined, Match, module_path
 from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prices.ways import Ways, ways
-from nmm_compiler.report.graphs import GraphNode, graph
+from nmm_compiler.report.charts import GraphNode, graph
 from nmm_compiler.report.headline import headline, not_told
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown

@@ -15,7 +15,7 @@ from nmm_compiler.kernels.packed_formats import (
     for_nki,
     quantize,
 )
-from nmm_compiler.simulator.isa.microscaling import unpack
+from nmm_compiler.simulator.isa.tensor_engine import unpack
 
 MX = [name for name, form in FORMATS.items() if form.power_scales]
 

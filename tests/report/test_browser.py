@@ -7,7 +7,7 @@ from browser import CHROMIUM, MISSING, opened
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import LowRankSpec
-from nmm_compiler.report.graphs import GraphNode, graph
+from nmm_compiler.report.charts import GraphNode, graph
 from nmm_compiler.report.page import page
 from nmm_compiler.report.parts import Grid, Line, Section
 

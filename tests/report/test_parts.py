@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nmm_compiler.report import charts
-from nmm_compiler.report.graphs import GraphNode, graph
+from nmm_compiler.report.charts import GraphNode, graph
 from nmm_compiler.report.page import as_html, page
 from nmm_compiler.report.parts import Code, Drawing, Grid, Line, Listing, Section
 from nmm_compiler.report.shown import Shown

@@ -9,7 +9,7 @@ from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.timing.advice import Advice, advise
-from nmm_compiler.simulator.timing.shares import by_instruction, by_line, waits
+from nmm_compiler.simulator.timing.causes import by_instruction, by_line, waits
 
 LOADS = """
 import nki

@@ -10,9 +10,8 @@ import pytest
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
-from nmm_compiler.simulator.timing.causes import WHY, causes_of, critical_path
+from nmm_compiler.simulator.timing.causes import WHY, causes_of, critical_path, waits
 from nmm_compiler.simulator.timing.profile import profile_trace
-from nmm_compiler.simulator.timing.shares import waits
 from nmm_compiler.simulator.trace import Trace
 
 SPECS = [

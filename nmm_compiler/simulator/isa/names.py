@@ -10,11 +10,9 @@ from nmm_compiler.simulator.isa import (
     elementwise,
     enums,
     gather,
-    microscaling,
     random_numbers,
     reductions,
     registers_and_programs,
-    selection,
     tensor_engine,
 )
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
@@ -22,8 +20,8 @@ from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.trace import Instruction
 
 FAMILIES = (
-    activation, dma, elementwise, gather, microscaling, random_numbers, reductions,
-    registers_and_programs, selection, tensor_engine,
+    activation, dma, elementwise, gather, random_numbers, reductions, registers_and_programs,
+    tensor_engine,
 )  # fmt: skip
 """The files of instructions; loading them fills INSTRUCTIONS."""
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from nmm_compiler.records import Record
 from nmm_compiler.report.headline import not_told
+from nmm_compiler.simulator.timing.causes import on_the_path, waits
 from nmm_compiler.simulator.timing.costs import Works
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
 from nmm_compiler.simulator.timing.evidence import band_of
-from nmm_compiler.simulator.timing.shares import on_the_path, waits
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
 

@@ -1,18 +1,21 @@
-"""The errors of predictions for published kernels that no constant and no law was set from.
+"""How far off predictions are, and which effects that may matter to a run they leave out.
 
-`held_out.json` beside this file is written by `benchmarks/timing_points.py --write` together with
-the tables of docs/timing-evidence.md. It has the errors by class, and the hash of the constants and
-prices that they were printed with; a test computes it again (benchmarks/timing_hash.py).
+`held_out.json` beside this file has the errors, by class, for published kernels that no constant
+and no law was set from. `benchmarks/timing_points.py --write` writes it together with the tables of
+docs/timing-evidence.md. It also has the hash of the constants and prices that they were printed
+with; a test computes it again (benchmarks/timing_hash.py).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler.records import Record
+from nmm_compiler.simulator.timing.timeline import Timeline
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
 CLASSES = ("matrix", "vector", "dma", "mixed")
@@ -69,3 +72,80 @@ def kernel_class(busy_us: dict[str, float]) -> str:
     if tensor > 2.0 * others:
         return "matrix"
     return "vector" if others > 2.0 * tensor else "mixed"
+
+
+_US = 1e6
+
+
+def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Yield the effects that may matter to this run and are not modelled."""
+    trace, target = timeline.trace, timeline.target
+    if timeline.sbuf_overflow_bytes:
+        yield (
+            f"spills: live tensors exceed SBUF by {timeline.sbuf_overflow_bytes} B per partition, "
+            "and are timed as if they fitted"
+        )
+    banks = -(-timeline.psum_peak_bytes // target.psum_bank_bytes_per_partition)
+    if banks > target.psum_banks:
+        yield (
+            f"spills: live sums take {banks} PSUM banks of {target.psum_banks}, and are timed as "
+            "if they fitted"
+        )
+    tiny = _tiny_instructions(timeline, counts)
+    if tiny:
+        yield (
+            f"tiny instructions: {tiny} of at least {target.engine_min_cycles} cycles take half of "
+            "the run; compilers merge such work, and published kernels with it took as long, two "
+            "thirds or a sixteenth of the time"
+        )
+    barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
+    if barriers:
+        yield f"barriers: {barriers} wait for the other core, and cost nothing themselves"
+    queues = {transfer.queue for transfer in timeline.transfers}
+    if len(queues) > 1:
+        yield (
+            f"mixed DMA generators: {', '.join(sorted(queues))} are taken to issue independently"
+        )
+    open_engines = sum(
+        1 for i in trace.instructions if i.engine == "vector" and i.attributes.get("unset")
+    )
+    if open_engines:
+        chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
+        yield f"unknown engine: {open_engines} instructions are placed on {chosen}, where it can"
+    if trace.loop_edges:
+        yield "loops on the device: jumping back and fetching instructions are free"
+    limited = _float32_products(timeline)
+    if limited:
+        yield (
+            f"TensorE's power limit: {limited} float32 products keep TensorE busy for half of the "
+            "run; hardware has been seen at half rate for part of such work, and at full rate too"
+        )
+    if not any(source.kind == "measured" for source in target.sources.values()):
+        yield f"{target.name}: no public measurement; documented rates and trn2's mechanisms"
+
+
+def _tiny_instructions(timeline: Timeline, counts: dict[str, dict[str, int]]) -> int:
+    """Return how many instructions an engine has, if to issue them takes half of the run."""
+    target = timeline.target
+    clocks = {
+        "vector": target.vector_clock_hz,
+        "scalar": target.scalar_clock_hz,
+        "gpsimd": target.gpsimd_clock_hz,
+    }
+    for engine, clock in clocks.items():
+        count = sum(counts.get(engine, {}).values())
+        if 2.0 * count * target.engine_min_cycles / clock * _US > timeline.latency_us:
+            return count
+    return 0
+
+
+def _float32_products(timeline: Timeline) -> int:
+    """Return how many products take float32, if a power limit is known and TensorE hardly rests."""
+    ramps = timeline.target.tensor_ramp_seconds > 0.0
+    if not ramps or 2.0 * timeline.busy_us["tensor"] < timeline.latency_us:
+        return 0
+    return sum(
+        any(access.dtype == "float32" for access in instruction.reads)
+        for instruction in timeline.trace.instructions
+        if instruction.engine == "tensor"
+    )

@@ -17,15 +17,14 @@ from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
-from nmm_compiler.simulator.timing import profile_parts, shares
+from nmm_compiler.simulator.timing import causes, profile_parts
 from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
-from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of
+from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
 from nmm_compiler.simulator.timing.regions import Pattern, distinct_bytes
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
-from nmm_compiler.simulator.timing.unmodelled import unmodelled
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -124,17 +123,17 @@ class Profile(Shown, Record):
         """Write the timeline as Chrome JSON (opens in ui.perfetto.dev); return the path."""
         return write_chrome_traces({"": self.timeline}, path)
 
-    def by_line(self) -> tuple[shares.Share, ...]:
+    def by_line(self) -> tuple[causes.Share, ...]:
         """Return the source lines, the one with the largest part of the critical path first.
 
         Raises SimulationError, as do the methods below.
         """
-        return shares.by_line(self.timeline)
+        return causes.by_line(self.timeline)
 
-    def by_instruction(self) -> tuple[shares.Share, ...]:
+    def by_instruction(self) -> tuple[causes.Share, ...]:
         """Return the kinds of instructions, the one with the largest part of the critical path
         first."""
-        return shares.by_instruction(self.timeline)
+        return causes.by_instruction(self.timeline)
 
     def critical_path(self) -> tuple[Step, ...]:
         """Return the chain of steps, without gaps, that the latency consists of."""
@@ -142,7 +141,7 @@ class Profile(Shown, Record):
 
     def waits(self) -> dict[str, dict[str, float]]:
         """Return {engine: {cause: microseconds}} of the time in which an engine stood idle."""
-        return shares.waits(self.timeline)
+        return causes.waits(self.timeline)
 
     def advice(self) -> tuple[Advice, ...]:
         """Return what could be changed, the largest gain first; times the trace again for each."""

@@ -9,8 +9,15 @@ from pathlib import Path
 from nmm_compiler.report.charts import Bar, bars, roofline
 from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
 from nmm_compiler.simulator.timing.advice import Advice
-from nmm_compiler.simulator.timing.causes import WHY, Step, critical_path
-from nmm_compiler.simulator.timing.shares import Share, by_instruction, by_line, waits
+from nmm_compiler.simulator.timing.causes import (
+    WHY,
+    Share,
+    Step,
+    by_instruction,
+    by_line,
+    critical_path,
+    waits,
+)
 from nmm_compiler.simulator.timing.timeline import Timeline
 
 ENGINE_NAMES = {
