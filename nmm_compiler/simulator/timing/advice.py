@@ -16,6 +16,7 @@ from nmm_compiler.records import Record
 from nmm_compiler.report.headline import not_told
 from nmm_compiler.simulator.timing.causes import on_the_path, waits
 from nmm_compiler.simulator.timing.costs import Works
+from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
 from nmm_compiler.simulator.timing.evidence import band_of
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
@@ -177,9 +178,8 @@ def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
     def moved(i: Instruction) -> Instruction:
         return change(i, engine=least, op="tensor_copy")
 
-    names = {"vector": "VectorE", "scalar": "ScalarE"}
-    seen = f"{len(copies)} copies on {names[most]} while {names[least]} idles"
-    remedy = f"every second one on {names[least]}"
+    seen = f"{len(copies)} copies on {ENGINE_NAMES[most]} while {ENGINE_NAMES[least]} idles"
+    remedy = f"every second one on {ENGINE_NAMES[least]}"
     yield from _changed(timeline, copies[::2], moved, seen, remedy)
 
 

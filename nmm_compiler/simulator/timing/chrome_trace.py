@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nmm_compiler.outputs import write_text
 from nmm_compiler.simulator.timing.causes import causes_of
+from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
 from nmm_compiler.simulator.timing.timeline import Timeline
 
-_ROWS = {"tensor": 1, "vector": 2, "scalar": 3, "gpsimd": 4, "sync": 5}
-_TITLES = {
-    "tensor": "TensorE",
-    "vector": "VectorE",
-    "scalar": "ScalarE",
-    "gpsimd": "GpSimd",
-    "sync": "SyncE",
-}
+Event = dict[str, Any]
+
+_ROWS = {engine: row for row, engine in enumerate(ENGINE_NAMES, 1) if engine != "dma"}
 _FIRST_QUEUE_ROW = 10
 _FIRST_ENGINE_ROW = 100
 _CORE, _DMA = 1, 2
@@ -38,43 +34,42 @@ _PROCESSES_EACH = 10
 def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> Path:
     """Write several timelines, the cores of a grid or rival schedules, below each other.
 
-    Each has processes of its own, named after its key if it has one. Raises OutputError.
+    Each has processes of its own, named after its key if it has one. The file is written whole or
+    not at all. Raises OutputError.
     """
-    return write_events(_side_by_side(timelines), path)
+
+    def chunks() -> Iterator[str]:
+        arrows, before = 0, '{"displayTimeUnit": "ns", "traceEvents": [\n'
+        for number, (name, timeline) in enumerate(timelines.items()):
+            for event in _events(timeline, name and f"{name}: "):
+                event["pid"] += number * _PROCESSES_EACH
+                if "id" in event:  # different for every arrow of the file
+                    event["id"] += arrows
+                yield before + json.dumps(event)
+                before = ",\n"
+            arrows += len(timeline.trace.instructions)
+        yield "\n]}\n"
+
+    return write_text(path, chunks())
 
 
-def _side_by_side(timelines: Mapping[str, Timeline]) -> Iterator[Event]:
-    arrows = 0
-    for number, (name, timeline) in enumerate(timelines.items()):
-        first = arrows
-        for event in chrome_events(timeline):
-            event["pid"] += number * _PROCESSES_EACH
-            if "id" in event:
-                event["id"] += first
-                arrows = max(arrows, event["id"])
-            if name and event["name"] == "process_name":
-                event["args"]["name"] = f"{name}: {event['args']['name']}"
-            yield event
-
-
-def chrome_events(timeline: Timeline) -> Iterator[Event]:
-    """Yield the events: names of the rows, slices, arrows, counters."""
-    queues = sorted({transfer.queue for transfer in timeline.transfers})
-    used = sorted({part[0] for transfer in timeline.transfers for part in transfer.parts})
+def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
+    """Yield the names of the rows, slices, arrows and counters."""
     engines = {instruction.engine for instruction in timeline.trace.instructions}
-    yield process_name(_CORE, f"NeuronCore {timeline.target.name} (simulated)")
-    yield process_name(_DMA, "DMA (simulated)")
+    core = f"{prefix}NeuronCore {timeline.target.name} (simulated)"
+    yield _named("process_name", _CORE, 0, core)
+    yield _named("process_name", _DMA, 0, f"{prefix}DMA (simulated)")
     for engine, row in _ROWS.items():
         if engine in engines or engine != "sync":
-            yield row_name(_CORE, row, _TITLES[engine])
-    queue_rows = {queue: _FIRST_QUEUE_ROW + at for at, queue in enumerate(queues)}
-    for queue, row in queue_rows.items():
-        yield row_name(_DMA, row, f"queue {queue} (issue)")
-    for engine_number in used:
-        title = "DMA engines, all alike" if engine_number < 0 else f"DMA engine {engine_number}"
-        yield row_name(_DMA, _engine_row(engine_number), title)
+            yield _named("thread_name", _CORE, row, ENGINE_NAMES[engine])
+    queues = sorted({transfer.queue for transfer in timeline.transfers})
+    for row, queue in enumerate(queues, _FIRST_QUEUE_ROW):
+        yield _named("thread_name", _DMA, row, f"queue {queue} (issue)")
+    for number in sorted({part[0] for transfer in timeline.transfers for part in transfer.parts}):
+        title = "DMA engines, all alike" if number < 0 else f"DMA engine {number}"
+        yield _named("thread_name", _DMA, _engine_row(number), title)
     yield from _compute_slices(timeline)
-    yield from _dma_slices(timeline, queue_rows)
+    yield from _dma_slices(timeline, queues)
     yield from _flows(timeline)
     yield from _counters(timeline)
 
@@ -111,132 +106,100 @@ def _compute_slices(timeline: Timeline) -> Iterator[Event]:
         stop = timeline.interval_end[index]
         start = min(max(timeline.start[index], free.get(row, 0.0)), stop)
         free[row] = stop
-        yield trace_slice(
+        yield _slice(
             instruction.name or instruction.op, _CORE, row, start, stop, _arguments(timeline, index)
         )
     for start, stop in timeline.table_loads:
-        yield trace_slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})
+        yield _slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})
 
 
-def _dma_slices(timeline: Timeline, queue_rows: dict[str, int]) -> Iterator[Event]:
+def _dma_slices(timeline: Timeline, queues: list[str]) -> Iterator[Event]:
     for transfer in timeline.transfers:
         instruction = timeline.trace.instructions[transfer.index]
         name = instruction.name or instruction.op
-        args = _arguments(timeline, transfer.index)
-        args |= {
+        args = _arguments(timeline, transfer.index) | {
             "descriptors": transfer.descriptors,
             "hbm_read_bytes": transfer.hbm_read_bytes,
             "hbm_write_bytes": transfer.hbm_write_bytes,
         }
-        row = queue_rows[transfer.queue]
-        yield trace_slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
+        row = _FIRST_QUEUE_ROW + queues.index(transfer.queue)
+        yield _slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
         for engine, start, stop in transfer.parts:
-            yield trace_slice(
-                name, _DMA, _engine_row(engine), start, stop, {"index": transfer.index}
-            )
+            yield _slice(name, _DMA, _engine_row(engine), start, stop, {"index": transfer.index})
 
 
 def _flows(timeline: Timeline) -> Iterator[Event]:
-    """Yield an arrow for each wait for another instruction's result or operands."""
-    causes = causes_of(timeline)
+    """Yield both ends of an arrow for each wait for another instruction's result or operands.
+
+    A slice shorter than a nanosecond cannot hold an end of an arrow.
+    """
     moves = {transfer.index: transfer.parts[0] for transfer in timeline.transfers}
 
-    def place(index: int) -> tuple[int, int, float, float]:
+    def place(index: int) -> tuple[Event, int, int]:
         if index in moves:
             engine, start, stop = moves[index]
-            return _DMA, _engine_row(engine), start, stop
-        row = _ROWS[timeline.engine(index)]
-        return _CORE, row, timeline.start[index], timeline.interval_end[index]
+            row = {"pid": _DMA, "tid": _engine_row(engine)}
+        else:
+            start, stop = timeline.start[index], timeline.interval_end[index]
+            row = {"pid": _CORE, "tid": _ROWS[timeline.engine(index)]}
+        return row, _nanoseconds(start), _nanoseconds(stop)
 
-    for index in range(len(timeline.trace.instructions)):
-        cause = causes[index]
+    for index, cause in enumerate(causes_of(timeline)):
         if cause.index < 0 or cause.kind not in ("result", "load", "reuse"):
             continue
-        process, row, start, stop = place(cause.index)
-        to_process, to_row, to_start, to_stop = place(index)
-        shown = nanoseconds(stop) > nanoseconds(start), nanoseconds(to_stop) > nanoseconds(to_start)
-        if all(shown) and to_start >= start:
-            last = (nanoseconds(stop) - 1) / 1000  # within the slice, which ends before its stop
+        row, start, stop = place(cause.index)
+        to_row, to_start, to_stop = place(index)
+        if stop > start and to_stop > to_start >= start:
             name = "load to use" if cause.kind == "load" else "semaphore"
-            yield from flow(name, index + 1, (process, row, last), (to_process, to_row, to_start))
+            arrow = {"name": name, "cat": "flow", "id": index + 1}
+            # within the slice, which ends before its stop
+            yield {"ph": "s", **arrow, **row, "ts": _microseconds(stop - 1)}
+            yield {"ph": "f", **arrow, **to_row, "ts": _microseconds(to_start), "bp": "e"}
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
-    for memory in ("sbuf", "psum"):
-        for when, live in live_bytes(timeline, memory):
-            yield counter(f"{memory.upper()} bytes per partition", _CORE, when, live)
-
-
-def live_bytes(timeline: Timeline, memory: str) -> Iterator[tuple[float, int]]:
-    """Yield (moment, live bytes per partition of "sbuf" or "psum" from then on).
+    """Yield the live bytes per partition whenever they change.
 
     A tensor lives from the first write that starts to the last use that ends.
     """
-    trace = timeline.trace
     spans: dict[int, tuple[float, float]] = {}
-    for index, instruction in enumerate(trace.instructions):
+    for index, instruction in enumerate(timeline.trace.instructions):
         for access in (*instruction.reads, *instruction.writes):
-            if access.memory == memory:
-                start, stop = spans.get(access.storage, (timeline.start[index], 0.0))
-                spans[access.storage] = (
-                    min(start, timeline.start[index]),
-                    max(stop, timeline.end[index]),
-                )
-    changes: list[tuple[float, int]] = []
+            start, stop = spans.get(access.storage, (math.inf, 0.0))
+            spans[access.storage] = (
+                min(start, timeline.start[index]), max(stop, timeline.end[index])
+            )  # fmt: skip
+    changes: dict[str, list[tuple[float, int]]] = {"sbuf": [], "psum": []}
     for storage, (start, stop) in spans.items():
-        allocation = trace.allocations.get(storage)
-        if allocation is not None and allocation.memory == memory:
-            size = allocation.bytes_per_partition
-            changes += [(start, size), (stop, -size)]
-    live = 0
-    for when, size in sorted(changes):
-        live += size
-        yield when, live
+        found = timeline.trace.allocations.get(storage)
+        if found is not None and found.memory in changes:
+            size = found.bytes_per_partition
+            changes[found.memory] += [(start, size), (stop, -size)]
+    for memory, sizes in changes.items():
+        live = 0
+        for when, size in sorted(sizes):
+            live += size
+            yield {
+                "ph": "C", "name": f"{memory.upper()} bytes per partition", "pid": _CORE,
+                "ts": _microseconds(_nanoseconds(when)), "args": {"live": live},
+            }  # fmt: skip
 
 
-Event = dict[str, Any]
-
-
-def process_name(process: int, name: str) -> Event:
-    """Return the event that names a group of rows."""
-    return _name("process_name", process, 0, name)
-
-
-def row_name(process: int, row: int, name: str) -> Event:
-    """Return the event that names one row."""
-    return _name("thread_name", process, row, name)
-
-
-def trace_slice(
+def _slice(
     name: str, process: int, row: int, start_us: float, stop_us: float, args: dict[str, Any]
 ) -> Event:
-    """Return a stretch of work on a row."""
-    start, stop = nanoseconds(start_us), nanoseconds(stop_us)
+    start, stop = _nanoseconds(start_us), _nanoseconds(stop_us)
     return {
         "ph": "X", "name": name, "pid": process, "tid": row,
         "ts": _microseconds(start), "dur": _microseconds(stop - start), "args": args,
     }  # fmt: skip
 
 
-def flow(
-    name: str, number: int, start: tuple[int, int, float], stop: tuple[int, int, float]
-) -> tuple[Event, Event]:
-    """Return an arrow from one slice to another.
-
-    number: different for every arrow of a file. start, stop: (process, row, a moment within the
-    slice). A slice shorter than a nanosecond cannot hold an end of an arrow.
-    """
-    first, second = (
-        {
-            "ph": phase, "name": name, "cat": "flow", "id": number, "pid": process, "tid": row,
-            "ts": _microseconds(nanoseconds(at_us)),
-        }
-        for phase, (process, row, at_us) in (("s", start), ("f", stop))
-    )  # fmt: skip
-    return first, {**second, "bp": "e"}
+def _named(kind: str, process: int, row: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}}
 
 
-def nanoseconds(us: float) -> int:
+def _nanoseconds(us: float) -> int:
     """Return the point of the common grid that is nearest to a time in microseconds."""
     return round(us * 1000)
 
@@ -247,30 +210,3 @@ def _microseconds(ns: int) -> float:
     while int(us * 1000.0) < ns:
         us = math.nextafter(us, math.inf)
     return us
-
-
-def counter(name: str, process: int, at_us: float, value: float) -> Event:
-    """Return the value of a counter from a moment on."""
-    return {
-        "ph": "C", "name": name, "pid": process,
-        "ts": _microseconds(nanoseconds(at_us)), "args": {"live": value},
-    }  # fmt: skip
-
-
-def write_events(events: Iterable[Event], path: str | Path) -> Path:
-    """Write trace events to `path` as one file, whole or not at all; return the path.
-
-    Raises OutputError if it cannot be written.
-    """
-
-    def chunks() -> Iterator[str]:
-        yield '{"displayTimeUnit": "ns", "traceEvents": [\n'
-        for number, event in enumerate(events):
-            yield (",\n" if number else "") + json.dumps(event)
-        yield "\n]}\n"
-
-    return write_text(path, chunks())
-
-
-def _name(kind: str, process: int, row: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}}

@@ -19,7 +19,11 @@ from nmm_compiler.simulator.timing.resources import Pool
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets import Target
 
-ENGINES = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma")
+ENGINE_NAMES = {
+    "tensor": "TensorE", "vector": "VectorE", "scalar": "ScalarE", "gpsimd": "GpSimd",
+    "sync": "SyncE", "dma": "DMA",
+}  # fmt: skip
+ENGINES = tuple(ENGINE_NAMES)
 TENSOR, VECTOR, SCALAR, GPSIMD, SYNC, DMA = range(6)
 
 _US = 1e6

@@ -18,12 +18,9 @@ from nmm_compiler.simulator.timing.causes import (
     critical_path,
     waits,
 )
+from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
 from nmm_compiler.simulator.timing.timeline import Timeline
 
-ENGINE_NAMES = {
-    "tensor": "TensorE", "vector": "VectorE", "scalar": "ScalarE", "gpsimd": "GpSimd",
-    "sync": "SyncE", "dma": "DMA",
-}  # fmt: skip
 _LINES_IN_TEXT = 10
 _LEAST_SHARE = 0.005
 
