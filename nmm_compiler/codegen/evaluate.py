@@ -9,9 +9,16 @@ import libcst as cst
 
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.known_values import Fixed, Span, Value, known
+from nmm_compiler.codegen.trees import called
 from nmm_compiler.records import Record
 
 Environment = dict[str, Value]
+
+_CALLS = {
+    "min": values.smallest,
+    "max": values.largest,
+    "len": lambda given: values.length(given[0]),
+}
 
 
 class Evaluator:
@@ -92,12 +99,8 @@ class Evaluator:
         return self.value(node.body if truth else node.orelse)
 
     def _call(self, node: cst.Call) -> Value:
-        if isinstance(node.func, cst.Name) and node.func.value in ("min", "max"):
-            choose = values.smallest if node.func.value == "min" else values.largest
-            return choose([self.value(arg.value) for arg in node.args])
-        if isinstance(node.func, cst.Name) and node.func.value == "len":
-            return values.length(self.value(node.args[0].value))
-        return None
+        rule = _CALLS.get(called(node))
+        return rule([self.value(arg.value) for arg in node.args]) if rule else None
 
     def _subscript(self, node: cst.Subscript) -> Value:
         index = node.slice[0].slice

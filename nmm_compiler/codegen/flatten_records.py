@@ -24,7 +24,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen.tidy import with_comments
-from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes, small
 from nmm_compiler.errors import CodegenError
 
 Classes = Mapping[str, Sequence[tuple[str, str]]]
@@ -39,11 +39,9 @@ def record_classes(module: cst.Module) -> dict[str, list[tuple[str, str]]]:
     for statement in module.body:
         if isinstance(statement, cst.ClassDef):
             found[statement.name.value] = [
-                (small.target.value, getattr(small.annotation.annotation, "value", ""))
-                for line in statement.body.body
-                if isinstance(line, cst.SimpleStatementLine)
-                for small in line.body
-                if isinstance(small, cst.AnnAssign) and isinstance(small.target, cst.Name)
+                (line.target.value, getattr(line.annotation.annotation, "value", ""))
+                for line in map(small, statement.body.body)
+                if isinstance(line, cst.AnnAssign) and isinstance(line.target, cst.Name)
             ]
     return found
 
@@ -156,14 +154,11 @@ class _Flatten(Editor):
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
         """Note `a = Record(...)`; its fields are written where they are used."""
-        small = node.body[0]
-        kind = _made_class(small.value, self.classes) if isinstance(small, cst.Assign) else ""
+        name, value = assigned(node)
+        kind = _made_class(value, self.classes)
         if kind:
-            assert isinstance(small, cst.Assign)
-            target = small.targets[0].target
-            assert isinstance(target, cst.Name)
-            self.records[target.value] = self.leaves(small.value, kind)
-            self.unsure.discard(target.value)
+            self.records[name] = self.leaves(value, kind)
+            self.unsure.discard(name)
 
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
         """Remember the records before the block."""
@@ -173,7 +168,7 @@ class _Flatten(Editor):
         self, original: cst.IndentedBlock, updated: cst.IndentedBlock
     ) -> cst.IndentedBlock:
         made = [
-            None if self._makes_record(before) else after
+            None if _made_class(assigned(before)[1], self.classes) else after
             for before, after in zip(original.body, updated.body, strict=True)
         ]
         before_block = self.outer.pop()
@@ -181,13 +176,9 @@ class _Flatten(Editor):
         self.records, self.unsure = before_block, self.unsure | changed
         return updated.with_changes(body=with_comments(made, list(original.body)))
 
-    def _makes_record(self, node: cst.CSTNode) -> bool:
-        small = node.body[0] if isinstance(node, cst.SimpleStatementLine) else None
-        return isinstance(small, cst.Assign) and bool(_made_class(small.value, self.classes))
-
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        name = original.func.value if isinstance(original.func, cst.Name) else ""
-        signature = self.signatures.get(name, ()) if isinstance(name, str) else ()
+        name = called(original)
+        signature = self.signatures.get(name, ())
         if not any(kind for _, kind in signature):
             return updated
         if any(arg.keyword is not None for arg in original.args):
@@ -223,10 +214,7 @@ class _Flatten(Editor):
 
     def _made(self, node: cst.Call, kind: str) -> Leaves:
         fields = self.classes[kind]
-        given = {
-            (arg.keyword.value if arg.keyword else fields[place][0]): arg.value
-            for place, arg in enumerate(node.args)
-        }
+        given = bound(node, [field for field, _ in fields])
         made: Leaves = {}
         for field, inner in fields:
             value = given.pop(field, cst.Name("None"))
@@ -248,11 +236,9 @@ class _Flatten(Editor):
             )
 
 
-def _made_class(node: cst.BaseExpression, classes: Classes) -> str:
+def _made_class(node: Any, classes: Classes) -> str:
     """Return the class of a new record, "" for anything else."""
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
-        return node.func.value if node.func.value in classes else ""
-    return ""
+    return called(node) if called(node) in classes else ""
 
 
 def _chain(node: cst.BaseExpression) -> tuple[str, tuple[str, ...]]:

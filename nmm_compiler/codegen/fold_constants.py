@@ -21,7 +21,7 @@ from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.evaluate import Environment, Evaluator
 from nmm_compiler.codegen.known_values import Span, Value, known
 from nmm_compiler.codegen.tidy import on_one_line
-from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes
 from nmm_compiler.records import Record
 
 Statement = cst.BaseStatement
@@ -155,13 +155,13 @@ class ExpressionFolder(Editor):
         return _in_place_of(updated, updated.body if truth else updated.orelse)
 
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        if isinstance(updated.func, cst.Name) and updated.func.value in ("min", "max", "len"):
+        if called(updated) in ("min", "max", "len"):
             return self._folded(original, updated)
-        if isinstance(updated.func, cst.Name) and updated.func.value == "getattr":
+        if called(updated) == "getattr":
             module, name = (arg.value for arg in updated.args)
             fixed, plain = values.constant(self.evaluator.value(name))
             return cst.Attribute(module, cst.Name(plain)) if fixed else updated
-        if isinstance(updated.func, cst.Attribute) and _operands_of(updated.func):
+        if called(updated) == "others.get":
             _, name = values.constant(self.evaluator.value(updated.args[0].value))
             return cst.Name(name if name in self.operands else "None")
         return updated
@@ -176,12 +176,6 @@ class ExpressionFolder(Editor):
     ) -> cst.BaseExpression:
         fixed, plain = values.constant(self.evaluator.value(updated))
         return literal(plain) if fixed and has_literal(plain) else updated
-
-
-def _operands_of(function: cst.Attribute) -> bool:
-    """Return whether a function is the lookup `others.get` of an operand that there may be."""
-    owner = function.value
-    return isinstance(owner, cst.Name) and owner.value == "others" and function.attr.value == "get"
 
 
 def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:
@@ -289,21 +283,18 @@ class BodyFolder:
     def _note_calls(self, node: cst.CSTNode) -> None:
         evaluator = Evaluator(self.environment)
         for call in nodes(node):
-            if not (isinstance(call, cst.Call) and isinstance(call.func, cst.Name)):
+            if not isinstance(call, cst.Call):
                 continue
-            names = self.signatures.get(call.func.value)
+            names = self.signatures.get(called(call))
             if names is not None:
-                arguments = {
-                    (arg.keyword.value if arg.keyword else names[place]): evaluator.value(arg.value)
-                    for place, arg in enumerate(call.args)
-                }
-                self.calls.append(Call(call.func.value, arguments))
+                arguments = {n: evaluator.value(value) for n, value in bound(call, names).items()}
+                self.calls.append(Call(called(call), arguments))
 
     def _simple(self, statement: cst.SimpleStatementLine) -> list[Statement]:
-        small = statement.body[0]
-        if isinstance(small, cst.Assign) and isinstance(small.targets[0].target, cst.Name):
-            name = small.targets[0].target.value
-            value = self._expression(small.value)
+        small: Any = statement.body[0]
+        name, value = assigned(statement)
+        if name:
+            value = self._expression(value)
             self.inline.discard(name)
             self.lost -= {name}
             self.environment[name] = Evaluator(self.environment).value(value)

@@ -30,9 +30,9 @@ from nmm_compiler.codegen.fold_constants import (
     Statement,
     assigned_names,
 )
-from nmm_compiler.codegen.known_values import Value, known
+from nmm_compiler.codegen.known_values import known
 from nmm_compiler.codegen.tidy import ShortCalls, without_aliases, without_lists
-from nmm_compiler.codegen.trees import Editor
+from nmm_compiler.codegen.trees import Editor, Names, bound, called, only_statement, small
 from nmm_compiler.codegen.unused import names_used, remove_unused
 from nmm_compiler.codegen.write_out_helpers import write_out_helpers
 
@@ -47,12 +47,11 @@ def _neighbours(path: Path) -> list[Path]:
     """Return the files that a template imports from, `from ..pieces.project import ...`."""
     found = []
     for statement in _parse(path).body:
-        if isinstance(statement, cst.SimpleStatementLine):
-            small = statement.body[0]
-            if isinstance(small, cst.ImportFrom) and small.relative and small.module is not None:
-                folder = path.parents[len(small.relative) - 1]
-                names = get_full_name_for_node_or_raise(small.module).split(".")
-                found.append(folder.joinpath(*names).with_suffix(".py"))
+        line = small(statement)
+        if isinstance(line, cst.ImportFrom) and line.relative and line.module is not None:
+            folder = path.parents[len(line.relative) - 1]
+            names = get_full_name_for_node_or_raise(line.module).split(".")
+            found.append(folder.joinpath(*names).with_suffix(".py"))
     return found
 
 
@@ -108,9 +107,9 @@ def specialize(
         sites = [call for call in calls if call.helper == helper]
         if not sites:
             continue
-        bound = _bind(functions[helper], sites)
-        dropped[helper] = {key for key, value in bound.items() if values.constant(value)[0]}
-        bodies[helper], inner = _fold_function(functions[helper], bound, helpers, named=False)
+        given = _bind(functions[helper], sites)
+        dropped[helper] = {key for key, value in given.items() if values.constant(value)[0]}
+        bodies[helper], inner = _fold_function(functions[helper], given, helpers, named=False)
         calls += inner
     bodies = {function: made, **bodies}
     bodies = _without_leftovers(bodies, dropped, signatures)
@@ -157,12 +156,10 @@ def _fold_function(
 
 def _bind(node: cst.FunctionDef, sites: Sequence[Call]) -> Environment:
     """Return, for each parameter of a helper, the value that is the same in every call."""
-    bound: Environment = {}
-    for parameter in node.params.params:
-        name = parameter.name.value
-        found: list[Value] = [site.arguments.get(name) for site in sites]
-        bound[name] = values.join(found) if all(v is not None for v in found) else None
-    return bound
+    return {
+        name: values.join([site.arguments.get(name) for site in sites])
+        for name in _parameter_names(node)
+    }
 
 
 @functools.lru_cache(maxsize=32)
@@ -183,15 +180,6 @@ def _call_order(path: Path, entry: str) -> list[str]:
 
     visit(entry)
     return [name for name in reversed(order) if name != entry]
-
-
-def _has_docstring(body: list[Statement]) -> bool:
-    first = body[0] if body else None
-    return (
-        isinstance(first, cst.SimpleStatementLine)
-        and isinstance(first.body[0], cst.Expr)
-        and isinstance(first.body[0].value, cst.SimpleString)
-    )
 
 
 def _without_leftovers(
@@ -249,10 +237,9 @@ class _Prune(Editor):
         self.signatures = signatures
 
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        if not (isinstance(updated.func, cst.Name) and updated.func.value in self.dropped):
+        if called(updated) not in self.dropped:
             return updated
-        names = self.signatures[updated.func.value]
-        gone = self.dropped[updated.func.value]
+        names, gone = self.signatures[called(updated)], self.dropped[called(updated)]
         kept = [
             arg
             for place, arg in enumerate(updated.args)
@@ -277,93 +264,48 @@ def _on_one_line(call: cst.Call, arguments: Sequence[cst.Arg]) -> cst.Call:
 def _without_forwarders(
     bodies: dict[str, list[Statement]], parameters: dict[str, list[str]]
 ) -> dict[str, list[Statement]]:
-    """Return the bodies without helpers that only pass their arguments on to another helper.
+    """Return the bodies without helpers that only return an argument, or pass theirs to another.
 
     Such a helper stays if one that calls it has a name of its own for that other helper.
     """
     for name in list(bodies):
-        same = _returned_parameter(bodies[name], parameters.get(name))
-        if same is not None:
-            unwrap = _Unwrap(name, same)
-            del bodies[name]
-            bodies = {key: [unwrap.edit(s) for s in body] for key, body in bodies.items()}
-            continue
-        inner = _forwards_to(bodies[name], parameters.get(name))
-        hidden = inner is not None and any(
-            _called(inner) in {*parameters.get(key, ()), *assigned_names(body)}
+        inner = _forwarded(bodies[name]) if name in parameters else None
+        hidden = called(inner) and any(
+            called(inner) in {*parameters.get(key, ()), *assigned_names(body)}
             for key, body in bodies.items()
             if name in names_used(body)
         )
         if inner is not None and not hidden:
-            forward = _Forward(name, parameters[name], inner)
+            write = _WriteOut(name, parameters[name], inner)
             del bodies[name]
-            bodies = {key: [forward.edit(s) for s in body] for key, body in bodies.items()}
+            bodies = {key: [write.edit(s) for s in body] for key, body in bodies.items()}
     return bodies
 
 
-def _forwards_to(body: list[Statement], parameters: list[str] | None) -> cst.Call | None:
-    """Return the one call that is all of a helper's body, its arguments being mere names."""
-    if parameters is None:
+def _forwarded(body: list[Statement]) -> cst.BaseExpression | None:
+    """Return the name that a helper returns, or its call with mere names, if that is all."""
+    only = only_statement(body)
+    if isinstance(only, cst.Return) and isinstance(only.value, cst.Name):
+        return only.value
+    call = only.value if isinstance(only, cst.Expr) else None
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Name):
         return None
-    calls = body[int(_has_docstring(body)) :]
-    if len(calls) != 1 or not isinstance(calls[0], cst.SimpleStatementLine):
-        return None
-    small = calls[0].body[0]
-    if not (isinstance(small, cst.Expr) and isinstance(small.value, cst.Call)):
-        return None
-    call = small.value
-    plain = all(isinstance(a.value, (cst.Name, cst.Integer, cst.SimpleString)) for a in call.args)
-    named = all(a.keyword is None for a in call.args)
-    return call if isinstance(call.func, cst.Name) and plain and named else None
+    plain = (cst.Name, cst.Integer, cst.SimpleString)
+    bare = all(a.keyword is None and isinstance(a.value, plain) for a in call.args)
+    return call if bare else None
 
 
-def _returned_parameter(body: list[Statement], parameters: list[str] | None) -> int | None:
-    """Return the place of the parameter whose return is all of a helper's body."""
-    left = body[int(_has_docstring(body)) :]
-    if parameters is None or len(left) != 1 or not isinstance(left[0], cst.SimpleStatementLine):
-        return None
-    small = left[0].body[0]
-    value = small.value if isinstance(small, cst.Return) else None
-    return parameters.index(value.value) if isinstance(value, cst.Name) else None
+class _WriteOut(Editor):
+    """Writes what a helper forwards in place of its calls."""
 
-
-class _Unwrap(Editor):
-    """Writes the argument that a helper returns in place of its calls."""
-
-    def __init__(self, name: str, place: int) -> None:
-        self.name, self.place = name, place
-
-    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        if isinstance(updated.func, cst.Name) and updated.func.value == self.name:
-            return updated.args[self.place].value
-        return updated
-
-
-def _called(call: cst.Call) -> str:
-    assert isinstance(call.func, cst.Name)
-    return call.func.value
-
-
-class _Forward(Editor):
-    """Replaces calls of a forwarder by the call that it makes."""
-
-    def __init__(self, name: str, parameters: list[str], inner: cst.Call) -> None:
+    def __init__(self, name: str, parameters: list[str], inner: cst.BaseExpression) -> None:
         self.name, self.parameters, self.inner = name, parameters, inner
 
-    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        if not (isinstance(updated.func, cst.Name) and updated.func.value == self.name):
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if called(updated) != self.name:
             return updated
-        given = {
-            (arg.keyword.value if arg.keyword else self.parameters[place]): arg.value
-            for place, arg in enumerate(updated.args)
-        }
-        arguments = [
-            arg.with_changes(value=given.get(arg.value.value, arg.value))
-            if isinstance(arg.value, cst.Name)
-            else arg
-            for arg in self.inner.args
-        ]
-        return _on_one_line(updated.with_changes(func=self.inner.func), arguments)
+        made = Names(bound(updated, self.parameters)).edit(self.inner)
+        return _on_one_line(made, made.args) if isinstance(made, cst.Call) else made
 
 
 def _imports(needed: set[str]) -> list[cst.SimpleStatementLine]:

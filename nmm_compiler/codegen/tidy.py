@@ -15,7 +15,7 @@ from typing import Any
 
 import libcst as cst
 
-from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.trees import Editor, Names, appended, assigned, new_list, nodes
 
 WIDTH = 100
 
@@ -92,45 +92,24 @@ def without_lists(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseState
             body: Any = without_lists(block.body)
             changed: Any = statement
             made[place] = changed.with_changes(body=block.with_changes(body=body))
-    for name in [_new_list(statement) for statement in made]:
-        if name:
-            made = _named_elements(name, made)
+    for name in filter(None, map(new_list, statements)):
+        made = _named_elements(name, made)
     return made
-
-
-def _new_list(statement: Any) -> str:
-    """Return the name that a statement gives to an empty list, "" for other statements."""
-    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    if isinstance(small, cst.Assign) and isinstance(small.value, cst.List):
-        target = small.targets[0].target
-        return target.value if isinstance(target, cst.Name) and not small.value.elements else ""
-    return ""
-
-
-def _appended(name: str, statement: Any) -> cst.BaseExpression | None:
-    """Return what a statement appends to a list, None for other statements."""
-    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    call = small.value if isinstance(small, cst.Expr) else None
-    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
-        return None
-    owner = call.func.value
-    named = isinstance(owner, cst.Name) and owner.value == name
-    return call.args[0].value if named and call.func.attr.value == "append" else None
 
 
 def _named_elements(name: str, statements: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
     """Return the statements with names for the elements of one list, unchanged if it needs one."""
-    count = sum(_appended(name, statement) is not None for statement in statements)
+    count = sum(appended(statement)[0] == name for statement in statements)
     names = [name] if count == 1 else [f"{name}{i}" for i in range(count)]
     elements = _Elements(name, names)
     made: list[Any] = []
     for statement in statements:
-        added: Any = _appended(name, statement)
-        if added is not None:
+        owner, added = appended(statement)
+        if owner == name:
             target = cst.AssignTarget(cst.Name(elements.next_name()))
             assign = cst.Assign([target], elements.edit(added))
             made.append(statement.with_changes(body=[assign]))
-        elif _new_list(statement) == name:
+        elif new_list(statement) == name:
             made.append(None)
         else:
             made.append(elements.edit(statement))
@@ -199,14 +178,8 @@ class _Assignments:
                     self.aliases[target.value] = node.value
 
 
-class _Replace(Editor):
+class _Replace(Names):
     """Replaces aliases, and removes their assignments."""
-
-    def __init__(self, aliases: dict[str, cst.BaseExpression]) -> None:
-        self.aliases = aliases
-
-    def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
-        return self.aliases.get(original.value, updated)
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:
         return not self._defines(node)
@@ -228,11 +201,7 @@ class _Replace(Editor):
         return updated.with_changes(body=with_comments(made, body))
 
     def _defines(self, node: Any) -> bool:
-        small = node.body[0] if isinstance(node, cst.SimpleStatementLine) else None
-        if not isinstance(small, cst.Assign):
-            return False
-        target = small.targets[0].target
-        return isinstance(target, cst.Name) and target.value in self.aliases
+        return assigned(node)[0] in self.given
 
 
 class ShortCalls(Editor):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
 # Fields that hold no code to run: white space, brackets, operators, names of attributes.
 _SPELLING = {
@@ -109,3 +110,64 @@ def _methods(editor: Any, kind: type[cst.CSTNode]) -> tuple[Any, Any]:
     """Return the methods of an editor for a kind of node, None for one that it lacks."""
     name = kind.__name__
     return getattr(editor, f"visit_{name}", None), getattr(editor, f"leave_{name}", None)
+
+
+class Names(Editor):
+    """Writes expressions for names."""
+
+    def __init__(self, given: Mapping[str, cst.BaseExpression]) -> None:
+        self.given = given
+
+    def leave_Name(  # noqa: D102, N802  (libcst's name)
+        self, original: cst.Name, updated: cst.Name
+    ) -> cst.BaseExpression:
+        return self.given.get(original.value, updated)
+
+
+def small(statement: Any) -> Any:
+    """Return the first small statement of a line, None for a block."""
+    return statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+
+
+def assigned(statement: Any) -> tuple[str, Any]:
+    """Return (name, value) of `name = value`, ("", None) for another statement."""
+    line = small(statement)
+    target = line.targets[0].target if isinstance(line, cst.Assign) else None
+    return (target.value, line.value) if isinstance(target, cst.Name) else ("", None)
+
+
+def called(node: Any) -> str:
+    """Return the dotted name of what a call calls, "" for another node."""
+    return (get_full_name_for_node(node.func) or "") if isinstance(node, cst.Call) else ""
+
+
+def new_list(statement: Any) -> str:
+    """Return the name that a statement gives to an empty list, "" for another one."""
+    name, value = assigned(statement)
+    return name if isinstance(value, cst.List) and not value.elements else ""
+
+
+def appended(statement: Any) -> tuple[str, Any]:
+    """Return (list, value) of `list.append(value)`, ("", None) for another statement."""
+    line = small(statement)
+    call = line.value if isinstance(line, cst.Expr) else None
+    owner, method = getattr(getattr(call, "func", None), "value", None), called(call)
+    if isinstance(owner, cst.Name) and method == f"{owner.value}.append":
+        return owner.value, call.args[0].value
+    return "", None
+
+
+def only_statement(body: Sequence[Any]) -> Any:
+    """Return the small statement that is all of a function's body, its docstring aside."""
+    first = small(body[0]) if body else None
+    documented = isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
+    left = body[int(documented) :]
+    return small(left[0]) if len(left) == 1 else None
+
+
+def bound(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.BaseExpression]:
+    """Return parameter -> argument of a call."""
+    return {
+        (arg.keyword.value if arg.keyword else parameters[place]): arg.value
+        for place, arg in enumerate(call.args)
+    }

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 from nmm_compiler.codegen.tidy import with_comments
-from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.trees import Editor, assigned, called, nodes
 
 _PURE_CALLS = ("min", "max", "len", "nl.ndarray")
 
@@ -49,13 +48,8 @@ class _Sweep(Editor):
     def leave_SimpleStatementLine(
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> Any:
-        small = original.body[0]
-        if (
-            isinstance(small, cst.Assign)
-            and isinstance(small.targets[0].target, cst.Name)
-            and small.targets[0].target.value not in self.used
-            and _is_pure(small.value)
-        ):
+        name, value = assigned(original)
+        if name and name not in self.used and _is_pure(value):
             self.removed = True
             return cst.RemoveFromParent()
         return updated
@@ -63,8 +57,4 @@ class _Sweep(Editor):
 
 def _is_pure(node: cst.BaseExpression) -> bool:
     """Return whether every call is one of a function, or an allocation, without effects."""
-    return all(
-        get_full_name_for_node(call.func) in _PURE_CALLS
-        for call in nodes(node)
-        if isinstance(call, cst.Call)
-    )
+    return all(called(call) in _PURE_CALLS for call in nodes(node) if isinstance(call, cst.Call))

@@ -25,7 +25,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen.fold_constants import assigned_names
-from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.trees import Editor, Names, called, nodes, small
 from nmm_compiler.errors import CodegenError
 
 
@@ -67,18 +67,16 @@ class _WriteOut(Editor):
 
     def _statements(self, statement: Any) -> list[Any]:
         """Return what stands for a statement: itself, or those of the helper that it calls."""
-        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-        call = getattr(small, "value", None)
-        helper = self.helpers.get(getattr(getattr(call, "func", None), "value", None) or "")
+        line = small(statement)
+        call = getattr(line, "value", None)
+        helper = self.helpers.get(called(call))
         if helper is None:
             return [statement]
-        block = self.edit(_Argument(self._arguments(helper, call)).edit(helper.body))
+        block = self.edit(Names(self._arguments(helper, call)).edit(helper.body))
         first, *made = block.body  # the docstring is first
         assert isinstance(first.body[0], cst.Expr), f"{helper.name.value} has no docstring"
-        if isinstance(small, cst.Assign):
-            made[-1] = made[-1].with_changes(
-                body=[small.with_changes(value=made[-1].body[0].value)]
-            )
+        if isinstance(line, cst.Assign):
+            made[-1] = made[-1].with_changes(body=[line.with_changes(value=made[-1].body[0].value)])
         lines = [*statement.leading_lines, *made[0].leading_lines]
         return [made[0].with_changes(leading_lines=lines), *made[1:]]
 
@@ -100,13 +98,3 @@ class _WriteOut(Editor):
             if not isinstance(given[one], cst.Name):
                 raise CodegenError(f"{name} assigns {one}; pass it a name from {self.caller}")
         return given
-
-
-class _Argument(Editor):
-    """Writes arguments for parameters."""
-
-    def __init__(self, given: Mapping[str, cst.BaseExpression]) -> None:
-        self.given = given
-
-    def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
-        return self.given.get(original.value, updated)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 from nmm_compiler.codegen.beta1.expressions import Expression, elements, method, root, text
-from nmm_compiler.codegen.trees import nodes
+from nmm_compiler.codegen.trees import bound, called, nodes
 
 Statement = cst.BaseStatement
 
@@ -36,19 +35,11 @@ def parameters(function: cst.FunctionDef) -> list[str]:
 def calls(tree: cst.CSTNode, functions: Functions) -> Iterator[tuple[str, list[Expression]]]:
     """Yield (helper, arguments in the order of its parameters) of the calls in a tree."""
     for node in nodes(tree):
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
-            name = node.func.value
-            if name in functions:
-                yield name, arguments(node, functions[name])
-
-
-def arguments(call: cst.Call, function: cst.FunctionDef) -> list[Expression]:
-    """Return the arguments of a call in the order of the parameters."""
-    return [
-        next((a.value for a in call.args if a.keyword and a.keyword.value == name), None)
-        or call.args[place].value
-        for place, name in enumerate(parameters(function))
-    ]
+        name = called(node)
+        if name in functions:
+            names = parameters(functions[name])
+            given = bound(cst.ensure_type(node, cst.Call), names)
+            yield name, [given[one] for one in names]
 
 
 def _results(tree: cst.CSTNode, functions: Functions) -> Iterator[tuple[str, str]]:
@@ -102,7 +93,7 @@ class Facts:
             return self.memory(function, node.value)
         if not isinstance(node, cst.Call):
             return None
-        full = get_full_name_for_node(node.func) or ""
+        full = called(node)
         if full == "nl.ndarray":
             buffer = keyword(node, "buffer")
             return HBM if buffer is not None and text(buffer).endswith("hbm") else CHIP
@@ -154,7 +145,7 @@ class Facts:
                     self._summed.add((name, root(value) or ""))
 
     def _read_call(self, name: str, node: cst.Call) -> None:
-        full = get_full_name_for_node(node.func) or ""
+        full = called(node)
         if full.endswith(".append"):
             self._note(name, full.removesuffix(".append"), self.memory(name, node.args[0].value))
         elif full == "nisa.nc_matmul":
@@ -168,15 +159,15 @@ def is_reshaped(node: Expression) -> bool:
 
     It is one in Beta 1 too; fewer dimensions are how the current dialect spells a row or a column.
     """
-    called = method(node)
-    if called is None or called[1] != "reshape" or not isinstance(called[0], cst.Name):
+    found = method(node)
+    if found is None or found[1] != "reshape" or not isinstance(found[0], cst.Name):
         return False
-    return len(elements(called[2][0])) > 2
+    return len(elements(found[2][0])) > 2
 
 
 def is_new_tile(node: Expression) -> bool:
     """Return whether an expression makes a tile."""
-    return isinstance(node, cst.Call) and get_full_name_for_node(node.func) == "nl.ndarray"
+    return called(node) == "nl.ndarray"
 
 
 def names_of(body: Sequence[Statement], kind: Callable[[Expression], bool]) -> set[str]:

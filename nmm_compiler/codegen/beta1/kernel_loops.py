@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 from nmm_compiler.codegen.beta1.expressions import Expression, integer, number, text
-from nmm_compiler.codegen.beta1.views import Names
 from nmm_compiler.codegen.fold_constants import BodyFolder
-from nmm_compiler.codegen.trees import nodes
+from nmm_compiler.codegen.trees import Names, assigned, called, nodes
 from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
@@ -42,7 +40,7 @@ def unrolled(body: Sequence[Statement]) -> list[Statement]:
 
 def is_counter(function: cst.FunctionDef) -> bool:
     """Return whether a function stores a loop's variable in SBUF. Beta 1 needs no such copy."""
-    names = {get_full_name_for_node(n.func) for n in nodes(function) if isinstance(n, cst.Call)}
+    names = {called(node) for node in nodes(function)} - {""}
     return names == {"nl.ndarray", "nisa.register_store"}
 
 
@@ -51,11 +49,9 @@ def without_counters(statements: Iterable[Any], counters: set[str]) -> list[Stat
     made: list[Statement] = []
     renamed: dict[str, Expression] = {}
     for statement in statements:
-        small: Any = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-        call: Any = small.value if isinstance(small, cst.Assign) else None
-        if isinstance(call, cst.Call) and get_full_name_for_node(call.func) in counters:
-            target = cst.ensure_type(small.targets[0].target, cst.Name)
-            renamed[target.value] = call.args[0].value
+        name, call = assigned(statement)
+        if called(call) in counters:
+            renamed[name] = call.args[0].value
         else:
             made.append(Names(renamed).edit(statement))
     return made

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 from nmm_compiler.codegen.beta1.expressions import method, minus, number, parsed, root, text
 from nmm_compiler.codegen.beta1.facts import Functions, calls, parameters
 from nmm_compiler.codegen.fold_constants import assigned_names
-from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.trees import Editor, called, nodes
 from nmm_compiler.codegen.unused import names_used
 
 _NUMBERS = ("min", "max", "range", "len", "nl.arange", "nl.static_range", "nl.affine_range")
@@ -87,10 +86,10 @@ def _number_parts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         if _of_list(node):
             yield node.slice[0].slice
     elif isinstance(node, cst.Call):
-        full = get_full_name_for_node(node.func)
+        full = called(node)
         if full in _NUMBERS:
             yield from (argument.value for argument in node.args)
-        elif full in _SHAPES or (full or "").endswith((".reshape", ".broadcast_to")):
+        elif full in _SHAPES or full.endswith((".reshape", ".broadcast_to")):
             yield node.args[0].value
 
 
@@ -103,7 +102,7 @@ class _Iterators(Editor):
 
     def leave_For(self, original: cst.For, updated: cst.For) -> cst.For:
         call: Any = updated.iter
-        if get_full_name_for_node(call.func) != "range":
+        if called(call) != "range":
             return updated
         args = call.args
         if len(args) == 2 and number(args[0].value) == 0:
@@ -157,7 +156,7 @@ class _Iterators(Editor):
             elif isinstance(small, cst.AugAssign):
                 written.add(root(target))
             elif isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
-                stored = get_full_name_for_node(small.value.func) == "nl.store"
+                stored = called(small.value) == "nl.store"
                 if not (stored and _apart(small.value.args[0].value, steps)):
                     return False
                 read |= names_used([small.value])
@@ -227,8 +226,8 @@ def _of_list(node: Any) -> bool:
 
 
 def _of_other_shape(node: Any) -> bool:
-    called = method(node)
-    return called is not None and called[1] == "reshape"
+    found = method(node)
+    return found is not None and found[1] == "reshape"
 
 
 def read_first(body: Sequence[Any]) -> set[str]:

@@ -14,12 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 from nmm_compiler.codegen.beta1.expressions import root
-from nmm_compiler.codegen.beta1.facts import Functions, arguments, parameters
-from nmm_compiler.codegen.beta1.views import Names
-from nmm_compiler.codegen.trees import Editor
+from nmm_compiler.codegen.beta1.facts import Functions, parameters
+from nmm_compiler.codegen.trees import Editor, Names, bound, called, only_statement
 
 
 def with_moves(functions: Functions) -> dict[str, cst.FunctionDef]:
@@ -31,17 +29,14 @@ def with_moves(functions: Functions) -> dict[str, cst.FunctionDef]:
 
 def _lone_move(function: cst.FunctionDef) -> cst.Expr | cst.Assign | None:
     """Return the store, or the load into a whole parameter, that is all a function does."""
-    statements = function.body.body[int(function.get_docstring() is not None) :]
-    only: Any = statements[0] if len(statements) == 1 else None
-    small = only.body[0] if isinstance(only, cst.SimpleStatementLine) else None
-    if not isinstance(small, (cst.Expr, cst.Assign)) or not isinstance(small.value, cst.Call):
+    only = only_statement(function.body.body)
+    if isinstance(only, cst.Expr):
+        return only if called(only.value) == "nl.store" else None
+    if not isinstance(only, cst.Assign) or called(only.value) != "nl.load":
         return None
-    called = get_full_name_for_node(small.value.func)
-    if isinstance(small, cst.Expr):
-        return small if called == "nl.store" else None
-    whole: Any = small.targets[0].target
-    loads = called == "nl.load" and isinstance(whole, cst.Subscript)
-    return small if loads and isinstance(whole.value, cst.Name) else None
+    whole = only.targets[0].target
+    named = isinstance(whole, cst.Subscript) and isinstance(whole.value, cst.Name)
+    return only if named else None
 
 
 class _WrittenOut(Editor):
@@ -51,12 +46,10 @@ class _WrittenOut(Editor):
         self.moves = moves
 
     def leave_Expr(self, original: cst.Expr, updated: cst.Expr) -> Any:
-        called: Any = updated.value
-        name = get_full_name_for_node(called.func) if isinstance(called, cst.Call) else None
-        helper = self.moves.get(name or "")
+        helper = self.moves.get(called(updated.value))
         if helper is None:
             return updated
-        given = dict(zip(parameters(helper), arguments(called, helper), strict=True))
+        given = bound(cst.ensure_type(updated.value, cst.Call), parameters(helper))
         move: Any = _lone_move(helper)
         if isinstance(move, cst.Expr):
             return Names(given).edit(move)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import libcst as cst
 
 from nmm_compiler.codegen.beta1.expressions import Expression, text
-from nmm_compiler.codegen.beta1.views import Names, View
+from nmm_compiler.codegen.beta1.views import View
+from nmm_compiler.codegen.trees import Names
 from nmm_compiler.codegen.unused import names_used
 
 

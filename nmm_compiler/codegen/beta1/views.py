@@ -6,7 +6,6 @@ A View holds, per dimension of the tensor, its start and the stride of each axis
 """
 
 # libcst names its visitor methods after node classes.
-# ruff: noqa: N802, D102
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from nmm_compiler.codegen.beta1.expressions import (
     text,
     times,
 )
-from nmm_compiler.codegen.trees import Editor
+from nmm_compiler.codegen.trees import Names, bound, only_statement
 from nmm_compiler.errors import no_beta1_form
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
@@ -308,29 +307,14 @@ class Scope:
 
 def _inlined(node: cst.Call, helper: cst.FunctionDef) -> Expression:
     """Return what a helper of one `return` statement returns, its parameters written out."""
-    names = [p.name.value for p in helper.params.params]
-    given = {name: arg.value for name, arg in zip(names, node.args, strict=True)}
+    given = bound(node, [p.name.value for p in helper.params.params])
     replaced: Expression = Names(given).edit(returned_view(helper))
     return replaced
 
 
 def returned_view(function: cst.FunctionDef) -> Expression | None:
     """Return the view of an argument that is all that a function returns, else None."""
-    for statement in function.body.body:
-        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-        if isinstance(small, cst.Return):
-            called = method(small.value) if small.value is not None else None
-            return small.value if called is not None and called[1] in METHODS else None
-        if not (isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)):
-            return None
-    return None
-
-
-class Names(Editor):
-    """Writes expressions for names."""
-
-    def __init__(self, given: Mapping[str, Expression]) -> None:
-        self.given = given
-
-    def leave_Name(self, original: cst.Name, updated: cst.Name) -> Expression:
-        return self.given.get(original.value, updated)
+    only = only_statement(function.body.body)
+    value = only.value if isinstance(only, cst.Return) else None
+    called = None if value is None else method(value)
+    return value if called is not None and called[1] in METHODS else None
