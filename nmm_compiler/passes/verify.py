@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nmm_compiler.errors import VerificationError, no_real_inputs
-from nmm_compiler.passes.graph.effects import fetch_attribute, graph_writes
+from nmm_compiler.passes.graph.effects import fetch_attribute, graph_writes, upstream
 from nmm_compiler.passes.rules.base import Match
 
 # The noise is drawn twice; the larger of two draws of many elements is at most a third below the
@@ -64,13 +63,10 @@ def check(
             places[name] = (steps + 1, length + terms)
     emitted = {old: new for match in matches for old, new in match.emitted}
     writes = any(graph_writes(graph) or _counts(graph) for graph in (before, after))
-    first = _run(before, inputs, wanted, writes)
-    noisy = [
-        _run(before, inputs, wanted, writes, _Noise(places, torch.Generator().manual_seed(trial)))
-        for trial in range(_TRIALS)
-    ]
+    first = _Run(before, wanted).start(inputs, writes)
+    noisy = [_Run(before, wanted, places, trial).start(inputs, writes) for trial in range(_TRIALS)]
     try:
-        second = _run(after, inputs, {new: old for old, new in emitted.items()}, writes)
+        second = _Run(after, {new: old for old, new in emitted.items()}).start(inputs, writes)
     except Exception as error:
         raise VerificationError(f"the rewritten graph raised {error!r}") from error
     worst = 0.0
@@ -85,27 +81,53 @@ def check(
     return worst
 
 
-@dataclass
-class _Seen:
-    """What a run leaves: outputs and written state by name, and values of matches by their node."""
+class _Run(fx.Interpreter):
+    """A run of a graph: what it leaves (outputs and written state by name), and values of nodes.
 
-    seen: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    wanted: the name under which the value of a node is kept, by the node's name. places: nodes that
+    get noise of the size of the roundings that a match may move, with operations and terms.
+    """
 
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        wanted: Mapping[str, str],
+        places: Mapping[str, tuple[int, int]] | None = None,
+        trial: int = 0,
+    ) -> None:
+        super().__init__(module)
+        self.wanted, self.places = wanted, places or {}
+        self.generator = torch.Generator().manual_seed(trial)
+        self.seen: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
 
-class _Noise:
-    """Noise of the size of the roundings that a match may move, for nodes by name."""
+    def start(self, inputs: list[Any], writes: bool) -> _Run:
+        """Run from the present state of random numbers, inputs and parameters."""
+        own = _clones(inputs) if writes else inputs
+        held = _restored(self.module, writes)
+        with torch.no_grad(), torch.random.fork_rng(), held as state:
+            outputs = self.run(*own, enable_io_processing=False)
+            self.seen |= {f"output {i}": v for i, v in enumerate(pytree.tree_leaves(outputs))}
+            if writes:
+                self.seen |= {f"input {i}, after the call,": v for i, v in enumerate(own)}
+                self.seen |= {f"{n}, after the call,": _copies(t) for n, t in state.items()}
+        return self
 
-    def __init__(self, places: dict[str, tuple[int, int]], generator: torch.Generator) -> None:
-        self.places, self.generator = places, generator
+    def run_node(self, node: fx.Node) -> Any:
+        """Run a node, with noise where a match ends."""
+        value = super().run_node(node)
+        if node.name in self.places:
+            value = self._noisy(*self.places[node.name], value)
+        if node.name in self.wanted:
+            self.values[self.wanted[node.name]] = _copies(value)
+        return value
 
-    def add(self, name: str, value: Any) -> Any:
+    def _noisy(self, steps: int, length: int, value: Any) -> Any:
         """Return the value with noise, in the same memory where elements do not overlap."""
         if isinstance(value, (tuple, list)):
-            return type(value)([self.add(name, item) for item in value])
+            return type(value)([self._noisy(steps, length, item) for item in value])
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        steps, length = self.places[name]
         finite = value[value.isfinite()]
         if not finite.numel():
             return value
@@ -115,45 +137,6 @@ class _Noise:
         noise = (drawn * size).to(value.device, value.dtype)
         overlaps = any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
         return value + noise if overlaps else value.add_(noise)
-
-
-class _Recorder(fx.Interpreter):
-    """Runs a graph, adds noise, and keeps copies of the values of some nodes."""
-
-    def __init__(self, module: fx.GraphModule, wanted: dict[str, str], noise: _Noise | None):
-        super().__init__(module)
-        self.wanted, self.noise = wanted, noise
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, node: fx.Node) -> Any:
-        """Run a node, with noise where a match ends."""
-        value = super().run_node(node)
-        if self.noise is not None and node.name in self.noise.places:
-            value = self.noise.add(node.name, value)
-        if node.name in self.wanted:
-            self.values[self.wanted[node.name]] = _copies(value)
-        return value
-
-
-def _run(
-    module: fx.GraphModule,
-    inputs: list[Any],
-    wanted: dict[str, str],
-    writes: bool,
-    noise: _Noise | None = None,
-) -> _Seen:
-    """Run a graph from the present state of random numbers, inputs and parameters."""
-    own = _clones(inputs) if writes else inputs
-    recorder = _Recorder(module, wanted, noise)
-    with torch.no_grad(), torch.random.fork_rng(), _restored(module, writes) as state:
-        outputs = recorder.run(*own, enable_io_processing=False)
-        left = _Seen(values=recorder.values)
-        flat = pytree.tree_leaves(outputs)
-        left.seen.update({f"output {i}": v for i, v in enumerate(flat)})
-        if writes:
-            left.seen.update({f"input {i}, after the call,": v for i, v in enumerate(own)})
-            left.seen.update({f"{n}, after the call,": _copies(t) for n, t in state.items()})
-        return left
 
 
 @contextlib.contextmanager
@@ -300,17 +283,17 @@ def _compare(want: Any, got: Any, bound: float) -> tuple[float, str | None]:
 
 
 def _blame(
-    graph: fx.Graph,
-    matches: Sequence[Match],
-    runs: tuple[_Seen, _Seen, list[_Seen]],
-    name: str,
+    graph: fx.Graph, matches: Sequence[Match], runs: tuple[_Run, _Run, list[_Run]], name: str
 ) -> str:
     """Name the match that a wrong value depends on: the first whose own result is wrong.
 
     runs: of the graph before, of the graph after, and those with noise.
     """
     first, second, noisy = runs
-    behind = _behind(graph, name)
+    output = pytree.tree_leaves(graph.output_node().args)
+    kind, _, index = name.partition(" ")
+    ends = output[int(index) :][:1] if kind == "output" else list(graph.nodes)
+    behind = {node.name for node in upstream(n for n in ends if isinstance(n, fx.Node))}
     found = [m for m in matches if m.graph or behind & {n for n, _ in m.emitted}]
     found = found or list(matches)
     for match in found:
@@ -328,19 +311,3 @@ def _blame(
 def _described(match: Match) -> str:
     place = f" in {match.module}" if match.module else ""
     return f"{match} of rule {match.rule!r}{place}"
-
-
-def _behind(graph: fx.Graph, name: str) -> set[str]:
-    """Return the names of the nodes that an output is computed from; of any value, all nodes."""
-    output = next(iter(reversed(graph.nodes)))
-    leaves = pytree.tree_leaves(output.args)
-    kind, _, index = name.partition(" ")
-    if kind != "output" or not isinstance(leaves[int(index)], fx.Node):
-        return {node.name for node in graph.nodes}
-    queue, seen = [leaves[int(index)]], set()
-    while queue:
-        node = queue.pop()
-        if node not in seen:
-            seen.add(node)
-            queue += node.all_input_nodes
-    return {node.name for node in seen}

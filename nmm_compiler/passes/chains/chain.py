@@ -47,6 +47,7 @@ from nmm_compiler.passes.graph.canonical import (
     describe,
     owner_of,
 )
+from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_operations import DISTRIBUTED, is_distributed
 from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size, row_major
@@ -593,34 +594,19 @@ def _not_constant(c: Canonical, inner: Product | Refusal, weight: Key, data: Key
     """Return why a product whose `weight` is no constant is in no chain, or None for plain
     cases."""
     for key in (weight, data):
-        computed = owner_of(key) in c.derived
-        if computed and _is_made_of_a_product(c, key):
+        owner, form = owner_of(key), c.form(key)
+        if owner in c.multiplied:
             return Refusal("order", "factors are multiplied into a weight at each call", key)
-        form = c.form(key)
         parts = (form.value, form.factor) if isinstance(form, Scale) else ()
-        scaled = any(not isinstance(v, float) and c.is_weight(v) for v in parts)
-        if (computed or scaled) and key is weight and isinstance(inner, Product):
+        made = owner in c.derived or any(not isinstance(v, float) and c.is_weight(v) for v in parts)
+        if made and key is weight and isinstance(inner, Product):
             return Refusal("weight", "the weight is computed in the graph", key)
     if isinstance(inner, Product) and owner_of(data) not in c.derived:
         leaf = c.base(weight)[0]
-        if leaf in c.input_matrices and not _comes_from(c, inner, leaf):
+        # an input that meets itself is no factor, as in a score pattern
+        if leaf in c.input_matrices and leaf not in upstream([owner_of(data)]):
             return _given(weight)
     return None  # a product of two activations, as in attention, is no chain
-
-
-def _comes_from(c: Canonical, made: Product, leaf: Key) -> bool:
-    """Return whether a product is computed from an input, through products alone: then it meets
-    itself, as in a score pattern."""
-    found: Product | Refusal = made
-    while isinstance(found, Product):
-        sides = (found.lhs, found.rhs)
-        if any(c.base(side)[0] is leaf for side in sides):
-            return True
-        data = next((side for side in sides if not c.is_weight(side)), None)
-        if data is None:
-            return False
-        found = trace_back(c, data)[1]
-    return False
 
 
 def _given(factor: Key) -> Refusal:
@@ -629,21 +615,6 @@ def _given(factor: Key) -> Refusal:
         "both operands are activations: the factor is an input of the graph",
         factor,
     )
-
-
-def _is_made_of_a_product(c: Canonical, key: Key, limit: int = 12) -> bool:
-    """Return whether a product is among the first `limit` values that a value is computed from."""
-    queue, seen = [key], {key}
-    while queue and limit:
-        limit -= 1
-        base = c.base(queue.pop(0))[0]
-        form = c.forms[base]
-        if isinstance(form, Product):
-            return True
-        new = [k for k in _operands(c, base, form) if k not in seen and k in c.views]
-        seen.update(new)
-        queue += new
-    return False
 
 
 def _worth_telling(c: Canonical, walk: Walk, second: Stage, why: Refusal) -> Refusal | None:
@@ -1109,24 +1080,10 @@ def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:
 
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
     """Express dims over a stage's tokens by the axes of the value that x is a view of."""
-    _, view = c.base(stage.x)
-    tokens: dict[int, Dim] = {}
-    for own, over in zip(stage.x_dims, view, strict=True):
-        if own and own[0].axis != FEATURE:
-            tokens[own[0].axis] = over
-    out: list[Dim] = []
-    for dim in dims:
-        atoms: list[views.Atom] = []
-        for atom in dim:
-            if atom.axis == FEATURE:
-                atoms.append(atom)
-                continue
-            part = views.compose(((views.Atom(0, atom.size, atom.inner),),), (tokens[atom.axis],))
-            if part is None:
-                return None
-            atoms.extend(part[0])
-        out.append(views.coalesce(atoms))
-    return tuple(out)
+    pairs = zip(stage.x_dims, c.base(stage.x)[1], strict=True)
+    tokens = {own[0].axis: over for own, over in pairs if own and own[0].axis != FEATURE}
+    found = views.compose(dims, tokens)
+    return None if found is None else tuple(map(views.coalesce, found))
 
 
 def features_over_base(c: Canonical, stage: Stage) -> Dim:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,7 +239,7 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     base, inner = c.base(key)
     if base is key or isinstance(base, Virtual):
         return here
-    inverse = _invert(inner, dims, c.shape(base) or ())
+    inverse = _invert(inner, dims, dict(enumerate(c.shape(base) or ())))
     if inverse is None:
         return here
     below = Source(base, inverse, k)
@@ -253,27 +253,21 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     return below
 
 
-def _invert(inner: Dims, dims: Dims, shape: tuple[Size, ...]) -> Dims | None:
-    """Given a value as dims over a base, and as dims over tokens, return the base over tokens."""
+def _invert(inner: Dims, dims: Dims, sizes: Mapping[int, Size]) -> Dims | None:
+    """Given a value as dims over a base, and as dims over tokens, return the base over tokens.
+
+    sizes: of the axes of the base. The result has a dim for each of them, in their order.
+    """
     pieces: dict[int, list[tuple[Atom, Dim]]] = {}
     for over_base, over_tokens in zip(inner, dims, strict=True):
-        if not over_base:
-            if over_tokens:
-                return None
-            continue
-        sizes = [a.size for a in over_base]
-        split = views.reshape((over_tokens,), sizes)
+        split = views.reshape((over_tokens,), [a.size for a in over_base])
         if split is None or any(a.axis < 0 for a in over_base):
             return None
         for atom, part in zip(over_base, split, strict=True):
             pieces.setdefault(atom.axis, []).append((atom, part))
     out: list[Dim] = []
-    for axis, size in enumerate(shape):
-        if size == 1:
-            out.append(())
-            continue
-        own = pieces.get(axis, [])
-        rest: Size = size
+    for axis, size in sizes.items():
+        own, rest = pieces.get(axis, []), size
         atoms: list[Atom] = []
         while rest != 1:
             index = next(
@@ -303,39 +297,19 @@ def source_over_raw(c: Canonical, made: Any, reader: Any) -> Source | None:
         return None
     lead = made.source.tokens() if made.lead is None else made.lead
     flat = tuple(a for d in lead for a in d)
-    pieces: dict[int, list[tuple[Atom, Atom]]] = {}
-    inner: Size = 1
-    for atom in reversed(flat):
-        pieces.setdefault(atom.axis, []).append((atom, Atom(1, atom.size, inner)))
-        inner = views.times(inner, atom.size)
-    axes: dict[int, Dim] = {}
-    for axis, own in pieces.items():
-        place: list[Atom] = []
-        reached: Size = 1
-        while own:  # the axis again, innermost part first
-            index = next((i for i, (atom, _) in enumerate(own) if atom.inner == reached), None)
-            if index is None:
-                return None
-            atom, there = own.pop(index)
-            place.insert(0, there)
-            reached = views.times(reached, atom.size)
-        axes[axis] = tuple(place)
-    over: list[Dim] = []
-    for dim in made.out_dims:
-        atoms: list[Atom] = []
-        for atom in dim:
-            if atom.axis == FEATURE:
-                atoms.append(Atom(0, atom.size, atom.inner))
-                continue
-            part = views.compose(((Atom(0, atom.size, atom.inner),),), (axes[atom.axis],))
-            if part is None:
-                return None
-            atoms.extend(part[0])
-        over.append(tuple(atoms))
-    seen = views.compose(view, tuple(over))
-    if seen is None:
+    count = views.product([a.size for a in flat])
+    sizes: dict[int, Size] = {}
+    for atom in flat:
+        sizes[atom.axis] = views.times(sizes.get(atom.axis, 1), atom.size)
+    column = () if count == 1 else (Atom(1, count, 1),)
+    axes = _invert((flat,), (column,), sizes)
+    places = dict(zip(sizes, axes or (), strict=False))
+    over = None if axes is None else views.compose(made.out_dims, places)
+    if over is None:
         return None
-    inverse = _invert(seen, reader.source.dims, (made.n, inner))
+    raw = tuple(tuple(a._replace(axis=max(a.axis, 0)) for a in dim) for dim in over)
+    seen = views.compose(view, raw)
+    inverse = None if seen is None else _invert(seen, reader.source.dims, {0: made.n, 1: count})
     if inverse is None:
         return None
     source = Source(owner_of(reader.source.key), inverse, made.n)

@@ -248,6 +248,8 @@ class Canonical:
         # Values computed from constants without a product: a cast, scaled or joined weight.
         self.made: set[Key] = set()
         self.derived: set[fx.Node] = set()
+        # Of those, the ones that a product has a part in.
+        self.multiplied: set[fx.Node] = set()
         # Tensor subclasses among the leaves, by the name of their class.
         self.subclasses: dict[fx.Node, str] = {}
         # Those that hold a quantized weight and can return it as a plain tensor.

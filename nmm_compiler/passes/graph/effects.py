@@ -8,7 +8,7 @@ view operation keeps. An unknown Python callable counts as a writer of all its a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,17 @@ def fetch_attribute(root: nn.Module, target: str) -> Any:
         if value is None:
             return None
     return value
+
+
+def upstream(nodes: Iterable[fx.Node], stops: Collection[Any] = ()) -> list[fx.Node]:
+    """Return nodes and all that they are computed from, but for `stops` and what is behind them."""
+    found = dict.fromkeys(nodes)
+    queue = list(found)
+    for node in queue:
+        new = [n for n in node.all_input_nodes if n not in found and n not in stops]
+        found.update(dict.fromkeys(new))
+        queue += new
+    return queue
 
 
 def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:

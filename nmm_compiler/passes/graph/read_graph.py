@@ -130,9 +130,7 @@ def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
         c.views[node] = (node, ())
         if isinstance(c.values.get(node), (tuple, list)) and _shares_constant(c, node):
             c.constant.add(node)
-        inputs = node.all_input_nodes
-        if inputs and all(n in c.constant or n in c.derived for n in inputs):
-            c.derived.add(node)  # several results, as of a decomposition
+        _note_derived(c, node, False)  # several results, as of a decomposition
         return
     result: Result = None
     try:
@@ -145,9 +143,9 @@ def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
         result = None
         c.virtuals.pop(node, None)
         c.helpers.pop(node, None)
-    inputs = node.all_input_nodes
-    if inputs and all(n in c.constant or n in c.derived for n in inputs):
-        c.derived.add(node)
+    own = (result, *(c.forms.get(key) for key in c.virtuals.get(node, ())))
+    is_product = any(isinstance(form, Product) for form in own)
+    _note_derived(c, node, is_product)
     if isinstance(result, tuple):
         c.views[node] = result
         c.sources[node] = source
@@ -164,12 +162,20 @@ def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
     stored = isinstance(result, Leaf) and result.source != "input"
     if stored or (isinstance(result, Leaf) and c.inputs_are_weights):
         c.constant.add(node)
-    elif inputs and all(map(c.is_weight, inputs)):
+    elif node.all_input_nodes and all(map(c.is_weight, node.all_input_nodes)):
         if c.inputs_are_weights and not isinstance(result, Cast):
             return  # x is among the inputs too
-        products = (result, *(c.forms.get(key) for key in c.virtuals.get(node, ())))
-        if not any(isinstance(form, Product) for form in products) and is_pure(node, c.effects):
+        if not is_product and is_pure(node, c.effects):
             c.made.add(node)
+
+
+def _note_derived(c: Canonical, node: fx.Node, is_product: bool) -> None:
+    """Note a node that constants alone are the source of."""
+    inputs = node.all_input_nodes
+    if inputs and all(n in c.constant or n in c.derived for n in inputs):
+        c.derived.add(node)
+        if is_product or any(n in c.multiplied for n in inputs):
+            c.multiplied.add(node)
 
 
 def _opaque_name(c: Canonical, node: fx.Node) -> str:

@@ -52,6 +52,7 @@ from nmm_compiler.passes.graph.canonical import (
     Virtual,
     owner_of,
 )
+from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import Call, target_name
 from nmm_compiler.passes.graph.views import Dim, Size, identity
 
@@ -75,15 +76,11 @@ _PURE = frozenset(
 
 def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
     """Return the value of a node, or the node because of which it is not known."""
-    cone, waiting = {node}, [node]
-    while waiting:
-        current = waiting.pop()
+    cone = upstream([node])
+    for current in cone:
         unknown = target_name(current) not in _PURE or graph.effects.is_written(current)
         if unknown or _elements(graph, current) > LARGEST_ELEMENTS:
             return current
-        new = [source for source in current.all_input_nodes if source not in cone]
-        cone.update(new)
-        waiting += new
     values: dict[fx.Node, Any] = {}
     with _disable_current_modes(), torch.no_grad():
         for current in graph.graph.nodes:

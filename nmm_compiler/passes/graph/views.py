@@ -12,7 +12,7 @@ Sizes are ints, or sympy expressions for symbolic token dimensions; nothing here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
@@ -166,8 +166,8 @@ def expand(dims: Dims, shape: Sequence[Size]) -> Dims | None:
     return tuple(out)
 
 
-def compose(outer: Dims, inner: Dims) -> Dims | None:
-    """Express `outer`, a view of A, over B, when `inner` is A as a view of B."""
+def compose(outer: Dims, inner: Dims | Mapping[int, Dim]) -> Dims | None:
+    """Express `outer`, a view of A, over B; inner: A as a view of B, a dim for each axis of A."""
     out: list[Dim] = []
     for dim in outer:
         atoms: list[Atom] = []

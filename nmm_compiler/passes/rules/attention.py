@@ -47,7 +47,7 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     Softmax,
 )
-from nmm_compiler.passes.graph.effects import fetch_attribute
+from nmm_compiler.passes.graph.effects import fetch_attribute, upstream
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.graph.read_operations import constant_value, matmul_labels
@@ -119,7 +119,7 @@ class Attention(Rule):
         except NmmError as error:
             return Refusal("no_kernel", str(error), node)
         read = (q, k, v, *angles)
-        inner = _between(node, {*read, mask})
+        inner = upstream([node], {*read, mask})
         fields = ("m", "context", "heads", "d", "window", "rope", "kv_heads", "causal")
         return refuse(graph, inner, node, read) or Match(
             rule=self.name,
@@ -151,14 +151,6 @@ class Attention(Rule):
             executor=editor.options.executor,
         )
         return editor.like(new, match.node)
-
-
-def _between(node: fx.Node, stops: set[Any]) -> list[fx.Node]:
-    """Return the nodes from `stops` to a node, with it: what the call replaces."""
-    found = [node]
-    for current in found:
-        found += [n for n in current.all_input_nodes if n not in stops and n not in found]
-    return found
 
 
 def _stacked(editor: Editor, angles: tuple[fx.Node, ...]) -> fx.Node:
