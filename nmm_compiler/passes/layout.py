@@ -40,7 +40,15 @@ from nmm_compiler.passes.emit.calls import (
 )
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Activation, Add, Canonical, Cast, Scale, owner_of
+from nmm_compiler.passes.graph.canonical import (
+    Activation,
+    Add,
+    Canonical,
+    Cast,
+    Scale,
+    Virtual,
+    owner_of,
+)
 from nmm_compiler.passes.graph.effects import ANYTHING
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dims
@@ -213,6 +221,8 @@ def _read(
     form = c.forms.get(user)
     if not isinstance(form, (Scale, Add, Activation, Cast)) and target_name(user) not in _NAMES:
         return None
+    if isinstance(form, Scale) and isinstance(form.factor, Virtual):
+        return None  # a product with a diagonal matrix, an einsum
     shape, seen = c.shape(user), over_value(c, made, operand)
     if seen is None or not shape or user in c.virtuals or c.shape(operand) != shape:
         return None

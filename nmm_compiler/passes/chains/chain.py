@@ -35,7 +35,6 @@ from nmm_compiler.passes.graph.canonical import (
     Add,
     Canonical,
     Cast,
-    Diagonal,
     Form,
     Key,
     Leaf,
@@ -323,7 +322,8 @@ class Walk:
             if moved is None:
                 return False
             steps.append(dataclasses.replace(step, dims=moved))
-        self.nodes |= {owner_of(self.key)} | path_nodes(c, value)
+        self.nodes |= {owner_of(self.key)} | c.helpers.get(self.key, frozenset())
+        self.nodes |= path_nodes(c, value)
         self.key, self.dims, self.steps = base, dims, steps
         return True
 
@@ -339,12 +339,7 @@ def trace_on(c: Canonical, walk: Walk) -> tuple[Walk, Product] | tuple[Walk, Ref
     while True:
         form = c.forms[walk.key]
         if isinstance(form, Product):
-            diagonal = _diagonal(c, walk, form)
-            if diagonal is None:
-                return walk, form
-            if diagonal is False:
-                return walk, _blocked(c, form, walk.key)
-            continue
+            return walk, form
         if isinstance(form, Cast) and _is_wider_for_a_while(c, walk.key):
             found: tuple[Key, list[Step]] | None = form.value, []
         else:
@@ -405,42 +400,6 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
                 step = _step_over(c, "bias", addend, key, sign)
                 if step is not None and not isinstance(c.form(value), Leaf):
                     return value, [step, Step("scale", own)]
-    return None
-
-
-def _diagonal(c: Canonical, walk: Walk, form: Product) -> bool | None:
-    """Fold a product with diag(s); None when the product is none, False when it does not fold."""
-    for value, other, own, labels in (
-        (form.lhs, form.rhs, form.lhs_labels, form.rhs_labels),
-        (form.rhs, form.lhs, form.rhs_labels, form.lhs_labels),
-    ):
-        diagonal = c.form(other)
-        if not isinstance(diagonal, Diagonal) or len(labels) != 2:
-            continue
-        if not c.is_weight(diagonal.vector):
-            return False
-        inside = [i for i, label in enumerate(own) if label in labels]
-        new = next((x for x in labels if x not in own), None)
-        if len(inside) != 1 or new is None:
-            return False
-        moved = tuple(own.index(x) if x != new else inside[0] for x in form.out_labels)
-        shape = c.shape(value)
-        if shape is None:
-            return False
-        identity = views.identity(shape)
-        renamed = tuple(identity[i] for i in moved)
-        dims = views.compose(walk.dims, renamed)
-        steps = [views.compose(s.dims, renamed) for s in walk.steps]
-        if dims is None or any(s is None for s in steps):
-            return False
-        walk.dims = dims
-        walk.steps = [
-            dataclasses.replace(s, dims=d or ()) for s, d in zip(walk.steps, steps, strict=True)
-        ]
-        walk.steps.append(Step("vector", 1.0, diagonal.vector, (identity[inside[0]],)))
-        walk.nodes |= path_nodes(c, other) | {owner_of(c.base(other)[0])}
-        walk.nodes |= c.helpers.get(walk.key, frozenset())
-        return bool(walk.descend(c, value))
     return None
 
 
@@ -815,7 +774,6 @@ def read_with_function(
         return None
     if isinstance(function, Norm) and not _is_over_rank(c, walk, second, function):
         return None
-    walk.nodes |= c.helpers.get(walk.key, frozenset())
     if not walk.descend(c, function.value):
         return None
     walk, first = trace_on(c, walk)

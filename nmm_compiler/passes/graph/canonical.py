@@ -358,10 +358,29 @@ class Canonical:
         """Add an intermediate value of `owner`."""
         dtype = self.dtype(owner)
         assert dtype is not None
+        form = self.without_diagonal(owner, form)
         key = Virtual(owner, label, shape, dtype)
         self.virtuals.setdefault(owner, []).append(key)
         self.define(key, form, shape)
         return key
+
+    def without_diagonal(self, owner: fx.Node, form: Form) -> Form:
+        """Return a product with diag(s) as the scale that it is; other forms as they are."""
+        sides = []
+        if isinstance(form, Product):
+            sides = [(form.lhs, form.lhs_labels, form.rhs, form.rhs_labels),
+                     (form.rhs, form.rhs_labels, form.lhs, form.lhs_labels)]  # fmt: skip
+        for value, own, other, labels in sides:
+            diagonal = self.form(other)
+            inside = [label for label in labels if label in own]
+            if not isinstance(diagonal, Diagonal) or len(inside) != 1 or len(labels) != 2:
+                continue
+            renamed = {inside[0]: sum(labels) - inside[0]}
+            if form.out_labels == tuple(renamed.get(label, label) for label in own):
+                (along,) = views.identity(self.shape(diagonal.vector) or ())
+                dims = tuple(along if label in inside else () for label in own)
+                return Scale(value, self.viewed(owner, "diagonal", diagonal.vector, dims))
+        return form
 
     def attribute(self, owner: fx.Node, name: str, tensor: torch.Tensor) -> Virtual:
         """Add a parameter of the module that `owner` calls."""

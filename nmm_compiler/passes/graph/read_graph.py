@@ -135,6 +135,8 @@ def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
     result: Result = None
     try:
         result = _read(c, spelled, node)
+        if isinstance(result, Product):
+            result = c.without_diagonal(node, result)
         if isinstance(result, tuple):
             source = result[0]
             result = _over_base(c, node, *result)
