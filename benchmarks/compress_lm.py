@@ -31,7 +31,7 @@ from torch import nn
 
 import nmm_compiler
 from nmm_compiler.cli import models
-from nmm_compiler.cli.demo_models import manual_split
+from nmm_compiler.cli.demo import manual_split
 from nmm_compiler.lowrank_models.apply import calibrate, compress
 from nmm_compiler.lowrank_models.factorize import balance, factorize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import models, values
 from nmm_compiler.cli.cache import open_store
-from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
@@ -70,8 +71,7 @@ def build(
     push: Annotated[
         bool, typer.Option("--push", help="then send all entries to NMM_REMOTE_CACHE")
     ] = False,
-    as_json: values.AsJson = False,
-) -> None:
+) -> Answer:
     """Build every kernel that a model launches into the cache; what is there is left alone.
 
     After a kill or Ctrl-C the same command goes on where it was. Entries of an archive are code
@@ -81,9 +81,8 @@ def build(
 
     Example: nmm build specs.jsonl --search candidates --on ray://head:10001 --archive kernels.tar
     """  # fmt: skip
-    if wanted.endswith(_ARCHIVE):
-        _take(Path(wanted))
-        return
+    if wanted.endswith(_ARCHIVE):  # taken after sha256 and lint of each; all of it or nothing
+        return _moved(lambda store: store.import_(Path(wanted)), "taken", wanted)
     from nmm_compiler.codegen.build_many import fill
     from nmm_compiler.options import cache_dir
 
@@ -92,57 +91,48 @@ def build(
     with steps(f"reading {wanted}") as step, _executor(on, jobs) as executor:
         kernels = _kernels(wanted, target, ratio, tokens, tp, step)
         if to_list is not None:
-            rows = ({"family": s.family, "spec": s.to_dict(), "target": t} for s, t in kernels)
+            rows = [{"family": s.family, "spec": s.to_dict(), "target": t} for s, t in kernels]
             write_text(to_list, "".join(f"{json.dumps(row)}\n" for row in rows))
-            show(f"{counted(len(kernels), 'kernel')}: {to_list}")
-            return
+            return Answer(rows, [f"{counted(len(kernels), 'kernel')}: {to_list}"])
         tuned: list[Any] = []
         if search is not None:
             from nmm_compiler.codegen.tune import tune
 
             tuned = tune(kernels, executor=executor, jobs=jobs, progress=step)
         filled = fill(kernels, jobs=jobs, progress=step)
-    if archive is not None or push:
-        _send(archive)
-    if as_json:
-        plain = [one.to_dict() for one in tuned]
-        show_json({**filled.to_dict(), "cache": str(cache_dir()), "tuned": plain})
-    else:
-        if tuned:
-            head = ("kernel", "on", "schedules", "timed now", "default us", "tuned us", "gain")
-            shown = [
-                (one.kernel, one.target, f"{one.candidates:,}", f"{one.simulated:,}",
-                 f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.gain:.3f}x")
-                for one in tuned
-            ]  # fmt: skip
-            show([Grid.of(head, shown, right=head[2:]), Line("predicted, not measured")])
-        show(f"{filled}; cache: {cache_dir()}")
-        for failed in filled.failed:
-            show(f"failed: {failed.kernel} for {failed.target}: {failed.reason}", style="red")
-    if filled.failed:
-        raise typer.Exit(1)
+    sent = [_moved(Store.push, "sent", "the shared cache", "ro")] if push else []
+    if archive is not None:
+        out = archive
+        sent += [_moved(lambda store: store.export(out), f"written to {out}", out, "ro")]
+    head = ("kernel", "on", "schedules", "timed now", "default us", "tuned us", "gain")
+    shown = [
+        (one.kernel, one.target, f"{one.candidates:,}", f"{one.simulated:,}",
+         f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.gain:.3f}x")
+        for one in tuned
+    ]  # fmt: skip
+    table = [Grid.of(head, shown, right=head[2:]), Line("predicted, not measured")]
+    return Answer(
+        {**filled.to_dict(), "cache": str(cache_dir()), "tuned": [one.to_dict() for one in tuned]},
+        [
+            *([table] if tuned else []),
+            *(text for one in sent for text in one.shown),
+            f"{filled}; cache: {cache_dir()}",
+            *(f"failed: {one.kernel} for {one.target}: {one.reason}" for one in filled.failed),
+        ],
+        passed=not filled.failed,
+    )
 
 
-def _take(archive: Path) -> None:
-    """Take the entries of an archive, after sha256 and lint of each; all of it or nothing."""
+def _moved(
+    move: Callable[[Store], int], said: str, place: str | Path, mode: str | None = None
+) -> Answer:
+    """Take entries into the cache or send them; say how many and what was done with them."""
+    store = open_store(mode)
     try:
-        taken = open_store().import_(archive)
-    except OSError as error:
-        raise CacheError(f"{archive} cannot be imported: {error}") from error
-    show(f"{counted(taken, 'entry', 'entries')} taken")
-
-
-def _send(archive: Path | None) -> None:
-    """Write all entries to an archive, or send them to the declared remote cache."""
-    store = open_store("ro")
-    try:
-        if archive is None:
-            said = f"{counted(store.push(), 'entry', 'entries')} sent"
-        else:
-            said = f"{counted(store.export(archive), 'entry', 'entries')} written to {archive}"
+        count = move(store)
     except (OSError, ImportError, ValueError) as error:  # what filesystems and fsspec raise
-        raise CacheError(f"cannot write to {archive or store.remote}: {error}") from error
-    show(said, stderr=True)
+        raise CacheError(f"entries cannot be {said.split()[0]}: {place}: {error}") from error
+    return Answer({"entries": count}, [f"{counted(count, 'entry', 'entries')} {said}"])
 
 
 def _executor(on: str, jobs: int | None) -> AbstractContextManager[Any]:

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nmm_compiler.cache.key import short
+from nmm_compiler.cache.key import Key, short
 from nmm_compiler.cli import values
-from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.cli.show import Answer, show
 from nmm_compiler.errors import CacheError, NmmError
-from nmm_compiler.report.parts import Grid, Line
+from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.text import counted
 
 if TYPE_CHECKING:
     from nmm_compiler.cache.entry import Entry
     from nmm_compiler.cache.explain import Info
-    from nmm_compiler.cache.key import Key
     from nmm_compiler.cache.store import Store
 
 
@@ -35,8 +34,7 @@ def list_(
             autocompletion=values.entries,
         ),
     ] = None,
-    as_json: values.AsJson = False,
-) -> None:
+) -> Answer:
     """List the kernels, most recently used first, and count the predicted times.
 
     Of one entry: its key, what was predicted for it, its files, and how its key differs from the
@@ -49,37 +47,37 @@ def list_(
     store = open_store("ro")
     if entry is None:
         infos = list(store.entries())
-        if as_json:
-            show_json([_plain(info.digest, info.entry) | _of_file(info) for info in infos])
-        else:
-            _show_all(store, infos)
-        return
+        each = [
+            _plain(info.digest, info.entry)
+            | {"state": info.state, "size_bytes": info.size_bytes, "used": info.used}
+            for info in infos
+        ]
+        return Answer(each, [_of_all(store, infos)])
     wanted = _key(Path(entry)) if Path(entry).is_file() else store.show(entry).key
     explained = store.explain(wanted)
     changes = [list(change) for change in explained.changes]
     differs = Grid.of(("differs in", "this key", "nearest entry"), changes)
     if not explained.state:
-        said = {"said": explained.verdict(), "differs": changes}
-        show_json(said) if as_json else show([Line(explained.verdict()), differs])
-        return
+        said = explained.verdict()
+        return Answer({"said": said, "differs": changes}, [[Line(said), differs]])
     kept = store.show(wanted.digest)
-    if as_json:
-        plain = _plain(wanted.digest, kept)
-        show_json({**plain, "path": str(kept.path), "differs": changes})
-        return
-    tables = {"key": kept.key.to_dict(), "meta": kept.meta, "created": kept.created}
-    show(f"entry  {wanted.digest}\npath   {kept.path}\n")
-    show([
-        *(_table(title, data) for title, data in tables.items()),
-        *(Line(f"{n}: {counted(len(t.splitlines()), 'line')}") for n, t in kept.files.items()),
-        differs,
-    ])  # fmt: skip
+    tables = [
+        Grid.of((title, ""), [(n, v if isinstance(v, str) else json.dumps(v)) for n, v in held])
+        for title, held in (
+            ("key", kept.key.to_dict().items()),
+            ("meta", kept.meta.items()),
+            ("created", kept.created.items()),
+        )
+    ]
+    files = [Line(f"{n}: {counted(len(t.splitlines()), 'line')}") for n, t in kept.files.items()]
+    return Answer(
+        {**_plain(wanted.digest, kept), "path": str(kept.path), "differs": changes},
+        [f"entry  {wanted.digest}\npath   {kept.path}\n", [*tables, *files, differs]],
+    )
 
 
 def _key(path: Path) -> Key:
     """Return the key of a JSON file: named entries, or what --json prints of an entry."""
-    from nmm_compiler.cache.key import Key
-
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -97,48 +95,36 @@ def _plain(digest: str, entry: Entry | None) -> dict[str, Any]:
     }
 
 
-def _of_file(info: Info) -> dict[str, Any]:
-    return {"state": info.state, "size_bytes": info.size_bytes, "used": info.used}
-
-
-def _table(title: str, data: Mapping[str, Any]) -> Grid:
-    plain = ((n, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False))
-             for n, v in data.items())  # fmt: skip
-    return Grid.of((title, ""), list(plain))
-
-
-def _show_all(store: Store, infos: Sequence[Info]) -> None:
-    """Show the kernels, one a row: the fields of the keys that are not the same in all of them."""
+def _of_all(store: Store, infos: Sequence[Info]) -> list[Part]:
+    """Return the kernels, one a row: the fields of the keys that are not the same in all."""
     kept = [i for i in infos if i.entry is None or "price" not in i.entry.key.to_dict()]
-    fields = [info.entry.key.fields().items() for info in kept if info.entry is not None]
-    same = set.intersection(*map(set, fields)) if len(fields) > 1 else set()
+    fields = {info.digest: set(info.entry.key.fields().items()) for info in kept if info.entry}
+    same = set.intersection(*fields.values()) if len(fields) > 1 else set()
 
     def label(pairs: set[Any]) -> str:
         return " ".join(f"{name}={short(value)}" for name, value in sorted(pairs))
 
     rows = [
-        (
-            info.digest[:12], _size(info.size_bytes),
-            f"{(time.time() - info.used) / 3600:,.1f} h ago",
-            (label(info.entry.key.fields().items() - same) if info.entry else "") or info.state,
-        )
+        (info.digest[:12], _size(info.size_bytes),
+         f"{(time.time() - info.used) / 3600:,.1f} h ago",
+         label(fields.get(info.digest, set()) - same) or info.state)
         for info in kept
     ]  # fmt: skip
     priced = len(infos) - len(kept)
     total = f"{counted(len(infos), 'entry', 'entries')}, {_size(sum(i.size_bytes for i in infos))}"
     table = Grid.of(("entry", "size", "used", "key"), rows, right=("size", "used"))
-    show([
+    return [
         Line(str(store.directory)),
         *([table] if rows else []),
         *([Line(f"in all: {label(same)}")] if same else []),
         *([Line(f"{counted(priced, 'predicted time')}: --json lists them")] if priced else []),
         Line(f"{total} of {_size(store.max_bytes)}"),
-    ])  # fmt: skip
+    ]
 
 
 def verify(
     quick: Annotated[bool, typer.Option("--quick", help="sha256 only, build nothing")] = False,
-) -> None:
+) -> Answer:
     """Build every kernel again and compare the bytes; ends with 1 when something differs.
 
     Example: nmm cache verify --quick
@@ -147,11 +133,12 @@ def verify(
     states = [row.state.partition(":")[0] for row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     bad = [row for row in rows if not row.state.startswith(("same", "skipped"))]
-    show(f"{counted(len(rows), 'entry', 'entries')}: {counts or 'nothing to verify'}")
-    for row in bad:
-        show(f"{row.digest[:12]}  {row.state}")
-    if bad:
-        raise typer.Exit(1)
+    said = f"{counted(len(rows), 'entry', 'entries')}: {counts or 'nothing to verify'}"
+    return Answer(
+        {row.digest: row.state for row in rows},
+        [said, *(f"{row.digest[:12]}  {row.state}" for row in bad)],
+        passed=not bad,
+    )
 
 
 def clear(
@@ -197,19 +184,17 @@ def _rebuild(entry: Entry) -> dict[str, str] | None:
     try:
         family = FAMILIES[key["family"]]
         spec = family.spec_class.from_dict(key["spec"])
-        target = get(key["target"])
         fixed = isinstance(key["schedule"], dict)
         schedule = family.schedule_class.from_dict(key["schedule"]) if fixed else None
-        budget = int(key["instruction_budget"])
-        dialect = str(key["dialect"])
-        now = kernel_key(spec, target, schedule, budget, dialect)
+        budget, dialect = int(key["instruction_budget"]), str(key["dialect"])
+        asked = (spec, get(key["target"]), schedule)
+        now = kernel_key(*asked, budget, dialect)
     except (KeyError, TypeError, NmmError):
         return None  # families, fields and targets that this version does not have
     if now != entry.key:
         return None
     options = Options(cache="off", instruction_budget=budget)
-    built = build_kernel(spec, target, schedule, dialect=dialect, options=options)
-    return {SOURCE_FILE: built.source}
+    return {SOURCE_FILE: build_kernel(*asked, dialect=dialect, options=options).source}
 
 
 def _size(count: int) -> str:

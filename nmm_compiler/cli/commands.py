@@ -1,9 +1,17 @@
-"""Registers the commands of `nmm`, each from a file of its own."""
+"""Registers the commands of `nmm`, each from a file of its own.
+
+A command that returns an `Answer` gets the option --json, and the exit code 1 where its check did
+not pass. With --json standard output is the JSON alone: all else that is printed goes to standard
+error.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -23,6 +31,7 @@ from nmm_compiler.cli import (
     kernel_files,
     lint,
     plan,
+    values,
 )
 from nmm_compiler.version import VERSION
 
@@ -65,13 +74,35 @@ def _group(help_: str, epilog: str, **more: Any) -> typer.Typer:
                        pretty_exceptions_enable=False, rich_markup_mode="rich", **more)  # fmt: skip
 
 
-def _add(group: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
+def _add(group: typer.Typer, command: Callable[..., Any], name: str | None = None) -> None:
     """Add a command: an empty line of its docstring ends a paragraph."""
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+    takes = inspect.signature(command, eval_str=True)
     # Who takes typer's context reads the words that no option takes.
-    rest = "typer.Context" in inspect.get_annotations(command).values()
+    rest = typer.Context in [one.annotation for one in takes.parameters.values()]
     settings = {"allow_extra_args": rest, "ignore_unknown_options": rest}
+    if "Answer" in str(takes.return_annotation):
+        command = _answering(command, takes)
     group.command(name, cls=Command, help=text, context_settings=settings)(command)
+
+
+def _answering(command: Callable[..., Any], takes: inspect.Signature) -> Callable[..., None]:
+    """Return a command with --json that prints the answer of another one and ends as it says."""
+
+    @functools.wraps(command)
+    def run(*, as_json: bool, **given: Any) -> None:
+        with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+            answer = command(**given)
+        answer.say(as_json)
+        if not answer.passed:
+            raise typer.Exit(1)
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    json = inspect.Parameter("as_json", kind, default=False, annotation=values.AsJson)
+    parameters = [*takes.parameters.values(), json]
+    setattr(run, "__signature__", takes.replace(parameters=parameters))  # noqa: B010
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
 
 
 app = _group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from nmm_compiler.report.headline import not_told
 from nmm_compiler.report.parts import Grid, Line, Part, Section
@@ -18,26 +19,31 @@ def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
     first, *_ = found.values()
     best = min(found, key=lambda name: found[name].latency_us)
     gain = first.latency_us / found[best].latency_us
-    lines: dict[str, dict[str, float]] = {}
-    operations: dict[str, dict[str, float]] = {}
-    for name, profile in found.items():
-        for line in by_line(profile.timeline):
-            text = f"{line.line:>4} {statement(line.file, line.line) or line.name}"
-            row = lines.setdefault(text, {})
-            row[name] = row.get(name, 0.0) + line.path_us
-        for share in by_instruction(profile.timeline):
-            row = operations.setdefault(f"{share.name} on {share.engine}", {})
-            row[name] = row.get(name, 0.0) + share.path_us
     error = max(found[best].error_band.mean, first.error_band.mean)
     headline = f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}, "
     if found[best] is not first:
         headline += not_told(gain, error, "the first")
+    lines, operations = (
+        {name: _path_us(parts(profile.timeline), label) for name, profile in found.items()}
+        for parts, label in (
+            (by_line, lambda x: f"{x.line:>4} {statement(x.file, x.line) or x.name}"),
+            (by_instruction, lambda x: f"{x.name} on {x.engine}"),
+        )
+    )
     return [
         Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
         _figures(found, first),
-        Section("critical us of each source line", (_differences(found, lines, "source line"),)),
-        Section("critical us of each instruction", (_differences(found, operations, "what"),)),
+        Section("critical us of each source line", (_differences(lines, "source line"),)),
+        Section("critical us of each instruction", (_differences(operations, "what"),)),
     ]
+
+
+def _path_us(parts: Any, label: Any) -> dict[str, float]:
+    """Return the time on the critical path of each label."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        sums[label(part)] = sums.get(label(part), 0.0) + part.path_us
+    return sums
 
 
 def _figures(found: Mapping[str, Profile], first: Profile) -> Grid:
@@ -55,19 +61,17 @@ def _figures(found: Mapping[str, Profile], first: Profile) -> Grid:
     return Grid.of(head, rows, right=head[:-1])
 
 
-def _differences(
-    found: Mapping[str, Profile], table: Mapping[str, Mapping[str, float]], what: str
-) -> Grid:
+def _differences(found: Mapping[str, Mapping[str, float]], what: str) -> Grid:
     """Return the rows that differ most."""
 
-    def spread(row: Mapping[str, float]) -> float:
-        figures = [row.get(name, 0.0) for name in found]
+    def spread(text: str) -> float:
+        figures = [each.get(text, 0.0) for each in found.values()]
         return max(figures) - min(figures)
 
-    ranked = sorted(table.items(), key=lambda item: -spread(item[1]))[:_ROWS]
+    texts = dict.fromkeys(text for each in found.values() for text in each)
     rows = [
-        (*(f"{row[name]:.2f}" if name in row else "-" for name in found), text)
-        for text, row in ranked
+        (*(f"{each[text]:.2f}" if text in each else "-" for each in found.values()), text)
+        for text in sorted(texts, key=spread, reverse=True)[:_ROWS]
     ]
     head = tuple(name.rpartition("/")[2] for name in found)
     return Grid.of((*head, what), rows, right=head)

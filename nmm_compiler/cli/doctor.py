@@ -7,13 +7,13 @@ import itertools
 import json
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
-from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import CacheError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid, Line
@@ -47,8 +47,7 @@ def doctor(
             "--out", "-o", help_="of --device: the verdicts; of --fit: the target, a .json"
         ),
     ] = None,
-    as_json: values.AsJson = False,
-) -> None:
+) -> Answer:
     """Print versions, targets, the cache directory and the Neuron packages found.
 
     With --device on a Neuron device the verdicts are kept beside the kernel cache, and kernels do
@@ -62,32 +61,32 @@ def doctor(
     Example: nmm doctor --fit verdicts.json --out my-trn2.json
     """
     if fit is not None:
-        _fit(fit, out, as_json)
-        return
+        return _fit(fit, out)
     if device:
-        _climb(out, as_json)
-        return
+        return _climb(out)
     if out is not None:
         raise typer.BadParameter("--out is of --device and --fit; add one")
     from nmm_compiler.cache.store import Store
     from nmm_compiler.runtime import machine
 
-    rows = [("Python", platform.python_version())]
-    rows += [(f"{package} ({role})", _version(package)) for package, role in _PACKAGES]
-    for name in targets.names():
-        default = " (default)" if name == options.Options().target else ""
-        rows.append((f"target {name}{default}", targets.get(name).summary))
-    rows.append(("cache", f"{options.cache_dir()}, mode {options.cache_mode()}"))
     try:
-        rows.append(("cache state", str(Store.open())))
+        state = str(Store.open())
     except CacheError as error:
-        rows.append(("cache state", f"not used, kernels are kept in memory: {error}"))
-    rows.append(("verdicts", _without()))
-    rows += list(machine.probe().rows())
-    if as_json:
-        show_json({"nmm_compiler": VERSION, **dict(rows)})
-    else:
-        show([Line(f"nmm_compiler {VERSION}"), Grid.of(("what", "found"), rows)])
+        state = f"not used, kernels are kept in memory: {error}"
+    first = options.Options().target
+    rows = [
+        ("Python", platform.python_version()),
+        *((f"{package} ({role})", _version(package)) for package, role in _PACKAGES),
+        *((f"target {name}{' (default)' if name == first else ''}", targets.get(name).summary)
+          for name in targets.names()),
+        ("cache", f"{options.cache_dir()}, mode {options.cache_mode()}"),
+        ("cache state", state),
+        ("verdicts", _without()),
+        *machine.probe().rows(),
+    ]  # fmt: skip
+    table = Grid.of(("what", "found"), rows)
+    said = Line(f"nmm_compiler {VERSION}")
+    return Answer({"nmm_compiler": VERSION, **dict(rows)}, [[said, table]])
 
 
 def _without() -> str:
@@ -102,7 +101,7 @@ def _without() -> str:
     return f"{options.verdict_file() or 'off'}: {', '.join(found) or 'nothing differs'}"
 
 
-def _fit(verdicts: Path, out: Path | None, as_json: bool) -> None:
+def _fit(verdicts: Path, out: Path | None) -> Answer:
     """Fit a target's constants to the times of a device; write and print them."""
     from nmm_compiler.device.calibrated_target import calibrate
     from nmm_compiler.targets.this_machine import FILE
@@ -112,37 +111,25 @@ def _fit(verdicts: Path, out: Path | None, as_json: bool) -> None:
     found = calibrate(verdicts)
     if out is not None:
         outputs.write_text(out, json.dumps(found.file(), indent=1) + "\n")
-    if as_json:
-        show_json(found.to_dict())
-    else:
-        use = [Line(f"use it with --target {out}")] if out is not None else []
-        show([*found.parts(), *use])
+    use = [Line(f"use it with --target {out}")] if out is not None else []
+    return Answer(found.to_dict(), [[*found.parts(), *use]])
 
 
-def _climb(out: Path | None, as_json: bool) -> None:
-    """Run the device checks with progress and print them; exit code 1 when one does not pass."""
+def _climb(out: Path | None) -> Answer:
+    """Run the device checks with progress; one that does not pass is no success."""
     from nmm_compiler.device.ladder import RUNGS, climb
     from nmm_compiler.targets.this_machine import DEVICE
 
     with steps("rungs") as step:
         count = itertools.count(1)
-
-        def on_rung(rung: Any) -> None:
-            step(rung.name, next(count), len(RUNGS))
-
-        ladder = climb(on_rung=on_rung)
+        ladder = climb(on_rung=lambda rung: step(rung.name, next(count), len(RUNGS)))
     kept_at = options.verdict_file(to_write=True) if ladder.executor == DEVICE else None
     place = out or kept_at
     if place is not None:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         outputs.write_text(place, ladder.to_json() + "\n")
-    if as_json:
-        show_json(ladder.to_dict())
-    else:
-        kept = [Line(f"verdicts written to {place}")] if place is not None else []
-        show([*ladder.parts(), *kept])
-    if not ladder.passed:
-        raise typer.Exit(1)
+    kept = [Line(f"verdicts written to {place}")] if place is not None else []
+    return Answer(ladder.to_dict(), [[*ladder.parts(), *kept]], passed=ladder.passed)
 
 
 def _version(package: str) -> str:

@@ -21,7 +21,7 @@ def evaluate(
 
     Example: nmm eval ./llama-lowrank --tasks arc_easy,wikitext --limit 200 --batch_size 8
     """
-    models.check_directory(model)
+    models.check(model, directory=True)
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingPackageError("lm_eval", "nmm eval", "eval")
     given = f"pretrained={model},trust_remote_code=True"

@@ -7,23 +7,18 @@ it; without a page the closed form answers at once.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import show, write_html
+from nmm_compiler.cli.show import Answer, write_html
 from nmm_compiler.errors import NmmError
-from nmm_compiler.lowrank_models.progress import Step, steps
+from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.parts import Grid, Line, Part, Section
+from nmm_compiler.report.parts import Line, Part, Section
 
 if TYPE_CHECKING:
     from nmm_compiler.backend.report import CompileReport
-    from nmm_compiler.codegen.build import Kernel
-
-_PHASES_OF_KERNELS = 12
-_FIGURES = ("fused", "separate", "dense")
 
 
 def explain(
@@ -40,13 +35,12 @@ def explain(
         float | None,
         values.option(values.share, "SHARE", "factorize first, this share of parameters removed"),
     ] = None,
-    as_json: values.AsJson = False,
     html: values.Html = None,
     repro: Annotated[
         Path | None,
         values.output_option(help_="write a script that rewrites the first match and checks it"),
     ] = None,
-) -> None:
+) -> Answer:
     """Dry run of the passes over every graph of a model; nothing is compiled.
 
     With --html the model is compiled too, for a page: graphs, kernels, timelines, sources,
@@ -78,22 +72,21 @@ def explain(
         options: Any = {"target": target, "rules": [*own, *(["+simulated"] if html else [])]}
         result = run(loaded, dict(inputs), options=options)
         if html is not None:
-            page.append(Section("what is fused and what is not", tuple(result.parts())))
             step("compiling, building kernels")
-            top, *rest = _compiled(loaded, inputs, options, step)
-            page = [top, *page, *rest]
-    print(result.to_json(indent=2)) if as_json else show(str(result))
-    if result.opportunities and (Path(model) / "config.json").is_file() and not as_json:
-        show(f"next: nmm plan {model} says what low rank would gain, for whole models")
+            top, *rest = _compiled(loaded, inputs, options)
+            matched = Section("what is fused and what is not", tuple(result.parts()))
+            page = [top, *page, matched, *rest]
     if repro is not None:
         write_text(repro, result.reproducer(target=target))
+    said = [str(result)]
+    if result.opportunities and (Path(model) / "config.json").is_file():
+        said.append(f"next: nmm plan {model} says what low rank would gain, for whole models")
     if html is not None:
-        write_html(f"{model} on {target}", page, html, said=not as_json)
+        write_html(f"{model} on {target}", page, html)
+    return Answer(result.to_dict(), said)
 
 
-def _compiled(
-    loaded: Any, inputs: dict[str, Any], options: dict[str, Any], step: Step
-) -> list[Part]:
+def _compiled(loaded: Any, inputs: dict[str, Any], options: dict[str, Any]) -> list[Part]:
     """Compile and run a model; return what the page says of its graphs and kernels."""
     import torch
 
@@ -104,34 +97,7 @@ def _compiled(
     given = {**options, "report": reports.append, "inner": "eager"}
     with torch.no_grad():
         torch.compile(loaded, backend="nmm", options=given)(**inputs)
-    kernels = [kernel for one in reports for kernel in one.built][:_PHASES_OF_KERNELS]
-    calls = {line.name: line.calls for one in reports for line in one.kernels}
-    rows = []
-    for i, kernel in enumerate(kernels):
-        step("predicting prefill and decode", i, len(kernels))
-        cells = _phases(kernel, options["target"])
-        rows.append((kernel.spec.short(), calls[kernel.name], *cells))
-    head = ("kernel", "calls", *(f"{one} us" for one in _FIGURES),
-            *(f"1 token: {one} us" for one in _FIGURES))  # fmt: skip
-    table = Grid.of(head, rows, right=head[1:])
-    top, *rest = compile_parts(reports)
-    return [top, Section("each kernel against separate and dense products", (table,)), *rest]
-
-
-def _phases(kernel: Kernel, target: str) -> list[str]:
-    """Return a kernel's predicted latencies, for its tokens and for one token."""
-    from nmm_compiler.prices.ways import ways
-
-    given: Any = kernel.spec
-    cells: list[str] = []
-    for spec in (given, dataclasses.replace(given, m=1)):
-        try:
-            times = ways(spec, target, source="simulated")
-            figures = [getattr(times, name) for name in _FIGURES]
-        except NmmError:  # one token may have no legal kernel
-            figures = [None] * len(_FIGURES)
-        cells += ["-" if us is None else f"{us:.1f}" for us in figures]
-    return cells
+    return compile_parts(reports)
 
 
 def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], target: str) -> Part:

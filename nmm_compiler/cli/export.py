@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import show
+from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid
@@ -37,7 +37,7 @@ def export(
     ] = "args",
     tokens: values.Tokens = 64,
     target: values.Target = "trn2",
-) -> None:
+) -> Answer:
     """Rewrite a model and write it as MLIR, with a manifest and the NKI source of each kernel.
 
     Example: nmm export all-MiniLM-L6-v2 --dialect stablehlo -o encoder.mlir
@@ -61,14 +61,12 @@ def export(
             options={"target": target},
         )
     written = module.save(output)
-    rows = []
-    for kernel in module.kernels:
-        families = ", ".join(dict.fromkeys(launch.family for launch in kernel.launches))
-        rows.append((kernel.name, len(kernel.calls), len(kernel.sources), families))
-    if module.kernels:
-        head = ("kernel", "calls", "sources", "family")
-        show([Grid.of(head, rows, right=("calls", "sources"))])
-    else:
-        show(f"nothing was fused; `nmm explain {model}` says why")
-    for path in written:
-        show(f"wrote {path}")
+    rows = [
+        (kernel.name, len(kernel.calls), len(kernel.sources),
+         ", ".join(dict.fromkeys(launch.family for launch in kernel.launches)))
+        for kernel in module.kernels
+    ]  # fmt: skip
+    table = Grid.of(("kernel", "calls", "sources", "family"), rows, right=("calls", "sources"))
+    nothing = f"nothing was fused; `nmm explain {model}` says why"
+    files = [f"wrote {path}" for path in written]
+    return Answer(module.manifest(), [[table] if rows else nothing, *files])

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.show import show, show_json
+from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import SpecError, UnknownNameError
-from nmm_compiler.report.parts import Line, Section
+from nmm_compiler.report.parts import Code, Line, Section
 
 _FIXED = {"variant", "family"}
 
@@ -47,8 +47,7 @@ def kernel(
     schedules: Annotated[
         bool, typer.Option("--schedules", help="print the chosen schedule and runners-up")
     ] = False,
-    as_json: values.AsJson = False,
-) -> None:
+) -> Answer:
     """Write the NKI kernel of one shape; print where it is, its schedule and predicted profile.
 
     Every field of the family's spec is an option: sizes (--m tokens, --k inputs, --r rank, --n
@@ -71,37 +70,33 @@ def kernel(
     profile = built.profile()
     proof = prove(built) if check else None
     choices = choose(spec, target) if schedules else ()
-    if as_json:
-        show_json({
+    path = str(built.path) if built.path.is_file() else None
+    rows = [
+        ("spec", built.spec), ("schedule", built.schedule),
+        ("dialect", TITLES[built.dialect] or None),
+        ("predicted", profile.summary()), *(("note", note) for note in spec.notes()),
+        ("check", proof),
+    ]  # fmt: skip
+    return Answer(
+        {
             "name": built.name, "dialect": built.dialect, "spec": built.spec.to_dict(),
-            "schedule": built.schedule.to_dict(), "profile": profile.to_dict(),
-            "path": str(built.path) if built.path.is_file() else None,
+            "schedule": built.schedule.to_dict(), "profile": profile.to_dict(), "path": path,
             "schedules": [
                 {"schedule": c.schedule.to_dict(), "closed_form_us": c.cost_us,
                  "simulated_us": c.simulated_us, "instructions": c.instructions}
                 for c in choices
             ],
             "proof": None if proof is None else proof.to_dict(),
-        })  # fmt: skip
-    else:
-        place = str(built.path) if built.path.is_file() else "in memory only: use --print"
-        rows = [
-            ("spec", built.spec), ("schedule", built.schedule),
-            ("dialect", TITLES[built.dialect] or None),
-            ("predicted", profile.summary()), *(("note", note) for note in spec.notes()),
-        ]  # fmt: skip
-        show(f"source    {place}")  # a line of its own: no path is broken
-        show([
-            *(Line(f"{name:<9} {value}", hang=10) for name, value in rows if value is not None),
-            profile.overview()[-1],
-            *([Section("schedules", (schedule_table(choices),))] if schedules else []),
-        ])  # fmt: skip
-        if print_source:
-            print(built.source, end="")
-        if proof is not None:
-            show([Line(f"check     {proof}", hang=10)], style="green" if proof.passed else "red")
-    if proof is not None and not proof.passed:
-        raise typer.Exit(1)
+        },
+        [
+            f"source    {path or 'in memory only: use --print'}",  # no path is broken
+            [*(Line(f"{name:<9} {value}", hang=10) for name, value in rows if value is not None),
+             profile.overview()[-1],
+             *([Section("schedules", (schedule_table(choices),))] if schedules else [])],
+            *([[Code(built.source)]] if print_source else []),
+        ],
+        passed=proof is None or proof.passed,
+    )  # fmt: skip
 
 
 def _fields(family: str) -> dict[str, dataclasses.Field[Any]]:
@@ -126,14 +121,12 @@ def make_spec(family: str, words: Sequence[str]) -> Any:
     for name, value in _options(words):
         if name not in fields:
             raise UnknownNameError(f"option of {family}", _flag(name), [*map(_flag, fields)])
-        several = fields[name].name == "pairs"
-        given[name] = [*given.get(name, ()), value] if several else _value(value)
+        given[name] = [*given.get(name, ()), value] if name == "pairs" else _value(value)
+    defaults = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [
         _flag(name)
         for name, field in fields.items()
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and name not in given
+        if (field.default, field.default_factory) == defaults and name not in given
     ]
     if missing:
         raise SpecError(f"{family} needs {', '.join(missing)}")

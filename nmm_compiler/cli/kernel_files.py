@@ -5,8 +5,6 @@ A file is executed as Python, in a process of its own whose time and memory are 
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +14,7 @@ import typer
 from nmm_compiler.cli import values
 from nmm_compiler.cli.kernel_arguments import Arguments, arguments_of, save, variants
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.cli.show import show, show_json
-from nmm_compiler.report.parts import Line
+from nmm_compiler.cli.show import Answer
 
 _MODULES = ("ml_dtypes", "nmm_compiler.simulator.run", "nmm_compiler.simulator.timing.profile")
 
@@ -33,10 +30,9 @@ def simulate(
     save_to: Annotated[
         Path | None, values.output_option("--save", help_="write the outputs here, as .npz")
     ] = None,
-    as_json: values.AsJson = False,
     time_limit: values.TimeLimit = 15,
     memory_limit: values.MemoryLimit = 4,
-) -> None:
+) -> Answer:
     """Run FILE.py:kernel in the simulator and print outputs, profile and warnings.
 
     What the kernel prints is shown. The file is executed as Python, with all rights of the user,
@@ -52,7 +48,7 @@ def simulate(
 
         arguments = arguments_of(arg or [], 0, data=True)
         wanted = None if reference is None else check.reference_of(reference, arguments)
-        result = _run(kernel, arguments, target, grid, quiet=as_json)
+        result = _run(kernel, arguments, target, grid)
         agreements = []
         if wanted is not None:
             arrays = [v for v in arguments.values() if hasattr(v, "dtype")]
@@ -60,20 +56,14 @@ def simulate(
         if save_to is not None:
             save(save_to, result.outputs)
         return {
-            "text": result.overview(),
-            "notes": [check.said(one) for one in agreements],
+            "data": result.to_dict() | {"reference": agreements},
+            "shown": [result.overview(), *map(check.said, agreements)],
             "passed": all(one["passed"] for one in agreements),
-            "json": result.to_dict() | {"reference": agreements},
         }
 
-    answer = _answer(work, kernel, time_limit, memory_limit, as_json)
-    if not as_json:
-        for note in answer["notes"]:
-            show([Line(note)], style="red" if "DIFFERS" in note else "")
-        if save_to is not None:
-            show(f"outputs: {save_to}")
-    if not answer["passed"]:
-        raise typer.Exit(1)
+    answer = _limited(work, kernel, time_limit, memory_limit)
+    saved = [] if save_to is None else [f"outputs: {save_to}"]
+    return Answer(answer["data"], [*answer["shown"], *saved], answer["passed"])
 
 
 def profile(
@@ -81,12 +71,11 @@ def profile(
     arg: Arguments = None,
     target: values.Target = "trn2",
     grid: values.Grid = 1,
-    as_json: values.AsJson = False,
     html: values.Html = None,
     trace: values.Trace = None,
     time_limit: values.TimeLimit = 60,
     memory_limit: values.MemoryLimit = 4,
-) -> None:
+) -> Answer:
     """Say where the time of FILE.py:kernel goes: by engine, source line and instruction.
 
     The kernel runs without data, so arrays need shape and type only. "critical us" is a line's
@@ -114,7 +103,7 @@ def profile(
         profiles: dict[str, Any] = {}
         for label, name, texts in runs:
             shapes = arguments_of(texts, 0, data=False)
-            profiles[label] = _run(name, shapes, target, grid, quiet=as_json, mode="timing").profile
+            profiles[label] = _run(name, shapes, target, grid, mode="timing").profile
         first, *others = profiles.values()
         data: Any = {label: one.to_dict() | one.where() for label, one in profiles.items()}
         if others:
@@ -127,33 +116,21 @@ def profile(
             write_page(f"{', '.join(kernels)} on {target}", page, html)
         if trace is not None:
             write_trace(profiles, trace)
-        return {"text": as_text(parts), "json": data}
+        return {"data": data, "shown": as_text(parts)}
 
-    _answer(work, kernels[0], time_limit, memory_limit, as_json)
-    if html is not None and not as_json:
-        show(f"\nreport: {html}")
-    if trace is not None and not as_json:
-        show(f"trace: {trace} (open it at ui.perfetto.dev)")
+    answer = _limited(work, kernels[0], time_limit, memory_limit)
+    written = [] if html is None else [f"\nreport: {html}"]
+    written += [] if trace is None else [f"trace: {trace} (open it at ui.perfetto.dev)"]
+    return Answer(answer["data"], [answer["shown"], *written])
 
 
-def _run(
-    kernel: str, arguments: dict[str, Any], target: str, grid: int, *, quiet: bool, **more: Any
-) -> Any:
-    """Return the simulation of a kernel. quiet: what it prints goes to standard error."""
+def _run(kernel: str, arguments: dict[str, Any], target: str, grid: int, **more: Any) -> Any:
+    """Return the simulation of a kernel."""
     from nmm_compiler.simulator.run import simulate as run
 
-    with contextlib.redirect_stdout(sys.stderr if quiet else sys.stdout):
-        return run(
-            kernel, target=target, grid=grid, max_instructions=values.MOST, named=arguments, **more
-        )
+    settings = {"target": target, "grid": grid, "max_instructions": values.MOST, **more}
+    return run(kernel, named=arguments, **settings)
 
 
-def _answer(
-    work: Callable[[], dict[str, Any]], what: str, seconds: float, gigabytes: float, as_json: bool
-) -> dict[str, Any]:
-    """Run the work within its limits, print its text or its JSON, and return what it returned."""
-    answer: dict[str, Any] = run_limited(
-        work, what=what, seconds=seconds, gigabytes=gigabytes, modules=_MODULES
-    )
-    show_json(answer["json"]) if as_json else show(answer["text"])
-    return answer
+def _limited(work: Callable[[], Any], what: str, seconds: float, gigabytes: float) -> Any:
+    return run_limited(work, what=what, seconds=seconds, gigabytes=gigabytes, modules=_MODULES)

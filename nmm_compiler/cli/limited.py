@@ -8,6 +8,7 @@ the user may do.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -15,12 +16,11 @@ import os
 import resource
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nmm_compiler.errors import InternalFaultError, NmmError, WorkerError
 
@@ -52,60 +52,46 @@ def run_limited(
     sys.stdout.flush()
     sys.stderr.flush()
     here, there = multiprocessing.Pipe(duplex=False)
-    child = os.fork()
-    if not child:
-        here.close()
-        _answer(work, there, what, gigabytes, modules)
+    given = (work, there, what, gigabytes, modules)
+    child = multiprocessing.get_context("fork").Process(target=_answer, args=given)
+    child.start()
     there.close()
     answer, in_time = b"", False
     try:
         # An empty message says that the modules are imported; the time counts from there.
         for limit in (_START_SECONDS, min(seconds, _LONGEST_SECONDS)):
             in_time = here.poll(limit)
-            if in_time:
-                answer = here.recv_bytes(_LARGEST_ANSWER_BYTES)
+            answer = here.recv_bytes(_LARGEST_ANSWER_BYTES) if in_time else b""
     except (EOFError, OSError):
         in_time = True
     finally:
         here.close()
-        status = _end(child, gently=in_time)
+        child.join(1 if in_time else 0)  # it ends by itself where it answered or closed its pipe
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid or 0, signal.SIGKILL)  # with what the child has started
+        child.kill()
+        child.join()
     if not in_time:
         raise WorkerError(
             f"{what} ran longer than --time-limit={seconds:g} seconds; is a loop endless? "
             "Otherwise raise --time-limit"
         )
-    return _value(answer, what, status, gigabytes)
+    return _value(answer, what, child.exitcode or 0, gigabytes)
 
 
-def _end(child: int, *, gently: bool) -> int:
-    """Kill the child and what it has started; return the child's wait status.
+def _value(answer: bytes, what: str, ended: int, gigabytes: float) -> Any:
+    """Return the value of an answer, or raise the error that it or the child's end stands for.
 
-    gently: the child has answered or closed its pipe, so it gets a second to end by itself.
+    ended: the child's exit code, or the negative number of the signal that ended it.
     """
-    ended, status = 0, 0
-    until = time.monotonic() + 1
-    while gently and not ended and time.monotonic() < until:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        time.sleep(0 if ended else 0.002)
-    for kill in (os.killpg, *(() if ended else (os.kill,))):
-        try:  # the group exists once the child has called setsid
-            kill(child, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
-    return status if ended else os.waitpid(child, 0)[1]
-
-
-def _value(answer: bytes, what: str, status: int, gigabytes: float) -> Any:
-    """Return the value of an answer, or raise the error that it or the child's end stands for."""
     try:
         value, code = json.loads(answer)
     except (ValueError, TypeError):
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
-            how = f"crashed it with {signal.Signals(os.WTERMSIG(status)).name}"
-        elif os.WIFEXITED(status):
-            how = f"left it with exit code {os.WEXITSTATUS(status)}"
-        else:
+        how = f"left it with exit code {ended}"
+        if ended == -signal.SIGKILL:
             how = "lost the way to answer, or the system killed it for want of memory"
+        elif ended < 0:
+            how = f"crashed it with {signal.Signals(-ended).name}"
         raise WorkerError(
             f"{what} ended the process that worked on it: it {how}; nothing was computed"
         ) from None
@@ -131,47 +117,34 @@ def _printable(value: Any) -> Any:
 
 def _answer(
     work: Callable[[], Any], there: Connection, what: str, gigabytes: float, modules: Sequence[str]
-) -> NoReturn:
-    """Run in the child: do the work, send (value, 0) or (message, exit code), exit at once."""
-    code = 1
+) -> None:
+    """Run in the child: do the work, send (value, 0) or (message, exit code)."""
+    os.setsid()
+    _limit(resource.RLIMIT_CORE, 0)
+    value, code = "", _OUT_OF_MEMORY
     try:
-
-        def started() -> Any:
-            there.send_bytes(b"")
-            return work()
-
-        there.send_bytes(json.dumps(_outcome(started, what, gigabytes, modules)).encode())
-        code = 0
-        sys.stdout.flush()
-    finally:
-        os._exit(code)
-
-
-def _outcome(
-    work: Callable[[], Any], what: str, gigabytes: float, modules: Sequence[str]
-) -> tuple[Any, int]:
-    try:
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        _limit(resource.RLIMIT_CORE, 0)
         for module in modules:
             importlib.import_module(module)
         _limit(resource.RLIMIT_AS, _address_space() + int(min(gigabytes, 1 << 20) * _GIB))
-        return work(), 0
+        there.send_bytes(b"")
+        value, code = json.dumps(work()), 0
     except NmmError as error:
         if not isinstance(error.__cause__, MemoryError):
-            return str(error), error.exit_code
+            value, code = json.dumps(str(error)), error.exit_code
     except MemoryError:
         pass
     except KeyboardInterrupt as error:  # the file's own: Ctrl-C does not reach this session
-        return f"{what} raised KeyboardInterrupt: {error}", NmmError.exit_code
+        value = json.dumps(f"{what} raised KeyboardInterrupt: {error}")
+        code = NmmError.exit_code
     except BaseException as error:  # a traceback of the child must not reach the user
         place = "".join(traceback.format_tb(error.__traceback__)[-1:]).split("\n")[0].strip()
-        return (
+        code = InternalFaultError.exit_code
+        value = json.dumps(
             f"a fault in nmm_compiler while it worked on {what}: {type(error).__name__}: {error} "
             f"({place}); please report it with this command"
-        ), InternalFaultError.exit_code
-    return "", _OUT_OF_MEMORY
+        )
+    with contextlib.suppress(OSError):  # the file has closed the pipe, which the parent sees
+        there.send_bytes(f"[{value or 'null'}, {code}]".encode())
 
 
 def _limit(which: int, most: int) -> None:
@@ -181,8 +154,7 @@ def _limit(which: int, most: int) -> None:
 
 def _address_space() -> int:
     """Return the bytes of address space that this process has mapped; 0 where that is unknown."""
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * resource.getpagesize()
+        return pages * resource.getpagesize()
+    return 0

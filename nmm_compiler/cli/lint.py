@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.cli.show import show_json
+from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import FileError, NmmError
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
+from nmm_compiler.report.parts import Code
 from nmm_compiler.report.text import counted
 
 _SECONDS, _GIGABYTES = 10, 2
@@ -32,8 +31,7 @@ def lint(
         ),
     ] = API_VERSION,
     strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
-    as_json: values.AsJson = False,
-) -> None:
+) -> Answer:
     """Check kernel files against the documented NKI API and the Python its compiler accepts.
 
     Nothing of a file is executed. Exit code: 0 clean (warnings are shown), 1 errors found, 2 a file
@@ -54,20 +52,18 @@ def lint(
         findings += [(path, Finding(*fields)) for fields in rows]
     errors = sum(finding.is_error for _, finding in findings)
     warnings = len(findings) - errors
-    if as_json:
-        show_json([
+    said = f"{counted(len(files), 'file')}, NKI {nki}: {counted(errors, 'error')}"
+    return Answer(
+        [
             {"file": str(path), "severity": "error" if one.is_error else "warning",
              **{name: getattr(one, name) for name in ("line", "column", "code", "message")}}
             for path, one in findings
-        ])  # fmt: skip
-    else:
-        console = Console(soft_wrap=True, highlight=False)  # a finding is one line, for editors
-        for path, one in findings:
-            code = (one.code, "red" if one.is_error else "yellow")
-            place = f"{path}:{one.line}:{one.column}"
-            console.print(Text.assemble((place, "bold"), " ", code, " ", one.message))
-        style = "red" if errors else "yellow" if warnings else "green"
-        said = f"{counted(len(files), 'file')}, NKI {nki}: {counted(errors, 'error')}"
-        console.print(Text(f"{said}, {counted(warnings, 'warning')}", style=style))
-    if errors or (strict and warnings):
-        raise typer.Exit(1)
+        ],
+        [
+            # a finding is one line, for editors
+            *([Code(f"{path}:{one.line}:{one.column} {one.code} {one.message}")]
+              for path, one in findings),
+            f"{said}, {counted(warnings, 'warning')}",
+        ],
+        passed=not (errors or (strict and warnings)),
+    )  # fmt: skip

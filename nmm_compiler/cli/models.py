@@ -48,39 +48,28 @@ def public_names() -> list[str]:
     return list(dict.fromkeys((*PACKAGED, *json.loads(shapes.read_text("utf-8")))))
 
 
-def check(name: str, *, weights: bool = False) -> str:
+def check(name: str, *, weights: bool = False, directory: bool = False) -> str:
     """Return the name of a model that a command can take; nothing is loaded.
 
-    weights: the command needs them; a config, a public name or a function does not do.
-    Raises UnknownNameError for a name that is no model, OptionTypeError for one that is known and
-    does not do here, ModelError for a kernel.
+    weights: the command needs them; a config, a public name or a function does not do. directory:
+    it takes nothing else. Raises UnknownNameError for a name that is no model, OptionTypeError for
+    one that is known and does not do here, ModelError for a kernel.
     """
-    if name in PACKAGED or (Path(name) / "config.json").is_file():
+    if (name in PACKAGED and not directory) or (Path(name) / "config.json").is_file():
         return name
-    file = _python_file(name)
-    named = name.lower() in public_names() or (name.endswith(".json") and Path(name).is_file())
+    file, needs = _python_file(name), weights or directory
+    known_json = name.endswith(".json") and Path(name).is_file()
+    named = known_json or name.lower() in map(str.lower, public_names())
     if not (named or file):
-        known = PACKAGED if weights else public_names()
-        raise UnknownNameError("model", name, known, (_WEIGHTS,) if weights else _FORMS)
-    if weights:
-        raise OptionTypeError("model", name, f"{_WEIGHTS}, or one of {', '.join(PACKAGED)}")
+        known = [] if directory else PACKAGED if weights else public_names()
+        raise UnknownNameError("model", name, known, (_WEIGHTS,) if needs else _FORMS)
+    if needs:
+        packaged = f", or one of {', '.join(PACKAGED)}" if weights else ""
+        copied = f"a DIRECTORY: nmm compress {name} DIRECTORY"
+        raise OptionTypeError("model", name, copied if name in PACKAGED else _WEIGHTS + packaged)
     if file:
         _check_function(file, name.rpartition(":")[2])
     return name
-
-
-def check_directory(name: str) -> str:
-    """Return the path of a directory with a model, for a command that takes no name.
-
-    Raises what `check` raises, with what to give in place of a name that other commands take.
-    """
-    if (Path(name) / "config.json").is_file():
-        return name
-    if name in PACKAGED:
-        raise OptionTypeError("model", name, f"a DIRECTORY: nmm compress {name} DIRECTORY")
-    if name.lower() in public_names():
-        raise OptionTypeError("model", name, _WEIGHTS)
-    raise UnknownNameError("model", name, (), (_WEIGHTS,))
 
 
 def _python_file(name: str) -> str:

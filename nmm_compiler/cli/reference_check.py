@@ -43,11 +43,10 @@ def reference_of(name: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, .
         known = [name for name, value in module.items() if inspect.isfunction(value)]
         raise UnknownNameError(f"function of {file}", function, known)
     copies = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    arrays = [v for v in copies.values() if isinstance(v, np.ndarray)]
     with foreign(file, f"{function}() raised"):
-        if set(copies) <= set(inspect.signature(module[function]).parameters):
-            result = module[function](**copies)
-        else:
-            result = module[function](*(v for v in copies.values() if isinstance(v, np.ndarray)))
+        by_name = set(copies) <= set(inspect.signature(module[function]).parameters)
+        result = module[function](**copies) if by_name else module[function](*arrays)
         several = result if isinstance(result, (tuple, list)) else (result,)
         return tuple(np.asarray(one, dtype=np.float64) for one in several)
 

@@ -1,9 +1,10 @@
-"""How commands print: wrapped text, JSON for scripts, pages for browsers."""
+"""What commands answer, and how it is printed: wrapped text, JSON for scripts, HTML pages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,30 @@ from nmm_compiler.report.parts import Part
 from nmm_compiler.report.text import as_text, fitted
 
 
-def show(what: str | Sequence[Part], *, style: str = "", stderr: bool = False) -> None:
+@dataclass(frozen=True)
+class Answer:
+    """What a command has to say: data with --json, else texts and parts, in this order.
+
+    passed: whether what it checked is right; otherwise the exit code is 1.
+    """
+
+    data: Any
+    shown: Sequence[str | Sequence[Part]] = ()
+    passed: bool = True
+
+    def say(self, as_json: bool) -> None:
+        """Print the answer."""
+        if as_json:
+            show_json(self.data)
+            return
+        for what in self.shown:
+            show(what)
+
+
+def show(what: str | Sequence[Part], *, stderr: bool = False) -> None:
     """Print text or parts, no wider than the terminal: no markup is read, no word is broken."""
     console = Console(markup=False, highlight=False, stderr=stderr)
-    text = fitted(what) if isinstance(what, str) else as_text(what)
-    console.print(text, style=style or None, soft_wrap=True)
+    console.print(fitted(what) if isinstance(what, str) else as_text(what), soft_wrap=True)
 
 
 def show_json(data: Any) -> None:

@@ -9,7 +9,6 @@ import pytest
 from nmm_compiler.cache.disk import FOLDER
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
-from nmm_compiler.cli.main import main
 
 SOURCE = "import nki\nimport nki.language as nl\n\n\n@nki.jit\ndef kernel(x):\n    return x\n"
 
@@ -19,10 +18,9 @@ def _key(number: int) -> Key:
 
 
 @pytest.fixture
-def directory(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch, nmm):
     path = tmp_path / "cache"
     monkeypatch.setenv("NMM_CACHE_DIR", str(path))
-    monkeypatch.setenv("COLUMNS", "200")
     store = Store(path)
     for number in (128, 512):
         store.get_or_build(_key(number), lambda: {"kernel.py": SOURCE}, {"latency_us": 1.5})
@@ -30,27 +28,13 @@ def directory(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    def nmm(*words, code=0):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        said = capsys.readouterr()
-        assert ended.value.code == code, said
-        return said.out + said.err
-
-    return lambda *words, code=0: nmm("cache", *words, code=code)
+def run(nmm):
+    return lambda *words, code=0: "".join(nmm("cache", *words, code=code)[1:])
 
 
 @pytest.fixture
-def build(run, capsys):
-    def nmm(*words, code=0):
-        with pytest.raises(SystemExit) as ended:
-            main(["build", *words])
-        said = capsys.readouterr()
-        assert ended.value.code == code, said
-        return said.out + said.err
-
-    return nmm
+def build(nmm):
+    return lambda *words, code=0: "".join(nmm("build", *words, code=code)[1:])
 
 
 def test_list(directory, run):

