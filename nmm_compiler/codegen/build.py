@@ -74,8 +74,12 @@ class Kernel:
         self.check_before_run()
         return simulate(
             self, *arrays, target=self.target, grid=self.spec.lnc, mode=mode, strict=strict,
-            one_of_ranks=self.spec.world_size,
+            one_of_ranks=self.spec.world_size, turns=self._turns(mode),
         )  # fmt: skip
+
+    def _turns(self, mode: str) -> int | None:
+        """Return the expected turns of a loop whose bound is data, where there is none."""
+        return self.schedule.turns(self.spec) if mode == "timing" else None
 
     def simulate_ranks(self, *arrays: Any, mode: str = "full") -> tuple[Simulation, ...]:
         """Run the emitted source on all ranks, on their shards of the whole operands."""

@@ -66,8 +66,8 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
             arrays.append(random_index(tensor, generator))
             continue
         values = generator.standard_normal(tensor.shape, dtype=np.float32)
-        if tensor.name != "x" and len(tensor.shape) == 2:
-            fan_in[tensor.name] = np.sqrt(np.float32(max(tensor.shape)))
+        if tensor.name != "x" and len(tensor.shape) >= 2:
+            fan_in[tensor.name] = np.sqrt(np.float32(max(tensor.shape[-2:])))
             if not tensor.dtype.startswith("float8"):
                 values /= fan_in[tensor.name]
         if "scale" in tensor.name:

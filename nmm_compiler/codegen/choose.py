@@ -225,7 +225,10 @@ def simulated(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, i
     arrays: dict[str, Any] = {t.name: ArraySpec(t.shape, t.dtype) for t in spec.inputs()}
     parameters = family.arguments(spec, schedule) | {"one_of_ranks": spec.world_size}
     where = f"{family.path}:{family.folder}"
-    run = simulate(where, target=target, mode="timing", grid=spec.lnc, **parameters | arrays)
+    run = simulate(
+        where, target=target, mode="timing", grid=spec.lnc, turns=schedule.turns(spec),
+        **parameters | arrays,
+    )  # fmt: skip
     assert run.profile is not None
     in_order = time_trace(run.trace, target, reorder=False).latency_us
     return float(run.profile.latency_us), run.profile.program_instructions, float(in_order)

@@ -126,6 +126,7 @@ class Machine:
     another dialect of NKI for this program.
     program_id, grid, rank, ranks, programs, alone: as in `Seat`.
     poison_spreads: unwritten elements may be read; what depends on them is marked.
+    turns: of a loop on the device whose bound is not known without data.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     storages: the identity of the next storage or register. names: of the variables that places
         assign to.
@@ -140,7 +141,7 @@ class Machine:
         "accumulators", "alone", "assign", "data", "dialect", "failure", "grid", "identities",
         "instructions", "kept", "max_instructions", "names", "no_reorder_depth", "outcomes",
         "outputs", "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank",
-        "ranks", "shared_count", "storages", "strict", "target", "trace", "turn", "warned",
+        "ranks", "shared_count", "storages", "strict", "target", "trace", "turn", "turns", "warned",
         "warning_keys", "warnings",
     )  # fmt: skip
 
@@ -154,6 +155,7 @@ class Machine:
         strict: bool = True,
         max_instructions: int = 10_000_000,
         poison_spreads: bool = True,
+        turns: int | None = None,
     ) -> None:
         self.target = target
         self.assign = assign
@@ -171,6 +173,7 @@ class Machine:
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
         self.poison_spreads = poison_spreads
+        self.turns = turns
         self.poisoned: list[tuple[Any, Any, str]] = []
         self.kept: Any = None
         self.accumulators: dict[str, Any] = {}

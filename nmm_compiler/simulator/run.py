@@ -145,6 +145,7 @@ def simulate(
     reorder: bool = True,
     named: Mapping[str, Any] | None = None,
     one_of_ranks: int = 1,
+    turns: int | None = None,
     **kwargs: Any,
 ) -> Simulation:
     """Run an NKI kernel on the CPU.
@@ -168,6 +169,7 @@ def simulate(
             function.
         one_of_ranks: in timing mode, run the kernel as one of so many ranks that exchange data by
             nki.collectives and all arrive at once; data needs all of them, see `simulate_ranks`.
+        turns: in timing mode, of loops on the device whose bound only data would give.
         kwargs: the kernel's arguments by name.
 
     Returns:
@@ -178,7 +180,7 @@ def simulate(
             line.
     """
     options = _Options(
-        target, grid, mode, strict, uninitialized, max_instructions, reorder, one_of_ranks
+        target, grid, mode, strict, uninitialized, max_instructions, reorder, one_of_ranks, turns
     )
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
 
@@ -233,6 +235,7 @@ class _Options:
     max_instructions: int
     reorder: bool = True
     ranks: int = 1
+    turns: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS or (self.ranks > 1 and self.mode != "timing"):
@@ -271,7 +274,7 @@ def _launch(
                 hardware, assign=assign, data=data,
                 seat=Seat(p, grid, rank, together, programs, alone),
                 strict=options.strict, max_instructions=options.max_instructions,
-                poison_spreads=options.uninitialized == "poison",
+                poison_spreads=options.uninitialized == "poison", turns=options.turns,
             )
             for p in range(grid)
         ]  # fmt: skip

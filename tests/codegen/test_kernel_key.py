@@ -9,6 +9,7 @@ from nmm_compiler.codegen.build import kernel_key
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
+from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.linear.specs import (
     AdaptersSpec,
     GatedMLPSpec,
@@ -29,6 +30,7 @@ SPECS = [
     GatedMLPSpec(m=256, k=256, r=128, n=512),
     AttentionSpec(m=256, context=512, heads=4),
     AdaptersSpec(m=256, k=256, r=16, n=512, groups=4),
+    ExpertsSpec(m=8, k=256, n=512, groups=4),
 ]
 # Another value for each kind of field; what a spec refuses is no other kernel.
 OTHERS = ["col", "silu", "relu", "float32", "float16", "float8_e4m3", "channel", "tensor", True]
@@ -62,7 +64,8 @@ def test_every_field_of_a_spec_reaches_the_key(spec):
         assert key.diff(changed) == ("spec",), field
         seen.setdefault(changed.digest, (field, other))
         assert seen[changed.digest][1] == other
-    some = {"heads", "context"} if spec.family == "attention" else {"k", "x_layout"}
+    own = {"attention": {"heads", "context"}, "experts": {"k", "weight_layout", "limit"}}
+    some = own.get(spec.family, {"k", "x_layout"})
     assert {"m", "dtype", *some} <= {field for field, _ in seen.values()}
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
+from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.linear.specs import (
     AdaptersSpec,
     GatedMLPSpec,
@@ -186,7 +187,29 @@ def corrected(draw, spec_class):
     return dataclasses.replace(spec, rank=min(rank, 160, k // 4), residual=residual)
 
 
+@st.composite
+def experts(draw):
+    """Gated MLPs that an index chooses, plain and clamped."""
+    groups = draw(st.sampled_from((1, 2, 5, 9, 130)))
+    clamped = draw(st.booleans())
+    return ExpertsSpec(
+        m=draw(st.sampled_from((1, 2, 5, 17, 64, 128))),
+        k=draw(st.sampled_from((1, 64, 128, 200, 256, 320))),
+        n=draw(st.sampled_from((1, 64, 128, 150, 256))),
+        groups=groups,
+        top_k=draw(st.integers(1, min(groups, 4))),
+        dtype=draw(dtypes),
+        weight_layout=draw(layouts),
+        halves=draw(st.sampled_from(("joined", "interleaved"))),
+        activation=draw(activations),
+        gate_up_bias=draw(st.booleans()),
+        down_bias=draw(st.booleans()),
+        **({"limit": 7.0, "slope": 1.702, "plus": 1.0} if clamped else {}),
+    )
+
+
 SPECS = {
+    "experts": experts(),
     "attention": attention(),
     "lowrank_shared": ended(shared()),
     "lowrank": ended(

@@ -34,7 +34,7 @@ PRODUCTS = [
     and not issubclass(family.spec_class, CorrectedSpec)
 ]
 # Families whose weights an index chooses: of plain formats, and not on trn1.
-GROUPED = ("adapters",)
+GROUPED = ("adapters", "experts")
 FORMATTED = [family for family in PRODUCTS if family not in ("lowrank_shared", *GROUPED)]
 
 

@@ -79,6 +79,9 @@ class AttentionSchedule(Record):
         q_load, k_load = ("tensor" if how == "dma" else how for how in (self.q_load, self.k_load))
         return dataclasses.replace(self, loop=True, q_load=q_load, k_load=k_load)
 
+    def turns(self, spec: Any) -> None:
+        """Return that no loop has a bound that the device computes."""
+
     def without_loop(self) -> AttentionSchedule:
         """Return the schedule without a loop on the device."""
         return dataclasses.replace(self, loop=False)

@@ -354,6 +354,9 @@ class LinearSchedule(Record):
             banks=min(self.banks, most), sums=min(self.sums, most),
         )  # fmt: skip
 
+    def turns(self, spec: Any) -> None:
+        """Return that no loop has a bound that the device computes."""
+
     def without_loop(self) -> LinearSchedule:
         """Return the schedule without a loop on the device."""
         return dataclasses.replace(self, m_loop=False)

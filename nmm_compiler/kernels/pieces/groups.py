@@ -175,8 +175,8 @@ def project_gathered(p_sb, left: Left, u, columns, mask, pair, at: Block, spec):
     for r0 in range(0, pair.u.n, pair.u.block):
         wide = min(pair.u.block, pair.u.n - r0)
         parts = []
-        for chunk in chunks:
-            parts.append(chunk[0:128, 0 : chunk.shape[1], r0 : r0 + wide])
+        for i in range(len(chunks)):
+            parts.append(chunks[i][0:128, 0 : chunks[i].shape[1], r0 : r0 + wide])
         make_columns(
             p_sb[0:128, r0 // 128 : r0 // 128 + (wide + 127) // 128, 0 : at.tokens],
             Term(Left(left.strip, None, "none"), u, pair.u), parts,

@@ -182,7 +182,10 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
 
 
 def _bound(value: Any) -> int:
-    return value.read() if isinstance(value, VirtualRegister) else int(value)
+    if not isinstance(value, VirtualRegister):
+        return int(value)
+    given = current().turns
+    return given if given is not None and not value.known else value.read()
 
 
 def _check_loop(machine: Machine, what: str, step: Any = 1) -> None:

@@ -1,0 +1,3 @@
+"""The op of family `experts`."""
+
+OPS = ()

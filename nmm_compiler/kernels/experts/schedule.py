@@ -1,0 +1,264 @@
+"""How a kernel of experts runs: which groups it goes through, and in which panels they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from nmm_compiler.errors import CapacityError, SpecError
+from nmm_compiler.kernels.base import Family, check_name
+from nmm_compiler.kernels.experts.spec import ExpertsSpec
+from nmm_compiler.kernels.linear.layer import OPS, Weight
+from nmm_compiler.kernels.tiling import (
+    ORDERS,
+    chunk_rows,
+    item_bytes,
+    tiles,
+)
+from nmm_compiler.kernels.work import Tally, Work
+from nmm_compiler.records import Record
+from nmm_compiler.targets import Target
+
+NOTHING = Weight()
+WAYS = ("picks", "distinct", "all")
+AT_ONCE = (1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsPlan(Record):
+    """What the kernel's function reads: sizes of one core, and how each weight arrives.
+
+    way, at_once: of the schedule, of all groups or picks where there is no loop. width: features
+    of h of all cores. up, down: the weights; of gate_up the outputs of a half are `step` apart, and
+    those of up begin at up_first.
+    """
+
+    m: int
+    k: int
+    n: int
+    width: int
+    count: int
+    top_k: int
+    way: str
+    at_once: int
+    up: Weight
+    down: Weight
+    step: int
+    up_first: int
+    activation: str
+    op: str
+    has_up_bias: bool
+    has_down_bias: bool
+    limit: float
+    slope: float
+    plus: float
+    split: str
+    nothing: Weight = NOTHING
+
+    @property
+    def one_load(self) -> bool:
+        """Whether a load brings whole rows of gate and up."""
+        return self.step == 1 and self.up.block >= self.n and not self.split
+
+    @property
+    def clamped(self) -> bool:
+        """Whether gate and up are clamped before they are multiplied."""
+        return self.limit > 0
+
+    @property
+    def up_panels(self) -> int:
+        """Panels of gate and up."""
+        return tiles(self.n, self.up.block)
+
+    @property
+    def down_panels(self) -> int:
+        """Panels of down."""
+        return tiles(self.k, self.down.block)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsSchedule(Record):
+    """How a kernel of experts runs. Sizes are in elements unless named.
+
+    way: "picks", those of the only token; "distinct", the groups that tokens chose, in a loop on
+        the device; "all", every group. at_once: groups a turn of that loop.
+    w_load: how the contraction index of weights stored [outputs, inputs] gets onto the partitions.
+    block, down_block: outputs of a panel of gate and up, and of down. load_bytes: of a load, for
+        each partition. banks: of PSUM, for sums.
+    split: how two cores share the kernel: "weights", half of the features of h each.
+    """
+
+    way: str
+    at_once: int = 1
+    w_load: str = "rows"
+    block: int
+    down_block: int
+    load_bytes: int = 8192
+    banks: int = 6
+    split: str = ""
+
+    def arguments(self, spec: ExpertsSpec) -> dict[str, Any]:
+        """Return the parameters of the NKI function."""
+        return {"spec": self.plan(spec), "schedule": self}
+
+    def plan(self, spec: ExpertsSpec) -> ExpertsPlan:
+        """Return what the kernel reads of a core's share."""
+        width = spec.n * (2 if self.split else 1)
+        interleaved = spec.halves == "interleaved"
+        both = interleaved or self.block >= spec.n
+        slots = {"picks": spec.top_k, "all": spec.groups}.get(self.way, self.at_once)
+        w_load = "rows" if spec.weight_layout == "row" else self.w_load
+
+        def weight(k: int, n: int, block: int, halves: int, order: str) -> Weight:
+            columns = min(block, 128 * tiles(n, 128))
+            row_bytes = columns * item_bytes(spec.dtype) * halves
+            return Weight(
+                k=k, n=n, layout=spec.weight_layout, ahead=True, order=order,
+                load=w_load, block=columns, group=self.banks,
+                chunk=chunk_rows(k, row_bytes, self.load_bytes),
+            )  # fmt: skip
+
+        return ExpertsPlan(
+            m=spec.m, k=spec.k, n=spec.n, width=width, count=spec.groups, top_k=spec.top_k,
+            way=self.way, at_once=slots,
+            up=weight(spec.k, spec.n, self.block, 2 if both else 1, ORDERS[w_load != "rows"]),
+            down=weight(spec.n, spec.k, self.down_block, 1, ORDERS[1]),
+            step=2 if interleaved else 1, up_first=0 if interleaved else width,
+            activation=spec.activation, op=OPS[spec.activation], has_up_bias=spec.gate_up_bias,
+            has_down_bias=spec.down_bias, limit=spec.limit, slope=spec.slope, plus=spec.plus,
+            split=self.split,
+        )  # fmt: skip
+
+    def sbuf_bytes(self, spec: ExpertsSpec) -> dict[str, int]:
+        """Return bytes per partition of each SBUF buffer: two panels of each weight at most."""
+        made, size, m = self.plan(spec), item_bytes(spec.dtype), spec.m
+        deep, wide = tiles(spec.k, 128), tiles(spec.n, 128)
+        up = deep * 2 * made.up.block * size
+        down = wide * made.down.block * size
+        more = 2 * up if made.up_panels > 1 else up
+        behind = 2 * down if made.down_panels > 1 else down
+        return {
+            "x": (deep * m + spec.k) * size, "y": 4 * deep * m * (2 if self.split else 1),
+            "panels": max(more, up + down, behind),
+            "h": 2 * wide * m * size,
+            "products": 4 * m * (4 * tiles(made.up.block, 128) + 2 * tiles(made.down.block, 128)),
+            "biases": 2 * (4 * (2 * wide + deep) + 1024) * (spec.gate_up_bias or spec.down_bias),
+            "rows": spec.k * size,
+            "picks": 4 * m * spec.top_k * 6 + 8 * spec.groups + 8 * m,
+        }  # fmt: skip
+
+    def check(self, spec: ExpertsSpec, target: Target) -> None:
+        """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
+        part = spec.share(self.split)
+        check_name("way", self.way, WAYS)
+        check_name("w_load", self.w_load, ("tensor" if spec.weight_layout == "col" else "rows",))
+        if (self.way == "picks") != (spec.m == 1) or self.at_once not in AT_ONCE:
+            raise SpecError(
+                f"schedule: way {self.way!r}, {self.at_once} at once, for {spec.m} tokens; one "
+                "token has 'picks', several 'distinct' groups or 'all', 1, 2, 4 or 8 at once"
+            )
+        for name in ("block", "down_block"):
+            if getattr(self, name) < 1 or getattr(self, name) % 128:
+                raise SpecError(f"schedule: {name} is {getattr(self, name)}; pass multiples of 128")
+        if not 1 <= self.banks <= target.psum_banks - 2:
+            raise CapacityError(
+                f"{spec.short()}: {self.banks} PSUM banks for sums, and two for what TensorE "
+                f"turns; {target.name} has {target.psum_banks}, lower banks"
+            )
+        held, limit = self.sbuf_bytes(part), target.sbuf_usable_bytes_per_partition
+        if sum(held.values()) > limit:
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            raise CapacityError(
+                f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
+                f"({parts}), {target.name} has {limit:,}; lower block from {self.block}"
+            )
+
+    def turns(self, spec: ExpertsSpec) -> int | None:
+        """Return the expected turns of the loop whose bound the device computes."""
+        return tiles(round(spec.expected), self.at_once) if self.way == "distinct" else None
+
+    def in_loop(self, spec: ExpertsSpec, target: Target) -> ExpertsSchedule:
+        """Return the schedule: it has no blocks of tokens."""
+        return self
+
+    def loop_turns(self, spec: ExpertsSpec) -> list[tuple[int, ExpertsSpec]]:
+        """Return that all tokens are one block."""
+        return [(1, spec)]
+
+    def short(self) -> str:
+        """Return the axes in a few words, for tables."""
+        words = [f"{self.way}{self.at_once} n{self.block} k{self.down_block} {self.load_bytes}B"]
+        words += [f"w-{self.w_load}", self.split]
+        return " ".join(word for word in words if word)
+
+
+def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
+    """Yield schedules that may be legal, about 60."""
+    few = spec.m * spec.top_k < 3 * spec.groups
+    ways = [("distinct", at_once) for at_once in (4, 2, 1, 8)] * few + [("all", 1)]
+    ways = [("picks", 1)] if spec.m == 1 else ways
+    col = spec.weight_layout == "col"
+    w_load = "tensor" if col else "rows"  # an address of the device has no DMA transpose for it
+    blocks, downs = _sizes(spec.n, (2048, 1024, 512)), _sizes(spec.k, (4096, 2048, 1024, 512))
+    for (way, at_once), block, down_block, load_bytes in itertools.product(
+        ways, blocks, downs, (8192, 4096)
+    ):
+        yield ExpertsSchedule(
+            way=way, at_once=at_once, w_load=w_load, block=block, down_block=down_block,
+            load_bytes=load_bytes, banks=target.psum_banks - 2,
+        )  # fmt: skip
+
+
+def _sizes(whole: int, steps: tuple[int, ...]) -> list[int]:
+    """Return the steps, those above the whole as the whole in tiles of 128."""
+    return list(dict.fromkeys(min(step, 128 * tiles(whole, 128)) for step in steps))
+
+
+def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
+    """Return the passes, reads of PSUM and DMAs of a kernel, or of one of two cores."""
+    made, tally, size = schedule.plan(spec), Tally(), item_bytes(spec.dtype)
+    expected = (schedule.turns(spec) or 1) * schedule.at_once
+    groups = {"picks": spec.top_k, "all": spec.groups}.get(schedule.way, expected)
+    for weight, count in ((made.up, 2), (made.down, 1)):
+        columns = min(weight.block, weight.n)
+        loads = groups * count * tiles(weight.k, weight.chunk) * tiles(weight.n, columns)
+        squares = groups * count * tiles(weight.k, 128) * tiles(weight.n, 128)
+        total = groups * count * weight.k * weight.n * size
+        turned = squares, loads * tiles(columns, 128), min(weight.chunk, weight.k) * size
+        tally.load(weight.load, total, loads, columns * size, turned)
+        tally.matmuls.append((squares, max(64, spec.m)))
+        tally.evictions.append((groups * count * tiles(weight.n, 128), spec.m))
+    edges = schedule.turns(spec) or 0
+    tally.dmas.append((1 + edges, 2 * made.up.block, made.up.block, "copy"))
+    tally.store(spec.m * spec.k * size, 1, spec.k * size)
+    return tally.work(
+        lead_bytes=made.up.chunk * made.up.block * size * (1 + 8 * edges),
+        tail_matmuls=(tiles(made.down.block, 128) * tiles(spec.n, 128), max(64, spec.m)),
+        tail_bytes=spec.m * spec.k * size,
+    )
+
+
+def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:
+    """Return the data flow for the header of the emitted file."""
+    which = {
+        "picks": "the picks of the token, one after another",
+        "all": "every group, one after another",
+        "distinct": f"the groups that tokens chose, {schedule.at_once} a turn of a loop",
+    }[schedule.way]
+    return (
+        f"groups: {which}; each takes all tokens, and a gate of 0 leaves one out.",
+        "x^T, h^T and y^T have features on the partitions: weights stationary, tokens moving.",
+        f"weights: {schedule.block} outputs of gate and up, then {schedule.down_block} of down at "
+        "a time, each loaded before the products of the panel before it.",
+    )
+
+
+EXPERTS = Family(
+    spec_class=ExpertsSpec,
+    schedule_class=ExpertsSchedule,
+    candidates=candidates,
+    work=work,
+    data_flow=data_flow,
+)

@@ -1,0 +1,126 @@
+"""Which groups tokens choose, on the device: their list, and the gates of the tokens of each.
+
+Numbers and gates of all picks, tokens times top_k, lie on every partition. Groups are a pair of
+tiles: int32 [1, groups], which addresses weights, and fp32 [128, groups], which finds their tokens.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+
+def read_picks(picks, count, dtype):
+    """Return a number of every pick as fp32 on every partition, [128, picks]."""
+    held = nl.ndarray((128, count), dtype=dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=picks.reshape((1, count)).broadcast(0, 128))
+    wide = nl.ndarray((128, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=wide, src=held)
+    return wide
+
+
+def chosen_of_token(numbers, weights):
+    """Return the picks of the only token as groups; -1 is group 0 with gate 0."""
+    count = numbers.shape[1]
+    nisa.scalar_tensor_tensor(
+        dst=weights, data=numbers, op0=nl.not_equal, operand0=-1, op1=nl.multiply, operand1=weights
+    )
+    some = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
+    first = numbers[0:1, 0:count]
+    nisa.scalar_tensor_tensor(
+        dst=some, data=first, op0=nl.equal, operand0=-1, op1=nl.add, operand1=first
+    )
+    return [some, None]
+
+
+def all_groups(count):
+    """Return all groups."""
+    one = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=one, pattern=[[1, count]], offset=0)
+    wide = nl.ndarray((128, count), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=wide, pattern=[[1, count]], offset=0)
+    return [one, wide]
+
+
+def list_groups(numbers, count, at_once):
+    """Return the groups that are chosen, then numbers of none, and last how many they are.
+
+    int32 [1, turns at_once + 1]. A group on a partition finds its own number among the picks.
+    """
+    row = nl.ndarray((1, count), dtype=nl.float32, buffer=nl.sbuf)
+    for first in range(0, count, 128):
+        deep = min(128, count - first)
+        own = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.iota(dst=own, pattern=[[0, 1]], offset=first, channel_multiplier=1)
+        same = nl.ndarray((deep, numbers.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=same, data=numbers[0:deep, 0 : numbers.shape[1]], op0=nl.equal, operand0=own
+        )
+        some = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=some, op=nl.maximum, data=same, axis=1)
+        turned = nl.ndarray((1, deep), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_transpose(dst=turned, data=some, engine=nisa.engine.tensor)
+        nisa.tensor_copy(dst=row[0:1, first : first + deep], src=turned)
+    turns = (count + at_once - 1) // at_once
+    found = nl.ndarray((1, count + 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.nonzero_with_count(dst=found, src=row, index_offset=0, padding_val=count)
+    listed = nl.ndarray((1, turns * at_once + 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.memset(dst=listed, value=count)
+    nisa.tensor_copy(dst=listed[0:1, 0:count], src=found[0:1, 0:count])
+    nisa.tensor_copy(
+        dst=listed[0:1, turns * at_once : turns * at_once + 1], src=found[0:1, count : count + 1]
+    )
+    return listed
+
+
+def turns_of(listed, count, at_once):
+    """Return in a register the turns of a loop that takes a power of two of the groups each."""
+    last = listed.shape[1] - 1
+    turns = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=turns, data=listed[0:1, last : last + 1], op0=nl.add, operand0=at_once - 1
+    )
+    if at_once == 2:
+        nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=1)
+    elif at_once == 4:
+        nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=2)
+    elif at_once == 8:
+        nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=3)
+    bound = nisa.register_alloc(0)
+    nisa.register_load(dst=bound, src=turns)
+    return bound
+
+
+def groups_of_turn(listed, i, count, at_once):
+    """Return the groups of turn i of the loop; behind the last one the last of all, for no token."""
+    turns = (count + at_once - 1) // at_once
+    mine = nl.ndarray((1, at_once), dtype=nl.int32, buffer=nl.sbuf)
+    lists = listed[0:1, 0 : turns * at_once].reshape_dim(1, (turns, at_once))
+    nisa.tensor_copy(dst=mine, src=lists.select(1, i))
+    one = nl.ndarray((1, at_once), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=one, data=mine, op0=nl.minimum, operand0=count - 1)
+    row = nl.ndarray((1, at_once), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=row, src=mine)
+    ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    spread = nl.ndarray((128, at_once), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=spread, stationary=ones, moving=row, is_stationary_onezero=True)
+    wide = nl.ndarray((128, at_once), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=wide, src=spread)
+    return [one, wide]
+
+
+def gates_of(group, numbers, weights, m, top_k):
+    """Return the gates of the tokens of a group on every partition, [128, 1, tokens]."""
+    strip = nl.ndarray((128, 1, m), dtype=nl.float32, buffer=nl.sbuf)
+    if top_k == 1:
+        nisa.scalar_tensor_tensor(
+            dst=strip[0:128, 0, 0:m], data=numbers, op0=nl.equal, operand0=group, op1=nl.multiply,
+            operand1=weights,
+        )  # fmt: skip
+    else:
+        own = nl.ndarray((128, m, top_k), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.scalar_tensor_tensor(
+            dst=own.reshape((128, m * top_k)), data=numbers, op0=nl.equal, operand0=group,
+            op1=nl.multiply, operand1=weights,
+        )  # fmt: skip
+        nisa.tensor_reduce(dst=strip[0:128, 0, 0:m], op=nl.add, data=own, axis=2)
+    return strip
