@@ -64,7 +64,11 @@ def plan(
     ] = "own",
     measured: Annotated[
         Path | None,
-        typer.Option(help="your time a token: a file of milliseconds, or a profiler's JSON"),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="your time a token: a file of milliseconds, or a profiler's JSON",
+        ),
     ] = None,
     as_json: values.AsJson = False,
     html: values.Html = None,
@@ -74,17 +78,19 @@ def plan(
     Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+64
     """
     from nmm_compiler.cli import models
-    from nmm_compiler.prediction.forms import DEFAULT
     from nmm_compiler.prediction.measured import read_measured
-    from nmm_compiler.prediction.plan import plan as run
 
-    models.require_transformers("a model without its weights")
     if forms and ratio:
         raise OptionTypeError("ratio", ratio, "it as a form, e.g. --forms bf16,lowrank:0.2")
+    own = None
+    if measured is not None:
+        own = read_measured(measured.read_text(errors="replace"), str(measured))
+    models.require_transformers("a model without its weights")
+    from nmm_compiler.prediction.forms import DEFAULT
+    from nmm_compiler.prediction.plan import plan as run
+
     low_rank = ratio or ((0.2,) if weights else ())
     chosen = forms or (["bf16", *(f"lowrank:{one:g}" for one in low_rank)] if low_rank else DEFAULT)
-
-    own = None if measured is None else read_measured(measured.read_text(), str(measured))
     with steps(f"reading {model}") as step:
         planned = run(
             models.described(model),

@@ -240,8 +240,7 @@ class ModelPrediction(Shown, Record):
         times = tuple(f"{name} ms".strip() for name in models)
         head = ("step", *times, "%", "source", "error")
         text = "; ".join(_shares(phase) for phase in self.phases)
-        keys = list(STEPS)
-        return [Grid.of(head, rows, right=(*times, "%")), bars(drawn, keys, "ms", text)]
+        return [Grid.of(head, rows, right=(*times, "%")), bars(drawn, STEPS, "ms", text)]
 
     def __repr__(self) -> str:
         return f"<ModelPrediction: {self.name}, {self.headline()}>"

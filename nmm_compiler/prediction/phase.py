@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nmm_compiler.records import Record
+
+STEPS = (
+    "bytes at the full rate",
+    "products beyond the bytes",
+    "kernels above their bound",
+    "vector work, copies",
+    "gaps between programs and launches",
+    "host and stack",
+    "collectives",
+)
+"""The parts of the time of a pass, in the order in which a waterfall shows them."""
+_BOUNDS = 2  # the first steps are bounds
+_KINDS = {
+    "kernel": STEPS[2], "attention": STEPS[2], "gaps": STEPS[4], "call": STEPS[5],
+    "all_reduce": STEPS[6], "all_gather": STEPS[6],
+}  # fmt: skip
+"""The step of a kind of line beyond its bounds; vector work for any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +48,16 @@ class Line(Record):
     def us(self) -> float:
         """Microseconds of all calls."""
         return self.calls * self.each_us
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """Microseconds in each of STEPS. Only kernels and attention have a bound, which is exact;
+        what their times may be wrong by is in the step above it. Other work counts in one step."""
+        bounds = (self.bytes_us, self.floor_us - self.bytes_us)
+        name = _KINDS.get(self.kind, STEPS[3])
+        rest = self.each_us - self.floor_us
+        others = (rest if step == name else 0.0 for step in STEPS[_BOUNDS:])
+        return tuple(self.calls * us for us in (*bounds, *others))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +90,8 @@ class Phase(Record):
     def steps(self) -> tuple[Step, ...]:
         """The steps from the bytes of the pass to its time, those of nothing left out; they sum
         to the time."""
-        made = (_step(name, of, self.lines) for name, of in STEPS.items())
-        return tuple(step for step in made if abs(step.us) > 1e-9 * self.us)
+        each = (_step(i, self.lines) for i in range(len(STEPS)))
+        return tuple(step for step in each if abs(step.us) > 1e-9 * self.us)
 
     def by(self, field: str) -> dict[str, float]:
         """Return microseconds per value of a field of the lines: module, kind or source."""
@@ -75,44 +102,15 @@ class Phase(Record):
         return made
 
 
-_COMPUTED = ("kernel", "attention")
-_LEFT = {"gaps": "gaps between programs and launches", "call": "host and stack",
-         "all_reduce": "collectives", "all_gather": "collectives"}  # fmt: skip
-
-
-def _of_kind(name: str) -> Callable[[Line], float]:
-    def us(line: Line) -> float:
-        of_others = line.kind not in _COMPUTED
-        return line.us if of_others and _LEFT.get(line.kind, "vector work, copies") == name else 0.0
-
-    return us
-
-
-_BOUNDS: dict[str, Callable[[Line], float]] = {
-    "bytes at the full rate": lambda line: line.calls * line.bytes_us,
-    "products beyond the bytes": lambda line: line.calls * (line.floor_us - line.bytes_us),
-}
-STEPS: dict[str, Callable[[Line], float]] = {
-    **_BOUNDS,
-    "kernels above their bound": lambda line: (
-        line.calls * (line.each_us - line.floor_us) if line.kind in _COMPUTED else 0.0
-    ),
-    **{name: _of_kind(name) for name in ("vector work, copies", *dict.fromkeys(_LEFT.values()))},
-}
-"""Each step's microseconds of a line, in the order in which a waterfall shows them. Only kernels
-and attention have a bound, which is exact; what their times may be wrong by is in the step above
-it. Other work counts whole in one step."""
-
-
-def _step(name: str, of: Callable[[Line], float], lines: Sequence[Line]) -> Step:
-    parts = [(line, of(line)) for line in lines if of(line)]
-    us = sum(part for _, part in parts)
-    if name in _BOUNDS:
-        return Step(name=name, us=us, sources=("target's rates",), error_band=(0.0, 0.0))
+def _step(i: int, lines: Sequence[Line]) -> Step:
+    parts = [line for line in lines if line.steps[i]]
+    us = sum(line.steps[i] for line in parts)
+    if i < _BOUNDS:
+        return Step(name=STEPS[i], us=us, sources=("target's rates",), error_band=(0.0, 0.0))
     below, above = (
-        sum(line.us * line.error_band[side] for line, _ in parts) / us if us else 0.0
+        sum(line.us * line.error_band[side] for line in parts) / us if us else 0.0
         for side in (0, 1)
     )
     below = max(below, -1.0)  # no step takes less than nothing
-    sources = tuple(sorted({line.source for line, _ in parts}))
-    return Step(name=name, us=us, sources=sources, error_band=(below, above))
+    sources = tuple(sorted({line.source for line in parts}))
+    return Step(name=STEPS[i], us=us, sources=sources, error_band=(below, above))

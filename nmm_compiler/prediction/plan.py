@@ -41,6 +41,7 @@ from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 
 DENSE = read_form("bf16")
+_TEXT = ("target", "weights", "quality")  # columns that hold words
 SETTING = ("target", "tp", "batch", "prompt", "context")
 """Arguments of `predict` that a plan crosses, and fields of what it returns."""
 
@@ -184,7 +185,7 @@ class Plan(Shown, Record):
         grid = [tuple(row[i] for i in shown) for row in rows]
         return [
             Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)),
-            Grid.of([head[i] for i in shown], grid, head[1:-1]),
+            Grid.of([head[i] for i in shown], grid, [h for h in head if h not in _TEXT]),
             Line("predicted, not measured; gains are over the first form of the setting, our dense "
                  "kernels; by bytes: ms that the kernels' bytes take at the full rate; GiB of a "
                  "core", "note"),
