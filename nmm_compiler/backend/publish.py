@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ def publish(
         _log.debug("%s", report)
         for name, text in _artifacts(report, before, after):
             _log.debug("%s of graph %d\n%s", name, report.graph, text)
+    _artifact("nmm_compile_report", report.to_json, "json")
     if trace_log.handlers:
         _trace(report, before, after)
     if isinstance(options.report, str):
@@ -110,23 +111,19 @@ def _artifacts(
         yield "nmm_schedules", "\n\n".join(map(as_text, tables))
 
 
+def _artifact(name: str, text: Callable[[], str], encoding: str = "string") -> None:
+    about = {"name": name, "encoding": encoding}
+    torch._logging.trace_structured("artifact", metadata_fn=lambda: about, payload_fn=text)
+
+
 def _trace(report: CompileReport, before: Any, after: Any) -> None:
     """Write all of a graph's texts to torch's structured trace, and its page beside it.
 
     tlparse shows artefacts as plain text only, so the page is a file that the trace links to.
     """
-
-    def write(name: str, text: str, encoding: str = "string") -> None:
-        about = {"name": name, "encoding": encoding}
-        torch._logging.trace_structured(
-            "artifact", metadata_fn=lambda: about, payload_fn=lambda: text
-        )
-
-    write("nmm_compile_report", report.to_json(), "json")
-    for name, text in _artifacts(report, before, after):
-        write(name, text)
     shown = page(f"nmm_compiler: graph {report.graph}", compile_parts([report]))
-    write("nmm_report.html", shown)
+    for name, text in (*_artifacts(report, before, after), ("nmm_report.html", shown)):
+        _artifact(name, text.__str__)
     places = (getattr(handler, "root_dir", None) for handler in trace_log.handlers)
     folder = next(filter(None, places), None)
     if folder is not None:
