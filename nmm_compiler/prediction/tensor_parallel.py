@@ -15,6 +15,10 @@ products and a collective.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -33,24 +37,14 @@ _library.impl("all_reduce", lambda x: torch.empty_like(x), "Meta")
 _library.impl("all_gather", lambda x, features: x.new_empty(*x.shape[:-1], features), "Meta")
 
 
-class _SummedLinear(nn.Linear):
-    """A linear over some of the input features: the cores add their results."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sum over all cores."""
-        return torch.ops.nmm_prediction.all_reduce(super().forward(x))
+def _sum(linear: nn.Module, given: Any, y: Tensor) -> Tensor:
+    """Add up what the cores have of a linear that was cut by input features."""
+    return torch.ops.nmm_prediction.all_reduce(y)
 
 
-class _GatheredLinear(nn.Linear):
-    """A linear to some of the output features, which every core needs whole."""
-
-    def __init__(self, k: int, n: int, bias: bool, whole: int, dtype: torch.dtype) -> None:
-        super().__init__(k, n, bias, device="meta", dtype=dtype)
-        self.whole = whole
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the features of all cores."""
-        return torch.ops.nmm_prediction.all_gather(super().forward(x), self.whole)
+def _gather(features: int, linear: nn.Module, given: Any, y: Tensor) -> Tensor:
+    """Put together the output features of the cores, which every core needs whole."""
+    return torch.ops.nmm_prediction.all_gather(y, features)
 
 
 class _RowsLowRank(LowRankLinear):
@@ -75,35 +69,33 @@ def shard(model: MetaModel, tp: int) -> None:
     if tp == 1:
         return
     found = linear_roles(model.module)
+    parents = {name: model.module.get_submodule(name.rpartition(".")[0]) for name in found}
+    heads = {parent: _Heads.of(parent) for parent in parents.values()}  # before any is cut
     for name, role in found.items():
-        parent = model.module.get_submodule(name.rpartition(".")[0])
-        put_cut(parent, name.rpartition(".")[2], role, tp, _Heads.of(parent))
+        _cut(parents[name], name.rpartition(".")[2], role, tp, heads[parents[name]])
     if not found:
         raise ModelError(
             f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"
         )
 
 
+@dataclass(frozen=True)
 class _Heads:
-    """How the heads of an attention module are shared out."""
+    """The heads of an attention module: features of each, query heads, key heads."""
 
-    def __init__(self, size: int, queries: int, keys: int) -> None:
-        self.size, self.queries, self.keys = size, queries, keys
+    size: int
+    queries: int
+    keys: int
 
     @classmethod
     def of(cls, parent: nn.Module) -> _Heads | None:
-        """Return the heads of a module before it is cut, None where it has none."""
-        known = parent.__dict__.get("_nmm_heads")
-        if known is not None:
-            return known
+        """Return the heads of a module, None where it has none."""
         size, groups = getattr(parent, "head_dim", None), getattr(parent, "num_key_value_groups", 1)
         query = getattr(parent, "q_proj", None)
         if not isinstance(size, int) or query is None:
             return None
         queries = query.out_features // size
-        made = cls(size, queries, queries // groups)
-        parent.__dict__["_nmm_heads"] = made
-        return made
+        return cls(size, queries, queries // groups)
 
     def cut(self, tp: int) -> tuple[int, int]:
         """Return (query heads, key heads) of one core."""
@@ -111,7 +103,7 @@ class _Heads:
         return keys * max(1, -(-self.queries // (tp * keys))), keys
 
 
-def put_cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None) -> None:
+def _cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None) -> None:
     """Replace one linear of `parent` by what one core holds of it."""
     old = getattr(parent, name)
     bias, dtype = old.bias is not None, next(old.parameters()).dtype
@@ -124,19 +116,15 @@ def put_cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | No
         part_k = heads.size * queries
         if hasattr(parent, "num_key_value_groups"):
             setattr(parent, "num_key_value_groups", queries // keys)  # noqa: B010
+    sizes = (part_k, n) if role == "rowwise" else (k, part_n)
     new: nn.Module
     if isinstance(old, LowRankLinear):
-        if role != "rowwise":
-            new = LowRankLinear(k, old.rank, part_n, bias, device="meta", dtype=dtype)
-        else:
-            new = _RowsLowRank(part_k, old.rank, n, bias, device="meta", dtype=dtype)
-            new.tp = tp
-    elif role == "rowwise":
-        new = _SummedLinear(part_k, n, bias, device="meta", dtype=dtype)
-    elif role == "head":
-        new = _GatheredLinear(k, part_n, bias, n, dtype)
+        kind = _RowsLowRank if role == "rowwise" else LowRankLinear
+        new = kind(sizes[0], old.rank, sizes[1], bias, device="meta", dtype=dtype)
+        new.tp = tp  # type: ignore[assignment]
     else:
-        new = nn.Linear(k, part_n, bias, device="meta", dtype=dtype)
-    for parameter in new.parameters():
-        parameter.requires_grad_(False)
-    setattr(parent, name, new)
+        new = nn.Linear(*sizes, bias, device="meta", dtype=dtype)
+        if role != "colwise":
+            after = _sum if role == "rowwise" else functools.partial(_gather, n)
+            new.register_forward_hook(after)
+    setattr(parent, name, new.requires_grad_(False))

@@ -40,28 +40,6 @@ def operands(spec):
 
 
 @pytest.mark.parametrize(
-    ("packages", "devices", "dialect", "path"),
-    [
-        ({**BETA_1, **OLD_TORCH}, 1, "neuronxcc", "torch-xla"),
-        (BETA_1, 0, "neuronxcc", "simulate"),
-        ({**BETA_1, "torch_neuronx": "2.13.3.0"}, 1, "neuronxcc", "simulate"),
-        ({**BETA_1, "nki": "0.6.0"}, 0, "nki", "simulate"),
-        ({"nki": None}, 0, None, "none"),
-    ],
-)
-def test_the_probe_names_the_dialect(monkeypatch, packages, devices, dialect, path):
-    install(monkeypatch, **packages)
-    monkeypatch.setattr(machine.glob, "glob", lambda pattern: ["/dev/neuron0"] * devices)
-    found = machine.probe()
-    assert (found.dialect, found.path) == (dialect, path)
-    assert ("NKI dialect", machine._DIALECTS[dialect]) in found.rows()
-    if packages.get("torch_neuronx") == "2.13.3.0":
-        assert "TorchNeuron takes no kernels of NKI Beta 1" in found.problem
-    if path == "torch-xla":
-        assert found.problem is None
-
-
-@pytest.mark.parametrize(
     ("packages", "target", "dialect"),
     [
         (BETA_1, "trn1", "neuronxcc"),

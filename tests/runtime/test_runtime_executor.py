@@ -73,27 +73,22 @@ def test_values_are_within_the_derived_bound(dtype, stored, launched):
 
 
 @pytest.mark.parametrize(
-    "kw",
+    ("name", "shapes", "kw"),
     [
-        {"x_layout": "col"},
-        {"out_layout": "col"},
-        {"x_layout": "col", "out_layout": "col"},
-        {"activation": "silu"},
-        {"scale": 0.5},
+        ("lowrank_matmul", [(K, R), (R, N)], {"x_layout": "col"}),
+        ("lowrank_matmul", [(K, R), (R, N)], {"out_layout": "col"}),
+        ("lowrank_matmul", [(K, R), (R, N)], {"x_layout": "col", "out_layout": "col"}),
+        ("lowrank_matmul", [(K, R), (R, N)], {"activation": "silu"}),
+        ("lowrank_matmul", [(K, R), (R, N)], {"scale": 0.5}),
+        ("lowrank_matmul", [(K, R), (R, N), (N,), (N, K)], {"scale": 2.0, "w_layout": "col"}),
+        ("matmul", [(N, K)], {"w_layout": "col"}),
     ],
     ids=str,
 )
-def test_layouts_and_epilogues(kw, launched):
+def test_layouts_epilogues_a_dense_base_and_dense_products(name, shapes, kw, launched):
     shape = (K, 8) if kw.get("x_layout") == "col" else (8, K)
-    x = torch.randn(shape).to(torch.bfloat16)
-    check("lowrank_matmul", (x, weight(K, R), weight(R, N)), kw, 8, launched)
-
-
-def test_a_dense_base_and_a_bias(launched):
-    x = torch.randn(8, K).to(torch.bfloat16)
-    bias = torch.randn(N).to(torch.bfloat16)
-    args = (x, weight(K, R), weight(R, N), bias, weight(K, N, "col"))
-    check("lowrank_matmul", args, {"scale": 2.0, "w_layout": "col"}, 8, launched)
+    operands = [torch.randn(s) / s[0] ** 0.5 for s in (shape, *shapes)]
+    check(name, tuple(t.to(torch.bfloat16) for t in operands), kw, 8, launched)
 
 
 @pytest.mark.parametrize("stored", ["row", "col"])
@@ -161,11 +156,6 @@ def test_gated_mlps_run_as_one_kernel(name, stored, launched):
     args = (x, *weights, None, bias)
     check(name, args, {"weight_layout": stored}, 8, launched)
     assert launched[0].spec.weight_layout == "row"
-
-
-def test_dense_products_run_too(launched):
-    x = torch.randn(8, K).to(torch.bfloat16)
-    check("matmul", (x, weight(K, N, "col")), {"w_layout": "col"}, 8, launched)
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])

@@ -78,33 +78,38 @@ def one_kernel(monkeypatch, tmp_path):
     return use
 
 
-def test_a_machine_without_neuron_is_described_with_what_to_install(monkeypatch):
-    install(monkeypatch, nki=None)
-    monkeypatch.setattr(machine.glob, "glob", lambda pattern: [])
-    found = machine.probe()
-    assert (found.nki, found.torch_neuronx, found.devices, found.path) == (None, None, 0, "none")
-    assert "package nki is not installed; run: pip install nki" in found.problem
-    assert ("nki", "not installed") in found.rows()
-    assert ("Neuron problem", found.problem) in found.rows()
-    assert machine.NeuronProbe.from_json(found.to_json()) == found
+BETA_1 = {"nki": None, "neuronx_cc": "2.22.12471.0"}
+NATIVE, XLA = {"torch_neuronx": "2.13.3.0"}, {"torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}
 
 
 @pytest.mark.parametrize(
-    ("packages", "devices", "path"),
+    ("packages", "devices", "dialect", "path", "problem"),
     [
-        ({"nki": "0.6.0"}, 0, "simulate"),
-        ({"nki": "0.5.0", "torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}, 1, "torch-xla"),
-        ({"nki": "0.7.0", "torch_neuronx": "2.13.3.0"}, 2, "torchneuron"),
-        ({"nki": "0.5.0", "torch_neuronx": "2.11.3.0.1278"}, 1, "torchneuron"),
-        ({"nki": "0.7.0", "torch_neuronx": "2.13.3.0", "torch_xla": "2.12.0"}, 2, "torchneuron"),
-        ({"nki": "0.6.0", "torch_neuronx": "2.9.0.1"}, 1, "none"),
-        ({"nki": "0.2.0", "torch_neuronx": "2.9.0.1", "torch_xla": "2.9.0"}, 1, "none"),
+        ({"nki": None}, 0, None, "none", "package nki is not installed; run: pip install nki"),
+        ({"nki": "0.6.0"}, 0, "nki", "simulate", None),
+        ({"nki": "0.5.0", **XLA}, 1, "nki", "torch-xla", None),
+        ({"nki": "0.7.0", **NATIVE}, 2, "nki", "torchneuron", None),
+        ({"nki": "0.5.0", "torch_neuronx": "2.11.3.0.1278"}, 1, "nki", "torchneuron", None),
+        ({"nki": "0.7.0", **NATIVE, "torch_xla": "2.12.0"}, 2, "nki", "torchneuron", None),
+        ({"nki": "0.6.0", "torch_neuronx": "2.9.0.1"}, 1, "nki", "none", "needs torch-xla"),
+        ({"nki": "0.2.0", **XLA}, 1, None, "none", "nki 0.2.0 is installed, kernels need"),
+        ({**BETA_1, **XLA, "torch_neuronx": "2.7.0.1"}, 1, "neuronxcc", "torch-xla", None),
+        (BETA_1, 0, "neuronxcc", "simulate", None),
+        ({**BETA_1, **NATIVE}, 1, "neuronxcc", "simulate", "takes no kernels of NKI Beta 1"),
+        ({**BETA_1, "nki": "0.6.0"}, 0, "nki", "simulate", None),
     ],
 )
-def test_the_probe_names_the_path(monkeypatch, packages, devices, path):
+def test_the_probe_names_the_path_the_dialect_and_the_problem(
+    monkeypatch, packages, devices, dialect, path, problem
+):
     install(monkeypatch, **packages)
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: ["/dev/neuron0"] * devices)
-    assert machine.probe().path == path
+    found = machine.probe()
+    assert (found.dialect, found.path) == (dialect, path)
+    assert (found.problem is None) == (problem is None), found.problem
+    assert problem is None or problem in found.problem
+    assert ("NKI dialect", machine._DIALECTS[dialect]) in found.rows()
+    assert machine.NeuronProbe.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,6 @@ def test_an_old_nki_is_refused_with_what_to_install(monkeypatch, tmp_path, versi
     kernel = write_kernel(tmp_path, SPEC)
     with pytest.raises(NeuronSetupError, match=r"need 0\.5 or newer; run: pip install nki"):
         neuron.simulate(kernel, operands())
-    assert version in str(machine.probe().problem)
 
 
 def test_a_kernel_that_needs_a_newer_nki_is_refused(monkeypatch, tmp_path):
@@ -413,7 +417,7 @@ def test_the_probe_says_what_to_set_for_logical_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "INSTANCE_TYPE", str(tmp_path / "instance_type"))
     (tmp_path / "instance_type").write_text("trn2.3xlarge")
     found = machine.probe()
-    assert (found.target, found.logical_cores, found.path) == ("trn2", 2, "torchneuron")
+    assert (found.target, found.logical_cores) == ("trn2", 2)
     assert "export NEURON_LOGICAL_NC_CONFIG=1" in found.problem
     assert ("logical core", "2 physical") in found.rows()
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")

@@ -27,75 +27,44 @@ def test_an_unchanged_weight_is_copied_once(packs):
     assert packs.made == 1
 
 
-def in_place(layer):
-    with torch.no_grad():
-        layer.weight.mul_(2)
+def step(layer, **more):
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, **more)
+    layer(torch.randn(3, 8)).square().sum().backward()
+    optimizer.step()
 
 
-def data(layer):
-    layer.weight.data.add_(1)
-
-
-def numpy_write(layer):
-    layer.weight.detach().numpy()[0, 0] = 42
-
-
-def swapped_rows(layer):
-    """Keeps every sum and every xor of the values."""
-    layer.weight.data.copy_(layer.weight.detach().flip(0).clone())
-
-
-def one_bit(layer):
-    layer.weight.data.view(torch.int32)[0, 0] ^= 1
-
-
-def load_state_dict(layer):
-    layer.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.zeros(4)})
+def set_data(layer, value):
+    layer.weight.data = value
 
 
 def replaced(layer):
     layer.weight = nn.Parameter(torch.randn(4, 8))
 
 
-def cast(layer):
-    layer.to(torch.bfloat16)
+STATE = {"weight": torch.randn(4, 8), "bias": torch.zeros(4)}
+CHANGES = {
+    "in place": torch.no_grad()(lambda layer: layer.weight.mul_(2)),
+    "through data": lambda layer: layer.weight.data.add_(1),
+    "through NumPy": lambda layer: layer.weight.detach().numpy().fill(42),
+    # Keeps every sum and every xor of the values.
+    "swapped rows": lambda layer: layer.weight.data.copy_(layer.weight.detach().flip(0).clone()),
+    "one bit": lambda layer: layer.weight.data.view(torch.int32)[0, :1].bitwise_xor_(1),
+    "load_state_dict": lambda layer: layer.load_state_dict(STATE),
+    "replaced": replaced,
+    "cast": lambda layer: layer.to(torch.bfloat16),
+    "cast and back": lambda layer: layer.to(torch.bfloat16).to(torch.float32),
+    "optimizer": step,
+    "fused optimizer": lambda layer: step(layer, fused=True),
+    "set data": lambda layer: set_data(layer, torch.randn(4, 8)),
+    "transposed storage": lambda layer: set_data(layer, torch.randn(8, 4).t()),
+}
 
 
-def cast_and_back(layer):
-    layer.to(torch.bfloat16).to(torch.float32)
-
-
-def optimizer_step(layer):
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    layer(torch.randn(3, 8)).square().sum().backward()
-    optimizer.step()
-
-
-def fused_optimizer_step(layer):
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
-    layer(torch.randn(3, 8)).square().sum().backward()
-    optimizer.step()
-
-
-def set_data(layer):
-    layer.weight.data = torch.randn(4, 8)
-
-
-def transposed_storage(layer):
-    layer.weight.data = torch.randn(8, 4).t()
-
-
-CHANGES = [
-    in_place, data, numpy_write, swapped_rows, one_bit, load_state_dict, replaced, cast,
-    cast_and_back, optimizer_step, fused_optimizer_step, set_data, transposed_storage,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_at_the_next_use(packs, change):
     layer = nn.Linear(8, 4)
     before = check(packs, layer.weight).clone()
-    change(layer)
+    CHANGES[change](layer)
     after = check(packs, layer.weight)
     assert before.dtype != after.dtype or not torch.equal(before, after)
 
@@ -104,7 +73,7 @@ def test_tied_weights_share_a_copy_and_see_each_other(packs):
     first, second = nn.Linear(8, 4), nn.Linear(8, 4)
     second.weight = first.weight
     assert check(packs, first.weight) is check(packs, second.weight)
-    in_place(first)
+    CHANGES["in place"](first)
     check(packs, second.weight)
     assert packs.made == 2
 
@@ -141,7 +110,7 @@ def test_a_weight_that_is_already_stored_that_way_is_not_copied(packs):
 def test_freeze_skips_the_proof_but_not_a_replaced_weight(packs):
     layer = nn.Linear(8, 4)
     before = packs.transposed(layer.weight, freeze=True)
-    data(layer)
+    CHANGES["through data"](layer)
     assert packs.transposed(layer.weight, freeze=True) is before  # the caller's promise, broken
     replaced(layer)
     assert torch.equal(packs.transposed(layer.weight, freeze=True), layer.weight.detach().t())
