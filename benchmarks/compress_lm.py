@@ -196,11 +196,10 @@ def run(ratio: float, methods: list[str], fresh: bool) -> None:
         started = time.monotonic()
         model = make(ratio).bfloat16()
         sites = find_sites(smollm()[0])[0]
-        dense = sum(site.dense_parameters for site in sites)
+        dense = sum(site.k * site.n for site in sites)
         layers = lowrank_layers(model)
         kept = sum(
-            layers[s.name].rank * (s.k + s.n) if s.name in layers else s.dense_parameters
-            for s in sites
+            layers[s.name].rank * (s.k + s.n) if s.name in layers else s.k * s.n for s in sites
         )
         entry = {
             "bytes": kept / dense * BITS[kind] / 16,

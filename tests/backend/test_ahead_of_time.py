@@ -4,7 +4,11 @@ import importlib
 import sys
 
 import pytest
+import torch
 from processes import ran
+from torch import nn
+
+import nmm_compiler as nmm
 
 MODEL = """
 import torch
@@ -45,8 +49,6 @@ print("ran", kernel.name)
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_two_processes(inner, tmp_path, monkeypatch):
     """Saved in this process; the other one cannot import the model."""
-    import torch
-
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model_of_the_user.py").write_text(MODEL)
     saved = str(tmp_path / "saved.bin")
@@ -68,18 +70,13 @@ def test_two_processes(inner, tmp_path, monkeypatch):
 
 
 def test_inductor_calls_the_kernels_of_an_executor():
-    import torch
-    from torch import nn
-
-    import nmm_compiler
-
     model, x = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 48)), torch.randn(5, 64)
     torch._dynamo.reset()
     options = {"executor": "simulator", "inner": "inductor", "kernels": "lazy", "strict": True}
     with torch.no_grad():
         y = torch.compile(model, backend="nmm", options=options)(x)
         exact = model.double()(x.double())
-    assert nmm_compiler.last_report().fallback is None
+    assert nmm.last_report().fallback is None
     assert float((y.double() - exact).abs().max()) <= 2.0**-23 * 72 * float(exact.abs().max())
 
 
@@ -99,11 +96,6 @@ print("ran")
 
 @pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.long)])
 def test_a_rewritten_model_loads_without_its_code(kind, tmp_path):
-    import torch
-    from torch import nn
-
-    import nmm_compiler as nmm
-
     class OfTheUser(nn.Module):
         def __init__(self):
             super().__init__()

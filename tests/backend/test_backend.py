@@ -1,6 +1,7 @@
 """The backend's own duties: options, the untouched graph, faults, reports."""
 
 import dataclasses
+import functools
 import json
 import warnings
 
@@ -49,20 +50,17 @@ def check(model, *inputs, options=QUICK, chains=1, **compile_options):
     return compiled
 
 
-def test_a_chain_becomes_one_op_call_that_says_all():
-    check(pair(), torch.randn(4, 16))
-    (call,) = [n for n in captured[0].graph.nodes if str(n.target).startswith("nmm.")]
-    assert str(call.target) == "nmm.lowrank_matmul.default"
-    assert call.kwargs["target"] == "trn2"
-    assert call.kwargs["executor"] == "auto"
-    assert call.meta["example_value"].shape == (4, 12)
-
-
-def test_options_are_taken_as_a_dict_or_an_object_and_reach_the_call():
-    options = Options(target="trn3", executor="reference", **QUICK)
+@pytest.mark.parametrize(
+    ("options", "target", "executor"),
+    [(QUICK, "trn2", "auto"),
+     (Options(target="trn3", executor="reference", **QUICK), "trn3", "reference")],
+)  # fmt: skip
+def test_a_chain_becomes_one_op_call_that_says_all(options, target, executor):
     check(pair(), torch.randn(4, 16), options=options)
     (call,) = [n for n in captured[0].graph.nodes if str(n.target).startswith("nmm.")]
-    assert (call.kwargs["target"], call.kwargs["executor"]) == ("trn3", "reference")
+    assert str(call.target) == "nmm.lowrank_matmul.default"
+    assert (call.kwargs["target"], call.kwargs["executor"]) == (target, executor)
+    assert call.meta["example_value"].shape == (4, 12)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +88,8 @@ def test_a_graph_without_chains_goes_to_the_inner_backend_untouched():
     assert report.kernels == ()
 
 
-def fail(*_, **__):
-    raise ZeroDivisionError("a fault in a pass")
+def fail(*_, error=ZeroDivisionError, **__):
+    raise error("a fault in a pass")
 
 
 def test_a_fault_in_the_passes_leaves_the_graph_as_it_was_with_one_warning(monkeypatch):
@@ -109,21 +107,15 @@ def test_a_fault_in_the_passes_leaves_the_graph_as_it_was_with_one_warning(monke
     assert "a fault in a pass" in " ".join(str(backend.last_report()).split())
 
 
-def test_strict_raises_the_fault(monkeypatch):
-    monkeypatch.setattr(pipeline, "run", fail)
+@pytest.mark.parametrize(
+    ("error", "strict"), [(ZeroDivisionError, True), (KeyboardInterrupt, False)]
+)
+def test_strict_raises_the_fault_and_ctrl_c_is_never_swallowed(monkeypatch, error, strict):
+    monkeypatch.setattr(pipeline, "run", functools.partial(fail, error=error))
     gm = torch.fx.symbolic_trace(pair())
-    with pytest.raises(ZeroDivisionError, match="a fault in a pass"):
-        backend.nmm(gm, [torch.randn(4, 16)], options={**QUICK, "strict": True})
+    with pytest.raises(error, match="a fault in a pass"):
+        backend.nmm(gm, [torch.randn(4, 16)], options={**QUICK, "strict": strict})
     assert captured == []
-
-
-def test_ctrl_c_in_the_passes_is_not_swallowed(monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "run", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        backend.nmm(torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)], options=QUICK)
 
 
 @register_backend(name="hates_nmm")

@@ -129,28 +129,17 @@ def test_nothing_recompiles_that_plain_inner_does_not():
     assert count(backend="nmm", options=QUICK) == plain
 
 
-def in_place(model):
-    with torch.no_grad():
-        model[0].weight.mul_(2)
+def replaced(part, name, *shape):
+    setattr(part, name, nn.Parameter(torch.randn(*shape)))
 
 
-def through_data(model):
-    model[1].weight.data.add_(1)
-
-
-def load_state_dict(model):
-    model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()})
-
-
-def replaced(model):
-    model[0].weight = nn.Parameter(torch.randn(2, 16))
-
-
-def tied(model):
-    model[1].bias = nn.Parameter(torch.randn(12))
-
-
-CHANGES = [in_place, through_data, load_state_dict, replaced, tied]
+CHANGES = [
+    torch.no_grad()(lambda model: model[0].weight.mul_(2)),
+    lambda model: model[1].weight.data.add_(1),
+    lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+    lambda model: replaced(model[0], "weight", 2, 16),
+    lambda model: replaced(model[1], "bias", 12),
+]
 
 
 def test_every_change_of_a_weight_is_seen_without_more_compiles_than_plain_inner():
@@ -261,34 +250,24 @@ def test_cache_mode_require_names_what_is_missing_and_how_to_build_it(tmp_path):
     assert [k.origin for k in backend.last_report().kernels] == ["cache"]
 
 
-def test_training_only_the_factors_leaves_the_rest_alone():
-    model = small_llama(layers=1)
-    model.requires_grad_(False)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_are_those_of_eager(checkpointed):
+    """Of the factors alone, where the rest is frozen, and with activation checkpointing."""
+    model = small_llama(layers=1 + checkpointed).train(checkpointed)
     for module in model.modules():
-        if isinstance(module, FactorPair):
-            module.requires_grad_(True)
+        module.requires_grad_(checkpointed or isinstance(module, FactorPair))
     plain = copy.deepcopy(model)
     batch = tokens(8)
+    for one in (model, plain):
+        if checkpointed:
+            one.gradient_checkpointing_enable({"use_reentrant": False})
     with_nmm(model)(input_ids=batch, labels=batch).loss.backward()
     plain(input_ids=batch, labels=batch).loss.backward()
+    assert rewritten() == CHAINS_PER_LAYER * (1 + checkpointed)
     for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_activation_checkpointing_keeps_chains_and_gradients():
-    model = small_llama(layers=2).train()
-    plain = copy.deepcopy(model)
-    for m in (model, plain):
-        m.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = tokens(8)
-    run = with_nmm(model)
-    run(input_ids=batch, labels=batch).loss.backward()
-    plain(input_ids=batch, labels=batch).loss.backward()
-    assert rewritten() == 2 * CHAINS_PER_LAYER
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_two_threads_share_a_compiled_model():
