@@ -26,12 +26,13 @@ from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.ops.launches import dtype_name
 from nmm_compiler.ops.lower import graph_call, lower, op_name
-from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, Product, Scale, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.base import module_path
+from nmm_compiler.passes.rules.gated_mlp import gates_at
 from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prices.ways import Row, alternatives, beside
@@ -297,27 +298,19 @@ class _Walk:
 
     def _gated(self, last: _Dense, by_x: Mapping[Any, list[_Dense]]) -> Any:
         """Return ((gate, up), pointwise nodes, spec) of down(act(gate x) * up x), or None."""
-        c = self.c
-        form = c.forms.get(last.x)
-        if not isinstance(form, Scale) or isinstance(form.factor, float):
-            return None
-        sides = (c.base(form.value)[0], c.base(form.factor)[0])
+        c, h = self.c, owner_of(last.x)
         at = {one.node: one for group in by_x.values() for one in group}
-        for first, second in (sides, sides[::-1]):
-            act = c.forms.get(first)
-            if not isinstance(act, Activation) or act.name not in ACTIVATIONS:
+        for _, (act, inner, nodes), other in gates_at(c, h):
+            gate, up = (at.get(owner_of(c.base(key)[0])) for key in (inner, other))
+            if gate is None or up is None or gate is up or gate.x is not up.x:
                 continue
-            gate = at.get(owner_of(c.base(act.value)[0]))
-            up = at.get(owner_of(second))
-            if gate is None or up is None or gate.x is not up.x or gate is up:
-                continue
-            if last.spec.n != gate.spec.k:  # no kernel returns other features than those of x
-                continue
-            spec = GatedMLPSpec(
-                m=gate.spec.m, k=gate.spec.k, n=gate.spec.n, dtype=gate.spec.dtype,
-                activation=act.name, down_r=0,
-            )  # fmt: skip
-            return (gate, up), {owner_of(last.x), owner_of(first)}, spec
+            # no kernel returns other features than those of x
+            if act in ACTIVATIONS and last.spec.n == gate.spec.k:
+                spec = GatedMLPSpec(
+                    m=gate.spec.m, k=gate.spec.k, n=gate.spec.n, dtype=gate.spec.dtype,
+                    activation=act, down_r=0,
+                )  # fmt: skip
+                return (gate, up), nodes | {h}, spec
         return None
 
     # -- pointwise regions ----------------------------------------------------------------------

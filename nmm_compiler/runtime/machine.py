@@ -103,18 +103,10 @@ def probe() -> NeuronProbe:
     native = _numbers(versions["torch-neuronx"]) >= FIRST_NATIVE_TORCH_NEURONX
     dialect = "nki" if problem is None else None
     if versions["nki"] is None and beta_1_version() is not None:
-        dialect = "neuronxcc"
-        problem = NATIVE_PROBLEM if native else None
-    if dialect is None:
-        path = "none"
-    elif native and problem is not None:
-        path = "simulate"
-    elif native:
-        path = "torchneuron"
-    elif versions["torch-neuronx"] is not None:
-        path = "torch-xla"
-    else:
-        path = "simulate"
+        dialect, problem = "neuronxcc", NATIVE_PROBLEM if native else None
+    path = "none" if dialect is None else "simulate"
+    if dialect is not None and problem is None and versions["torch-neuronx"] is not None:
+        path = "torchneuron" if native else "torch-xla"
     if path == "torch-xla" and versions["torch-xla"] is None:
         path = "none"
         problem = (

@@ -43,20 +43,11 @@ from nmm_compiler.runtime import first_run, machine
 from nmm_compiler.simulator.loading.source_text import read_source, run_source
 
 
-def _nki(wanted: str = machine.MINIMUM_NKI) -> Any:
-    """Import nki of version `wanted` or newer, or raise NeuronSetupError with what to install."""
-    problem = machine.nki_problem(wanted)
+def _imported(module: str, problem: str | None) -> Any:
+    """Import nki or neuronxcc.nki, or raise NeuronSetupError with what to install."""
     if problem is not None:
         raise NeuronSetupError(problem)
-    return importlib.import_module("nki")
-
-
-def _beta_1() -> Any:
-    """Import neuronxcc.nki, or raise NeuronSetupError with what to install."""
-    problem = machine.beta_1_problem()
-    if problem is not None:
-        raise NeuronSetupError(problem)
-    return importlib.import_module("neuronxcc.nki")
+    return importlib.import_module(module)
 
 
 def _is_beta_1(kernel: Any) -> bool:
@@ -90,9 +81,9 @@ def load(kernel: Any) -> Any:
         found = _loaded.get(_identity(kernel))
         if found is None:
             if _is_beta_1(kernel):
-                _beta_1()
+                _imported("neuronxcc.nki", machine.beta_1_problem())
             else:
-                _nki(oldest_version(kernel.source))
+                _imported("nki", machine.nki_problem(oldest_version(kernel.source)))
             if path.exists() and read_source(path) != kernel.source:
                 raise FileError(
                     f"{path} was changed after kernel {kernel.name} was verified; nothing of it "
@@ -115,7 +106,7 @@ def simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a kernel in AWS's simulator on CPU tensors; return its results."""
     if _is_beta_1(kernel):
         return _simulate_beta_1(kernel, operands)
-    nki = _nki()
+    nki = _imported("nki", machine.nki_problem())
     with _lock, neuron_environment(_target_name(kernel)):
         return _results(nki.simulate(_on_its_cores(load(kernel), kernel))(*operands))
 
@@ -130,7 +121,7 @@ def _simulate_beta_1(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, .
         tensor.detach().to(torch.float32).numpy().astype(numpy_dtype(operand.dtype))
         for tensor, operand in zip(operands, spec.inputs(), strict=True)
     ]
-    nki = _beta_1()
+    nki = _imported("neuronxcc.nki", machine.beta_1_problem())
     with _lock, neuron_environment(_target_name(kernel)):
         results = nki.simulate_kernel(load(kernel), *arrays)
     several = results if isinstance(results, (tuple, list)) else (results,)
