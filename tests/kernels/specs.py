@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.experts import ExpertsSpec
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.linear.specs import (
     AdaptersSpec,
     GatedMLPSpec,
