@@ -80,9 +80,7 @@ def _run(ratio: float, target: str, beside: concurrent.futures.Executor) -> dict
         ranks = compress(without_data(model), ratio, **chosen).ranks()
         small = copy.deepcopy(model)
         calibration = [{"input_ids": row[None]} for row in _spread(learned, _LEARNED)]
-        report = compress(
-            small, rank=ranks, method="two-sided", calibration=calibration, **chosen
-        )
+        report = compress(small, rank=ranks, method="two-sided", calibration=calibration, **chosen)
 
         step("compiling, building kernels")
         judged = _spread(judged, _JUDGED)
