@@ -201,23 +201,6 @@ def _result_shape(row: Any, role: str, data: tuple[int, ...]) -> tuple[int, ...]
     return (first, times, math.prod(data[1:])) if letter else (first, plus)
 
 
-def _common_shape(name: str, tiles: list[Tensor]) -> tuple[int, ...]:
-    rank = max(len(t.shape) for t in tiles)
-    shape = [1] * rank
-    for tile in tiles:
-        if len(tile.shape) != rank:
-            continue
-        for d, size in enumerate(tile.shape):
-            if size != 1 and shape[d] not in (1, size):
-                kind = "partitions (err_num_partition_mismatch)" if d == 0 else "shapes"
-                raise fail(
-                    OperandError,
-                    f"{name}: {' and '.join(map(repr, tiles))} have different {kind}",
-                )
-            shape[d] = max(shape[d], size)
-    return tuple(shape)
-
-
 def _views(
     name: str, row: Any, given: Arguments, like: str, shape: tuple[int, ...], box: Part
 ) -> Arguments:
@@ -288,7 +271,8 @@ def by_row(
         tensor(name, r, given[r]) for r in row.reads
         if r in given and terms.get(r) == terms[role] and (r == role or r not in row.constants)
     ]  # fmt: skip
-    over = _common_shape(name, tiles)
+    rank = max(len(tile.shape) for tile in tiles)
+    over = tuple(map(max, *(t.shape for t in tiles if len(t.shape) == rank), (1,) * rank))
     shape = _result_shape(row, role, over)
     kind = functools.reduce(promote, [tile.kind for tile in tiles])
     if rule not in ("", "exact"):

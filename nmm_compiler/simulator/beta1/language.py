@@ -377,7 +377,11 @@ def _binary(short: str) -> Callable[..., Any]:
         if isinstance(other, np.ndarray) and not isinstance(other, Index):
             raise fail(OperandError, f"{name}: a NumPy array; load it with nl.shared_constant")
         tensor(name, "y", other)
-        x, y, shape = _together(name, x, y)
+        if len(x.shape) != len(y.shape):
+            if not alike(x.shape, y.shape):
+                raise no_broadcast(y, x.shape, name)
+            y = y.reshape(x.shape)
+        shape = tuple(map(max, x.shape, y.shape))
         kind = asked(dtype, promote(x.kind, y.kind))
         for wide, narrow, turned in ((x, y, False), (y, x, True)):
             one_each = narrow.shape == (shape[0],) + (1,) * (len(shape) - 1)
@@ -389,20 +393,6 @@ def _binary(short: str) -> Callable[..., Any]:
         return elementwise(name, "tensor_tensor", data1=x, data2=y, op=op, dtype=kind, mask=mask)
 
     return function
-
-
-def _together(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return two tiles of one rank, and the shape that they broadcast to.
-
-    Free dimensions of size 1 repeat.
-    """
-    if len(x.shape) != len(y.shape) and alike(x.shape, y.shape):
-        y = y.reshape(x.shape)
-    if len(x.shape) != len(y.shape) or any(
-        a != b and 1 not in (a, b) for a, b in zip(x.shape, y.shape, strict=True)
-    ):
-        raise no_broadcast(y, x.shape, name)
-    return x, y, tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
 
 
 def _unary(short: str) -> Callable[..., Any]:

@@ -393,8 +393,6 @@ class Tensor:
             raise fail(OperandError, f"{self!r} does not have shape {tuple(shape)}")
         return self
 
-    __hash__ = object.__hash__
-
     __array_ufunc__ = None  # operators of NumPy scalars and index expressions leave it to these
 
     def _operator(self, name: str, swapped: bool, *others: Any) -> Any:
@@ -777,4 +775,5 @@ def stretched(tile: Tensor, shape: tuple[int, ...], what: str, box: Part = True)
 
 def no_broadcast(tile: Tensor, shape: tuple[int, ...], what: str) -> Any:
     """Return the error for a tile that does not broadcast to `shape`."""
-    return fail(OperandError, f"{what}: {tile!r} does not broadcast to {shape}")
+    apart = tile.shape[0] != shape[0] and " (err_num_partition_mismatch)"
+    return fail(OperandError, f"{what}: {tile!r} does not broadcast to {shape}{apart or ''}")
