@@ -193,12 +193,6 @@ def test_python_does_not_know_what_a_register_holds(asked, source):
         assert file.readlines()[caught.value.line - 1].strip() == asked
 
 
-def test_python_loops_on_a_register_name_the_way_out():
-    for loop in ("while r:\n    nisa.memset(x, value=1)", "if r:\n    nisa.memset(x, value=1)"):
-        with pytest.raises(errors.KernelArgumentError, match=r"nl\.while_loop"):
-            run(BEFORE + loop + "\nreturn result")
-
-
 @pytest.mark.parametrize("memory", ["nl.sbuf", "nl.psum", "nl.hbm"])
 @pytest.mark.parametrize("source", REGISTERS)
 @pytest.mark.parametrize(

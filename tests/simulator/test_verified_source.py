@@ -32,43 +32,39 @@ def add(a, b):
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
-def arrays():
+CHANGES = {
+    "text in front": "open({marker!r}, 'w').close()\n{text}",
+    "text behind": "{text}\n\ndef {name}(*a):\n    return a\n",
+    "no Python": "not Python at all (",
+    "gone": None,
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    options = Options.make(cache=str(tmp_path_factory.mktemp("cache")))
+    kernel = build_kernel(SPEC, options=options)
     generator = np.random.default_rng(0)
-    return [
+    operands = [
         generator.standard_normal(t.shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
         for t in SPEC.inputs()
     ]
+    return kernel, operands, kernel.simulate(*operands)
 
 
-def changes(path, marker):
-    """Yield after each way to change a file."""
-    text = path.read_text()
-    path.write_text(f"open({str(marker)!r}, 'w').close()\n{text}")
-    yield "text in front"
-    path.write_text(text.replace("nc_matmul(", "nc_matmul_mx("))
-    yield "an operator"
-    path.write_text(f"{text}\n\ndef {path.stem}(*a):\n    return a\n")
-    yield "text behind"
-    path.write_text("not Python at all (")
-    yield "no Python"
-    path.unlink()
-    yield "gone"
-
-
-def test_what_was_built_runs_after_its_file_was_changed(tmp_path):
-    options = Options.make(cache=str(tmp_path / "cache"))
-    kernel = build_kernel(SPEC, options=options)
-    operands = arrays()
-    wanted = kernel.simulate(*operands).output.tobytes()
-    latency = kernel.profile().latency_us
-    marker = tmp_path / "ran"
-    kernel.path.chmod(0o600)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_built_runs_after_its_file_was_changed(built, change, tmp_path):
+    kernel, operands, wanted = built
+    marker, text = tmp_path / "ran", CHANGES[change]
     kernel.path.parent.chmod(0o700)
-    for change in changes(kernel.path, marker):
-        run = kernel.simulate(*operands)
-        assert run.output.tobytes() == wanted, change
-        assert run.profile.latency_us == latency, change
-        assert not marker.exists(), change
+    kernel.path.unlink(missing_ok=True)
+    if text is not None:
+        changed = text.format(marker=str(marker), text=kernel.source, name=kernel.path.stem)
+        kernel.path.write_text(changed)
+    run = kernel.simulate(*operands)
+    assert run.output.tobytes() == wanted.output.tobytes()
+    assert run.profile.latency_us == wanted.profile.latency_us
+    assert not marker.exists()
 
 
 def test_an_operator_changed_in_the_file_changes_nothing(tmp_path):
