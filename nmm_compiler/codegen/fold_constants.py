@@ -102,9 +102,6 @@ class ExpressionFolder(Editor):
     def leave_BinaryOperation(
         self, original: cst.BinaryOperation, updated: cst.BinaryOperation
     ) -> cst.BaseExpression:
-        value = self._folded(original, updated)
-        if value is not updated:
-            return value
         left, right = self.evaluator.value(updated.left), self.evaluator.value(updated.right)
         _, a = values.constant(left)
         _, b = values.constant(right)
@@ -126,22 +123,9 @@ class ExpressionFolder(Editor):
             return updated.with_changes(first_colon=cst.Colon())
         return updated
 
-    def leave_UnaryOperation(
-        self, original: cst.UnaryOperation, updated: cst.UnaryOperation
-    ) -> cst.BaseExpression:
-        return self._folded(original, updated)
-
-    def leave_Comparison(
-        self, original: cst.Comparison, updated: cst.Comparison
-    ) -> cst.BaseExpression:
-        return self._folded(original, updated)
-
     def leave_BooleanOperation(
         self, original: cst.BooleanOperation, updated: cst.BooleanOperation
     ) -> cst.BaseExpression:
-        folded = self._folded(original, updated)
-        if folded is not updated:
-            return folded
         absorbs = isinstance(updated.operator, cst.Or)
         for side, other in ((updated.left, updated.right), (updated.right, updated.left)):
             if values.truth(self.evaluator.value(side)) is (not absorbs):
@@ -155,8 +139,6 @@ class ExpressionFolder(Editor):
         return _in_place_of(updated, updated.body if truth else updated.orelse)
 
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        if called(updated) in ("min", "max", "len"):
-            return self._folded(original, updated)
         if called(updated) == "getattr":
             module, name = (arg.value for arg in updated.args)
             fixed, plain = values.constant(self.evaluator.value(name))
@@ -166,16 +148,19 @@ class ExpressionFolder(Editor):
             return cst.Name(name if name in self.operands else "None")
         return updated
 
-    def leave_Subscript(
-        self, original: cst.Subscript, updated: cst.Subscript
-    ) -> cst.BaseExpression:
-        return self._folded(original, updated)
+    def edit(self, node: Any) -> Any:
+        """Return the edited node: an operation with a known result is that constant."""
+        updated = super().edit(node)
+        if type(node) in _OPERATIONS or called(node) in ("min", "max", "len"):
+            fixed, plain = values.constant(self.evaluator.value(updated))
+            if fixed and has_literal(plain):
+                return literal(plain)
+        return updated
 
-    def _folded(
-        self, original: cst.BaseExpression, updated: cst.BaseExpression
-    ) -> cst.BaseExpression:
-        fixed, plain = values.constant(self.evaluator.value(updated))
-        return literal(plain) if fixed and has_literal(plain) else updated
+
+_OPERATIONS = {
+    cst.BinaryOperation, cst.UnaryOperation, cst.Comparison, cst.BooleanOperation, cst.Subscript,
+}  # fmt: skip
 
 
 def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:

@@ -13,7 +13,6 @@ from strings.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,22 +187,22 @@ def _without_leftovers(
     signatures: dict[str, list[str]],
 ) -> dict[str, list[Statement]]:
     """Return the bodies without unused names; adds unused parameters to `dropped`."""
-    swept: dict[str, list[Statement]] = {}
+    bodies = dict(bodies)
     used: dict[str, set[str]] = {}
+    changed: set[str] = set()
     while True:
         prune = _Prune(dropped, signatures)
         for name, body in bodies.items():
-            pruned = [prune.edit(s) for s in body]
-            if name not in swept or any(map(operator.is_not, pruned, swept[name])):
-                swept[name] = remove_unused(pruned)
-                used[name] = names_used(swept[name])
-        bodies = dict(swept)
+            if name not in used or changed & used[name]:
+                bodies[name] = remove_unused(prune.edit_all(body))
+                used[name] = names_used(bodies[name])
         unread = {
             name: set(signatures[name]) - dropped[name] - used[name]
             for name in bodies
             if name in dropped
         }
-        if not any(unread.values()):
+        changed = {name for name, names in unread.items() if names}
+        if not changed:
             return bodies
         # what is left of a call holds only the arguments that were not dropped yet
         signatures = {

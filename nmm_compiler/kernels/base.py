@@ -95,37 +95,23 @@ class KernelSpec(Record):
 
     def splits(self) -> tuple[str, ...]:
         """Return the ways in which the cores can share the work; one core has the way ""."""
-        if self.lnc == 1:
-            return ("",)
-        even = self.splits_tokens and not getattr(self, "m", 1) % self.lnc
-        return (*((TOKENS,) if even else ()), *self.weight_splits())
+        raise NotImplementedError
 
-    def weight_splits(self) -> tuple[str, ...]:
-        """Return the ways in which the cores can share the weights."""
-        return ()
+    def share(self, split: str) -> Any:
+        """Return what one of the cores computes; all of it for one core."""
+        raise NotImplementedError
 
-    def share(self, split: str) -> Self:
-        """Return the spec of what one of the cores computes; itself for a spec of one core."""
-        if self.lnc == 1:
-            return self
+    def whole_of(self, part: Any, turns: Any) -> Self:
+        """Return the spec whose shares are `turns`, some of the work of the share `part`."""
+        raise NotImplementedError
+
+    def check_split(self, split: str) -> None:
+        """Raise SpecError unless two cores can share the work in this way."""
         if split not in self.splits():
             raise SpecError(
                 f"{self.short()}: split is {split!r}; {self.lnc} cores can share it by "
                 f"{', '.join(self.splits()) or 'nothing: an odd number of tokens or outputs'}"
             )
-        halves = {"m": getattr(self, "m", 1) // 2} if split == TOKENS else self.half_of(split)
-        return dataclasses.replace(self, lnc=1, **halves)
-
-    def whole_of(self, part: Self, turns: Self) -> Self:
-        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
-        if self.lnc == 1:
-            return turns
-        m, share, some = (getattr(spec, "m", 1) for spec in (self, part, turns))
-        return dataclasses.replace(self, m=some * m // share)
-
-    def half_of(self, split: str) -> dict[str, Any]:
-        """Return the sizes of a core's share, where the cores share the weights: field -> value."""
-        raise NotImplementedError
 
     @property
     def world_size(self) -> int:

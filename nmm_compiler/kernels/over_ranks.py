@@ -96,13 +96,18 @@ def shards(spec: Any, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
 def _shard(spec: Any, name: str, array: Any, rank: int) -> Any:
     if name == "bias" and spec.tp_axis == "rank" and rank:
         return array * 0
+    dim = _cut_dim(spec, name, array)
+    return array if dim is None else _cut(array, dim, spec.tp, rank)
+
+
+def _cut_dim(spec: Any, name: str, array: Any) -> int | None:
+    """Return the dimension along which ranks have parts of an operand, None for all of it."""
     side = _CUTS[spec.tp_axis].get(name)
-    per_tensor = name.endswith("_scale") and spec.scales != "channel"
-    if side is None or per_tensor:
-        return array
+    if side is None or (name.endswith("_scale") and spec.scales != "channel"):
+        return None
     if len(array.shape) == 1:
-        return _cut(array, 0, spec.tp, rank)
-    return _cut(array, (side == "out") ^ (spec.layout_of(name) == "col"), spec.tp, rank)
+        return 0
+    return int((side == "out") ^ (spec.layout_of(name) == "col"))
 
 
 def _cut(array: Any, dim: int, parts: int, place: int) -> Any:
@@ -118,14 +123,10 @@ def joined(spec: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     made = []
     for tensor, array in zip(spec.inputs(), arrays, strict=True):
-        name = tensor.name
-        side = _CUTS[spec.tp_axis].get(name)
-        if name == "bias" and spec.tp_axis == "rank":
+        dim = _cut_dim(spec, tensor.name, array)
+        if tensor.name == "bias" and spec.tp_axis == "rank":
             array = (array.astype(np.float64) * spec.tp).astype(array.dtype)
-        elif side is not None and (not name.endswith("_scale") or spec.scales == "channel"):
-            dim = 0
-            if array.ndim > 1:
-                dim = int((side == "out") ^ (spec.layout_of(name) == "col"))
+        elif dim is not None:
             array = np.concatenate([array] * spec.tp, dim)
         made.append(array)
     return tuple(made)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nmm_compiler.errors import ModelError, ShapeError, SpecError
 from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.ops.definition import NORM, Grads, Op, Operand, Placements
+from nmm_compiler.ops.definition import NORM, Op, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
 from nmm_compiler.ops.linear import LinearOp
 from nmm_compiler.ops.operands import check_same
@@ -146,30 +146,9 @@ class ScaledOp(Op):
         """Return what the op computes, in plain PyTorch."""
         return self.plain.reference(**self._widened(self.bound(args, kw)))
 
-    def gradient(self, args: tuple, kw: dict[str, Any], grads: tuple, need: tuple) -> Grads:
-        """Return the gradients of x and the biases; ModelError where fp8 numbers need one."""
-        given, needed = self.bound(args, kw), self.bound(need, {})
-        asked = {"x": given["x"]} if given["x"].dtype == FP8_DTYPE else {}
-        asked |= {f"scale {i}": scale for i, scale in enumerate(given["scales"])}
-        watched = {f"scale {i}": n for i, n in enumerate(needed["scales"])} | {"x": needed["x"]}
-        for name, i, w, _ in self._places(given):
-            asked[f"{name} {i}"] = w
-            of = needed[name]
-            watched[f"{name} {i}"] = of[i] if isinstance(of, (list, tuple)) else of
-        named = [str(t.dtype) for name, t in asked.items() if watched[name]]
-        if named:
-            raise ModelError(
-                f"{self.name}: no gradient of fp8 operands or their scales "
-                f"({', '.join(named)}); train the factors first, then quantize them"
-            )
-        with torch.no_grad():
-            plain = self._widened(given)
-        names = [one.name for one in self.operands[: len(args)] if one.name != "scales"]
-        keywords = {name: value for name, value in kw.items() if name not in OF_X}
-        own, *others = self.plain.gradient(
-            tuple(plain[name] for name in names), keywords, grads, (need[0], *need[2:])
-        )
-        return [own, [None] * len(given["scales"]), *others]
+    def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
+        """Return the results again, differentiable by calls of this package's ops."""
+        return self.plain.by_kernels((), self._widened(self.bound(args, kw)))
 
     def fake(self, *args: Any, **kw: Any) -> Any:
         """Return empty results; raises NmmError for operands that do not fit."""

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from nmm_compiler.codegen import build
-from nmm_compiler.codegen.build import build_kernel, kernel_key
+from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.codegen.code_digests import code_digests
 from nmm_compiler.errors import CapacityError, SpecError, UnknownNameError
@@ -18,47 +18,21 @@ from nmm_compiler.targets import get
 SPEC = LowRankSpec(m=200, k=300, r=70, n=900)
 
 
-def test_kernel_carries_what_it_was_made_of():
+def test_a_kernel_carries_what_it_was_made_of_and_is_kept_in_memory_and_on_disk(tmp_path):
     kernel = build_kernel(SPEC, "trn2")
     assert kernel.path.read_text() == kernel.source
     assert f"def {kernel.name}(x, u, v):" in kernel.source
-    assert kernel.spec == SPEC
-    assert kernel.schedule == choose(SPEC, "trn2")[0].schedule
+    assert (kernel.spec, kernel.schedule) == (SPEC, choose(SPEC, "trn2")[0].schedule)
     assert lint_source(kernel.source) == ()
-
-
-def test_same_object_from_memory_and_same_bytes_from_disk():
-    kernel = build_kernel(SPEC, "trn2")
     assert build_kernel(SPEC, get("trn2")) is kernel
     build._KERNELS.clear()
     again = build_kernel(SPEC, "trn2")
     assert again is not kernel
-    assert again.source == kernel.source
-    assert again.path == kernel.path
-
-
-def test_each_target_has_its_own_kernel():
-    names = {build_kernel(SPEC, target).name for target in ("trn1", "trn2", "trn3")}
-    assert len(names) == 3
-
-
-def test_without_a_cache_nothing_is_kept(tmp_path):
-    options = Options(cache=f"off:{tmp_path}/none")
-    kernel = build_kernel(SPEC, "trn2", options=options)
-    assert kernel.path.is_file()
+    assert (again.source, again.path) == (kernel.source, kernel.path)
+    assert len({build_kernel(SPEC, target).name for target in ("trn1", "trn2", "trn3")}) == 3
+    apart = build_kernel(SPEC, "trn2", options=Options(cache=f"off:{tmp_path}/none"))
+    assert apart.path.is_file()
     assert not (tmp_path / "none").exists()
-
-
-def test_key_names_what_differs():
-    target = get("trn2")
-    key = kernel_key(SPEC, target, None)
-    other = kernel_key(dataclasses.replace(SPEC, n=901), target, None)
-    assert key.diff(other) == ("spec",)
-    assert key.diff(kernel_key(SPEC, get("trn3"), None)) == ("target",)
-    schedule = choose(SPEC, "trn2")[0].schedule
-    assert key.diff(kernel_key(SPEC, target, schedule)) == ("schedule",)
-    names = [name for name, _ in key.entries]
-    assert {"code", "libcst", "nki", "version"} <= set(names)
 
 
 def test_choices_are_ranked_and_legal():
@@ -115,48 +89,33 @@ def test_weights_are_read_once_up_to_a_thousand_tokens():
     assert moved <= 1.10 * spec.minimal_hbm_bytes()
 
 
-def _schedule(changes):
-    spec = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
-    return spec, choose(spec, "trn2")[0].schedule.changed(changes)
+WIDE = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("spec", "changes", "error", "words"),
     [
-        ({"sums": 12}, CapacityError, "need 12 PSUM banks, trn2 has 8; lower banks from 8"),
-        ({"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
-        ({"x_load": "dma"}, SpecError, "x_load is 'dma'; as the operand lies it can be rows"),
-        ({"x_load": "row"}, UnknownNameError, "did you mean 'rows'"),
-        ({"banks": 0}, CapacityError, "lower banks from 0"),
+        (WIDE, {"sums": 12}, CapacityError, "need 12 PSUM banks, trn2 has 8; lower banks from 8"),
+        (WIDE, {"m_block": 100}, SpecError, "m_block is 100; pass a multiple of 128"),
+        (WIDE, {"x_load": "dma"}, SpecError, "x_load is 'dma'; as the operand lies it can be rows"),
+        (WIDE, {"x_load": "row"}, UnknownNameError, "did you mean 'rows'"),
+        (WIDE, {"banks": 0}, CapacityError, "lower banks from 0"),
+        (LowRankSpec(m=4096, k=8192, r=512, n=4096, x_layout="col"), {"m_block": 2048},
+         CapacityError, r"SBUF partition \(x 262,144, .*lower m_block from 2048"),
+        (MatmulSpec(m=4, k=4_000_000, n=128, bias=True), None, CapacityError,
+         r"no schedule fits trn2; the nearest: .* lower"),
     ],
-)
-def test_illegal_schedules_say_why(changes, error, words):
-    spec, schedule = _schedule(changes)
+)  # fmt: skip
+def test_illegal_schedules_say_why_and_what_to_lower(spec, changes, error, words):
+    schedule = changes and choose(spec, "trn2")[0].schedule.changed(changes)
     with pytest.raises(error, match=words):
         build_kernel(spec, "trn2", schedule)
 
 
-def test_sbuf_overflow_gives_the_numbers_and_what_to_lower():
-    spec = LowRankSpec(m=4096, k=8192, r=512, n=4096, x_layout="col")
-    schedule = choose(spec, "trn2")[0].schedule.changed({"m_block": 2048})
-    with pytest.raises(
-        CapacityError, match=r"SBUF partition \(x 262,144, .*lower m_block from 2048"
-    ):
-        build_kernel(spec, "trn2", schedule)
-
-
-def test_no_legal_schedule_at_all():
-    with pytest.raises(CapacityError, match=r"no schedule fits trn2; the nearest: .* lower"):
-        build_kernel(MatmulSpec(m=4, k=4_000_000, n=128, bias=True), "trn2")
-
-
-def test_schedule_of_another_family():
+def test_another_family_s_schedule_and_unknown_targets_are_refused():
     other = choose(AttentionSpec(m=8, d=16), "trn2")[0].schedule
     with pytest.raises(SpecError, match="lowrank takes a LinearSchedule"):
         build_kernel(SPEC, "trn2", other)
-
-
-def test_unknown_target():
     with pytest.raises(UnknownNameError, match="did you mean 'trn2'"):
         build_kernel(SPEC, "trn22")
 

@@ -85,8 +85,9 @@ def test_targets_schedules_and_budgets_reach_the_key():
     keys += [kernel_key(spec, trn2, None, INSTRUCTION_BUDGET + 1)]
     assert len({key.digest for key in keys}) == len(keys) == len(names()) + 3
     assert keys[-2].diff(keys[-3]) == ("schedule",)
-
-
-def test_the_key_names_the_language_and_the_release():
-    entries = dict(kernel_key(SPECS[0], get("trn2"), None).entries)
+    assert kernel_key(spec, trn2, None).diff(keys[-2]) == ("schedule",)
+    assert keys[names().index("trn2")].diff(keys[names().index("trn3")]) == ("target",)
+    assert kernel_key(spec, trn2, None).diff(keys[-1]) == ("instruction_budget",)
+    entries = dict(keys[0].entries)
+    assert {"code", "libcst"} <= set(entries)
     assert (entries["nki"], entries["version"]) == (API_VERSION, nmm_compiler.__version__)

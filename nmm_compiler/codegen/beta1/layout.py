@@ -11,29 +11,19 @@ import libcst as cst
 
 from nmm_compiler.codegen.beta1.expressions import text
 from nmm_compiler.codegen.tidy import WIDTH, ShortCalls, on_one_line
-from nmm_compiler.codegen.trees import Editor
 
 
 def laid_out(module: cst.Module) -> cst.Module:
     """Return a file whose statements take one line where they fit, else one per argument."""
-    made: cst.Module = _Spread().edit(ShortCalls().edit(module))
+    made: cst.Module = _Spread().edit(module)
     return made
 
 
-class _Spread(Editor):
-    """Puts the arguments of a call that is too long for a line on lines of their own."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self.depth += 1
-
-    def leave_IndentedBlock(self, original: Any, updated: Any) -> Any:
-        self.depth -= 1
-        return updated
+class _Spread(ShortCalls):
+    """Puts the arguments of a call that is too long for a line on lines of their own, too."""
 
     def leave_SimpleStatementLine(self, original: Any, updated: Any) -> Any:
+        updated = super().leave_SimpleStatementLine(original, updated)
         small = updated.body[0]
         if not isinstance(small, (cst.Assign, cst.AugAssign, cst.Expr)):
             return updated

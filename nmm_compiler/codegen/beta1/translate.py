@@ -55,11 +55,13 @@ from nmm_compiler.codegen.beta1.predicates import predicate
 from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
 from nmm_compiler.codegen.fold_constants import assigned_names
-from nmm_compiler.codegen.trees import Editor, nodes
+from nmm_compiler.codegen.trees import Editor, called, nodes
+from nmm_compiler.codegen.trees import small as small_statement
 from nmm_compiler.codegen.unused import names_used, remove_unused
 from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
+_MODULES = ("nl", "nisa")
 
 
 def to_beta_1(source: str) -> str:
@@ -91,9 +93,7 @@ def _with_body(function: cst.FunctionDef, body: Sequence[Statement]) -> cst.Func
 
 
 def _is_import(statement: Any) -> bool:
-    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
-        statement.body[0], cst.Import
-    )
+    return isinstance(small_statement(statement), cst.Import)
 
 
 def _import(statement: Any) -> Any:
@@ -164,14 +164,9 @@ class _Function:
                 return found
 
     def _is_view(self, node: Expression, names: set[str]) -> bool:
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
-            return node.func.value in self.scope.helpers
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            module = isinstance(node.func.value, cst.Name) and node.func.value.value in (
-                "nl",
-                "nisa",
-            )
-            return not module and node.func.attr.value in METHODS
+        if isinstance(node, cst.Call):
+            module, _, name = called(node).rpartition(".")
+            return name in (METHODS if module else self.scope.helpers) and module not in _MODULES
         if not isinstance(node, cst.Subscript):
             return False
         sliced = any(isinstance(element.slice, cst.Slice) for element in node.slice)
@@ -214,7 +209,7 @@ class _Function:
         if isinstance(small, cst.Assign):
             return self._assign(statement, small)
         if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
-            full = get_full_name_for_node(small.value.func) or ""
+            full = called(small.value)
             if full == "nl.fori_loop":
                 return [self._device_loop(statement, small.value)]
             if full.startswith("nisa."):
@@ -420,8 +415,8 @@ class _Function:
 
 def _receiver(node: Expression) -> Expression:
     """Return what a chain of methods is called on."""
-    while (called := method(node)) is not None:
-        node = called[0]
+    while (found := method(node)) is not None:
+        node = found[0]
     return node
 
 
@@ -476,9 +471,9 @@ class _Views(Editor):
     @staticmethod
     def _whole(node: Any) -> Any:
         """Return what a whole tensor's method is in Beta 1: `k.select(0, i)` is `k[i]`."""
-        called = method(node)
-        if called is not None and isinstance(called[0], cst.Name):
-            receiver, name, arguments = called
+        found = method(node)
+        if found is not None and isinstance(found[0], cst.Name):
+            receiver, name, arguments = found
             if name == "select" and number(arguments[0]) == 0:
                 return subscript(receiver, [cst.Index(arguments[1])])
         raise no_beta1_form(f"the view {text(node)}")

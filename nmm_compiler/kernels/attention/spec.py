@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -152,17 +152,23 @@ class AttentionSpec(KernelSpec):
         """Heads of keys, of all sequences."""
         return self.batch * self.kv_heads
 
-    def weight_splits(self) -> tuple[str, ...]:
-        """Return that the groups can be halved, else the query heads of each."""
+    def splits(self) -> tuple[str, ...]:
+        """Return that two cores halve the groups, else the query heads of each."""
+        if self.lnc == 1:
+            return ("",)
         if self.groups % self.lnc == 0:
             return (HEADS,)
         return () if self.group % self.lnc else (QUERY_HEADS,)
 
-    def half_of(self, split: str) -> dict[str, Any]:
-        """Return the sizes of a core's share; a group is then a sequence of its own."""
+    def share(self, split: str) -> AttentionSpec:
+        """Return what one of the cores computes; a group is then a sequence of its own."""
+        if self.lnc == 1:
+            return self
+        self.check_split(split)
+        halves = {"heads": self.heads // 2}
         if split == HEADS:
-            return {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
-        return {"heads": self.heads // 2}
+            halves = {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
+        return dataclasses.replace(self, lnc=1, **halves)
 
     def whole_of(self, part: AttentionSpec, turns: AttentionSpec) -> AttentionSpec:
         """Return the spec whose shares are `turns`, some of the groups of the share `part`."""

@@ -183,15 +183,11 @@ class LinearSpec(KernelSpec):
         tokens = (TOKENS,) if self.m % 2 == 0 else ()
         return (*tokens, *((WEIGHTS,) if even else ()))
 
-    def share(self, split: str) -> Layer:  # type: ignore[override]
+    def share(self, split: str) -> Layer:
         """Return what one of the cores computes; all of it for one core."""
         if self.lnc == 1:
             return self.layer
-        if split not in self.splits():
-            raise SpecError(
-                f"{self.short()}: split is {split!r}; {self.lnc} cores can share it by "
-                f"{', '.join(self.splits()) or 'nothing: an odd number of tokens or outputs'}"
-            )
+        self.check_split(split)
         return half(self.layer, split)
 
     def whole_of(self, part: Any, turns: Any) -> LinearSpec:
