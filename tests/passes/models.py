@@ -1,9 +1,73 @@
-"""Small random transformers models with every large enough linear replaced by two factors."""
+"""Models for tests: weights with a function of them, and small random transformers models.
+
+In those of transformers every large enough linear is replaced by two factors.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+from nmm_compiler.passes.pipeline import run
+
+
+class Model(nn.Module):
+    """Weights by name (shapes, tensors or modules), and a forward that computes with them."""
+
+    def __init__(self, function, **weights):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        for name, given in weights.items():
+            if isinstance(given, tuple):
+                given = torch.randn(given) / max([*given, 1]) ** 0.5
+            module = isinstance(given, nn.Module)
+            setattr(self, name, given if module else nn.Parameter(given.clone()))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Pair(nn.Module):
+    """b(a(x)), of rank r; bias: of b."""
+
+    def __init__(self, k, r, n, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=bias)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Three(nn.Module):
+    """Two chains of x, added up behind an abs, and a third that reads it [features, tokens]."""
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.q, self.s = Pair(32, 3, 24), Pair(32, 3, 24), Pair(24, 3, 32)
+
+    def forward(self, x):
+        h = torch.tanh(self.p(x) + self.q(x).abs())
+        return self.s(h), h.t().cumsum(0)
+
+
+class Backend:
+    """A backend of torch.compile that rewrites each graph; the results are its items."""
+
+    def __init__(self, options=None):
+        torch._dynamo.reset()
+        self.options, self.results = options, []
+
+    def __call__(self, module, inputs):
+        self.results.append(run(module, inputs, self.options))
+        return self[-1].graph_module.forward
+
+    def __getitem__(self, index):
+        return self.results[index]
+
+    def __len__(self):
+        return len(self.results)
 
 
 class Factored(nn.Module):

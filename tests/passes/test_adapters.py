@@ -1,9 +1,12 @@
 """LoRA with one or several adapters: one call, equal values, gradients for each adapter."""
 
+import functools
+
+import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import kernel_calls
+from models import Backend, kernel_calls
 from torch import fx, nn
 
 from nmm_compiler.passes.pipeline import run
@@ -13,25 +16,8 @@ K, R, N = 64, 8, 48
 BOUND = 2.0**-23 * (K + 2 * R + 8) * 4
 
 
-class Layer(nn.Module):
+class Adapted(models.Model):
     """A base and three adapters, the second stored as [inputs, outputs]."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-
-        def weight(*shape):
-            return nn.Parameter(torch.randn(*shape) * shape[0] ** -0.5 / 2)
-
-        self.w, self.d, self.c = weight(N, K), weight(N), weight(R)
-        self.a, self.b = weight(R, K), weight(N, R)
-        self.u, self.v = weight(K, 4), weight(4, N)
-        self.a3, self.b3 = weight(2, K), weight(N, 2)
-        self.t = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x):
-        return self.function(self, x)
 
     def base(self, x):
         return F.linear(x, self.w, self.d)
@@ -44,6 +30,21 @@ class Layer(nn.Module):
 
     def three(self, x):
         return F.linear(F.linear(x, self.a3), self.b3)
+
+
+Layer = functools.partial(
+    Adapted,
+    w=(N, K),
+    d=(N,),
+    c=(R,),
+    a=(R, K),
+    b=(N, R),
+    u=(K, 4),
+    v=(4, N),
+    a3=(2, K),
+    b3=(N, 2),
+    t=torch.tensor(0.7),
+)
 
 
 def _in_place(p, x):
@@ -82,14 +83,8 @@ SPELLINGS = {
 
 def dynamo(model, x):
     """Return (result of the passes, output) of a model under torch.compile."""
-    found = []
-
-    def backend(module, inputs):
-        found.append(run(module, inputs))
-        return found[-1].graph_module.forward
-
-    torch._dynamo.reset()
-    return found, torch.compile(model, backend=backend, dynamic=False)(x)
+    found = Backend()
+    return found, torch.compile(model, backend=found, dynamic=False)(x)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -201,14 +196,8 @@ class Served(nn.Module):
 
 def test_adapters_that_are_inputs_beside_a_stored_base():
     model, x = Served(), torch.randn(5, K) / 8
-    found = []
-
-    def backend(module, inputs):
-        found.append(run(module, inputs))
-        return found[-1].graph_module.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, dynamic=False)
+    found = Backend()
+    compiled = torch.compile(model, backend=found, dynamic=False)
     for seed in (1, 2):
         torch.manual_seed(seed)
         shapes = ((R, K), (N, R), (K, 4), (4, N))

@@ -1,14 +1,16 @@
 """rewrite, explain and rules as people use them, and what they get for bad input."""
 
+import functools
 import json
 import sys
 import warnings
 from pathlib import Path
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import kernel_calls
+from models import Backend, kernel_calls
 from torch import fx, nn
 
 from nmm_compiler.errors import BrokenRuleError, ModelError, OptionTypeError, UnknownNameError
@@ -19,14 +21,7 @@ from nmm_compiler.passes.rules import Match, Refusal, Rule
 X = torch.randn(3, 64)
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
-
-    def forward(self, x):
-        return self.b(self.a(x))
+Pair = functools.partial(models.Pair, 64, 8, 48)
 
 
 def close(a, b):
@@ -162,14 +157,14 @@ def test_a_model_without_a_chain_is_a_report():
 
 
 def test_explain_covers_every_graph():
-    class Broken(Pair):
+    class Broken(models.Pair):
         def forward(self, x):
             y = super().forward(x)
             torch._dynamo.graph_break()
             return F.linear(self.a(x), self.b.weight) + y
 
     torch._dynamo.reset()
-    report = explain(Broken(), X)
+    report = explain(Broken(64, 8, 48), X)
     assert len(report.results) == 2
     assert len(report.matches) == 2
     assert "graph 1:" in str(report)
@@ -187,15 +182,9 @@ def test_graphs_inside_higher_order_operators_once():
     from torch.utils.checkpoint import checkpoint
 
     model = Pair()
-    results = []
-
-    def backend(module, inputs):
-        results.append(run(module, inputs))
-        return results[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    results = Backend()
     x = X.clone().requires_grad_()
-    f = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend=backend)
+    f = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend=results)
     close(f(x), model(x))
     assert [m.kind for r in results for m in r.rewritten] == ["lowrank"]
     assert results[0].rewritten[0].graph
@@ -211,11 +200,11 @@ def test_graphs_inside_higher_order_operators_once():
     ],
 )
 def test_products_of_weights_by_permission(f):
-    class Composed(Pair):
+    class Composed(models.Pair):
         def forward(self, x):
             return f(self, x)
 
-    model, x = Composed(), torch.randn(2, 3, 64)
+    model, x = Composed(64, 8, 48), torch.randn(2, 3, 64)
     plain = rewrite(model, x)
     assert [d.code for d in plain.declined] == ["order"]
     result = rewrite(model, x, options={"rules": ["+reassociate"]})

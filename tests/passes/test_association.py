@@ -1,26 +1,24 @@
 """Three and more constant factors in a row: as written without permission, the best cut with it."""
 
+import functools
+
+import models
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from nmm_compiler.passes.pipeline import run
 
-
-class Row(nn.Module):
-    """a 64 x 8, b 8 x 8, c 8 x 48, d 48 x 6, e 6 x 40."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        shapes = {"a": (64, 8), "b": (8, 8), "c": (8, 48), "d": (48, 6), "e": (6, 40)}
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(*shape) * shape[0] ** -0.5 / 2))
-
-    def forward(self, x):
-        return self.function(self, x)
+# A row of matrices.
+Row = functools.partial(
+    models.Model,
+    a=(64, 8),
+    b=(8, 8),
+    c=(8, 48),
+    d=(48, 6),
+    e=(6, 40),
+)
 
 
 MANY, FEW = 2000, 4

@@ -3,12 +3,12 @@
 import contextlib
 import copy
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Backend
 from torch import nn
-
-from nmm_compiler.passes.pipeline import run
 
 VERIFIED = {"verify": True, "strict": True}
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
@@ -34,15 +34,9 @@ class Model(nn.Module):
 
 def compiled(model, x, around):
     """Return the results of the model before and after, and what was found."""
-    results = []
-
-    def backend(module, inputs):
-        results.append(run(module, inputs, VERIFIED))
-        return results[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    results = Backend(VERIFIED)
     with torch.autocast(**BF16) if around else contextlib.nullcontext():
-        return model(x), torch.compile(model, backend=backend)(x), results
+        return model(x), torch.compile(model, backend=results)(x), results
 
 
 def exact(model, x):
@@ -89,39 +83,26 @@ def test_gradients_reach_float32_weights():
 
 def test_peft_branches_under_autocast():
     peft = pytest.importorskip("peft")
-    from models import MODELS
+    from models import MODELS, Backend
 
     model, inputs = MODELS["llama"]()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.0)
     model = peft.get_peft_model(model, config).train()
     counts = []
     for around in (False, True):
-        found = []
-
-        def backend(module, example_inputs, found=found):
-            found.append(run(module, example_inputs, {"strict": True}))
-            return found[-1].graph_module.forward
-
-        torch._dynamo.reset()
+        found = Backend({"strict": True})
         with torch.autocast(**BF16) if around else contextlib.nullcontext():
-            torch.compile(model, backend=backend)(**inputs)
+            torch.compile(model, backend=found)(**inputs)
         counts.append(sum(m.kind == "lora" for r in found for m in r.rewritten))
     assert counts == [6, 6]
 
 
 def test_a_cast_weight_is_a_weight():
-    def cast(x, a, b):
-        return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+    def cast(p, x):
+        return F.linear(F.linear(x, p.a.to(x.dtype)), p.b.to(x.dtype))
 
-    class Cast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(48, 8))
-
-        def forward(self, x):
-            return cast(x, self.a, self.b)
-
-    model, x = Cast(), torch.randn(5, 64, dtype=torch.bfloat16)
+    model = models.Model(cast, a=(8, 64), b=(48, 8))
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
     want, got, (result,) = compiled(model, x, False)
     assert [m.kind for m in result.rewritten] == ["lowrank"]
     truth = exact_chain(x, model.a, model.b)
@@ -141,22 +122,14 @@ def test_a_middle_that_is_wider_for_a_while():
     def narrow(p, x):
         return F.linear((F.linear(x, p.a).bfloat16() * 0.3).float(), p.b)
 
-    class Cast(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(48, 8))
-            self.function = function
-
-        def forward(self, x):
-            return self.function(self, x)
-
-    model, x = Cast(wide).bfloat16(), torch.randn(5, 64, dtype=torch.bfloat16)
+    shapes = {"a": (8, 64), "b": (48, 8)}
+    model, x = models.Model(wide, **shapes).bfloat16(), torch.randn(5, 64, dtype=torch.bfloat16)
     want, got, (result,) = compiled(model, x, False)
     assert [m.kind for m in result.rewritten] == ["lowrank"]
     truth = 0.3 * exact_chain(x, model.a, model.b)
     before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
     assert after <= 2 * before
-    model, x = Cast(narrow), torch.randn(5, 64)
+    model, x = models.Model(narrow, **shapes), torch.randn(5, 64)
     _, _, (result,) = compiled(model, x, False)
     assert not result.rewritten
     assert [d.code for d in result.declined] == ["dtype"]
@@ -171,13 +144,8 @@ def test_two_regions_are_not_one_chain():
             return model.b(h)
 
     torch._dynamo.reset()
-    results = []
-
-    def backend(module, inputs):
-        results.append(run(module, inputs, VERIFIED))
-        return results[-1].graph_module.forward
-
-    want, got = half(x), torch.compile(half, backend=backend)(x)
+    results = Backend(VERIFIED)
+    want, got = half(x), torch.compile(half, backend=results)(x)
     assert torch.equal(want, got)
     assert not results[0].rewritten
     assert [d.code for d in results[0].declined] in (["region"], ["dtype"])

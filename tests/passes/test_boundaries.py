@@ -3,27 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Model
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nmm_compiler.passes.graph.effects import ANYTHING, Effects
-from nmm_compiler.passes.layout import DMA_TRANSPOSE, GRAPH_TRANSPOSE
 from nmm_compiler.passes.pipeline import run
 
 
 def graph_of(function, **weights):
     """Return the symbolic trace of a function of (parameters, x)."""
 
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, shape in weights.items():
-                setattr(self, name, nn.Parameter(torch.randn(*shape)))
-
-        def forward(self, x):
-            return function(self, x)
-
-    return fx.symbolic_trace(Holder())
+    return fx.symbolic_trace(Model(function, **weights))
 
 
 def pair(x, a, b):
@@ -48,30 +39,7 @@ def test_two_readers_by_dma_are_cheaper_than_one_transpose_in_the_graph():
     assert result.transposes_after == 0
 
 
-def test_a_transpose_in_the_graph_reads_and_writes_hbm_besides():
-    assert (DMA_TRANSPOSE, GRAPH_TRANSPOSE) == (1, 3)
-
-
 # -- cost: factors that are as large as the dense matrix are none -------------------------------
-
-
-@pytest.mark.parametrize(("r", "kinds"), [(7, ["lowrank"]), (8, [])])
-def test_factors_of_break_even_rank_are_left_alone(r, kinds):
-    module = graph_of(lambda p, x: pair(x, p.a, p.b), a=(r, 16), b=(16, r))  # r 32 against 256
-    result = run(module, (torch.randn(6, 16),))
-    assert [m.kind for m in result.rewritten] == kinds
-    assert [d.code for d in result.declined] == ([] if kinds else ["rank_too_large"])
-
-
-@pytest.mark.parametrize(("r", "kinds"), [(7, ["shared_u"]), (8, [])])
-def test_shared_factors_of_break_even_rank_are_left_alone(r, kinds):
-    def f(p, x):
-        h = F.linear(x, p.a)
-        return F.linear(h, p.b), F.linear(h, p.c)
-
-    module = graph_of(f, a=(r, 16), b=(8, r), c=(8, r))
-    result = run(module, (torch.randn(6, 16),))
-    assert [m.kind for m in result.rewritten] == kinds
 
 
 @pytest.mark.parametrize(("r", "told"), [(7, 1), (8, 0)])

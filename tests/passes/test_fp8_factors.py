@@ -6,11 +6,12 @@ steps around the products, other weights in the call, int8.
 
 import pytest
 import torch
+from models import Backend
 from torch import nn
 
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, quantize_factors
-from nmm_compiler.passes.pipeline import rewrite, run
+from nmm_compiler.passes.pipeline import rewrite
 
 BF16 = torch.bfloat16
 K, R, N = 256, 16, 512
@@ -57,15 +58,9 @@ def at_level(level, model, x, options):
         return rewrite(model, (x,), options=options)
     if level == "export":
         return rewrite(torch.export.export(model, (x,)), options=options)
-    results = []
-
-    def backend(module, inputs):
-        results.append(run(module, inputs, options))
-        return results[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    results = Backend(options)
     with torch.no_grad():
-        torch.compile(model, backend=backend)(x)
+        torch.compile(model, backend=results)(x)
     return results[0]
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from fuzz_graphs import build
+from models import Backend
 from torch import fx
 
 from nmm_compiler.passes.pipeline import run
@@ -119,15 +120,9 @@ def check_low_precision(seed: int, dtype: torch.dtype) -> tuple[Counter, float]:
 def check_dynamic(seed: int) -> int:
     """Compile the graph of a seed for any token count; return how many chains were found."""
     program = build(seed)
-    found = []
-
-    def backend(module, inputs):
-        found.append(run(module, inputs, VERIFIED))
-        return found[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    found = Backend(VERIFIED)
     probe = _Largest(program.module)
-    compiled = torch.compile(program.module, backend=backend, dynamic=True)
+    compiled = torch.compile(program.module, backend=found, dynamic=True)
     shape = program.x.shape
     for more in (0, 2, 5):
         generator = torch.Generator().manual_seed(seed)

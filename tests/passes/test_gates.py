@@ -1,11 +1,13 @@
 """Gated MLPs and epilogues however their activation is spelled, and gates that are declined."""
 
+import functools
 import math
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from nmm_compiler.passes.graph.spelled_out import _SAME, _known
 from nmm_compiler.passes.pipeline import run
@@ -14,30 +16,30 @@ K, R, N = 64, 8, 48
 C = math.sqrt(2 / math.pi)
 
 
-class Model(nn.Module):
+class Gates(models.Model):
     """Two low-rank projections, a dense one, and a merged one of twice the width."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-
-        def weight(*shape):
-            return nn.Parameter(torch.randn(*shape) * shape[-1] ** -0.5)
-
-        self.a, self.b, self.d = weight(R, K), weight(N, R), weight(N)
-        self.ga, self.gb, self.w = weight(R, K), weight(N, R), weight(N, K)
-        self.merged, self.s, self.one = weight(2 * N, R), weight(R), nn.Parameter(torch.rand(()))
-        self.down_a, self.down_b = weight(R, N), weight(K, R)
-
-    def forward(self, x):
-        return self.function(self, x)
 
     def gate(self, x):
         return F.linear(F.linear(x, self.a), self.b, self.d)
 
     def up(self, x):
         return F.linear(F.linear(x, self.ga), self.gb)
+
+
+Model = functools.partial(
+    Gates,
+    a=(R, K),
+    b=(N, R),
+    d=(N,),
+    ga=(R, K),
+    gb=(N, R),
+    w=(N, K),
+    merged=(2 * N, R),
+    s=(R,),
+    one=torch.tensor(0.7),
+    down_a=(R, N),
+    down_b=(K, R),
+)
 
 
 def rewritten(function, x=None):

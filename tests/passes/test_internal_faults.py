@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from models import Backend, Pair, Three
 from torch import fx, nn
 
 from nmm_compiler import backend
@@ -20,22 +20,6 @@ from nmm_compiler.passes.graph import read_operations as table
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.passes.rules.lowrank import LowRank
 from nmm_compiler.passes.rules.shared import SharedX
-
-
-class Three(nn.Module):
-    """Two chains of x, added up behind an abs, and a third that reads it [features, tokens]."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        for name, (k, n) in {"p": (32, 24), "q": (32, 24), "s": (24, 32)}.items():
-            setattr(self, name + "a", nn.Linear(k, 3, bias=False))
-            setattr(self, name + "b", nn.Linear(3, n))
-
-    def forward(self, x):
-        h = torch.tanh(self.pb(self.pa(x)) + self.qb(self.qa(x)).abs())
-        return self.sb(self.sa(h)), h.t().cumsum(0)
-
 
 X = torch.randn(6, 32)
 
@@ -75,15 +59,15 @@ def second(hit):
 # What breaks, and the kinds of the matches that are left: all three chains but for what is said.
 FAULTS = {
     "reading a node": (table.TABLE, "tanh", {}, ["shared_x", "lowrank"]),
-    "matching": (LowRank, "check", {"when": lambda r, c, k: k[0].name[:2] == "sb"}, ["shared_x"]),
+    "matching": (LowRank, "check", {"when": lambda r, c, k: k[0].name[:3] == "s_b"}, ["shared_x"]),
     "matching one of a group": (
-        LowRank, "check", {"when": lambda r, c, k: k[0].name[:2] == "qb"}, ["lowrank"] * 2,
+        LowRank, "check", {"when": lambda r, c, k: k[0].name[:3] == "q_b"}, ["lowrank"] * 2,
     ),
     "joining": (SharedX, "combine", {}, ["lowrank"] * 3),
     "growing layout": (layout, "_read", {}, ["shared_x", "lowrank"]),
     "absorbing": (layout, "_absorb_transpose", {}, ["shared_x", "lowrank"]),
-    "layout": (layout, "_decide", {"when": second(final("pb"))}, ["shared_x", "lowrank"]),
-    "emission": (calls.LowRankCall, "emit", {"when": final("sb"), "at": "after"}, ["shared_x"]),
+    "layout": (layout, "_decide", {"when": second(final("p_b"))}, ["shared_x", "lowrank"]),
+    "emission": (calls.LowRankCall, "emit", {"when": final("s_b"), "at": "after"}, ["shared_x"]),
     "emission of a group": (calls.SharedCall, "emit", {"at": "after"}, ["lowrank"] * 3),
     "emission before": (calls.LowRankCall, "emit", {}, ["shared_x"]),
     "emission of a pointwise operation": (
@@ -173,17 +157,11 @@ def test_sizes_that_stand_nowhere_are_a_refusal(monkeypatch):
         turned = torch.einsum("kij,rk,nr->nji", pairs, first.weight, second.weight)
         return turned, second(first(x))
 
-    found = []
-
-    def compiler(module, inputs):
-        found.append(run(module, inputs, {"strict": True}))
-        return found[-1].graph_module
-
+    found = Backend({"strict": True})
     monkeypatch.setattr(Editor, "_symbolic_sizes", lambda self: {})
-    torch._dynamo.reset()
     arguments = (X, X[:, 0] > 0, X[:, 1] > -1)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
-        got = torch.compile(model, backend=compiler, fullgraph=True)(*arguments)
+        got = torch.compile(model, backend=found, fullgraph=True)(*arguments)
         torch.testing.assert_close(got, model(*arguments), rtol=1e-5, atol=1e-5)
     (refused,) = found[0].declined
     assert (refused.code, refused.node) == ("shape", "turned")
@@ -197,22 +175,13 @@ def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
         raise IndexError("boom")
 
     monkeypatch.setattr(calls.Call, "prepare_x", boom)
-    layers = nn.Sequential(*(Chain() for _ in range(20)))
+    layers = nn.Sequential(*(nn.Sequential(Pair(32, 3, 32), nn.ReLU()) for _ in range(20)))
     module = fx.symbolic_trace(layers)
     with pytest.warns(UserWarning, match=r"a fault in nmm_compiler.*and \d+ more"):
         result = run(module, (X,))
     assert not result.rewritten
     assert result.graph_module.code == module.code
     assert sum(d.code == "internal" for d in result.declined) <= 9
-
-
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 3, bias=False), nn.Linear(3, 32)
-
-    def forward(self, x):
-        return F.relu(self.b(self.a(x)))
 
 
 def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypatch):

@@ -1,5 +1,8 @@
 """Layouts: what flows through pointwise operations, which transposes go, in graph and kernels."""
 
+import functools
+
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,19 +18,15 @@ from nmm_compiler.passes.result import graph_parts
 K, R, N = 64, 8, 48
 
 
-class Model(nn.Module):
-    """Factors a [k, r] b [r, n] c [n, r] d [r, k], a bias over n, and a forward."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        shapes = {"a": (K, R), "b": (R, N), "c": (N, R), "d": (R, K), "bias": (N,)}
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape) / shape[0] ** 0.5))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+# Factors a [k, r] b [r, n] c [n, r] d [r, k], and a bias over n.
+Model = functools.partial(
+    models.Model,
+    a=(K, R),
+    b=(R, N),
+    c=(N, R),
+    d=(R, K),
+    bias=(N,),
+)
 
 
 def up(p, x):
@@ -131,21 +130,16 @@ def test_explicit_transposes_go(function, before):
 # -- a SwiGLU MLP on x^T that makes y^T -------------------------------------------------------
 
 
-class SwiGLU(nn.Module):
-    """The six factors, each as nn.Linear stores it, [outputs, inputs]."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        for name in ("gate", "up"):
-            setattr(self, f"{name}_a", nn.Parameter(torch.randn(R, K) / K**0.5))
-            setattr(self, f"{name}_b", nn.Parameter(torch.randn(N, R) / R**0.5))
-        self.down_a = nn.Parameter(torch.randn(R, N) / N**0.5)
-        self.down_b = nn.Parameter(torch.randn(K, R) / R**0.5)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+# The six factors, each as nn.Linear stores it, [outputs, inputs].
+SwiGLU = functools.partial(
+    models.Model,
+    gate_a=(R, K),
+    gate_b=(N, R),
+    up_a=(R, K),
+    up_b=(N, R),
+    down_a=(R, N),
+    down_b=(K, R),
+)
 
 
 def mlp(p, x):

@@ -1,5 +1,8 @@
 """Chains with something between that commutes, repeats or adds up: fused, or named."""
 
+import functools
+
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,32 +15,20 @@ L = F.linear
 X = torch.randn(2, 6, 64)
 
 
-class Model(nn.Module):
-    def __init__(self, function, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-
-        def weight(*shape):
-            return nn.Parameter(torch.randn(shape).to(dtype) / shape[-1] ** 0.5)
-
-        self.a, self.b, self.c, self.d = weight(8, 64), weight(48, 8), weight(6, 64), weight(48, 6)
-        self.one, self.out, self.narrow = weight(1, 64), weight(48, 1), weight(48, 4)
-        self.bias, self.e = weight(8), weight(48, 8)
-        self.table, self.experts, self.backs = weight(100, 8), weight(4, 64, 8), weight(4, 8, 48)
-        self.c1, self.c2, self.c3 = weight(8, 64, 1, 1), weight(48, 8, 1, 1), weight(8, 64, 3, 3)
-        self.patch, self.both, self.wide = weight(8, 3, 4, 4), weight(16, 64), weight(48, 16)
-        self.s, self.row, self.column, self.square = weight(8), weight(64), weight(48), weight(8, 8)
-        self.kernel, self.turned = weight(48, 8, 3, 3), weight(8, 48, 1, 1)
-        self.larger, self.gates, self.forms = weight(8, 48, 2, 2), weight(4, 64), weight(48, 8, 8)
-
-    def forward(self, x):
-        return self.function(self, x)
+SHAPES = {
+    "a": (8, 64), "b": (48, 8), "c": (6, 64), "d": (48, 6), "one": (1, 64), "out": (48, 1),
+    "narrow": (48, 4), "bias": (8,), "e": (48, 8), "table": (100, 8), "experts": (4, 64, 8),
+    "backs": (4, 8, 48), "c1": (8, 64, 1, 1), "c2": (48, 8, 1, 1), "c3": (8, 64, 3, 3),
+    "patch": (8, 3, 4, 4), "both": (16, 64), "wide": (48, 16), "s": (8,), "row": (64,),
+    "column": (48,), "square": (8, 8), "kernel": (48, 8, 3, 3), "turned": (8, 48, 1, 1),
+    "larger": (8, 48, 2, 2), "gates": (4, 64), "forms": (48, 8, 8),
+}  # fmt: skip
+Model = functools.partial(models.Model, **SHAPES)
 
 
 def found(function, x, dtype=torch.float32):
     """Rewrite with all checks on, and compare both with the float64 result."""
-    model = Model(function, dtype).requires_grad_(False)
+    model = Model(function).to(dtype).requires_grad_(False)
     result = rewrite(model, (x,), options=VERIFIED)
     want, got = model(x), result.graph_module(x)
     exact = Model(function).requires_grad_(False)

@@ -2,23 +2,10 @@
 
 import pytest
 import torch
-from torch import fx, nn
+from models import Model
+from torch import fx
 
 from nmm_compiler.passes.pipeline import run
-
-
-class Model(nn.Module):
-    """Factors a [4, 32] and b [24, 4], and a forward on x [6, 32]."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Parameter(torch.randn(4, 32) / 6), nn.Parameter(torch.randn(24, 4) / 2)
-        self.function = function
-
-    def forward(self, x):
-        return self.function((self.b @ (self.a @ x.mT)).mT)
-
 
 READERS = {
     "as_strided": lambda y: y.as_strided((24, 6), (6, 1)),
@@ -33,7 +20,11 @@ BETWEEN = {"next to it": lambda y: y, "behind": torch.tanh, "further": lambda y:
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_the_memory_order_that_is_read_is_the_graphs_own(reader, between):
-    model = Model(lambda y: READERS[reader](BETWEEN[between](y))).requires_grad_(False)
+
+    def function(p, x):
+        return READERS[reader](BETWEEN[between]((p.b @ (p.a @ x.mT)).mT))
+
+    model = Model(function, a=(4, 32), b=(24, 4)).requires_grad_(False)
     x = torch.randn(6, 32)
     result = run(fx.symbolic_trace(model), (x,))
     assert len(result.rewritten) == 1

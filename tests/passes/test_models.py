@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
-from models import MODELS, factorize
+from models import MODELS, Backend, factorize
 
-from nmm_compiler.passes.pipeline import explain, run
+from nmm_compiler.passes.pipeline import explain
 
 # Two layers each (OPT and Whisper scale q; Phi feeds its MLP the x of attention);
 # "chains" are factor pairs, which groups count several of.
@@ -46,16 +46,10 @@ def compile_and_count(name: str, rank: int = 4, exclude=("lm_head",)):
     model, inputs = MODELS[name]()
     model = model.eval()
     pairs = factorize(model, rank, exclude)
-    results = []
-
-    def backend(module, example_inputs):
-        results.append(run(module, example_inputs, VERIFIED))
-        return results[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    results = Backend(VERIFIED)
     with torch.no_grad():
         want = model(**inputs).last_hidden_state
-        got = torch.compile(model, backend=backend, dynamic=False)(**inputs).last_hidden_state
+        got = torch.compile(model, backend=results, dynamic=False)(**inputs).last_hidden_state
     # Both compute the same sums in fp32 in another order; the last norm keeps values near 1, and
     # each of the model's products may differ in the last bit of each of its 64 terms at most.
     products = 2 * pairs
@@ -119,16 +113,10 @@ def test_two_peft_adapters_are_one_call_each():
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    found = []
-
-    def backend(module, example_inputs):
-        found.append(run(module, example_inputs, VERIFIED))
-        return found[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    found = Backend(VERIFIED)
     with torch.no_grad():
         want = model(**inputs).last_hidden_state
-        got = torch.compile(model, backend=backend, dynamic=False)(**inputs).last_hidden_state
+        got = torch.compile(model, backend=found, dynamic=False)(**inputs).last_hidden_state
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
     assert Counter(m.kind for r in found for m in r.matches) == {"lora": 4}
     assert {m.info["chains"] for r in found for m in r.matches} == {2}
@@ -144,16 +132,10 @@ def test_peft_lora_model():
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    found = []
-
-    def backend(module, example_inputs):
-        found.append(run(module, example_inputs, VERIFIED))
-        return found[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    found = Backend(VERIFIED)
     with torch.no_grad():
         want = model(**inputs).last_hidden_state
-        got = torch.compile(model, backend=backend, dynamic=False)(**inputs).last_hidden_state
+        got = torch.compile(model, backend=found, dynamic=False)(**inputs).last_hidden_state
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
     kinds = Counter(m.kind for r in found for m in r.matches)
     assert kinds == {"lora": 6}

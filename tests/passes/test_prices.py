@@ -1,9 +1,11 @@
 """One call, its products or one dense product: predicted at the call's token count, and told."""
 
+import functools
 import json
 import math
 import re
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,15 +18,7 @@ from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES, simulated_us
 from nmm_compiler.prices.ways import ways
 
-
-class Pair(nn.Module):
-    def __init__(self, k, r, n):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=False)
-
-    def forward(self, x):
-        return self.b(self.a(x))
+Pair = functools.partial(models.Pair, bias=False)
 
 
 def rewritten(model, tokens, **options):
@@ -152,14 +146,10 @@ def test_weights_are_read_again_where_tokens_do_not_fit():
 
 
 def test_a_lora_is_not_compared_with_its_merged_weight():
-    class Adapted(Pair):
-        def __init__(self):
-            super().__init__(64, 4, 64)
-            self.w = nn.Parameter(torch.randn(64, 64))
+    def function(p, x):
+        return F.linear(x, p.w) + p.pair(x)
 
-        def forward(self, x):
-            return F.linear(x, self.w) + super().forward(x)
-
-    result = run(fx.symbolic_trace(Adapted()), (torch.randn(8, 64),))
+    adapted = models.Model(function, pair=Pair(64, 4, 64), w=torch.randn(64, 64))
+    result = run(fx.symbolic_trace(adapted), (torch.randn(8, 64),))
     assert [m.kind for m in result.matches] == ["lora"]
     assert result.matches[0].info["predicted"]["dense"] is None

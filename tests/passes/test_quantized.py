@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Backend
 from torch import nn
 
 import nmm_compiler as nmm
-from nmm_compiler.passes.pipeline import run
 
 VERIFIED = {"verify": True, "strict": True}
 
@@ -33,15 +33,9 @@ class Quantized(nn.Module):
 
 
 def compiled(model, x):
-    results = []
-
-    def backend(module, inputs):
-        results.append(run(module, inputs, VERIFIED))
-        return results[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    results = Backend(VERIFIED)
     with torch.no_grad():
-        return model(x), torch.compile(model, backend=backend)(x), results[0]
+        return model(x), torch.compile(model, backend=results)(x), results[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,22 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS
+from models import MODELS, Model
 from torch import fx, nn
 
 from nmm_compiler.passes.pipeline import explain, run
-
-
-class Model(nn.Module):
-    def __init__(self, function, **shapes):
-        super().__init__()
-        torch.manual_seed(0)
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape) / max([*shape, 1]) ** 0.5))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def refused(model, x):
@@ -73,25 +61,6 @@ def test_an_epilogue_that_promotes_stays_outside():
     (match,) = result.rewritten
     assert match.name == "linear_1"
     assert result.graph_module(x).dtype == torch.float32
-
-
-def test_one_device_for_all_operands():
-    """A CPU number may scale what lies on another device; a kernel cannot read it there."""
-    model = Model(lambda p, x: F.linear(F.linear(x, p.a) * p.s, p.b), a=(4, 32), b=(32, 4), s=())
-    model.a, model.b = (nn.Parameter(p.to("meta")) for p in (model.a, model.b))
-    assert refused(model, torch.randn(6, 32, device="meta")) == ["device"]
-
-
-def test_a_mode_is_not_crossed():
-    graph = fx.Graph()
-    x, a, b = graph.placeholder("x"), graph.get_attr("a"), graph.get_attr("b")
-    h = graph.call_function(F.linear, (x, a))
-    graph.call_function(torch._C._set_grad_enabled, (False,))
-    graph.output(graph.call_function(F.linear, (h, b)))
-    module = fx.GraphModule(Model(chain, a=(4, 32), b=(32, 4)), graph)
-    result = run(module, (torch.randn(6, 32),))
-    assert [declined.code for declined in result.declined] == ["region"]
-    assert not result.rewritten
 
 
 def test_a_sparse_weight_is_no_plain_matrix():
@@ -151,21 +120,6 @@ def test_products_that_are_no_chain_of_plain_matrices(name):
     torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 64)
     assert not result.rewritten
     assert code in [declined.code for declined in result.declined]
-
-
-@pytest.mark.parametrize(("between", "kinds"), [(44, ["shared_x"]), (45, ["lowrank", "lowrank"])])
-def test_results_more_than_48_nodes_apart_are_not_computed_together(between, kinds):
-    """The second chain has four nodes of its own: two weights and two products."""
-
-    def apart(p, x):
-        y, z = chain(p, x), x
-        for _ in range(between):
-            z = torch.sin(z)
-        return y, F.linear(F.linear(x, p.c), p.d), z
-
-    model = Model(apart, a=(4, 32), b=(32, 4), c=(4, 32), d=(32, 4)).requires_grad_(False)
-    result = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
-    assert [match.kind for match in result.rewritten] == kinds
 
 
 def test_a_base_that_is_subtracted_keeps_its_sign():

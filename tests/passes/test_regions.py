@@ -1,8 +1,11 @@
 """Pointwise operations between kernels whose operands lie in ways that only some layouts allow."""
 
+import functools
+
+import models
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import run
@@ -10,21 +13,19 @@ from nmm_compiler.passes.pipeline import run
 K, R, N = 64, 8, 48
 
 
-class Model(nn.Module):
-    """Factors a [k, r] b [r, n] c [n, r] d [r, k], a vector over n, columns over tokens."""
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        shapes = {"a": (K, R), "b": (R, N), "c": (N, R), "d": (R, K), "bias": (N,)}
-        shapes |= {"five": (5, 1), "three": (3, 1, 1), "full": (3, 5, N), "turned": (N, 5)}
-        for name, shape in shapes.items():
-            scale = shape[0] ** 0.5 if len(name) == 1 else 1.0
-            setattr(self, name, nn.Parameter(torch.randn(shape) / scale))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+# Factors a [k, r] b [r, n] c [n, r] d [r, k], a vector over n, columns over tokens.
+Model = functools.partial(
+    models.Model,
+    a=(K, R),
+    b=(R, N),
+    c=(N, R),
+    d=(R, K),
+    bias=(N,),
+    five=(5, 1),
+    three=(3, 1, 1),
+    full=(3, 5, N),
+    turned=(N, 5),
+)
 
 
 def up(p, x):

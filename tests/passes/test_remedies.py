@@ -1,8 +1,10 @@
 """Each code's remedy, applied: the place that was refused with it fuses then."""
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Backend
 from torch import nn
 from torch.nn.utils.fusion import fuse_linear_bn_eval
 from torch.utils.checkpoint import checkpoint
@@ -16,26 +18,15 @@ X = torch.randn(2, 6, 64)
 VERIFIED = {"verify": True, "strict": True}
 
 
-class Model(nn.Module):
-    """Weights under short names; a function computes with them."""
+SHAPES = {
+    "a": (8, 64), "b": (48, 8), "c": (6, 64), "d": (48, 6), "w": (48, 64), "narrow": (48, 4),
+    "t": (6, 1), "s": (8,), "bias": (8,), "odd": (4, 8, 8), "large": (40, 64), "small": (64, 40),
+    "experts": (4, 64, 8), "backs": (4, 8, 48), "low": torch.randn(48, 8).bfloat16(),
+}  # fmt: skip
 
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
 
-        def weight(*shape):
-            return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5, requires_grad=False)
-
-        self.a, self.b, self.c, self.d = weight(8, 64), weight(48, 8), weight(6, 64), weight(48, 6)
-        self.w, self.narrow, self.t, self.s = weight(48, 64), weight(48, 4), weight(6, 1), weight(8)
-        self.bias, self.odd = weight(8), weight(4, 8, 8)
-        self.large, self.small = weight(40, 64), weight(64, 40)
-        self.experts, self.backs = weight(4, 64, 8), weight(4, 8, 48)
-        self.low = weight(48, 8).bfloat16()
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
+def model_of(function):
+    return models.Model(function, **SHAPES).requires_grad_(False)
 
 
 def chain(p, x):
@@ -158,7 +149,7 @@ PAIRS = [
 
 
 def traced(function, x):
-    return rewrite(Model(function), (x,), options=VERIFIED)
+    return rewrite(model_of(function), (x,), options=VERIFIED)
 
 
 @pytest.mark.parametrize(("code", "refused", "mended"), PAIRS)
@@ -178,12 +169,12 @@ def test_every_code_has_a_test():
 
 
 def test_a_refusal_names_the_operation_and_its_line():
-    (refused,) = rewrite(Model(lambda p, x: L(L(x, p.a)[:, -1], p.b)), (X,)).declined
+    (refused,) = rewrite(model_of(lambda p, x: L(L(x, p.a)[:, -1], p.b)), (X,)).declined
     assert (refused.code, refused.reason) == ("between", "getitem between the products") or (
         "select" in refused.reason
     )
     file, _, line = refused.source.rpartition(":")
-    assert file == __file__
+    assert file == models.__file__
     assert int(line) > 0
 
 
@@ -196,7 +187,7 @@ def test_products_on_two_sides_of_an_operator_are_left_alone(place):
         return L(checkpoint(lambda y: L(y, p.a), x, use_reentrant=False), p.b)
 
     torch._dynamo.reset()
-    assert not explain(Model({"inside": inside, "behind": behind}[place]), X).matches
+    assert not explain(model_of({"inside": inside, "behind": behind}[place]), X).matches
 
 
 def normed(x):
@@ -223,7 +214,7 @@ ENDS = [
 @pytest.mark.parametrize(("code", "rule", "refused", "mended"), ENDS)
 def test_a_norm_or_a_residual_goes_into_the_call(code, rule, refused, mended):
     options = {**VERIFIED, "rules": ["+norms"]}
-    before, after = (rewrite(Model(f), (X,), options=options) for f in (refused, mended))
+    before, after = (rewrite(model_of(f), (X,), options=options) for f in (refused, mended))
     assert [d.code for d in before.declined if d.rule == rule] == [code]
     assert rule not in [m.kind for m in before.rewritten]
     assert rule in [m.kind for m in after.rewritten]
@@ -250,15 +241,9 @@ def test_a_batch_norm_in_the_layer_before():
 
 
 def collected(function, *inputs, dynamic=None):
-    found = []
-
-    def backend(module, given):
-        found.append(run(module, given))
-        return found[-1].graph_module.forward
-
-    torch._dynamo.reset()
+    found = Backend()
     with torch.no_grad():
-        torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
+        torch.compile(function, backend=found, dynamic=dynamic)(*inputs)
     return found[0]
 
 
@@ -276,7 +261,7 @@ def test_weights_with_static_sizes():
 
 
 def test_a_transform_of_rewritten_code():
-    model = Model(chain)
+    model = model_of(chain)
     torch._dynamo.reset()
     found = explain(lambda x: torch.func.vmap(lambda row: chain(model, row))(x), X)
     (refused,) = found.declined
@@ -299,14 +284,8 @@ def test_products_on_one_side_of_a_region():
             return chain(p, x)
 
     def collect(function):
-        model, found = Model(function).requires_grad_(True), []
-
-        def backend(module, given):
-            found.append(run(module, given))
-            return found[-1].graph_module.forward
-
-        torch._dynamo.reset()
-        torch.compile(model, backend=backend)(X)
+        model, found = model_of(function).requires_grad_(True), Backend()
+        torch.compile(model, backend=found)(X)
         return found[0]
 
     assert collect(crossing).declined[0].code == "region"
@@ -349,13 +328,6 @@ def test_factors_from_outside():
     beside = traced(lambda p, x: L(x["x"], p.w) + x["x"] @ x["u"] @ x["v"],
                     inputs | {"v": torch.randn(8, 48)})  # fmt: skip
     assert [m.kind for m in beside.rewritten] == ["lora"]
-
-
-def test_a_free_order():
-    refused = traced(lambda p, x: L(x, p.b @ p.a), X)
-    assert [d.code for d in refused.declined] == ["order"]
-    options = {**VERIFIED, "rules": ["+reassociate"]}
-    assert rewrite(Model(lambda p, x: L(x, p.b @ p.a)), (X,), options=options).rewritten
 
 
 def test_attention_that_a_kernel_computes_and_that_none_does():

@@ -5,6 +5,7 @@ Whatever stands between them, the report has an entry: a match, or a refusal wit
 
 import itertools
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,25 +58,16 @@ BETWEEN = {
 }  # fmt: skip
 
 
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        self.down, self.up = nn.Linear(K, R, bias=False), nn.Linear(R, N)
-        self.u, self.v, self.a, self.b, self.c, self.d = (
-            nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5, requires_grad=False)
-            for shape in ((K, R), (R, N), (R, K), (N, R), (R,), (N,))
-        )
-        self.requires_grad_(False).eval()
-
-    def forward(self, x):
-        return self.function(self, x)
+def model_of(function):
+    """Return a model with two linear layers and weights of the same sizes."""
+    weights = {"u": (K, R), "v": (R, N), "a": (R, K), "b": (N, R), "c": (R,), "d": (N,)}
+    layers = {"down": nn.Linear(K, R, bias=False), "up": nn.Linear(R, N)}
+    return models.Model(function, **weights, **layers).requires_grad_(False).eval()
 
 
 def rewritten(function, *shape):
     x = torch.randn(*shape, K)
-    return run(fx.symbolic_trace(Model(function)), (x,), {"verify": True, "strict": True})
+    return run(fx.symbolic_trace(model_of(function)), (x,), {"verify": True, "strict": True})
 
 
 @pytest.mark.parametrize("first", FIRST)
@@ -98,7 +90,7 @@ def test_nothing_between_two_factors_is_passed_over_in_silence(between):
 
 
 def test_a_chain_across_a_graph_break_is_not_passed_over_in_silence():
-    model = Model(lambda p, x: (x @ p.u)[x[..., 0] > 0] @ p.v)
+    model = model_of(lambda p, x: (x @ p.u)[x[..., 0] > 0] @ p.v)
     torch._dynamo.reset()
     found = explain(model, torch.randn(2, 6, K))
     assert len(found.results) == 2

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import fx, nn
+from models import Three
+from torch import fx
 
 from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes import pipeline
@@ -12,20 +13,8 @@ X = torch.randn(6, 32)
 NAMES = ["read", "match", "combine", "layout", "emit", "strides", "lint"]
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        for name, (k, n) in {"p": (32, 24), "q": (32, 24), "s": (24, 32)}.items():
-            setattr(self, name + "a", nn.Linear(k, 3, bias=False))
-            setattr(self, name + "b", nn.Linear(3, n))
-
-    def forward(self, x):
-        h = torch.tanh(self.pb(self.pa(x)) + self.qb(self.qa(x)).abs())
-        return self.sb(self.sa(h)), h.t().cumsum(0)
-
-
 def run(options=None):
-    return pipeline.run(fx.symbolic_trace(Model()), (X,), options)
+    return pipeline.run(fx.symbolic_trace(Three()), (X,), options)
 
 
 def test_dump_writes_the_graph_after_each_step(tmp_path, monkeypatch):
@@ -37,7 +26,7 @@ def test_dump_writes_the_graph_after_each_step(tmp_path, monkeypatch):
     files = sorted((tmp_path / "new" / "graph001").iterdir())
     assert [f.name for f in files] == [f"{i:02d}_{n}.py" for i, n in enumerate(NAMES)]
     texts = {f.stem[3:]: f.read_text(encoding="utf-8") for f in files}
-    assert "# pb.product: Product(" in texts["read"]
+    assert "# p_b.product: Product(" in texts["read"]
     assert texts["match"].count("# lowrank at") == 3
     assert "# shared_x at" in texts["combine"]
     assert "col" in texts["layout"]

@@ -1,24 +1,26 @@
 """Results have the strides that the model gave them, at the output and wherever it is seen."""
 
+import functools
+
+import models
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from models import Backend
+from torch import fx
 
 from nmm_compiler.passes.pipeline import run
 
-
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        self.a, self.b = nn.Parameter(torch.randn(4, 32) / 6), nn.Parameter(torch.randn(24, 4) / 2)
-        self.ga, self.gb = nn.Parameter(torch.randn(4, 32) / 6), nn.Parameter(torch.randn(24, 4))
-        self.w, self.d = nn.Parameter(torch.randn(24, 32) / 6), nn.Parameter(torch.randn(24, 1))
-
-    def forward(self, x):
-        return self.function(self, x)
+# Two chains of 32 features, a dense weight, and a bias.
+Model = functools.partial(
+    models.Model,
+    a=(4, 32),
+    b=(24, 4),
+    ga=(4, 32),
+    gb=(24, 4),
+    w=(24, 32),
+    d=(24, 1),
+)
 
 
 def left(p, x):
@@ -90,13 +92,8 @@ def test_strides_at_the_output(name, shape):
 def test_strides_under_torch_compile(dynamic):
     model = Model(lambda p, x: (CASES["pointwise behind"](p, x), CASES["left, transposed"](p, x)))
     torch._dynamo.reset()
-    found = []
-
-    def backend(module, inputs):
-        found.append(run(module, inputs))
-        return found[-1].graph_module.forward
-
-    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    found = Backend()
+    compiled = torch.compile(model, backend=found, dynamic=dynamic)
     for tokens in (5, 7):
         check(model, compiled, torch.randn(tokens, 32))
     assert len(found) == (1 if dynamic else 2)
