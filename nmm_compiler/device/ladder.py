@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,117 +95,6 @@ def _saturated(x: Array, scale: Array) -> tuple[Array, ...]:
     return (scaled.astype(ml_dtypes.float8_e4m3).astype(np.float64),)
 
 
-def _rungs() -> Iterator[Rung]:
-    bf16, fp8, fp32 = "bfloat16", "float8_e4m3", "float32"
-    copied = (((128, 512), bf16),)
-    yield Rung("copy", "copy", "a copy through SBUF", copied, _same)
-    yield Rung("copy compiled", "copy", "the same in torch.compile", copied, _same, compiled=True)
-    yield Rung("two results", "two_results", "two results", copied, lambda x: (x, 2 * x))
-    yield Rung(
-        "permuted copy", "permuted_copy", "reshape_dim and permute of a view", (((512, 64), bf16),),
-        _same,
-    )  # fmt: skip
-    yield Rung(
-        "strided copy", "strided_copy", "a DMA of single elements", (((64, 128), bf16),), _turned
-    )
-    yield Rung(
-        "broadcast", "broadcast_copy", "a view broadcast over partitions", (((1,), fp32),),
-        lambda x: (np.full((128, 1), x[0]),),
-    )  # fmt: skip
-    for tokens in (512, 77, 1):
-        yield Rung(
-            f"matmul {tokens}", "matmul", f"accumulate, {tokens} columns moving",
-            (((512, 128), bf16), ((512, tokens), bf16)), _product, result=fp32, sums=512,
-        )  # fmt: skip
-    yield Rung(
-        "matmul fp32", "matmul", "fp32 operands", (((256, 128), fp32), ((256, 512), fp32)),
-        _product, sums=256,
-    )  # fmt: skip
-    yield Rung(
-        "double row", "double_row", "pairs of rows of fp8", (((512, 128), fp8), ((512, 512), fp8)),
-        _product, result=fp32, sums=512, needs="fp8_double_row",
-    )  # fmt: skip
-    yield Rung(
-        "double row, odd", "double_row", "a plain pass into sums of pairs of rows",
-        (((640, 128), fp8), ((640, 64), fp8)), _product, result=fp32, sums=640,
-        needs="fp8_double_row",
-    )  # fmt: skip
-    yield Rung(
-        "TensorE transpose", "tensor_transpose", "nc_transpose on TensorE", (((128, 128), bf16),),
-        _turned,
-    )  # fmt: skip
-    yield Rung(
-        "TensorE transpose fp8", "tensor_transpose_fp8", "fp8 into every second byte",
-        (((128, 64), fp8),), _turned, needs="fp8_double_row",
-    )  # fmt: skip
-    for rows in (512, 77, 8):
-        yield Rung(
-            f"DMA transpose {rows}", "dma_transpose", f"dma_transpose of {rows} rows",
-            (((rows, 128), bf16),), _turned, needs="dma_transposes",
-        )  # fmt: skip
-    yield Rung(
-        "DMA transpose 3-D", "dma_transpose_tiles", "dma_transpose, axes (2, 1, 0)",
-        (((64, 512), bf16),), _turned, needs="dma_transposes",
-    )  # fmt: skip
-    yield Rung(
-        "epilogue", "epilogue", "an activation with a bias for each partition",
-        (((128, 256), bf16), ((128,), fp32)), _epilogue,
-    )  # fmt: skip
-    yield Rung(
-        "fp8 result", "saturate_fp8", "rounding to fp8, saturated",
-        (((128, 64), fp8), ((1,), fp32)), _saturated, result=fp8, needs="fp8_double_row",
-    )  # fmt: skip
-
-
-def _timed_rungs() -> Iterator[Rung]:
-    """Yield pairs of rungs that differ in how often one engine does the same: few, then many."""
-    bf16, fp32 = "bfloat16", "float32"
-    for name, count in (("few", 64), ("many", 576)):
-        yield Rung(
-            f"matmuls, {name}", f"matmuls_{name}", f"{count} matmuls into one bank",
-            (((128, 128), bf16), ((128, 512), bf16)),
-            lambda a, b, count=count: (count * (a.T @ b),), result=fp32, sums=128 * count,
-        )  # fmt: skip
-    for name, count in (("few", 8), ("many", 72)):
-        yield Rung(
-            f"additions, {name}", f"additions_{name}", f"{count} additions on VectorE",
-            (((128, 2048), fp32),), lambda x, count=count: ((1 + count) * x[:, :8],), sums=count,
-        )  # fmt: skip
-        yield Rung(
-            f"activations, {name}", f"activations_{name}", f"{count} copies on ScalarE",
-            (((128, 2048), fp32),), lambda x: (x[:, :8],),
-        )  # fmt: skip
-    for name, count in (("few", 4), ("many", 36)):
-        yield Rung(
-            f"transposing loads, {name}", "transposing_loads", f"{count} DMA transposes",
-            (((2048 * count, 128), bf16),), _corners_turned, needs="dma_transposes",
-        )  # fmt: skip
-    for name, count in (("few", 2), ("many", 18)):
-        yield Rung(
-            f"long loads, {name}", "long_loads", f"{count} loads of 2 MiB",
-            (((128 * count, 8192), bf16),), _corners,
-        )  # fmt: skip
-    for name, count in (("few", 64), ("many", 576)):
-        yield Rung(
-            f"short loads, {name}", "short_loads", f"{count} loads of 256 bytes",
-            (((count, 64), fp32),), lambda x: (x.reshape(-1, 64, 64).transpose(1, 0, 2),),
-        )  # fmt: skip
-
-
-def _loop_rungs() -> Iterator[Rung]:
-    bf16 = "bfloat16"
-    looped = (((512, 64), bf16),)
-    yield Rung("loop", "device_loop", "fori_loop, a number as bound", looped, _same, file=LOOPS)
-    yield Rung(
-        "loop to a register", "device_loop_register", "fori_loop, a register as bound", looped,
-        _same, file=LOOPS,
-    )  # fmt: skip
-    yield Rung(
-        "DMA transpose in a loop", "device_loop_dma_transpose", "16 rows at a register's place",
-        (((64, 128), bf16),), _turned, needs="dma_transposes", file=LOOPS,
-    )  # fmt: skip
-
-
 def _corners(x: Array) -> tuple[Array, ...]:
     return (x.reshape(-1, 128, x.shape[1])[:, :, :8].transpose(1, 0, 2),)
 
@@ -214,7 +103,82 @@ def _corners_turned(x: Array) -> tuple[Array, ...]:
     return (x.reshape(-1, 2048, x.shape[1])[:, :8, :].transpose(2, 0, 1),)
 
 
-RUNGS = (*_rungs(), *_timed_rungs(), *_loop_rungs())
+def _first_columns(x: Array) -> tuple[Array, ...]:
+    return (x[:, :8],)
+
+
+_BF16, _FP8, _FP32 = "bfloat16", "float8_e4m3", "float32"
+_COPIED = (((128, 512), _BF16),)
+_LOOPED = (((512, 64), _BF16),)
+_FEW_MANY = ("few", "many")
+
+CONSTRUCTS = (
+    Rung("copy", "copy", "a copy through SBUF", _COPIED, _same),
+    Rung("copy compiled", "copy", "the same in torch.compile", _COPIED, _same, compiled=True),
+    Rung("two results", "two_results", "two results", _COPIED, lambda x: (x, 2 * x)),
+    Rung("permuted copy", "permuted_copy", "reshape_dim and permute of a view",
+         (((512, 64), _BF16),), _same),
+    Rung("strided copy", "strided_copy", "a DMA of single elements", (((64, 128), _BF16),),
+         _turned),
+    Rung("broadcast", "broadcast_copy", "a view broadcast over partitions", (((1,), _FP32),),
+         lambda x: (np.full((128, 1), x[0]),)),
+    *(Rung(f"matmul {tokens}", "matmul", f"accumulate, {tokens} columns moving",
+           (((512, 128), _BF16), ((512, tokens), _BF16)), _product, result=_FP32, sums=512)
+      for tokens in (512, 77, 1)),
+    Rung("matmul fp32", "matmul", "fp32 operands", (((256, 128), _FP32), ((256, 512), _FP32)),
+         _product, sums=256),
+    Rung("double row", "double_row", "pairs of rows of fp8",
+         (((512, 128), _FP8), ((512, 512), _FP8)), _product, result=_FP32, sums=512,
+         needs="fp8_double_row"),
+    Rung("double row, odd", "double_row", "a plain pass into sums of pairs of rows",
+         (((640, 128), _FP8), ((640, 64), _FP8)), _product, result=_FP32, sums=640,
+         needs="fp8_double_row"),
+    Rung("TensorE transpose", "tensor_transpose", "nc_transpose on TensorE",
+         (((128, 128), _BF16),), _turned),
+    Rung("TensorE transpose fp8", "tensor_transpose_fp8", "fp8 into every second byte",
+         (((128, 64), _FP8),), _turned, needs="fp8_double_row"),
+    *(Rung(f"DMA transpose {rows}", "dma_transpose", f"dma_transpose of {rows} rows",
+           (((rows, 128), _BF16),), _turned, needs="dma_transposes") for rows in (512, 77, 8)),
+    Rung("DMA transpose 3-D", "dma_transpose_tiles", "dma_transpose, axes (2, 1, 0)",
+         (((64, 512), _BF16),), _turned, needs="dma_transposes"),
+    Rung("epilogue", "epilogue", "an activation with a bias for each partition",
+         (((128, 256), _BF16), ((128,), _FP32)), _epilogue),
+    Rung("fp8 result", "saturate_fp8", "rounding to fp8, saturated",
+         (((128, 64), _FP8), ((1,), _FP32)), _saturated, result=_FP8, needs="fp8_double_row"),
+)  # fmt: skip
+
+# Pairs of rungs that differ in how often one engine does the same: few, then many.
+TIMED = (
+    *(Rung(f"matmuls, {name}", f"matmuls_{name}", f"{count} matmuls into one bank",
+           (((128, 128), _BF16), ((128, 512), _BF16)),
+           lambda a, b, count=count: (count * (a.T @ b),), result=_FP32, sums=128 * count)
+      for name, count in zip(_FEW_MANY, (64, 576), strict=True)),
+    *(Rung(f"additions, {name}", f"additions_{name}", f"{count} additions on VectorE",
+           (((128, 2048), _FP32),), lambda x, count=count: ((1 + count) * x[:, :8],), sums=count)
+      for name, count in zip(_FEW_MANY, (8, 72), strict=True)),
+    *(Rung(f"activations, {name}", f"activations_{name}", f"{count} copies on ScalarE",
+           (((128, 2048), _FP32),), _first_columns)
+      for name, count in zip(_FEW_MANY, (8, 72), strict=True)),
+    *(Rung(f"transposing loads, {name}", "transposing_loads", f"{count} DMA transposes",
+           (((2048 * count, 128), _BF16),), _corners_turned, needs="dma_transposes")
+      for name, count in zip(_FEW_MANY, (4, 36), strict=True)),
+    *(Rung(f"long loads, {name}", "long_loads", f"{count} loads of 2 MiB",
+           (((128 * count, 8192), _BF16),), _corners)
+      for name, count in zip(_FEW_MANY, (2, 18), strict=True)),
+    *(Rung(f"short loads, {name}", "short_loads", f"{count} loads of 256 bytes",
+           (((count, 64), _FP32),), lambda x: (x.reshape(-1, 64, 64).transpose(1, 0, 2),))
+      for name, count in zip(_FEW_MANY, (64, 576), strict=True)),
+)  # fmt: skip
+
+LOOPED = (
+    Rung("loop", "device_loop", "fori_loop, a number as bound", _LOOPED, _same, file=LOOPS),
+    Rung("loop to a register", "device_loop_register", "fori_loop, a register as bound", _LOOPED,
+         _same, file=LOOPS),
+    Rung("DMA transpose in a loop", "device_loop_dma_transpose", "16 rows at a register's place",
+         (((64, 128), _BF16),), _turned, needs="dma_transposes", file=LOOPS),
+)  # fmt: skip
+
+RUNGS = (*CONSTRUCTS, *TIMED, *LOOPED)
 
 
 @dataclass(frozen=True, kw_only=True)

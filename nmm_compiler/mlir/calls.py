@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 NAMESPACE = "nmm"
 
@@ -73,8 +74,8 @@ class KernelCall:
         """Return canonical JSON of everything that identifies the kernel, without the node."""
         parts = {
             "op": self.op,
-            "args": _plain(self.args),
-            "kwargs": {name: _plain(value) for name, value in self.kwargs},
+            "args": _with_slots(self.args, "%{}".format),
+            "kwargs": _with_slots(dict(self.kwargs), "%{}".format),
             "operands": [str(operand) for operand in self.operands],
         }
         return json.dumps(parts, sort_keys=True)
@@ -85,8 +86,8 @@ class KernelCall:
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Return the op's positional and keyword arguments with `tensors` in their slots."""
-        args = [_fill(value, tensors) for value in self.args]
-        return args, {name: _fill(value, tensors) for name, value in self.kwargs}
+        args, kwargs = _with_slots((self.args, dict(self.kwargs)), tensors.__getitem__)
+        return list(args), kwargs
 
 
 def is_kernel_call(node: torch.fx.Node) -> bool:
@@ -101,31 +102,26 @@ def calls_of(graph: torch.fx.Graph) -> list[KernelCall]:
 
 
 def _call(node: torch.fx.Node) -> KernelCall:
+    assert isinstance(node.target, torch._ops.OpOverload)
     tensors: list[Tensor] = []
 
-    def slotted(value: Any) -> Any:
-        if isinstance(value, torch.fx.Node):
-            tensors.append(value.meta["val"])
-            return Slot(len(tensors) - 1)
-        if isinstance(value, (list, tuple)):
-            return tuple(slotted(item) for item in value)
-        return value
+    def slot(operand: torch.fx.Node) -> Slot:
+        tensors.append(operand.meta["val"])
+        return Slot(len(tensors) - 1)
 
-    assert isinstance(node.target, torch._ops.OpOverload)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for position, parameter in enumerate(node.target._schema.arguments):
-        if position < len(node.args):
-            value = node.args[position]
-        elif parameter.name in node.kwargs:
-            value = node.kwargs[parameter.name]
-        else:
-            value = parameter.default_value
+        if parameter.name == "executor":
+            continue
+        value = node.kwargs.get(parameter.name, parameter.default_value)
+        value = node.args[position] if position < len(node.args) else value
+        value = pytree.tree_map_only(torch.fx.Node, slot, value)
+        value = tuple(value) if isinstance(value, list) else value
         if parameter.kwarg_only:
-            if parameter.name != "executor":
-                kwargs[parameter.name] = slotted(value)
+            kwargs[parameter.name] = value
         else:
-            args.append(slotted(value))
+            args.append(value)
     made = node.meta["val"]
     results = tuple(made) if isinstance(made, (list, tuple)) else (made,)
     return KernelCall(
@@ -138,17 +134,6 @@ def _call(node: torch.fx.Node) -> KernelCall:
     )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Slot):
-        return f"%{value.index}"
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, Slot):
-        return tensors[value.index]
-    if isinstance(value, tuple):
-        return [_fill(item, tensors) for item in value]
-    return value
+def _with_slots(values: Any, of: Callable[[int], Any]) -> Any:
+    """Return values with `of(index)` in the place of each slot."""
+    return pytree.tree_map_only(Slot, lambda slot: of(slot.index), values)
