@@ -7,7 +7,6 @@ kernel is built in the middle of the first training step.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from nmm_compiler.ops.lower import fitting, lower, tokens
 from nmm_compiler.ops.registration import is_reference
 from nmm_compiler.options import Options
 from nmm_compiler.report.text import counted
-from nmm_compiler.runtime import buckets
 from nmm_compiler.runtime.kernels import KERNELS
 
 _SHOWN = 4
@@ -49,13 +47,7 @@ def backward_specs(
         m = int(tokens(operands[0], keywords))
         lowered = lower(op, operands, keywords, m, Tensor.t, lnc=options.lnc)
         for launch in fitting(lowered.launches, options.target, options):
-            spec, axis = launch.spec, launch.token_axis
-            if static and options.buckets is None:
-                KERNELS.keep_static(spec, options.target)
-            elif spec.splits_tokens:
-                whole = buckets.bucket(getattr(spec, axis), options.buckets)
-                spec = dataclasses.replace(spec, **{axis: whole})
-            specs.append(spec)
+            specs.append(KERNELS.sized(launch, options.target, options, static))
     return specs, by_torch
 
 

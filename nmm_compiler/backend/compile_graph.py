@@ -40,7 +40,7 @@ from nmm_compiler.ops.lower import fitting, graph_call, lower, op_name, too_larg
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.read_operations import local_part
 from nmm_compiler.passes.result import could_bring, graph_parts, slower_than_dense
-from nmm_compiler.runtime import buckets, neuron
+from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
 
@@ -354,7 +354,7 @@ def _specs(
 ) -> list[Any]:
     """Return the specs a call launches: for its token count, or the bucket of a symbolic one."""
     options = work.options
-    target, ladder = options.target, options.buckets
+    target = options.target
     static, count = isinstance(m, int), _size(m)
     if count is None:
         work.notes.append("a token count depends on data: its kernels are built when a call runs")
@@ -366,13 +366,8 @@ def _specs(
     lowered = lower(name, args, kwargs, count, Tensor.t, lnc=options.lnc)
     launches = lowered.launches
     work.notes += filter(None, (too_large(launch.spec, target, options) for launch in launches))
-    specs = [launch.spec for launch in fitting(launches, target, options)]
-    if static and ladder is None:
-        for spec in specs:
-            KERNELS.keep_static(spec, target)
-        return specs
-    padded = buckets.bucket(count, ladder)
-    return [dataclasses.replace(s, m=padded) if s.splits_tokens else s for s in specs]
+    each = fitting(launches, target, options)
+    return [KERNELS.sized(launch, target, options, static) for launch in each]
 
 
 def meta_value(node: fx.Node) -> Any:

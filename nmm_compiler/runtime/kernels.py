@@ -99,6 +99,17 @@ class Kernels:
         """Remember that a graph with exactly these shapes was compiled."""
         self._static.add((spec, target))
 
+    def sized(self, launch: Any, target: str, options: Options, static: bool) -> Any:
+        """Return the spec that a launch runs: of its own token count in a static graph, which is
+        remembered, else of the bucket that holds it."""
+        spec, axis = launch.spec, launch.token_axis
+        if static and options.buckets is None:
+            self.keep_static(spec, target)
+        elif spec.splits_tokens:
+            whole = buckets.bucket(getattr(spec, axis), options.buckets)
+            return dataclasses.replace(spec, **{axis: whole})
+        return spec
+
     def plan(self, spec: Any, target: str, options: Options) -> tuple[int, ...]:
         """Return the token counts to launch for a call of spec.m tokens.
 

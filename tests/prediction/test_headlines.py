@@ -7,6 +7,8 @@ from torch import nn
 import nmm_compiler as nmm
 from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes.pipeline import explain
+from nmm_compiler.prices.ways import ERRORS
+from nmm_compiler.report.headline import told_apart
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,6 +72,9 @@ def test_what_is_no_decoder_says_what_it_is_about():
     said = report.headline()
     assert "in pass of 512 tokens in these layers (simulated) on trn2" in said
     assert "the whole model is not predicted: Sequential is no transformers model" in said
+    (timed,) = report.workload
+    near = not told_apart(timed.gain, ERRORS[report.source])
+    assert (f"({timed.gain:.2f}x), not told apart" in " ".join(str(report).split())) == near
 
 
 def test_a_symbolic_size_stays_symbolic_when_the_headline_is_read():

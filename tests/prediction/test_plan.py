@@ -144,9 +144,11 @@ def test_cores_that_share_a_model_have_two_physical_ones(tmp_path):
 
 
 def test_lists_are_checked_value_by_value():
-    for words in (["--tp", "1,x"], ["--ratio", "0.2,1.5"], ["--target", "trn2,trn9"]):
-        done = CliRunner().invoke(app, ["plan", "llama-3.2-1b", *words])
+    for name, value in (("--tp", "1,x"), ("--ratio", "0.2,1.5"), ("--target", "trn2,trn9"),
+                        ("--measured", "absent.json")):  # fmt: skip
+        done = CliRunner().invoke(app, ["plan", "llama-3.2-1b", name, value])
         assert done.exit_code == 2
+        assert value.rpartition(",")[2] in done.output
 
 
 def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
