@@ -44,6 +44,10 @@ Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...] | None]
 """Runs one kernel on its operands; None when the kernel must not be used."""
 
 
+class _NoKernel(Exception):  # noqa: N818  (it says that PyTorch computes the call)
+    """No kernel of a call may be used, and PyTorch may compute it."""
+
+
 class KernelExecutor:
     """Runs op calls through kernels with one launcher.
 
@@ -66,12 +70,15 @@ class KernelExecutor:
             return registration.DEFINITIONS[name].reference(*args, **kwargs)
         named = self.name if executor.partition("#")[0] == self.name else "auto"
         options = _with_executor(options_of(executor), named)
-        out = self._by_kernels(name, args, kwargs, options)
-        return registration.DEFINITIONS[name].reference(*args, **kwargs) if out is None else out
+        try:
+            return self._by_kernels(name, args, kwargs, options)
+        except _NoKernel:
+            return registration.DEFINITIONS[name].reference(*args, **kwargs)
 
     def _by_kernels(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> Any | None:
+    ) -> Any:
+        """Return the results of an op's launches, in its shapes; raises _NoKernel without them."""
         m = int(tokens(args[0], kwargs))
         try:
             transpose = _transpose_for(args[0], options)
@@ -82,38 +89,26 @@ class KernelExecutor:
             if options.executor == self.name:
                 raise no_kernel(self.name, f"a call of {name}", str(error)) from error
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
-            return None
-        target = kwargs.get("target", "trn2")
-        results = self._run_each(lowered.launches, target, options)
-        if results is None:
-            return None
+            raise _NoKernel from error
+        results = self._run(lowered.launches, kwargs.get("target", "trn2"), options)
         laid = zip(results, lowered.out_layouts, strict=True)
         shaped = [_shaped(y, layout, lowered.lead) for y, layout in laid]
         return shaped if lowered.many else shaped[0]
 
-    def _run_each(
-        self, launches: Sequence[Launch], target: str, options: Options
-    ) -> list[Tensor] | None:
-        """Return the results of all launches, None when one of them has no kernel to use."""
-        results: list[Tensor] = []
-        for launch in launches:
-            made = self._run(launch, target, options)
-            if made is None:
-                return None
-            results += made
-        return results
+    def _run(self, launches: Sequence[Launch], target: str, options: Options) -> list[Tensor]:
+        """Return the results of launches, one after the other."""
+        return [y for launch in launches for y in self._run_one(launch, target, options)]
 
-    def _run(self, launch: Launch, target: str, options: Options) -> list[Tensor] | None:
+    def _run_one(self, launch: Launch, target: str, options: Options) -> Sequence[Tensor]:
         """Launch the kernel once per planned bucket along the tokens; return its results."""
         whole = too_large(launch.spec, target, options)
         if whole is not None:
             _warn_once(f"nmm: {whole}")
-            return self._run_each(launch.split(), target, options)
+            return self._run(launch.split(), target, options)
         if launch.token_axis == "k":
             launch = _with_more_terms(launch, KERNELS.terms(launch.spec, target, options))
         if launch.token_axis == "k" or not launch.spec.splits_tokens:
-            made = self._launch(launch.spec, launch.operands, target, options)
-            return None if made is None else list(made)
+            return self._launch(launch.spec, launch.operands, target, options)
         dims = launch.token_dims()
         y_tokens = [0 if layout == "row" else 1 for layout in launch.spec.result_layouts()]
         pieces: list[tuple[Tensor, ...]] = []
@@ -126,32 +121,33 @@ class KernelExecutor:
                 for t, at in zip(launch.operands, dims, strict=True)
             ]
             ys = self._launch(spec, parts, target, options)
-            if ys is None:
-                return None
             if used < size:
                 ys = tuple(y.narrow(at, 0, used) for y, at in zip(ys, y_tokens, strict=True))
             pieces.append(ys)
             start += used
         if len(pieces) == 1:
-            return list(pieces[0])
+            return pieces[0]
         return [torch.cat(ys, at) for *ys, at in zip(*pieces, y_tokens, strict=True)]
 
     def _launch(
         self, spec: Any, operands: Sequence[Tensor], target: str, options: Options
-    ) -> tuple[Tensor, ...] | None:
-        """Return the results of one kernel, None where there is none to use."""
+    ) -> tuple[Tensor, ...]:
+        """Return the results of one kernel; raises _NoKernel where it must not be used."""
         kernel = self._kernel(spec, target, options)
-        if kernel is None:
-            return None
         ys = self.launcher(kernel, [operand.contiguous() for operand in operands])
         if ys is None and (options.executor == self.name or options.strict):
             raise neuron.failed_first_run(kernel)
+        if ys is None:
+            raise _NoKernel
         return ys
 
-    def _kernel(self, spec: Any, target: str, options: Options) -> Any | None:
-        """Return the kernel of `spec`; None, with a warning, where executor "auto" has none."""
+    def _kernel(self, spec: Any, target: str, options: Options) -> Any:
+        """Return the kernel of `spec`; where executor "auto" has none, warn and raise _NoKernel."""
         if options.executor != self.name or options.strict:
-            return KERNELS.get_or_warn(spec, target, options)
+            kernel = KERNELS.get_or_warn(spec, target, options)
+            if kernel is None:
+                raise _NoKernel
+            return kernel
         try:
             return KERNELS.get(spec, target, options)
         except CacheMissError:
