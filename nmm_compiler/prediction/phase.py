@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from nmm_compiler.records import Record
 
@@ -92,6 +93,15 @@ class Phase(Record):
         to the time."""
         each = (_step(i, self.lines) for i in range(len(STEPS)))
         return tuple(step for step in each if abs(step.us) > 1e-9 * self.us)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data, and the steps, which follow from the lines."""
+        return {**super().to_dict(), "steps": [step.to_dict() for step in self.steps]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Build the phase again from the data of `to_dict`."""
+        return super().from_dict({name: data[name] for name in data if name != "steps"})
 
     def by(self, field: str) -> dict[str, float]:
         """Return microseconds per value of a field of the lines: module, kind or source."""

@@ -44,7 +44,7 @@ Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...] | None]
 """Runs one kernel on its operands; None when the kernel must not be used."""
 
 
-class _NoKernel(Exception):  # noqa: N818  (it says that PyTorch computes the call)
+class _NoKernelError(Exception):
     """No kernel of a call may be used, and PyTorch may compute it."""
 
 
@@ -72,13 +72,13 @@ class KernelExecutor:
         options = _with_executor(options_of(executor), named)
         try:
             return self._by_kernels(name, args, kwargs, options)
-        except _NoKernel:
+        except _NoKernelError:
             return registration.DEFINITIONS[name].reference(*args, **kwargs)
 
     def _by_kernels(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
-        """Return the results of an op's launches, in its shapes; raises _NoKernel without them."""
+        """Return the results of an op's launches, in its shapes."""
         m = int(tokens(args[0], kwargs))
         try:
             transpose = _transpose_for(args[0], options)
@@ -89,7 +89,7 @@ class KernelExecutor:
             if options.executor == self.name:
                 raise no_kernel(self.name, f"a call of {name}", str(error)) from error
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
-            raise _NoKernel from error
+            raise _NoKernelError from error
         results = self._run(lowered.launches, kwargs.get("target", "trn2"), options)
         laid = zip(results, lowered.out_layouts, strict=True)
         shaped = [_shaped(y, layout, lowered.lead) for y, layout in laid]
@@ -132,21 +132,21 @@ class KernelExecutor:
     def _launch(
         self, spec: Any, operands: Sequence[Tensor], target: str, options: Options
     ) -> tuple[Tensor, ...]:
-        """Return the results of one kernel; raises _NoKernel where it must not be used."""
+        """Return the results of one kernel; raises _NoKernelError where it must not be used."""
         kernel = self._kernel(spec, target, options)
         ys = self.launcher(kernel, [operand.contiguous() for operand in operands])
         if ys is None and (options.executor == self.name or options.strict):
             raise neuron.failed_first_run(kernel)
         if ys is None:
-            raise _NoKernel
+            raise _NoKernelError
         return ys
 
     def _kernel(self, spec: Any, target: str, options: Options) -> Any:
-        """Return the kernel of `spec`; where executor "auto" has none, warn and raise _NoKernel."""
+        """Return the kernel of `spec`; raises _NoKernelError where executor "auto" has none."""
         if options.executor != self.name or options.strict:
             kernel = KERNELS.get_or_warn(spec, target, options)
             if kernel is None:
-                raise _NoKernel
+                raise _NoKernelError
             return kernel
         try:
             return KERNELS.get(spec, target, options)

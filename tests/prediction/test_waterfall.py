@@ -27,6 +27,10 @@ def test_the_steps_of_a_pass_sum_to_its_time(weights, tp, lnc):
         assert sum(step.us for step in phase.steps) == pytest.approx(phase.us, rel=1e-3)
         assert all(step.us > 0 for step in phase.steps)
         assert phase.steps[0].name == "bytes at the full rate"
+        shown = json.loads(made.to_json())["phases"][made.phases.index(phase)]["steps"]
+        assert sum(step["us"] for step in shown) == pytest.approx(phase.us, rel=1e-3)
+        assert all(step["sources"] and len(step["error_band"]) == 2 for step in shown)
+    assert type(made).from_json(made.to_json()) == made
     if tp == 1:  # the weights but for the embedding, and the cache, by hand; x and y are small
         embedding = CONFIG.vocab_size * CONFIG.hidden_size * 2
         moved = made.memory.weight_bytes - embedding + made.memory.cache_bytes
