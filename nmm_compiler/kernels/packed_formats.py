@@ -42,6 +42,11 @@ class PackedFormat:
     power_scales: bool = False
     tries: tuple[float, ...] = (1.0,)
 
+    @property
+    def element_name(self) -> str:
+        """The name of an element's dtype."""
+        return str(np.dtype(self.element).name)
+
     def stored_bytes(self, n: int, k: int, scale_bytes: int) -> int:
         """Return the bytes of a weight and its scales; scale_bytes: of a scale of floats."""
         scales = n * (k // self.block if self.block else 1)

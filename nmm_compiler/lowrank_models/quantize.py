@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from typing import cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from nmm_compiler.errors import ModelError, ShapeError, UnknownNameError
-from nmm_compiler.kernels.packed_formats import FORMATS, PackedFormat, element_values, quantize
+from nmm_compiler.kernels.packed_formats import FORMATS, PackedFormat, quantize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.ops import corrected as corrected  # defines nmm.dequantize
 
 FORMAT_NAMES = (*FORMATS, "float8_e4m3")
 """What `base` and `factors` take; the last is fp8, as specs call it."""
@@ -44,30 +44,6 @@ def check_blocks(k: int, format: str, name: str) -> PackedFormat:
             f"divide: pass a rank or exclude= that leaves it out, or int8 or fp8 for all"
         )
     return form
-
-
-@torch.library.custom_op("nmm::dequantize", mutates_args=())
-def dequantize(
-    values: torch.Tensor, scale: torch.Tensor, format: str, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the weight [n, k] in a dtype, of a format with blocks of elements."""
-    form = FORMATS[format]
-    if form.bits == 4:
-        codes = torch.stack((values & 0xF, values >> 4), -1).flatten(1)
-        table = torch.from_numpy(element_values(form)).to(values.device, dtype)
-        elements = table[codes.int()]
-    else:
-        elements = values.view(getattr(torch, np.dtype(form.element).name)).to(dtype)
-    if form.power_scales:
-        scale = scale.view(torch.float8_e8m0fnu)
-    blocks = elements.unflatten(1, (-1, form.block)) * scale.to(dtype)[..., None]
-    return blocks.flatten(1)
-
-
-@dequantize.register_fake
-def _(values: torch.Tensor, scale: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
-    n, k = values.shape
-    return values.new_empty(n, k * 8 // FORMATS[format].bits, dtype=dtype)
 
 
 class QuantizedLinear(nn.Module):
@@ -135,7 +111,7 @@ class QuantizedLinear(nn.Module):
             return cast(
                 torch.Tensor, torch.ops.nmm.dequantize(values, self.scale, self.format, dtype)
             )
-        elements = values.view(getattr(torch, np.dtype(form.element).name)).to(self.scale.dtype)
+        elements = values.view(getattr(torch, form.element_name)).to(self.scale.dtype)
         if self.format == "fp8":
             # nothing is clamped here: it tells graph passes that NKI's float8_e4m3 has the bits
             elements = elements.clamp(form.lowest, form.largest)

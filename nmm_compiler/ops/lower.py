@@ -115,6 +115,7 @@ def op_name(target: Any) -> str | None:
     """Return the name of a graph target that is an op of this package, or None."""
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         namespace, _, rest = str(target).partition(".")
-        if namespace == "nmm":
-            return rest.partition(".")[0]
+        name = rest.partition(".")[0]
+        if namespace == "nmm" and name in DEFINITIONS:
+            return name
     return None

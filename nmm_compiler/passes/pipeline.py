@@ -52,6 +52,7 @@ from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside, kernel_call
 from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank
+from nmm_compiler.passes.rules.quantized import Quantized
 from nmm_compiler.passes.rules.reassociate import Association
 from nmm_compiler.passes.rules.shared import SharedU, SharedX
 
@@ -511,6 +512,7 @@ RULES: tuple[Rule, ...] = (
     Association(),
     Adapter(),
     LowRank(),
+    Quantized(),
     SharedX(),
     Attention(),
     NormInside(),

@@ -22,7 +22,7 @@ from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
 from nmm_compiler.kernels.linear.layer import Layer, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec
-from nmm_compiler.kernels.tiling import tiles
+from nmm_compiler.kernels.tiling import tiles, weight_bytes
 from nmm_compiler.kernels.work import Passes, Tally
 from nmm_compiler.targets import Target
 from nmm_compiler.targets.collective_time import collective_alone_us
@@ -70,7 +70,7 @@ def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
     y_bytes = sum(m * one.n * y_size for one in layer.results)
     by_rows = layer.results[0].rows
     weights = layer.weights()
-    sizes = {one.name: item_bytes(layer.format_of(one)) for one in weights}
+    sizes = {one.name: weight_bytes(layer.format_of(one)) for one in weights}
     stay = sum(sizes[one.name] * one.k * one.n for one in weights) <= _SHARE_OF_WEIGHTS * _sbuf(
         chip
     )
@@ -89,12 +89,13 @@ def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
     for weight in weights:
         inputs, outputs, size = weight.k, weight.n, sizes[weight.name]
         kept, ends = not layer.of_x(weight), _is_result(layer, weight)
-        weight_bytes = inputs * outputs * size
-        first = first or weight_bytes
+        stored = int(inputs * outputs * size)
+        first = first or stored
         panel = outputs
         if kept and weight is weights[-1] and (layer.pairs or m > _FEW_TOKENS):
             panel = min(outputs, _panel(inputs, at_once, size, chip))
-        _move(tally, weight_bytes, panel * size, rereads)
+        _move(tally, stored, int(panel * size), rereads)
+        inputs = tiles(inputs, 4) if weight.mx else inputs  # of a pass, four a partition
         if panel < min(_BANK, outputs) and by_rows:
             passes = tiles(inputs, _TILE) * tiles(m, _TILE) * tiles(outputs, panel), panel
             tally.chained_matmuls.append(passes)
@@ -103,7 +104,7 @@ def _in_blocks(layer: Layer, chip: Target, at_once: int) -> float:
             tally.matmuls.append(passes)
             late += [passes] if kept else []
         tally.evictions.append((passes[0] // tiles(inputs, _TILE), passes[1]))
-        early += 0 if kept else weight_bytes
+        early += 0 if kept else stored
         if ends and by_rows and not moving:  # else features are on partitions, as scales are
             _broadcast(tally, outputs, int(layer.scales == "channel"))
     if by_rows and not moving:
@@ -167,14 +168,14 @@ def _blocks(layer: Layer, chip: Target) -> Iterator[int]:
         yield block
 
 
-def _panel(inputs: int, tokens: int, size: int, chip: Target) -> int:
+def _panel(inputs: int, tokens: int, size: float, chip: Target) -> int:
     """Return the columns of a weight that fit in SBUF beside `tokens` of what it multiplies.
 
     Schedules have panels of whole banks, else of one tile.
     """
     deep = tiles(inputs, _TILE) * size
     room = chip.sbuf_usable_bytes_per_partition - deep * tokens
-    columns = room // deep
+    columns = int(room // deep)
     return columns // _BANK * _BANK or _TILE
 
 

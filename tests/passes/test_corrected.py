@@ -6,6 +6,7 @@ from torch import nn
 
 import nmm_compiler as nmm
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.ops.corrected import CORRECTED
 
 OPTIONS = {"rules": ["lora"]}
 
@@ -78,3 +79,115 @@ def test_where_no_kernel_reads_the_bytes_the_report_says_so(target, dtype, reaso
     (match,) = made.matches
     assert any("dequantized at each call" in n and reason in n for n in match.notes)
     assert "base_weight" not in match.info
+
+
+MX = {"k": 512, "n": 256, "r": 32}
+TRN3 = {**OPTIONS, "target": "trn3", "strict": True}
+
+
+def calls(made):
+    targets = [str(n.target) for n in made.graph_module.graph.nodes]
+    assert not any("dequantize" in name for name in targets)
+    return [name for name in targets if "corrected_matmul" in name]
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize(("bias", "scale", "m"), [(True, 1.0, 1), (False, 0.5, 130)])
+def test_blocks_and_their_branch_are_one_call_that_reads_them(format, bias, scale, m):
+    model, data = Corrected(**MX, format=format, bias=bias, scale=scale), x(m, 512)
+    made = nmm.rewrite(model, data, options=TRN3)
+    (match,) = made.matches
+    assert match.info["base_weight"] == format
+    assert any("read as stored" in note for note in match.notes)
+    assert any("rounds x to mxfp8" in note for note in match.notes)
+    assert len(calls(made)) == 1
+    made.check(data)
+
+
+def test_the_branch_in_other_words_and_adapters_on_it_are_found_too():
+    class Spelled(Corrected):
+        def forward(self, x):
+            weight = self.base.dequantized(x.dtype)
+            whole = torch.nn.functional.linear(x, weight, self.base.bias)
+            return (x @ self.down.weight.T) @ self.up.weight.T + whole + 0.5 * self.more(x)
+
+        def more(self, x):
+            return self.up(self.down(x) * 2.0)
+
+    model, data = Spelled(**MX, format="mxfp4"), x(4, 512)
+    made = nmm.rewrite(model, data, options=TRN3)
+    assert len(calls(made)) == 1
+    assert made.matches[0].info["chains"] == 2
+    made.check(data)
+
+
+def test_peft_adapters_on_a_model_of_blocks_are_found():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 256, bias=False), nn.Linear(256, 512)).bfloat16()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["0", "1"]))
+    for module in adapted.modules():  # as QLoRA: the base of each adapter is of few bits
+        if isinstance(getattr(module, "base_layer", None), nn.Linear):
+            base = module.base_layer
+            module.base_layer = QuantizedLinear.of(base.weight, "mxfp4", base.bias)
+    data = x(4, 512)
+    made = nmm.rewrite(adapted.eval().bfloat16(), data, options={"target": "trn3"})
+    assert len(calls(made)) == 2
+    made.check(data)
+
+
+def test_compressed_models_are_found_and_blocks_alone_are_calls(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 256), nn.GELU(), nn.Linear(256, 512)).bfloat16()
+    nmm.compress(model, base="mxfp4", rank=32)
+    made = nmm.rewrite(model, x(4, 512), options={"target": "trn3"})
+    assert len(calls(made)) == 2
+    alone = QuantizedLinear.of(torch.randn(256, 512, dtype=torch.bfloat16), "mxfp8")
+    made = nmm.rewrite(alone, x(4, 512), options={"target": "trn3", "strict": True})
+    assert [match.rule for match in made.matches] == ["quantized"]
+    assert len(calls(made)) == 1
+    made.check(x(4, 512))
+
+
+@pytest.mark.parametrize(
+    ("target", "k", "reason"),
+    [("trn2", 512, "trn2 has no such product; take fp8"), ("trn3", 96, "whole 128s of inputs")],
+)
+def test_where_no_kernel_reads_blocks_the_report_says_so(target, k, reason):
+    made = nmm.rewrite(
+        Corrected(k=k, r=16, format="mxfp4"), x(8, k), options={**OPTIONS, "target": target}
+    )
+    assert any(
+        "dequantized at each call" in note and reason in note for note in made.matches[0].notes
+    )
+
+
+def test_kernels_of_blocks_agree_with_eager_and_the_branch_has_gradients():
+    model, data = Corrected(**MX, format="mxfp4", scale=0.5), x(8, 512).requires_grad_()
+    expected = model(data)
+    expected.sum().backward()
+    leaves = [data, model.down.weight, model.up.weight]
+    own = [leaf.grad.clone() for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    options = {**TRN3, "executor": "simulator", "inner": "eager"}
+    got = torch.compile(model, backend="nmm", options=options)(data)
+    got.sum().backward()
+    # x rounded to three bits of mantissa: 2^-4 of each term, 2^-4 / 1.7 on average, of 512
+    assert (got - expected).norm() <= 2**-4 * expected.norm()
+    for leaf, want in zip(leaves, own, strict=True):
+        most = 2**-5 * want.abs().max().item()
+        torch.testing.assert_close(leaf.grad, want, rtol=2**-5, atol=most)
+
+
+def test_the_op_refuses_what_is_no_weight_of_blocks():
+    linear, data = QuantizedLinear.of(torch.randn(64, 128), "mxfp4"), torch.randn(2, 128)
+    op = CORRECTED.fake
+    meta = [t.to("meta") for t in (data, linear.values, linear.scale)]
+    assert op(*meta).shape == (2, 64)
+    with pytest.raises(nmm.errors.UnknownNameError, match="format"):
+        op(*meta, format="int4")
+    with pytest.raises(nmm.errors.SpecError, match="pass bytes, uint8"):
+        op(meta[0], meta[1].float(), meta[2])
+    with pytest.raises(nmm.errors.ShapeError, match="outputs and blocks"):
+        op(meta[0], meta[1], meta[2][:, :2])

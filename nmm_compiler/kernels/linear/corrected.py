@@ -201,7 +201,7 @@ class CorrectedMLPSpec(CorrectedSpec):
     down: bool = True
 
     family: ClassVar[str] = "linear_mlp"
-    many: ClassVar[bool] = False  # type: ignore[misc]
+    many: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

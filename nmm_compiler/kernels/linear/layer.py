@@ -13,8 +13,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import numpy as np
-
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import MX, PackedFormat
 from nmm_compiler.kernels.tiling import tiles
@@ -72,7 +70,7 @@ class Weight(Record):
     @property
     def element(self) -> str:
         """NKI's dtype of four elements of MX blocks; of any other weight it means nothing."""
-        return f"{np.dtype(self.mx.element).name}_x4" if self.mx else "uint8"
+        return f"{self.mx.element_name}_x4" if self.mx else "uint8"
 
     @property
     def scale(self) -> str:

@@ -1,6 +1,7 @@
 """The ops of linear layers."""
 
+from nmm_compiler.ops.corrected import CORRECTED
 from nmm_compiler.ops.linear import LINEAR_OPS
 from nmm_compiler.ops.scaled import scaled_ops
 
-OPS = (*LINEAR_OPS, *scaled_ops(LINEAR_OPS))
+OPS = (*LINEAR_OPS, *scaled_ops(LINEAR_OPS), CORRECTED)

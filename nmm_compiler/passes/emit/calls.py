@@ -790,6 +790,12 @@ class LowRankCall(Call):
             keywords["w_layout"] = chain.base.weight.layout
         value = self.result_value(editor, x, chain.v.n)
         y = self.finish(editor, self.op_call(editor, operands, keywords, value), self.out_dims)
+        return self.surrounded(editor, y)
+
+    def surrounded(self, editor: Editor, y: fx.Node) -> fx.Node:
+        """Emit what stays outside of the kernel: factors of tokens, and the addend."""
+        chain = self.chain
+        assert chain is not None
         for step in chain.per_token:
             y = _times_tokens(editor, y, step, self.out_dims)
         if chain.addend is not None:

@@ -61,7 +61,8 @@ def read_graph(
     trained = (*map(c.tensor, c.leaves), *module.parameters())
     c.trains = any(t is not None and t.requires_grad for t in trained)
     called = (n for n in c.graph.nodes if n.op == "call_module")
-    stored = any(_is_matrix(c, n) and c.leaves[n] != "input" for n in c.leaves)
+    own = [n for n in c.leaves if c.leaves[n] != "input"]
+    stored = any(_is_matrix(c, n) or c.dtype(n) == torch.uint8 for n in own)  # blocks are bytes
     c.inputs_are_weights = not stored and not any(_holds_matrix(c, n) for n in called)
     c.input_matrices = {
         n for n, kind in c.leaves.items() if kind == "input" and _is_matrix(c, n, most=2)
