@@ -90,7 +90,7 @@ def turns_of(listed, count, at_once):
 
 
 def groups_of_turn(listed, i, count, at_once):
-    """Return the groups of turn i of the loop; behind the last one the last of all, for no token."""
+    """Return the groups of turn i of the loop; behind the last one, the last of all again."""
     turns = (count + at_once - 1) // at_once
     mine = nl.ndarray((1, at_once), dtype=nl.int32, buffer=nl.sbuf)
     lists = listed[0:1, 0 : turns * at_once].reshape_dim(1, (turns, at_once))

@@ -18,8 +18,7 @@ from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.corrected import CORRECTED
-from nmm_compiler.passes.chains.chain import Chain
-from nmm_compiler.passes.chains.linear_map import Weight
+from nmm_compiler.passes.chains.chain import Chain, Weight
 from nmm_compiler.passes.emit.calls import (
     PLAIN,
     Bytes,
