@@ -105,17 +105,12 @@ class NkiTensor(NKIObject):
         return make_tensor(self.storage)
 
     def __repr__(self) -> str:
-        text = f"NkiTensor({self.name!r}, shape={self.shape}, dtype={self.dtype}, {self.memory}"
-        machine = self.storage.machine
-        if machine.data and self.size <= 64 and self.indirection is None:
-            return f"{text}, value={self.array().tolist()})"
-        return text + ")"
+        return f"NkiTensor({self.name!r}, shape={self.shape}, dtype={self.dtype}, {self.memory})"
 
     def __str__(self) -> str:
         """Return the description and, where a kernel runs with data, the values below it."""
-        if self.size <= 64 or not self.storage.machine.data or self.indirection is not None:
-            return repr(self)
-        return f"{self!r}\n{self.array()}"
+        known = self.storage.machine.data and self.indirection is None
+        return f"{self!r}\n{self.array()}" if known else repr(self)
 
     def __bool__(self) -> bool:
         """Return True, as of any object: a value is not known when a kernel is compiled."""
@@ -129,13 +124,9 @@ class NkiTensor(NKIObject):
 
     def is_contiguous(self) -> bool:
         """Return whether the view covers its storage densely, row-major (free dims on chip)."""
-        expected = 1
-        dims = range(len(self.shape) - 1, -1 if self.memory == "hbm" else 0, -1)
-        for d in dims:
-            if self.shape[d] != 1 and self.strides[d] != expected:
-                return False
-            expected *= self.shape[d]
-        return True
+        dims = [dim for dim in self._dims[self.memory != "hbm" :] if dim[0] != 1]
+        dense = row_major(tuple(size for size, _ in dims))
+        return dense == tuple(stride for _, stride in dims)
 
     def is_indirect(self) -> bool:
         """Return whether the view uses an offset that is known at run time only."""
@@ -188,10 +179,11 @@ class NkiTensor(NKIObject):
 
     def _over(self, dims: Dims, offset: int | None = None) -> NkiTensor:
         """Return a view of the same elements, or from another offset on, over other dimensions."""
+        shape, strides = zip(*dims, strict=True) if dims else ((), ())
+        start = self.offset if offset is None else offset
         return NkiTensor(
-            self.storage, tuple(size for size, _ in dims), tuple(stride for _, stride in dims),
-            self.offset if offset is None else offset, self.dtype, self.indirection, self.moved,
-        )  # fmt: skip
+            self.storage, shape, strides, start, self.dtype, self.indirection, self.moved
+        )
 
     def __getitem__(self, key: Any) -> NkiTensor:
         """Return the view that a key selects."""
@@ -226,8 +218,7 @@ class NkiTensor(NKIObject):
                 f"{rank}",
             )
         offset, moved = self.offset, self.moved
-        shape: list[int] = []
-        strides: list[int] = []
+        dims: list[tuple[int, int]] = []
         for d, (k, size, stride) in enumerate(zip(key, self.shape, self.strides, strict=False)):
             if k.__class__ is slice or k.__class__ is DynamicSlice:
                 start, stop, step, moved = self._span(d, k, moved)
@@ -240,8 +231,7 @@ class NkiTensor(NKIObject):
                         f"step {step} on the partition dimension of {self.name!r}; "
                         "partitions cannot be strided, use step 1",
                     )
-                shape.append(-(-(stop - start) // step))
-                strides.append(stride * step)
+                dims.append((-(-(stop - start) // step), stride * step))
             else:
                 start, moved = self._start(d, k, moved)
                 start += size if start < 0 else 0
@@ -252,52 +242,42 @@ class NkiTensor(NKIObject):
                         f"{size}; use 0..{size - 1}",
                     )
                 if d == 0 and on_chip:
-                    shape.append(1)
-                    strides.append(stride)
+                    dims.append((1, stride))
             offset += start * stride
-        shape += self.shape[len(key) :]
-        strides += self.strides[len(key) :]
-        while len(shape) < (2 if on_chip else 1):
-            shape.append(1)
-            strides.append(1)
+        dims += self._dims[len(key) :] if len(key) < rank else ()
+        dims += [(1, 1)] * (1 + on_chip - len(dims))
         rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
-        if rows_chosen and shape[0] != self.shape[0]:
+        if rows_chosen and dims[0][0] != self.shape[0]:
             raise fail(
                 UnsupportedInstructionError,
                 f"indirect view of {self.name!r}: the indirect dimension cannot be indexed again",
             )
-        return NkiTensor(
-            self.storage, tuple(shape), tuple(strides), offset, self.dtype, self.indirection, moved
-        )
+        view = self._over(tuple(dims), offset)
+        view.moved = moved
+        return view
 
     def _span(self, dim: int, key: slice | DynamicSlice, moved: Any) -> tuple[int, int, int, Any]:
         """Return (start, stop, step) of a slice, and the registers that move the view."""
+        start, moved = self._start(dim, 0 if key.start is None else key.start, moved)
         if isinstance(key, DynamicSlice):
-            start, moved = self._start(dim, key.start, moved)
             return start, start + self._number(key.size), 1, moved
-        size = self.shape[dim]
-        start, stop, step = key.start, key.stop, key.step
-        start = 0 if start is None else start
-        stop = size if stop is None else stop
-        step = 1 if step is None else step
-        if start.__class__ is not int:
-            start, moved = self._start(dim, start, moved)
-        if stop.__class__ is not int:
-            stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
-        if step.__class__ is not int:
-            step = self._number(step)
+        size, stop = self.shape[dim], key.stop
+        if stop.__class__ is VirtualRegister:
+            stop = stop.read()
+        stop = size if stop is None else self._number(stop)
+        step = 1 if key.step is None else self._number(key.step)
         return start + size * (start < 0), stop + size * (stop < 0), step, moved
 
     def _start(self, dim: int, value: Any, moved: Any) -> tuple[int, Any]:
         """Return where a slice or an index starts, and the registers that move the view."""
-        if not isinstance(value, VirtualRegister):
+        if value.__class__ is int or not isinstance(value, VirtualRegister):
             return self._number(value), moved
         self._dimension(dim, "dynamic selection")
         number = value.read()
         return number, (*moved, (value.symbol, self.strides[dim], number))
 
     def _number(self, value: Any) -> int:
-        number = whole(value)
+        number = value if value.__class__ is int else whole(value)
         if number is None:
             raise fail(
                 OperandError,
@@ -688,14 +668,10 @@ class NkiTensor(NKIObject):
         item = self.dtype.item_bytes
         if item < storage.granule:
             storage.refine(item)
-        factor = item // storage.granule
-        shape, strides = self.shape, self.strides
+        factor, shape, strides = item // storage.granule, self.shape, self.strides
         if factor > 1:
-            return np.ndarray(
-                (*shape, factor), np.bool_, storage.unwritten, self.offset * factor,
-                (*(s * factor for s in strides), 1),
-            )  # fmt: skip
-        return np.ndarray(shape, np.bool_, storage.unwritten, self.offset, strides)
+            shape, strides = (*shape, factor), (*(s * factor for s in strides), 1)
+        return np.ndarray(shape, np.bool_, storage.unwritten, self.offset * factor, strides)
 
     def missing(self) -> np.ndarray | None:
         """Return a copy of the mask of unwritten elements, or None when there are none."""
