@@ -34,11 +34,8 @@ def known_version(version: str) -> str:
 
 def before(version: str, other: str) -> bool:
     """Return whether NKI `version` is older than `other`."""
-    return _ordinal(version) < _ordinal(other)
-
-
-def _ordinal(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+    mine, theirs = (tuple(map(int, name.split("."))) for name in (version, other))
+    return mine < theirs
 
 
 def _adjusted(function: Function, version: str) -> Function:

@@ -52,6 +52,7 @@ from nmm_compiler.simulator.isa import names as current_isa
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
+from nmm_compiler.simulator.language.functions import reduced_shape
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.data import MAX_FREE_DIMS, out_of_reach
@@ -312,11 +313,7 @@ def _reduced(name: str, given: Arguments) -> Tensor:
     data, axis = tensor(name, "data", given["data"]), given["axis"]
     listed = [axis] if isinstance(axis, (int, np.integer)) else axis
     axes = sorted(int(a) + len(data.shape) if a < 0 else int(a) for a in listed)
-    kept = [d for d in range(len(data.shape)) if d not in axes]
-    shape = tuple(data.shape[d] for d in kept)
-    shape = shape if len(shape) > 1 else (*shape, 1)
-    if given["keepdims"]:
-        shape = tuple(1 if d in axes else size for d, size in enumerate(data.shape))
+    shape = reduced_shape(data.shape, axes, given["keepdims"])
 
     def prepare(box: Part) -> Issue:
         view, places = _last(name, data.tile(box), axes)

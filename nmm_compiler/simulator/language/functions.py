@@ -207,7 +207,7 @@ def tan(x: Any, dtype: Any = None) -> NkiTensor:
     """Return sin(x) / cos(x)."""
     top = NAMES["sin"](x, dtype=float32)
     bottom = reciprocal(NAMES["cos"](x, dtype=float32))
-    return combine("tan", "multiply", top, bottom, x.dtype if dtype is None else dtype)
+    return combine("tan", "multiply", top, bottom, dtype or x.dtype)
 
 
 @exported
@@ -245,25 +245,20 @@ def _axes(name: str, x: NkiTensor, axis: Any) -> tuple[int, ...]:
     return axes
 
 
-def _reduced(x: NkiTensor, axes: tuple[int, ...], keepdims: bool) -> tuple[int, ...]:
+def reduced_shape(shape: tuple[int, ...], axes: Any, keepdims: bool) -> tuple[int, ...]:
+    """Return the shape of a tile after a reduction over some free axes."""
     if keepdims:
-        return tuple(1 if d in axes else s for d, s in enumerate(x.shape))
-    kept = tuple(s for d, s in enumerate(x.shape) if d not in axes)
+        return tuple(1 if d in axes else s for d, s in enumerate(shape))
+    kept = tuple(s for d, s in enumerate(shape) if d not in axes)
     return kept if len(kept) > 1 else (*kept, 1)
-
-
-def _reduce(
-    name: str, op: str, x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False
-) -> NkiTensor:
-    axes = _axes(name, need_tile(name, x), axis)
-    result = new_tile(x, dtype, _reduced(x, axes, keepdims))
-    reductions.tensor_reduce(result, NAMES[op], x, axes)
-    return result
 
 
 def _reduction(name: str, op: str) -> None:
     def function(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-        return _reduce(name, op, x, axis, dtype, keepdims)
+        axes = _axes(name, need_tile(name, x), axis)
+        result = new_tile(x, dtype, reduced_shape(x.shape, axes, keepdims))
+        reductions.tensor_reduce(result, NAMES[op], x, axes)
+        return result
 
     function.__doc__ = f"Return the {name} over the last free axes; also a reduction operator."
     named(name, function)
@@ -296,7 +291,7 @@ def var(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTens
 def all_(x: Any, axis: Any, dtype: Any = None) -> NkiTensor:
     """Return 1 where all elements along the axes are nonzero."""
     truth = NAMES["not_equal"](x, 0.0, dtype=float32)
-    return _reduce("all", "minimum", truth, axis, x.dtype if dtype is None else dtype)
+    return NAMES["min"](truth, axis, dtype or x.dtype)
 
 
 @exported
@@ -305,7 +300,7 @@ def softmax(x: Any, axis: Any = -1, dtype: Any = None) -> NkiTensor:
     top = NAMES["max"](x, axis, float32, True)
     powers = NAMES["exp"](combine("softmax", "subtract", x, top, float32))
     inverse = reciprocal(NAMES["sum"](powers, axis, float32, True))
-    return combine("softmax", "multiply", powers, inverse, x.dtype if dtype is None else dtype)
+    return combine("softmax", "multiply", powers, inverse, dtype or x.dtype)
 
 
 @exported
@@ -327,7 +322,7 @@ def rms_norm(
     )
     activation.activation(scaled, NAMES["rsqrt"], scaled)
     normal = combine("rms_norm", "multiply", x, scaled, kind)
-    return combine("rms_norm", "multiply", normal, w, x.dtype if dtype is None else dtype)
+    return combine("rms_norm", "multiply", normal, w, dtype or x.dtype)
 
 
 # Whole tiles
@@ -445,24 +440,19 @@ def expand_dims(x: Any, axis: int) -> NkiTensor:
 def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
     """Return x broadcast to `shape`, in SBUF; over partitions by TensorE, other dtypes by DMA."""
     machine, tile, shape = current(), need_tile("broadcast_to", x), tuple(shape)
-    if len(shape) != len(tile.shape):
+    if len(shape) != len(tile.shape) or tile.shape[0] not in (1, shape[0]):
         raise machine.error(
-            OperandError, f"nl.broadcast_to: {tile.shape} to {shape}; keep the rank"
+            OperandError, f"nl.broadcast_to: {tile.shape} to {shape} does not broadcast"
         )
     whole = True
     if tile.shape[0] != shape[0]:
-        if tile.shape[0] != 1:
-            raise machine.error(
-                OperandError, f"nl.broadcast_to: {tile.shape} to {shape} does not broadcast"
-            )
-        if tile.memory == "psum":
-            tile = copy(tile)
+        tile = copy(tile) if tile.memory == "psum" else tile
         spread = new_tile(tile, None, (shape[0], *tile.shape[1:]))
         on_chip = tile.memory == "sbuf" and tile.access().partition_start == 0
-        if on_chip and tile.dtype in EXACT_DTYPES:
+        whole = on_chip and tile.dtype in EXACT_DTYPES
+        if whole:
             spread_by_product(machine, spread, tile, NAMES["copy"])
         else:
-            whole = False
             for partition in range(shape[0]):
                 dma.dma_copy(spread[partition], tile)
         tile = spread

@@ -7,6 +7,7 @@ regions are recorded.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,8 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 def _inner_positions(view: NkiTensor) -> np.ndarray:
     """Return element positions of one row (dimensions after the first), without the offset."""
-    positions = np.zeros((), np.int64)
-    for size, stride in zip(view.shape[1:], view.strides[1:], strict=True):
-        positions = positions[..., None] + np.arange(size) * stride
-    return positions.reshape(-1)
+    lines = (np.arange(n) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
+    return functools.reduce(np.add.outer, lines, np.zeros((), np.int64)).reshape(-1)
 
 
 def _scalar_index(index: Any) -> int:
