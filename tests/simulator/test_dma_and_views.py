@@ -154,9 +154,13 @@ VIEWS = {
     "x.flatten_dims(1, 2)": lambda x: x.reshape(8, 32),
     "x.slice(2, 1, 7, 3)": lambda x: x[:, :, 1:7:3],
     "x.select(1, 3)": lambda x: x[:, 3],
-    "x.rearrange(('p', 'i', ('h', 'w')), ('p', 'w', ('h', 'i')), {'h': 2})": lambda x: (
+    # a permuted view cannot be flattened: copy it first
+    "load(out(x.reshape((8, 4, 2, 4)).permute((0, 3, 2, 1)))).flatten_dims(2, 3)": lambda x: (
         x.reshape(8, 4, 2, 4).transpose(0, 3, 2, 1).reshape(8, 4, 8)
     ),
+    "x.rearrange(('b', 'i', ('h', 'w')), ('b', 'w', 'h', 'i'), {'h': 4})": lambda x: x.reshape(
+        8, 4, 4, 2
+    ).transpose(0, 3, 2, 1),
     "x.ap([[32, 8], [2, 5]], offset=3)": lambda x: x.reshape(8, 32)[:, 3:13:2],
     "x.view(nl.uint16)": lambda x: x.view(np.uint16),
     "x.view(nl.uint8).view(nl.float32)": lambda x: x,
@@ -166,14 +170,7 @@ VIEWS = {
 @pytest.mark.parametrize("text", VIEWS)
 def test_views(text):
     a = values((8, 4, 8))
-    # A permuted view cannot be flattened: copy it first
-    text_used = text
-    if "rearrange" in text:
-        text_used = "load(out(x.reshape((8, 4, 2, 4)).permute((0, 3, 2, 1)))).flatten_dims(2, 3)"
-    body = f"""
-        x = load(a)
-        return out({text_used})
-    """
+    body = f"x = load(a)\nreturn out({text})"
     wanted = VIEWS[text](a)
     result = run(body, a).output
     assert result.shape == wanted.shape

@@ -95,10 +95,8 @@ class _Lazy(np.ndarray):
         index: Index = np.broadcast_to(found, shape).view(Index)
         linear = name in ("add", "subtract", "negative") or (name == "multiply" and others)
         if not linear and not _is_affine(index):
-            left, right = (_shown(v) for v in inputs)
-            raise _unsupported(
-                f"{left} {_OPERATORS[name]} {right}, which is not affine; add an axis to the index"
-            )
+            shown = f" {_OPERATORS[name]} ".join(map(repr, inputs))
+            raise _unsupported(f"{shown}, which is not affine; add an axis to the index")
         return index
 
     def __bool__(self) -> bool:
@@ -115,6 +113,11 @@ class _Lazy(np.ndarray):
 
 class Index(_Lazy):
     """The positions that an index expression takes."""
+
+    def __repr__(self) -> str:
+        line = affine(self)
+        terms = [str(line.const), *(f"{step} * i{k}" for k, step in enumerate(line.steps) if step)]
+        return f"Index({' + '.join(terms)} for {line.shape})"
 
     def expand_dims(self, axis: int) -> Any:
         """Return the expression with an axis of size 1 at `axis`."""
@@ -140,14 +143,6 @@ def _of_masks(name: str, inputs: tuple[Any, ...], found: Any) -> Mask:
 def _varying(array: _Lazy) -> np.ndarray:
     """Return an array with size 1 for each axis over which it repeats, as one of mgrid does."""
     return array.view(np.ndarray)[tuple(slice(None if step else 1) for step in array.strides)]
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, Index):
-        return repr(value)
-    line = affine(value)
-    terms = [str(line.const), *(f"{step} * i{k}" for k, step in enumerate(line.steps) if step)]
-    return f"Index({' + '.join(terms)} for {line.shape})"
 
 
 def affine(index: np.ndarray) -> Affine:
