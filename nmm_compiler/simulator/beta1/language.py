@@ -8,11 +8,12 @@ loop variable is an integer here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -86,15 +87,14 @@ class par_dim(int):  # noqa: N801  (the name NKI gives it)
         return super().__new__(cls, int(size))
 
 
-class Allocator:
+class Allocator(NamedTuple):
     """Where the tiles of a tensor go: `ncc.sbuf.alloc(f)`, `ncc.psum.mod_alloc(...)` and so on.
 
     place: takes (block index, partitions, bytes per partition), returns (partition, byte).
     """
 
-    def __init__(self, region: MemoryRegion, place: Callable[..., tuple[int, int]]) -> None:
-        self.region = region
-        self.place = place
+    region: MemoryRegion
+    place: Callable[..., tuple[int, int]]
 
 
 def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
@@ -143,7 +143,7 @@ def _created(
     def get(number: int) -> NkiTensor:
         address = None
         if allocator is not None:
-            index = tuple(int(i) for i in np.unravel_index(number, blocks)) if blocks else ()
+            index = tuple(int(i) for i in np.unravel_index(number, blocks))
             address = allocator.place(index, tile[0], per_partition)
         made = base.ndarray((tile[0], math.prod(tile[1:])), kind, region, name, address)
         if value is not None:
@@ -179,15 +179,13 @@ def _new_hbm(
             "a tensor in HBM with an initial value (err_hbm_tensor_with_init_value_not_supported); "
             "make it with nl.ndarray and nl.store the value",
         )
+    if region is not shared_hbm:
+        return Tensor.of(base.ndarray(sizes, kind, region, name))
     now = session()
-    if region is not shared_hbm or len(now.shared) <= now.shared_count:
-        made = Tensor.of(base.ndarray(sizes, kind, region, name))
-        if region is shared_hbm:
-            now.shared.append(made)
-            now.shared_count += 1
-        return made
-    known = now.shared[now.shared_count]
     now.shared_count += 1
+    if len(now.shared) < now.shared_count:
+        now.shared.append(Tensor.of(base.ndarray(sizes, kind, region, name)))
+    known = now.shared[now.shared_count - 1]
     if (known.shape, known.kind) != (sizes, kind):
         raise fail(
             SimulationError,
@@ -625,11 +623,12 @@ def program_ndim() -> int:
     return len(session().grid)
 
 
+@dataclasses.dataclass(frozen=True)
 class SpmdDim:
     """A dimension of a launch grid: `nl.spmd_dim(outer, inner)`, one of which may be nl.nc."""
 
-    def __init__(self, outer: Any, inner: Any) -> None:
-        self.outer, self.inner = outer, inner
+    outer: Any
+    inner: Any
 
     @property
     def size(self) -> int:
