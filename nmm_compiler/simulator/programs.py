@@ -33,7 +33,6 @@ class Programs:
         self.turn = 0
         self.finished = [False] * count
         self.events = 0
-        self.arrived = [0] * count
         self.failure: BaseException | None = None
         self.tensors: dict[int, list[NkiTensor]] = {}
         self.mail: dict[tuple[Any, ...], Any] = {}
@@ -103,15 +102,18 @@ class Programs:
 
     def barrier(self, machine: Machine) -> None:
         """Wait until every program of the rank has arrived as often as this one."""
-        self.arrived[machine.place] += 1
-        count = self.arrived[machine.place]
-        first = machine.rank * machine.grid
-        peers = range(first, first + machine.grid)
-        if all(self.arrived[p] >= count for p in peers):
+        here = self._arrive(machine, (machine.rank,), machine.program_id, None)
+        if len(here) == machine.grid:
             self._met(machine)
-        self._wait_for(
-            machine, lambda: all(self.arrived[p] >= count for p in peers), "nisa.core_barrier"
-        )
+        self._wait_for(machine, lambda: len(here) == machine.grid, "nisa.core_barrier")
+
+    def _arrive(
+        self, machine: Machine, key: tuple[Any, ...], who: int, sent: Any
+    ) -> dict[int, Any]:
+        """Return what those have brought so far who are at the n-th meeting of a kind, too."""
+        here: dict[int, Any] = self.mail.setdefault((key, self._number(machine.place, key)), {})
+        here[who] = sent
+        return here
 
     def used(self, machine: Machine, storage: Storage) -> None:
         """Note that a program uses shared HBM, which is forgotten when the programs meet."""
@@ -152,10 +154,7 @@ class Programs:
 
     def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
         """Return what each rank of the group brought to its n-th collective of this kind."""
-        me = machine.program_id
-        number = self._number(machine.place, ranks, op)
-        met = self.mail.setdefault((me, ranks, op, number), {})
-        met[machine.rank] = sent
+        met = self._arrive(machine, (machine.program_id, ranks, op), machine.rank, sent)
         self._wait_for(machine, lambda: len(met) == len(ranks), f"ncc.{op} of ranks {ranks}")
         return dict(met)
 

@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from trace_builder import Builder, matmuls
+from trace_builder import Builder, Scene, touched
 
 from nmm_compiler import targets
 from nmm_compiler.errors import SimulationError
@@ -81,15 +81,6 @@ def test_scratch_is_not_minimal_traffic():
     builder.dma(scratch.all, source)
     builder.dma(tile.all, scratch.all)
     assert minimal_hbm_bytes(builder.trace) == before
-
-
-def touched(access):
-    """Every byte of a region, one by one."""
-    offsets = {0}
-    for step, count in access.pattern:
-        offsets = {offset + step * i for offset in offsets for i in range(count)}
-    least = min(offsets)
-    return {access.byte_start + o - least + b for o in offsets for b in range(access.item_bytes)}
 
 
 REGIONS = {
@@ -197,52 +188,44 @@ def test_an_empty_kernel_has_a_profile():
     assert (profile.mfu, profile.mbu) == (0.0, 0.0)
 
 
-def test_a_profile_names_what_is_not_modelled():
-    builder = product(1)
-    plain = profile_trace(builder.trace, TRN2)
-    assert plain.unmodelled == ()
-    tiles = [builder.tensor("sbuf", 128, 40000) for _ in range(3)]
-    builder.add("tensor_copy", "vector", [tiles[0].all], [tiles[1].all], unset=True)
-    builder.add("tensor_tensor", "vector", [tiles[2].all], [tiles[0].all, tiles[1].all])
-    small = builder.tensor("hbm", 8, 64)
-    builder.dma(builder.tensor("sbuf", 8, 64).all, small.all, dge_mode="hwdge", issuer="sync")
-    builder.add("core_barrier", "gpsimd", [small.all], [small.all])
-    said = profile_trace(builder.trace, TRN2).unmodelled
-    starts = ["spills: ", "barriers: 1 ", "mixed DMA generators: ", "unknown engine: 1 "]
-    assert [text[: len(start)] for text, start in zip(said, starts, strict=True)] == starts
+ONE_PRODUCT = """
+    sbuf weight 128x128 {0}
+    sbuf moving 128x512 {0}
+    psum sum 128x512
+    tensor sum weight moving
+"""
+NINE_BANKS = "psum {} 128x512\nsbuf out 128x512\n{}\n{}".format(
+    " ".join(f"s{i}" for i in range(9)), "\n".join(f"vector s{i} op=memset" for i in range(9)),
+    "\n".join(f"vector out s{i}" for i in range(9)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "named"),
-    [("trn2", "float32", True), ("trn2", "bfloat16", False), ("trn1", "float32", False)],
-)
-def test_a_profile_names_the_power_limit_where_float32_fills_tensor(target, dtype, named):
-    said = profile_trace(matmuls(20, dtype=dtype), targets.get(target)).unmodelled
-    assert any(text.startswith("TensorE's power limit: 20 ") for text in said) is named
-
-
-def test_a_profile_names_tiny_instructions_where_they_fill_the_run():
-    for columns, named in ((8, True), (2048, False)):
-        builder = Builder()
-        one = builder.tensor("sbuf", 128, columns)
-        for _ in range(50):
-            builder.add(
-                "tensor_copy", "vector", [builder.tensor("sbuf", 128, columns).all], [one.all]
-            )
-        said = profile_trace(builder.trace, TRN2).unmodelled
-        assert any(text.startswith("tiny instructions: 50 ") for text in said) is named
-
-
-def test_a_profile_names_sums_beyond_psum():
-    builder = Builder()
-    sums = [builder.tensor("psum", 128, 512) for _ in range(9)]
-    out = builder.tensor("sbuf", 128, 512)
-    for one in sums:
-        builder.add("memset", "vector", [one.all], [])
-    for one in sums:
-        builder.add("tensor_copy", "vector", [out.all], [one.all])
-    (said,) = profile_trace(builder.trace, TRN2).unmodelled
-    assert said.startswith("spills: live sums take 9 PSUM banks of 8")
+    ("target", "text", "starts"),
+    [
+        ("trn2", ONE_PRODUCT.format("bfloat16"), []),
+        ("trn2", """
+            sbuf a b c 128x40000
+            sbuf d e 8x64
+            hbm small source 8x64
+            dma d source
+            vector a b unset=yes
+            vector c a b op=tensor_tensor
+            dma e small dge_mode=hwdge issuer=sync
+            gpsimd small small op=core_barrier
+         """, ["spills: ", "barriers: 1 ", "mixed DMA generators: ", "unknown engine: 1 "]),
+        ("trn2", NINE_BANKS, ["spills: live sums take 9 PSUM banks of 8"]),
+        # float32 fills TensorE; small copies fill the run
+        ("trn2", ONE_PRODUCT.format("float32") * 20, ["TensorE's power limit: 20 "]),
+        ("trn2", ONE_PRODUCT.format("bfloat16") * 20, []),
+        ("trn1", ONE_PRODUCT.format("float32") * 20, []),
+        ("trn2", "sbuf a 128x8\n" + "sbuf b 128x8\nvector b a\n" * 50, ["tiny instructions: 50 "]),
+        ("trn2", "sbuf a 128x512\n" + "sbuf b 128x512\nvector b a\n" * 50, []),
+    ],
+)  # fmt: skip
+def test_a_profile_names_what_is_not_modelled(target, text, starts):
+    said = profile_trace(Scene(text).builder.trace, targets.get(target)).unmodelled
+    assert [text[: len(start)] for text, start in zip(said, starts, strict=True)] == starts
 
 
 def test_a_profile_carries_the_error_of_its_class():

@@ -1,89 +1,11 @@
-"""When instructions start, by tiny traces worked out by hand and written as text.
-
-A scene declares tensors (`sbuf tile out 128x512 bfloat16`) and then lists instructions: engine,
-result, sources, `key=value` attributes, and a name where an expectation speaks of it (`late: vector
-out tile`). `at tile 0,1024` gives a tensor a manual address, `edge` ends a turn of a loop on the
-device, `in order` keeps program order, `waits late early` is `depends_on`. An expectation compares
-the start of an instruction with times in microseconds: `.end` is when a result is there, `.free`
-when its engine is, `.issued` when a DMA's queue is; 521/2400 is 521 cycles at 2.4 GHz.
-"""
-
-import operator
-import re
+"""When instructions start, by tiny traces that are worked out by hand and written as text."""
 
 import pytest
-from trace_builder import STEADY, TRN1, TRN2, Builder
+from trace_builder import STEADY, TRN1, TRN2, Scene
 
 from nmm_compiler.simulator.timing.timeline import time_trace
 
 ISSUE = 0.485 + 128 * 0.95e-3  # a DMA of 128 descriptors from software
-COMPARE = {"=": lambda a, b: a == pytest.approx(b), ">=": operator.ge, "<": operator.lt}
-
-
-class Scene:
-    """A trace from text, and the times of its named instructions."""
-
-    def __init__(self, text):
-        self.builder, self.tensors, self.names = Builder(), {}, {}
-        for line in filter(None, map(str.strip, text.splitlines())):
-            self.add(line)
-
-    def add(self, line):
-        name, _, rest = line.rpartition(": ")
-        kind, *words = rest.split()
-        trace = self.builder.trace
-        if kind in ("hbm", "sbuf", "psum"):
-            at = next(i for i, word in enumerate(words) if re.fullmatch(r"\d+x\d+", word))
-            rows, columns = map(int, words[at].split("x"))
-            for tensor in words[:at]:
-                made = self.builder.tensor(kind, rows, columns, *words[at + 1 :])
-                self.tensors[tensor] = made
-        elif kind == "at":
-            place = tuple(map(int, words[1].split(",")))
-            trace.allocations[self.tensors[words[0]].storage].address = place
-        elif kind == "edge":
-            trace.loop_edges.append(len(trace.instructions))
-        elif kind == "in":
-            trace.ordered.append((0, len(trace.instructions)))
-        elif kind == "waits":
-            late, early = (trace.instructions[self.names[word]] for word in words)
-            late.depends_on(early)
-        else:
-            views = [self.view(word) for word in words if "=" not in word]
-            pairs = dict(word.split("=") for word in words if "=" in word)
-            op = pairs.pop("op", "tensor_copy")
-            if kind == "dma":
-                self.names[name] = self.builder.dma(*views, **pairs)
-            elif kind == "tensor":
-                self.names[name] = self.builder.matmul(*views)
-            else:
-                self.names[name] = self.builder.add(op, kind, views[:1], views[1:], **pairs)
-
-    def view(self, word):
-        name, _, key = word.partition("[")
-        slices = [
-            slice(*(int(n) if n else None for n in part.split(":")))
-            for part in (key.rstrip("]") or ":,:").split(",")
-        ]
-        return self.tensors[name][tuple(slices)]
-
-    def holds(self, timeline, expectation):
-        left, sign, right = re.split(r" (=|>=|<) ", expectation.strip())
-        sums = [sum(self.time(timeline, part) for part in side.split(" + ")) for side in
-                (left, right)]  # fmt: skip
-        return COMPARE[sign](*sums)
-
-    def time(self, timeline, term):
-        if re.fullmatch(r"[\d./]+", term):
-            top, _, bottom = term.partition("/")
-            return float(top) / float(bottom or 1)
-        name, _, what = term.partition(".")
-        index = self.names[name]
-        if what == "issued":
-            return next(t.issue_end for t in timeline.transfers if t.index == index)
-        times = {"": timeline.start, "end": timeline.end, "free": timeline.interval_end}
-        return times[what][index]
-
 
 STORE_THEN_LOAD = """
     hbm source 256x512

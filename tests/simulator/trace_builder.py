@@ -1,6 +1,10 @@
 """A small hand for writing traces in tests: tensors, slices and a few instructions."""
 
 import dataclasses
+import operator
+import re
+
+import pytest
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.timeline import time_trace
@@ -96,6 +100,84 @@ class Builder:
         return self.add("tensor_copy", engine, [dst], [src])
 
 
+COMPARE = {"=": lambda a, b: a == pytest.approx(b), ">=": operator.ge, "<": operator.lt}
+
+
+class Scene:
+    """A trace from text, and the times of its named instructions.
+
+    A scene declares tensors (`sbuf tile out 128x512 bfloat16`) and then lists instructions:
+    engine, result, sources, `key=value` attributes, and a name where an expectation speaks of it
+    (`late: vector out tile`). `at tile 0,1024` gives a tensor a manual address, `edge` ends a turn
+    of a loop on the device, `in order` keeps program order, `waits late early` is `depends_on`.
+
+    An expectation compares the start of an instruction with times in microseconds: `.end` is when a
+    result is there, `.free` when its engine is, `.issued` when a DMA's queue is; 521/2400 is 521
+    cycles at 2.4 GHz.
+    """
+
+    def __init__(self, text):
+        self.builder, self.tensors, self.names = Builder(), {}, {}
+        for line in filter(None, map(str.strip, text.splitlines())):
+            self.add(line)
+
+    def add(self, line):
+        name, _, rest = line.rpartition(": ")
+        kind, *words = rest.split()
+        trace = self.builder.trace
+        if kind in ("hbm", "sbuf", "psum"):
+            at = next(i for i, word in enumerate(words) if re.fullmatch(r"\d+x\d+", word))
+            rows, columns = map(int, words[at].split("x"))
+            for tensor in words[:at]:
+                made = self.builder.tensor(kind, rows, columns, *words[at + 1 :])
+                self.tensors[tensor] = made
+        elif kind == "at":
+            place = tuple(map(int, words[1].split(",")))
+            trace.allocations[self.tensors[words[0]].storage].address = place
+        elif kind == "edge":
+            trace.loop_edges.append(len(trace.instructions))
+        elif kind == "in":
+            trace.ordered.append((0, len(trace.instructions)))
+        elif kind == "waits":
+            late, early = (trace.instructions[self.names[word]] for word in words)
+            late.depends_on(early)
+        else:
+            views = [self.view(word) for word in words if "=" not in word]
+            pairs = dict(word.split("=") for word in words if "=" in word)
+            op = pairs.pop("op", "tensor_copy")
+            if kind == "dma":
+                self.names[name] = self.builder.dma(*views, **pairs)
+            elif kind == "tensor":
+                self.names[name] = self.builder.matmul(*views)
+            else:
+                self.names[name] = self.builder.add(op, kind, views[:1], views[1:], **pairs)
+
+    def view(self, word):
+        name, _, key = word.partition("[")
+        slices = [
+            slice(*(int(n) if n else None for n in part.split(":")))
+            for part in (key.rstrip("]") or ":,:").split(",")
+        ]
+        return self.tensors[name][tuple(slices)]
+
+    def holds(self, timeline, expectation):
+        left, sign, right = re.split(r" (=|>=|<) ", expectation.strip())
+        sums = [sum(self.time(timeline, part) for part in side.split(" + ")) for side in
+                (left, right)]  # fmt: skip
+        return COMPARE[sign](*sums)
+
+    def time(self, timeline, term):
+        if re.fullmatch(r"[\d./]+", term):
+            top, _, bottom = term.partition("/")
+            return float(top) / float(bottom or 1)
+        name, _, what = term.partition(".")
+        index = self.names[name]
+        if what == "issued":
+            return next(t.issue_end for t in timeline.transfers if t.index == index)
+        times = {"": timeline.start, "end": timeline.end, "free": timeline.interval_end}
+        return times[what][index]
+
+
 TRN1, TRN2, TRN3 = (targets.get(name) for name in ("trn1", "trn2", "trn3"))
 STEADY = dataclasses.replace(TRN2, tensor_ramp_seconds=0.0)  # trn2 without the clock ramp
 
@@ -120,3 +202,12 @@ def load(rows, columns, dtype="float32", target=TRN2, **attributes):
     tile = builder.tensor("sbuf", rows, columns, dtype)
     builder.dma(tile.all, source.all, **attributes)
     return time_trace(builder.trace, target)
+
+
+def touched(access):
+    """Return every byte of a region, of each of its partitions, one by one."""
+    offsets = {0}
+    for step, count in access.pattern:
+        offsets = {offset + step * i for offset in offsets for i in range(count)}
+    first = access.byte_start - min(offsets)
+    return {first + offset + byte for offset in offsets for byte in range(access.item_bytes)}
