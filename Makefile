@@ -111,7 +111,7 @@ bench-attention: $(DEV_READY)
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py $(ARGS)
 
-# Each law of the timing model switched off alone: make bench-laws ARGS="--kda CLONE --each 2"
+# Each law of the timing model switched off alone: make bench-laws ARGS="--kda CLONE --law put"
 bench-laws: $(DEV_READY)
 	$(RUN) benchmarks/laws.py $(ARGS)
 

@@ -4,7 +4,7 @@ A law is a constant that no data sheet has, or a rule of the model's code. Every
 (timing_points.py, timing_texts.py) is simulated once; its trace is timed with the whole model and
 once more without each law. The table has, for each law, the mean and the worst error of the kernels
 whose publisher set no law, with it and without it, how many kernels it moves by more than half a
-percent, from how many publishers, and the statements of its code. Nothing here was measured by us.
+percent, of how many problems, and the statements of its code. Nothing here was measured by us.
 
     python benchmarks/laws.py [--only TEXT] [--law TEXT] [--record FILE]
         [--autocomp CLONE] [--accelopt CLONE] [--kda CLONE]
@@ -56,15 +56,13 @@ class Law:
     """A law: how it is switched off, and the code that it would spare.
 
     fields: of the target, with the values that say nothing. patches: (owner, name, replacement).
-    code: functions and classes that only this law needs. needs: what a kernel must have for the law
-    to say something of it, as `features` names it; "" for nothing.
+    code: functions and classes that only this law needs.
     """
 
     name: str
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     patches: tuple[tuple[Any, str, Any], ...] = ()
     code: tuple[Any, ...] = ()
-    needs: str = ""
 
     @property
     def statements(self) -> int:
@@ -85,8 +83,8 @@ def _statements(one: Any) -> int:
     return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
 
 
-def _constant(name: str, value: Any, needs: str = "") -> Law:
-    return Law(name=name, fields={name: value}, needs=needs)
+def _constant(name: str, value: Any) -> Law:
+    return Law(name=name, fields={name: value})
 
 
 class _NoSums(dict[Any, float]):
@@ -135,41 +133,41 @@ LAWS = (
     Law(name="work in pieces", patches=((resources.Slots, "squeeze", resources.Slots.place),),
         code=(resources.Slots.squeeze,)),
     # TensorE
-    Law(name="a sum waits for its first column", needs="tensor",
+    Law(name="a sum waits for its first column",
         patches=((timeline.TensorClock, "__init__", _clock_without_sums),)),
-    Law(name="the clock falls when idle", needs="tensor",
+    Law(name="the clock falls when idle",
         patches=((timeline.TensorClock, "__init__", _clock_that_stays_warm),)),
-    _constant("tensor_ramp_seconds", 0.0, "tensor"),
-    _constant("tensor_interval_overhead_cycles", 0, "tensor"),
-    _constant("tensor_fp32_overhead_cycles", 0, "float32 products"),
-    _constant("tensor_fp32_min_columns", 0, "float32 products"),
-    _constant("tensor_fp32_short_rows", 0, "float32 products"),
-    _constant("tensor_latency_seconds", 0.0, "tensor"),
+    _constant("tensor_ramp_seconds", 0.0),
+    _constant("tensor_interval_overhead_cycles", 0),
+    _constant("tensor_fp32_overhead_cycles", 0),
+    _constant("tensor_fp32_min_columns", 0),
+    _constant("tensor_fp32_short_rows", 0),
+    _constant("tensor_latency_seconds", 0.0),
     # VectorE, ScalarE, GpSimd
-    Law(name="fast modes", needs="trn2", code=(cycles._fast_mode,),
+    Law(name="fast modes", code=(cycles._fast_mode,),
         patches=((cycles, "_fast_mode", _one_rate),)),
     _constant("engine_streaming_overhead_cycles", 0),
     _constant("engine_isolated_overhead_cycles", 64),
-    _constant("scalar_isolated_overhead_cycles", 64, "scalar"),
-    _constant("scalar_operand_read_cycles", 0, "scalar"),
+    _constant("scalar_isolated_overhead_cycles", 64),
+    _constant("scalar_operand_read_cycles", 0),
     _constant("vector_two_input_passes", 1.0),
-    _constant("vector_reciprocal_cycles", 1.0, "reciprocal"),
-    _constant("vector_memset_cycles", 1.0, "memset"),
+    _constant("vector_reciprocal_cycles", 1.0),
+    _constant("vector_memset_cycles", 1.0),
     _constant("wide_stride_factor", 1.0),
-    _constant("activation_table_load_seconds", 0.0, "scalar"),
+    _constant("activation_table_load_seconds", 0.0),
     # DMA
-    Law(name="GpSimd's descriptors in one queue", needs="swdge",
+    Law(name="GpSimd's descriptors in one queue",
         patches=((dma.DmaCosts, "_issue", _own_queues),)),
-    _constant("dma_issue_seconds", 0.6e-6, "unknown"),
-    _constant("dma_issue_descriptor_seconds", 0.0, "unknown"),
+    _constant("dma_issue_seconds", 0.6e-6),
+    _constant("dma_issue_descriptor_seconds", 0.0),
     _constant("dma_static_issue_seconds", 0.5e-6),
-    _constant("dma_software_gpsimd_seconds", 0.0, "swdge"),
+    _constant("dma_software_gpsimd_seconds", 0.0),
     _constant("dma_descriptor_seconds", 0.0),
     _constant("dma_descriptor_min_seconds", 0.0),
     _constant("dma_short_row_bytes", 0),
     _constant("dma_read_latency_fraction", 0.0),
     _constant("dma_stagger_seconds", 0.0),
-    _constant("dma_transpose_wide_fraction", 0.9, "dma transpose"),
+    _constant("dma_transpose_wide_fraction", 0.9),
     # Signals
     _constant("semaphore_seconds", 0.1e-6),
     _constant("engine_semaphore_seconds", 0.0),
@@ -190,8 +188,8 @@ class Kernel:
     run: Callable[[], tuple[Trace, Target]]
 
 
-def kernels(clones: dict[str, Path], each: int) -> list[Kernel]:
-    """Return all points, and of the texts of the clones the first of each problem."""
+def kernels(clones: dict[str, Path]) -> list[Kernel]:
+    """Return all points, and the texts of the clones; those of short runs first."""
     found = []
     for point in timing_points.points():
 
@@ -202,8 +200,6 @@ def kernels(clones: dict[str, Path], each: int) -> list[Kernel]:
             point.name, timing_points.publisher(point.source), point.kind, point.measured,
             point.counted, point.figure, run,
         ))  # fmt: skip
-    ranked: list[tuple[int, Kernel]] = []
-    seen: dict[str, int] = {}
     kinds = timing_texts.recorded("kinds")
     for text in timing_texts.texts():
         clone = clones.get(text.repository)
@@ -215,14 +211,11 @@ def kernels(clones: dict[str, Path], each: int) -> list[Kernel]:
             ran = timing_texts.run_text(code, text.problem)
             return ran.trace, targets.get(text.problem.target)
 
-        place = seen[text.problem.name] = seen.get(text.problem.name, 0) + text.counted
-        if place > each:
-            continue
-        ranked.append((place, Kernel(
+        found.append(Kernel(
             text.name, text.problem.repository, kinds.get(text.name, ""), text.measured,
             text.counted, "device us", run_text,
-        )))  # fmt: skip
-    return [kernel for _, kernel in sorted(ranked, key=lambda one: one[0])] + found
+        ))  # fmt: skip
+    return sorted(found, key=lambda kernel: kernel.measured)
 
 
 def _figure(kernel: Kernel, line: Timeline) -> float:
@@ -231,32 +224,12 @@ def _figure(kernel: Kernel, line: Timeline) -> float:
     return timing_points.FIGURES[kernel.figure](profile_timeline(line))
 
 
-def features(line: Timeline) -> set[str]:
-    """Return what a kernel has: engines, ops, modes of its DMAs, and what laws ask for."""
-    instructions = line.trace.instructions
-    found = {"", line.target.name}
-    found |= {i.op for i in instructions} | {line.engine(i) for i in range(len(instructions))}
-    found |= {str(i.attributes.get("dge_mode")) for i in instructions if i.engine == "dma"}
-    for i in instructions:
-        if i.engine == "tensor" and any(a.dtype == "float32" for a in i.reads):
-            found.add("float32 products")
-        if i.engine == "dma" and i.attributes.get("transpose"):
-            found.add("dma transpose")
-    return found
-
-
-def times(kernel: Kernel, laws: tuple[Law, ...], most: int) -> dict[str, float]:
-    """Return what the model says of a kernel, whole ("") and without each law that it has.
-
-    most: of more instructions, only the time of the whole model.
-    """
+def times(kernel: Kernel, laws: tuple[Law, ...]) -> dict[str, float]:
+    """Return what the model says of a kernel, whole ("") and without each law."""
     trace, target = kernel.run()
     whole = time_trace(trace, target)
     found = {"": _figure(kernel, whole)}
-    has = features(whole) if len(trace.instructions) <= most else set()
     for law in laws:
-        if law.needs not in has:
-            continue
         same = all(getattr(target, field) == value for field, value in law.fields.items())
         if same and not law.patches:
             continue
@@ -272,8 +245,10 @@ def _errors(rows: list[dict[str, Any]], law: str) -> list[float]:
 def table(rows: list[dict[str, Any]], laws: tuple[Law, ...]) -> list[str]:
     """Return a line a law, by the held-out kernels."""
     held = [row for row in rows if timing_points.side(row["publisher"]) == "held out"]
+    if not held:
+        return ["no kernel that is held out was timed"]
     lines = [
-        "| law | mean with | without | worst with | without | moves | of publishers | statements | "
+        "| law | mean with | without | worst with | without | moves | of problems | statements | "
         "earns |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
@@ -284,47 +259,24 @@ def table(rows: list[dict[str, Any]], laws: tuple[Law, ...]) -> list[str]:
             row for row in rows
             if abs(row["times"].get(law.name, row["times"][""]) / row["times"][""] - 1.0) > MOVED
         ]  # fmt: skip
-        if not held:
-            continue
         gain = statistics.mean(without) - statistics.mean(whole)
         lines.append(
             f"| {law.name} | {statistics.mean(whole):.2%} | {statistics.mean(without):.2%} | "
             f"{max(whole):.0%} | {max(without):.0%} | {len(moved)} | "
-            f"{len({row['publisher'] for row in moved})} | {law.statements} | "
+            f"{len({row['name'].rsplit(', ', 1)[0] for row in moved})} | {law.statements} | "
             f"{'yes' if gain >= EARNED else 'no'} |"
         )
     return lines
 
 
-def errors_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the errors by side, publisher and class."""
-    lines = ["| kernels | count | mean | median | worst |", "| --- | ---: | ---: | ---: | ---: |"]
-    held = [row for row in rows if timing_points.side(row["publisher"]) == "held out"]
-    groups = {"held out": held, "law givers": [row for row in rows if row not in held]}
-    for kind in ("matrix", "vector", "mixed"):
-        groups[f"held out, {kind}"] = [row for row in held if row["kind"] == kind]
-    for publisher in sorted({row["publisher"] for row in rows}):
-        groups[publisher] = [row for row in rows if row["publisher"] == publisher]
-    for name, group in groups.items():
-        if group:
-            errors = _errors(group, "")
-            lines.append(
-                f"| {name} | {len(group)} | {statistics.mean(errors):.1%} | "
-                f"{statistics.median(errors):.1%} | {max(errors):.1%} |"
-            )
-    return lines
-
-
 def main() -> int:
-    """Print both tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="kernels whose name contains this text")
     parser.add_argument("--law", default="", help="laws whose name contains this text")
     parser.add_argument("--record", type=Path, help="keep what was timed here, continue from it")
     for name in ("autocomp", "accelopt", "kda"):
         parser.add_argument(f"--{name}", type=Path, help="clone with texts to run")
-    parser.add_argument("--most", type=int, default=10**9, help="instructions of a kernel")
-    parser.add_argument("--each", type=int, default=1000, help="texts of each problem")
     options = parser.parse_args()
     clones = {
         timing_texts.SEARCHED: options.autocomp, timing_texts.PROFILED: options.accelopt,
@@ -336,13 +288,13 @@ def main() -> int:
         rows = [json.loads(line) for line in options.record.read_text().splitlines()]
     known = {row["name"] for row in rows}
     contradicted = timing_conflicts.contradicted(timing_points.BARS["worst"])
-    for kernel in kernels({n: clone for n, clone in clones.items() if clone}, options.each):
+    for kernel in kernels({n: clone for n, clone in clones.items() if clone}):
         if kernel.name in known or options.only not in kernel.name:
             continue
         if not kernel.counted or kernel.name in contradicted:
             continue
         try:
-            found = times(kernel, laws, options.most)
+            found = times(kernel, laws)
         except (NmmError, SyntaxError) as error:
             print(f"{kernel.name}: {error}", file=sys.stderr)
             continue
@@ -355,7 +307,7 @@ def main() -> int:
         if options.record:
             with options.record.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-    print("\n".join([*errors_of(rows), "", *table(rows, laws)]))
+    print("\n".join(table(rows, laws)))
     return 0
 
 
