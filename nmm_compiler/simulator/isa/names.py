@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from nmm_compiler.simulator.isa import (
-    activation,
     dma,
     elementwise,
     enums,
     gather,
-    random_numbers,
+    program_state,
     reductions,
-    registers_and_programs,
     tensor_engine,
 )
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS
@@ -20,8 +18,7 @@ from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.trace import Instruction
 
 FAMILIES = (
-    activation, dma, elementwise, gather, random_numbers, reductions, registers_and_programs,
-    tensor_engine,
+    dma, elementwise, gather, program_state, reductions, tensor_engine,
 )  # fmt: skip
 """The files of instructions; loading them fills INSTRUCTIONS."""
 
@@ -33,10 +30,10 @@ CYCLES = {op: issue.row.cycles for op, issue in INSTRUCTIONS.items()}
 NAMES: dict[str, Any] = {
     **INSTRUCTIONS,
     **CONSTANTS,
-    "activation_reduce": activation.activation_reduce,
-    "get_nc_version": registers_and_programs.get_nc_version,
-    "get_nc_sub_version": registers_and_programs.get_nc_sub_version,
-    "register_alloc": registers_and_programs.register_alloc,
+    "activation_reduce": elementwise.activation_reduce,
+    "get_nc_version": program_state.get_nc_version,
+    "get_nc_sub_version": program_state.get_nc_sub_version,
+    "register_alloc": program_state.register_alloc,
     "VirtualRegister": VirtualRegister,
     "NkiInstruction": Instruction,
     **{f"{e.name}_engine": e for e in enums.engine if e.name not in ("dma", "sync")},

@@ -15,12 +15,11 @@ import numpy as np
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import (
-    activation,
     dma,
     elementwise,
     gather,
     operators,
-    random_numbers,
+    program_state,
     reductions,
     tensor_engine,
 )
@@ -139,7 +138,7 @@ def _unary(name: str, issue: Issue) -> Callable[..., Any]:
 
 
 def _activate(result: NkiTensor, x: NkiTensor, op: Any) -> None:
-    activation.activation(result, op, x)
+    elementwise.activation(result, op, x)
 
 
 def _on_the_alu(result: NkiTensor, x: NkiTensor, op: Any) -> None:
@@ -320,7 +319,7 @@ def rms_norm(
     elementwise.tensor_scalar(
         scaled, total, NAMES["multiply"], 1.0 / n, op1=NAMES["add"], operand1=epsilon
     )
-    activation.activation(scaled, NAMES["rsqrt"], scaled)
+    elementwise.activation(scaled, NAMES["rsqrt"], scaled)
     normal = combine("rms_norm", "multiply", x, scaled, kind)
     return combine("rms_norm", "multiply", normal, w, dtype or x.dtype)
 
@@ -346,7 +345,7 @@ def spread_by_product(machine: Machine, dst: NkiTensor, row: NkiTensor, copied: 
         moving = row[where]
         wide = ndarray((dst.shape[0], *moving.shape[1:]), float32, psum, "")
         tensor_engine.nc_matmul(wide, ones[:, : dst.shape[0]], moving, is_stationary_onezero=True)
-        activation.activation(dst[where], copied, wide)
+        elementwise.activation(dst[where], copied, wide)
 
 
 def _blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
@@ -535,7 +534,7 @@ def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = 
 def rand(shape: Any, dtype: Any, buffer: Any = sbuf, name: str = "") -> NkiTensor:
     """Return uniform random values in [0, 1): 16 random bits each."""
     bits = ndarray(shape, uint16, sbuf, "")
-    random_numbers.rng(bits)
+    program_state.rng(bits)
     result = ndarray(shape, dtype, buffer, name)
     target = ndarray(shape, dtype, sbuf, "") if result.memory == "hbm" else result
     elementwise.tensor_scalar(target, bits, NAMES["multiply"], 1.0 / 65536.0)
@@ -551,14 +550,14 @@ def random_seed(seed: Any) -> None:
         tile = ndarray((1, 1), int32, sbuf, "")
         elementwise.memset(tile, int(seed))
         seed = tile
-    random_numbers.set_rng_seed(seed)
+    program_state.set_rng_seed(seed)
 
 
 @exported
 def dropout(x: Any, rate: Any, dtype: Any = None) -> NkiTensor:
     """Return x with elements zeroed with probability `rate`."""
     result = ndarray(x.shape, x.dtype, sbuf, "")
-    random_numbers.dropout(result, x, rate)
+    program_state.dropout(result, x, rate)
     kind = x.dtype if dtype is None else kind_of(dtype)
     return result if kind == x.dtype else NAMES["copy"](result, kind)
 
