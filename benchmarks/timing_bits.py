@@ -59,7 +59,8 @@ def digest(line: Timeline) -> str:
         found.update(transfer.queue.encode())
     add(number for load in line.table_loads for number in load)
     add((line.dma_engine_busy_us, line.tensor_throttled_us, line.latency_us))
-    sizes = (line.sbuf_peak_bytes, line.psum_peak_bytes, line.sbuf_overflow_bytes)
+    trace, bank = line.trace, line.target.psum_bank_bytes_per_partition
+    sizes = (trace.sbuf_peak_bytes, trace.psum_peak_banks * bank, line.sbuf_overflow_bytes)
     rest = (
         sorted(line.busy_us.items()),
         sorted(line.placed.items()),

@@ -291,14 +291,6 @@ def test_cores_wait_for_each_other_at_a_barrier():
     assert time_trace(short.trace, TRN2).start[after_short] < arrival
 
 
-def test_the_peak_is_the_largest_use_and_not_the_last():
-    builder = Builder()
-    large, small, out = (builder.tensor("sbuf", 128, n) for n in (30000, 100, 1))
-    builder.copy(out.all, large[:, :1])
-    builder.copy(out.all, small[:, :1])
-    assert time_trace(builder.trace, TRN2).sbuf_peak_bytes == 4 * 30001
-
-
 # -- transfers -------------------------------------------------------------------------------
 
 

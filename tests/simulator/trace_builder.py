@@ -109,7 +109,8 @@ class Scene:
     A scene declares tensors (`sbuf tile out 128x512 bfloat16`) and then lists instructions:
     engine, result, sources, `key=value` attributes, and a name where an expectation speaks of it
     (`late: vector out tile`). `at tile 0,1024` gives a tensor a manual address, `edge` ends a turn
-    of a loop on the device, `in order` keeps program order, `waits late early` is `depends_on`.
+    of a loop on the device, `in order` keeps program order, `waits late early` is `depends_on`,
+    `banks 9` is the peak of PSUM that a run found.
 
     An expectation compares the start of an instruction with times in microseconds: `.end` is when a
     result is there, `.free` when its engine is, `.issued` when a DMA's queue is; 521/2400 is 521
@@ -136,6 +137,8 @@ class Scene:
             trace.allocations[self.tensors[words[0]].storage].address = place
         elif kind == "edge":
             trace.loop_edges.append(len(trace.instructions))
+        elif kind == "banks":
+            trace.psum_peak_banks = int(words[0])
         elif kind == "in":
             trace.ordered.append((0, len(trace.instructions)))
         elif kind == "waits":

@@ -85,11 +85,10 @@ def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterato
             f"spills: live tensors exceed SBUF by {timeline.sbuf_overflow_bytes} B per partition, "
             "and are timed as if they fitted"
         )
-    banks = -(-timeline.psum_peak_bytes // target.psum_bank_bytes_per_partition)
-    if banks > target.psum_banks:
+    if trace.psum_peak_banks > target.psum_banks:
         yield (
-            f"spills: live sums take {banks} PSUM banks of {target.psum_banks}, and are timed as "
-            "if they fitted"
+            f"spills: live sums take {trace.psum_peak_banks} PSUM banks of {target.psum_banks}, and "
+            "are timed as if they fitted"
         )
     tiny = _tiny_instructions(timeline, counts)
     if tiny:

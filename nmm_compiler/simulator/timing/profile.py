@@ -274,7 +274,6 @@ def profile_timeline(timeline: Timeline) -> Profile:
     memory_us = minimal / target.memory_bytes_per_second * _US
     latency = timeline.latency_us
     peak = target.peak_flops_per_second()
-    bank = target.psum_bank_bytes_per_partition
     profile = Profile(
         target=target.name,
         latency_us=latency,
@@ -293,8 +292,8 @@ def profile_timeline(timeline: Timeline) -> Profile:
         roofline_us=max(ideal_us, memory_us),
         bound="compute" if ideal_us >= memory_us else "memory",
         minimal_hbm_bytes=minimal,
-        sbuf_peak_bytes=timeline.sbuf_peak_bytes,
-        psum_peak_banks=-(-timeline.psum_peak_bytes // bank),
+        sbuf_peak_bytes=trace.sbuf_peak_bytes,
+        psum_peak_banks=trace.psum_peak_banks,
         sbuf_overflow_bytes=timeline.sbuf_overflow_bytes,
         throttled_us=timeline.tensor_throttled_us,
         transposes=transposes,

@@ -134,14 +134,11 @@ class Pool:
     whether there was one.
     """
 
-    __slots__ = ("capacity", "dead", "free", "freed_by", "overflow", "peak", "settle", "used")
+    __slots__ = ("dead", "free", "freed_by", "overflow", "settle")
 
     def __init__(self, capacity: int, settle: Callable[[], bool]) -> None:
-        self.capacity = capacity
         self.settle = settle
         self.free = capacity
-        self.used = 0
-        self.peak = 0
         self.overflow = 0
         self.freed_by = -1
         self.dead: list[tuple[float, int, int]] = []
@@ -153,13 +150,8 @@ class Pool:
         exceed the memory still gets its bytes; `overflow` counts the excess. The compiler would
         spill or load again.
         """
-        used = self.used = self.used + size
-        if used > self.peak:
-            self.peak = used
-        free = self.free = self.free - size
+        self.free -= size
         when = 0.0
-        if free >= 0:
-            return when
         dead = self.dead
         while self.free < 0 and (dead or self.settle()):
             if not dead:
@@ -172,5 +164,4 @@ class Pool:
 
     def release(self, size: int, when: float, user: int) -> None:
         """Give back `size` bytes, last used until `when` by the instruction `user`."""
-        self.used -= size
         heapq.heappush(self.dead, (when, size, user))

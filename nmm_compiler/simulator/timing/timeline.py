@@ -94,8 +94,6 @@ class Timeline:
     tensor_throttled_us: float
     latency_us: float
     placed: dict[int, str]
-    sbuf_peak_bytes: int
-    psum_peak_bytes: int
     sbuf_overflow_bytes: int
     waited: list[Waited]
     causes: list[Any] | None = dataclasses.field(
@@ -373,10 +371,6 @@ class _Pass:
         self.start[index], self.end[index], self.interval_end[index] = issued, end, end
         self.dependences.done(index, DMA, instruction.reads, instruction.writes, end, end)
 
-    def _psum_peak_bytes(self) -> int:
-        banks = self.trace.psum_peak_banks * self.target.psum_bank_bytes_per_partition
-        return banks or self.dependences.psum.peak
-
     def _busy_us(self) -> dict[str, float]:
         """Return per engine the time with at least one instruction in flight."""
         spans = dict(zip(ENGINES[:-1], self.spans, strict=False))
@@ -409,8 +403,6 @@ class _Pass:
             tensor_throttled_us=self.tensor.throttled_us,
             latency_us=max(self.end, default=0.0),
             placed=self.placed,
-            sbuf_peak_bytes=self.trace.sbuf_peak_bytes or dependences.sbuf.peak,
-            psum_peak_bytes=self._psum_peak_bytes(),
             sbuf_overflow_bytes=dependences.sbuf.overflow,
             waited=self.waited,
         )
