@@ -21,7 +21,7 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node_or_raise
 
 from nmm_compiler.codegen import known_values as values
-from nmm_compiler.codegen.flatten_records import flatten_records, record_classes
+from nmm_compiler.codegen.flatten_records import flatten_records, record_classes, write_out_helpers
 from nmm_compiler.codegen.fold_constants import (
     BodyFolder,
     Call,
@@ -30,10 +30,14 @@ from nmm_compiler.codegen.fold_constants import (
     assigned_names,
 )
 from nmm_compiler.codegen.known_values import known
-from nmm_compiler.codegen.tidy import ShortCalls, without_aliases, without_lists
+from nmm_compiler.codegen.tidy import (
+    ShortCalls,
+    names_used,
+    remove_unused,
+    without_aliases,
+    without_lists,
+)
 from nmm_compiler.codegen.trees import Editor, Names, bound, called, only_statement, small
-from nmm_compiler.codegen.unused import names_used, remove_unused
-from nmm_compiler.codegen.write_out_helpers import write_out_helpers
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,4 +1,4 @@
-"""Tidies a folded function: removes aliases of names, and puts calls that fit on one line.
+"""Tidies a folded function: removes what nothing reads and aliases, and joins short lines.
 
 Folding leaves `pitch = tokens` where a choice was folded, and calls on several lines although their
 long argument was folded.
@@ -15,7 +15,16 @@ from typing import Any
 
 import libcst as cst
 
-from nmm_compiler.codegen.trees import Editor, Names, appended, assigned, new_list, nodes
+from nmm_compiler.codegen.trees import (
+    Editor,
+    Names,
+    appended,
+    assigned,
+    called,
+    new_list,
+    nodes,
+    text,
+)
 
 WIDTH = 100
 
@@ -246,11 +255,10 @@ class ShortCalls(Editor):
         small = updated.body[0]
         if not isinstance(small, (cst.Assign, cst.Expr)):
             return updated
-        if "\n" not in cst.Module(body=[]).code_for_node(small):
+        if "\n" not in text(small):
             return updated
         joined = _Join().edit(small)
-        text = cst.Module(body=[]).code_for_node(joined)
-        if "\n" in text or 4 * self.depth + len(text) > WIDTH:
+        if "\n" in text(joined) or 4 * self.depth + len(text(joined)) > WIDTH:
             return updated
         return updated.with_changes(body=[joined])
 
@@ -293,3 +301,102 @@ class _Join(Editor):
         return updated.with_changes(
             args=[*updated.args[:-1], last], whitespace_before_args=cst.SimpleWhitespace("")
         )
+
+
+_PURE_CALLS = ("min", "max", "len", "nl.ndarray")
+
+
+def names_used(trees: Sequence[cst.CSTNode]) -> set[str]:
+    """Return the names that the trees read."""
+    return {node.value for node in nodes(*trees, into=_read) if type(node) is cst.Name}
+
+
+def _read(node: cst.CSTNode) -> Sequence[cst.CSTNode] | None:
+    """Return nothing to follow in bound names: parameters, and assigned names."""
+    kind = type(node)
+    bound = kind is cst.AssignTarget and type(getattr(node, "target")) is cst.Name  # noqa: B009
+    return () if bound or kind is cst.Param else None
+
+
+def remove_unused(statements: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    """Return the statements without assignments of values that nothing reads."""
+    while True:
+        used = names_used(statements)
+        sweeper = _Sweep(used)
+        statements = with_comments([sweeper.edit(s) for s in statements], statements)
+        if not sweeper.removed:
+            return statements
+
+
+class _Sweep(Editor):
+    """Removes one round of assignments that nothing reads."""
+
+    def __init__(self, used: set[str]) -> None:
+        self.used = used
+        self.removed = False
+
+    def leave_SimpleStatementLine(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> Any:
+        name, value = assigned(original)
+        if name and name not in self.used and _is_pure(value):
+            self.removed = True
+            return cst.RemoveFromParent()
+        return updated
+
+
+def _is_pure(node: cst.BaseExpression) -> bool:
+    """Return whether every call is one of a function, or an allocation, without effects."""
+    return all(called(call) in _PURE_CALLS for call in nodes(node) if isinstance(call, cst.Call))
+
+
+def laid_out(module: cst.Module) -> cst.Module:
+    """Return a file whose statements take one line where they fit, else one per argument."""
+    made: cst.Module = _Spread().edit(module)
+    return made
+
+
+class _Spread(ShortCalls):
+    """Puts the arguments of a call that is too long for a line on lines of their own, too."""
+
+    def leave_SimpleStatementLine(self, original: Any, updated: Any) -> Any:
+        updated = super().leave_SimpleStatementLine(original, updated)
+        small = updated.body[0]
+        if not isinstance(small, (cst.Assign, cst.AugAssign, cst.Expr)):
+            return updated
+        if not isinstance(small.value, (cst.Call, cst.ListComp)):
+            return updated
+        joined: Any = on_one_line(small)  # type: ignore[arg-type]
+        if 4 * self.depth + len(text(joined)) <= WIDTH:
+            return updated.with_changes(body=[joined])
+        spread = _spread(joined.value, self.depth)
+        return updated.with_changes(body=[joined.with_changes(value=spread)])
+
+
+def _spread(call: Any, depth: int, nested: int = 0) -> Any:
+    """Return a call with a line for each argument, a list comprehension with one for its `for`.
+
+    depth: of the statement. nested: how many such calls it is in.
+    """
+    spaces = ["    " * (nested + more) for more in (1, 0)]
+    inner, outer = (
+        cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(s)) for s in spaces
+    )
+    if isinstance(call, cst.ListComp):
+        return call.with_changes(
+            lbracket=cst.LeftSquareBracket(whitespace_after=inner),
+            for_in=call.for_in.with_changes(whitespace_before=inner),
+            rbracket=cst.RightSquareBracket(whitespace_before=outer),
+        )
+    last = len(call.args) - 1
+    room = WIDTH - 4 * (depth + nested + 1) - 1
+    args = [
+        arg.with_changes(
+            value=_spread(arg.value, depth, nested + 1)
+            if isinstance(arg.value, cst.Call) and len(text(arg)) > room
+            else arg.value,
+            comma=cst.Comma(whitespace_after=outer if place == last else inner),
+        )
+        for place, arg in enumerate(call.args)
+    ]
+    return call.with_changes(args=args, whitespace_before_args=inner)

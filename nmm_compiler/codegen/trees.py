@@ -79,11 +79,11 @@ class Editor:
         """Return the edited node, the same one if nothing changes."""
         kind: type[cst.CSTNode] = type(node)
         editor: Any = type(self)
-        visit, leave = _methods(editor, kind)
+        visit, leave, fields = _methods(editor, kind)
         updated = node
         if visit is None or visit(self, node) is not False:
             changes = {}
-            for name in _fields(kind, self.spelling):
+            for name in fields:
                 before = getattr(node, name)
                 if isinstance(before, (list, tuple)):
                     after = self.edit_all(before)
@@ -106,10 +106,10 @@ class Editor:
 
 
 @functools.cache
-def _methods(editor: Any, kind: type[cst.CSTNode]) -> tuple[Any, Any]:
-    """Return the methods of an editor for a kind of node, None for one that it lacks."""
-    name = kind.__name__
-    return getattr(editor, f"visit_{name}", None), getattr(editor, f"leave_{name}", None)
+def _methods(editor: Any, kind: type[cst.CSTNode]) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return the methods of an editor for a kind of node, None for one that it lacks; its fields."""
+    visit, leave = (getattr(editor, f"{when}_{kind.__name__}", None) for when in ("visit", "leave"))
+    return visit, leave, _fields(kind, editor.spelling)
 
 
 class Names(Editor):
@@ -163,6 +163,14 @@ def only_statement(body: Sequence[Any]) -> Any:
     documented = isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
     left = body[int(documented) :]
     return small(left[0]) if len(left) == 1 else None
+
+
+_EMPTY = cst.Module(body=[])
+
+
+def text(node: cst.CSTNode) -> str:
+    """Return the source of a node."""
+    return _EMPTY.code_for_node(node)
 
 
 def bound(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.BaseExpression]:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 
@@ -99,11 +99,20 @@ class KernelSpec(Record):
 
     def share(self, split: str) -> Any:
         """Return what one of the cores computes; all of it for one core."""
+        if self.lnc == 1:
+            return self
+        self.check_split(split)
+        return dataclasses.replace(self, lnc=1, **self.half_of(split))
+
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of one of two cores' share: field -> value."""
         raise NotImplementedError
 
     def whole_of(self, part: Any, turns: Any) -> Self:
-        """Return the spec whose shares are `turns`, some of the work of the share `part`."""
-        raise NotImplementedError
+        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
+        if self.lnc == 1:
+            return cast("Self", turns)
+        return dataclasses.replace(self, m=turns.m * self.m // part.m)
 
     def check_split(self, split: str) -> None:
         """Raise SpecError unless two cores can share the work in this way."""

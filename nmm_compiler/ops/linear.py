@@ -57,12 +57,12 @@ class Product(NamedTuple):
     base: tuple[str, Tensor, str] | None = None
     between: Sequence[tuple[str, Tensor | None]] = ()
 
-    def outputs(self, k: Any) -> Any:
-        """Return the output features of k input features; raises ShapeError for what differs."""
-        before, size = "x", k
+    def outputs(self, k: Any, of: str = "x") -> Any:
+        """Return the output features of `of` with k features; ShapeError for what differs."""
+        before, size = of, k
         for name, tensor, layout in self.weights:
             rows, columns = weight_shape(name, tensor, layout)
-            what = "rank of" if before != "x" else "features of"
+            what = "rank of" if before != of else "features of"
             check_same(f"{what} {before} and {name}", size, rows)
             before, size = name, columns
         if self.base is not None:
@@ -188,7 +188,7 @@ class LinearOp(Op):
         sizes = [one.outputs(k) for one in products[: 2 if "gate" in given else None]]
         if "gate" in given:
             check_same("output features of gate and up", *sizes)
-            sizes = [products[2].outputs(sizes[0]) if "down" in given else sizes[0]]
+            sizes = [products[2].outputs(sizes[0], "h") if "down" in given else sizes[0]]
         layouts = references.layouts_of(given["out_layout"], given.get("out_layouts"), len(sizes))
         made = [empty_result(x, tokens, n, way) for n, way in zip(sizes, layouts, strict=True)]
         residual = given.get("residual")

@@ -39,26 +39,20 @@ def test_the_source_of_gated_mlp(target):
     assert kernel.profile().hbm_read_bytes == 2 * (128 * 64 + 3 * 128 * 128)
 
 
-@pytest.mark.parametrize("family", SPECS)
-def test_golden(family, request):
-    source = build_kernel(SPECS[family], "trn2").source
-    assert lint_source(source) == ()
-    path = GOLDEN / f"{family}_trn2.py.txt"
+# The second kernel of lowrank is the same in the older dialect, for its hardware.
+GOLDENS = [("lowrank", "trn2", ""), ("matmul", "trn2", ""), ("lowrank", "trn1", "_neuronxcc")]
+
+
+@pytest.mark.parametrize(("family", "target", "dialect"), GOLDENS)
+def test_golden(family, target, dialect, request):
+    kernel = build_kernel(SPECS[family], target, dialect=dialect.removeprefix("_") or "nki")
+    assert lint_source(kernel.source) == ()
+    path = GOLDEN / f"{family}_{target}{dialect}.py.txt"
     if request.config.getoption("--update-golden", default=False):
-        path.write_text(source, encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == source, (
+        path.write_text(kernel.source, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == kernel.source, (
         f"{path.name} differs; if that is meant, run pytest with --update-golden and read the diff"
     )
-
-
-def test_golden_of_beta_1(request):
-    """The same kernel as the golden of lowrank, in the older dialect, for its hardware."""
-    source = build_kernel(SPECS["lowrank"], "trn1", dialect="neuronxcc").source
-    assert lint_source(source) == ()
-    path = GOLDEN / "lowrank_trn1_neuronxcc.py.txt"
-    if request.config.getoption("--update-golden", default=False):
-        path.write_text(source, encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == source
 
 
 @pytest.mark.parametrize("target", [name for name in names() if name != "trn2"])

@@ -209,6 +209,9 @@ def test_the_variable_names_the_file_else_it_is_beside_the_cache(tmp_path, monke
     monkeypatch.setenv("NMM_VERDICTS", str(tmp_path / "a.json"))
     with pytest.raises(OptionTypeError, match="nmm doctor --device wrote"):
         machine_target("trn2")  # a file that is named has to be there
+    monkeypatch.delenv("NMM_VERDICTS")
+    verdicts(tmp_path / "device.json", [], ["DMA transpose 8", "copy"])  # written anew
+    assert machine_target("trn2", options).dma_transposes
 
 
 NO_NAME = '{"verdicts": [{"rung": [], "verdict": "failed"}]}'
@@ -219,13 +222,6 @@ def test_a_file_that_is_no_ladder_is_an_error(tmp_path, text):
     (tmp_path / "device.json").write_text(text)
     with pytest.raises(FileError, match=r"device\.json"):
         machine_target("trn2", Options(cache=f"off:{tmp_path}"))
-
-
-def test_a_file_written_anew_counts(tmp_path):
-    options = verdicts(tmp_path / "device.json", ["DMA transpose 8"])
-    assert not machine_target("trn2", options).dma_transposes
-    verdicts(tmp_path / "device.json", [], ["DMA transpose 8", "copy"])
-    assert machine_target("trn2", options).dma_transposes
 
 
 SEVEN = [

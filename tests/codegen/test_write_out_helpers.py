@@ -5,8 +5,7 @@ import textwrap
 import libcst as cst
 import pytest
 
-from nmm_compiler.codegen.flatten_records import record_classes
-from nmm_compiler.codegen.write_out_helpers import write_out_helpers
+from nmm_compiler.codegen.flatten_records import record_classes, write_out_helpers
 from nmm_compiler.errors import CodegenError
 
 HELPERS = '''

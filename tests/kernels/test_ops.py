@@ -53,36 +53,31 @@ def kernel_executor():
     del registration.EXECUTORS["counting"]
 
 
-def cases():
-    """Yield (id, op name, positional arguments, keywords, closed form) for every op and layout."""
-    for activation in ("identity", "relu", "silu", "gelu", "gelu_tanh"):
-        yield (
-            "activation-" + activation,
-            "lowrank_matmul",
-            (True, False),
-            {"activation": activation},
-        )
-    for layout in ("x_layout", "out_layout", "u_layout", "v_layout", "w_layout"):
-        yield layout, "lowrank_matmul", (True, True), {layout: "col"}
-    yield "scaled", "lowrank_matmul", (True, False), {"scale": 0.5}
-    yield "scaled-col", "lowrank_matmul", (True, False), {"scale": 0.5, "out_layout": "col"}
-    yield "lora", "lowrank_matmul", (True, True), {"scale": 2.0, "activation": "silu"}
-    yield "plain", "lowrank_matmul", (False, False), {}
+CASES = {
+    **{name: (True, False, {"activation": name}) for name in references.ACTIVATIONS},
+    **{
+        layout: (True, True, {layout: "col"})
+        for layout in ("x_layout", "out_layout", "u_layout", "v_layout", "w_layout")
+    },
+    "scaled": (True, False, {"scale": 0.5}),
+    "scaled-col": (True, False, {"scale": 0.5, "out_layout": "col"}),
+    "lora": (True, True, {"scale": 2.0, "activation": "silu"}),
+    "plain": (False, False, {}),
+}
+"""Whether there are a bias and a base, and keywords."""
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "kw"), [c[1:] for c in cases()], ids=[c[0] for c in cases()]
-)
+@pytest.mark.parametrize(("biased", "based", "kw"), CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("executor", ["reference", "counting"])
 def test_lowrank_matmul_equals_its_formula_and_gradients(
-    name, given, kw, executor, kernel_executor
+    biased, based, kw, executor, kernel_executor
 ):
     layouts = {k: kw.get(k, "row") for k in ("x_layout", "u_layout", "v_layout", "w_layout")}
     x = make_x(layouts["x_layout"])
     u = weight(K, R, layouts["u_layout"])
     v = weight(R, N, layouts["v_layout"])
-    bias = torch.randn(N, dtype=torch.float64, requires_grad=True) if given[0] else None
-    w = weight(K, N, layouts["w_layout"]) if given[1] else None
+    bias = torch.randn(N, dtype=torch.float64, requires_grad=True) if biased else None
+    w = weight(K, N, layouts["w_layout"]) if based else None
     operands = [t for t in (x, u, v, bias, w) if t is not None]
 
     def formula():

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from nmm_compiler.codegen.trees import text as text
+
 Expression = cst.BaseExpression
-_EMPTY = cst.Module(body=[])
-
-
-def text(node: cst.CSTNode) -> str:
-    """Return the source of a node."""
-    return _EMPTY.code_for_node(node)
 
 
 def same(a: Expression, b: Expression) -> bool:

@@ -21,8 +21,8 @@ import libcst as cst
 from nmm_compiler.codegen.beta1.expressions import method, minus, number, parsed, root, text
 from nmm_compiler.codegen.beta1.facts import Functions, calls, parameters
 from nmm_compiler.codegen.fold_constants import assigned_names
+from nmm_compiler.codegen.tidy import names_used
 from nmm_compiler.codegen.trees import Editor, called, nodes
-from nmm_compiler.codegen.unused import names_used
 
 _NUMBERS = ("min", "max", "range", "len", "nl.arange", "nl.static_range", "nl.affine_range")
 _SHAPES = ("nl.ndarray", "nl.zeros")

@@ -6,11 +6,11 @@ statement by statement, in the older dialect's forms:
 - instructions return their result: `nisa.f(dst=t, ...)` -> `t[...] = nisa.f(...)`, `table.py`
 - matmuls that accumulate -> `t += nisa.nc_matmul(...)` into tiles of `nl.zeros`
 - DMA between HBM and SBUF -> `nl.load` and `nl.store`; helpers that are one `nl.store` are written
-  out, `moves.py`
+  out, `statements.py`
 - strided views of HBM -> index expressions of `nl.arange`, `views.py`
 - `range` -> `nl.affine_range`, `nl.sequential_range` or `nl.static_range`, `loops.py`
 - `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
-- patterns of affine selects -> comparisons of index expressions, `predicates.py`
+- patterns of affine selects -> comparisons of index expressions, `views.py`
 - tensors in shared HBM are made outside of loops
 
 A construct without a form in Beta 1 raises CodegenError, which names it.
@@ -46,18 +46,27 @@ from nmm_compiler.codegen.beta1.facts import (
     keyword,
     names_of,
 )
-from nmm_compiler.codegen.beta1.kernel_loops import is_counter, unrolled, without_counters
-from nmm_compiler.codegen.beta1.layout import laid_out
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
-from nmm_compiler.codegen.beta1.moves import with_moves
-from nmm_compiler.codegen.beta1.new_names import NewNames
-from nmm_compiler.codegen.beta1.predicates import predicate
-from nmm_compiler.codegen.beta1.tiles import chosen_tile, with_lists
-from nmm_compiler.codegen.beta1.views import METHODS, Scope, View, returned_view
+from nmm_compiler.codegen.beta1.statements import (
+    chosen_tile,
+    is_counter,
+    unrolled,
+    with_lists,
+    with_moves,
+    without_counters,
+)
+from nmm_compiler.codegen.beta1.views import (
+    METHODS,
+    NewNames,
+    Scope,
+    View,
+    predicate,
+    returned_view,
+)
 from nmm_compiler.codegen.fold_constants import assigned_names
+from nmm_compiler.codegen.tidy import laid_out, names_used, remove_unused
 from nmm_compiler.codegen.trees import Editor, called, nodes
 from nmm_compiler.codegen.trees import small as small_statement
-from nmm_compiler.codegen.unused import names_used, remove_unused
 from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement

@@ -31,6 +31,8 @@ from nmm_compiler.codegen.beta1.expressions import (
     text,
     times,
 )
+from nmm_compiler.codegen.beta1.facts import keyword
+from nmm_compiler.codegen.tidy import names_used
 from nmm_compiler.codegen.trees import Names, bound, only_statement
 from nmm_compiler.errors import no_beta1_form
 
@@ -318,3 +320,98 @@ def returned_view(function: cst.FunctionDef) -> Expression | None:
     value = only.value if isinstance(only, cst.Return) else None
     called = None if value is None else method(value)
     return value if called is not None and called[1] in METHODS else None
+
+
+class NewNames:
+    """The names of one function, while its statements are written in order.
+
+    held: what each name was assigned last. taken: what those of the present statement stand for.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, Expression] = {}
+        self.taken: dict[str, str] = {}
+
+    def forget(self) -> None:
+        """Begin or leave a nested block: its names are assigned again behind it."""
+        self.held = {}
+
+    def change(self, names: set[str]) -> None:
+        """Note that these names hold something else: what was made of them is made again."""
+        self.held = {n: value for n, value in self.held.items() if not names_used([value]) & names}
+
+    def begin(self) -> None:
+        """Begin a statement."""
+        self.taken = {}
+
+    def take(self, values: dict[str, Expression]) -> None:
+        """Keep names for these values until the statement ends."""
+        self.taken |= {name: text(value) for name, value in values.items()}
+
+    def spelled(self, view: View) -> tuple[Expression, dict[str, Expression]]:
+        """Return a view as an expression, and the names in it with their values.
+
+        A name that stands for something else in the statement gets a number.
+        """
+        node, values = view.spelled()
+        renamed: dict[str, Expression] = {}
+        made: dict[str, Expression] = {}
+        for name, value in values.items():
+            own, place = name, 1
+            while self.taken.get(own, text(value)) != text(value):
+                place += 1
+                own = f"{name}{place}"
+            if own != name:
+                renamed[name] = cst.Name(own)
+            made[own] = value
+        self.take(made)
+        return Names(renamed).edit(node) if renamed else node, made
+
+    def assigned(self, values: dict[str, Expression]) -> list[cst.BaseStatement]:
+        """Return assignments of the names that do not hold these values yet."""
+        made: list[cst.BaseStatement] = []
+        for name, value in values.items():
+            if name not in self.held or text(self.held[name]) != text(value):
+                self.held[name] = value
+                assign = cst.Assign([cst.AssignTarget(cst.Name(name))], value)
+                made.append(cst.SimpleStatementLine([assign]))
+        return made
+
+
+_COMPARISONS: dict[str, Any] = {
+    "nl.greater_equal": cst.GreaterThanEqual, "nl.greater": cst.GreaterThan,
+    "nl.less_equal": cst.LessThanEqual, "nl.less": cst.LessThan,
+}  # fmt: skip
+
+
+def predicate(call: cst.Call, partitions: Expression) -> tuple[Expression, dict[str, Expression]]:
+    """Return the comparison of an affine select, and the index names in it with their values."""
+    pattern, multiplier = keyword(call, "pattern"), keyword(call, "channel_multiplier")
+    compared = keyword(call, "cmp_op")
+    comparison = _COMPARISONS.get(text(compared)) if compared is not None else None
+    if not isinstance(pattern, cst.List) or multiplier is None or comparison is None:
+        raise no_beta1_form("nisa.affine_select without a spelled pattern and comparison")
+    rows = [[one.value for one in _list(row.value)] for row in pattern.elements]
+    factors = [multiplier, *(factor for factor, _ in rows)]
+    sizes = [partitions, *(size for _, size in rows)]
+    total = keyword(call, "offset") or integer(0)
+    used: dict[str, Expression] = {}
+    names = index_names(len(sizes))
+    # an axis without a factor is there all the same: the comparison has the shape of the tile
+    for place, (name, factor) in enumerate(zip(names, factors, strict=True)):
+        used[name] = along(sizes[place], place, len(sizes))
+        total = _added(total, factor, cst.Name(name))
+    right = cst.ComparisonTarget(comparison(), integer(0))
+    return cst.Comparison(total, [right], lpar=[cst.LeftParen()], rpar=[cst.RightParen()]), used
+
+
+def _list(node: Expression) -> list[cst.Element]:
+    if not isinstance(node, cst.List) or len(node.elements) != 2:
+        raise no_beta1_form(f"nisa.affine_select with {text(node)} in its pattern")
+    return list(node.elements)  # type: ignore[arg-type]
+
+
+def _added(total: Expression, factor: Expression, index: Expression) -> Expression:
+    if isinstance(factor, cst.UnaryOperation) and isinstance(factor.operator, cst.Minus):
+        return cst.BinaryOperation(total, cst.Subtract(), times(factor.expression, index))
+    return plus(total, times(factor, index))

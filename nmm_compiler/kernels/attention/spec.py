@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -160,15 +160,11 @@ class AttentionSpec(KernelSpec):
             return (HEADS,)
         return () if self.group % self.lnc else (QUERY_HEADS,)
 
-    def share(self, split: str) -> AttentionSpec:
-        """Return what one of the cores computes; a group is then a sequence of its own."""
-        if self.lnc == 1:
-            return self
-        self.check_split(split)
-        halves = {"heads": self.heads // 2}
+    def half_of(self, split: str) -> dict[str, Any]:
+        """Return the sizes of a core's share; a group is then a sequence of its own."""
         if split == HEADS:
-            halves = {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
-        return dataclasses.replace(self, lnc=1, **halves)
+            return {"batch": self.groups // 2, "heads": self.group, "kv_heads": 1}
+        return {"heads": self.heads // 2}
 
     def whole_of(self, part: AttentionSpec, turns: AttentionSpec) -> AttentionSpec:
         """Return the spec whose shares are `turns`, some of the groups of the share `part`."""
