@@ -40,6 +40,19 @@ class Pair(nn.Module):
         return self.b(self.a(x))
 
 
+class LlamaNorm(nn.Module):
+    """RMSNorm as transformers spell it."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(size) + 0.5), eps
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
 class Three(nn.Module):
     """Two chains of x, added up behind an abs, and a third that reads it [features, tokens]."""
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from models import kernel_calls
+from models import LlamaNorm, Model, kernel_calls
 from torch import nn
 
 import nmm_compiler as nmm
@@ -74,21 +74,8 @@ def test_activation_behind_and_residual():
         close(result.graph_module(x), model(x))
 
 
-class SpelledNorm(nn.Module):
-    """RMSNorm as transformers spell it."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(size) + 0.5)
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
 NORMS = {
-    "spelled": SpelledNorm,
+    "spelled": LlamaNorm,
     "module": lambda r: nn.RMSNorm(r, eps=1e-5),
     "without eps": nn.RMSNorm,
 }
@@ -108,7 +95,7 @@ def test_latent_attention_is_one_call(name):
 
 
 def test_latent_attention_in_the_simulator():
-    model, x = Bottleneck(SpelledNorm(R), (False, True)).eval(), torch.randn(TOKENS, K)
+    model, x = Bottleneck(LlamaNorm(R), (False, True)).eval(), torch.randn(TOKENS, K)
     options = {"executor": "simulator", "inner": "eager", "strict": True}
     with torch.no_grad():
         got = torch.compile(copy.deepcopy(model), backend="nmm", options=options)(x)
@@ -121,52 +108,39 @@ def test_norm_that_no_kernel_computes_is_left_alone():
         result = nmm.rewrite(model, (x,))
         assert not result.matches, norm
         assert [(d.rule, d.code) for d in result.declined] == [("lowrank", "between")]
-    model = Bottleneck(SpelledNorm(R), (True, True)).eval()  # its first product has a bias
+    model = Bottleneck(LlamaNorm(R), (True, True)).eval()  # its first product has a bias
     result = nmm.rewrite(model, (torch.randn(TOKENS, K),))
     assert not result.rewritten
     assert [d.code for d in result.declined if d.rule == "mla"] == ["between"]
 
 
-class Squeeze(nn.Module):
-    """Squeeze-and-excitation: pooled channels, two 1x1 convolutions, a gate of the channels."""
-
-    def __init__(self, channels=256, r=16):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Conv2d(channels, r, 1), nn.Conv2d(r, channels, 1)
-
-    def forward(self, x):
-        pooled = x.mean((2, 3), keepdim=True)
-        return x * torch.sigmoid(self.b(F.relu(self.a(pooled))))
-
-
 def test_squeeze_and_excitation():
-    model, x = Squeeze().eval(), torch.randn(8, 256, 5, 5)
+    """Pooled channels, two 1x1 convolutions, a gate of the channels."""
+
+    def function(p, x):
+        return x * torch.sigmoid(p.b(F.relu(p.a(x.mean((2, 3), keepdim=True)))))
+
+    model = Model(function, a=nn.Conv2d(256, 16, 1), b=nn.Conv2d(16, 256, 1)).eval()
+    x = torch.randn(8, 256, 5, 5)
     result = nmm.rewrite(model, (x,))
     (match,) = result.matches
     assert (match.kind, match.info["m"], match.info["r"]) == ("adapter", 8, 16)
     close(result.graph_module(x), model(x))
 
 
-class Gated(nn.Module):
-    """down(silu(gate(x)) * up(x)) of a narrow middle."""
-
-    def __init__(self, r):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.up, self.down = nn.Linear(K, r), nn.Linear(K, r), nn.Linear(r, K)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+def gated(r):
+    """Return down(silu(gate(x)) * up(x)) of a narrow middle."""
+    layers = {"gate": nn.Linear(K, r), "up": nn.Linear(K, r), "down": nn.Linear(r, K)}
+    return Model(lambda p, x: p.down(F.silu(p.gate(x)) * p.up(x)), **layers)
 
 
 def test_gated_adapter_is_one_call():
-    model, x = Gated(R).eval(), torch.randn(TOKENS, K)
+    model, x = gated(R).eval(), torch.randn(TOKENS, K)
     result = nmm.rewrite(model, (x,))
     (match,) = result.matches
     assert (match.kind, match.info["r"], match.info["n"]) == ("gated_mlp", "dense+dense+dense", R)
     close(result.graph_module(x), model(x))
-    wide = nmm.rewrite(Gated(2 * K).eval(), (x,))  # a plain MLP is left alone, without a word
+    wide = nmm.rewrite(gated(2 * K).eval(), (x,))  # a plain MLP is left alone, without a word
     assert not wide.matches
     assert not wide.declined
 
@@ -189,15 +163,9 @@ def test_what_is_refused_says_why():
 
 
 def test_factor_before_the_activation_folds_by_hand():
-    class Scaled(Bottleneck):
-        def __init__(self):
-            super().__init__(F.relu)
-            self.factor = nn.Parameter(torch.rand(R) + 0.5)
-
-        def forward(self, x):
-            return self.b(self.act(self.a(x) * self.factor))
-
-    model, x = Scaled().eval(), torch.randn(TOKENS, K)
+    parts = {"a": nn.Linear(K, R), "b": nn.Linear(R, N), "factor": torch.rand(R) + 0.5}
+    model = Model(lambda p, x: p.b(F.relu(p.a(x) * p.factor)), **parts).eval()
+    x = torch.randn(TOKENS, K)
     result = nmm.rewrite(model, (x,))
     (declined,) = [d for d in result.declined if d.rule == "adapter"]
     assert declined.code == "between"
@@ -212,12 +180,12 @@ def test_factor_before_the_activation_folds_by_hand():
 
 
 def test_inner_value_with_another_reader_stays():
-    class Both(Bottleneck):
-        def forward(self, x):
-            h = self.act(self.a(x))
-            return self.b(h), h
+    def both(p, x):
+        h = F.relu(p.a(x))
+        return p.b(h), h
 
-    result = nmm.rewrite(Both(F.relu).eval(), (torch.randn(TOKENS, K),))
+    model = Model(both, a=nn.Linear(K, R), b=nn.Linear(R, N)).eval()
+    result = nmm.rewrite(model, (torch.randn(TOKENS, K),))
     assert not result.matches
     assert any(d.code == "other_user" for d in result.declined)
 

@@ -6,7 +6,7 @@ steps around the products, other weights in the call, int8.
 
 import pytest
 import torch
-from models import Backend
+from models import Backend, Model
 from torch import nn
 
 from nmm_compiler.lowrank_models.modules import LowRankLinear
@@ -27,26 +27,18 @@ def low_rank(inputs, outputs, bias=False):
     return LowRankLinear(inputs, R, outputs, bias=bias)
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = low_rank(K, N), low_rank(K, N), low_rank(N, K)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+def mlp():
+    parts = {"gate": low_rank(K, N), "up": low_rank(K, N), "down": low_rank(N, K)}
+    return Model(lambda p, x: p.down(nn.functional.silu(p.gate(x)) * p.up(x)), **parts)
 
 
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (low_rank(K, n, bias=n == K) for n in (N, K, K))
-
-    def forward(self, x):
-        return self.q(x), self.k(x), self.v(x)
+def heads():
+    parts = {name: low_rank(K, n, bias=n == K) for name, n in (("q", N), ("k", K), ("v", K))}
+    return Model(lambda p, x: (p.q(x), p.k(x), p.v(x)), **parts)
 
 
 def made(kind, format="fp8", dtype=BF16):
-    model = {"mlp": MLP, "heads": Heads, "one": lambda: nn.Sequential(low_rank(K, N))}[kind]()
+    model = {"mlp": mlp, "heads": heads, "one": lambda: nn.Sequential(low_rank(K, N))}[kind]()
     model = model.eval().to(dtype)
     quantize_factors(model, format)
     return model, torch.randn(4, K, dtype=dtype)
@@ -139,15 +131,8 @@ def test_fp8_numbers_without_a_bound_are_dequantized():
 def test_a_scale_behind_the_products_is_said():
     model, x = made("one")
 
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return 0.5 * self.inner(x)
-
-    assert "a scale stands behind the products" in note_of(Scaled(), x)
+    scaled = Model(lambda p, x: 0.5 * p.inner(x), inner=model)
+    assert "a scale stands behind the products" in note_of(scaled, x)
 
 
 def test_a_gate_of_other_numbers_is_said():
@@ -159,7 +144,7 @@ def test_a_gate_of_other_numbers_is_said():
 
 
 def test_plain_factors_are_as_they_were():
-    result = rewrite(MLP().eval().to(BF16), (torch.randn(4, K, dtype=BF16),))
+    result = rewrite(mlp().eval().to(BF16), (torch.randn(4, K, dtype=BF16),))
     assert list(called(result)) == ["gated_mlp"]
     assert not any("fp8" in note for match in result.matches for note in match.notes)
 

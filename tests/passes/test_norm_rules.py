@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import LlamaNorm, Model, Pair
 from torch import nn
 from torch.nn import functional
 
@@ -12,25 +13,8 @@ X = torch.randn(2, 8, K, generator=torch.Generator().manual_seed(0))
 ON = {"rules": ["+norms"], "strict": True}
 
 
-class Factors(nn.Module):
-    def __init__(self, k=K, r=RANK, n=K):
-        super().__init__()
-        self.a, self.b = nn.Linear(k, r, bias=False), nn.Linear(r, n)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
-class LlamaNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.randn(K)), 1e-5
-
-    def forward(self, h):
-        dtype = h.dtype
-        h = h.to(torch.float32)
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(dtype)
+def factors(k=K, r=RANK, n=K):
+    return Pair(k, r, n)
 
 
 class GemmaNorm(nn.Module):
@@ -58,7 +42,7 @@ class Called(nn.Module):
 
 
 NORMS = {
-    "llama": LlamaNorm,
+    "llama": lambda: LlamaNorm(K, 1e-5),
     "gemma": GemmaNorm,
     "rms_module": lambda: nn.RMSNorm(K, eps=1e-5),
     "layer_module": lambda: nn.LayerNorm(K),
@@ -73,7 +57,7 @@ class Block(nn.Module):
 
     def __init__(self, norm, readers=2):
         super().__init__()
-        self.norm, self.parts = norm, nn.ModuleList(Factors() for _ in range(readers))
+        self.norm, self.parts = norm, nn.ModuleList(factors() for _ in range(readers))
 
     def forward(self, x):
         h = self.norm(x)
@@ -103,13 +87,13 @@ def test_every_spelling_goes_into_the_call(name, dtype):
 
 
 def test_a_norm_of_several_readers_goes_into_their_one_call():
-    result = rewritten(Block(LlamaNorm()), X)
+    result = rewritten(Block(LlamaNorm(K, 1e-5)), X)
     assert kinds(result) == ["shared_x", "norm"]
     assert "rsqrt" not in result.graph_module.code
 
 
 def test_calls_that_stay_apart_each_take_the_norm_in():
-    result = rewritten(Block(LlamaNorm()), X, rules=("+norms", "-shared_x"))
+    result = rewritten(Block(LlamaNorm(K, 1e-5)), X, rules=("+norms", "-shared_x"))
     assert kinds(result) == ["lowrank", "lowrank", "norm", "norm", "residual"]
     assert "rsqrt" not in result.graph_module.code
 
@@ -119,7 +103,7 @@ def test_either_side_of_the_sum(turned):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
-            self.part = Factors()
+            self.part = factors()
 
         def forward(self, x, h):
             return self.part(x) + h if turned else h + self.part(x)
@@ -132,7 +116,7 @@ def test_either_side_of_the_sum(turned):
 def test_a_norm_that_many_tokens_would_wait_for_stays():
     """The first product waits for all of x, which costs more than a pass over HBM."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.RMSNorm(2048, eps=1e-5), Factors(2048, 512, 2048)).eval()
+    module = nn.Sequential(nn.RMSNorm(2048, eps=1e-5), factors(2048, 512, 2048)).eval()
     few, many = (rewrite(module, (torch.randn(m, 2048),), options=ON) for m in (1, 512))
     assert kinds(few) == ["lowrank", "norm"]
     assert kinds(many) == ["lowrank"]
@@ -140,19 +124,12 @@ def test_a_norm_that_many_tokens_would_wait_for_stays():
 
 
 def test_off_by_default():
-    assert kinds(rewrite(Block(LlamaNorm()).eval(), (X,))) == ["shared_x"]
+    assert kinds(rewrite(Block(LlamaNorm(K, 1e-5)).eval(), (X,))) == ["shared_x"]
 
 
-class Outside(nn.Module):
-    """forward is a function of (self, x)."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.norm, self.part, self.dense = LlamaNorm(), Factors(), nn.Linear(K, K)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
+def outside(forward):
+    parts = {"norm": LlamaNorm(K), "part": factors(), "dense": nn.Linear(K, K)}
+    return Model(forward, **parts)
 
 
 def norm_read_elsewhere(m, x):
@@ -192,7 +169,7 @@ def x_is_written_in_between(m, x):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_norms_that_stay(forward, code):
-    result = rewritten(Outside(forward), X)
+    result = rewritten(outside(forward), X)
     assert "norm" not in kinds(result)
     assert [d.code for d in result.declined if d.rule == "norm"] == [code] * bool(code)
 
@@ -237,22 +214,17 @@ def result_is_turned(m, x):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_residuals_that_stay(forward, code):
-    result = rewritten(Outside(forward), X)
+    result = rewritten(outside(forward), X)
     assert "residual" not in kinds(result)
     declined = [d.code for d in result.declined if d.rule == "residual"]
     assert set(declined) == ({code} if code else set())
 
 
 def test_dropout_in_training_stands_between():
-    class Dropped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = Factors()
+    def dropped(m, x):
+        return x + functional.dropout(m.part(x), 0.5, m.training)
 
-        def forward(self, x):
-            return x + functional.dropout(self.part(x), 0.5, self.training)
-
-    module = Dropped()
+    module = Model(dropped, part=factors())
     assert "residual" in kinds(rewritten(module, X))
     assert "residual" not in kinds(rewrite(module.train(), (X,), options=ON))
 

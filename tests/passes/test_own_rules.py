@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Model
 from torch import nn
 
 import nmm_compiler as nmm
@@ -70,15 +71,7 @@ def test_what_differs_is_no_match(near):
 
 
 def test_the_entrances():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.u, self.v = nn.Parameter(U), nn.Parameter(V)
-
-        def forward(self, x):
-            return chain(x, self.u, self.v)
-
-    model, x = Model(), torch.randn(5, 64)
+    model, x = Model(lambda p, x: chain(x, p.u, p.v), u=U, v=V), torch.randn(5, 64)
     torch._dynamo.reset()
     options = {**EAGER, "rules": [TO_DENSE, "..."]}
     with torch.no_grad():
@@ -235,14 +228,9 @@ NORMS = {
 }
 
 
-class Normed(nn.Module):
-    def __init__(self, function, dtype):
-        super().__init__()
-        self.w, self.b = (nn.Parameter(torch.rand(16, dtype=dtype)) for _ in range(2))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x, self.w, self.b)
+def normed(function, dtype):
+    parts = {name: torch.rand(16, dtype=dtype) for name in ("w", "b")}
+    return Model(lambda p, x: function(x, p.w, p.b), **parts)
 
 
 def _norms(dtype):
@@ -264,7 +252,7 @@ def _norms(dtype):
 def test_norms_are_found_spelled_out(kind, dtype):
     x = torch.randn(2, 3, 16, dtype=dtype)
     for function in NORMS[kind]:
-        result = nmm.rewrite(Normed(function, dtype), (x,), rules=_norms(dtype))
+        result = nmm.rewrite(normed(function, dtype), (x,), rules=_norms(dtype))
         assert [m.rule for m in result.matches] == [kind], function
         assert result.matches[0].info["eps"] == 1e-6
         exact = function(x.double(), *(p.double() for p in (result.original.w, result.original.b)))
@@ -289,7 +277,7 @@ def test_norms_are_found_spelled_out(kind, dtype):
 )  # fmt: skip
 def test_what_is_no_norm(other):
     x = torch.randn(16, 16)
-    model = Normed(other, torch.float32)
+    model = normed(other, torch.float32)
     assert not nmm.rewrite(model, (x,), rules=_norms(torch.float32)).matches
 
 

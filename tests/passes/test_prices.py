@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from nmm_compiler import backend
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
@@ -64,18 +64,12 @@ def test_the_token_count_decides(priced):
 
 
 def test_a_group_is_one_call_only_where_that_is_faster(priced):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.p, self.q = Pair(64, 4, 48), Pair(64, 4, 48)
-
-        def forward(self, x):
-            return self.p(x), self.q(x)
-
+    parts = {"p": Pair(64, 4, 48), "q": Pair(64, 4, 48)}
+    two = models.Model(lambda m, x: (m.p(x), m.q(x)), **parts)
     for shared, kinds in ((1.0, ["shared_x"]), (90.0, ["lowrank", "lowrank"])):
         cost = {"lowrank_shared": shared, "lowrank": 2.0, "matmul": 3.0}
         priced(lambda spec, target, cost=cost: cost[spec.family])
-        result = run(fx.symbolic_trace(Two()), (torch.randn(8, 64),))
+        result = run(fx.symbolic_trace(two), (torch.randn(8, 64),))
         assert [m.kind for m in result.matches] == kinds
 
 

@@ -2,28 +2,16 @@
 
 import pytest
 import torch
-from models import kernel_calls
-from torch import nn
+from models import Model, Pair, kernel_calls
 
 import nmm_compiler as nmm
 import nmm_compiler.ops.registration
 
 
-def pair(k, r, n):
-    return nn.Sequential(nn.Linear(k, r, bias=False), nn.Linear(r, n))
-
-
-class Fork(nn.Module):
-    """Two chains of one x: one feeds another chain, the other is returned as it is."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.into, self.out, self.down = pair(64, 8, 96), pair(64, 8, 48), pair(96, 8, 64)
-
-    def forward(self, x):
-        h, y = self.into(x), self.out(x)
-        return self.down(h), y
+def fork():
+    """Return two chains of one x: one feeds another chain, the other is returned as it is."""
+    parts = {"into": Pair(64, 8, 96), "out": Pair(64, 8, 48), "down": Pair(96, 8, 64)}
+    return Model(lambda p, x: (p.down(p.into(x)), p.out(x)), **parts)
 
 
 def calls(graph_module):
@@ -31,7 +19,7 @@ def calls(graph_module):
 
 
 def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
-    model, x = Fork(), torch.randn(2, 12, 64)
+    model, x = fork(), torch.randn(2, 12, 64)
     result = nmm.rewrite(model, (x,))
     shared, down = calls(result.graph_module)
     assert shared.kwargs["out_layouts"] == ["col", "row"]
@@ -50,7 +38,7 @@ def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
 
 @pytest.mark.parametrize("executor", ["reference", "simulator"])
 def test_layouts_of_each_result_through_torch_compile(executor):
-    model, x = Fork(), torch.randn(2, 12, 64)
+    model, x = fork(), torch.randn(2, 12, 64)
     options = {"executor": executor, "inner": "aot_eager", "strict": True, "kernels": "lazy"}
     compiled = torch.compile(model, backend="nmm", options=options)
     got, want = compiled(x), model(x)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fuzz_graphs import TWO_TENSOR
+from models import Model, Pair
 from torch import fx, nn
 
 from nmm_compiler.passes.pipeline import run
@@ -10,32 +11,28 @@ from nmm_compiler.passes.pipeline import run
 aten = torch.ops.aten
 
 
-class Beside(nn.Module):
-    """y = b(a(x)), and a tensor w beside it; both turned, so that y is best made [n, m]."""
+def beside(kind, name, role, dtype):
+    """Return y = b(a(x)) and a w beside it; both turned, so that y is best made [n, m]."""
 
-    def __init__(self, kind, name, role, dtype):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 3, bias=False), nn.Linear(3, 24)
-        self.w = nn.Parameter(torch.randn(6, 24, dtype=dtype))
-        self.kind, self.name, self.role = kind, name, role
-
-    def forward(self, x):
-        y = self.b(self.a(x))
-        one, two = (self.w, y) if self.role == "asked" else (y, self.w)
-        if self.kind == "call_function":
-            z = getattr(aten, self.name).default(one, two)
-        elif self.name == "reshape of size":
+    def function(p, x):
+        y = p.pair(x)
+        one, two = (p.w, y) if role == "asked" else (y, p.w)
+        if kind == "call_function":
+            z = getattr(aten, name).default(one, two)
+        elif name == "reshape of size":
             z = one.reshape(two.size())
         else:
-            z = getattr(one, self.name)(two)
+            z = getattr(one, name)(two)
         return z.t().cumsum(0), y.t().cumsum(0)
+
+    return Model(function, pair=Pair(32, 3, 24), w=torch.randn(6, 24, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("role", ["asked", "viewed"])
 @pytest.mark.parametrize(("name", "kind"), TWO_TENSOR)
 def test_two_tensor_view_is_one_of_the_tensor_that_it_views(kind, name, role, dtype):
-    model, x = Beside(kind, name, role, dtype), torch.randn(6, 32)
+    model, x = beside(kind, name, role, dtype), torch.randn(6, 32)
     result = run(fx.symbolic_trace(model), (x,), {"strict": True})
     assert [m.kind for m in result.rewritten] == ["lowrank"]
     for got, want in zip(result.graph_module(x), model(x), strict=True):

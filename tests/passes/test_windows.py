@@ -2,24 +2,20 @@
 
 import pytest
 import torch
-from torch import nn
+from models import Model, Pair
 
 import nmm_compiler as nmm
 
 
-class Windows(nn.Module):
-    """A chain on the windows of a picture, as Swin and CLAP partition it."""
+def windows(window):
+    """Return a chain on the windows of a picture, as Swin and CLAP partition it."""
 
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self.window = window
-        self.a = nn.Linear(16, 4, bias=False)
-        self.b = nn.Linear(4, 16)
-
-    def forward(self, x):
-        side, w = 8, self.window
+    def function(p, x):
+        side, w = 8, window
         x = x.view(-1, side // w, w, side // w, w, 16).transpose(2, 3).contiguous()
-        return self.b(self.a(x.view(-1, w * w, 16)))
+        return p.pair(x.view(-1, w * w, 16))
+
+    return Model(function, pair=Pair(16, 4, 16))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -27,5 +23,5 @@ class Windows(nn.Module):
 def test_windows_fuse_at_any_batch(batch, window):
     x = torch.randn(batch, 64, 16)
     options = {"strict": True}
-    result = nmm.rewrite(Windows(window).eval(), (x,), options=options, verify=True)
+    result = nmm.rewrite(windows(window).eval(), (x,), options=options, verify=True)
     assert len(result.rewritten) == 1
