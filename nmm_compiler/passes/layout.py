@@ -65,14 +65,6 @@ _NAMES = frozenset(
 
 
 @dataclass
-class Reader:
-    """The fields of a reader that `source_over_raw` needs: the value it reads and its
-    dimensions."""
-
-    source: Source
-
-
-@dataclass
 class Pointwise:
     """An operation of a region; token axis i of its dims is its own dimension i.
 
@@ -136,7 +128,7 @@ class Pointwise:
         want = (want[0] if has_features else (), want[1] if has_tokens else ())
         made = editor.raw.get(owner_of(c.base(operand)[0]))
         if made is not None and made[0].out_layout == "col" and self.is_full(operand):
-            raw = source_over_raw(c, made[0], Reader(Source(operand, dims, self.n)))
+            raw = source_over_raw(c, made[0], Source(operand, dims, self.n))
             if raw is not None:
                 return editor.arrange(made[1], raw.dims, want)
         if self.is_full(operand):
@@ -264,7 +256,7 @@ def _reads_raw(c: Canonical, made: Call | Pointwise, user: Pointwise, operand: f
     """Return whether an operation can take a result as [features, tokens], as it is."""
     if not user.is_full(operand) or user.n != made.n:
         return False
-    raw = source_over_raw(c, made, Reader(Source(operand, user.operands[operand], user.n)))
+    raw = source_over_raw(c, made, Source(operand, user.operands[operand], user.n))
     wanted = views.coalesce(user.col_dims()[1])
     return raw is not None and views.coalesce(raw.dims[1]) == wanted
 
@@ -330,7 +322,7 @@ def _decide(c: Canonical, region: Region, readers: dict[fx.Node, list[Call]]) ->
     """Give a region its cheaper layout and return it; None where there is nothing to choose."""
     row = col = 0
     linked = [(made, reader) for made in region.values for reader in readers.get(made.final, [])]
-    fitting = [pair for pair in linked if source_over_raw(c, *pair) is not None]
+    fitting = [(m, one) for m, one in linked if source_over_raw(c, m, one.source) is not None]
     for made, reader in linked:
         if (made, reader) not in fitting:
             col += GRAPH_TRANSPOSE * made.n

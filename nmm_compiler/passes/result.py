@@ -31,6 +31,7 @@ from nmm_compiler.passes.reproduce import reproducer
 from nmm_compiler.passes.rules.base import Declined, Match, module_path
 from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prices.ways import Ways, ways
+from nmm_compiler.records import Record
 from nmm_compiler.report.charts import GraphNode, graph
 from nmm_compiler.report.headline import headline, not_told
 from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
@@ -41,7 +42,7 @@ NEXT = "next: nmm_compiler.compress(model, 0.2), or nmm plan DIRECTORY for the w
 
 
 @dataclass(frozen=True)
-class Opportunity:
+class Opportunity(Record):
     """A dense product that could be factorized, and the savings of rank `r`.
 
     node: the product. r is the rank that keeps 80 % of the parameters; break_even is the first rank
@@ -60,10 +61,6 @@ class Opportunity:
     saved_flops_per_token: int
     m: int | None = None
     dtype: str = "bfloat16"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def could_bring(found: Iterable[Any], target: str) -> str:

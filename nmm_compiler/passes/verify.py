@@ -140,7 +140,7 @@ class _Run(fx.Interpreter):
 
 
 @contextlib.contextmanager
-def _restored(module: fx.GraphModule, writes: bool) -> Iterator[dict[str, torch.Tensor]]:
+def _restored(module: torch.nn.Module, writes: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors that a graph holds, and give them their contents back afterwards."""
     state: dict[str, torch.Tensor] = {}
     for path, child in module.named_modules() if writes else ():

@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -841,7 +841,7 @@ def read_summed_chain(c: Canonical, key: Key, form: Product) -> Chain | None:
 
 def devices_of(c: Canonical, chain: Chain) -> tuple[int, str]:
     """Return how many devices sum, and the name of their process group."""
-    mesh = _tensor(c, chain.first.x).device_mesh
+    mesh = cast("Any", c.tensor(chain.first.x)).device_mesh
     return int(mesh.size()), str(mesh.get_group().group_name)
 
 
@@ -856,7 +856,7 @@ def _summed(c: Canonical, node: Key) -> fx.Node | None:
     old, new = c.tensor(source), c.tensor(node)
     if not (is_distributed(old) and is_distributed(new)):
         return None
-    before, after = _tensor(c, source), _tensor(c, node)
+    before, after = cast("Any", old), cast("Any", new)
     if before.device_mesh != after.device_mesh or before.device_mesh.ndim != 1:
         return None
     (was,), (now,) = before.placements, after.placements
@@ -866,7 +866,7 @@ def _summed(c: Canonical, node: Key) -> fx.Node | None:
 
 def _cut_by_rows(c: Canonical, chain: Chain) -> bool:
     """Return whether x and u are cut evenly by inputs, and v is whole."""
-    x, u, v = (_tensor(c, one) for one in (chain.first.x, chain.u.key, chain.v.key))
+    x, u, v = (cast("Any", c.tensor(one)) for one in (chain.first.x, chain.u.key, chain.v.key))
     if not all(is_distributed(one) for one in (x, u, v)):
         return False
     rows = 0 if chain.u.layout == "row" else 1
@@ -877,10 +877,6 @@ def _cut_by_rows(c: Canonical, chain: Chain) -> bool:
         and u.placements[0].is_shard(rows)
         and v.placements[0].is_replicate()
     )
-
-
-def _tensor(c: Canonical, key: Key) -> Any:
-    return c.tensor(key)
 
 
 EPILOGUES = ("relu", "silu", "gelu", "gelu_tanh")

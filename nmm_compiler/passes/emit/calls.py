@@ -287,13 +287,13 @@ def feature_axis(size: int) -> Dim:
     return () if size == 1 else (Atom(FEATURE, size, 1),)
 
 
-def source_over_raw(c: Canonical, made: Any, reader: Any) -> Source | None:
+def source_over_raw(c: Canonical, made: Any, source: Source) -> Source | None:
     """Return a reader's x as a [features, tokens] result, None when it does not fit.
 
-    made: a Call or a pointwise operation of a region. reader: anything with a `source`.
+    made: a Call or a pointwise operation of a region.
     """
-    base, view = c.base(reader.source.key)
-    if base is not made.final or made.n != reader.source.k:
+    base, view = c.base(source.key)
+    if base is not made.final or made.n != source.k:
         return None
     lead = made.source.tokens() if made.lead is None else made.lead
     flat = tuple(a for d in lead for a in d)
@@ -309,11 +309,11 @@ def source_over_raw(c: Canonical, made: Any, reader: Any) -> Source | None:
         return None
     raw = tuple(tuple(a._replace(axis=max(a.axis, 0)) for a in dim) for dim in over)
     seen = views.compose(view, raw)
-    inverse = None if seen is None else _invert(seen, reader.source.dims, {0: made.n, 1: count})
+    inverse = None if seen is None else _invert(seen, source.dims, {0: made.n, 1: count})
     if inverse is None:
         return None
-    source = Source(owner_of(reader.source.key), inverse, made.n)
-    return source if source.is_col() else None
+    turned = Source(owner_of(source.key), inverse, made.n)
+    return turned if turned.is_col() else None
 
 
 @dataclass(frozen=True)
@@ -515,7 +515,7 @@ class Call:
         source, node = self.source, None
         made = editor.raw.get(owner_of(editor.c.base(source.key)[0]))
         if made is not None and made[0].out_layout == "col" and self.x_layout == "col":
-            raw = source_over_raw(editor.c, made[0], self)
+            raw = source_over_raw(editor.c, made[0], source)
             if raw is not None:
                 source, node = raw, made[1]
         if node is None and not source.is_col():

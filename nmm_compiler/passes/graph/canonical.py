@@ -366,10 +366,10 @@ class Canonical:
 
     def without_diagonal(self, owner: fx.Node, form: Form) -> Form:
         """Return a product with diag(s) as the scale that it is; other forms as they are."""
-        sides = []
-        if isinstance(form, Product):
-            sides = [(form.lhs, form.lhs_labels, form.rhs, form.rhs_labels),
-                     (form.rhs, form.rhs_labels, form.lhs, form.lhs_labels)]  # fmt: skip
+        if not isinstance(form, Product):
+            return form
+        sides = [(form.lhs, form.lhs_labels, form.rhs, form.rhs_labels),
+                 (form.rhs, form.rhs_labels, form.lhs, form.lhs_labels)]  # fmt: skip
         for value, own, other, labels in sides:
             diagonal = self.form(other)
             inside = [label for label in labels if label in own]

@@ -814,10 +814,6 @@ def _dropout(c: Canonical, call: Call) -> Result:
 # -- pointwise ------------------------------------------------------------------------------
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _multiply(c: Canonical, call: Call) -> Result:
     a, b = call.get(0, "input", "self"), call.get(1, "other")
     if _number(a):
@@ -873,35 +869,20 @@ def _negate(c: Canonical, call: Call) -> Result:
     return None if source is None or not _kept(c, source, call.node) else Scale(source, -1.0)
 
 
-def _sum(c: Canonical, call: Call, sign: float) -> Result:
+def _sum(c: Canonical, call: Call, sign: float = 1.0) -> Result:
     a, b = call.get(0, "input", "self"), call.get(1, "other")
-    alpha = call.get(2, "alpha", default=1)
+    alpha, out = call.get(2, "alpha", default=1), c.shape(call.node)
     if not _number(alpha):
         return None
-    alphas = [1.0, sign * float(alpha)]
-    if not isinstance(a, fx.Node):
+    factors = [1.0, sign * float(alpha)]
+    if not _is_tensor(c, a) or (_is_tensor(c, b) and c.shape(a) != out):
         a, b = b, a
-        alphas.reverse()
-    if not isinstance(a, fx.Node) or c.shape(a) is None:
+        factors.reverse()
+    if not _is_tensor(c, a) or c.shape(a) != out or c.dtype(a) != c.dtype(call.node):
         return None
-    out = c.shape(call.node)
-    if isinstance(b, fx.Node):
-        if c.shape(b) is None:
-            return None
-        if c.shape(a) != out:
-            a, b = b, a
-            alphas.reverse()
-    elif _number(b):
-        b = float(b)
-    else:
+    if not _is_tensor(c, b) and not _number(b):
         return None
-    if c.shape(a) != out or c.dtype(a) != c.dtype(call.node):
-        return None
-    return Add(a, b, alphas[0], alphas[1])
-
-
-def _add(c: Canonical, call: Call) -> Result:
-    return _sum(c, call, 1.0)
+    return Add(a, float(b) if _number(b) else b, *factors)
 
 
 def _subtract(c: Canonical, call: Call) -> Result:
@@ -1006,10 +987,10 @@ TABLE: dict[str, Handler] = {
     "addcmul": _addcmul,
     "div": _divide,
     "neg": _negate,
-    "add": _add,
+    "add": _sum,
     "sub": _subtract,
     # an in-place sum reads as the sum; the rules decide whether it may be fused
-    "add_": _add,
+    "add_": _sum,
     "sub_": _subtract,
     **{name: _activation(name) for name in _ACTIVATIONS},
     **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from nmm_compiler.passes.chains.safety import REMEDIES, Refusal, call_ways, slower
+from nmm_compiler.records import Record
 
 if TYPE_CHECKING:
     from nmm_compiler.passes.emit.editor import Editor
@@ -41,7 +42,7 @@ def common_path(nodes: Iterable[fx.Node]) -> str:
 
 
 @dataclass(frozen=True)
-class Declined:
+class Declined(Record):
     """A place that looks like a rule's pattern and was left alone.
 
     code: a key of `REMEDIES`, or a user's own. reason: what prevents the match. node: the node that
@@ -73,10 +74,6 @@ class Declined:
             module=module_path(at) or module_path(blamed),
             source=source_line(blamed) or source_line(at),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def __str__(self) -> str:
         place = f"{self.node}, {self.source}" if self.source else self.node
