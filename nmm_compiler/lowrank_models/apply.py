@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
@@ -33,11 +33,11 @@ from nmm_compiler.lowrank_models.plan import (
     make_plan,
     moments_of,
 )
-from nmm_compiler.lowrank_models.predicted_time import Prices, kernel_prices
+from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, make_layer, residual
-from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport, Skipped
-from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites, only_read_reason
+from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
+from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites
 
 
 def compress(
@@ -159,12 +159,11 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         batches = as_batches(config.calibration)
         statistics = collect(model, sites, batches, gradients=gradients, base=config.base_format)
     if statistics is not None:
-        sites, skipped = _without_only_read(sites, skipped, statistics.only_read)
         check_statistics(statistics, sites, gradients, config.base_format)
     prices = _prices(model, sites, config, batches)
     plan, align = make_plan(sites, config, statistics, prices)
     chosen = {layer.name: layer.rank for layer in plan}
-    timed = () if prices is None else prices.settled.timed(chosen)
+    timed = () if prices is None else prices.timed(chosen)
     by_name = {site.name: site for site in sites}
     del sites, site  # else they keep every dense weight in memory until the end
     return CompressionReport(
@@ -180,7 +179,7 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         target=config.target,
         workload=timed,
         priced="" if prices is None else prices.note,
-        source="" if prices is None else prices.settled.source,
+        source="" if prices is None else JUDGE,
         factors=config.format or "",
         base=config.base_format or "",
     )
@@ -202,21 +201,6 @@ def _prices(
     first = None if batches is None else batches[0]
     inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
     return kernel_prices(model, layers, dtype, config.passes, config.target, inputs, config.format)
-
-
-def _without_only_read(
-    sites: Sequence[Site], skipped: Sequence[Skipped], only_read: Sequence[str]
-) -> tuple[tuple[Site, ...], tuple[Skipped, ...]]:
-    """Move the sites that calibration found to be only read to the skipped ones."""
-    aside = [site for site in sites if site.name in only_read]
-    left = tuple(site for site in sites if site.name not in only_read)
-    reason = only_read_reason("the model, over the calibration data,")
-    more = [Skipped(name=s.name, shape=tuple(s.weight.shape), reason=reason) for s in aside]
-    if sites and not left:
-        raise ModelError(
-            f"none of the {len(sites)} selected layers can be factorized: {aside[0].name}: {reason}"
-        )
-    return left, (*skipped, *more)
 
 
 def _carry_out(

@@ -27,7 +27,6 @@ from torch import nn
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.memory import available_bytes, check_fits
 from nmm_compiler.lowrank_models.moments import SecondMoment, is_finite
-from nmm_compiler.lowrank_models.probe import unwatch_reads, watch_reads
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.select import Site
 
@@ -36,15 +35,13 @@ from nmm_compiler.lowrank_models.select import Site
 class Statistics:
     """The moments of one pass over the calibration data, by layer name.
 
-    only_read: layers whose weight the model reads while it never calls them. Their inputs are
-    unknown, and the model would multiply their factors back. base: the format of the weights that
-    they are collected for, since moments are carried through what that leaves.
+    base: the format of the weights that they are collected for, since moments are carried through
+    what that leaves.
     """
 
     inputs: dict[str, SecondMoment]
     gradients: dict[str, SecondMoment]
     tokens: int = 0
-    only_read: tuple[str, ...] = ()
     base: str | None = None
 
 
@@ -110,7 +107,8 @@ def collect(
         for moment in moments.values():
             moment.finish()
     tokens = max((moment.tokens for moment in listener.inputs.values()), default=0)
-    return Statistics(listener.inputs, listener.gradients, tokens, listener.check_reached(), base)
+    listener.check_reached()
+    return Statistics(listener.inputs, listener.gradients, tokens, base)
 
 
 class _NotSharedError(Exception):
@@ -138,21 +136,17 @@ class Collector:
         self._index = 0
         self._mask: torch.Tensor | None = None
         self._handles: list[Any] = []
-        self._reads: dict[str, set[str]] = {}
 
     def __enter__(self) -> Collector:
         for site in self.sites:
             self._handles.append(
                 site.module.register_forward_hook(self._hook(site), with_kwargs=False)
             )
-            self._reads[site.name] = watch_reads(site.module)
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        for site in self.sites:
-            unwatch_reads(site.module)
         self._last = None
 
     def begin(self, index: int, batch: Any) -> None:
@@ -227,20 +221,14 @@ class Collector:
             )
         return rows
 
-    def check_reached(self) -> tuple[str, ...]:
-        """Return the layers that were only read; raise for others that no token reached."""
+    def check_reached(self) -> None:
+        """Raise ModelError for layers that no token reached; one of many experts may lack some."""
         missing = [
             site.name
             for site in self.sites
-            if site.name not in self.inputs or not self.inputs[site.name].tokens
+            if site.group == site.name
+            and (site.name not in self.inputs or not self.inputs[site.name].tokens)
         ]
-        only_read = tuple(
-            name
-            for name in missing
-            if name not in self.inputs and "weight" in self._reads.get(name, ())
-        )
-        few = {site.name for site in self.sites if site.group != site.name}  # one of many experts
-        missing = [name for name in missing if name not in only_read and name not in few]
         if missing:
             more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
             raise ModelError(
@@ -248,7 +236,6 @@ class Collector:
                 f"{', '.join(missing[:12])}{more}; name them in exclude=, or calibrate with "
                 "inputs that use them"
             )
-        return only_read
 
     def bytes(self) -> int:
         """Return the bytes of all moments."""

@@ -32,7 +32,7 @@ from torch import nn
 
 from nmm_compiler.errors import FileError, MissingPackageError, OptionTypeError, OutputError
 from nmm_compiler.lowrank_models.experts import expert_ranks
-from nmm_compiler.lowrank_models.hf_layers import METHOD, saved_bases, saved_formats, saved_ranks
+from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.replace import replace_directory
 
@@ -63,14 +63,14 @@ def attach(model: Any) -> None:
     check_savable(model)
     check_plain(model)
     _own_config(model)
-    config = LowRankConfig(saved_ranks(model), saved_formats(model), saved_bases(model))
+    config = LowRankConfig(**SavedLayers.of(model).to_dict())
     model.config.quantization_config = config
     model.hf_quantizer = LowRankQuantizer(config)
 
 
 def attach_if_transformers(model: nn.Module) -> None:
     """`attach`, for a transformers model with low-rank layers."""
-    if _is_transformers(model) and saved_ranks(model):
+    if _is_transformers(model) and SavedLayers.of(model).ranks:
         attach(model)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,68 +31,84 @@ METHOD = "nmm_lowrank"
 _LARGEST_RANK = 1 << 24
 
 
-def checked_ranks(ranks: object, bases: object = None) -> dict[str, int]:
-    """Return {layer name: rank} as a saved config gives it; raise FileError for others.
+@dataclass(frozen=True)
+class SavedLayers:
+    """What config.json says of a low-rank model.
 
-    bases: {layer name: format}; of these layers a rank may be 0.
+    ranks: by the name of a layer or of stacked experts; 0 for a base without a branch. formats: of
+    factors that are not floats. bases: of the weights beside the factors.
     """
-    alone = set(bases) if isinstance(bases, Mapping) else set()
-    if not isinstance(ranks, Mapping):
-        shown = "none" if ranks is None else f"a {type(ranks).__name__}"
-        raise FileError(
-            f"the saved config's quantization_config has {shown} where its ranks belong; restore "
-            "config.json from the directory that the model was saved to"
+
+    ranks: dict[str, int]
+    formats: dict[str, str]
+    bases: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> SavedLayers:
+        """Return what a model has."""
+        low, alone = lowrank_layers(model), quantized_layers(model)
+        ranks = {name: layer.rank for name, layer in low.items()}
+        formats = {name: format_of(layer.down) for name, layer in low.items()}
+        bases = {name: format_of(layer.base) for name, layer in low.items()}
+        bases |= {name: layer.format for name, layer in alone.items()}
+        return cls(
+            ranks | dict.fromkeys(alone, 0) | expert_ranks(model),
+            *({n: kind for n, kind in one.items() if kind is not None} for one in (formats, bases)),
         )
-    for name, rank in ranks.items():
-        whole = isinstance(rank, int) and not isinstance(rank, bool)
-        if (
-            not isinstance(name, str)
-            or not whole
-            or not (name not in alone) <= rank < _LARGEST_RANK
-        ):
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> SavedLayers:
+        """Return what the fields of a saved quantization_config say; raise FileError for others."""
+        restore = "restore config.json from the directory that the model was saved to"
+        ranks, bases = fields.get("ranks"), fields.get("bases") or {}
+        if not isinstance(ranks, Mapping):
+            shown = "none" if ranks is None else f"a {type(ranks).__name__}"
             raise FileError(
-                f"the saved config gives {name!r} the rank {rank!r:.60}; a rank is a positive "
-                "whole number: restore config.json from the directory the model was saved to"
+                f"the saved config's quantization_config has {shown} where its ranks belong; "
+                f"{restore}"
             )
-    return dict(ranks)
+        alone = set(bases) if isinstance(bases, Mapping) else set()
+        for name, rank in ranks.items():
+            whole = isinstance(rank, int) and not isinstance(rank, bool)
+            if not isinstance(name, str) or not whole or not (
+                (name not in alone) <= rank < _LARGEST_RANK
+            ):  # fmt: skip
+                raise FileError(
+                    f"the saved config gives {name!r} the rank {rank!r:.60}; a rank is a positive "
+                    f"whole number: {restore}"
+                )
+        formats = fields.get("formats") or {}
+        for found in (formats, bases):
+            wrong: Any = found
+            if isinstance(found, Mapping):
+                wrong = {n: k for n, k in found.items() if n not in ranks or str(k) not in FORMATS}
+            if wrong or not isinstance(found, Mapping):
+                raise FileError(
+                    f"the saved config gives layers the formats {wrong!r:.100}; each layer that "
+                    f"has a rank may have one of {', '.join(FORMATS)}: {restore}"
+                )
+        return cls(dict(ranks), dict(formats), dict(bases))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json gets."""
+        more = {"formats": dict(self.formats), "bases": dict(self.bases)}
+        return {"ranks": dict(self.ranks), **{name: held for name, held in more.items() if held}}
 
 
-def checked_formats(formats: object, ranks: Mapping[str, int]) -> dict[str, str]:
-    """Return {layer name: format} as a saved config gives it, for some of the layers."""
-    found = {} if formats is None else formats
-    if isinstance(found, Mapping):
-        wrong = [n for n, kind in found.items() if n not in ranks or str(kind) not in FORMATS]
-        if not wrong:
-            return dict(found)
-        found = {wrong[0]: found[wrong[0]]}
-    raise FileError(
-        f"the saved config gives layers the formats {found!r:.100}; each layer that has a rank "
-        f"may have one of {', '.join(FORMATS)}: restore config.json from the saved directory"
-    )
+def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
+    """Replace the saved layers by empty low-rank ones on the same device and dtype.
 
-
-def prepare(
-    model: nn.Module,
-    ranks: Mapping[str, int],
-    formats: Mapping[str, str] | None = None,
-    bases: Mapping[str, str] | None = None,
-) -> tuple[str, ...]:
-    """Replace the named linears by empty low-rank layers on the same device and dtype.
-
-    formats: of factors that are not floats. bases: of the weights beside them. Returns their names
-    in this model.
-
-    Raises FileError for a name that is no linear of the model.
+    Returns their names in this model. Raises FileError for a name that is no linear of the model.
     """
     modules = dict(model.named_modules())
     base = getattr(model, "base_model_prefix", "")
     headless = getattr(model, "base_model", None) is model
-    found = {saved: _find(saved, modules, base) for saved in ranks}
+    found = {name: _find(name, modules, base) for name in saved.ranks}
     if headless and any(found.values()):
         # A base model loaded from a checkpoint with a head: layers of the head have no place here.
         found = {s: n for s, n in found.items() if n or s.startswith(f"{base}.")}
     for saved_name, name in found.items():
-        rank = ranks[saved_name]
+        rank = saved.ranks[saved_name]
         home = None if name is None else stacked_home(modules, name)
         if home is not None:
             install_empty(home, str(name).rpartition(".")[2], rank)
@@ -110,9 +127,9 @@ def prepare(
             for shape in ((rank, k), (n, rank), (n, k))
         )
         bias = None if old.bias is None else nn.Parameter(torch.empty_like(up[:, 0], device="meta"))
-        named = (bases or {}).get(saved_name)
-        base = None if named is None else QuantizedLinear.of(dense, named)
-        layer = make_layer(down, up, bias, base, (formats or {}).get(saved_name))
+        named = saved.bases.get(saved_name)
+        few = None if named is None else QuantizedLinear.of(dense, named)
+        layer = make_layer(down, up, bias, few, saved.formats.get(saved_name))
         put(model, [name], layer if weight.is_meta else layer.to_empty(device=weight.device))
     return tuple(name for name in found.values() if name is not None)
 
@@ -181,31 +198,6 @@ def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
     forms = [name, f"{base}.{name}", name.removeprefix(f"{base}.")]
     known = (form for form in forms if form in modules or stacked_home(modules, form))
     return next(known, None)
-
-
-def describe(model: nn.Module, config: Any) -> None:
-    """Write the ranks and formats of a model into its quantization config."""
-    config.ranks, config.formats = saved_ranks(model), saved_formats(model)
-    config.bases = saved_bases(model)
-
-
-def saved_ranks(model: nn.Module) -> dict[str, int]:
-    """Return {layer name, or name of stacked experts: rank}, as a saved config has it."""
-    ranks = {name: layer.rank for name, layer in lowrank_layers(model).items()}
-    return ranks | dict.fromkeys(quantized_layers(model), 0) | expert_ranks(model)
-
-
-def saved_formats(model: nn.Module) -> dict[str, str]:
-    """Return {layer name: format} of the layers whose factors are not floats."""
-    found = {name: format_of(layer.down) for name, layer in lowrank_layers(model).items()}
-    return {name: kind for name, kind in found.items() if kind is not None}
-
-
-def saved_bases(model: nn.Module) -> dict[str, str]:
-    """Return {layer name: format} of the layers with a base."""
-    found = {name: format_of(layer.base) for name, layer in lowrank_layers(model).items()}
-    found |= {name: layer.format for name, layer in quantized_layers(model).items()}
-    return {name: kind for name, kind in found.items() if kind is not None}
 
 
 def call_unquantized(model: Any) -> None:

@@ -7,7 +7,6 @@ FileError when a factor is not among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -23,23 +22,13 @@ from nmm_compiler.lowrank_models.quantize import quantized_layers
 class LowRankConfig(QuantizationConfigMixin):
     """What config.json says of a low-rank model: {layer name: rank}."""
 
-    def __init__(
-        self,
-        ranks: Mapping[str, int] | None = None,
-        formats: Mapping[str, str] | None = None,
-        bases: Mapping[str, str] | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, **fields: Any) -> None:
         self.quant_method = cast(Any, hf_layers.METHOD)
-        self.ranks = hf_layers.checked_ranks(ranks, bases)
-        self.formats = hf_layers.checked_formats(formats, self.ranks)
-        self.bases = hf_layers.checked_formats(bases, self.ranks)
+        self.saved = hf_layers.SavedLayers.read(fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json gets."""
-        given = {"formats": dict(self.formats), "bases": dict(self.bases)}
-        given = {name: held for name, held in given.items() if held}
-        return {"quant_method": hf_layers.METHOD, "ranks": dict(self.ranks), **given}
+        return {"quant_method": hf_layers.METHOD, **self.saved.to_dict()}
 
 
 class LowRankQuantizer(HfQuantizer):
@@ -48,14 +37,13 @@ class LowRankQuantizer(HfQuantizer):
     requires_calibration = True
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-        config = cast(Any, self.quantization_config)
-        names = hf_layers.prepare(model, config.ranks, config.formats, config.bases)
-        hf_layers.ignore_guards(model, names)
+        saved = cast(LowRankConfig, self.quantization_config).saved
+        hf_layers.ignore_guards(model, hf_layers.prepare(model, saved))
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module, *_: Any) -> tuple[Any, Any]:
         """Return what is stored; called before the config is written."""
-        hf_layers.describe(model, cast(Any, model).config.quantization_config)
+        cast(Any, model).config.quantization_config.saved = hf_layers.SavedLayers.of(model)
         return hf_layers.guarded(model), {}
 
     @property

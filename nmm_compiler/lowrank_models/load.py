@@ -68,7 +68,7 @@ def check_files(directory: Path) -> None:
             raise FileError(f"config.json has {key} {value!s:.40}; restore the file")
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == hf_layers.METHOD:
-        hf_layers.checked_ranks(quantization.get("ranks"), quantization.get("bases"))
+        hf_layers.SavedLayers.read(quantization)
     files = [path for path in directory.glob("*.safetensors") if path.name == "model.safetensors"]
     if not files and (directory / _INDEX).exists():
         files = [directory / name for name in shards_of(read_json(directory / _INDEX))]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,12 +13,6 @@ import torch
 from nmm_compiler.errors import ModelError, OptionTypeError, closest
 from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics
-from nmm_compiler.lowrank_models.choose_ranks import (
-    all_slower,
-    found_slower,
-    global_ranks,
-    uniform_ranks,
-)
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.experts import ExpertLinear
 from nmm_compiler.lowrank_models.factorize import spectrum
@@ -31,6 +25,7 @@ from nmm_compiler.lowrank_models.select import Site, matches
 
 _BRANCH_ALIGN = 32
 """The tile of ranks beside a base: a block of MX factors, and few enough for a choice."""
+_SLOWER = "its call would be slower at any rank: kept dense"
 Losses = dict[str, list[float]]
 """Per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all."""
 
@@ -176,35 +171,15 @@ def make_plan(
         used = {s.group for s in sites if s.name in statistics.gradients}
         unused = [site for site in sites if site.group not in used]
         sites = [site for site in sites if site.group in used]
-    shapes = [shape_of(s, config) for s in sites]
     by_name = {s.name: s for s in (*sites, *unused)}
-    ratio = config.effective_ratio
     judge = None if config.allow_slower else prices
-    if ratio is None:
+    if config.effective_ratio is None:
         layers, align = _explicit(sites, config, judge), config.align or 1
     else:
-        align = config.align or _BRANCH_ALIGN
-        if config.base is None:
-            align = config.align or allocation.choose_align(shapes, ratio)
-        if config.allocation == "uniform":
-            ranks, slow = uniform_ranks(shapes, ratio, align, judge)
-        else:
-            losses = {}
-            if ratio:
-                losses = losses_of(sites, config.resolved_method, statistics, config.base_format)
-            groups: dict[str, list[Site]] = {}
-            for site in sites:
-                groups.setdefault(site.group, []).append(site)
-            grouped = [
-                replace(shape_of(members[0], config), name=name, count=len(members))
-                for name, members in groups.items()
-            ]
-            named = {name: [site.name for site in members] for name, members in groups.items()}
-            ranks, slow = global_ranks(grouped, named, losses, ratio, align, judge)
-        layers = [_decided(s, ranks[s.name], align, slow.get(s.name, "")) for s in shapes]
+        layers, align = _budgeted(sites, config, statistics, judge, config.effective_ratio)
     if prices is not None:
         chosen = {layer.name: layer.rank for layer in layers}
-        shares, slower = prices.settled.shares(chosen), prices.settled.slower(chosen)
+        shares, slower = prices.shares(chosen), prices.slower(chosen)
         layers = [
             replace(x, dense_us=shares[x.name][0], us=shares[x.name][1], slower=x.name in slower)
             if x.name in shares
@@ -223,10 +198,101 @@ def make_plan(
     return [replace(x, bytes=layer_bytes(by_name[x.name], x.rank, config)) for x in made], align
 
 
-def _decided(shape: allocation.Shape, rank: int | None, align: int, slow: str) -> LayerReport:
-    counted = len(allocation.legal_ranks(shape, align)) > 0 and not slow
-    note = slow if counted or slow else f"no multiple of {align} is below break-even"
-    return LayerReport(name=shape.name, k=shape.k, n=shape.n, rank=rank, note=note, counted=counted)
+def _budgeted(
+    sites: Sequence[Site],
+    config: CompressionConfig,
+    statistics: Statistics | None,
+    prices: Prices | None,
+    ratio: float,
+) -> tuple[list[LayerReport], int]:
+    """Return (the layers with ranks that meet a ratio, the tile of the ranks).
+
+    Layers that share a rank, as the experts of one weight do, are one shape of the allocation.
+    """
+    shapes = [shape_of(site, config) for site in sites]
+    align = config.align or _BRANCH_ALIGN
+    if config.base is None:
+        align = config.align or allocation.choose_align(shapes, ratio)
+    uniform = config.allocation == "uniform"
+    members: dict[str, list[str]] = {}
+    for site in sites:
+        members.setdefault(site.name if uniform else site.group, []).append(site.name)
+    first = {shape.name: shape for shape in shapes}
+    shared = [
+        replace(first[names[0]], name=name, count=1 if uniform else len(names))
+        for name, names in members.items()
+    ]
+    ranks_of = {one.name: list(allocation.legal_ranks(one, align)) for one in shared}
+    losses: Losses = {}
+    slow: dict[str, str] = {}
+    if ratio and not uniform:
+        losses = losses_of(sites, config.resolved_method, statistics, config.base_format)
+        if prices is not None:
+            nominal = {name: _nominal(first[name], ranks_of[key], ratio)
+                       for key, names in members.items() for name in names}  # fmt: skip
+            for key, (name, *_) in members.items():
+                paying = [r for r in ranks_of[key] if prices.may_pay(name, r, nominal)]
+                if ranks_of[key] and not paying:
+                    slow |= dict.fromkeys(members[key], prices.slower(nominal).get(name, _SLOWER))
+                ranks_of[key] = paying or ranks_of[key]
+
+    def allocate(slow: Mapping[str, str]) -> dict[str, int | None]:
+        left = [one for one in shared if members[one.name][0] not in slow]
+        if uniform:
+            found = allocation.allocate_uniform(left, ratio, align)
+        else:
+            found = allocation.allocate_global(
+                left, losses, ratio, align, permitted=lambda name, rank: rank in ranks_of[name]
+            )
+        return {name: found.get(key) for key, names in members.items() for name in names}
+
+    legal = {names[0] for key, names in members.items() if ranks_of[key]}
+    ranks, slow = _none_slower(allocate, legal, slow, prices)
+    layers = []
+    for shape in shapes:
+        counted = len(allocation.legal_ranks(shape, align)) > 0 and shape.name not in slow
+        note = "" if counted else f"no multiple of {align} is below break-even"
+        layers.append(
+            LayerReport(name=shape.name, k=shape.k, n=shape.n, rank=ranks[shape.name],
+                        note=slow.get(shape.name, note), counted=counted)
+        )  # fmt: skip
+    return layers, align
+
+
+def _nominal(shape: allocation.Shape, ranks: Sequence[int], ratio: float) -> int | None:
+    """Return the rank that a shape would have at the ratio, None where none is legal."""
+    ideal = (1 - ratio) * shape.k * shape.n / (shape.k + shape.n)
+    return min(ranks, key=lambda rank: abs(rank - ideal), default=None)
+
+
+def _none_slower(
+    allocate: Callable[[Mapping[str, str]], dict[str, int | None]],
+    legal: set[str],
+    slow: dict[str, str],
+    prices: Prices | None,
+) -> tuple[dict[str, int | None], dict[str, str]]:
+    """Return (ranks, why some layers stay dense): none makes its call slower than dense.
+
+    allocate: the ranks beside these slow layers. legal: layers that have a legal rank. What a slow
+    layer gives up is spent again on the others. Raises ModelError where all of them are slow.
+    """
+    while True:
+        if prices is not None and legal and legal <= slow.keys():
+            workload = ", ".join(
+                f"{tokens} token{'s' * (tokens != 1)} a call"
+                + (f" ({weight:.0%})" if weight < 1 else "")
+                for _, tokens, weight in prices.workload
+            )
+            raise ModelError(
+                f"low rank is predicted to be slower than dense in all {len(legal)} layers that "
+                f"have a rank, for {workload}; pass allow_slower=True for a smaller model all the "
+                "same, a larger ratio, or the workload= that the model serves"
+            )
+        ranks = allocate(slow)
+        found = {} if prices is None else prices.slower(ranks)
+        if not found:
+            return ranks, slow
+        slow = slow | found
 
 
 def _explicit(
@@ -257,12 +323,10 @@ def _explicit(
             ranks[site.name], notes[site.name] = allocation.check_explicit(
                 shape_of(site, config), rank, config.align
             )
-    slow: dict[str, str] = {}
-    while found := found_slower(ranks, prices):
-        slow |= found
-        ranks |= dict.fromkeys(found, None)
-    if prices is not None and slow and not any(ranks.values()):
-        raise all_slower(len(slow), prices)
+    ranks, slow = _none_slower(
+        lambda slow: {name: None if name in slow else rank for name, rank in ranks.items()},
+        {name for name, rank in ranks.items() if rank}, {}, prices,
+    )  # fmt: skip
     return [
         LayerReport(
             name=site.name, k=site.k, n=site.n, rank=ranks[site.name],

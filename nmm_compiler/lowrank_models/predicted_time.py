@@ -1,17 +1,17 @@
 """Predicted microseconds of a model's linears for any ranks, over a mix of workloads.
 
-`Prices` answers the plan's questions: what all layers take, what one layer adds at a rank, and
-which layers are slower low-rank than dense. Layers that one call computes are priced together, once
-for all groups that are equal. A search over ranks asks the closed form; what it chose is judged by
-`Prices.settled`, which simulates both sides. Layers whose weights load in less than a DMA needs to
-start have no price: latencies are their time, and parameters decide their ranks.
+`Prices` answers the plan's questions: what all layers take, which ranks are worth a try, and which
+layers are slower low-rank than dense. Layers that one call computes are priced together, once for
+all groups that are equal. A search over ranks asks the closed form; what it chose is judged by the
+simulator, both sides of a call. Layers whose weights load in less than a DMA needs to start have no
+price: latencies are their time, and parameters decide their ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,74 +27,64 @@ from nmm_compiler.lowrank_models.layer_calls import Group, Layer, Rank, alone, c
 from nmm_compiler.lowrank_models.report import Timed
 from nmm_compiler.targets import Target
 
+Ranks = Mapping[str, Rank]
+SEARCH, JUDGE = "closed_form", "simulated"
+"""The sources of prices (`prices.kernel.PRICES`) of a search over ranks, and of what it chose."""
 
+
+@dataclass(frozen=True)
 class Prices:
     """What groups of layers take.
 
-    of: (group, ranks) -> microseconds for each kind of pass in `workload`. note: how the layers are
-    grouped. settled: prices of both sides that decide and that reports print; default is these.
-    source: of the figures, one of `prices.kernel.PRICES`.
+    of: (group, ranks, source) -> microseconds for each kind of pass in `workload`. note: how the
+    layers are grouped.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        workload: Workload,
-        of: Callable[[Group, tuple[Rank, ...]], tuple[float, ...]],
-        note: str = "",
-        settled: Prices | None = None,
-        source: str = "closed_form",
-    ) -> None:
-        self.groups, self.workload, self._of = groups, workload, of
-        self.note, self.settled, self.source = note, settled or self, source
-        self._group = {layer.name: group for group in groups for layer in group.layers}
+    groups: Sequence[Group]
+    workload: Workload
+    of: Callable[[Group, tuple[Rank, ...], str], tuple[float, ...]]
+    note: str = ""
 
-    def group_us(self, group: Group, ranks: Mapping[str, Rank]) -> float:
+    def group_us(self, group: Group, ranks: Ranks, source: str = JUDGE) -> float:
         """Return what a group takes in the mix of workloads, at these ranks of its layers."""
-        found = self._of(group, tuple(ranks.get(layer.name) for layer in group.layers))
+        found = self.of(group, tuple(ranks.get(layer.name) for layer in group.layers), source)
         return math.fsum(w * us for (_, _, w), us in zip(self.workload, found, strict=True))
 
-    def timed(self, ranks: Mapping[str, Rank]) -> tuple[Timed, ...]:
+    def timed(self, ranks: Ranks) -> tuple[Timed, ...]:
         """Return what all layers take in each kind of pass, dense and at these ranks."""
         if not self.groups:
             return ()
         sums = []
         for chosen in ({}, ranks):
-            each = [self._of(g, tuple(chosen.get(x.name) for x in g.layers)) for g in self.groups]
+            given = [tuple(chosen.get(x.name) for x in group.layers) for group in self.groups]
+            each = [self.of(*one, JUDGE) for one in zip(self.groups, given, strict=True)]
             sums.append([math.fsum(column) for column in zip(*each, strict=True)])
         return tuple(
             Timed(name=name, tokens=tokens, weight=weight, dense_us=dense, us=us)
             for (name, tokens, weight), dense, us in zip(self.workload, *sums, strict=True)
         )
 
-    def at(self, name: str, rank: Rank, others: Mapping[str, Rank]) -> float:
-        """Return what a layer's group takes with this rank of it and those of the others."""
-        return self.group_us(self._group[name], {**others, name: rank})
-
-    def slower(self, ranks: Mapping[str, Rank]) -> list[str]:
-        """Return the low-rank layers whose calls would be faster with them dense.
-
-        These are single layers, beside the others as they are; else all low-rank layers of a call
-        that is slower than the same call without any.
-        """
-        found = [n for n, rank in ranks.items() if rank and self.is_slower(n, rank, ranks)]
-        single = {id(self._group[name]) for name in found}
+    def slower(self, ranks: Ranks) -> dict[str, str]:
+        """Return the low-rank layers of calls that are slower than dense, each with the figures."""
+        slow = {}
         for group in self.groups:
-            slower = self.group_us(group, ranks) > self.group_us(group, {})
-            if id(group) not in single and slower:
-                found += [layer.name for layer in group.layers if ranks.get(layer.name)]
-        return found
+            low, dense = self.group_us(group, ranks), self.group_us(group, {})
+            if low > dense:
+                note = f"its call would take {low:.1f} us, dense {dense:.1f}: kept dense"
+                slow |= {layer.name: note for layer in group.layers if ranks.get(layer.name)}
+        return slow
 
-    def faster_us(self, name: str, ranks: Mapping[str, Rank]) -> float:
-        """Return what a layer's call takes with it dense, or all of its layers, if that is less."""
-        return min(self.at(name, None, ranks), self.group_us(self._group[name], {}))
+    def may_pay(self, name: str, rank: int, others: Ranks) -> bool:
+        """Return whether the closed form finds a layer's call no slower than with it dense."""
+        for group in self.groups:
+            if name in [layer.name for layer in group.layers]:
+                low, dense = (
+                    self.group_us(group, {**others, name: one}, SEARCH) for one in (rank, None)
+                )
+                return low <= dense
+        return True
 
-    def is_slower(self, name: str, rank: Rank, others: Mapping[str, Rank]) -> bool:
-        """Return whether a layer takes longer at a rank than dense, beside these ranks."""
-        priced = name in self._group
-        return priced and self.at(name, rank, others) > self.at(name, None, others)
-
-    def shares(self, ranks: Mapping[str, Rank]) -> dict[str, tuple[float, float]]:
+    def shares(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return each layer's (dense, low-rank) share of its call, by its dense parameters.
 
         Layers of a call gain alike, so that none of a call that is faster is shown as slower.
@@ -145,18 +135,15 @@ def kernel_prices(
         small = sum(len(g.layers) for g in groups) - sum(len(g.layers) for g in priced)
         said = f"no time is predicted for {small} layers: a DMA's start takes longer than they load"
         note = f"{note}; {said}" if note and priced else said
-    groups = priced
 
-    def of(source: str, group: Group, ranks: tuple[Rank, ...]) -> tuple[float, ...]:
+    def of(group: Group, ranks: tuple[Rank, ...], source: str) -> tuple[float, ...]:
         sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))
         return tuple(
             call_us(group.kind, sizes, group.activation, tokens, dtype, chip, fp8, source)
             for _, tokens, _ in workload
         )
 
-    simulated = functools.partial(of, "simulated")
-    settled = Prices(groups, workload, simulated, note, source="simulated")
-    return Prices(groups, workload, functools.partial(of, "closed_form"), note, settled)
+    return Prices(priced, workload, of, note)
 
 
 def _loaded_at_start(chip: Target) -> float:

@@ -7,7 +7,7 @@ training mode, and the result is compared with the product of its weight.
 
 Is a linear called, or is its weight only read? Callers of `F.multi_head_attention_forward` (WavLM)
 pass `self.q_proj.weight`, and factors would be multiplied back on every call. `only_reads` finds it
-in the code of the module that holds the linear; `watch_reads` records it while calibration runs.
+in the code of the module that holds the linear.
 """
 
 from __future__ import annotations
@@ -59,32 +59,6 @@ def _bound_and_product(linear: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor
     if bias is not None:
         expected, size = expected + bias.detach(), size + bias.detach().abs()
     return 2 * (weight.shape[1] + 2) * torch.finfo(torch.float64).eps * size, expected
-
-
-class _Watched(dict[str, "nn.Parameter | None"]):
-    """A module's parameters; records the names of those that are read."""
-
-    def __init__(self, inner: dict[str, nn.Parameter | None]) -> None:
-        super().__init__(inner)
-        self.inner, self.read = inner, set[str]()
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-
-def watch_reads(module: nn.Module) -> set[str]:
-    """Return a set that fills with the names of the module's parameters as they are read."""
-    watched = _Watched(module._parameters)
-    module.__dict__["_parameters"] = watched
-    return watched.read
-
-
-def unwatch_reads(module: nn.Module) -> None:
-    """End `watch_reads`."""
-    watched = module._parameters
-    if isinstance(watched, _Watched):
-        module.__dict__["_parameters"] = watched.inner
 
 
 def only_reads(owner: nn.Module, name: str) -> bool:

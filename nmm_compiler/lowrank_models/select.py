@@ -264,7 +264,10 @@ def _refusal(
         return "nn.MultiheadAttention reads its weight and never calls it"
     owner = model.get_submodule(name.rpartition(".")[0])
     if only_reads(owner, name.rpartition(".")[2]):
-        return only_read_reason(type(owner).__name__)
+        return (
+            f"{type(owner).__name__} reads its weight and never calls it: factors would be "
+            "multiplied back each time"
+        )
     if isinstance(module, nn.Linear):
         difference = difference_from_linear(module)
         if difference is not None:
@@ -272,13 +275,6 @@ def _refusal(
     if module is head:
         return "the output head (name it in include= to factorize it)"
     return None
-
-
-def only_read_reason(reader: str) -> str:
-    """Return why a layer that is read and never called stays dense."""
-    return (
-        f"{reader} reads its weight and never calls it: factors would be multiplied back each time"
-    )
 
 
 def _check_excluded(unwanted: tuple[str, ...], names: list[str], model: nn.Module) -> None:

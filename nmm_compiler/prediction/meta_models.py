@@ -48,7 +48,7 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ModelError(f"transformers makes no model of the config: {text}") from error
         if ranks:
-            hf_layers.prepare(module, ranks)
+            hf_layers.prepare(module, hf_layers.SavedLayers(ranks, {}, {}))
     return MetaModel(module.eval(), name)
 
 
@@ -66,7 +66,7 @@ def saved_ranks(config: Any) -> dict[str, int]:
             f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    return hf_layers.checked_ranks(fields.get("ranks"))
+    return hf_layers.SavedLayers.read({"ranks": fields.get("ranks")}).ranks
 
 
 def dense_config(config: Any) -> Any:

@@ -7,7 +7,6 @@ from torch import nn
 
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.choose_ranks import found_slower
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.layer_calls import Group, Layer, call_us, groups_of
 from nmm_compiler.lowrank_models.predicted_time import Prices
@@ -140,16 +139,25 @@ def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
         assert compress(Two(), align=64, **asked, **ASKED).compressed
 
 
-def test_members_of_a_call_are_judged_beside_each_other():
-    layers = (Layer("a", 8, 8), Layer("b", 8, 8))
-    times = {(None, None): 10.0, (4, None): 13.0, (None, 4): 13.0, (4, 4): 7.0}
-    prices = Prices([Group("shared_x", layers)], (("pass", 1, 1.0),), lambda g, r: (times[r],))
-    assert prices.slower({"a": 4, "b": 4}) == []
-    assert list(found_slower({"a": 4, "b": None}, prices)) == ["a"]
-    times[4, 4] = 12.5  # neither is slower beside the other, and both are slower than none
-    assert prices.slower({"a": 4, "b": 4}) == ["a", "b"]
-    times[4, 4] = 7.0
-    assert prices.shares({"a": 4, "b": 4}) == {"a": (5.0, 3.5), "b": (5.0, 3.5)}
+def test_a_call_is_judged_whole_and_shared_out():
+    """The table of the report shows the times that decide, to a tenth of a microsecond."""
+    layers = (Layer("a", 1024, 1024), Layer("b", 1024, 2048))
+    times = {(None, None): 10.0, (4, None): 10.2, (None, 4): 9.9, (4, 4): 10.1, (2, 2): 9.0}
+    prices = Prices(
+        [Group("shared_x", layers)],
+        (("pass", 1, 1.0),),
+        lambda group, ranks, source: (times[ranks],),
+    )
+    assert prices.slower({"a": 4, "b": None}) == {
+        "a": "its call would take 10.2 us, dense 10.0: kept dense"
+    }
+    assert list(prices.slower({"a": 4, "b": 4})) == ["a", "b"]
+    assert prices.slower({"a": None, "b": 4}) == prices.slower({"a": 2, "b": 2}) == {}
+    shares = prices.shares({"a": 2, "b": 2})
+    assert shares["a"] == pytest.approx((10 / 3, 3.0))
+    assert shares["b"] == pytest.approx((20 / 3, 6.0))
+    assert prices.may_pay("b", 4, {"a": None})
+    assert not prices.may_pay("a", 4, {"b": None})
 
 
 def test_layers_that_latencies_decide_have_no_price(monkeypatch):
@@ -160,10 +168,19 @@ def test_layers_that_latencies_decide_have_no_price(monkeypatch):
     assert "no time is predicted for 8 layers: a DMA's start takes longer" in report.headline()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 512])
-@pytest.mark.parametrize("sizes", [(512, 2048), (2048, 512), (1024, 1024), (768, 768)])
-@pytest.mark.parametrize("given", [{"ratio": 0.2}, {"rank": 320}, {"ratio": 0.6}])
+@pytest.mark.parametrize(
+    ("given", "sizes", "tokens", "dtype"),
+    [
+        ({"ratio": 0.2}, (512, 2048), 512, torch.bfloat16),
+        ({"ratio": 0.2}, (1024, 1024), 1, torch.float32),
+        ({"ratio": 0.2}, (768, 768), 512, torch.float32),
+        ({"rank": 320}, (2048, 512), 1, torch.bfloat16),
+        ({"rank": 320}, (768, 768), 512, torch.bfloat16),
+        ({"rank": 320}, (1024, 1024), 512, torch.float32),
+        ({"ratio": 0.6}, (1024, 1024), 512, torch.bfloat16),
+        ({"ratio": 0.6}, (512, 2048), 1, torch.float32),
+    ],
+)
 def test_the_simulator_shows_no_low_rank_layer_slower(given, sizes, tokens, dtype):
     """The closed form is up to a fifth faster for these factors than the simulator."""
     k, n = sizes
@@ -208,13 +225,3 @@ def test_a_workload_that_is_none_is_refused(given):
     with pytest.raises(OptionTypeError, match="workload"):
         CompressionConfig(workload=given)
     assert CompressionConfig(workload=64).passes == (("pass", 64, 1.0),)
-
-
-def test_no_layer_is_made_slower_by_less_than_a_launch():
-    """The table of the report shows the times that decide, to a tenth of a microsecond."""
-    layers = (Layer("a", 1024, 1024), Layer("b", 1024, 2048))
-    times = {(None, None): 10.0, (4, None): 10.2, (None, 4): 10.4, (4, 4): 10.1, (2, 2): 9.0}
-    prices = Prices([Group("shared_x", layers)], (("pass", 1, 1.0),), lambda g, r: (times[r],))
-    assert prices.slower({"a": 4, "b": None}) == ["a"]
-    assert prices.slower({"a": 4, "b": 4}) == ["a", "b"]
-    assert all(low < dense for dense, low in prices.shares({"a": 2, "b": 2}).values())
