@@ -72,7 +72,9 @@ def test_what_does_not_fit_is_never_the_best():
     assert Plan(name="toy", predictions=(DENSE, fast)).best is None
 
 
-def test_a_gain_within_the_error_of_the_prices_is_not_told_apart():
+def test_a_gain_within_the_error_of_the_prices_is_not_told_apart(monkeypatch):
+    kept = {"bf16": {"in": [1.0], "out": [1.0]}, "fp8": {"in": [1.01], "out": [1.01]}}
+    monkeypatch.setattr(forms_module, "measured_quality", lambda: {"toy": kept})
     near = made({"mlp": 90.0, "self_attn": 55.0}, DENSE)
     (said, *_) = Plan(name="toy", predictions=(DENSE, near)).verdict()
     assert said.startswith("no setting is told apart from dense: the nearest is ")
