@@ -364,8 +364,9 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
         if parameter.dim() == 2 and "embed" not in name:
             here = machine.of_head if name == f"{head}.weight" else machine
             n, k = parameter.shape
-            size = n * k * stored_bytes(dtype, here.weights)
-            if here.packed is not None:
+            if here.packed is None:
+                size = n * k * stored_bytes(dtype, here.weights)
+            else:
                 size = here.packed.stored_bytes(k, n)
         total += model.count(name) * size
     for name, buffer in model.module.named_buffers():  # factors of eight bits
