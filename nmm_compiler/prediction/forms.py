@@ -45,13 +45,6 @@ class Form(Record):
     ratio: float | None = None
 
     @property
-    def branch(self) -> str | None:
-        """The format of the branch's factors, None without one: eight bits as the base has."""
-        if not self.base or not (self.rank or self.ratio):
-            return None
-        return "mxfp8" if FORMATS[self.base].power_scales else "fp8"
-
-    @property
     def is_mx(self) -> bool:
         """Whether the weights are MX blocks."""
         return bool(self.base) and FORMATS[self.base].power_scales
@@ -61,7 +54,7 @@ class Form(Record):
         size = {"rank": self.rank} if self.ratio is None else {"ratio": self.ratio}
         if not self.base:
             return {} if self.ratio is None else size
-        return {"base": self.base, **size, "factors": self.branch}
+        return {"base": self.base, **size}
 
     def predicted(self) -> dict[str, Any]:
         """Return what `predict` is given for the form."""
@@ -88,10 +81,7 @@ class Form(Record):
     def stored_bytes(self, k: int, n: int) -> int:
         """Return the bytes of a weight [n, k] in this form, scales and branch included."""
         made = check_blocks(k, self.base, f"a weight [{n}, {k}]").stored_bytes(n, k, 2)
-        if self.branch is not None and self.rank:
-            factors = FORMATS[self.branch]
-            made += factors.stored_bytes(self.rank, k, 2) + factors.stored_bytes(n, self.rank, 2)
-        return made
+        return made + 2 * self.rank * (k + n)
 
 
 def _forms_of(target: Target) -> list[str]:
@@ -153,6 +143,5 @@ def notes_on(names: Sequence[str]) -> list[str]:
             f"measured on {', '.join(models)}; to keep is at most {KEEPS[0]} and {KEEPS[1]}"
         )
     if any(name.startswith("mx") for name in names):
-        notes.append("mx forms: fp8's kernels with their own bytes and the products of the branch; "
-                     "the head is fp8")  # fmt: skip
+        notes.append("mx forms: kernels of MX weights with a bfloat16 branch; the head is fp8")
     return notes

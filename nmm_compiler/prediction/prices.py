@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
+from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.options import DTYPES
+from nmm_compiler.prediction.corrected import corrected_rows
 from nmm_compiler.prediction.forms import Form, read_form
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
@@ -74,7 +76,7 @@ class Machine:
 
     @property
     def packed(self) -> Form | None:
-        """The form of weights that no kernel's price is of, None for a dtype."""
+        """The form of weights that are no dtype, None for a dtype."""
         return None if self.weights in (*DTYPES, FP8) else read_form(self.weights)
 
     @property
@@ -108,7 +110,9 @@ class Price:
 def price(piece: Piece, machine: Machine) -> Price:
     """Return the price of one piece, computed once."""
     if piece.kind == "kernel":
-        return min((_row(way, machine) for way in piece.ways), key=_with_gaps)
+        packed = machine.packed
+        own = () if packed is None else corrected_rows(piece.ways, packed)
+        return min((_row(way, machine) for way in own or piece.ways), key=_with_gaps)
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
         return Price(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
@@ -148,12 +152,13 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
     A sum over cores that no target computes inside of a kernel takes infinitely long. Weights of a
-    form that no spec says take what the kernel of the nearest dtype takes, with their own bytes in
-    place of its, and the products of their branch; never less than their roofline.
+    form that no spec says, as int8, or blocks that do not divide, take what the kernel of the
+    nearest dtype takes, with their own bytes in place of its, and the products of their branch;
+    never less than their roofline.
     """
-    packed = machine.packed
+    packed = None if isinstance(spec, CorrectedSpec) else machine.packed
     near = FP8 if packed is not None and packed.base != "int8" else machine.weights
-    stored = with_weights(spec, near)
+    stored = spec if isinstance(spec, CorrectedSpec) else with_weights(spec, near)
     bytes_us, floor = _bounds(stored, machine)
     source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
     try:
