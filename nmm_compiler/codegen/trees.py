@@ -107,7 +107,7 @@ class Editor:
 
 @functools.cache
 def _methods(editor: Any, kind: type[cst.CSTNode]) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return the methods of an editor for a kind of node, None for one that it lacks; its fields."""
+    """Return an editor's methods for a kind of node, None for one that it lacks; its fields."""
     visit, leave = (getattr(editor, f"{when}_{kind.__name__}", None) for when in ("visit", "leave"))
     return visit, leave, _fields(kind, editor.spelling)
 

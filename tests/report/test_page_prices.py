@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from nmm_compiler.backend.report_page import compile_parts
 
+from nmm_compiler.backend.publish import compile_parts
 from nmm_compiler.cli.main import main
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US

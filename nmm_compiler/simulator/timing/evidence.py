@@ -87,8 +87,8 @@ def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterato
         )
     if trace.psum_peak_banks > target.psum_banks:
         yield (
-            f"spills: live sums take {trace.psum_peak_banks} PSUM banks of {target.psum_banks}, and "
-            "are timed as if they fitted"
+            f"spills: live sums take {trace.psum_peak_banks} PSUM banks of {target.psum_banks}, "
+            "and are timed as if they fitted"
         )
     tiny = _tiny_instructions(timeline, counts)
     if tiny:
