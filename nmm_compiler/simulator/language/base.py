@@ -55,28 +55,19 @@ private_hbm = hbm = MemoryRegion.private_hbm
 shared_hbm = MemoryRegion.shared_hbm
 
 
-@exported
-def is_hbm(buffer: Any) -> bool:
-    """Return whether the region is HBM."""
-    return buffer in (private_hbm, shared_hbm)
+def _test_of_regions(name: str, *regions: MemoryRegion) -> Callable[[Any], bool]:
+    """Enter a function that says whether a buffer is one of some regions."""
+
+    def test(buffer: Any) -> bool:
+        return buffer in regions
+
+    test.__name__ = test.__qualname__ = name
+    return exported(test)
 
 
-@exported
-def is_on_chip(buffer: Any) -> bool:
-    """Return whether the region is SBUF or PSUM."""
-    return buffer in (sbuf, psum)
-
-
-@exported
-def is_psum(buffer: Any) -> bool:
-    """Return whether the region is PSUM."""
-    return buffer is psum
-
-
-@exported
-def is_sbuf(buffer: Any) -> bool:
-    """Return whether the region is SBUF."""
-    return buffer is sbuf
+is_hbm = _test_of_regions("is_hbm", private_hbm, shared_hbm)
+for _name, _regions in {"is_on_chip": (sbuf, psum), "is_psum": (psum,), "is_sbuf": (sbuf,)}.items():
+    _test_of_regions(_name, *_regions)
 
 
 class TileSize:

@@ -52,6 +52,11 @@ class PrivateModules:
         self.shadows: frozenset[str] = frozenset()
         self.builtins = dict(vars(builtins))
         self.builtins["__import__"] = self.import_module
+        self.changed = {
+            "dataclasses": _changed(dataclasses, dataclass=_dataclass),
+            "importlib": _changed(importlib, import_module=self._import_by_name),
+            "inspect": _changed(inspect, getmodule=self._module_of),
+        }
 
     def locate(self, name: str) -> Path | None:
         """Return the source of a dotted module name under the roots, or None."""
@@ -140,12 +145,8 @@ class PrivateModules:
                 raise ModuleNotFoundError(f"no module {full!r} under {self.roots}", name=full)
             return self._with_fromlist(module, full, fromlist)
         top = name.partition(".")[0]
-        if name == "importlib":
-            return self._importlib()
-        if name == "inspect":
-            return self._inspect()
-        if name == "dataclasses":
-            return _DATACLASSES
+        if name in self.changed:
+            return self.changed[name]
         if beta1.stands_in(name):
             if globals is not None and name not in _ANNOTATIONS:
                 globals[BETA_1] = True
@@ -159,27 +160,19 @@ class PrivateModules:
                 return self._with_fromlist(module, name, fromlist) if fromlist else self.load(top)
         return builtins.__import__(name, globals, locals, fromlist, 0)
 
-    def _importlib(self) -> types.ModuleType:
-        """Return `importlib` whose import_module goes through this loader."""
+    def _import_by_name(self, name: str, package: str | None = None) -> Any:
+        """Do importlib.import_module."""
+        level = len(name) - len(name.lstrip("."))
+        context = {"__package__": package}
+        return self.import_module(name[level:], context, None, ("__name__",), level)
 
-        def import_module(name: str, package: str | None = None) -> Any:
-            level = len(name) - len(name.lstrip("."))
-            context = {"__package__": package}
-            return self.import_module(name[level:], context, None, ("__name__",), level)
-
-        return _changed(importlib, import_module=import_module)
-
-    def _inspect(self) -> types.ModuleType:
-        """Return `inspect` whose getmodule knows private modules."""
-
-        def getmodule(thing: Any, filename: str | None = None) -> Any:
-            namespace = getattr(thing, "f_globals", getattr(thing, "__globals__", None))
-            for module in self.modules.values():
-                if vars(module) is namespace:
-                    return module
-            return inspect.getmodule(thing, filename)
-
-        return _changed(inspect, getmodule=getmodule)
+    def _module_of(self, thing: Any, filename: str | None = None) -> Any:
+        """Do inspect.getmodule, which knows no private modules."""
+        namespace = getattr(thing, "f_globals", getattr(thing, "__globals__", None))
+        for module in self.modules.values():
+            if vars(module) is namespace:
+                return module
+        return inspect.getmodule(thing, filename)
 
     def _with_fromlist(self, module: types.ModuleType, name: str, fromlist: Any) -> Any:
         if hasattr(module, "__path__"):
@@ -224,6 +217,3 @@ def _dataclass(cls: Any = None, /, **options: Any) -> Any:
 
     record.__init__ = __init__
     return made
-
-
-_DATACLASSES = _changed(dataclasses, dataclass=_dataclass)
