@@ -26,11 +26,10 @@ from nmm_compiler.simulator.trace import Instruction
 
 
 class _Body:
-    """What the first turn of a loop issues: (name, arguments), and the line of each."""
+    """What the first turn of a loop issues: (name, arguments, line)."""
 
     def __init__(self) -> None:
-        self.issued: list[tuple[str, Any]] = []
-        self.lines: list[int] = []
+        self.issued: list[tuple[str, Any, int]] = []
         self.loops: dict[int, _Body] = {}
         self.known = False
 
@@ -49,9 +48,8 @@ class _Turn:
         """Compare an instruction and its arguments with the first turn's."""
         body, issued = self.body, (what, self._same(values))
         if not body.known:
-            body.issued.append(issued)
-            body.lines.append(kernel_frame()[1])
-        elif self.place >= len(body.issued) or body.issued[self.place] != issued:
+            body.issued.append((*issued, kernel_frame()[1]))
+        elif self.place >= len(body.issued) or body.issued[self.place][:2] != issued:
             self._refuse(what)
         self.place += 1
 
@@ -62,11 +60,10 @@ class _Turn:
         self.body.known = True
 
     def _refuse(self, what: str) -> None:
-        body, place = self.body, self.place
-        before = "ended" if place >= len(body.issued) else \
-            f"issued {body.issued[place][0]} of line {body.lines[place]}"  # fmt: skip
-        if place < len(body.issued) and body.issued[place][0] == what:
-            before += " with other arguments"
+        before = "ended"
+        for name, _, line in self.body.issued[self.place : self.place + 1]:
+            other = " with other arguments" if name == what else ""
+            before = f"issued {name} of line {line}{other}"
         self.machine.rule(
             HazardError,
             f"a turn of a loop on the device issues {what} where the first turn {before}; the "
