@@ -368,9 +368,7 @@ class Tensor:
 
     def reshape(self, *sizes: Any, shape: Any = None) -> Tensor:
         """Return the same elements in another shape."""
-        given = sizes if shape is None else (shape,)
-        wanted = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
-        return Tensor.of(self.tile().reshape(tuple(int(s) for s in wanted)))
+        return Tensor.of(self.tile().reshape(*(sizes if shape is None else (shape,))))
 
     def expand_dims(self, axis: Any) -> Tensor:
         """Return a view with dimensions of size 1 at `axis`."""

@@ -252,19 +252,20 @@ class NkiTensor(NKIObject):
                 UnsupportedInstructionError,
                 f"indirect view of {self.name!r}: the indirect dimension cannot be indexed again",
             )
-        view = self._over(tuple(dims), offset)
-        view.moved = moved
-        return view
+        shape, strides = zip(*dims, strict=True)
+        return NkiTensor(self.storage, shape, strides, offset, self.dtype, self.indirection, moved)
 
     def _span(self, dim: int, key: slice | DynamicSlice, moved: Any) -> tuple[int, int, int, Any]:
         """Return (start, stop, step) of a slice, and the registers that move the view."""
-        start, moved = self._start(dim, 0 if key.start is None else key.start, moved)
+        start = 0 if key.start is None else key.start
+        if start.__class__ is not int:
+            start, moved = self._start(dim, start, moved)
         if isinstance(key, DynamicSlice):
             return start, start + self._number(key.size), 1, moved
         size, stop = self.shape[dim], key.stop
-        if stop.__class__ is VirtualRegister:
-            stop = stop.read()
-        stop = size if stop is None else self._number(stop)
+        stop = size if stop is None else stop
+        if stop.__class__ is not int:
+            stop = stop.read() if stop.__class__ is VirtualRegister else self._number(stop)
         step = 1 if key.step is None else self._number(key.step)
         return start + size * (start < 0), stop + size * (stop < 0), step, moved
 
