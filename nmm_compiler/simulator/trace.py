@@ -8,6 +8,7 @@ reads and writes, plus the on-chip allocations. It holds no data, so a trace mad
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,10 +44,12 @@ class Access:
     @property
     def elements_per_partition(self) -> int:
         """Elements in each partition (in HBM: in the whole region)."""
-        count = 1
-        for _, extent in self.pattern:
-            count *= extent
-        return count
+        return math.prod([count for _, count in self.pattern])
+
+    @property
+    def inner_step(self) -> int:
+        """Bytes from an element to the next along the innermost dimension of several."""
+        return next((s for s, n in reversed(self.pattern) if n > 1), self.item_bytes)
 
 
 @dataclasses.dataclass(slots=True)

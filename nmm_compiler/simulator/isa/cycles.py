@@ -10,19 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nmm_compiler.simulator.trace import Access, Instruction
+from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets import Target
 
 Cycles = Callable[[Target, Instruction, str, int], float]
 _SIXTEEN_BIT = frozenset({"bfloat16", "float16"})
 _EIGHT_BIT_FLOAT = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
-
-
-def _inner_contiguous(access: Access) -> bool:
-    for step, count in reversed(access.pattern):
-        if count > 1:
-            return step == access.item_bytes
-    return True
 
 
 def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
@@ -45,9 +38,9 @@ def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
         small |= _EIGHT_BIT_FLOAT
     if any(a.dtype not in small for a in tensors):
         sizes = [a.item_bytes for a in tensors]
-        plain = all(a.memory == "sbuf" and _inner_contiguous(a) for a in tensors)
+        plain = all(a.memory == "sbuf" and a.inner_step == a.item_bytes for a in tensors)
         return 2.0 if engine == "vector" and plain and sizes[-1] <= sizes[0] else 1.0
-    contiguous = all(_inner_contiguous(a) for a in tensors)
+    contiguous = all(a.inner_step == a.item_bytes for a in tensors)
     in_psum = sum(a.memory == "psum" for a in tensors)
     if engine == "scalar":  # trn3: two elements a cycle on 16-bit data
         return 2.0 if target.scalar_fast_modes else 1.0

@@ -14,7 +14,7 @@ from nmm_compiler.simulator.isa.names import CYCLES
 from nmm_compiler.simulator.timing.compiler import scalar_can
 from nmm_compiler.simulator.timing.dependence import DMA, ENGINES, SCALAR, TENSOR, VECTOR
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
-from nmm_compiler.simulator.trace import Access, Instruction
+from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets import Target
 
 Cost = tuple[float, float]
@@ -26,25 +26,14 @@ RULES = {op: cycles for op, cycles in sorted(CYCLES.items()) if cycles is not on
 
 def elements(instruction: Instruction) -> int:
     """Return N: the most elements per partition that any tensor operand walks."""
-    count = 1
-    for access in instruction.reads:
-        count = max(count, access.elements_per_partition)
-    for access in instruction.writes:
-        count = max(count, access.elements_per_partition)
-    return count
+    operands = (*instruction.reads, *instruction.writes)
+    return max([1, *(access.elements_per_partition for access in operands)])
 
 
 def tensor_dtype(instruction: Instruction) -> str:
     """Return the dtype that sets the rate of a product: float32 if an operand is, of any two."""
     dtypes = [access.dtype for access in instruction.reads]
     return "float32" if "float32" in dtypes else dtypes[-1]
-
-
-def _inner_stride_bytes(access: Access) -> int:
-    for step, count in reversed(access.pattern):
-        if count > 1:
-            return abs(step)
-    return access.item_bytes
 
 
 class ComputeCosts:
@@ -115,7 +104,7 @@ class ComputeCosts:
     def _wide_stride(self, instruction: Instruction) -> bool:
         accesses = (*instruction.reads, *instruction.writes)
         least = self.target.wide_stride_bytes
-        return any(a.memory != "hbm" and _inner_stride_bytes(a) >= least for a in accesses)
+        return any(a.memory != "hbm" and abs(a.inner_step) >= least for a in accesses)
 
 
 def _pipeline_cycles(target: Target, instruction: Instruction, engine: str) -> float:

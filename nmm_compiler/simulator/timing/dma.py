@@ -49,11 +49,6 @@ def _bytes(access: Access) -> int:
     return access.elements_per_partition * access.partitions * access.item_bytes
 
 
-def _run(access: Access) -> int:
-    """Return contiguous bytes on the side of `access`; rows of one partition end a run on chip."""
-    return contiguous_run(access.pattern, access.item_bytes)
-
-
 class DmaCosts:
     """Costs of transfers on one target."""
 
@@ -88,7 +83,9 @@ class DmaCosts:
         hbm_read = sum(_bytes(a) for a in reads if a.memory == "hbm")
         hbm_write = sum(_bytes(a) for a in writes if a.memory == "hbm")
         moved = max(read_bytes, write_bytes, 1)
-        run = self._row_bytes(min([_run(a) for a in (*reads, *writes)], default=1), moved)
+        # rows of one partition end a run on chip
+        runs_of = [contiguous_run(a.pattern, a.item_bytes) for a in (*reads, *writes)]
+        run = self._row_bytes(min(runs_of, default=1), moved)
         run = max(1, min(run, _LARGEST_DESCRIPTOR_BYTES))
         descriptors = max(1, -(-moved // run))
         rate = target.dma_bytes_per_second_per_engine

@@ -11,6 +11,7 @@ is cached.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -62,7 +63,7 @@ def _run_starts(pattern: Pattern, item_bytes: int) -> tuple[np.ndarray, int]:
 @functools.lru_cache(maxsize=65536)
 def _patterns_meet(first: Pattern, item: int, second: Pattern, other: int, delta: int) -> bool:
     """Return whether `first` and `second`, whose start lies `delta` bytes later, share a byte."""
-    if _runs(first) > _RUNS_LIMIT or _runs(second) > _RUNS_LIMIT:
+    if any(math.prod([n for _, n in pattern]) > _RUNS_LIMIT for pattern in (first, second)):
         return True  # too many runs to enumerate: assume the dependence
     left, left_run = _run_starts(first, item)
     right, right_run = _run_starts(second, other)
@@ -73,13 +74,6 @@ def _patterns_meet(first: Pattern, item: int, second: Pattern, other: int, delta
     low = np.searchsorted(right, left - right_run, side="right")
     high = np.searchsorted(right, left + left_run, side="left")
     return bool((high > low).any())
-
-
-def _runs(pattern: Pattern) -> int:
-    count = 1
-    for _, extent in pattern:
-        count *= extent
-    return count
 
 
 class Record:
