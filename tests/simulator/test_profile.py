@@ -120,8 +120,9 @@ def test_transposes_are_counted_by_place():
     small = builder.tensor("sbuf", 32, 32, "bfloat16")
     builder.add("dma_transpose", "dma", [tile.all], [source.all], transpose=True)
     builder.matmul(bank.all, tile.all, tile.all, is_transpose=True)
-    builder.add("nc_transpose", "tensor", [bank.all], [tile.all])
-    builder.add("nc_transpose", "vector", [small.all], [tile[0:32, 0:32]])
+    turned = {"k": 128, "m": 128, "n": 128, "is_transpose": True}
+    builder.add("nc_transpose", "tensor", [bank.all], [tile.all], **turned)
+    builder.add("nc_transpose", "vector", [small.all], [tile[0:32, 0:32]], is_transpose=True)
     profile = profile_trace(builder.trace, TRN2)
     assert profile.transposes == {"dma": 1, "tensor": 2, "vector": 1}
     assert profile.flops == 0

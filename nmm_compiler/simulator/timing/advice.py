@@ -64,7 +64,7 @@ def advise(timeline: Timeline) -> tuple[Advice, ...]:
 def _short_rows(timeline: Timeline) -> Iterator[Advice]:
     short: dict[int, int] = {}
     for instruction, cost in _transfers(timeline):
-        if cost.run_bytes < WIDE_ROW_BYTES // 2 and not _turns(instruction):
+        if cost.run_bytes < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
             line, run = instruction.line, cost.run_bytes
             short[line] = min(short.get(line, run), run)
     if short:
@@ -147,7 +147,7 @@ def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
     yield from _changed(timeline, slow, as_bf16, seen, "bfloat16 operands")
     turned = [
         i for i in instructions
-        if i.op == "nc_transpose" or (i.engine == "tensor" and i.attributes.get("is_transpose"))
+        if i.attributes.get("is_transpose")
     ]  # fmt: skip
 
     def without_work(i: Instruction) -> Instruction:
@@ -158,7 +158,7 @@ def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
         "operands that already lie the other way around",
     )
     yield from _changed(timeline, turned, without_work, seen, remedy, at_most=True)
-    by_dma = [i for i in instructions if i.engine == "dma" and _turns(i)]
+    by_dma = [i for i in instructions if i.attributes.get("transpose")]
 
     def plain(i: Instruction) -> Instruction:
         return change(i, attributes={k: v for k, v in i.attributes.items() if k != "transpose"})
@@ -209,10 +209,6 @@ def _changed(
     lines = (i.line for i in chosen)
     again = time_trace(trace, timeline.target)
     yield _advice(timeline, again, seen, remedy, lines, at_most=at_most)
-
-
-def _turns(instruction: Instruction) -> bool:
-    return instruction.op == "dma_transpose" or bool(instruction.attributes.get("transpose"))
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[Instruction, DmaCost]]:

@@ -65,7 +65,7 @@ class ComputeCosts:
         columns = max(moving, target.tensor_min_interval_cycles)
         columns = max(columns, stationary / target.stationary_load_speedup)
         if tensor_dtype(instruction) == "float32":
-            transpose = attributes.get("is_transpose") or instruction.op == "nc_transpose"
+            transpose = attributes.get("is_transpose")
             factor = target.fp32_pass_factor
             if transpose and target.tensor_transpose_mode:
                 factor /= 2.0

@@ -350,12 +350,9 @@ def minimal_hbm_bytes(trace: Trace) -> int:
 
 def _transposes_on(instruction: Instruction) -> str:
     """Return "dma", "tensor" or "vector" for a transpose, else an empty string."""
-    if instruction.engine == "dma":
-        turned = instruction.op == "dma_transpose" or instruction.attributes.get("transpose")
-        return "dma" if turned else ""
-    if instruction.op == "nc_transpose" or instruction.attributes.get("is_transpose"):
-        return instruction.engine if instruction.engine in ("tensor", "vector") else ""
-    return ""
+    attributes = instruction.attributes
+    turns = attributes.get("transpose") or attributes.get("is_transpose")
+    return instruction.engine if turns else ""
 
 
 def _rows(instruction: Instruction) -> int:
@@ -365,9 +362,6 @@ def _rows(instruction: Instruction) -> int:
 
 def _matmul_flops(instruction: Instruction) -> int:
     attributes = instruction.attributes
-    if instruction.op == "nc_transpose" and "k" not in attributes:
-        access = instruction.reads[0]
-        return 2 * access.partitions * access.partitions * access.elements_per_partition
     each = 1 if attributes.get("onezero") else 2
     k, m, n = (int(attributes[name]) for name in ("k", "m", "n"))
     return each * _rows(instruction) * k * m * n
