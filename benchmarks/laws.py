@@ -97,6 +97,7 @@ class _NoSums(dict[Any, float]):
 _CLOCK = timeline.TensorClock.__init__
 _TRANSFER = timeline._Pass._transfer
 _ISSUE = dma.DmaCosts._issue
+_TAKE = resources.Pool.take
 
 
 def _clock_without_sums(self: Any, target: Target, slots: Any) -> None:
@@ -111,6 +112,16 @@ def _clock_that_stays_warm(self: Any, target: Target, slots: Any) -> None:
 
 def _no_store_put_off(self: Any, index: int, instruction: Any, ready: float, cost: Any) -> None:
     _TRANSFER(self, index, instruction, ready, dataclasses.replace(cost, stores=False))
+
+
+def _take_without_stores(self: Any, size: int) -> float:
+    while self.free < size and not self.dead and self.settle(float("inf")):
+        pass
+    settle, self.settle = self.settle, lambda before: False
+    try:
+        return _TAKE(self, size)
+    finally:
+        self.settle = settle
 
 
 def _own_queues(self: Any, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
@@ -130,6 +141,8 @@ LAWS = (
         code=(timeline._Pass._settle, timeline._Pass._book, dependence.Store,
               dependence.Dependences.put_off,
               dependence.Dependences._book_users)),
+    Law(name="room waits for stores put off", patches=((resources.Pool, "take",
+        _take_without_stores),)),
     Law(name="work in pieces", patches=((resources.Slots, "squeeze", resources.Slots.place),),
         code=(resources.Slots.squeeze,)),
     # TensorE

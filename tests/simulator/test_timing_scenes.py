@@ -3,6 +3,7 @@
 import pytest
 from trace_builder import STEADY, TRN1, TRN2, Scene
 
+from nmm_compiler.simulator.timing.resources import Pool
 from nmm_compiler.simulator.timing.timeline import time_trace
 
 ISSUE = 0.485 + 128 * 0.95e-3  # a DMA of 128 descriptors from software
@@ -291,3 +292,23 @@ def test_psum_banks_rotate(columns, ninth):
     assert scene.holds(timeline, "product8 >= copy0.free + 0.1")
     assert scene.holds(timeline, "product15 = copy7.free + 0.1")
     assert scene.holds(timeline, "product14.free < product15")
+
+
+@pytest.mark.parametrize(("store_ready", "free_from"), [(10.0, 20.0), (60.0, 50.0)])
+def test_a_tile_whose_store_was_put_off_is_free_before_what_dies_later(store_ready, free_from):
+    """100 bytes: 60 die at 50; 40 are read by a store, ready at store_ready and 10 us long."""
+    waiting = [store_ready]
+
+    def settle(before):
+        if not waiting or waiting[0] >= before:
+            return False
+        pool.release(40, waiting.pop() + 10.0, 1)
+        return True
+
+    pool = Pool(100, settle)
+    assert pool.take(60) == pool.take(40) == 0.0
+    pool.release(60, 50.0, 0)
+    assert pool.take(40) == free_from
+    assert pool.freed_by == (store_ready < 50.0)
+    assert bool(waiting) == (store_ready > 50.0)
+    assert pool.overflow == 0

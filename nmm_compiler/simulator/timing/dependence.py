@@ -10,6 +10,7 @@ itself.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
@@ -114,7 +115,8 @@ class Storage:
 class Dependences:
     """Storages of one trace, and the memories they live in.
 
-    book: books one put-off store, and calls `done` for it; settle: books the next of all.
+    book: books one put-off store, and calls `done` for it; settle: books the next of all, if it is
+    ready before a time.
     waited: what the last result of `ready` waits for.
     """
 
@@ -123,7 +125,7 @@ class Dependences:
         trace: Trace,
         target: Target,
         book: Callable[[Store], None],
-        settle: Callable[[], bool],
+        settle: Callable[[float], bool],
         reorder: bool = True,
     ) -> None:
         self.storages: dict[int, Storage] = {}
@@ -132,7 +134,8 @@ class Dependences:
         self._in_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
         self.sbuf = Pool(target.sbuf_usable_bytes_per_partition, settle)
         banks = target.psum_banks * target.psum_bank_bytes_per_partition
-        self.psum = Pool(banks, settle)
+        # no store frees PSUM sooner than the copies out of it
+        self.psum = Pool(banks, lambda before: before == math.inf and settle(before))
         self._placed: list[Storage] = []
         self._book = book
         wake = wake_table(target)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections.abc import Callable
 
 _GAPS_KEPT = 64
@@ -130,13 +131,13 @@ class Pool:
     """The bytes (per partition) of SBUF or PSUM, handed out in program order.
 
     freed_by: the instruction that used the tensor last whose bytes were handed out last.
-    settle: books the store that was put off and is ready first, which may free its source; returns
-    whether there was one.
+    settle: books the store that was put off and is ready first, if that is before the given time;
+    this frees its source. Returns whether there was one.
     """
 
     __slots__ = ("dead", "free", "freed_by", "overflow", "settle")
 
-    def __init__(self, capacity: int, settle: Callable[[], bool]) -> None:
+    def __init__(self, capacity: int, settle: Callable[[float], bool]) -> None:
         self.settle = settle
         self.free = capacity
         self.overflow = 0
@@ -146,16 +147,18 @@ class Pool:
     def take(self, size: int) -> float:
         """Allocate `size` bytes; return the time from which they are free (0 if never used).
 
-        Where no tensor is dead, the stores that were put off go first. A kernel whose live tensors
-        exceed the memory still gets its bytes; `overflow` counts the excess. The compiler would
-        spill or load again.
+        A store that is ready before the oldest dead tensor dies frees its source first.
+        A kernel whose live tensors exceed the memory still gets its bytes; `overflow` counts the
+        excess. The compiler would spill or load again.
         """
         self.free -= size
         when = 0.0
         dead = self.dead
-        while self.free < 0 and (dead or self.settle()):
-            if not dead:
+        while self.free < 0:
+            if self.settle(dead[0][0] if dead else math.inf):
                 continue
+            if not dead:
+                break
             when, released, self.freed_by = heapq.heappop(dead)
             self.free += released
         if self.free < 0:

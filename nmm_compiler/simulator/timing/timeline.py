@@ -331,12 +331,12 @@ class _Pass:
         else:
             self._issue(index, instruction, ready, cost)
 
-    def _settle(self) -> bool:
+    def _settle(self, before: float = math.inf) -> bool:
         """Book the store that was put off and is ready first; return whether there was one."""
-        if self.waiting:
-            self._book(self.waiting[0][2])
-            return True
-        return False
+        if not self.waiting or self.waiting[0][0] >= before:
+            return False
+        self._book(self.waiting[0][2])
+        return True
 
     def _book(self, store: Store) -> None:
         """Book a store that was put off."""
