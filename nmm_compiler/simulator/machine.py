@@ -249,7 +249,7 @@ class Machine:
                 line,
             )
         instruction = Instruction(op, engine, reads, writes, attributes, file, line, name or "")
-        instruction.kind = kind
+        instruction.kind, instruction.index = kind, index
         instructions.append(instruction)
         allocations = self.trace.allocations
         for access in reads:

@@ -64,6 +64,7 @@ class Instruction:
     after: instructions this one waits for beyond its data dependencies.
     kind: equal for instructions with the same op, engine and attributes and operands of the same
         geometry, wherever those begin in HBM or SBUF; 0 if nobody has compared them.
+    index: its place in the trace.
     """
 
     op: str
@@ -76,6 +77,7 @@ class Instruction:
     name: str = ""
     after: tuple[Instruction, ...] = ()
     kind: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
+    index: int = dataclasses.field(default=-1, init=False, repr=False, compare=False)
 
     def depends_on(self, *producers: Instruction) -> Instruction:
         """Let this instruction wait for `producers`; returns itself (nki.isa.NkiInstruction)."""
@@ -146,12 +148,9 @@ class Trace:
 
     def refused_dependency(self) -> tuple[Instruction, Instruction, str] | None:
         """Return (consumer, producer, why) of a `depends_on` that no semaphore can keep."""
-        consumers = [instruction for instruction in self.instructions if instruction.after]
-        index = {id(i): n for n, i in enumerate(self.instructions)} if consumers else {}
-        for consumer in consumers:
-            place = index[id(consumer)]
+        for place, consumer in enumerate(self.instructions):
             for producer in consumer.after:
-                source = index.get(id(producer), -1)
+                source = producer.index
                 for first, stop in self.turns:
                     if first <= source < stop and not first <= place < stop:
                         return consumer, producer, _OUT_OF_A_LOOP

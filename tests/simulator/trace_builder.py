@@ -75,6 +75,7 @@ class Builder:
         self.trace.instructions.append(
             Instruction(op, engine, *operands, attributes, "kernel.py", index + 1)
         )
+        self.trace.instructions[-1].index = index
         for access in (*writes, *reads):
             self.trace.allocations[access.storage].last_index = index
         for access in writes:

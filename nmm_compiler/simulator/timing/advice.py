@@ -195,16 +195,8 @@ def _changed(
     """Time the trace with the chosen instructions changed, if there are any."""
     if not chosen:
         return
-    wanted = {id(instruction) for instruction in chosen}
-    instructions = [change(i) if id(i) in wanted else i for i in timeline.trace.instructions]
-    new = {
-        id(old): made for old, made in zip(timeline.trace.instructions, instructions, strict=True)
-    }
-    for i, made in enumerate(instructions):
-        if any(id(producer) in wanted for producer in made.after):
-            after = tuple(new[id(producer)] for producer in made.after)
-            instructions[i] = dataclasses.replace(made, after=after)
-            new[id(timeline.trace.instructions[i])] = instructions[i]
+    wanted = {instruction.index for instruction in chosen}
+    instructions = [change(i) if i.index in wanted else i for i in timeline.trace.instructions]
     trace: Trace = dataclasses.replace(timeline.trace, instructions=instructions)
     lines = (i.line for i in chosen)
     again = time_trace(trace, timeline.target)

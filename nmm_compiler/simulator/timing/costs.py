@@ -162,11 +162,10 @@ class Works:
         self.target, self.dma_costs = target, dma_costs
         self.costs = ComputeCosts(target)
         self.kinds: dict[int, Work] = {}
-        self._codes = {name: code for code, name in enumerate(ENGINES)}
 
     def find(self, instruction: Instruction) -> Work:
         """Return the work of an instruction, and remember it by its kind."""
-        engine = self._codes[instruction.engine]
+        engine = ENGINES.index(instruction.engine)
         is_open = engine == VECTOR and scalar_can(instruction)
         if is_open and self.target.unset_engine_prefers_scalar:
             work = self._work(SCALAR, True, instruction)

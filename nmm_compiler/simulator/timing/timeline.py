@@ -180,10 +180,8 @@ class _Pass:
         self.waited = [AT_ONCE] * count
         self.engines = [Slots() for _ in ENGINES]
         self.tensor = TensorClock(target, self.engines[TENSOR])
-        self.codes = {name: code for code, name in enumerate(ENGINES)}
         self.placed: dict[int, str] = {}
         self.wake = wake_table(target)
-        self.numbers: dict[int, int] = {}
         # instructions that keep program order: all, or those of nl.no_reorder
         self.in_order = bytearray(count) if reorder else bytearray(b"\1" * count)
         for first, stop in trace.ordered:
@@ -263,13 +261,11 @@ class _Pass:
 
     def _after(self, index: int, instruction: Instruction, engine: int, ready: float) -> float:
         """Return when an instruction is ready that the kernel makes wait for others by name."""
-        if not self.numbers:
-            self.numbers = {id(ins): at for at, ins in enumerate(self.trace.instructions)}
-        for producer in instruction.after:
-            at = self.numbers[id(producer)]
+        for at in [producer.index for producer in instruction.after]:
             for store in [store for _, put_off, store in self.waiting if put_off == at]:
                 self._book(store)
-            wake = self.wake[self.codes[self.placed.get(at, producer.engine)]][engine]
+            name = self.placed.get(at, self.trace.instructions[at].engine)
+            wake = self.wake[ENGINES.index(name)][engine]
             if self.end[at] + wake > ready:
                 ready = self.end[at] + wake
                 self.waited[index] = "result", at, self.end[at]
