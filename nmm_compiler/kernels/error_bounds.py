@@ -14,6 +14,7 @@ which is what finds a wrong tile or a result of zeros.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,26 +81,41 @@ def product_error(
     return combine(carried, own * ((left + off) @ right), typical)
 
 
-# Largest slope of each activation: how much it can enlarge an error of its argument.
-_LIPSCHITZ = {"identity": 1.0, "relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
 # ScalarE evaluates in fp32; a few roundings of the function's own evaluation.
 _ACTIVATION_ROUNDINGS = 16
 
 
-def activation_value(values: Array, name: str) -> Array:
-    """Return the activation in float64, exactly as PyTorch defines it."""
-    if name == "identity":
-        return values
-    if name == "relu":
-        return np.maximum(values, 0.0)
-    if name == "silu":
-        return values * _sigmoid(values)
-    if name == "gelu":
-        return 0.5 * values * (1.0 + _erf(values / math.sqrt(2.0)))
-    if name != "gelu_tanh":
-        raise UnknownNameError("activation", name, tuple(_LIPSCHITZ))
+def _sigmoid(values: Array) -> Array:
+    small = np.exp(-np.abs(values))
+    sigmoid: Array = np.where(values >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
+    return sigmoid
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _gelu_tanh(values: Array) -> Array:
     inner = math.sqrt(2.0 / math.pi) * (values + 0.044715 * values**3)
-    return 0.5 * values * (1.0 + np.tanh(inner))
+    value: Array = 0.5 * values * (1.0 + np.tanh(inner))
+    return value
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
+    "identity": (lambda values: values, 1.0),
+    "relu": (lambda values: np.maximum(values, 0.0), 1.0),
+    "silu": (lambda values: values * _sigmoid(values), 1.1),
+    "gelu": (lambda values: 0.5 * values * (1.0 + _erf(values / math.sqrt(2.0))), 1.13),
+    "gelu_tanh": (_gelu_tanh, 1.13),
+}
+"""Each activation as PyTorch defines it, and its largest slope: how much it can enlarge an error of
+its argument."""
+
+
+def activation_value(values: Array, name: str) -> Array:
+    """Return the activation in float64; raises UnknownNameError for one that is none."""
+    if name not in _ACTIVATIONS:
+        raise UnknownNameError("activation", name, tuple(_ACTIVATIONS))
+    return _ACTIVATIONS[name][0](values)
 
 
 def activation_error(values: Array, error: Array | float, name: str) -> Array | float:
@@ -107,7 +123,7 @@ def activation_error(values: Array, error: Array | float, name: str) -> Array | 
     if name == "identity":
         return error
     own = _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF * (np.abs(values) + 1.0) if name != "relu" else 0.0
-    return _LIPSCHITZ[name] * error + own
+    return _ACTIVATIONS[name][1] * error + own
 
 
 def times_weight(
@@ -166,17 +182,3 @@ def rounded(left: Estimate, dtype: str, typical: bool) -> Estimate:
     """Return the estimate of a value once it is stored in a dtype."""
     value, error = left
     return value, combine(error, rounding_error(np.abs(value) + error, dtype), typical)
-
-
-def _sigmoid(values: Array) -> Array:
-    small = np.exp(-np.abs(values))
-    sigmoid: Array = np.where(values >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
-    return sigmoid
-
-
-_erf_scalar = np.vectorize(math.erf, otypes=[np.float64])
-
-
-def _erf(values: Array) -> Array:
-    result: Array = _erf_scalar(values)
-    return result

@@ -24,6 +24,7 @@ from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheTrustError, CapacityError, CodegenError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
+from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -68,6 +69,7 @@ VARIANTS = {
         m=30, k=300, pairs=((128, (256, 300)), (200, (300,))), norm="rms", norm_gain=True
     ),
     "lowrank fp8": LowRankSpec(m=16, k=512, r=256, n=200, dtype=FP8, bias=True),
+    "corrected fp8": CorrectedSpec(m=20, k=256, n=200, rank=16, weight="fp8"),
     "matmul fp8": MatmulSpec(m=130, k=512, n=200, dtype=FP8, scales="channel"),
     "lowrank base": LowRankSpec(m=1, k=256, r=129, n=256, base=True),
 }
@@ -95,7 +97,8 @@ def counts(kernel):
 
 
 def test_every_family_is_here():
-    assert set(SPECS) == set(FAMILIES) - {"adapters", "experts"}  # chosen by an index: not trn1
+    chosen, few_bits = {"adapters", "experts"}, {"linear", "linear_mlp"}
+    assert set(SPECS) == set(FAMILIES) - chosen - few_bits, "trn1 has neither an index nor fp8"
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)

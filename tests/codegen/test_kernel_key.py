@@ -10,6 +10,7 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.experts import ExpertsSpec
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.linear.specs import (
     AdaptersSpec,
     GatedMLPSpec,
@@ -31,6 +32,8 @@ SPECS = [
     AttentionSpec(m=256, context=512, heads=4),
     AdaptersSpec(m=256, k=256, r=16, n=512, groups=4),
     ExpertsSpec(m=8, k=256, n=512, groups=4),
+    CorrectedSpec(m=8, k=256, n=512, rank=16),
+    CorrectedMLPSpec(m=8, k=256, n=512),
 ]
 # Another value for each kind of field; what a spec refuses is no other kernel.
 OTHERS = ["col", "silu", "relu", "float32", "float16", "float8_e4m3", "channel", "tensor", True]
