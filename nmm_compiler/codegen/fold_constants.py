@@ -18,7 +18,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen import known_values as values
-from nmm_compiler.codegen.known_values import Fixed, Span, Value, known
+from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import on_one_line
 from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes
 from nmm_compiler.records import Record
@@ -46,7 +46,7 @@ class Evaluator:
 
     def _name(self, node: cst.Name) -> Value:
         if node.value in ("True", "False", "None"):
-            return Fixed({"True": True, "False": False, "None": None}[node.value])
+            return known({"True": True, "False": False, "None": None}[node.value])
         return self.environment.get(node.value)
 
     def _attribute(self, node: cst.Attribute) -> Value:
@@ -57,21 +57,21 @@ class Evaluator:
 
     def _tuple(self, node: cst.Tuple) -> Value:
         items = [values.constant(self.value(element.value)) for element in node.elements]
-        return Fixed(tuple(plain for _, plain in items)) if all(f for f, _ in items) else None
+        return known(tuple(plain for _, plain in items)) if all(f for f, _ in items) else None
 
     def _integer(self, node: cst.Integer) -> Value:
         return known(int(node.value, 0))
 
     def _float(self, node: cst.Float) -> Value:
-        return Fixed(float(node.value))
+        return known(float(node.value))
 
     def _simplestring(self, node: cst.SimpleString) -> Value:
-        return Fixed(node.evaluated_value)
+        return known(node.evaluated_value)
 
     def _binaryoperation(self, node: cst.BinaryOperation) -> Value:
         left, right = self.value(node.left), self.value(node.right)
         rule = values.ARITHMETIC.get(type(node.operator).__name__)
-        if rule and isinstance(left, Span) and isinstance(right, Span):
+        if rule and isinstance(left, range) and isinstance(right, range):
             return rule(left, right)
         return None
 
@@ -79,12 +79,9 @@ class Evaluator:
         inner = self.value(node.expression)
         if isinstance(node.operator, cst.Not):
             truth = values.truth(inner)
-            return None if truth is None else Fixed(not truth)
+            return None if truth is None else known(not truth)
         if isinstance(node.operator, cst.Minus):
-            if isinstance(inner, Span):
-                return Span(-inner.hi, -inner.lo, inner.step)
-            if isinstance(inner, Fixed) and isinstance(inner.value, float):
-                return Fixed(-inner.value)
+            return values.negated(inner)
         return None
 
     def _booleanoperation(self, node: cst.BooleanOperation) -> Value:
@@ -92,9 +89,9 @@ class Evaluator:
         wins = isinstance(node.operator, cst.Or)
         for side in (left, right):
             if values.truth(side) is wins:
-                return Fixed(wins)
+                return known(wins)
         if values.truth(left) is not None and values.truth(right) is not None:
-            return Fixed(not wins)
+            return known(not wins)
         return None
 
     def _comparison(self, node: cst.Comparison) -> Value:
@@ -200,13 +197,13 @@ class ExpressionFolder(Editor):
         _, a = values.constant(left)
         _, b = values.constant(right)
         kind = type(updated.operator).__name__
-        if kind in ("Add", "Subtract") and b == 0 and isinstance(right, Span):
+        if kind in ("Add", "Subtract") and b == 0 and isinstance(right, range):
             return _in_place_of(updated, updated.left)
-        if kind == "Add" and a == 0 and isinstance(left, Span):
+        if kind == "Add" and a == 0 and isinstance(left, range):
             return _in_place_of(updated, updated.right)
-        if kind in ("Multiply", "FloorDivide") and b == 1 and isinstance(right, Span):
+        if kind in ("Multiply", "FloorDivide") and b == 1 and isinstance(right, range):
             return _in_place_of(updated, updated.left)
-        if kind == "Multiply" and a == 1 and isinstance(left, Span):
+        if kind == "Multiply" and a == 1 and isinstance(left, range):
             return _in_place_of(updated, updated.right)
         return _reassociated(updated)
 

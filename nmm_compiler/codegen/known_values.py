@@ -1,67 +1,46 @@
-"""The known value of an expression: a constant, a span of integers, or unknown.
+"""The known value of an expression: integers, constants of another kind, or unknown.
 
-A Span holds every integer lo, lo + step, ..., hi. That is enough to decide `min(128, k - 128 * i)`
-inside `for i in range(16)`, or that a row count is a multiple of 128, without unrolling anything.
+A range holds every integer that an expression may be. That is enough to decide `min(128, k - 128 *
+i)` inside `for i in range(16)`, or that a row count is a multiple of 128, without unrolling
+anything. A frozenset holds constants that are no integers: text, bool, float, None, tuples of
+constants; several where a text differs between calls.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Integers lo, lo + step, ... up to hi; step 0 when lo == hi."""
-
-    lo: int
-    hi: int
-    step: int = 1
-
-    @property
-    def exact(self) -> bool:
-        """Whether this is one integer."""
-        return self.lo == self.hi
-
-
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-    """A constant that is no integer: text, bool, float, None, a tuple of constants."""
-
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class OneOf:
-    """One of several constants that are no integers: text that differs between calls."""
-
-    values: frozenset[Any]
-
-
-Value = Span | Fixed | OneOf | None
+Value = range | frozenset[Any] | None
 
 
 def known(value: object) -> Value:
     """Return the Value of a Python constant."""
     if isinstance(value, int) and not isinstance(value, bool):
-        return Span(value, value, 0)
-    return Fixed(value)
+        return range(value, value + 1)
+    return frozenset([value])
+
+
+def span(lo: int, hi: int, step: int = 1) -> range:
+    """Return the integers lo, lo + step, ... up to hi."""
+    return range(lo, hi + 1, step if lo < hi else 1)
+
+
+def _step(value: range) -> int:
+    return value.step if len(value) > 1 else 0
 
 
 def constant(value: Value) -> tuple[bool, Any]:
     """Return (True, the constant) or (False, None)."""
-    if isinstance(value, Fixed):
-        return True, value.value
-    if isinstance(value, Span) and value.exact:
-        return True, value.lo
-    return False, None
+    if value is None or len(value) != 1:
+        return False, None
+    return True, next(iter(value))
 
 
 def truth(value: Value) -> bool | None:
     """Return the truth of a value, or None when it is not known."""
-    if isinstance(value, Span) and (value.lo > 0 or value.hi < 0):
+    if isinstance(value, range) and (value[0] > 0 or value[-1] < 0):
         return True
     fixed, plain = constant(value)
     return bool(plain) if fixed else None
@@ -69,36 +48,19 @@ def truth(value: Value) -> bool | None:
 
 def join(values: Sequence[Value]) -> Value:
     """Return the known value of an expression that has one of these values."""
-    if not values:
+    spans = [value for value in values if isinstance(value, range)]
+    if not values or (spans and len(spans) < len(values)) or None in values:
         return None
-    first = values[0]
-    if all(value == first for value in values):
-        return first
-    if all(isinstance(value, (Fixed, OneOf)) for value in values):
-        return one_of([item for value in values for item in _items(value)])
-    if not all(isinstance(value, Span) for value in values):
-        return None
-    spans = [value for value in values if isinstance(value, Span)]
-    lo, hi = min(s.lo for s in spans), max(s.hi for s in spans)
-    step = math.gcd(*(s.step for s in spans), *(s.lo - lo for s in spans))
-    return Span(lo, hi, step)
-
-
-def _items(value: Value) -> Sequence[Any]:
-    return [value.value] if isinstance(value, Fixed) else list(getattr(value, "values", ()))
-
-
-def one_of(items: Sequence[Any]) -> Value:
-    """Return the known value of an expression that is one of these constants."""
-    distinct = frozenset(items)
-    return Fixed(next(iter(distinct))) if len(distinct) == 1 else OneOf(distinct)
+    if not spans:
+        return frozenset[Any]().union(*values)  # type: ignore[arg-type]
+    lo, hi = min(s[0] for s in spans), max(s[-1] for s in spans)
+    return span(lo, hi, math.gcd(*map(_step, spans), *(s[0] - lo for s in spans)))
 
 
 def without(value: Value, item: Any) -> Value:
     """Return the known value if `value` is not `item`."""
-    if isinstance(value, OneOf) and item in value.values and len(value.values) > 1:
-        return one_of([other for other in value.values if other != item])
-    return value
+    left = value - {item} if isinstance(value, frozenset) else value
+    return left if left is None or len(left) else value
 
 
 def length(value: Value) -> Value:
@@ -110,70 +72,62 @@ def length(value: Value) -> Value:
 def item(value: Value, index: Value) -> Value:
     """Return the known value of an element of a constant tuple."""
     fixed, plain = constant(value)
-    if not (fixed and isinstance(plain, tuple) and isinstance(index, Span)):
+    if not (fixed and isinstance(plain, tuple) and isinstance(index, range)):
         return None
-    if index.lo < 0 or index.hi >= len(plain):
+    if index[0] < 0 or index[-1] >= len(plain):
         return None
-    return join([known(plain[i]) for i in range(index.lo, index.hi + 1, index.step or 1)])
+    return join([known(plain[i]) for i in index])
 
 
 def loop_values(start: Value, stop: Value, step: Value) -> tuple[Value, int | None]:
     """Return (the values of a `range` variable, the number of iterations if it is known)."""
-    if not (isinstance(start, Span) and isinstance(stop, Span) and isinstance(step, Span)):
+    if not (isinstance(start, range) and isinstance(stop, range) and isinstance(step, range)):
         return None, None
-    if not step.exact or step.lo <= 0:
+    if len(step) > 1 or step[0] <= 0:
         return None, None
-    if start.exact and stop.exact:
-        values = range(start.lo, stop.lo, step.lo)
-        if not values:
-            return None, 0
-        return Span(values[0], values[-1], step.lo if len(values) > 1 else 0), len(values)
-    if start.exact:
-        last = range(start.lo, max(stop.hi, start.lo + 1), step.lo)[-1]
-        once = 1 if start.lo < stop.lo and stop.hi <= start.lo + step.lo else None
-        return Span(start.lo, last, step.lo if last > start.lo else 0), once
-    if stop.hi <= start.lo:
+    by, first, last = step[0], start[0], start[-1]
+    if len(start) == len(stop) == 1:
+        values = range(first, stop[0], by)
+        return (values, len(values)) if values else (None, 0)
+    once = 1 if last < stop[0] and stop[-1] <= first + by else None
+    if len(start) == 1:
+        return range(first, max(stop[-1], first + 1), by), once
+    if stop[-1] <= first:
         return None, 0
-    once = 1 if stop.lo > start.hi and stop.hi <= start.lo + step.lo else None
-    return Span(start.lo, max(stop.hi - 1, start.lo), math.gcd(start.step, step.lo)), once
+    return span(first, max(stop[-1] - 1, first), math.gcd(_step(start), by)), once
 
 
-def _add(a: Span, b: Span) -> Value:
-    return Span(a.lo + b.lo, a.hi + b.hi, math.gcd(a.step, b.step))
+def _add(a: range, b: range) -> Value:
+    return span(a[0] + b[0], a[-1] + b[-1], math.gcd(_step(a), _step(b)))
 
 
-def _subtract(a: Span, b: Span) -> Value:
-    return Span(a.lo - b.hi, a.hi - b.lo, math.gcd(a.step, b.step))
+def _subtract(a: range, b: range) -> Value:
+    return span(a[0] - b[-1], a[-1] - b[0], math.gcd(_step(a), _step(b)))
 
 
-def _multiply(a: Span, b: Span) -> Value:
-    if a.exact:
+def _multiply(a: range, b: range) -> Value:
+    if len(a) == 1:
         a, b = b, a
-    corners = [x * y for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
-    step = abs(b.lo) * a.step if b.exact else 1
-    lo, hi = min(corners), max(corners)
-    return Span(lo, hi, step if lo < hi else 0)
+    corners = [x * y for x in (a[0], a[-1]) for y in (b[0], b[-1])]
+    return span(min(corners), max(corners), abs(b[0]) * _step(a) if len(b) == 1 else 1)
 
 
-def _floor_divide(a: Span, b: Span) -> Value:
-    if not b.exact or b.lo <= 0:
+def _floor_divide(a: range, b: range) -> Value:
+    if len(b) > 1 or b[0] <= 0:
         return None
-    lo, hi = a.lo // b.lo, a.hi // b.lo
-    whole = a.lo % b.lo == 0 and a.step % b.lo == 0
-    return Span(lo, hi, 0 if lo == hi else a.step // b.lo if whole else 1)
+    whole = a[0] % b[0] == 0 and _step(a) % b[0] == 0
+    return span(a[0] // b[0], a[-1] // b[0], _step(a) // b[0] if whole else 1)
 
 
-def _modulo(a: Span, b: Span) -> Value:
-    if not b.exact or b.lo <= 0:
+def _modulo(a: range, b: range) -> Value:
+    if len(b) > 1 or b[0] <= 0:
         return None
-    if a.step % b.lo == 0:
-        return known(a.lo % b.lo)
-    if a.lo >= 0 and a.hi < b.lo:
-        return a
-    return Span(0, b.lo - 1, 1)
+    if _step(a) % b[0] == 0:
+        return known(a[0] % b[0])
+    return a if a[0] >= 0 and a[-1] < b[0] else range(b[0])
 
 
-ARITHMETIC: dict[str, Callable[[Span, Span], Value]] = {
+ARITHMETIC: dict[str, Callable[[range, range], Value]] = {
     "Add": _add,
     "Subtract": _subtract,
     "Multiply": _multiply,
@@ -184,51 +138,45 @@ ARITHMETIC: dict[str, Callable[[Span, Span], Value]] = {
 
 def smallest(values: Sequence[Value]) -> Value:
     """Return the known value of min(values)."""
-    if not all(isinstance(value, Span) for value in values):
+    spans = [value for value in values if isinstance(value, range)]
+    if len(spans) < len(values):
         return None
-    spans = [value for value in values if isinstance(value, Span)]
-    bound = min(s.hi for s in spans)
-    joined = join([s for s in spans if s.lo <= bound])
-    if isinstance(joined, Span) and joined.hi > bound:
-        return Span(joined.lo, bound, joined.step if joined.lo < bound else 0)
-    return joined
+    bound = min(s[-1] for s in spans)
+    joined = join([s for s in spans if s[0] <= bound])
+    assert isinstance(joined, range)
+    return span(joined[0], bound, joined.step) if joined[-1] > bound else joined
 
 
 def largest(values: Sequence[Value]) -> Value:
     """Return the known value of max(values)."""
-    negated = [Span(-v.hi, -v.lo, v.step) if isinstance(v, Span) else None for v in values]
-    result = smallest(negated)
-    return Span(-result.hi, -result.lo, result.step) if isinstance(result, Span) else None
+    least = smallest([negated(value) for value in values])
+    return negated(least)
+
+
+def negated(value: Value) -> Value:
+    """Return the known value of -value, for a float too."""
+    if isinstance(value, range):
+        return span(-value[-1], -value[0], _step(value))
+    _, plain = constant(value)
+    return known(-plain) if isinstance(plain, float) else None
 
 
 def compare(operator: str, a: Value, b: Value) -> Value:
-    """Return the known outcome of a comparison, as Fixed(bool), or None."""
-    fixed_a, plain_a = constant(a)
-    fixed_b, plain_b = constant(b)
+    """Return the known outcome of a comparison, a bool, or None."""
+    if a is None or b is None:
+        return None
+    both = isinstance(a, range) and isinstance(b, range)
     if operator in ("Equal", "NotEqual"):
-        equal: bool | None = None
-        if fixed_a and fixed_b:
-            equal = bool(plain_a == plain_b)
-        elif _differ(a, b):
-            equal = False
-        if equal is None:
-            return None
-        return Fixed(equal if operator == "Equal" else not equal)
-    if not (isinstance(a, Span) and isinstance(b, Span)):
+        apart = a[-1] < b[0] or b[-1] < a[0] if both else type(a) is type(b) and not set(a) & set(b)
+        mixed = type(a) is not type(b) and len(a) == len(b) == 1
+        same = len(a) == len(b) == 1 and next(iter(a)) == next(iter(b))
+        return known(same is (operator == "Equal")) if same or apart or mixed else None
+    if not both:
         return None
     if operator in ("GreaterThan", "GreaterThanEqual"):
         a, b = b, a
     if operator in ("LessThan", "GreaterThan"):
-        return Fixed(True) if a.hi < b.lo else Fixed(False) if a.lo >= b.hi else None
+        return known(True) if a[-1] < b[0] else known(False) if a[0] >= b[-1] else None
     if operator in ("LessThanEqual", "GreaterThanEqual"):
-        return Fixed(True) if a.hi <= b.lo else Fixed(False) if a.lo > b.hi else None
+        return known(True) if a[-1] <= b[0] else known(False) if a[0] > b[-1] else None
     return None
-
-
-def _differ(a: Value, b: Value) -> bool:
-    """Return whether two values, not both constant, can never be equal."""
-    if isinstance(a, Span) and isinstance(b, Span):
-        return a.hi < b.lo or b.hi < a.lo
-    if isinstance(b, OneOf):
-        a, b = b, a
-    return isinstance(a, OneOf) and isinstance(b, Fixed) and b.value not in a.values

@@ -150,7 +150,7 @@ def new_list(statement: Any) -> str:
 def appended(statement: Any) -> tuple[str, Any]:
     """Return (list, value) of `list.append(value)`, ("", None) for another statement."""
     line = small(statement)
-    call = line.value if isinstance(line, cst.Expr) else None
+    call: Any = line.value if isinstance(line, cst.Expr) else None
     owner, method = getattr(getattr(call, "func", None), "value", None), called(call)
     if isinstance(owner, cst.Name) and method == f"{owner.value}.append":
         return owner.value, call.args[0].value

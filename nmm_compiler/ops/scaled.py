@@ -115,7 +115,9 @@ class ScaledOp(Op):
         self, given: Mapping[str, Any], weights: Sequence[Tensor], x: Tensor
     ) -> dict[str, Any]:
         """Return the arguments of the plain op, with other weights and another x."""
-        made = {one.name: given.get(one.name) for one in self.plain.operands} | {"x": x}
+        made: dict[str, Any] = {one.name: given.get(one.name) for one in self.plain.operands} | {
+            "x": x
+        }
         for (name, i, _, _), w in zip(self._places(given), weights, strict=True):
             if isinstance(given[name], (list, tuple)):
                 made[name] = [*made[name][:i], w, *made[name][i + 1 :]]

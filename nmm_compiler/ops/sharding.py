@@ -122,7 +122,11 @@ def placements(given: Mapping[str, Any], parts: Sequence[Part]) -> Placements:
         rows += [row([Shard(at)] * results, Shard(at), {}) for at in token_dims(x.ndim, x_layout)]
     flat = "col" in (x_layout, *out_layouts)
     out_features = [Shard(features_dim(2 if flat else x.ndim, layout)) for layout in out_layouts]
-    made = {"features": out_features, "whole": whole, "partial": [Partial()] * results}
+    made: dict[str, list[Any]] = {
+        "features": out_features,
+        "whole": whole,
+        "partial": [Partial()] * results,
+    }
     for out, of_x, sides in _ways(given):
         features = of_x == "features"
         bad = out == "partial" and ((dense and "dense" not in sides) or not (linear or gated))

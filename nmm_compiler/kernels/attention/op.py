@@ -78,7 +78,7 @@ class AttentionOp(Op):
         """Return what the op computes; no kernel computes its backward pass."""
         return attention(*args, **kw)
 
-    def fake(  # type: ignore[override]
+    def fake(
         self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, **kw: Any
     ) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
@@ -125,9 +125,7 @@ class AttentionOp(Op):
         operands = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (q, k, v)]
         return [Launch(spec, (*operands, *([] if rope is None else [rope])))]
 
-    def sharding(  # type: ignore[override]
-        self, q: Any, k: Any, v: Any, rope: Any = None, **kw: Any
-    ) -> Placements:
+    def sharding(self, q: Any, k: Any, v: Any, rope: Any = None, **kw: Any) -> Placements:
         """Return that sequences may be cut over devices, and heads where each has its own keys.
 
         Heads that share keys are not cut: devices may be more than the heads of k.
