@@ -53,7 +53,7 @@ def family_toy(family: str, works: str, prints: str) -> Toy:
                 there,
                 there + "from nmm_compiler.kernels.toy.schedule import TOY\n",
             ),
-            ("kernels/__init__.py", "(*LINEAR, ATTENTION)", "(*LINEAR, ATTENTION, TOY)"),
+            ("kernels/__init__.py", "(*LINEAR, ATTENTION", "(*LINEAR, ATTENTION, TOY"),
         ),
         works=(
             "import torch\n"
