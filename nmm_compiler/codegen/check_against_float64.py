@@ -48,6 +48,10 @@ class Proof(Record):
         )
 
 
+_ACTIVATIONS = ("x", "q", "k", "v", "rope")
+"""Operands that are no weights: attention's scores need them at their own size."""
+
+
 def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Return one standard-normal array per input of `spec`, weights scaled by 1/sqrt(fan-in).
 
@@ -66,7 +70,7 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
             arrays.append(random_index(tensor, generator))
             continue
         values = generator.standard_normal(tensor.shape, dtype=np.float32)
-        if tensor.name != "x" and len(tensor.shape) >= 2:
+        if tensor.name not in _ACTIVATIONS and len(tensor.shape) >= 2:
             fan_in[tensor.name] = np.sqrt(np.float32(max(tensor.shape[-2:])))
             if not tensor.dtype.startswith("float8"):
                 values /= fan_in[tensor.name]

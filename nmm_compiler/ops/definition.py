@@ -7,6 +7,7 @@ and so are the target and the executor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -93,13 +94,12 @@ class Op:
 
     def bound(self, args: Sequence[Any], kw: Mapping[str, Any]) -> dict[str, Any]:
         """Return every argument of a call by its name, those that it leaves out too."""
-        names = [one.name for one in self.operands]
-        return {
-            **dict.fromkeys(names),
-            **self.keywords,
-            **dict(zip(names, args, strict=False)),
-            **kw,
-        }
+        return {**self.defaults, **dict(zip(self.defaults, args, strict=False)), **kw}
+
+    @functools.cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Every argument with its default, operands first."""
+        return {**dict.fromkeys(one.name for one in self.operands), **self.keywords}
 
     def parts(self, given: Mapping[str, Any]) -> Iterator[tuple[Operand, str, Any, str]]:
         """Yield (operand, name in a kernel, tensor or None, role) of all tensors, in order."""

@@ -6,6 +6,7 @@ its stored layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,15 +35,21 @@ class Launch:
         """Return the dimension of each operand that counts tokens: those of x and of a residual."""
         layouts = {"x": self.spec.x_layout, "residual": self.spec.result_layouts()[0]}
         dims = {name: 0 if layout == "row" else 1 for name, layout in layouts.items()}
-        return tuple(dims.get(tensor.name) for tensor in self.spec.inputs())
+        return tuple(dims.get(tensor.name) for tensor in inputs_of(self.spec))
 
     def split(self) -> tuple[Launch, ...]:
         """Return launches that give the results one by one; none where there is no such way."""
-        named = zip(self.spec.inputs(), self.operands, strict=True)
+        named = zip(inputs_of(self.spec), self.operands, strict=True)
         held = {tensor.name: operand for tensor, operand in named}
         return tuple(
             Launch(spec, tuple(held[name] for name in names)) for spec, names in self.spec.parts()
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def inputs_of(spec: Any) -> tuple[Any, ...]:
+    """Return the operands that a spec's kernel takes; each call of an op asks."""
+    return tuple(spec.inputs())
 
 
 def dtype_name(t: Tensor) -> str:

@@ -32,7 +32,15 @@ from nmm_compiler.kernels.normed_x import NORMS
 from nmm_compiler.ops import references
 from nmm_compiler.ops.by_kernels import ByKernels
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Op, Operand, Placements
-from nmm_compiler.ops.launches import TOKEN_AXES, Launch, Transpose, dtype_name, features, weight
+from nmm_compiler.ops.launches import (
+    TOKEN_AXES,
+    Launch,
+    Transpose,
+    dtype_name,
+    features,
+    inputs_of,
+    weight,
+)
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
@@ -215,23 +223,23 @@ class LinearOp(Op):
         if token_axis:
             transpose = None
         named: dict[str, Tensor] = {}
-        fields, known = {"m": m, "dtype": dtype_name(rows)}, self.spec.__dataclass_fields__
+        known = self.spec.__dataclass_fields__
+        fields = {name: given[name] for name in self.keywords if name in known}
+        fields |= {"m": m, "dtype": dtype_name(rows)}
         for one, name, tensor, _ in self.parts(given):
-            if one.kind == "Tensor?":
-                fields[_FLAGS.get(name, name)] = tensor is not None
+            flag = _FLAGS.get(name, name)
+            if one.kind == "Tensor?" and flag in known:
+                fields[flag] = tensor is not None
             if one.layout and tensor is not None:
                 tensor, fields[one.layout] = weight(tensor, given[one.layout], transpose)
             if tensor is not None:
                 named[name] = tensor
-        fields = {**{n: given[n] for n in self.keywords if n in known}, **fields}
-        spec = self.spec(**{
-            **{n: value for n, value in fields.items() if n in known},
-            **_sizes({**given, **fields}, named), **more,
-        })  # fmt: skip
+        sizes = _sizes({**given, **fields}, named)
+        spec = self.spec(**{name: fields[name] for name in fields if name in known} | sizes | more)
         named["x"] = rows
         if "residual" in named and spec.result_layouts()[0] == "row":
             named["residual"] = references.as_matrix(named["residual"])
-        operands = tuple(named[t.name] for t in spec.inputs() if t.name in named)
+        operands = tuple(named[t.name] for t in inputs_of(spec) if t.name in named)
         return Launch(spec, operands, token_axis or "m")
 
     def sharding(self, *args: Any, **kw: Any) -> Placements:

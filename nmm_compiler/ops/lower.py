@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from nmm_compiler.codegen.choose import refusal
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import SpecError, UnknownNameError
-from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, inputs_of
 from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
@@ -71,7 +71,7 @@ def lower(
     lead = tuple(x.shape[:-1]) if x_layout == "row" else (x.shape[1],)
     launches = op.lower(rows, args, kwargs, m, transpose)
     for launch in launches:
-        for tensor, operand in zip(launch.spec.inputs(), launch.operands, strict=True):
+        for tensor, operand in zip(inputs_of(launch.spec), launch.operands, strict=True):
             if dtype_name(operand) != tensor.dtype:
                 raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
     if lnc > 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 from nmm_compiler.errors import ModelError, ShapeError, SpecError
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.ops.definition import NORM, Op, Operand, Placements
-from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
+from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, inputs_of
 from nmm_compiler.ops.linear import LinearOp
 from nmm_compiler.ops.operands import check_same
 from nmm_compiler.ops.sharding import cut
@@ -192,7 +192,7 @@ class ScaledOp(Op):
             given |= {"u": u, "v": (v.float() / scales[0]).to(v.dtype)}
             given |= {"u_layout": "row", "v_layout": "row"}
         launch = self.plain.launch(rows, given, m, transpose, fields)
-        shapes = [t.shape for t in launch.spec.inputs() if t.name.endswith("_scale")]
+        shapes = [t.shape for t in inputs_of(launch.spec) if t.name.endswith("_scale")]
         own = [
             *numbers,
             *(s.expand(of) for s, of in zip(scales, shapes[len(numbers) :], strict=False)),
