@@ -2,6 +2,7 @@
 
 import gc
 import os
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -30,3 +31,30 @@ def _private_cache(tmp_path_factory):
     yield
     del os.environ["NMM_CACHE_DIR"]
     os.environ.update(before)
+
+
+class Ended(NamedTuple):
+    """How a command line ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def nmm(capfd, monkeypatch):
+    """Return a function that runs a line and returns how it ended; pages are 200 columns wide."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    from nmm_compiler.cli.main import main
+
+    def run(*words, code=None):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        done = Ended(ended.value.code, *capfd.readouterr())
+        assert code in (None, done.code), done
+        assert "Traceback" not in done.err
+        return done
+
+    return run

@@ -8,9 +8,6 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from nmm_compiler.cli import compress as command
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,44 +29,37 @@ def saved_llama(tmp_path_factory):
     return directory
 
 
-def app():
-    import typer
-
-    application = typer.Typer()
-    application.command()(command.compress)
-    return application
-
-
 def files(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_one_rank_for_all_and_a_file_in_the_way(saved_llama, tmp_path):
+def test_one_rank_for_all_and_a_file_in_the_way(nmm, saved_llama, tmp_path):
     out = tmp_path / "out"
-    line = [str(saved_llama), str(out), "--rank", "16", "--include", "up_proj"]
-    assert CliRunner().invoke(app(), line).exit_code == 0
+    line = ["compress", saved_llama, out, "--rank", "16", "--include", "up_proj"]
+    nmm(*line, code=0)
     report = json.loads((out / "compression.json").read_text())["compression"]
     ranks = {layer["name"]: layer["rank"] for layer in report["layers"] if layer["rank"]}
     assert set(ranks.values()) == {16}
     assert all(name.endswith("up_proj") for name in ranks)
     shutil.rmtree(out)
     out.write_text("")
-    assert "this is a file" in CliRunner().invoke(app(), line).output
+    assert "this is a file" in nmm(*line, code=2).err
 
 
-def test_a_base_and_its_branch_are_written_with_their_bytes(saved_llama, tmp_path):
+def test_a_base_and_its_branch_are_written_with_their_bytes(nmm, saved_llama, tmp_path):
     for rank in ("0", "32"):
-        out = tmp_path / rank
-        line = [str(saved_llama), str(out), "--base", "mxfp4", "--rank", rank, "--include", "mlp"]
-        assert CliRunner().invoke(app(), [*line, "--factors", "mxfp8"]).exit_code == 0
-        report = json.loads((out / "compression.json").read_text())["compression"]
-        assert {layer["base"] for layer in report["layers"]} == {"mxfp4"}
+        words = ("--base", "mxfp4", "--rank", rank, "--include", "mlp", "--factors", "mxfp8")
+        told = nmm("compress", saved_llama, tmp_path / rank, *words, "--json", code=0).out
+        report = json.loads((tmp_path / rank / "compression.json").read_text())
+        assert json.loads(told) == report
+        layers = report["compression"]["layers"]
+        assert {layer["base"] for layer in layers} == {"mxfp4"}
         base = 128 * 352 * 17 // 32
         branch = int(rank) * (128 + 352) * 33 // 32
-        assert {layer["bytes"] for layer in report["layers"]} == {base + branch}
+        assert {layer["bytes"] for layer in layers} == {base + branch}
 
 
-def test_a_pickle_is_never_executed(saved_llama, tmp_path):
+def test_a_pickle_is_never_executed(nmm, saved_llama, tmp_path):
     class Payload:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "executed"),))
@@ -78,8 +68,7 @@ def test_a_pickle_is_never_executed(saved_llama, tmp_path):
     directory.mkdir()
     (directory / "config.json").write_bytes((saved_llama / "config.json").read_bytes())
     torch.save({"model.norm.weight": Payload()}, directory / "pytorch_model.bin")
-    result = CliRunner().invoke(app(), [str(directory), str(tmp_path / "out"), "--ratio", "0.2"])
-    assert result.exception is not None
+    nmm("compress", directory, tmp_path / "out", "--ratio", "0.2", code=2)
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "out").exists()
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from compress_models import stack, tokens
-from typer.testing import CliRunner
 
 from nmm_compiler.cli import compress as command
 from nmm_compiler.errors import ModelError
@@ -47,26 +46,16 @@ def saved_bert(tmp_path_factory):
     return directory
 
 
-def app():
-    import typer
-
-    application = typer.Typer()
-    application.command()(command.compress)
-    return application
-
-
-def test_a_directory_becomes_a_low_rank_directory(saved_bert, tmp_path):
+def test_a_directory_becomes_a_low_rank_directory(nmm, saved_bert, tmp_path):
     transformers = pytest.importorskip("transformers")
-    text = tmp_path / "text.txt"
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("\n \n")
+    assert "no text" in nmm("compress", saved_bert, out, "--text", text, code=2).err
+    assert "--text" in nmm("compress", saved_bert, out, "--recover", "5", code=2).err
+    assert not out.exists()
     text.write_text("\n".join(f"the fox number {i} ran over a hill" for i in range(30)))
-    out = tmp_path / "out"
-    result = CliRunner().invoke(
-        app(),
-        [str(saved_bert), str(out), "--text", str(text), "--rank", "16", "--recover", "5"],
-        catch_exceptions=False,
-    )  # fmt: skip
-    assert result.exit_code == 0
-    assert "held-out loss" in result.output
+    words = ("--text", text, "--rank", "16", "--recover", "5")
+    assert "held-out loss" in nmm("compress", saved_bert, out, *words, code=0).out
     report = json.loads((out / "compression.json").read_text())
     assert report["compression"]["achieved_ratio"] >= 0.2
     assert report["recovery"]["steps"] == 5
@@ -74,20 +63,6 @@ def test_a_directory_becomes_a_low_rank_directory(saved_bert, tmp_path):
     names = {layer["name"] for layer in report["compression"]["layers"] if layer["rank"]}
     assert all(type(model.get_submodule(n)).__name__ == "LowRankLinear" for n in names)
     transformers.AutoTokenizer.from_pretrained(out)
-
-
-def test_bad_command_lines(saved_bert, tmp_path):
-    run = CliRunner().invoke
-
-    def error(*arguments):
-        result = run(app(), [str(a) for a in arguments])
-        assert not (tmp_path / "out").exists()
-        return result.exception
-
-    out = tmp_path / "out"
-    (tmp_path / "empty.txt").write_text("\n \n")
-    assert "no text" in str(error(saved_bert, out, "--text", tmp_path / "empty.txt"))
-    assert "--text" in str(error(saved_bert, out, "--recover", "5"))
 
 
 def test_text_for_a_causal_model_is_one_stream(tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def test_the_rungs_are_legal_nki():
     assert all(f"def {rung.kernel}(" in rung.file.read_text() for rung in ladder.RUNGS)
     found = {rung.name: ladder._left_out(rung, "").nki for rung in ladder.RUNGS}
     assert {name for name, nki in found.items() if nki == "0.6"} == {
-        rung.name for rung in ladder._loop_rungs()
+        rung.name for rung in ladder.LOOPED
     }
 
 
@@ -138,7 +138,7 @@ def _nki_name(tensor):
 @pytest.fixture
 def quick(monkeypatch):
     """Leave out the rungs that are long because they are timed."""
-    monkeypatch.setattr(ladder, "RUNGS", (*ladder._rungs(), *ladder._loop_rungs()))
+    monkeypatch.setattr(ladder, "RUNGS", (*ladder.CONSTRUCTS, *ladder.LOOPED))
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_only_loops_fail_with_an_nki_that_has_none(monkeypatch, tmp_path, quick,
     install(monkeypatch, torch_neuronx="2.13.3.0", nki="0.5.0")
     found = ladder.climb("neuron")
     failed = {v.rung: v.error for v in found.verdicts if v.verdict == "failed"}
-    assert set(failed) == {rung.name for rung in ladder._loop_rungs()}
+    assert set(failed) == {rung.name for rung in ladder.LOOPED}
     assert all("nki 0.5.0 is installed, kernels need 0.6" in error for error in failed.values())
     path = tmp_path / "verdicts.json"
     path.write_text(found.to_json())
