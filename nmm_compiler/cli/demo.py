@@ -28,7 +28,7 @@ from nmm_compiler.report.parts import Grid, Line, Part
 _LAYERS = "mlp"
 """What becomes low-rank: attention of this model is too narrow to gain."""
 _HELD_OUT_SHARE = 0.25
-_LENGTH, _LEARNED, _JUDGED = 256, 8, 4
+_LENGTH, _LEARNED, _JUDGED = 256, 4, 3
 """Tokens of a passage; passages that calibrate, passages that judge."""
 
 

@@ -47,7 +47,7 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
 ):
     built = {}
     monkeypatch.setattr(
-        "nmm_compiler.backend.report_page.compile_parts",
+        "nmm_compiler.backend.publish.compile_parts",
         lambda reports: (
             built.update({one.spec.short(): one.spec for made in reports for one in made.built})
             or compile_parts(reports)
