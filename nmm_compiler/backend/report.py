@@ -8,7 +8,7 @@ simulator's predictions, never measurements.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -66,8 +66,8 @@ class CompileReport(Shown, Record):
     chains share an input. fallback: why the inner backend got the original graph, or None. notes:
     further remarks. phases_ms: wall time of "passes", "kernels" and "inner". built: the Kernel
     objects, in the order of `kernels`.
-    pictures: the graph before and after, for a page. predicted: makes the headline, when it is
-    asked for first.
+    pictures: parts that show the graph before and after, for a page. predicted: a function that
+    makes the headline, when it is asked for first.
     """
 
     graph: int
@@ -84,8 +84,8 @@ class CompileReport(Shown, Record):
     notes: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     built: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    pictures: tuple[Part, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    predicted: Callable[[], str] | None = dataclasses.field(default=None, repr=False, compare=False)
+    pictures: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    predicted: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def cache_hits(self) -> int:
@@ -120,7 +120,7 @@ class CompileReport(Shown, Record):
 
         It is computed when it is first asked for, and takes some tenths of a second.
         """
-        return "" if self.predicted is None else self.predicted()
+        return "" if self.predicted is None else str(self.predicted())
 
     def parts(self) -> list[Part]:
         """Return summary and headline, tables of calls, refusals and kernels, then the notes."""

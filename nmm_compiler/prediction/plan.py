@@ -277,7 +277,8 @@ def plan(
         with noted_kernels() as noted:
             priced("closed_form", "tracing ")
         names = {machine_target(name): name for name in targets}
-        price_many([(spec, names[chip]) for spec, chip in noted], jobs=jobs, progress=progress)
+        kernels = [(spec, names[chip]) for spec, chip in noted if chip in names]
+        price_many(kernels, jobs=jobs, progress=progress)
     return priced(price)
 
 
