@@ -267,14 +267,6 @@ def rule_not_fired(rule: str, why: str) -> ModelError:
     return ModelError(f"rule {rule!r} matches nothing: {why}")
 
 
-def cannot_be_saved(inner: str) -> ModelError:
-    """Return the error of an inner backend's callable that cannot be written to a file."""
-    return ModelError(
-        f"inner backend {inner!r} returns a callable that cannot be saved; pass "
-        "options={'inner': 'inductor'} or 'eager' to aot_compile"
-    )
-
-
 def broken_rule(rule: str, node: str, cause: BaseException | str) -> BrokenRuleError:
     """Return the error of a rule that raised, or left the graph in a state that does not lint."""
     shown = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"

@@ -31,7 +31,7 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import keep_tuning, schedule_in, tuning_files
-from nmm_compiler.errors import cannot_be_saved
+from nmm_compiler.errors import ModelError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
@@ -69,7 +69,10 @@ class AheadOfTime(SerializableCallable):
         elif report.inner == "eager":  # "eager" runs the graph itself
             kind, inner = "graph", GraphModuleSerializableCallable(graph)
         else:
-            raise cannot_be_saved(report.inner)
+            raise ModelError(
+                f"inner backend {report.inner!r} returns a callable that cannot be saved; pass "
+                "options={'inner': 'inductor'} or 'eager' to aot_compile"
+            )
         header = {
             "target": options.target,
             "options": options.call_options(),
