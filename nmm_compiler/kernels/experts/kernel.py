@@ -31,41 +31,53 @@ def experts(x, spec, schedule, **others):
     """Return y."""
     core = nl.program_id(0) if spec.split != "" else 0
     out = nl.ndarray((spec.m, spec.k), dtype=x.dtype, buffer=nl.shared_hbm)
-    numbers = read_picks(others.get("index"), spec.m * spec.top_k, nl.int32)
-    weights = read_picks(others.get("gates"), spec.m * spec.top_k, nl.float32)
-    x_tiles = (spec.k + 127) // 128
-    x_sb = nl.ndarray((128, x_tiles, spec.m), dtype=x.dtype, buffer=nl.sbuf)
-    load_tokens(x_sb, x, spec.k, spec.m, spec.up.order)
-    total = nl.ndarray((128, x_tiles, spec.m), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=total, value=0.0)
     operands = [
         others.get("gate_up"), others.get("down"),
         others.get("gate_up_bias"), others.get("down_bias"),
     ]  # fmt: skip
+    for m0 in range(0, spec.m, 128):
+        tokens = min(128, spec.m - m0)
+        stop = m0 + tokens
+        compute_tokens(
+            out[m0:stop, 0 : spec.k], x[m0:stop, 0 : spec.k],
+            others.get("index")[m0:stop, 0 : spec.top_k],
+            others.get("gates")[m0:stop, 0 : spec.top_k], operands, core, tokens, spec,
+        )  # fmt: skip
+    return out
+
+
+def compute_tokens(out, x, index, gates, operands, core, tokens, spec):
+    """Compute y of a tile of tokens."""
+    picks = tokens * spec.top_k
+    numbers = read_picks(index, picks, nl.int32)
+    weights = read_picks(gates, picks, nl.float32)
+    x_tiles = (spec.k + 127) // 128
+    x_sb = nl.ndarray((128, x_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
+    load_tokens(x_sb, x, spec.k, tokens, spec.up.order)
+    total = nl.ndarray((128, x_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=0.0)
     if spec.way == "picks":
         ones = chosen_of_token(numbers, weights)
-        add_groups(total, x_sb, ones, numbers, weights, operands, core, spec)
+        add_groups(total, x_sb, ones, numbers, weights, operands, core, tokens, spec)
     else:
-        flat = others.get("index").reshape((spec.m * spec.top_k,))
-        table = others.get("down").reshape((spec.count, spec.k * spec.width))
-        check_index(flat, table[0 : spec.count, 0:1], 0, spec.m * spec.top_k)
+        table = operands[1].reshape((spec.count, spec.k * spec.width))
+        check_index(index.reshape((picks,)), table[0 : spec.count, 0:1], 0, picks)
         if spec.way == "distinct":
             chosen = list_groups(numbers, spec.count, spec.at_once)
             bound = turns_of(chosen, spec.count, spec.at_once)
 
             def body(i):
                 some = groups_of_turn(chosen, i, spec.count, spec.at_once)
-                add_groups(total, x_sb, some, numbers, weights, operands, core, spec)
+                add_groups(total, x_sb, some, numbers, weights, operands, core, tokens, spec)
 
             # as many turns as the chosen groups need: known on the device only
             nl.fori_loop(0, bound, body)
         else:
             every = all_groups(spec.count)
-            add_groups(total, x_sb, every, numbers, weights, operands, core, spec)
+            add_groups(total, x_sb, every, numbers, weights, operands, core, tokens, spec)
     if spec.split != "":
-        both = nl.ndarray((128, x_tiles, spec.m), dtype=nl.float32, buffer=nl.sbuf)
+        both = nl.ndarray((128, x_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
         add_other_half(both, total, core)
-        store_sums(out, both, spec.k, spec.m, core, 2)
+        store_sums(out, both, spec.k, tokens, core, 2)
     else:
-        store_sums(out, total, spec.k, spec.m, 0, 1)
-    return out
+        store_sums(out, total, spec.k, tokens, 0, 1)

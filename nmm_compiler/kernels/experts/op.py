@@ -1,3 +1,5 @@
-"""The op of family `experts`."""
+"""The op of family `experts`: `nmm.experts`."""
 
-OPS = ()
+from nmm_compiler.ops.chosen import EXPERTS
+
+OPS = (EXPERTS,)

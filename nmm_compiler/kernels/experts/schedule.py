@@ -9,7 +9,7 @@ from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import Family, check_name
-from nmm_compiler.kernels.experts.spec import ExpertsSpec
+from nmm_compiler.kernels.experts.spec import TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.tiling import (
     ORDERS,
@@ -133,7 +133,7 @@ class ExpertsSchedule(Record):
 
     def sbuf_bytes(self, spec: ExpertsSpec) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer: two panels of each weight at most."""
-        made, size, m = self.plan(spec), item_bytes(spec.dtype), spec.m
+        made, size, m = self.plan(spec), item_bytes(spec.dtype), min(spec.m, TOKENS)
         deep, wide = tiles(spec.k, 128), tiles(spec.n, 128)
         up = deep * 2 * made.up.block * size
         down = wide * made.down.block * size
@@ -196,7 +196,7 @@ class ExpertsSchedule(Record):
 
 def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     """Yield schedules that may be legal, about 60."""
-    few = spec.m * spec.top_k < 3 * spec.groups
+    few = min(spec.m, TOKENS) * spec.top_k < 3 * spec.groups
     ways = [("distinct", at_once) for at_once in (4, 2, 1, 8)] * few + [("all", 1)]
     ways = [("picks", 1)] if spec.m == 1 else ways
     col = spec.weight_layout == "col"
@@ -221,6 +221,7 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     made, tally, size = schedule.plan(spec), Tally(), item_bytes(spec.dtype)
     expected = (schedule.turns(spec) or 1) * schedule.at_once
     groups = {"picks": spec.top_k, "all": spec.groups}.get(schedule.way, expected)
+    groups, few = groups * tiles(spec.m, TOKENS), min(spec.m, TOKENS)
     for weight, count in ((made.up, 2), (made.down, 1)):
         columns = min(weight.block, weight.n)
         loads = groups * count * tiles(weight.k, weight.chunk) * tiles(weight.n, columns)
@@ -228,14 +229,14 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
         total = groups * count * weight.k * weight.n * size
         turned = squares, loads * tiles(columns, 128), min(weight.chunk, weight.k) * size
         tally.load(weight.load, total, loads, columns * size, turned)
-        tally.matmuls.append((squares, max(64, spec.m)))
-        tally.evictions.append((groups * count * tiles(weight.n, 128), spec.m))
+        tally.matmuls.append((squares, max(64, few)))
+        tally.evictions.append((groups * count * tiles(weight.n, 128), few))
     edges = schedule.turns(spec) or 0
     tally.dmas.append((1 + edges, 2 * made.up.block, made.up.block, "copy"))
     tally.store(spec.m * spec.k * size, 1, spec.k * size)
     return tally.work(
         lead_bytes=made.up.chunk * made.up.block * size * (1 + 8 * edges),
-        tail_matmuls=(tiles(made.down.block, 128) * tiles(spec.n, 128), max(64, spec.m)),
+        tail_matmuls=(tiles(made.down.block, 128) * tiles(spec.n, 128), max(64, few)),
         tail_bytes=spec.m * spec.k * size,
     )
 

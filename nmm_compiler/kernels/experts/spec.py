@@ -44,9 +44,15 @@ from nmm_compiler.kernels.tiling import lay
 from nmm_compiler.targets import Target
 
 HALVES = ("joined", "interleaved")
-MOST_TOKENS = 128
 # Roundings of fp32 in g sigmoid(slope g) (u + plus).
 _CLAMPED_ROUNDINGS = 24
+TOKENS = 128
+"""Tokens that move through the groups together; more of them read the groups again."""
+
+
+def distinct_groups(groups: int, top_k: int, tokens: int) -> float:
+    """Return the groups that tokens are expected to choose, if each chooses uniformly."""
+    return groups * (1 - (1 - top_k / groups) ** tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,18 +113,13 @@ class ExpertsSpec(KernelSpec):
     @property
     def expected(self) -> float:
         """The distinct groups that tokens choose: as said, or with uniform routing."""
-        missed = (1 - self.top_k / self.groups) ** self.m
-        return min(self.distinct or self.groups * (1 - missed), self.groups, self.m * self.top_k)
+        uniform = distinct_groups(self.groups, self.top_k, min(self.m, TOKENS))
+        return min(self.distinct or uniform, self.groups, self.m * self.top_k)
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""
         super().check(target)
         check_gathers(self, target)
-        if self.m > MOST_TOKENS:
-            raise SpecError(
-                f"{self.short()}: all tokens move through each chosen expert, {MOST_TOKENS} at "
-                f"most; launch {MOST_TOKENS} of the {self.m} tokens at a time"
-            )
 
     def splits(self) -> tuple[str, ...]:
         """Return the ways in which the cores can share the work: by features of h."""
@@ -159,7 +160,9 @@ class ExpertsSpec(KernelSpec):
         whole = {one.name: one.bytes for one in (*self.inputs(), *self.outputs())}
         weights = ("gate_up", "down", "gate_up_bias", "down_bias")
         read = sum(whole.pop(name, 0) for name in weights)
-        return sum(whole.values()) + round(read * self.expected / self.groups)
+        return sum(whole.values()) + round(read * self.expected / self.groups) * -(
+            -self.m // TOKENS
+        )
 
     def reference(self, *arrays: Array) -> Any:
         """Return y in float64."""

@@ -13,11 +13,11 @@ from .records import Block, Epilogue, Left, Panel, Part, Plan, Term
 from .sums import make_columns
 
 
-def add_groups(total, x_sb, groups, numbers, weights, operands, core, spec):
+def add_groups(total, x_sb, groups, numbers, weights, operands, core, m, spec):
     """Add to y^T, [128, tiles, tokens], what some groups make of the tokens that chose them."""
     ups = []
     downs = []
-    at = Block(0, spec.m, core)
+    at = Block(0, m, core)
     nothing = Term(Left(None, None, "none"), None, spec.nothing)
     ups.append(load_up(operands[0].select(0, groups[0][0:1, 0:1]), 0, core, spec))
     for s in range(spec.at_once):
@@ -26,7 +26,7 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, spec):
             gates = weights[0:128, s : s + 1].reshape((128, 1, 1))
         else:
             group = groups[1][0:128, s : s + 1]
-            gates = gates_of(group, numbers, weights, spec.m, spec.top_k)
+            gates = gates_of(group, numbers, weights, m, spec.top_k)
         if spec.has_up_bias:
             more = operands[2].select(0, one)
             gate_bias = bias_of(more, core * spec.n * spec.step, spec.n, spec.step, 0)
@@ -43,7 +43,7 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, spec):
                 nisa.tensor_scalar(dst=down_bias, data=down_bias, op0=nl.multiply, operand0=0.5)
         else:
             down_bias = None
-        h_sb = nl.ndarray((128, (spec.n + 127) // 128, spec.m), dtype=x_sb.dtype, buffer=nl.sbuf)
+        h_sb = nl.ndarray((128, (spec.n + 127) // 128, m), dtype=x_sb.dtype, buffer=nl.sbuf)
         for n0 in range(0, spec.n, spec.up.block):
             if n0 + spec.up.block < spec.n:
                 ups.append(load_up(operands[0].select(0, one), n0 + spec.up.block, core, spec))
@@ -52,8 +52,8 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, spec):
             panel = ups[s * spec.up_panels + n0 // spec.up.block]
             columns = min(spec.up.block, spec.n - n0)
             tiles = (columns + 127) // 128
-            active = nl.ndarray((128, tiles, spec.m), dtype=nl.float32, buffer=nl.sbuf)
-            h_part = h_sb[0:128, n0 // 128 : n0 // 128 + tiles, 0 : spec.m]
+            active = nl.ndarray((128, tiles, m), dtype=nl.float32, buffer=nl.sbuf)
+            h_part = h_sb[0:128, n0 // 128 : n0 // 128 + tiles, 0:m]
             make_columns(
                 active, Term(Left(x_sb, None, "none"), None, spec.up), panel[0], nothing, [],
                 Panel(n0, columns, spec.up.group, 1), at,
@@ -65,7 +65,7 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, spec):
                 ),
             )  # fmt: skip
             if spec.clamped:
-                linear = nl.ndarray((128, tiles, spec.m), dtype=nl.float32, buffer=nl.sbuf)
+                linear = nl.ndarray((128, tiles, m), dtype=nl.float32, buffer=nl.sbuf)
             else:
                 linear = h_part
             make_columns(
@@ -88,7 +88,7 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, spec):
                 ups.append(load_up(operands[0].select(0, following), 0, core, spec))
             outputs = min(spec.down.block, spec.k - k0)
             k_tiles = (outputs + 127) // 128
-            made = nl.ndarray((128, k_tiles, spec.m), dtype=nl.float32, buffer=nl.sbuf)
+            made = nl.ndarray((128, k_tiles, m), dtype=nl.float32, buffer=nl.sbuf)
             make_columns(
                 made, Term(Left(h_sb, None, "none"), None, spec.down),
                 downs[s * spec.down_panels + k0 // spec.down.block], nothing, [],
@@ -98,7 +98,7 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, spec):
                     gates.broadcast(1, k_tiles), True, None, False,
                 ),
             )  # fmt: skip
-            y_part = total[0:128, k0 // 128 : k0 // 128 + k_tiles, 0 : spec.m]
+            y_part = total[0:128, k0 // 128 : k0 // 128 + k_tiles, 0:m]
             add_tiles(y_part, made, outputs)
 
 
@@ -213,13 +213,13 @@ def clamp_tiles(dst, gate, up, columns, spec):
     rest = columns % 128
     if tiles > 0:
         clamped_product(
-            dst[0:128, 0:tiles, 0 : spec.m], gate[0:128, 0:tiles, 0 : spec.m],
-            up[0:128, 0:tiles, 0 : spec.m], spec,
+            dst[0:128, 0:tiles, 0 : dst.shape[2]], gate[0:128, 0:tiles, 0 : dst.shape[2]],
+            up[0:128, 0:tiles, 0 : dst.shape[2]], spec,
         )  # fmt: skip
     if rest > 0:
         clamped_product(
-            dst[0:rest, tiles, 0 : spec.m], gate[0:rest, tiles, 0 : spec.m],
-            up[0:rest, tiles, 0 : spec.m], spec,
+            dst[0:rest, tiles, 0 : dst.shape[2]], gate[0:rest, tiles, 0 : dst.shape[2]],
+            up[0:rest, tiles, 0 : dst.shape[2]], spec,
         )  # fmt: skip
 
 
