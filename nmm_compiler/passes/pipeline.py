@@ -48,6 +48,7 @@ from nmm_compiler.passes.patterns import PatternRule
 from nmm_compiler.passes.result import Explanation, RewriteResult, RuleCount, opportunities
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
+from nmm_compiler.passes.rules.experts import Experts
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside, kernel_call
 from nmm_compiler.passes.rules.lora import LoRA
@@ -505,6 +506,7 @@ class Dump:
 
 RULES: tuple[Rule, ...] = (
     MLA(),
+    Experts(),
     GatedMLP(),
     GatedMLPUp(),
     LoRA(),

@@ -1,0 +1,373 @@
+"""Rule `experts`: the experts of a mixture, as transformers spells them, become one call.
+
+    rows = x.repeat_interleave(k, 0)              or   x[perm // k], perm = sort(index.reshape(-1))
+    h    = bmm(rows, gate_up[index.reshape(-1)])  or   grouped_mm(rows, gate_up, offs), offs = cumsum(histc)
+    y    = bmm(act(h), down[index.reshape(-1)])   or   grouped_mm(act(h), down, offs)
+    (y * gates.reshape(-1)[.., None])[inverse].view(tokens, k, -1).sum(1)
+      ->   nmm.experts(x, gate_up, down, index, gates)
+
+The function between the products is recognized by its values: an activation of the gate times up,
+or gpt-oss's clamped product. Experts in a Python loop break the graph and cannot be seen here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from nmm_compiler.errors import NmmError
+from nmm_compiler.kernels.base import ACTIVATIONS
+from nmm_compiler.kernels.experts.spec import HALVES, ExpertsSpec
+from nmm_compiler.ops.chosen import gated
+from nmm_compiler.passes.chains.safety import DTYPES, Refusal, unsafe
+from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.rules.base import Match, Rule
+
+GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback"})
+RESHAPES = frozenset({"view", "reshape", "contiguous", "flatten", "unsqueeze", "squeeze"})
+
+
+class NotExpertsError(Exception):
+    """The pattern ends here: nothing to refuse."""
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One product: its rows, the weights and biases of all experts, whether they lie [out, in]."""
+
+    rows: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    turned: bool
+    last: fx.Node
+
+
+@dataclass(frozen=True)
+class _Call:
+    operands: tuple[fx.Node | None, ...]
+    said: dict[str, Any]
+
+
+class Experts(Rule):
+    """A sum over the picks of each token of gated MLPs that an index chooses."""
+
+    name = "experts"
+    ends_at = None
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose sums over the picks of tokens."""
+        if target_name(node) == "sum" and _given(node, 1, "dim") in (1, [1], (1,)):
+            yield node
+
+    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Read the picks, both products and what stands between them."""
+        node = candidate
+        try:
+            call, spec = self._read(graph, node)
+        except NotExpertsError:
+            return None
+        if isinstance(call, Refusal):
+            return call
+        reads = tuple(one for one in call.operands if one is not None)
+        inner = _between(node, set(reads))
+        writes = [one for one in inner if one in graph.effects.writers]
+        return unsafe(graph, inner, node, reads, allowed=writes) or Match(
+            rule=self.name,
+            node=node,
+            nodes=frozenset(inner),
+            data=call,
+            info={name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")},
+            length=spec.k + spec.n,
+        )
+
+    def _read(self, graph: Canonical, node: fx.Node) -> tuple[Any, Any]:
+        """Return the call and its spec, or a refusal and None; raise NotExpertsError for others."""
+        view = _named(node.args[0], RESHAPES)
+        shape = graph.shape(view) or ()
+        if len(shape) != 3:
+            raise NotExpertsError
+        product, inverse = view.args[0], None
+        if target_name(product) == "getitem" and isinstance(product.args[1], fx.Node):
+            product, inverse = product.args
+        both = _named(product, ("mul",)).args
+        sides = [one for one in both if isinstance(one, fx.Node)]
+        spread = [one for one in sides if target_name(one) == "unsqueeze"]
+        if len(sides) != 2 or not spread:
+            raise NotExpertsError
+        made, gates = _other(sides, spread[-1]), spread[-1].args[0]
+        down = self._linear(graph, made, inverse is not None)
+        between, h = _region(down.rows)
+        up = self._linear(graph, h, inverse is not None)
+        x, index, gates = self._picks(graph, up, down, gates, inverse, shape)
+        kinds = {one.turned for one in (up, down)}
+        weights = graph.shape(down.weight) or ()
+        if len(weights) != 3 or len(kinds) != 1 or not _same_tokens(graph, x, shape):
+            raise NotExpertsError
+        turned = kinds.pop()
+        said = _function(graph, between, h, down.rows)
+        if said is None:
+            why = "the function between the products of the experts is no gated product"
+            return Refusal("no_kernel", why, down.rows), None
+        try:
+            spec = ExpertsSpec(
+                m=shape[0] if isinstance(shape[0], int) else 128, k=shape[2],
+                n=weights[2 if turned else 1], groups=weights[0], top_k=shape[1],
+                dtype=str(graph.dtype(x)).removeprefix("torch."), gate_up_bias=up.bias is not None,
+                down_bias=down.bias is not None, weight_layout="col" if turned else "row", **said,
+            )  # fmt: skip
+        except (NmmError, TypeError) as error:
+            return Refusal("no_kernel", str(error), node), None
+        dtypes = [graph.dtype(one) for one in (x, up.weight, down.weight, node)]
+        if len({*dtypes}) > 1 or dtypes[0] not in DTYPES:
+            said_of = "x {}, gate_up {}, down {} and the result {}".format(*dtypes)
+            return Refusal("dtype", f"{said_of} are not one dtype that kernels compute in", node), None
+        said |= {"weight_layout": "col"} if turned else {}
+        biases = (None if one.bias is None else _named(one.bias, ("getitem",)).args[0]
+                  for one in (up, down))  # fmt: skip
+        operands = (x, up.weight, down.weight, index, gates, *biases)
+        return _Call(operands, said), spec
+
+    def _linear(self, graph: Canonical, node: fx.Node, grouped: bool) -> _Linear:
+        """Return the product that a node is, with the bias that is added to it in place or not."""
+        last, bias = node, None
+        added = [one for one in node.users if target_name(one) == "add_" and one.args[0] is node]
+        if len(added) == 1:
+            last, bias = added[0], added[0].args[1]
+        elif target_name(node) in ("add", "add_"):
+            node, bias = node.args  # type: ignore[assignment]
+        node = node if grouped else _named(node, ("squeeze",)).args[0]
+        names = GROUPED if grouped else ("bmm",)
+        left, right = _named(node, names).args[:2]
+        if grouped:
+            rows, weight = _cast(left), right
+            turned = target_name(weight) in ("transpose", "mT")
+            if turned and sorted(d % 3 for d in weight.args[1:]) != [1, 2]:
+                raise NotExpertsError
+            weight = weight.args[0] if turned else weight
+        else:
+            turned = target_name(left) == "getitem"
+            chosen, token = (left, right) if turned else (right, left)
+            rows = _named(token, ("unsqueeze",)).args[0]
+            weight = _named(chosen, ("getitem",)).args[0]
+        return _Linear(_cast(rows), weight, bias, turned, last)
+
+    def _picks(
+        self, graph: Canonical, up: _Linear, down: _Linear, gates: Any, inverse: Any, shape: Any
+    ) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Return x, the index and the gates of tokens; both products choose by the same picks."""
+        if inverse is None:
+            rows = _named(up.rows, ("repeat_interleave",))
+            if rows.args[1] != shape[1] or _given(rows, 2, "dim") != 0:
+                raise NotExpertsError
+            chosen = [_chosen(one) for one in (up, down)]
+            picks = chosen[0]
+            x = rows.args[0]
+        else:
+            rows = _named(up.rows, ("getitem",))
+            x, place = rows.args
+            divides = isinstance(place, fx.Node) and place.target is operator.floordiv
+            divides = divides or target_name(place) == "floor_divide"
+            if not divides or place.args[1] != shape[1]:
+                raise NotExpertsError
+            perm = place.args[0]
+            ordered = _named(_named(perm, ("getitem",)).args[0], ("sort",))
+            sorted_picks = next(
+                (one for one in ordered.users if target_name(one) == "getitem" and one.args[1] == 0),
+                None,
+            )
+            gates = _named(gates, ("getitem",))
+            weights = graph.shape(down.weight) or (0,)
+            if (
+                perm.args[1] != 1
+                or gates.args[1] is not perm
+                or not _inverts(inverse, perm)
+                or len(ordered.args) > 1
+                or ordered.kwargs
+            ):
+                raise NotExpertsError
+            chosen = [_counted(one, sorted_picks, weights[0]) for one in (up, down)]
+            picks, gates = ordered.args[0], gates.args[0]
+        if chosen[0] is not chosen[1] or chosen[0] is None:
+            raise NotExpertsError
+        own = _named(picks, RESHAPES).args[0], _named(gates, RESHAPES).args[0]
+        if any(tuple(graph.shape(one) or ()) != tuple(shape[:2]) for one in own):
+            raise NotExpertsError
+        return x, *own
+
+    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
+        """Emit the call."""
+        call: _Call = match.data
+        x = editor.c.values[call.operands[0]]
+        new = editor.call(
+            torch.ops.nmm.experts.default,
+            *call.operands,
+            meta_value=x.new_empty(x.shape),
+            **call.said,
+            target=editor.options.target,
+            executor=editor.options.executor,
+        )
+        return editor.like(new, match.node)
+
+
+def _chosen(linear: _Linear) -> fx.Node | None:
+    """Return the picks by which a batched product gathers its weights, and its biases."""
+    found = {one.args[1] for one in _gathers(linear)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _gathers(linear: _Linear) -> Iterator[fx.Node]:
+    product = linear.last
+    for node in _between(product, {linear.rows, linear.weight}):
+        held = target_name(node) == "getitem" and isinstance(node.args[1], fx.Node)
+        if held and node is not linear.rows:
+            yield node
+
+
+def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
+    """Return the offsets of a grouped product if they count the sorted picks."""
+    product = next(n for n in _between(linear.last, {linear.rows, linear.weight})
+                   if target_name(n) in GROUPED)  # fmt: skip
+    offsets = _given(product, 2, "offs")
+    total = _named(offsets, ("cumsum",))
+    counts = _named(total.args[0], ("histc",))
+    source = counts.args[0]
+    while isinstance(source, fx.Node) and target_name(source) in ("float", "int", "to", "_to_copy"):
+        source = source.args[0]
+    bounds = tuple(_given(counts, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
+    right = source is picks and bounds == (groups, 0, groups - 1)
+    right = right and _given(total, 1, "dim") == 0
+    if linear.bias is not None:
+        right = right and _named(linear.bias, ("getitem",)).args[1] is picks
+    return offsets if right else None
+
+
+def _inverts(inverse: Any, perm: fx.Node) -> bool:
+    """Return whether `inverse` is filled as inverse[perm] = arange."""
+    if target_name(inverse) not in ("empty_like", "new_empty") or inverse.args[0] is not perm:
+        return False
+    writes = [one for one in inverse.users if target_name(one) in ("setitem_", "index_put_")]
+    if len(writes) != 1 or len(writes[0].args) < 3:
+        return False
+    _, place, value = writes[0].args[:3]
+    place = place[0] if isinstance(place, (list, tuple)) else place
+    counts = target_name(value) == "arange" and len(value.args) == 1
+    return place is perm and counts
+
+
+def _given(node: fx.Node, place: int, name: str) -> Any:
+    return node.kwargs.get(name, node.args[place] if len(node.args) > place else None)
+
+
+def _named(node: Any, names: Any) -> Any:
+    if not isinstance(node, fx.Node) or target_name(node) not in names:
+        raise NotExpertsError
+    return node
+
+
+def _other(pair: list[fx.Node], one: fx.Node) -> fx.Node:
+    return pair[0] if pair[1] is one else pair[1]
+
+
+def _cast(node: Any) -> Any:
+    """Return what a cast is of: x and weights have one dtype, which is checked."""
+    return node.args[0] if target_name(node) in ("to", "_to_copy") else node
+
+
+def _same_tokens(graph: Canonical, x: fx.Node, shape: Any) -> bool:
+    return tuple(graph.shape(x) or ()) == (shape[0], shape[2])
+
+
+def _between(node: fx.Node, stops: set[Any]) -> list[fx.Node]:
+    """Return the nodes from `stops` to a node, with it and with what writes to them in place."""
+    found = [node]
+    for current in found:
+        before = [n for n in current.all_input_nodes if n not in stops and n.op != "placeholder"]
+        writes = [n for n in current.users if (target_name(n) or "").endswith("_")
+                  and n.args and n.args[0] is current]  # fmt: skip
+        found += [n for n in (*before, *writes) if n not in found and n.op != "get_attr"]
+    return found
+
+
+def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
+    """Return the nodes of the function that ends at `last`, and the one value that it reads."""
+    found = [last]
+    ends: set[fx.Node] = set()
+    for current in found:
+        for n in current.all_input_nodes:
+            if target_name(n) in (*GROUPED, "squeeze", "add_") or _has_bias(n):
+                ends.add(n)
+            elif n not in found:
+                found.append(n)
+    if len(ends) != 1 or len(found) > 40:
+        raise NotExpertsError
+    return found, ends.pop()
+
+
+def _has_bias(node: fx.Node) -> bool:
+    """Return whether a node adds gathered biases to a product."""
+    if target_name(node) != "add" or len(node.all_input_nodes) != 2:
+        return False
+    return any(target_name(n) in (*GROUPED, "squeeze") for n in node.all_input_nodes)
+
+
+def _function(
+    graph: Canonical, nodes: list[fx.Node], start: fx.Node, last: fx.Node
+) -> dict[str, Any] | None:
+    """Return how ExpertsSpec says what some nodes compute of `start`, found by its values."""
+    width = (graph.shape(start) or (0,))[-1]
+    if not isinstance(width, int) or any(n.op in ("placeholder", "get_attr") for n in nodes):
+        return None
+    made = torch.linspace(-12, 12, 3 * width, dtype=torch.float32)
+    sample = made[torch.randperm(3 * width, generator=torch.Generator().manual_seed(0))]
+    sample = sample.reshape(3, width)
+    values: dict[fx.Node, Any] = {start: sample}
+    order = {n: i for i, n in enumerate(graph.graph.nodes)}
+    try:
+        for node in sorted(nodes, key=order.__getitem__):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            elif node.op == "call_function":
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            else:
+                module = graph.module.get_submodule(str(node.target))
+                values[node] = module(*args, **kwargs)
+    except (TypeError, RuntimeError, KeyError, AttributeError):
+        return None
+    for said in _functions(nodes):
+        wanted = gated(sample, **said)
+        got = values[last]
+        if got.shape == wanted.shape and torch.allclose(got.float(), wanted, 2e-4, 2e-4):
+            plain = {"halves": "joined", "activation": "silu", "limit": 0.0, "slope": 1.0, "plus": 0.0}
+            return {name: value for name, value in said.items() if value != plain[name]}
+    return None
+
+
+def _functions(nodes: list[fx.Node]) -> Iterator[dict[str, Any]]:
+    """Yield what the function may be, with the numbers that its nodes hold."""
+    plain = {"limit": 0.0, "slope": 1.0, "plus": 0.0}
+    for halves, activation in itertools.product(HALVES, ACTIVATIONS):
+        yield {"halves": halves, "activation": activation, **plain}
+    numbers = {
+        name: {
+            float(value)
+            for node in nodes
+            if target_name(node) in names
+            for value in (*node.args, *node.kwargs.values())
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        }
+        for name, names in (
+            ("limit", ("clamp", "clamp_max", "clip")), ("slope", ("mul",)), ("plus", ("add",))
+        )
+    }  # fmt: skip
+    each = (numbers["limit"], {1.0} | numbers["slope"], {0.0} | numbers["plus"])
+    for halves, (limit, slope, plus) in itertools.product(HALVES, itertools.product(*each)):
+        yield {"halves": halves, "activation": "silu", "limit": limit, "slope": slope, "plus": plus}
