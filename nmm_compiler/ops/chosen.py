@@ -5,8 +5,7 @@ Both are differentiated by their references: no kernel computes them backward.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from nmm_compiler.errors import ShapeError
 from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.experts.spec import HALVES, ExpertsSpec
 from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
-from nmm_compiler.ops.definition import WHERE, Op
-from nmm_compiler.ops.gradients import Grads
+from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.operands import (
     check_dtypes,
@@ -28,7 +26,7 @@ from nmm_compiler.ops.operands import (
     tokens_of,
     weight_shape,
 )
-from nmm_compiler.ops.products import activate, product
+from nmm_compiler.ops.references import activate, product
 
 tracing = torch._C._len_torch_dispatch_stack
 
@@ -142,149 +140,149 @@ def gated(
     return (up + plus) * (gate * torch.sigmoid(gate * slope))
 
 
-def _fake_adapters(
-    x: Tensor,
-    index: Tensor,
-    u: Tensor,
-    v: Tensor,
-    gains: Tensor,
-    bias: Tensor | None = None,
-    w: Tensor | None = None,
-    **keywords: Any,
-) -> Tensor:
-    """Return an empty result of `adapters_matmul`."""
-    said = read_layouts(keywords)
-    check_dtypes(x, u, v, bias, w)
-    tokens, k = tokens_of(x, said["x_layout"])
-    inputs, rank = weight_shape("u", u, said["u_layout"])
-    check_same("features of x and u", k, inputs)
-    rows, n = weight_shape("v", v, said["v_layout"])
-    check_same("rank of u and v", rank, rows)
-    if gains.dim() != 1 or rank % gains.shape[0]:
-        raise ShapeError(
-            f"gains has shape {tuple(gains.shape)}; pass one for each adapter, whose ranks add up "
-            f"to {rank}"
-        )
-    _check_index(index, tokens)
-    if w is not None:
-        shape = weight_shape("w", w, said["w_layout"])
-        check_same("shapes of the dense w and of u v", shape, (k, n))
-    check_vector("bias", bias, n)
-    return empty_result(x, tokens, n, said["out_layout"])
-
-
 def _check_index(index: Tensor, tokens: Sequence[Any]) -> None:
     wanted: Any = 1
     for size in tokens:
         wanted = wanted * size
     if index.dtype.is_floating_point or index.numel() != wanted:
         raise ShapeError(
-            f"index is {index.dtype}{list(index.shape)}; pass an integer for each of {wanted} tokens"
+            f"index is {index.dtype}{list(index.shape)}; pass a whole number for each of {wanted} "
+            "tokens"
         )
 
 
-def _fake_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    gates: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    **keywords: Any,
-) -> Tensor:
-    """Return an empty result of `experts`."""
-    layout = read_layouts(keywords)["weight_layout"]
-    check_name("halves", keywords.get("halves", "joined"), HALVES)
-    check_dtypes(x, gate_up, down, gate_up_bias, down_bias)
-    if gate_up.dim() != 3 or down.dim() != 3:
-        raise ShapeError(
-            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} are not one matrix for "
-            "each expert"
-        )
-    k, both = weight_shape("gate_up", gate_up[0], layout)
-    n, outputs = weight_shape("down", down[0], layout)
-    check_same("features of x and gate_up", x.shape[-1], k)
-    check_same("outputs of gate and up, and two for each input of down", both, 2 * n)
-    check_same("outputs of down and features of x", outputs, k)
-    check_same("shapes of index and gates", tuple(index.shape), tuple(gates.shape))
-    _check_index(index[..., 0], x.shape[:-1])
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+class ChosenOp(Op):
+    """An op whose weights an index chooses; DTensor gets whole tensors."""
+
+    def sharding(self, *args: Any, **kw: Any) -> Placements:
+        """Return that every tensor is whole on each device."""
+        from torch.distributed.tensor import Replicate
+
+        return [([Replicate()], [None if one is None else Replicate() for one in args])]
 
 
-def _by_reference(reference: Callable[..., Tensor]) -> Callable[..., Grads]:
-    known = set(inspect.signature(reference).parameters)
+class AdaptersOp(ChosenOp):
+    """A linear layer of all tokens, and for each the branch of its adapter."""
 
-    def gradient(args: tuple, kw: dict, grads: tuple, need: tuple) -> Grads:
-        named = {k: v for k, v in kw.items() if k in known and k not in ("target", "executor")}
-        with torch.enable_grad():
-            held = [
-                a.detach().requires_grad_(n) if isinstance(a, Tensor) else a
-                for a, n in zip(args, need, strict=False)
-            ]
-            wanted = [a for a in held if isinstance(a, Tensor) and a.requires_grad]
-            found = iter(torch.autograd.grad(reference(*held, **named), wanted, grads[0]))
-        return [next(found) if isinstance(a, Tensor) and a.requires_grad else None for a in held]
+    def reference(self, *args: Any, **kw: Any) -> Tensor:
+        """Return what the op computes."""
+        return adapters_matmul(*args, **kw)
 
-    return gradient
+    def fake(self, *args: Any, **kw: Any) -> Tensor:
+        """Return an empty result; raises NmmError for operands that do not fit."""
+        given = self.bound(args, kw)
+        read_layouts(kw)
+        x, u, v, w, gains = (given[name] for name in ("x", "u", "v", "w", "gains"))
+        check_dtypes(x, u, v, given["bias"], w)
+        tokens, k = tokens_of(x, given["x_layout"])
+        inputs, rank = weight_shape("u", u, given["u_layout"])
+        check_same("features of x and u", k, inputs)
+        rows, n = weight_shape("v", v, given["v_layout"])
+        check_same("rank of u and v", rank, rows)
+        if gains.dim() != 1 or rank % gains.shape[0]:
+            raise ShapeError(
+                f"gains has shape {tuple(gains.shape)}; pass one for each adapter, whose ranks add "
+                f"up to {rank}"
+            )
+        _check_index(given["index"], tokens)
+        if w is not None:
+            shape = weight_shape("w", w, given["w_layout"])
+            check_same("shapes of the dense w and of u v", shape, (k, n))
+        check_vector("bias", given["bias"], n)
+        return empty_result(x, tokens, n, given["out_layout"])
 
-
-def _lower_adapters(
-    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
-) -> list[Launch]:
-    _, index, u, v, gains, bias, w = (*args, None, None)[:7]
-    v, v_layout = weight(v, kw.get("v_layout", "row"), transpose)
-    u_layout, w_layout = kw.get("u_layout", "row"), "row"
-    if w is not None:
-        w, w_layout = weight(w, kw.get("w_layout", "row"), transpose)
-    k, rank = features(u, u_layout)
-    spec = AdaptersSpec(
-        m=m, k=k, r=rank // gains.shape[0], n=features(v, v_layout)[1], groups=gains.shape[0],
-        dtype=dtype_name(rows), x_layout=kw.get("x_layout", "row"),
-        out_layout=kw.get("out_layout", "row"), u_layout=u_layout, v_layout=v_layout,
-        w_layout=w_layout, bias=bias is not None, base=w is not None,
-        activation=kw.get("activation", "identity"),
-    )  # fmt: skip
-    chosen = index.reshape(-1).to(torch.int32), gains.float().repeat_interleave(spec.r)
-    given = (rows, u, v, w, bias, *chosen)
-    return [Launch(spec, tuple(t for t in given if t is not None))]
-
-
-def _lower_experts(
-    rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int, transpose: Transpose | None
-) -> list[Launch]:
-    _, gate_up, down, index, gates, gate_up_bias, down_bias = (*args, None, None)[:7]
-    layout = kw.get("weight_layout", "row")
-    if layout == "col" and transpose is not None:
-        gate_up, down, layout = gate_up.mT.contiguous(), down.mT.contiguous(), "row"
-    n = down.shape[1] if layout == "row" else down.shape[2]
-    own = ("halves", "activation", "limit", "slope", "plus")
-    spec = ExpertsSpec(
-        m=m, k=rows.shape[1], n=n, groups=down.shape[0], top_k=index.shape[-1],
-        dtype=dtype_name(rows), weight_layout=layout, gate_up_bias=gate_up_bias is not None,
-        down_bias=down_bias is not None, **{name: kw[name] for name in own if name in kw},
-    )  # fmt: skip
-    picks = index.reshape(m, -1).to(torch.int32), gates.reshape(m, -1).float()
-    given = (rows, gate_up, down, gate_up_bias, down_bias, *picks)
-    return [Launch(spec, tuple(t for t in given if t is not None))]
+    def lower(
+        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
+        transpose: Transpose | None,
+    ) -> list[Launch]:  # fmt: skip
+        """Return the launch of a call."""
+        given = self.bound(args, kw)
+        v, v_layout = weight(given["v"], given["v_layout"], transpose)
+        w, w_layout = given["w"], "row"
+        if w is not None:
+            w, w_layout = weight(w, given["w_layout"], transpose)
+        groups, bias = given["gains"].shape[0], given["bias"]
+        k, rank = features(given["u"], given["u_layout"])
+        spec = AdaptersSpec(
+            m=m, k=k, r=rank // groups, n=features(v, v_layout)[1], groups=groups,
+            dtype=dtype_name(rows), x_layout=given["x_layout"], out_layout=given["out_layout"],
+            u_layout=given["u_layout"], v_layout=v_layout, w_layout=w_layout,
+            bias=bias is not None, base=w is not None, activation=given["activation"],
+        )  # fmt: skip
+        chosen = given["index"].reshape(-1).to(torch.int32)
+        gains = given["gains"].float().repeat_interleave(spec.r)
+        operands = (rows, given["u"], v, w, bias, chosen, gains)
+        return [Launch(spec, tuple(t for t in operands if t is not None))]
 
 
-ADAPTERS = Op(
-    schema="(Tensor x, Tensor index, Tensor u, Tensor v, Tensor gains, Tensor? bias=None, "
-    "Tensor? w=None, *, str activation='identity', str x_layout='row', str out_layout='row', "
-    f"str u_layout='row', str v_layout='row', str w_layout='row', {WHERE}) -> Tensor",
-    reference=adapters_matmul,
-    fake=_fake_adapters,
-    gradient=_by_reference(adapters_matmul),
-    lower=_lower_adapters,
-)
-EXPERTS = Op(
-    schema="(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor gates, "
-    "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str weight_layout='row', "
-    "str halves='joined', str activation='silu', float limit=0.0, float slope=1.0, "
-    f"float plus=0.0, {WHERE}) -> Tensor",
-    reference=experts,
-    fake=_fake_experts,
-    gradient=_by_reference(experts),
-    lower=_lower_experts,
+class ExpertsOp(ChosenOp):
+    """Gated MLPs that an index chooses for each token."""
+
+    def reference(self, *args: Any, **kw: Any) -> Tensor:
+        """Return what the op computes."""
+        return experts(*args, **kw)
+
+    def fake(self, *args: Any, **kw: Any) -> Tensor:
+        """Return an empty result; raises NmmError for operands that do not fit."""
+        given = self.bound(args, kw)
+        read_layouts(kw)
+        check_name("halves", given["halves"], HALVES)
+        x, gate_up, down, layout = (given[n] for n in ("x", "gate_up", "down", "weight_layout"))
+        check_dtypes(x, gate_up, down, given["gate_up_bias"], given["down_bias"])
+        if gate_up.dim() != 3 or down.dim() != 3:
+            raise ShapeError(
+                f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} are not one matrix "
+                "for each expert"
+            )
+        k, both = weight_shape("gate_up", gate_up[0], layout)
+        n, outputs = weight_shape("down", down[0], layout)
+        check_same("features of x and gate_up", x.shape[-1], k)
+        check_same("outputs of gate and up, and two for each input of down", both, 2 * n)
+        check_same("outputs of down and features of x", outputs, k)
+        picks = given["index"]
+        check_same("shapes of index and gates", tuple(picks.shape), tuple(given["gates"].shape))
+        _check_index(picks[..., 0], x.shape[:-1])
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def lower(
+        self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
+        transpose: Transpose | None,
+    ) -> list[Launch]:  # fmt: skip
+        """Return the launch of a call."""
+        given = self.bound(args, kw)
+        up, down, layout = given["gate_up"], given["down"], given["weight_layout"]
+        if layout == "col" and transpose is not None:
+            up, down, layout = up.mT.contiguous(), down.mT.contiguous(), "row"
+        biases = given["gate_up_bias"], given["down_bias"]
+        own = ("halves", "activation", "limit", "slope", "plus")
+        spec = ExpertsSpec(
+            m=m, k=rows.shape[1], n=down.shape[1 if layout == "row" else 2], groups=down.shape[0],
+            top_k=given["index"].shape[-1], dtype=dtype_name(rows), weight_layout=layout,
+            gate_up_bias=biases[0] is not None, down_bias=biases[1] is not None,
+            **{name: given[name] for name in own},
+        )  # fmt: skip
+        index = given["index"].reshape(m, -1).to(torch.int32)
+        operands = (rows, up, down, *biases, index, given["gates"].reshape(m, -1).float())
+        return [Launch(spec, tuple(t for t in operands if t is not None))]
+
+
+_BIASES = Operand("gate_up_bias", "Tensor?"), Operand("down_bias", "Tensor?")
+ADAPTERS = AdaptersOp(
+    name="adapters_matmul",
+    operands=(
+        *map(Operand, ("x", "index", "u", "v", "gains")),
+        Operand("bias", "Tensor?"), Operand("w", "Tensor?"),
+    ),
+    keywords={
+        "activation": "identity", **LAYOUTS, "u_layout": "row", "v_layout": "row",
+        "w_layout": "row", **WHERE,
+    },
+)  # fmt: skip
+EXPERTS = ExpertsOp(
+    name="experts",
+    operands=(*map(Operand, ("x", "gate_up", "down", "index", "gates")), *_BIASES),
+    keywords={
+        "weight_layout": "row", "halves": "joined", "activation": "silu", "limit": 0.0,
+        "slope": 1.0, "plus": 0.0, **WHERE,
+    },
 )

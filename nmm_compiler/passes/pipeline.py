@@ -46,6 +46,7 @@ from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import LAYOUT, Pointwise, assign_layouts, count_transposes
 from nmm_compiler.passes.patterns import PatternRule
 from nmm_compiler.passes.result import Explanation, RewriteResult, RuleCount, opportunities
+from nmm_compiler.passes.rules.adapters import Adapters
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
 from nmm_compiler.passes.rules.experts import Experts
@@ -507,6 +508,7 @@ class Dump:
 RULES: tuple[Rule, ...] = (
     MLA(),
     Experts(),
+    Adapters(),
     GatedMLP(),
     GatedMLPUp(),
     LoRA(),

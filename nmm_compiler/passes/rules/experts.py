@@ -39,6 +39,11 @@ class NotExpertsError(Exception):
     """The pattern ends here: nothing to refuse."""
 
 
+def name_of(value: Any) -> str | None:
+    """Return the canonical name of what a node calls, None for what is no node."""
+    return target_name(value) if isinstance(value, fx.Node) else None
+
+
 @dataclass(frozen=True)
 class _Linear:
     """One product: its rows, the weights and biases of all experts, whether they lie [out, in]."""
@@ -64,7 +69,7 @@ class Experts(Rule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose sums over the picks of tokens."""
-        if target_name(node) == "sum" and _given(node, 1, "dim") in (1, [1], (1,)):
+        if name_of(node) == "sum" and _given(node, 1, "dim") in (1, [1], (1,)):
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
@@ -95,11 +100,11 @@ class Experts(Rule):
         if len(shape) != 3:
             raise NotExpertsError
         product, inverse = view.args[0], None
-        if target_name(product) == "getitem" and isinstance(product.args[1], fx.Node):
+        if name_of(product) == "getitem" and isinstance(product.args[1], fx.Node):
             product, inverse = product.args
         both = _named(product, ("mul",)).args
         sides = [one for one in both if isinstance(one, fx.Node)]
-        spread = [one for one in sides if target_name(one) == "unsqueeze"]
+        spread = [one for one in sides if name_of(one) == "unsqueeze"]
         if len(sides) != 2 or not spread:
             raise NotExpertsError
         made, gates = _other(sides, spread[-1]), spread[-1].args[0]
@@ -128,7 +133,9 @@ class Experts(Rule):
         dtypes = [graph.dtype(one) for one in (x, up.weight, down.weight, node)]
         if len({*dtypes}) > 1 or dtypes[0] not in DTYPES:
             said_of = "x {}, gate_up {}, down {} and the result {}".format(*dtypes)
-            return Refusal("dtype", f"{said_of} are not one dtype that kernels compute in", node), None
+            return Refusal(
+                "dtype", f"{said_of} are not one dtype that kernels compute in", node
+            ), None
         said |= {"weight_layout": "col"} if turned else {}
         biases = (None if one.bias is None else _named(one.bias, ("getitem",)).args[0]
                   for one in (up, down))  # fmt: skip
@@ -138,22 +145,22 @@ class Experts(Rule):
     def _linear(self, graph: Canonical, node: fx.Node, grouped: bool) -> _Linear:
         """Return the product that a node is, with the bias that is added to it in place or not."""
         last, bias = node, None
-        added = [one for one in node.users if target_name(one) == "add_" and one.args[0] is node]
+        added = [one for one in node.users if name_of(one) == "add_" and one.args[0] is node]
         if len(added) == 1:
             last, bias = added[0], added[0].args[1]
-        elif target_name(node) in ("add", "add_"):
+        elif name_of(node) in ("add", "add_"):
             node, bias = node.args  # type: ignore[assignment]
         node = node if grouped else _named(node, ("squeeze",)).args[0]
         names = GROUPED if grouped else ("bmm",)
         left, right = _named(node, names).args[:2]
         if grouped:
             rows, weight = _cast(left), right
-            turned = target_name(weight) in ("transpose", "mT")
+            turned = name_of(weight) in ("transpose", "mT")
             if turned and sorted(d % 3 for d in weight.args[1:]) != [1, 2]:
                 raise NotExpertsError
             weight = weight.args[0] if turned else weight
         else:
-            turned = target_name(left) == "getitem"
+            turned = name_of(left) == "getitem"
             chosen, token = (left, right) if turned else (right, left)
             rows = _named(token, ("unsqueeze",)).args[0]
             weight = _named(chosen, ("getitem",)).args[0]
@@ -174,13 +181,13 @@ class Experts(Rule):
             rows = _named(up.rows, ("getitem",))
             x, place = rows.args
             divides = isinstance(place, fx.Node) and place.target is operator.floordiv
-            divides = divides or target_name(place) == "floor_divide"
+            divides = divides or name_of(place) == "floor_divide"
             if not divides or place.args[1] != shape[1]:
                 raise NotExpertsError
             perm = place.args[0]
             ordered = _named(_named(perm, ("getitem",)).args[0], ("sort",))
             sorted_picks = next(
-                (one for one in ordered.users if target_name(one) == "getitem" and one.args[1] == 0),
+                (one for one in ordered.users if name_of(one) == "getitem" and one.args[1] == 0),
                 None,
             )
             gates = _named(gates, ("getitem",))
@@ -226,7 +233,7 @@ def _chosen(linear: _Linear) -> fx.Node | None:
 def _gathers(linear: _Linear) -> Iterator[fx.Node]:
     product = linear.last
     for node in _between(product, {linear.rows, linear.weight}):
-        held = target_name(node) == "getitem" and isinstance(node.args[1], fx.Node)
+        held = name_of(node) == "getitem" and isinstance(node.args[1], fx.Node)
         if held and node is not linear.rows:
             yield node
 
@@ -234,12 +241,12 @@ def _gathers(linear: _Linear) -> Iterator[fx.Node]:
 def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
     """Return the offsets of a grouped product if they count the sorted picks."""
     product = next(n for n in _between(linear.last, {linear.rows, linear.weight})
-                   if target_name(n) in GROUPED)  # fmt: skip
+                   if name_of(n) in GROUPED)  # fmt: skip
     offsets = _given(product, 2, "offs")
     total = _named(offsets, ("cumsum",))
     counts = _named(total.args[0], ("histc",))
     source = counts.args[0]
-    while isinstance(source, fx.Node) and target_name(source) in ("float", "int", "to", "_to_copy"):
+    while isinstance(source, fx.Node) and name_of(source) in ("float", "int", "to", "_to_copy"):
         source = source.args[0]
     bounds = tuple(_given(counts, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
     right = source is picks and bounds == (groups, 0, groups - 1)
@@ -251,14 +258,14 @@ def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
 
 def _inverts(inverse: Any, perm: fx.Node) -> bool:
     """Return whether `inverse` is filled as inverse[perm] = arange."""
-    if target_name(inverse) not in ("empty_like", "new_empty") or inverse.args[0] is not perm:
+    if name_of(inverse) not in ("empty_like", "new_empty") or inverse.args[0] is not perm:
         return False
-    writes = [one for one in inverse.users if target_name(one) in ("setitem_", "index_put_")]
+    writes = [one for one in inverse.users if name_of(one) in ("setitem_", "index_put_")]
     if len(writes) != 1 or len(writes[0].args) < 3:
         return False
     _, place, value = writes[0].args[:3]
     place = place[0] if isinstance(place, (list, tuple)) else place
-    counts = target_name(value) == "arange" and len(value.args) == 1
+    counts = name_of(value) == "arange" and len(value.args) == 1
     return place is perm and counts
 
 
@@ -267,7 +274,7 @@ def _given(node: fx.Node, place: int, name: str) -> Any:
 
 
 def _named(node: Any, names: Any) -> Any:
-    if not isinstance(node, fx.Node) or target_name(node) not in names:
+    if not isinstance(node, fx.Node) or name_of(node) not in names:
         raise NotExpertsError
     return node
 
@@ -278,7 +285,7 @@ def _other(pair: list[fx.Node], one: fx.Node) -> fx.Node:
 
 def _cast(node: Any) -> Any:
     """Return what a cast is of: x and weights have one dtype, which is checked."""
-    return node.args[0] if target_name(node) in ("to", "_to_copy") else node
+    return node.args[0] if name_of(node) in ("to", "_to_copy") else node
 
 
 def _same_tokens(graph: Canonical, x: fx.Node, shape: Any) -> bool:
@@ -290,7 +297,7 @@ def _between(node: fx.Node, stops: set[Any]) -> list[fx.Node]:
     found = [node]
     for current in found:
         before = [n for n in current.all_input_nodes if n not in stops and n.op != "placeholder"]
-        writes = [n for n in current.users if (target_name(n) or "").endswith("_")
+        writes = [n for n in current.users if (name_of(n) or "").endswith("_")
                   and n.args and n.args[0] is current]  # fmt: skip
         found += [n for n in (*before, *writes) if n not in found and n.op != "get_attr"]
     return found
@@ -302,7 +309,7 @@ def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
     ends: set[fx.Node] = set()
     for current in found:
         for n in current.all_input_nodes:
-            if target_name(n) in (*GROUPED, "squeeze", "add_") or _has_bias(n):
+            if name_of(n) in (*GROUPED, "squeeze", "add_") or _has_bias(n):
                 ends.add(n)
             elif n not in found:
                 found.append(n)
@@ -313,9 +320,9 @@ def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
 
 def _has_bias(node: fx.Node) -> bool:
     """Return whether a node adds gathered biases to a product."""
-    if target_name(node) != "add" or len(node.all_input_nodes) != 2:
+    if name_of(node) != "add" or len(node.all_input_nodes) != 2:
         return False
-    return any(target_name(n) in (*GROUPED, "squeeze") for n in node.all_input_nodes)
+    return any(name_of(n) in (*GROUPED, "squeeze") for n in node.all_input_nodes)
 
 
 def _function(
@@ -346,7 +353,13 @@ def _function(
         wanted = gated(sample, **said)
         got = values[last]
         if got.shape == wanted.shape and torch.allclose(got.float(), wanted, 2e-4, 2e-4):
-            plain = {"halves": "joined", "activation": "silu", "limit": 0.0, "slope": 1.0, "plus": 0.0}
+            plain = {
+                "halves": "joined",
+                "activation": "silu",
+                "limit": 0.0,
+                "slope": 1.0,
+                "plus": 0.0,
+            }
             return {name: value for name, value in said.items() if value != plain[name]}
     return None
 
@@ -360,7 +373,7 @@ def _functions(nodes: list[fx.Node]) -> Iterator[dict[str, Any]]:
         name: {
             float(value)
             for node in nodes
-            if target_name(node) in names
+            if name_of(node) in names
             for value in (*node.args, *node.kwargs.values())
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         }

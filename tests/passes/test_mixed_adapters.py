@@ -1,0 +1,118 @@
+"""Several adapters in one batch become one call: PEFT's mixed batches, and gathered weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import nmm_compiler as nmm
+
+peft = pytest.importorskip("peft")
+NAMES = ["a", "__base__", "b", "c", "a"]
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48, bias=False), nn.Linear(48, 32)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def model(dropout=0.0):
+    """Return a model with adapters a, b and c, of which c has another rank."""
+    torch.manual_seed(0)
+    said = {"target_modules": ["up", "down"], "init_lora_weights": False, "lora_dropout": dropout}
+    made = peft.get_peft_model(MLP(), peft.LoraConfig(r=4, **said), adapter_name="a")
+    made.add_adapter("b", peft.LoraConfig(r=4, lora_alpha=16, **said))
+    made.add_adapter("c", peft.LoraConfig(r=8, **said))
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    return made.eval()
+
+
+def compiled(call, **options):
+    torch._dynamo.reset()
+    return torch.compile(call, backend="nmm", options={"inner": "eager", **options})
+
+
+def rules(call, inputs):
+    torch._dynamo.reset()
+    found = nmm.explain(call, inputs).results
+    return [m.rule for r in found for m in r.matches], [str(d) for r in found for d in r.declined]
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (5, 3, 32)])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_batch_of_three_adapters_is_one_call_a_layer(shape, dropout):
+    made, x = model(dropout), torch.randn(*shape)
+    assert rules(made, {"x": x, "adapter_names": NAMES})[0] == ["adapters", "adapters"]
+    with torch.no_grad():
+        wanted = made(x, adapter_names=NAMES)
+        torch.testing.assert_close(compiled(made)(x, adapter_names=NAMES), wanted)
+        simulated = compiled(made, executor="simulator")(x, adapter_names=NAMES)
+        torch.testing.assert_close(simulated, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_each_adapter_gets_the_gradient_of_its_rows():
+    made, x = model(), torch.randn(5, 3, 32)
+    parameters = [p for p in made.parameters() if p.requires_grad]
+    grads = []
+    for call in (compiled(made), made):
+        made.zero_grad()
+        call(x, adapter_names=NAMES).square().sum().backward()
+        grads.append([p.grad.clone() for p in parameters])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
+
+
+def served(x, w, bias, a, b, gains, index):
+    """A layer of a server: factors gathered by the adapter of each token."""
+    branch = torch.bmm(b[index], torch.bmm(a[index], x.unsqueeze(-1))).squeeze(-1)
+    return F.linear(x, w, bias) + branch * gains[index].unsqueeze(-1)
+
+
+def operands():
+    torch.manual_seed(0)
+    index = torch.tensor([0, 3, 1, 1, 2, 0])
+    factors = torch.randn(4, 8, 32) / 6, torch.randn(4, 48, 8)
+    return (
+        torch.randn(6, 32),
+        torch.randn(48, 32) / 6,
+        torch.randn(48),
+        *factors,
+        torch.rand(4),
+        index,
+    )
+
+
+def test_gathered_factors_are_one_call():
+    assert rules(served, operands())[0] == ["adapters"]
+    torch.testing.assert_close(compiled(served)(*operands()), served(*operands()))
+
+
+def test_rows_that_are_written_twice_are_refused():
+    def twice(x, w, a, b):
+        y = F.linear(x, w)
+        for rows in ([0, 1], [1, 2]):
+            y[rows] += F.linear(F.linear(x[rows], a), b) * 2.0
+        return y
+
+    inputs = torch.randn(4, 32), torch.randn(48, 32), torch.randn(8, 32), torch.randn(48, 8)
+    matches, declined = rules(twice, inputs)
+    assert "adapters" not in matches
+    assert any("not written once each" in text for text in declined)
+    torch.testing.assert_close(compiled(twice)(*inputs), twice(*inputs))
+
+
+def test_a_base_that_is_read_between_branches_is_refused():
+    def early(x, w, a, b):
+        y = F.linear(x, w)
+        y[[0]] += F.linear(F.linear(x[[0]], a), b)
+        z = y * 2
+        y[[1]] += F.linear(F.linear(x[[1]], a), b)
+        return y + z
+
+    inputs = torch.randn(4, 32), torch.randn(48, 32), torch.randn(8, 32), torch.randn(48, 8)
+    assert any("reads it before all branches" in text for text in rules(early, inputs)[1])
+    torch.testing.assert_close(compiled(early)(*inputs), early(*inputs))
