@@ -38,7 +38,8 @@ class Weight(Record):
     SBUF at a time; chunk, rows a load; group, tiles of outputs that are summed together; down,
     tiles of tokens that are, where the weight moves; ahead, a panel is loaded before the results of
     the one before it are stored; double_row, two tiles of an fp8 contraction a pass; spread,
-    a tile of outputs has every fourth of 512.
+    a tile of outputs has every fourth of 512; halves, the second half of a panel lies on the second
+    half of the partitions, so that all DMA engines load it.
     """
 
     name: str = ""
@@ -56,6 +57,7 @@ class Weight(Record):
     ahead: bool = False
     double_row: bool = False
     spread: bool = False
+    halves: bool = False
 
     @property
     def mx(self) -> PackedFormat | None:
@@ -123,6 +125,11 @@ class LowRank(Record):
     def r(self) -> int:
         """The rank, 0 for no factors."""
         return self.u.n
+
+    @property
+    def twice(self) -> bool:
+        """Whether p^T is on both halves of the partitions."""
+        return self.v.halves
 
     @property
     def tiles(self) -> int:

@@ -120,6 +120,9 @@ class LinearSchedule(Record):
         across = down if rows else tiles(tokens, 512)
         chunk = chunk_rows(weight.k, int(columns * size), self.load_bytes)
         fours = layer.mx and weight.name != linear.low_rank.v.name
+        spread = layer.mx and layer.down.n > 0 and not (first or behind)
+        narrow = layer.mx and not fours and weight.k in (32, 64) and layer.m <= FEW and not rows
+        unit = 1024 if spread else 256
         return dataclasses.replace(
             weight,
             order=FOURS if fours else self.order if of_x else "strided_rows",
@@ -130,7 +133,8 @@ class LinearSchedule(Record):
             down=down,
             ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
             double_row=self.double_row and of_x,
-            spread=layer.mx and layer.down.n > 0 and not (first or behind),
+            spread=spread,
+            halves=narrow and not weight.n % unit and not columns % unit,
         )
 
     def panel_tiles(self, weight: Weight, layer: Layer, *, rows: bool) -> int:
@@ -417,8 +421,7 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     loads = (8192, 4096) if few and layer.combine else (4096, 2048, 8192) if few else (2048, 8192)
     blocks = _sizes(widest, (1024, 2048, 4096, 512) if few else (512, 1024, 256))
     if layer.mx and few:
-        loads = (16384, 8192, 4096)
-        blocks = _sizes(widest, (2048, 4096, 1024, 8192))
+        loads, blocks = (16384,), _sizes(widest, (1024, 2048, 4096))
     if layer.combine:
         blocks = _sizes(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
     downs = _sizes(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
@@ -465,7 +468,7 @@ def _mx_loads(layer: Layer) -> list[str]:
     """Return the ways to load x for products of MX blocks, which take it in no DMA's order."""
     if layer.x_layout == "col":
         return ["rows"]
-    return ["tensor", "strided"] if layer.m <= 4 else ["tensor"]
+    return ["tensor"]
 
 
 def _blocks(layer: Layer, target: Target) -> list[int]:

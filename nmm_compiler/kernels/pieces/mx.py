@@ -262,3 +262,24 @@ def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
                         ],
                         accumulate=tile > 0,
                     )
+
+
+def add_halves(sums, w_sb, term: Term, group: Group, tokens, begun):
+    """Add p v of a group to its sums: of the second half of a panel by the other partitions."""
+    half = group.columns // 256
+    for i in range(group.count):
+        place = group.first + i
+        base = 64 * (place // half)
+        at = place % half
+        if term.plan.spread:
+            w_tile = w_sb[
+                base : base + term.plan.k, 0, 512 * (at // 4) + at % 4 : 512 * (at // 4) + 512 : 4
+            ]
+        else:
+            w_tile = w_sb[base : base + term.plan.k, 0, 128 * at : 128 * at + 128]
+        nisa.nc_matmul(
+            dst=sums[i][0:128, 0:tokens],
+            stationary=w_tile,
+            moving=term.left.strip[base : base + term.plan.k, 0, 0:tokens],
+            accumulate=begun,
+        )

@@ -47,6 +47,7 @@ class Plan(nl.NKIObject):
     k: int
     mx_bytes: int
     spread: bool
+    halves: bool
     order: str
     load: str
     block: int

@@ -8,19 +8,23 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import finish_columns, finish_rows, load, store
-from .mx import load_mx_ahead, sum_mx_columns, sum_mx_rows
+from .mx import add_halves, load_mx_ahead, sum_mx_columns, sum_mx_rows
 from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
 
 def load_chunk(term: Term, k0, n0, columns):
     """Return a chunk of a panel of the weight, loaded."""
     rows = min(term.plan.chunk, term.plan.k - k0)
+    halves = 2 if term.plan.halves else 1
     aligned = term.plan.double_row or term.plan.load == "dma"
     pitch = (columns + 15) // 16 * 16 if aligned else columns
     deep = (rows + 511) // 512 * 4 if term.plan.order == "fours" else (rows + 127) // 128
-    tile = nl.ndarray((128, deep, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
-    part = Part(term.weight, k0, rows, n0, columns)
+    tile = nl.ndarray((128, deep, pitch // halves), dtype=term.weight.dtype, buffer=nl.sbuf)
+    part = Part(term.weight, k0, rows, n0, columns // halves)
     load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k)
+    if term.plan.halves:
+        other = term.weight[0:rows, n0 + columns // 2 : n0 + columns]
+        nisa.dma_copy(dst=tile[64 : 64 + rows, 0, 0 : columns // 2], src=other)
     return tile
 
 
@@ -95,7 +99,10 @@ def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, group.n0, group.columns))
         w_sb = tiles[k0 // term.plan.chunk]
-        if term.plan.order == "fours":
+        if term.plan.halves:
+            add_halves(sums, w_sb, term, group, at.tokens, begun)
+            rows = 0  # all are in the sums
+        elif term.plan.order == "fours":
             for kt in range((rows + 511) // 512 * 4):
                 four = Step(kt, 1, min(128, (rows - 512 * (kt // 4)) // 4), k0 // 128 + kt)
                 add_columns(sums, w_sb, four, term, group, at.tokens, begun)
