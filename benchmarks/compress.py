@@ -5,6 +5,8 @@ Parts, each under 25 minutes on two free cores; exit code 1 when a part does not
                original's, over held-out sentences; each step of the ladder has to be better
   smollm-R     SmolLM2-135M at ratio R, 0 for the dense model: perplexity of every method
                (`compress_lm.py`); resumable, one (method, ratio) at a time
+  corrected    few-bit weights with low-rank branches: perplexity over that in 16 bits, of
+               SmolLM2-135M and of a decoder trained here (`compress_corrected.py`); resumable
   llama        a Llama-3.2-1B-shaped model with random bf16 weights, without calibration: at most 8
                minutes
   llama-data   the same calibrated with 16 x 512 random tokens, compressed at 0.2: at most 30
@@ -159,7 +161,16 @@ def smollm(ratio: float, methods: list[str], fresh: bool) -> bool:
     return True
 
 
-PARTS = ("encoder", *(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "llama", "llama-data")
+def corrected(models: list[str], forms: list[str], fresh: bool) -> bool:
+    """Few-bit weights with branches."""
+    import compress_corrected
+
+    return compress_corrected.run(models, forms, fresh)
+
+
+PARTS = (
+    "encoder", *(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "corrected", "llama", "llama-data",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -168,7 +179,9 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="of the encoder")
     parser.add_argument("--steps", type=int, default=60, help="the encoder's recovery steps")
     parser.add_argument("--methods", nargs="+", default=[], help="of smollm; default all")
-    parser.add_argument("--fresh", action="store_true", help="measure smollm's entries anew")
+    parser.add_argument("--models", nargs="+", default=[], help="of corrected; default all")
+    parser.add_argument("--forms", nargs="+", default=[], help="of corrected; default all")
+    parser.add_argument("--fresh", action="store_true", help="measure known entries anew")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(PARTS)
     if unknown:
@@ -178,6 +191,8 @@ def main() -> None:
         if part.startswith("smollm-"):
             ratio = float(part.removeprefix("smollm-"))
             results.append(smollm(ratio, arguments.methods, arguments.fresh))
+        elif part == "corrected":
+            results.append(corrected(arguments.models, arguments.forms, arguments.fresh))
         elif part == "encoder":
             results.append(encoder(tuple(arguments.ratios), arguments.steps))
         else:
