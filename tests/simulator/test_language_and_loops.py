@@ -49,52 +49,45 @@ def test_unary_functions(name):
     assert (np.abs(result - wanted) <= slack * np.maximum(np.abs(wanted), 1) ** 2).all()
 
 
-def test_reductions_softmax_norm_where():
+FUNCTIONS = {
+    "nl.sum(x, axis=1, keepdims=True)": (lambda x, y: x.sum(1), 1e-5),
+    "nl.max(x, axis=[1])": (lambda x, y: x.max(1), 0),
+    "nl.min(x, axis=-1)": (lambda x, y: x.min(1), 0),
+    "nl.mean(x, axis=1)": (lambda x, y: x.mean(1), 1e-5),
+    "nl.var(x, axis=1)": (lambda x, y: x.var(1), 1e-5),
+    "nl.prod(x, axis=1)": (lambda x, y: x.prod(1), 1e-5),
+    "nl.all(x, axis=1)": (lambda x, y: np.ones(16), 0),
+    "nl.softmax(x)": (lambda x, y: special.softmax(x, axis=1), 1e-6),
+    "nl.rms_norm(x, nl.full((16, 24), 2.0, nl.float32), axis=1, n=24)": (
+        lambda x, y: 2 * x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-6), 1e-5,
+    ),
+    "nl.where(nl.greater(x, y), x, y)": (lambda x, y: np.where(x > y, x, y), 0),
+    "nl.zeros_like(x)": (lambda x, y: 0 * x, 0),
+    "nl.copy(nl.transpose(x))": (lambda x, y: x.T, 0),
+    "nl.load_transpose2d(a)": (lambda x, y: x.T, 0),
+    "nl.matmul(nl.load_transpose2d(a), y)": (lambda x, y: x.T @ y, 1e-5),
+    "nl.matmul(x, y, transpose_x=True)": (lambda x, y: x.T @ y, 1e-5),
+    "nl.broadcast_to(y[0:1], (4, 24))": (lambda x, y: np.repeat(y[0:1], 4, 0), 0),
+    "nl.load(nl.shared_constant(np.arange(12, dtype=np.float32).reshape(3, 4)))": (
+        lambda x, y: np.arange(12).reshape(3, 4), 0,
+    ),
+    "nl.shared_identity_matrix(8, dtype=nl.float32)": (lambda x, y: np.eye(8), 0),
+    "load(nl.ones((300, 5000), nl.float32, buffer=nl.shared_hbm)[172:300])": (
+        lambda x, y: np.ones((128, 5000)), 0,
+    ),
+    "nl.gather_flattened(x, nl.full((16, 4), 7, nl.int32))": (
+        lambda x, y: np.repeat(x[:, 7:8], 4, 1), 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", FUNCTIONS)
+def test_functions(call):
+    wanted, bound = FUNCTIONS[call]
     a, b = values((16, 24)), values((16, 24), seed=1)
-    body = """
-        x, y = nl.load(a), nl.load(b)
-        r = [nl.sum(x, axis=1, keepdims=True), nl.max(x, axis=[1]), nl.min(x, axis=-1),
-             nl.mean(x, axis=1), nl.var(x, axis=1), nl.prod(x, axis=1)]
-        w = nl.full((16, 24), 2.0, nl.float32)
-        return (*[out(t) for t in r], out(nl.softmax(x)), out(nl.rms_norm(x, w, axis=1, n=24)),
-                out(nl.where(nl.greater(x, y), x, y)), out(nl.all(x, axis=1)))
-    """
-    *reduced, soft, norm, chosen, every = run(body, a, b).outputs
-    x = a.astype(np.float64)
-    for result, wanted in zip(
-        reduced, [x.sum(1), x.max(1), x.min(1), x.mean(1), x.var(1), x.prod(1)], strict=True
-    ):
-        assert np.abs(result[:, 0] - wanted).max() < 1e-5
-    assert np.abs(soft - special.softmax(x, axis=1)).max() < 1e-6
-    assert np.abs(norm - 2 * x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-6)).max() < 1e-5
-    assert np.array_equal(chosen, np.where(a > b, a, b))
-    assert (every == 1).all()
-
-
-def test_matmul_transpose_and_constants():
-    a, b = values((64, 32)), values((32, 50), seed=1)
-    body = """
-        x, y = nl.load(a), nl.load(b)
-        t = nl.copy(nl.transpose(x))
-        c = nl.load(nl.shared_constant(np.arange(12, dtype=np.float32).reshape(3, 4)))
-        eye = nl.shared_identity_matrix(8, dtype=nl.bfloat16)
-        z = nl.zeros_like(x)
-        big = nl.ones((300, 5000), nl.float32, buffer=nl.shared_hbm)
-        return (out(nl.matmul(x, y)), out(nl.matmul(t, y, transpose_x=True)), out(t), out(c),
-                out(eye), out(z), big, out(nl.load_transpose2d(a)),
-                out(nl.broadcast_to(y[0:1], (4, 50))))
-    """
-    outputs = run(body, a, b).outputs
-    product = a.astype(np.float64) @ b
-    assert np.abs(outputs[0] - product).max() < 1e-4
-    assert np.abs(outputs[1] - product).max() < 1e-4
-    assert np.array_equal(outputs[2], a.T)
-    assert np.array_equal(outputs[3], np.arange(12).reshape(3, 4))
-    assert np.array_equal(outputs[4].astype(np.float32), np.eye(8))
-    assert (outputs[5] == 0).all()
-    assert (outputs[6] == 1).all()
-    assert np.array_equal(outputs[7], a.T)
-    assert np.array_equal(outputs[8], np.repeat(b[0:1], 4, 0))
+    result = run(f"x, y = nl.load(a), nl.load(b)\nreturn out({call})", a, b).output
+    want = wanted(a.astype(np.float64), b.astype(np.float64))
+    assert np.abs(result.reshape(want.shape) - want).max() <= bound
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "float8_e5m2"])
