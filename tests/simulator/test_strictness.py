@@ -119,33 +119,25 @@ LIVE = """
 """
 
 
-def test_sbuf_counts_live_tensors_only():
-    reused = run(LIVE.format(count=8, keep="pass"), ones(8, 4))
-    assert reused.trace.sbuf_peak_bytes == 65536
-    kept = run(LIVE.format(count=3, keep="tiles.append(t)"), ones(8, 4))
-    assert kept.trace.sbuf_peak_bytes == 3 * 65536
-    with pytest.raises(errors.OnChipCapacityError) as caught:
-        run(LIVE.format(count=4, keep="tiles.append(t)"), ones(8, 4))
-    for name in ("tile0", "tile3", "65,536 B", "262,144"):
-        assert name in str(caught.value)
-    loose = run(LIVE.format(count=4, keep="tiles.append(t)"), ones(8, 4), strict=False)
-    assert any("262,144" in w for w in loose.warnings)
-
-
 @pytest.mark.parametrize(
-    ("partitions", "count", "fits"),
-    [(65, 3, True), (65, 4, False), (64, 6, True), (64, 7, False), (32, 12, True), (32, 13, False)],
-)
-def test_tensors_of_few_partitions_may_lie_beside_each_other(partitions, count, fits):
-    """They start at any quarter or half of the partitions; what exceeds SBUF even so is refused."""
-    body = LIVE.format(count=count, keep="tiles.append(t)").replace("(128,", f"({partitions},")
+    ("partitions", "count", "kept", "fits"),
+    [(128, 8, False, True), (128, 3, True, True), (128, 4, True, False), (65, 3, True, True),
+     (65, 4, True, False), (64, 6, True, True), (64, 7, True, False), (32, 12, True, True),
+     (32, 13, True, False)],
+)  # fmt: skip
+def test_sbuf_counts_live_tensors_only(partitions, count, kept, fits):
+    """Those of few partitions start at any quarter or half of them, and may lie side by side."""
+    body = LIVE.format(count=count, keep="tiles.append(t)" if kept else "pass")
+    body = body.replace("(128,", f"({partitions},")
     if not fits:
-        with pytest.raises(errors.OnChipCapacityError):
+        with pytest.raises(errors.OnChipCapacityError, match=r"(?s) tile0 .*65,536 B.* tile3 "):
             run(body, ones(8, 4))
-        return
-    ran = run(body, ones(8, 4))
-    assert ran.trace.sbuf_peak_bytes == count * 65536
-    assert any("beside each other" in w for w in ran.warnings) is (count > 3)
+    ran = run(body, ones(8, 4), strict=fits)
+    live = count if kept else 1
+    assert ran.trace.sbuf_peak_bytes == live * 65536
+    said = "".join(ran.warnings)
+    assert (f"{live * 65536:,}" in said) is (live > 3)
+    assert ("beside each other" in said) is (fits and live > 3)
 
 
 def test_psum_tiles_take_whole_banks():
