@@ -104,11 +104,11 @@ def _artifacts(
     for kernel in report.built:
         yield f"nmm_kernel_{kernel.spec.short().replace(' ', '_')}", kernel.source
     if report.built:
-        tables = [
-            [Line(kernel.spec.short()), schedule_table(choose(kernel.spec, kernel.target))]
-            for kernel in report.built
-        ]
-        yield "nmm_schedules", "\n\n".join(map(as_text, tables))
+        tables = (
+            as_text([Line(one.spec.short()), schedule_table(choose(one.spec, one.target))])
+            for one in report.built
+        )
+        yield "nmm_schedules", "\n\n".join(tables)
 
 
 def _artifact(name: str, text: Callable[[], str], encoding: str = "string") -> None:

@@ -178,7 +178,7 @@ class Plan(Shown, Record):
     def _table(self) -> list[Part]:
         """Return a row for each prediction, in columns of what differs, and the notes on them."""
         head = (*SETTING, "weights", "TTFT ms", "gain", "TPOT ms", "gain", "by bytes", "tok/s",
-                "weights GiB", "GiB", "fits", "quality")  # fmt: skip
+                "GiB", "quality")  # fmt: skip
         rows = [_cells(p, self.over_first(p, 0), self.over_first(p)) for p in self.predictions]
         same = [i for i in range(len(SETTING)) if len({row[i] for row in rows}) == 1]
         shown = [i for i in range(len(head)) if i not in same]
@@ -187,8 +187,8 @@ class Plan(Shown, Record):
             Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)),
             Grid.of([head[i] for i in shown], grid, [h for h in head if h not in _TEXT]),
             Line("predicted, not measured; gains are over the first form of the setting, our dense "
-                 "kernels; by bytes: ms that the kernels' bytes take at the full rate; GiB of a "
-                 "core", "note"),
+                 "kernels; by bytes: ms that the kernels' bytes take at the full rate; GiB that a "
+                 "core needs, NO where it has less", "note"),
             *(Line(text, "note") for text in notes_on([p.form for p in self.predictions])),
             *(Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused),
         ]  # fmt: skip
@@ -326,7 +326,6 @@ def _cells(p: ModelPrediction, first_gain: float, gain: float) -> tuple[str, ...
         "-" if p.tpot_us is None else f"{p.tpot_us / 1e3:.2f}", f"{gain:.2f}x",
         f"{at_rate / 1e3:.2f}",
         "-" if tokens is None else f"{tokens:,.0f}",
-        f"{memory.weight_bytes / 2**30:.2f}", f"{memory.needed_bytes / 2**30:.2f}",
-        "yes" if memory.fits else "NO",
+        f"{memory.needed_bytes / 2**30:.2f}" + ("" if memory.fits else " NO"),
         "-" if quality is None else "{:.2f} / {:.2f}".format(*quality[1]),
     )  # fmt: skip

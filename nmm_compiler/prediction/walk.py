@@ -250,11 +250,13 @@ class _Walk:
         masked = node.kwargs.get("attn_mask") is not None and not self._is_encoder()
         causal = queries == keys and (bool(node.kwargs.get("is_causal")) or masked)
         ways: tuple[Row, ...] = ()
-        if self._size(node) == batch * heads * queries * features:  # v has as many features as k
+        value = self.c.tensor(node)
+        # v has as many features as k
+        if value is not None and value.numel() == batch * heads * queries * features:
             with contextlib.suppress(NmmError):  # no kernel, as for too long a context
                 kernel = AttentionSpec(
                     m=queries, heads=heads, kv_heads=key_heads, context=keys, d=features,
-                    batch=batch, dtype=dtype_name(self.c.tensor(node)), causal=causal,
+                    batch=batch, dtype=dtype_name(value), causal=causal,
                 )  # fmt: skip
                 ways = ((kernel,),)
         sizes = (batch, heads, key_heads, queries, keys, features, causal)
