@@ -70,14 +70,13 @@ class Entry:
             now.read_only = names
         tensors = [_wrapped(a) for a in args], {k: _wrapped(v) for k, v in kwargs.items()}
         returned: Any = None
-        count = 0
+        mine = list(programs(self.grid, now.machine.program_id))
         now.grid = tuple(dimension.size for dimension in self.grid)
-        for program in programs(self.grid, now.machine.program_id):
+        for program in mine:
             now.program, now.shared_count = program, 0
             returned = self.__wrapped__(*tensors[0], **tensors[1])
             now.flush()
-            count += 1
-        return _unwrapped(returned, now, count)
+        return _unwrapped(returned, now, len(mine))
 
 
 def _wrapped(value: Any) -> Any:
@@ -97,15 +96,17 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
         view = value.tile()
         storage = view.storage
         shared = any(t.tile().storage is storage for t in now.shared) or storage.is_input
-        if programs_run > 1 and not shared and storage.memory == "hbm":
+        if programs_run > 1 and not shared:
             raise current().error(
                 SimulationError,
                 f"NKI Beta 1: each of {programs_run} programs returned its own {value!r}; allocate "
                 "it in nl.shared_hbm",
             )
-        if storage.memory == "hbm":
-            storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
-        _leave_rest_undefined(value.name, view)
+        storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
+        if storage.unwritten is not None and storage.missing < storage.unwritten.size:
+            missing = f"{storage.missing} elements of output {value.name!r}"
+            current().warn(f"{missing} were never written and are undefined")
+            define(view)
         return view
     if isinstance(value, (tuple, list)):
         return type(value)(_unwrapped(v, now, programs_run) for v in value)
@@ -121,17 +122,6 @@ def _stored(tile: Tensor) -> Tensor:
     out = NAMES["ndarray"](tile.shape, tile.dtype, buffer=hbm)
     store(out, tile)
     return out
-
-
-def _leave_rest_undefined(name: str, output: NkiTensor) -> None:
-    """Let the unwritten part of an output be undefined; refuse an output that was never written."""
-    storage = output.storage
-    if storage.unwritten is None or storage.missing == storage.unwritten.size:
-        return
-    current().warn(
-        f"{storage.missing} elements of output {name!r} were never written and are undefined"
-    )
-    define(output)
 
 
 class Kernel(JitKernel):
@@ -150,7 +140,6 @@ class Kernel(JitKernel):
         self.launch = launch
         self.checked = checked
         functools.update_wrapper(self, plain, updated=())
-        self.title = getattr(plain, "__name__", "kernel")
 
     def __getitem__(self, grid: Any) -> Kernel:
         given = grid if isinstance(grid, tuple) else (grid,)
@@ -168,7 +157,7 @@ class Kernel(JitKernel):
         if self.launch:
             raise fail(
                 UnsupportedInstructionError,
-                f"kernel {self.title} with a launch grid inside another kernel "
+                f"kernel {self.plain.__name__} with a launch grid inside another kernel "
                 "(err_nested_kernel_with_spmd_grid); call it without one",
             )
         return self.plain(*args, **kwargs)
