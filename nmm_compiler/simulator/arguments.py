@@ -93,13 +93,11 @@ class Binder:
         if array.size == 0:
             raise KernelArgumentError(f"argument {name!r} has shape {array.shape}, which is empty")
         shape = tuple(int(s) for s in array.shape) or (1,)
-        raw = None
-        if self.machine.data:
-            raw = np.array(array, order="C", copy=True).reshape(-1).view(np.uint8)
+        data = self.machine.data
+        raw = np.array(array, order="C").reshape(-1).view(np.uint8) if data else None
         tensor = input_tensor(self.machine, name, shape, kind, raw, self.region)
         self.seen[id(original)] = tensor
-        if self.machine.data:
-            self.pairs.append((tensor, original, array))
+        self.pairs += [(tensor, original, array)] if data else []
         return tensor
 
     def write_back(self, machines: list[Machine]) -> None:
@@ -116,8 +114,7 @@ class Binder:
                 values = tensor.array()
                 if array.dtype.names:  # x4-packed
                     values = np.ascontiguousarray(values).view(array.dtype)
-                array[...] = values.astype(array.dtype).reshape(array.shape) \
-                    if array.dtype == np.bool_ else values.reshape(array.shape)  # fmt: skip
+                array[...] = values.reshape(array.shape)
 
 
 def _from_torch(name: str, value: Any) -> np.ndarray:
