@@ -31,6 +31,7 @@ WHY = {
     "barrier": "the other core at a barrier",
     "port": "a memory port that another engine uses",
     "start": "nothing: it could start at once",
+    "end": "nothing more to do",
 }
 """The kinds of causes, each with what the instruction waited for."""
 
@@ -269,7 +270,7 @@ def _share(
 def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     """Return {engine: {kind of cause: microseconds}} of the time in which an engine stood idle.
 
-    The kinds are those of `causes.WHY`, and "end": after the engine's last instruction.
+    The kinds are those of `WHY`; "end" is after the engine's last instruction.
     """
     causes = causes_of(timeline)
     found: dict[str, dict[str, float]] = {}

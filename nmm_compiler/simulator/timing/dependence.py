@@ -176,7 +176,8 @@ class Dependences:
                 self._enter(storage)
             if storage.put_off:
                 self._book_users(storage, access, writers_only=True)
-            for record in storage.writes.near(access):
+            records = storage.writes
+            for record in records.near(access) if records.width else records.wide:
                 when = record.end + wake[record.engine]
                 if when > ready and overlaps(record.access, access):
                     ready, waited = when, (_MADE_BY[record.engine], record.index, record.end)
@@ -193,7 +194,7 @@ class Dependences:
                 if when > ready:
                     ready, waited = when, ("memory", storage.freed_by, storage.floor)
             for records in (storage.writes, storage.reads):
-                for record in records.near(access):
+                for record in records.near(access) if records.width else records.wide:
                     if record.engine == own:
                         continue
                     when = record.end + wake[record.engine]

@@ -38,16 +38,12 @@ def engine_table(found: Timeline) -> Grid:
         counts = sum(
             found.engine(index) == engine for index in range(len(found.trace.instructions))
         )
-        why = "; ".join(f"{_why(kind)} {us:.1f}" for kind, us in kinds if us > _LEAST_SHARE * total)
+        why = "; ".join(f"{WHY[kind]} {us:.1f}" for kind, us in kinds if us > _LEAST_SHARE * total)
         if engine == "dma":
             why = f"16 engines, {found.dma_engine_busy_us / 16:.1f} us each on average"
         rows.append((name, f"{counts:,}", f"{busy:.1f}", f"{busy / total:.0%}", why))
     head = ("engine", "instructions", "busy us", "busy", "waits for, us")
     return Grid.of(head, rows, right=head[1:4])
-
-
-def _why(kind: str) -> str:
-    return "nothing more to do" if kind == "end" else WHY[kind]
 
 
 def instruction_table(found: Timeline) -> Grid:
@@ -167,7 +163,7 @@ def time_drawing(found: Timeline) -> Drawing:
         if found.busy_us.get(engine, 0.0) and engine != "sync"
     ]  # fmt: skip
     text = f"{found.latency_us:.1f} us on {found.target.name} (simulated): what each engine does"
-    return bars(rows, ("works", *map(_why, kinds)), "us", text)
+    return bars(rows, ("works", *map(WHY.__getitem__, kinds)), "us", text)
 
 
 def roofline_drawing(
