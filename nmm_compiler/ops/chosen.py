@@ -106,6 +106,8 @@ def experts(
         y = _batched(shape(h), down, down_bias, some)
         each = torch.where(picks < 0, 0, gates.reshape(-1).to(y.dtype)).unsqueeze(-1)
         return (y * each).view(-1, top_k, y.shape[-1]).sum(1).to(x.dtype).reshape(x.shape)
+    if rows.shape[0] == 0:
+        return x.clone()  # without tokens too the result has a gradient
     total = torch.zeros(rows.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     total = total.to(x.device)
     for group in torch.unique(picks[picks != -1]).tolist():

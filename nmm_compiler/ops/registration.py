@@ -1,8 +1,9 @@
 """The torch ops of the package: `torch.ops.nmm.*`, what a rewritten graph calls.
 
 The families define them, each in its op.py: linear.py has the table of linear layers, scaled.py the
-same for fp8 weights, chosen.py what an index chooses. Executor "reference" is PyTorch itself; any other is looked up in EXECUTORS,
-which `nmm_compiler.runtime.executor` fills, as "name" or "name#configuration".
+same for fp8 weights, chosen.py what an index chooses. Executor "reference" is PyTorch itself; any
+other is looked up in EXECUTORS, which `nmm_compiler.runtime.executor` fills, as "name" or
+"name#configuration".
 
 An eager call on the reference differentiates through PyTorch's own products: one Python hop, any
 order of derivative. Kernel executors use `gradient`: the kernel keeps its intermediate on chip, so

@@ -206,6 +206,21 @@ def example_calls(tokens=M):
         "matmul_as_stored": (x, u),
         "attention": tuple(heads),
         **scaled_args(x, u, v, dense),
+        **stored_and_chosen_args(x, u, v),
+    }
+
+
+def stored_and_chosen_args(x, u, v):
+    """Arguments of the ops of MX weights, and of weights that an index chooses."""
+    tokens = x.shape[0]
+    wide = torch.randn(tokens, 64, requires_grad=True)
+    stored = torch.randint(0, 256, (N, 32), dtype=torch.uint8), torch.full((N, 2), 127).byte()
+    one, two = (torch.arange(tokens * count).reshape(tokens, count) % 2 for count in (1, 2))
+    expert = [torch.randn(2, *of, requires_grad=True) for of in ((K, 8), (4, K))]
+    return {
+        "corrected_matmul": (wide, *stored),
+        "adapters_matmul": (x, one.flatten(), u, v, torch.ones(2)),
+        "experts": (x, *expert, two, torch.ones(tokens, 2)),
     }
 
 

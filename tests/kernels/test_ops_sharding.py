@@ -50,6 +50,12 @@ def calls():
     q, key = weight(2, 4, 6, 8), weight(2, 2, 10, 8)
     yield "attention", (q, key, key), {}
     yield "attention", (q, q, q, weight(2, 6, 4)), {"rotates": "qk"}
+    index = torch.arange(2 * TOKENS).reshape(TOKENS, 2) % 2
+    yield "adapters_matmul", (x, index[:, 1], u, v, weight(2), bias, w), {}
+    experts = (x, weight(2, K, 8), weight(2, 4, K), index, weight(TOKENS, 2))
+    yield "experts", experts, {}
+    stored = torch.full((N, 32), 0x21, dtype=torch.uint8), torch.full((N, 2), 127).byte()
+    yield "corrected_matmul", (weight(TOKENS, 64), *stored), {}
     yield from scaled_calls()
 
 
