@@ -34,6 +34,11 @@ def names(result):
     return [str(n.target) for n in result.graph_module.graph.nodes if "nmm" in str(n.target)]
 
 
+def output(result, *inputs):
+    got = result.graph_module(*inputs)
+    return got[0] if isinstance(got, (tuple, list)) else got
+
+
 @pytest.mark.parametrize("keywords", [{"is_causal": True}, {}, {"is_causal": True, "scale": 0.5}])
 @pytest.mark.parametrize("traced", ["dynamo", "export"])
 def test_a_call_becomes_the_op(keywords, traced):
@@ -45,9 +50,7 @@ def test_a_call_becomes_the_op(keywords, traced):
     assert names(result) == ["nmm.attention.default"]
     info = result.matches[0].info
     assert (info["m"], info["heads"], info["kv_heads"], info["d"]) == (9, 4, 2, 8)
-    got = result.graph_module(x)
-    got = got[0] if isinstance(got, (tuple, list)) else got
-    torch.testing.assert_close(got, model(x))
+    torch.testing.assert_close(output(result, x), model(x))
 
 
 def test_it_is_off_by_default():
@@ -55,44 +58,31 @@ def test_it_is_off_by_default():
     assert nmm.rewrite(model, (x,)).matches == []
 
 
+def sdpa(**keywords):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **keywords)
+
+
+Q, K, V = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 5, 6)
+WIDE = torch.randn(1, 2, 5, 264)
+
+
 @pytest.mark.parametrize(
-    ("keywords", "words"),
+    ("call", "inputs", "words"),
     [
-        ({"attn_mask": torch.zeros(5, 5)}, "the mask is a tensor"),
-        ({"dropout_p": 0.5}, "dropout_p is 0.5"),
-        ({"d": 264, "is_causal": True}, "heads have at most 256"),
+        (sdpa(attn_mask=torch.zeros(5, 5)), (Q, Q, Q), "the mask is a tensor"),
+        (sdpa(dropout_p=0.5), (Q, Q, Q), "dropout_p is 0.5"),
+        (sdpa(is_causal=True), (WIDE, WIDE, WIDE), "heads have at most 256"),
+        # PyTorch counts causal queries from the first key, the kernel from the last.
+        (sdpa(is_causal=True), (Q, K, K), "5 causal queries for 9 keys"),
+        # As in DeepSeek's latent attention.
+        (sdpa(), (Q, Q, V), "values of 6 features, queries of 8"),
     ],
 )
-def test_refusals_are_told(keywords, words):
-    model, x = Block(**keywords).eval(), torch.randn(1, 5, 32)
-    result = nmm.rewrite(model, (x,), options=ON)
+def test_refusals_are_told(call, inputs, words):
+    result = nmm.rewrite(call, inputs, options=ON)
     assert names(result) == []
     (declined,) = [d for d in result.declined if d.rule == "attention"]
     assert words in str(declined)
-
-
-def test_other_lengths_of_causal_queries_stay():
-    """PyTorch counts causal queries from the first key, the kernel from the last."""
-
-    def call(q, k):
-        return F.scaled_dot_product_attention(q, k, k, is_causal=True)
-
-    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
-    result = nmm.rewrite(call, (q, k), options=ON)
-    assert names(result) == []
-    assert "3 causal queries for 5 keys" in str(result.declined)
-
-
-def test_values_of_another_width_stay():
-    """As in DeepSeek's latent attention."""
-    q, v = torch.randn(1, 2, 5, 12), torch.randn(1, 2, 5, 8)
-
-    def call(q, v):
-        return F.scaled_dot_product_attention(q, q, v)
-
-    result = nmm.rewrite(call, (q, v), options=ON)
-    assert names(result) == []
-    assert "values of 8 features, queries of 12" in str(result.declined)
 
 
 def test_compiled_and_differentiated():
@@ -153,9 +143,7 @@ def test_masks_made_of_sizes_are_read(values, read, context):
     result = nmm.rewrite(_masked(values), (q, k), options=ON)
     (match,) = result.matches
     assert (match.info["causal"], match.info["window"]) == read
-    got = result.graph_module(q, k)
-    got = got[0] if isinstance(got, (tuple, list)) else got
-    torch.testing.assert_close(got, _masked(values)(q, k))
+    torch.testing.assert_close(output(result, q, k), _masked(values)(q, k))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +236,4 @@ def test_spelled_out_attention(scores, fields):
     (node,) = [n for n in result.graph_module.graph.nodes if "nmm.attention" in str(n.target)]
     got_fields = node.kwargs["scale"], node.kwargs.get("soft_cap", 0.0)
     assert got_fields == pytest.approx(fields)
-    got = result.graph_module(q, k, v)
-    got = got[0] if isinstance(got, (tuple, list)) else got
-    torch.testing.assert_close(got, call(q, k, v))
+    torch.testing.assert_close(output(result, q, k, v), call(q, k, v))

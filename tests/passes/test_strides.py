@@ -98,3 +98,28 @@ def test_strides_under_torch_compile(dynamic):
         check(model, compiled, torch.randn(tokens, 32))
     assert len(found) == (1 if dynamic else 2)
     assert all(r.rewritten for r in found)
+
+
+READERS = {
+    "as_strided": lambda y: y.as_strided((24, 6), (6, 1)),
+    "function": lambda y: torch.as_strided(y, (24, 6), (6, 1)),
+    "stride": lambda y: y.stride(),
+    "is_contiguous": lambda y: y.is_contiguous(),
+    "view": lambda y: y.mT.view(-1),
+}
+BETWEEN = {"next to it": lambda y: y, "behind": torch.tanh, "further": lambda y: (y * 2).sin() + 1}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_the_memory_order_that_is_read_is_the_graphs_own(reader, between):
+
+    def function(p, x):
+        return READERS[reader](BETWEEN[between]((p.b @ (p.a @ x.mT)).mT))
+
+    model = Model(function).requires_grad_(False)
+    x = torch.randn(6, 32)
+    result = run(fx.symbolic_trace(model), (x,))
+    assert len(result.rewritten) == 1
+    # two orders of adding 32 and 4 fp32 products near 1, doubled at most
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 36 * 4)

@@ -116,74 +116,48 @@ def reassociated(c: Canonical, key: Key, form: Product, permitted: bool) -> Matc
 
 def _cut(c: Canonical, row: _Row, weights: list[Weight]) -> tuple[Chain, bool]:
     """Return the row as a chain cut at the best place, and whether that is cheaper than the
-    graph."""
-    stage = row.stage
-    cost = _Cost(c, str(c.dtype(stage.key)).removeprefix("torch."))
-    m = tokens_to_judge(views.product(list(stage.tokens.values())))
-    sizes = [weights[0].k, *(weight.n for weight in weights)]
-    cuts = {cut: cost.of_cut(m, sizes, cut) for cut in range(1, len(weights))}
-    cut = min(cuts, key=cuts.__getitem__)
-    written = cost.as_written(m, [[g[0].k, *(w.n for w in g)] for g in row.groups])
-    u, v = _joined(weights[:cut]), _joined(weights[cut:])
-    first, second = (dataclasses.replace(stage, weight=weight) for weight in (u, v))
-    chain = Chain(first, second, (), stage.key, stage.out_dims, stage.nodes)
-    return chain, cuts[cut] < written
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """The predicted microseconds of products of matrices, each as a kernel of its own.
+    graph.
 
     A dtype that no kernel computes in costs what float32 does.
     """
+    stage = row.stage
+    dtype = str(c.dtype(stage.key)).removeprefix("torch.")
+    dtype = dtype if dtype in LowRankSpec.dtypes else "float32"
 
-    c: Canonical
-    dtype: str
+    def us(m: int, k: int, n: int, r: int = 0) -> float:
+        """Return the time of [m, k] times [k, n], or times [k, r] [r, n], the middle on chip."""
+        sizes: dict[str, Any] = {"m": m, "k": k, "n": n, "dtype": dtype}
+        return call_ways(c, LowRankSpec(**sizes, r=r) if r else MatmulSpec(**sizes)).fused
 
-    def product(self, m: int, k: int, n: int) -> float:
-        """Return the cost of [m, k] times [k, n]."""
-        return self._us(MatmulSpec, m=m, k=k, n=n)
-
-    def fused(self, m: int, k: int, r: int, n: int) -> float:
-        """Return the cost of ([m, k] times [k, r]) times [r, n], the middle kept on chip."""
-        return self._us(LowRankSpec, m=m, k=k, r=r, n=n)
-
-    def _us(self, family: Any, **sizes: int) -> float:
-        dtype = self.dtype if self.dtype in LowRankSpec.dtypes else "float32"
-        return call_ways(self.c, family(**sizes, dtype=dtype)).fused
-
-    def of_row(self, sizes: Sequence[int]) -> float:
-        """Return the cost of a product of matrices as `calls` emits it, from its narrow end on.
-
-        sizes: their n + 1 dimensions.
-        """
-        first, last = sizes[0], sizes[-1]
+    def made(sizes: Sequence[int]) -> float:
+        """Return the time of a product of matrices as `calls` emits it, from its narrow end on."""
+        first, *_, last = sizes
         if first <= last:
-            return sum(self.product(first, k, n) for k, n in itertools.pairwise(sizes[1:]))
-        return sum(self.product(m, k, last) for m, k in itertools.pairwise(sizes[:-1]))
+            return sum(us(first, k, n) for k, n in itertools.pairwise(sizes[1:]))
+        return sum(us(m, k, last) for m, k in itertools.pairwise(sizes[:-1]))
 
-    def of_cut(self, m: int, sizes: Sequence[int], cut: int) -> float:
-        """Return the cost of (x u) v, where u is the product of the first `cut` matrices."""
-        made = self.of_row(sizes[: cut + 1]) + self.of_row(sizes[cut:])
-        return made + self.fused(m, sizes[0], sizes[cut], sizes[-1])
-
-    def as_written(self, m: int, groups: Sequence[Sequence[int]]) -> float:
-        """Return the cost of x times the groups from left to right.
-
-        A group [k, ..., n] is a product of constants that the graph makes first. Two neighbours
-        that are single matrices are fused where that is cheaper than their product would be.
-        """
-        total = sum(map(self.of_row, groups))
-        left = list(groups)
-        while left:
-            k, *_, r = group = left.pop(0)
-            n = left[0][-1] if left and len(group) == len(left[0]) == 2 else 0
-            if r * (k + n) < k * n:  # rule `lowrank` will find this pair
-                left.pop(0)
-                total += self.fused(m, k, r, n)
-            else:
-                total += self.product(m, k, r)
-        return total
+    m = tokens_to_judge(views.product(list(stage.tokens.values())))
+    sizes = [weights[0].k, *(weight.n for weight in weights)]
+    cuts = {
+        cut: made(sizes[: cut + 1]) + made(sizes[cut:]) + us(m, sizes[0], sizes[-1], sizes[cut])
+        for cut in range(1, len(weights))
+    }
+    cut = min(cuts, key=cuts.__getitem__)
+    left = [[group[0].k, *(w.n for w in group)] for group in row.groups]
+    written = sum(map(made, left))
+    while left:
+        k, *_, r = group = left.pop(0)
+        n = left[0][-1] if left and len(group) == len(left[0]) == 2 else 0
+        if r * (k + n) < k * n:  # rule `lowrank` will find this pair
+            left.pop(0)
+            written += us(m, k, n, r)
+        else:
+            written += us(m, k, r)
+    first, second = (
+        dataclasses.replace(stage, weight=_joined(part)) for part in (weights[:cut], weights[cut:])
+    )
+    chain = Chain(first, second, (), stage.key, stage.out_dims, stage.nodes)
+    return chain, cuts[cut] < written
 
 
 def _joined(weights: list[Weight]) -> Weight:
