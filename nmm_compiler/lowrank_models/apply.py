@@ -21,11 +21,15 @@ from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
-from nmm_compiler.lowrank_models.factorize import balance, check_finite, factorize
-from nmm_compiler.lowrank_models.layer_calls import Layer
-from nmm_compiler.lowrank_models.measure import measure, scaled_coefficients
+from nmm_compiler.lowrank_models.factorize import (
+    balance,
+    check_finite,
+    factorize,
+    measure,
+    one_thread,
+    scaled_coefficients,
+)
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
-from nmm_compiler.lowrank_models.one_thread import one_thread
 from nmm_compiler.lowrank_models.plan import (
     check_base,
     check_meta,
@@ -33,7 +37,7 @@ from nmm_compiler.lowrank_models.plan import (
     make_plan,
     moments_of,
 )
-from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
+from nmm_compiler.lowrank_models.predicted_time import JUDGE, Layer, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, make_layer, residual
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport

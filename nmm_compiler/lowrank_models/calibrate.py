@@ -16,16 +16,17 @@ tokens, is the loss that an error dW causes, to second order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from nmm_compiler.errors import ModelError
-from nmm_compiler.lowrank_models.memory import available_bytes, check_fits
+from nmm_compiler.errors import CapacityError, ModelError
 from nmm_compiler.lowrank_models.moments import SecondMoment, is_finite
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.select import Site
@@ -311,3 +312,35 @@ def frozen(model: nn.Module) -> Iterator[None]:
             module.training = training
         for parameter, wanted in wants.items():
             parameter.requires_grad_(wanted)
+
+
+def available_bytes() -> int | None:
+    """Return the bytes of memory that processes can still get here; None where that is unknown."""
+    limits = []
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if found:
+            limits.append(int(found[1]) << 10)
+        group = Path("/sys/fs/cgroup")
+        most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        if most.strip() != "max":
+            limits.append(int(most) - int(used))
+    except (OSError, ValueError):
+        pass  # not Linux, or no limit for this group
+    return min(limits, default=None)
+
+
+def check_fits(sites: Sequence[Site], moments: int, free: int | None) -> None:
+    """Raise CapacityError unless the moments and the largest factorization fit into memory.
+
+    moments: their bytes. The factorization takes three matrices in float64 and a Gram matrix. free:
+    the bytes that there were before the calibration; the model, the batches and the activations of
+    one batch are not counted.
+    """
+    need = moments + 8 * max((3 * s.n * s.k + min(s.n, s.k) ** 2 for s in sites), default=0)
+    if free is not None and need > free:
+        raise CapacityError(
+            f"calibrating {len(sites)} layers at once needs {need / 2**30:.2f} GiB for moments and "
+            f'factors, beside the model; {free / 2**30:.2f} GiB can be had: pass method="whitened" '
+            "for about half of it, or include= some layers at a time"
+        )

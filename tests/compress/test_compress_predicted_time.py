@@ -8,8 +8,7 @@ from torch import nn
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.config import CompressionConfig
-from nmm_compiler.lowrank_models.layer_calls import Group, Layer, call_us, groups_of
-from nmm_compiler.lowrank_models.predicted_time import Prices
+from nmm_compiler.lowrank_models.predicted_time import Group, Layer, Prices, call_us, groups_of
 from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.targets import get
 
