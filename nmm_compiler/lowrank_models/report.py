@@ -12,12 +12,10 @@ from typing import Any
 
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
-from nmm_compiler.report.charts import Bar, Series, bars, lines
 from nmm_compiler.report.headline import headline, told_apart
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 
-_SOURCES = {"closed_form": "closed form", "simulated": "simulated"}
 REMEDY = "a larger ratio, larger layers alone (include=), or more tokens a call would help"
 
 
@@ -198,7 +196,7 @@ class CompressionReport(Shown, Record):
             return said
         gains = [(t.dense_us / t.us, f"in {t.name} of {t.tokens:,} tokens") for t in self.workload]
         if gains:
-            where = f"in these layers ({_SOURCES[self.source]}) on {self.target}"
+            where = f"in these layers ({self.source}) on {self.target}"
             error = ERRORS[self.source]
             made = headline(gains, where, error=error, quality=quality, remedy=REMEDY)
         else:
@@ -232,31 +230,6 @@ class CompressionReport(Shown, Record):
             f"({self.model_ratio:.3f} of the model); method {self.method}, {self.allocation} "
             f"ranks in multiples of {self.align}{calibrated}{stored}, {self.seconds:.1f} s"
         )
-
-    def page_parts(self) -> list[Part]:
-        """Return the summary, charts of rank and error per layer, then the table."""
-        summary, *table = self.parts()
-        ranks = [
-            Bar(layer.name, (float(layer.parameters), float(layer.removed)))
-            for layer in self.layers
-        ]
-        errors = [
-            Series(name, tuple((float(i), float(value)) for i, value in enumerate(values)
-                               if value is not None))
-            for name, values in (
-                ("weight error", [layer.weight_error for layer in self.layers]),
-                ("output error", [layer.output_error for layer in self.layers]),
-            )
-        ]  # fmt: skip
-        errors = [series for series in errors if series.points]
-        charts: list[Part] = []
-        if errors:
-            text = "relative error of each layer, in the order of the table"
-            charts.append(lines(errors, "layer", "relative error", text))
-        if self.layers:
-            text = "parameters kept and removed of each layer"
-            charts.append(bars(ranks, ("kept", "removed"), "parameters", text))
-        return [summary, *charts, *table]
 
     def __repr__(self) -> str:
         return f"<CompressionReport: {self.summary()}>"
@@ -298,7 +271,7 @@ class CompressionReport(Shown, Record):
             return []
         made: list[Part] = [Line(self.headline(), "headline")]
         if self.workload:
-            how = f"{_SOURCES[self.source]}, error {100 * ERRORS[self.source]:.0f} %"
+            how = f"{self.source}, error {100 * ERRORS[self.source]:.0f} %"
             error = ERRORS[self.source]
             times = "; ".join(
                 f"{one}{'' if told_apart(one.gain, error) else ', not told apart'}"
