@@ -269,15 +269,6 @@ def test_a_clock_at_zero_is_no_error(directory):
     assert next(Store(directory).entries()).used == 0
 
 
-def test_two_package_versions_share_a_directory(directory):
-    old = Store(directory).get_or_build(key_of(1, package="0.1.0"), Builder("old\n"))
-    new = Store(directory).get_or_build(key_of(1, package="0.2.0"), Builder("new\n"))
-    assert Store(directory).get(old.key).files == {"kernel.py": "old\n"}
-    assert Store(directory).get(new.key).files == {"kernel.py": "new\n"}
-    explained = Store(directory).explain(key_of(1, package="0.3.0"))
-    assert [name for name, _, _ in explained.changes] == ["package"]
-
-
 def test_the_layout_of_a_later_version_is_left_alone(directory):
     store = Store(directory, max_bytes=5000)
     store.get_or_build(key_of(1), Builder())

@@ -49,13 +49,6 @@ def test_list(directory, run):
     assert {entry["state"] for entry in data} == {"ok"}
 
 
-def test_list_marks_damage_and_deletes_nothing(directory, run):
-    file = directory / FOLDER / _key(128).digest / "kernel.py"
-    file.write_text("[red]other[/]\n")
-    assert "damaged: kernel.py" in run("list")
-    assert file.exists()
-
-
 def test_predicted_times_are_counted(directory, run):
     for number in (1, 2):
         key = Key.make({"price": "simulated_us", "spec": {"m": number}})
