@@ -15,17 +15,18 @@ caller reads a pickled state dict, with `torch.load(path, weights_only=True)`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialized
 from torch import nn
 
-from nmm_compiler.errors import FileError, OutputError, ShapeError
+from nmm_compiler import outputs
+from nmm_compiler.errors import FileError, ShapeError
 from nmm_compiler.lowrank_models.load import read_json, shards_of
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put
 from nmm_compiler.lowrank_models.select import is_conv1d
@@ -72,19 +73,7 @@ def save_factors(model: nn.Module, path: str | Path) -> Path:
         tensors |= {
             f"{name}.{part}": t.detach().contiguous() for part, t in found.items() if t is not None
         }
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(tensors, temporary, metadata=_FORMAT)
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # the latter is a failed write
-        raise OutputError(
-            f"{path} cannot be written ({error}); an older file is as it was: make room, or pass "
-            "another path"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    return outputs.write(path, lambda file: file.write(serialized(tensors, metadata=_FORMAT)))
 
 
 def load_factors(
@@ -117,9 +106,8 @@ def load_factors(
             f"{where} has no factors of layers of {type(model).__name__} (first keys: {keys}); "
             "known names: NAME.down and NAME.up, *_v_proj and *_u_proj, NAME.V and NAME.U"
         )
-    layers = {name: _layer(name, parts, where) for name, parts in factors.items()}
+    layers = {name: _layer(name, parts, modules[name], where) for name, parts in factors.items()}
     renamed = _rest(model, rest, set(layers), prefix, where)
-    _check_shapes(modules, layers, where)
     _install(model, modules, layers)
     model.load_state_dict(renamed, strict=False)
     return tuple(layers)
@@ -175,7 +163,10 @@ def _split(
     return factors, rest
 
 
-def _layer(name: str, parts: Mapping[str, torch.Tensor], where: str) -> LowRankLinear:
+def _layer(
+    name: str, parts: Mapping[str, torch.Tensor], old: nn.Module, where: str
+) -> LowRankLinear:
+    """Return the layer of a pair of factors; raise FileError for what does not fit the old one."""
     if "inner bias" in parts:
         raise FileError(
             f"{where}: {name} has a bias between its factors, which a low-rank linear has not; "
@@ -186,9 +177,16 @@ def _layer(name: str, parts: Mapping[str, torch.Tensor], where: str) -> LowRankL
             f"{where}: {name} has only {', '.join(sorted(parts))}; a pair of factors is needed"
         )
     try:
-        return LowRankLinear.from_factors(parts["down"], parts["up"], parts.get("bias"))
+        layer = LowRankLinear.from_factors(parts["down"], parts["up"], parts.get("bias"))
     except ShapeError as error:
         raise FileError(f"{where}: {name}: {error}") from error
+    shape = (layer.out_features, layer.in_features)
+    if _shape(old) != shape:
+        raise FileError(
+            f"{where} has {name!r} as {list(shape)}, the model has it as {list(_shape(old))}; load "
+            "it into the model that it was saved from"
+        )
+    return layer
 
 
 def _rest(
@@ -214,19 +212,6 @@ def _rest(
             )
         renamed[name] = tensor
     return renamed
-
-
-def _check_shapes(
-    modules: Mapping[str, nn.Module], layers: Mapping[str, LowRankLinear], where: str
-) -> None:
-    """Raise FileError unless each linear has the right shape."""
-    for name, layer in layers.items():
-        shape = _shape(modules[name])
-        if shape != (layer.out_features, layer.in_features):
-            raise FileError(
-                f"{where} has {name!r} as [{layer.out_features}, {layer.in_features}], the model "
-                f"has it as {list(shape)}; load it into the model that it was saved from"
-            )
 
 
 def _shape(module: nn.Module | None) -> tuple[int, ...]:
