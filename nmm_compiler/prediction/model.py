@@ -212,31 +212,25 @@ class ModelPrediction(Shown, Record):
     def waterfall(self) -> list[Part]:
         """Return each phase's steps from bytes to time: a table and bars, with the dense model's
         beside."""
-        models = {"low-rank" if self.dense else "": self}
-        if self.dense is not None:
-            models = {"dense": self.dense, **models}
+        models = {"": self} if self.dense is None else {"dense": self.dense, "low-rank": self}
         rows: list[tuple[str, ...]] = []
         drawn: list[Bar] = []
         for phase in self.phases:
             found = [_steps(model, phase.name) for model in models.values()]
-            drawn += [
-                Bar(f"{phase.name} {name}".strip(),
-                    tuple(steps[key].us / 1e3 if key in steps else 0.0 for key in STEPS))
-                for name, steps in zip(models, found, strict=True)
-            ]  # fmt: skip
-            totals = [sum(step.us for step in steps.values()) for steps in found]
-            rows.append(
-                (f"{phase.name}: all", *map(_ms, totals), "100", "", _percent(BANDS[phase.name]))
-            )
-            for key in STEPS:
-                if any(key in steps for steps in found):
-                    shown = [f"{steps[key].us / 1e3:.3f}" if key in steps else "-"
-                             for steps in found]  # fmt: skip
-                    last = found[-1].get(key)
-                    share = f"{100 * last.us / totals[-1]:.0f}" if last else "-"
-                    source = ", ".join(last.sources) if last else ""
-                    error = _percent(last.error_band) if last else ""
-                    rows.append((f"+ {key}", *shown, share, source, error))
+            us = [[steps[key].us if key in steps else 0.0 for key in STEPS] for steps in found]
+            for name, each in zip(models, us, strict=True):
+                drawn.append(Bar(f"{phase.name} {name}".strip(), tuple(one / 1e3 for one in each)))
+            totals = list(map(sum, us))
+            band = _percent(BANDS[phase.name])
+            rows.append((f"{phase.name}: all", *map(_ms, totals), "100", "", band))
+            for key, *each in zip(STEPS, *us, strict=True):
+                told, last = ("-", "", ""), found[-1].get(key)
+                if last is not None:
+                    share, band = f"{100 * last.us / totals[-1]:.0f}", _percent(last.error_band)
+                    told = (share, ", ".join(last.sources), band)
+                if any(each):
+                    shown = (f"{one / 1e3:.3f}" if one else "-" for one in each)
+                    rows.append((f"+ {key}", *shown, *told))
         times = tuple(f"{name} ms".strip() for name in models)
         head = ("step", *times, "%", "source", "error")
         text = "; ".join(_shares(phase) for phase in self.phases)
