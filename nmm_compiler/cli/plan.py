@@ -70,6 +70,14 @@ def plan(
             help="your time a token: a file of milliseconds, or a profiler's JSON",
         ),
     ] = None,
+    routing: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="how often each expert was chosen: a file of a JSON list of counts",
+        ),
+    ] = None,
     as_json: values.AsJson = False,
     html: values.Html = None,
 ) -> None:
@@ -87,6 +95,7 @@ def plan(
         own = read_measured(measured.read_text(errors="replace"), str(measured))
     models.require_transformers("a model without its weights")
     from nmm_compiler.prediction.forms import DEFAULT
+    from nmm_compiler.prediction.experts import read_routing
     from nmm_compiler.prediction.plan import plan as run
 
     low_rank = ratio or ((0.2,) if weights else ())
@@ -107,6 +116,7 @@ def plan(
             price=price,
             stack=stack,
             measured=own,
+            routing=None if routing is None else read_routing(routing),
             progress=step,
         )
     print(planned.to_json(indent=2)) if as_json else show(str(planned))

@@ -92,6 +92,8 @@ def experts(
     gate_up: [groups, k, 2 n], down: [groups, n, k], or transposed each with weight_layout "col".
     index, gates: [tokens, top_k]; -1 for no expert.
     """
+    if x.is_meta:
+        return torch.empty_like(x)
     if weight_layout == "col":
         gate_up, down = gate_up.mT, down.mT
     picks, top_k = index.reshape(-1), index.shape[-1]

@@ -220,6 +220,7 @@ def plan(
     include: Patterns = None,
     exclude: Patterns = None,
     price: str = "simulated",
+    routing: Sequence[float] | None = None,
     measured: Measured | None = None,
     jobs: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -228,7 +229,7 @@ def plan(
 
     forms: as `forms.py` names them; "bf16" is the model in `weights`, by default its dtype.
     Of a single setting also what would change it. price: of a kernel, and stack: what runs the
-    programs, as in `predict`. measured: the user's own figures of the first setting. jobs:
+    programs, as in `predict`, as routing. measured: the user's own figures of the first setting. jobs:
     processes that simulate kernels, by default one for each core. progress: called with (what is
     done now, how many are done, how many there are), of settings and then of kernels. A setting
     that cannot be predicted is in `refused`; raises ModelError when none can.
@@ -236,7 +237,7 @@ def plan(
     crossed = itertools.product(targets, tps, batches, prompts, contexts)
     settings = [dict(zip(SETTING, one, strict=True)) for one in crossed]
     wanted = list(itertools.product(settings, map(read_form, forms)))
-    fixed = {"lnc": lnc, "dtype": dtype, "weights": weights, "stack": stack}
+    fixed = {"lnc": lnc, "dtype": dtype, "weights": weights, "stack": stack, "routing": routing}
     cut = {"include": include, "exclude": exclude}
 
     def predicted(setting: dict[str, Any], form: Form, **more: Any) -> ModelPrediction:

@@ -25,6 +25,7 @@ from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES, WEIGHTS
+from nmm_compiler.prediction.experts import check_routing, experts_as_calls, routed
 from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.meta_models import (
     dense_config,
@@ -61,6 +62,7 @@ def predict(
     dense: Any = None,
     price: str = "simulated",
     stack: str = "own",
+    routing: Sequence[float] | None = None,
 ) -> ModelPrediction:
     """Return the predicted latency of a model on `target`, and that of the dense model.
 
@@ -92,6 +94,8 @@ def predict(
             schedules that `tune` found where the cache has them; "closed_form", no time at all.
         stack: what runs the programs, one of `prediction.stacks.STACKS`: their gaps and host
             time.
+        routing: how often each expert of a layer was chosen, for models with experts; default:
+            equally often.
 
     Returns:
         Every piece with its time and source, and the sums.
@@ -139,7 +143,8 @@ def predict(
         original = dense if isinstance(dense, nn.Module) else read_config(dense)
     machine = Machine(chip, lnc, tp, weights, price, stack)
     setting = {"prompt": prompt, "context": context, "batch": batch}
-    made = functools.partial(_prediction, machine, target, dtype, setting, inputs)
+    counts = check_routing(routing or (), routing)
+    made = functools.partial(_prediction, machine, target, dtype, setting, inputs, counts)
     before = made(original)
     if not (wanted or saved or dense is not None):
         return before
@@ -183,8 +188,8 @@ _KEPT_MOST = 64  # models of a plan, by their ratios and the cores that share th
 
 
 def _prediction(
-    machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any, given: Any,
-    low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
+    machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any,
+    routing: tuple[float, ...], given: Any, low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
 ) -> ModelPrediction:  # fmt: skip
     """Return the prediction of a model as it is, or as `compress` would make it.
 
@@ -208,6 +213,7 @@ def _prediction(
     phases = []
     for one in asked:
         pieces = prepared.pieces(one, named, machine.target, machine.lnc)
+        pieces = routed(pieces, routing, model)
         phases.append(_phase(one.name, pieces, machine, setting["batch"], layers, head))
     return ModelPrediction(
         name=model.name,
@@ -236,28 +242,16 @@ def _prediction(
 def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
     """Return one core's share of one of each kind of layer; low: what `compress` is given."""
     model = meta_model(given, getattr(torch, dtype))
-    _refuse_experts(model)
     _refuse_packed(model)
     if low is not None:
         _compress(model, low)
     factors = lowrank_layers(model.module)
     ranks = tuple(sorted({layer.rank for layer in factors.values()}))
     parameters = sum(p.numel() for p in model.module.parameters())
+    experts_as_calls(model, tp)
     shorten(model)
     shard(model, tp)
     return Prepared(model, ranks, parameters)
-
-
-def _refuse_experts(model: MetaModel) -> None:
-    """Raise ModelError for a model with experts: a token reads some of them, and no kernel
-    here reads weights by an index."""
-    for name, module in model.module.named_modules():
-        if "experts" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower():
-            raise ModelError(
-                f"{model.name} has experts ({name}): a token reads a few of them, and no kernel "
-                "here chooses weights by token, so that a total would count every expert; predict "
-                "a model without experts, or nn.Linear modules of one expert with inputs="
-            )
 
 
 def _refuse_packed(model: MetaModel) -> None:

@@ -435,14 +435,6 @@ def test_the_activations_of_the_head_are_those_of_one_token():
     assert made.memory.activation_bytes == 3 * 64 * 256 * 2
 
 
-def test_a_model_with_experts_gets_no_total():
-    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128,
-              "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-              "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 100}  # fmt: skip
-    with pytest.raises(ModelError, match=r"has experts .* a token reads a few of them"):
-        predict(config, prompt=16, context=16)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_module_is_dense_in_the_fastest_dense_way(dtype):
     """The rows of a dense MLP are those of the one function that prices calls."""
