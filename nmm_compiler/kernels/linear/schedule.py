@@ -418,7 +418,8 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     x_ways = x_loads(layer.m, layer.x_layout, layer.x_format, target)[: 2 if few else 1]
     widest = max(one.n for one in layer.linears)
     rank = max((pair.r for pair in layer.pairs), default=128)
-    loads = (8192, 4096) if few and layer.combine else (4096, 2048, 8192) if few else (2048, 8192)
+    loads: tuple[int, ...] = (4096, 2048, 8192) if few else (2048, 8192)
+    loads = (8192, 4096) if few and layer.combine else loads
     blocks = _sizes(widest, (1024, 2048, 4096, 512) if few else (512, 1024, 256))
     if layer.mx and few:
         loads, blocks = (16384,), _sizes(widest, (1024, 2048, 4096))
