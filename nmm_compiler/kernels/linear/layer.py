@@ -39,7 +39,7 @@ class Weight(Record):
     tiles of tokens that are, where the weight moves; ahead, a panel is loaded before the results of
     the one before it are stored; double_row, two tiles of an fp8 contraction a pass; spread,
     a tile of outputs has every fourth of 512; halves, the second half of a panel lies on the second
-    half of the partitions, so that all DMA engines load it.
+    half of the partitions, so that all DMA engines load it; few_sums, its sums are several at once.
     """
 
     name: str = ""
@@ -58,6 +58,7 @@ class Weight(Record):
     double_row: bool = False
     spread: bool = False
     halves: bool = False
+    few_sums: bool = False
 
     @property
     def mx(self) -> PackedFormat | None:
@@ -125,6 +126,11 @@ class LowRank(Record):
     def r(self) -> int:
         """The rank, 0 for no factors."""
         return self.u.n
+
+    @property
+    def few_sums(self) -> bool:
+        """Whether p of few tokens is summed in several sums at once, that of a few tiles."""
+        return self.u.few_sums
 
     @property
     def twice(self) -> bool:
@@ -299,6 +305,13 @@ class Layer(Record):
     def h_tiles(self) -> int:
         """The tiles of h^T that a core makes, 0 where nothing follows h."""
         return tiles(self.linears[0].n, 128) if self.down.n else 0
+
+    def corrects(self, linear: Linear) -> bool:
+        """Whether plain factors of a linear stand beside a weight of few bits."""
+        pair = linear.low_rank
+        stored = bool(linear.weight.mx) or (self.fp8 and linear.weight.k > 0)
+        plain = pair.r > 0 and not pair.shaped and not pair.scales
+        return stored and plain and not self.exchanges_down
 
     @property
     def x_tiles(self) -> int:

@@ -121,7 +121,9 @@ class LinearSchedule(Record):
         chunk = chunk_rows(weight.k, int(columns * size), self.load_bytes)
         fours = layer.mx and weight.name != linear.low_rank.v.name
         spread = layer.mx and layer.down.n > 0 and not (first or behind)
-        narrow = layer.mx and not fours and weight.k in (32, 64) and layer.m <= FEW and not rows
+        few = layer.corrects(linear) and layer.m <= FEW and weight is not linear.weight
+        few = few and (layer.mx or linear.low_rank.u.k > 384)
+        narrow = few and not first and weight.k in (32, 64) and not rows
         unit = 1024 if spread else 256
         return dataclasses.replace(
             weight,
@@ -134,6 +136,7 @@ class LinearSchedule(Record):
             ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
             double_row=self.double_row and of_x,
             spread=spread,
+            few_sums=few and first and not self.double_row,
             halves=narrow and not weight.n % unit and not columns % unit,
         )
 

@@ -7,9 +7,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .between_ranks import sum_strips
-from .mx import load_fours
-from .records import Block, Ends, Epilogue, Left, Panel, Part, Term
-from .sums import make_columns
+from .records import Block, Ends, Epilogue, Left, Panel, Term
+from .sums import load_chunk, load_left, make_columns
 from .two_cores import add_other_half, clear_tail, finish_sums, own
 
 
@@ -30,11 +29,11 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
         for r0 in range(0, pair.u.n, pair.u.block):
             wide = min(pair.u.block, pair.u.n - r0)
             tile = pair.tile + r0 // 128
-            if spec.mx and at.tokens <= 128:
-                project_fours(
+            if pair.few_sums and at.tokens <= 128:
+                project_few(
                     made[0:128, tile : tile + (wide + 127) // 128, 0 : at.tokens],
                     Term(
-                        Left(left.strip, None, "none"),
+                        Left(left.strip, left.source, left.how if pair.place == 0 else "none"),
                         own(others.get(pair.u.name), pair.u.cut, at.core), pair.u,
                     ),
                     r0, wide, pair.twice, at,
@@ -89,33 +88,37 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
             )  # fmt: skip
 
 
-def project_fours(p_sb, term: Term, r0, wide, twice, at: Block):
-    """Compute p^T of few tokens, in order "fours": four sums, none of which waits for itself."""
-    rows = term.plan.k
-    deep = (rows + 511) // 512
-    u_sb = nl.ndarray((128, 4 * deep, wide), dtype=term.weight.dtype, buffer=nl.sbuf)
-    load_fours(u_sb, 0, Part(term.weight, 0, rows, r0, wide), "rows")
-    for n1 in range((wide + 127) // 128):
-        width = min(128, wide - 128 * n1)
+def project_few(p_sb, term: Term, r0, wide, twice, at: Block):
+    """Compute p^T of few tokens: up to four sums take turns, so that none waits for itself.
+
+    twice: on the second half of the partitions, too.
+    """
+    for n1 in range(0, wide, 128):
+        width = min(128, wide - n1)
         sums = []
         for _ in range(4):
             sums.append(nl.ndarray((width, at.tokens), dtype=nl.float32, buffer=nl.psum))
-        for t in range(deep):
-            parts = min(128, (rows - 512 * t) // 4)
-            for j in range(4):
+        for k0 in range(0, term.plan.k, term.plan.chunk):
+            rows = min(term.plan.chunk, term.plan.k - k0)
+            if r0 + n1 == 0 and term.left.how != "none":
+                load_left(term, k0, at)
+            u_sb = load_chunk(term, k0, r0 + n1, width)
+            fours = term.plan.order == "fours"
+            for kt in range((rows + 511) // 512 * 4 if fours else (rows + 127) // 128):
+                parts = min(128, (rows - 512 * (kt // 4)) // 4 if fours else rows - 128 * kt)
+                tile = k0 // 128 + kt
                 nisa.nc_matmul(
-                    dst=sums[j][0:width, 0 : at.tokens],
-                    stationary=u_sb[0:parts, 4 * t + j, 128 * n1 : 128 * n1 + width],
-                    moving=term.left.strip[0:parts, 4 * t + j, 0 : at.tokens],
-                    accumulate=t > 0,
+                    dst=sums[tile % 4],
+                    stationary=u_sb[0:parts, kt, 0:width],
+                    moving=term.left.strip[0:parts, tile, 0 : at.tokens],
+                    accumulate=tile >= 4,
                 )
         first = nl.ndarray((width, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=first, src=sums[0])
         for j in range(1, 3):
             nisa.tensor_tensor(dst=first, data1=first, data2=sums[j], op=nl.add)
-        nisa.tensor_tensor(
-            dst=p_sb[0:width, n1, 0 : at.tokens], data1=first, data2=sums[3], op=nl.add
-        )
+        last = p_sb[0:width, n1 // 128, 0 : at.tokens]
+        nisa.tensor_tensor(dst=last, data1=first, data2=sums[3], op=nl.add)
         if twice:
-            again = p_sb[64 : 64 + width, n1, 0 : at.tokens]
+            again = p_sb[64 : 64 + width, n1 // 128, 0 : at.tokens]
             nisa.tensor_tensor(dst=again, data1=first, data2=sums[3], op=nl.add)

@@ -101,19 +101,18 @@ def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
         w_sb = tiles[k0 // term.plan.chunk]
         if term.plan.halves:
             add_halves(sums, w_sb, term, group, at.tokens, begun)
-            rows = 0  # all are in the sums
         elif term.plan.order == "fours":
             for kt in range((rows + 511) // 512 * 4):
                 four = Step(kt, 1, min(128, (rows - 512 * (kt // 4)) // 4), k0 // 128 + kt)
                 add_columns(sums, w_sb, four, term, group, at.tokens, begun)
-            rows = 0  # all are in the sums
-        pairs = rows // 256 if term.plan.double_row else 0
-        for pair in range(pairs):
-            pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
-            add_columns(sums, w_sb, pair_of, term, group, at.tokens, begun)
-        for kt in range(2 * pairs, (rows + 127) // 128):
-            single = Step(kt, 1, min(128, rows - 128 * kt), k0 // 128 + kt)
-            add_columns(sums, w_sb, single, term, group, at.tokens, begun)
+        else:
+            pairs = rows // 256 if term.plan.double_row else 0
+            for pair in range(pairs):
+                pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
+                add_columns(sums, w_sb, pair_of, term, group, at.tokens, begun)
+            for kt in range(2 * pairs, (rows + 127) // 128):
+                single = Step(kt, 1, min(128, rows - 128 * kt), k0 // 128 + kt)
+                add_columns(sums, w_sb, single, term, group, at.tokens, begun)
 
 
 def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun):
