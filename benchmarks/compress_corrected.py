@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from compress_lm import LENGTH, smollm, windows
 from compress_text import plays
+from nmm_compiler.cli.demo_models import manual_split
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from nmm_compiler.cli.demo_models import manual_split
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.outputs import write_text

@@ -94,8 +94,8 @@ def plan(
     if measured is not None:
         own = read_measured(measured.read_text(errors="replace"), str(measured))
     models.require_transformers("a model without its weights")
-    from nmm_compiler.prediction.forms import DEFAULT
     from nmm_compiler.prediction.experts import read_routing
+    from nmm_compiler.prediction.forms import DEFAULT
     from nmm_compiler.prediction.plan import plan as run
 
     low_rank = ratio or ((0.2,) if weights else ())

@@ -286,7 +286,12 @@ EXPERTS = ExpertsOp(
     name="experts",
     operands=(*map(Operand, ("x", "gate_up", "down", "index", "gates")), *_BIASES),
     keywords={
-        "weight_layout": "row", "halves": "joined", "activation": "silu", "limit": 0.0,
-        "slope": 1.0, "plus": 0.0, **WHERE,
+        "weight_layout": "row",
+        "halves": "joined",
+        "activation": "silu",
+        "limit": 0.0,
+        "slope": 1.0,
+        "plus": 0.0,
+        **WHERE,
     },
 )
