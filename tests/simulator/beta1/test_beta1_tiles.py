@@ -19,9 +19,8 @@ def product_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (len(a) + 1) * 2.0**-24 * (np.abs(a).T.astype(np.float64) @ np.abs(b))
 
 
-def test_a_product_onto_psum_is_one_accumulation_each():
-    a, b = values(384, 64), values(384, 256, seed=1)
-    result = run(
+SUMS = {
+    "one accumulation each": (
         """
         i_p, i_m, i_n = nl.arange(128)[:, None], nl.arange(64)[None, :], nl.arange(256)[None, :]
         total = nl.zeros((64, 256), dtype=nl.float32, buffer=nl.psum)
@@ -30,39 +29,38 @@ def test_a_product_onto_psum_is_one_accumulation_each():
             right = nl.load(b[k * 128 + i_p, i_n])
             total[nl.arange(64)[:, None], i_n] += nisa.nc_matmul(left, right)
         return out(total)
-        """, a, b,
-    )  # fmt: skip
-    wanted = a.T.astype(np.float64) @ b.astype(np.float64)
-    assert (np.abs(result.output - wanted) <= product_bound(a, b)).all()
-    # no memset of the zeros, no sum on another engine; the store of PSUM copies to SBUF first
-    assert ops(result) == ["dma_copy", "dma_copy", "nc_matmul"] * 3 + ["tensor_copy", "dma_copy"]
-
-
-def test_plus_of_a_product_is_no_accumulation():
-    a, b = values(128, 64), values(128, 256, seed=1)
-    result = run(
+        """,
+        # no memset of the zeros, no sum on another engine; the store of PSUM copies to SBUF first
+        384, 256, ["dma_copy", "dma_copy", "nc_matmul"] * 3 + ["tensor_copy", "dma_copy"],
+    ),
+    "a sum on another engine": (
         """
         total = nl.zeros((64, 256), dtype=nl.float32, buffer=nl.sbuf)
         total[...] = total + nisa.nc_matmul(nl.load(a), nl.load(b))
         return out(total)
-        """, a, b,
-    )  # fmt: skip
-    assert "tensor_tensor" in ops(result)
+        """,
+        128, 256, ["memset", "dma_copy", "dma_copy", "nc_matmul", "tensor_tensor", "dma_copy"],
+    ),
+    "zeros that nothing was multiplied into": (
+        """
+        total = nl.zeros((64, 256), dtype=nl.float32, buffer=nl.psum)
+        total[:, 0:128] += nisa.nc_matmul(nl.load(a), nl.load(b[:, 0:128]))
+        return out(total)
+        """,
+        128, 128, ["dma_copy", "dma_copy", "nc_matmul", "tensor_copy", "dma_copy"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_a_product_onto_a_tile(case):
+    body, rows, columns, issued = SUMS[case]
+    a, b = values(rows, 64), values(rows, 256, seed=1)
+    result = run(body, a, b)
+    b[:, columns:] = 0
     wanted = a.T.astype(np.float64) @ b.astype(np.float64)
     assert (np.abs(result.output - wanted) <= product_bound(a, b)).all()
-
-
-def test_zeros_in_psum_that_nothing_multiplied_into_are_zeros():
-    result = run(
-        """
-        total = nl.zeros((128, 512), dtype=nl.float32, buffer=nl.psum)
-        total[:, 0:256] += nisa.nc_matmul(nl.load(a[:, 0:128]), nl.load(a))
-        return out(total)
-        """, A,
-    )  # fmt: skip
-    assert not result.output[:, 256:].any()
-    wanted = A[:, :128].T.astype(np.float64) @ A
-    assert (np.abs(result.output[:, :256] - wanted) <= product_bound(A[:, :128], A)).all()
+    assert ops(result) == issued
 
 
 def test_an_assignment_takes_the_instruction_and_copies_nothing():
