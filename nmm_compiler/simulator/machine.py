@@ -20,7 +20,17 @@ from nmm_compiler.targets.base import Target
 
 Programs = Any  # its file knows this one
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_OWN_FILES: dict[str, bool] = {}
+
+
+class _OwnFiles(dict[str, bool]):
+    """Whether a file is of this package: looked up once, in no call of Python."""
+
+    def __missing__(self, filename: str) -> bool:
+        self[filename] = filename.startswith((_PACKAGE, "<frozen"))
+        return self[filename]
+
+
+_OWN_FILES = _OwnFiles()
 
 
 class _Current(threading.local):
@@ -52,25 +62,12 @@ def set_current(machine: Machine | None) -> None:
     CURRENT.machine = machine
 
 
-def _is_own(filename: str) -> bool:
-    own = _OWN_FILES.get(filename)
-    if own is None:
-        own = filename.startswith((_PACKAGE, "<frozen"))
-        _OWN_FILES[filename] = own
-    return own
-
-
 def kernel_frame() -> tuple[str, int]:
     """Return (file, line) of the innermost frame that is not the simulator's."""
     if CURRENT.place is not None:
         return CURRENT.place
     frame: Any = sys._getframe(1)
-    own = _OWN_FILES
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        found = own.get(filename)
-        if not found and (found is False or not _is_own(filename)):
-            break
+    while frame is not None and _OWN_FILES[frame.f_code.co_filename]:
         frame = frame.f_back
     if frame is None:
         return "", 0
