@@ -165,13 +165,10 @@ def compare(operator: str, a: Value, b: Value) -> Value:
     """Return the known outcome of a comparison, a bool, or None."""
     if a is None or b is None:
         return None
-    both = isinstance(a, range) and isinstance(b, range)
     if operator in ("Equal", "NotEqual"):
-        apart = a[-1] < b[0] or b[-1] < a[0] if both else type(a) is type(b) and not set(a) & set(b)
-        mixed = type(a) is not type(b) and len(a) == len(b) == 1
-        same = len(a) == len(b) == 1 and next(iter(a)) == next(iter(b))
-        return known(same is (operator == "Equal")) if same or apart or mixed else None
-    if not both:
+        equal = _equal(a, b)
+        return None if equal is None else known(equal is (operator == "Equal"))
+    if not (isinstance(a, range) and isinstance(b, range)):
         return None
     if operator in ("GreaterThan", "GreaterThanEqual"):
         a, b = b, a
@@ -180,3 +177,12 @@ def compare(operator: str, a: Value, b: Value) -> Value:
     if operator in ("LessThanEqual", "GreaterThanEqual"):
         return known(True) if a[-1] <= b[0] else known(False) if a[0] > b[-1] else None
     return None
+
+
+def _equal(a: range | frozenset[Any], b: range | frozenset[Any]) -> bool | None:
+    """Return whether two values are equal, None where they may be."""
+    if len(a) == len(b) == 1:
+        return bool(next(iter(a)) == next(iter(b)))
+    if isinstance(a, range) and isinstance(b, range):
+        return False if a[-1] < b[0] or b[-1] < a[0] else None
+    return False if type(a) is type(b) and not set(a) & set(b) else None
