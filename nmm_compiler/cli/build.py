@@ -17,7 +17,7 @@ from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
-from nmm_compiler.report.parts import Grid, Line
+from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.text import counted
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def build(
          f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.gain:.3f}x")
         for one in tuned
     ]  # fmt: skip
-    table = [Grid.of(head, shown, right=head[2:]), Line("predicted, not measured")]
+    table: list[Part] = [Grid.of(head, shown, right=head[2:]), Line("predicted, not measured")]
     return Answer(
         {**filled.to_dict(), "cache": str(cache_dir()), "tuned": [one.to_dict() for one in tuned]},
         [

@@ -92,7 +92,7 @@ def _run(ratio: float, target: str, beside: concurrent.futures.Executor) -> dict
         compiled = torch.compile(served, backend="nmm", options=options)
         off, bound = agreement(small, served, compiled, judged[:1])
         kernels = [kernel for one in reports for kernel in one.built]
-        proofs = []
+        proofs: list[Any] = []
         for kernel in kernels:
             step("proving kernels", len(proofs), len(kernels))
             proofs.append(prove(kernel))

@@ -244,7 +244,7 @@ class Prices:
 
     def slower(self, ranks: Ranks) -> dict[str, str]:
         """Return the low-rank layers of calls that are slower than dense, each with the figures."""
-        slow = {}
+        slow: dict[str, str] = {}
         for group in self.groups:
             low, dense = self.group_us(group, ranks), self.group_us(group, {})
             if low > dense:
