@@ -15,7 +15,7 @@ SHARED := -n $(WORKERS) --dist worksteal
 
 .PHONY: docs captures figures demo test test-core test-device test-long stress mutants lint format clean bench \
 	bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-neuronmm bench-models \
-	bench-public bench-attention bench-cores bench-ranks bench-ablation bench-backward bench-shared bench-formats bench-laws bench-passes bench-build bench-cache bench-cpu
+	bench-public bench-attention bench-grouped bench-cores bench-ranks bench-ablation bench-backward bench-shared bench-formats bench-laws bench-passes bench-build bench-cache bench-cpu
 
 demo: $(DEMO_READY)
 	$(BIN)/nmm demo
@@ -107,6 +107,10 @@ bench-public: $(DEV_READY)
 # Beside nki-library's kernels: make bench-attention ARGS="--checkout ../nki-library"
 bench-attention: $(DEV_READY)
 	$(RUN) benchmarks/attention.py $(ARGS)
+
+# Experts and adapters: make bench-grouped ARGS="trn3"
+bench-grouped: $(DEV_READY)
+	$(RUN) benchmarks/grouped.py $(ARGS)
 
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py $(ARGS)

@@ -57,6 +57,10 @@ def kernel(
 
     Example: nmm kernel lowrank_shared --m 16 --k 2048 --pairs 256:2048 --pairs 128:512,512
 
+    Example: nmm kernel linear --m 8 --k 2880 --n 720 --groups 32 --top-k 4 --check
+
+    Example: nmm kernel linear --m 8 --k 4096 --n 4096 --groups 8 --r 16 --check
+
     Example: nmm kernel attention --m 1 --context 8192 --heads 32 --kv-heads 8 --d 128 --check
     """
     from nmm_compiler.codegen.build import build_kernel
@@ -65,7 +69,7 @@ def kernel(
     from nmm_compiler.codegen.choose import choose
     from nmm_compiler.codegen.dialects import TITLES
 
-    spec = make_spec(family, context.args)
+    spec = make_spec(_of_linear(family, context.args), context.args)
     built = build_kernel(spec, target, dialect=dialect)
     profile = built.profile()
     proof = prove(built) if check else None
@@ -97,6 +101,15 @@ def kernel(
         ],
         passed=proof is None or proof.passed,
     )  # fmt: skip
+
+
+def _of_linear(family: str, words: Sequence[str]) -> str:
+    """Return the family of a linear layer: "linear" with --groups is of adapters, where it has a
+    rank, or of experts; of one weight it is a matmul."""
+    names = {name for name, _ in _options(words)}
+    if family != "linear":
+        return family
+    return "adapters" if {"groups", "r"} <= names else "experts" if "groups" in names else "matmul"
 
 
 def _fields(family: str) -> dict[str, dataclasses.Field[Any]]:

@@ -228,8 +228,8 @@ def plan(
     """Return predictions of every combination, of weights in each of these forms.
 
     forms: as `forms.py` names them; "bf16" is the model in `weights`, by default its dtype.
-    Of a single setting also what would change it. price: of a kernel, and stack: what runs the
-    programs, as in `predict`, as routing. measured: the user's own figures of the first setting. jobs:
+    Of a single setting also what would change it. price, stack and
+    routing: as in `predict`. measured: the user's own figures of the first setting. jobs:
     processes that simulate kernels, by default one for each core. progress: called with (what is
     done now, how many are done, how many there are), of settings and then of kernels. A setting
     that cannot be predicted is in `refused`; raises ModelError when none can.

@@ -189,7 +189,8 @@ _KEPT_MOST = 64  # models of a plan, by their ratios and the cores that share th
 
 def _prediction(
     machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any,
-    routing: tuple[float, ...], given: Any, low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
+    routing: tuple[float, ...], given: Any,
+    low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
 ) -> ModelPrediction:  # fmt: skip
     """Return the prediction of a model as it is, or as `compress` would make it.
 

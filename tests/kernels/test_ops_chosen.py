@@ -86,11 +86,11 @@ def test_gradients_of_adapters():
 @pytest.mark.parametrize("op", ["adapters", "experts"])
 def test_a_kernel_call_has_the_gradients_of_the_reference(op):
     grads = []
-    for executor in ("simulator", "reference"):
+    for by in ("simulator", "reference"):
         args = adapters() if op == "adapters" else experts()
         held = [t.requires_grad_() for t in args if t.is_floating_point()]
         call = ADAPTERS if op == "adapters" else EXPERTS
-        call(*args, executor=executor).square().sum().backward()
+        call(*args, executor=by).square().sum().backward()
         grads.append([t.grad for t in held])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)

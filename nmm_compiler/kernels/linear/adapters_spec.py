@@ -65,7 +65,7 @@ class AdaptersSpec(LinearSpec):
     def slots(self) -> int:
         """Groups whose factors are gathered, one for each token; 0 where all are loaded."""
         lie = self.u_layout == "col" and self.v_layout == "row"
-        few = self.m < min(self.groups, _FEW + 1) and (self.lnc == 1 or self.base)
+        few = self.m <= min(self.groups, _FEW) and (self.lnc == 1 or self.base)
         return self.m if lie and few else 0
 
     def _layer(self) -> dict[str, Any]:

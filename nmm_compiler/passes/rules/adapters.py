@@ -46,7 +46,7 @@ class _Branch:
 
 @dataclass(frozen=True)
 class _Call:
-    x: fx.Node
+    x: Any
     w: fx.Node
     bias: fx.Node | None
     branches: tuple[_Branch, ...] = ()
@@ -59,7 +59,7 @@ class Adapters(Rule):
     name = "adapters"
     ends_at = None
 
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+    def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose linears whose rows are written, and sums of a linear and gathered branches."""
         if (name_of(node) == "linear" and any(map(_writes_rows, node.users))) or (
             name_of(node) == "add" and len(node.all_input_nodes) == 2
@@ -94,15 +94,15 @@ class Adapters(Rule):
         call = _Call(x, w, bias, tuple(branches))
         return self._made(graph, node, inner, last, (x, w, bias, *factors), call, len(branches))
 
-    def _gathered(self, graph: Canonical, node: fx.Node) -> Match | Refusal | None:
+    def _gathered(self, graph: Canonical, node: Any) -> Match | Refusal | None:
         """Read linear(x, w, b) + branches of gathered factors."""
         for base, other in (node.args, node.args[::-1]):
-            if name_of(base) != "linear":  # type: ignore[arg-type]
+            if name_of(base) != "linear":
                 continue
             found = _gathered_branch(other)
-            if found is None or found[0] is not base.args[0]:  # type: ignore[union-attr]
+            if found is None or found[0] is not base.args[0]:
                 return None
-            x, w, bias = (*base.args, *base.kwargs.values(), None)[:3]  # type: ignore[union-attr]
+            x, w, bias = (*base.args, *base.kwargs.values(), None)[:3]
             _, index, a, b, gains, nodes = found
             shapes = [graph.shape(one) or () for one in (x, index, a, b)]
             if [len(shape) for shape in shapes] != [2, 1, 3, 3]:
@@ -114,12 +114,12 @@ class Adapters(Rule):
         return None
 
     def _made(
-        self, graph: Canonical, node: fx.Node, inner: set[fx.Node], last: fx.Node, reads: Any,
+        self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, reads: Any,
         call: _Call, groups: int,
     ) -> Match | Refusal:  # fmt: skip
         held = [one for one in reads if one is not None]
-        floats = {graph.dtype(one) for one in held
-                  if call.gathered is None or one not in (call.gathered[0], call.gathered[3])}  # fmt: skip
+        apart = (None, None) if call.gathered is None else (call.gathered[0], call.gathered[3])
+        floats = {graph.dtype(one) for one in held if one not in apart}
         if len(floats) != 1 or not floats <= {*DTYPES} or graph.dtype(node) not in floats:
             names = ", ".join(sorted(str(one).removeprefix("torch.") for one in floats))
             return Refusal("dtype", f"x, weights and factors are {names}", node)
@@ -180,7 +180,7 @@ def _constant(editor: Editor, numbers: list[Any], dtype: torch.dtype, x: torch.T
     return editor.call(torch.tensor, numbers, meta_value=made, dtype=dtype, device=x.device)
 
 
-def _of_tokens(editor: Editor, rows: fx.Node, x: fx.Node) -> fx.Node:
+def _of_tokens(editor: Editor, rows: Any, x: Any) -> fx.Node:
     """Return a number of each row of a batch for each of its tokens."""
     sizes = editor.shape(x)[:-1]
     if len(sizes) == 1:
@@ -206,19 +206,19 @@ def _stacked(editor: Editor, branches: tuple[_Branch, ...]) -> tuple[fx.Node, fx
     return editor.call(aten.cat.default, firsts, 0), editor.call(aten.cat.default, seconds, 1)
 
 
-def _writes_rows(user: fx.Node) -> bool:
+def _writes_rows(user: Any) -> bool:
     """Return whether a user writes chosen rows of what it uses."""
     return name_of(user) == "setitem_" and isinstance(user.args[1], (list, tuple))
 
 
-def _branch(graph: Canonical, base: fx.Node, x: fx.Node, write: fx.Node) -> _Branch | None:
+def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     """Return base[rows] += linear(linear(x[rows], a), b) * scale, as one write ends it."""
     target, rows, total = write.args[:3]
-    if target is not base or not all(isinstance(row, int) for row in rows):  # type: ignore[union-attr]
+    if target is not base or not all(isinstance(row, int) for row in rows):
         return None
-    if name_of(total) not in ("add", "add_"):  # type: ignore[arg-type]
+    if name_of(total) not in ("add", "add_"):
         return None
-    before, more = total.args[:2]  # type: ignore[union-attr]
+    before, more = total.args[:2]
     if name_of(before) != "getitem" or tuple(before.args) != (base, rows):
         return None
     nodes, scale = [write, total, before], 1.0
@@ -240,13 +240,13 @@ def _branch(graph: Canonical, base: fx.Node, x: fx.Node, write: fx.Node) -> _Bra
     while isinstance(node, fx.Node) and (name_of(node) in _CASTS or _off(node)):
         nodes.append(node)
         node = node.args[0]
-    if name_of(node) != "getitem" or tuple(node.args) != (x, rows):  # type: ignore[union-attr]
+    if name_of(node) != "getitem" or tuple(node.args) != (x, rows):
         return None
     nodes.append(node)
-    return _Branch(tuple(rows), first.args[1], second.args[1], scale, tuple(nodes))  # type: ignore[arg-type]
+    return _Branch(tuple(rows), first.args[1], second.args[1], scale, tuple(nodes))
 
 
-def _off(node: fx.Node) -> bool:
+def _off(node: Any) -> bool:
     """Return whether a node is dropout that does nothing."""
     if name_of(node) != "dropout":
         return False
@@ -254,7 +254,7 @@ def _off(node: fx.Node) -> bool:
     return training is False or node.kwargs.get("training") is False or p == 0.0
 
 
-def _plain_linear(node: Any) -> fx.Node | None:
+def _plain_linear(node: Any) -> Any:
     """Return a linear without bias."""
     if not isinstance(node, fx.Node) or name_of(node) != "linear":
         return None
@@ -277,7 +277,7 @@ def _gathered_branch(node: Any) -> tuple[Any, ...] | None:
         node = next(one for one in node.args if one is not spread[0])
     if not isinstance(node, fx.Node) or name_of(node) != "squeeze":
         return None
-    outer = node.args[0]
+    outer: Any = node.args[0]
     nodes += [node, outer]
     factors = []
     for _ in range(2):

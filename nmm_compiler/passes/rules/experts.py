@@ -1,7 +1,7 @@
 """Rule `experts`: the experts of a mixture, as transformers spells them, become one call.
 
     rows = x.repeat_interleave(k, 0)              or   x[perm // k], perm = sort(index.reshape(-1))
-    h    = bmm(rows, gate_up[index.reshape(-1)])  or   grouped_mm(rows, gate_up, offs), offs = cumsum(histc)
+    h    = bmm(rows, gate_up[index.reshape(-1)])  or   grouped_mm(rows, gate_up, cumsum(histc))
     y    = bmm(act(h), down[index.reshape(-1)])   or   grouped_mm(act(h), down, offs)
     (y * gates.reshape(-1)[.., None])[inverse].view(tokens, k, -1).sum(1)
       ->   nmm.experts(x, gate_up, down, index, gates)
@@ -35,6 +35,11 @@ GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fall
 RESHAPES = frozenset({"view", "reshape", "contiguous", "flatten", "unsqueeze", "squeeze"})
 
 
+_PLAIN: dict[str, Any] = {
+    "halves": "joined", "activation": "silu", "limit": 0.0, "slope": 1.0, "plus": 0.0,
+}  # fmt: skip
+
+
 class NotExpertsError(Exception):
     """The pattern ends here: nothing to refuse."""
 
@@ -48,7 +53,7 @@ def name_of(value: Any) -> str | None:
 class _Linear:
     """One product: its rows, the weights and biases of all experts, whether they lie [out, in]."""
 
-    rows: fx.Node
+    rows: Any
     weight: fx.Node
     bias: fx.Node | None
     turned: bool
@@ -67,7 +72,7 @@ class Experts(Rule):
     name = "experts"
     ends_at = None
 
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+    def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose sums over the picks of tokens."""
         if name_of(node) == "sum" and _given(node, 1, "dim") in (1, [1], (1,)):
             yield node
@@ -93,7 +98,7 @@ class Experts(Rule):
             length=spec.k + spec.n,
         )
 
-    def _read(self, graph: Canonical, node: fx.Node) -> tuple[Any, Any]:
+    def _read(self, graph: Canonical, node: Any) -> tuple[Any, Any]:
         """Return the call and its spec, or a refusal and None; raise NotExpertsError for others."""
         view = _named(node.args[0], RESHAPES)
         shape = graph.shape(view) or ()
@@ -142,14 +147,14 @@ class Experts(Rule):
         operands = (x, up.weight, down.weight, index, gates, *biases)
         return _Call(operands, said), spec
 
-    def _linear(self, graph: Canonical, node: fx.Node, grouped: bool) -> _Linear:
+    def _linear(self, graph: Canonical, node: Any, grouped: bool) -> _Linear:
         """Return the product that a node is, with the bias that is added to it in place or not."""
         last, bias = node, None
         added = [one for one in node.users if name_of(one) == "add_" and one.args[0] is node]
         if len(added) == 1:
             last, bias = added[0], added[0].args[1]
         elif name_of(node) in ("add", "add_"):
-            node, bias = node.args  # type: ignore[assignment]
+            node, bias = node.args
         node = node if grouped else _named(node, ("squeeze",)).args[0]
         names = GROUPED if grouped else ("bmm",)
         left, right = _named(node, names).args[:2]
@@ -212,7 +217,7 @@ class Experts(Rule):
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
         call: _Call = match.data
-        x = editor.c.values[call.operands[0]]
+        x = editor.c.values[call.operands[0]]  # type: ignore[index]
         new = editor.call(
             torch.ops.nmm.experts.default,
             *call.operands,
@@ -226,7 +231,7 @@ class Experts(Rule):
 
 def _chosen(linear: _Linear) -> fx.Node | None:
     """Return the picks by which a batched product gathers its weights, and its biases."""
-    found = {one.args[1] for one in _gathers(linear)}
+    found: set[Any] = {one.args[1] for one in _gathers(linear)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -256,7 +261,7 @@ def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
     return offsets if right else None
 
 
-def _inverts(inverse: Any, perm: fx.Node) -> bool:
+def _inverts(inverse: Any, perm: Any) -> bool:
     """Return whether `inverse` is filled as inverse[perm] = arange."""
     if name_of(inverse) not in ("empty_like", "new_empty") or inverse.args[0] is not perm:
         return False
@@ -269,7 +274,7 @@ def _inverts(inverse: Any, perm: fx.Node) -> bool:
     return place is perm and counts
 
 
-def _given(node: fx.Node, place: int, name: str) -> Any:
+def _given(node: Any, place: int, name: str) -> Any:
     return node.kwargs.get(name, node.args[place] if len(node.args) > place else None)
 
 
@@ -288,11 +293,11 @@ def _cast(node: Any) -> Any:
     return node.args[0] if name_of(node) in ("to", "_to_copy") else node
 
 
-def _same_tokens(graph: Canonical, x: fx.Node, shape: Any) -> bool:
+def _same_tokens(graph: Canonical, x: Any, shape: Any) -> bool:
     return tuple(graph.shape(x) or ()) == (shape[0], shape[2])
 
 
-def _between(node: fx.Node, stops: set[Any]) -> list[fx.Node]:
+def _between(node: Any, stops: set[Any]) -> list[fx.Node]:
     """Return the nodes from `stops` to a node, with it and with what writes to them in place."""
     found = [node]
     for current in found:
@@ -318,7 +323,7 @@ def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
     return found, ends.pop()
 
 
-def _has_bias(node: fx.Node) -> bool:
+def _has_bias(node: Any) -> bool:
     """Return whether a node adds gathered biases to a product."""
     if name_of(node) != "add" or len(node.all_input_nodes) != 2:
         return False
@@ -326,7 +331,7 @@ def _has_bias(node: fx.Node) -> bool:
 
 
 def _function(
-    graph: Canonical, nodes: list[fx.Node], start: fx.Node, last: fx.Node
+    graph: Canonical, nodes: list[Any], start: fx.Node, last: fx.Node
 ) -> dict[str, Any] | None:
     """Return how ExpertsSpec says what some nodes compute of `start`, found by its values."""
     width = (graph.shape(start) or (0,))[-1]
@@ -343,7 +348,7 @@ def _function(
             if node.op == "call_method":
                 values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             elif node.op == "call_function":
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                values[node] = node.target(*args, **kwargs)
             else:
                 module = graph.module.get_submodule(str(node.target))
                 values[node] = module(*args, **kwargs)
@@ -364,7 +369,7 @@ def _function(
     return None
 
 
-def _functions(nodes: list[fx.Node]) -> Iterator[dict[str, Any]]:
+def _functions(nodes: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield what the function may be, with the numbers that its nodes hold."""
     plain = {"limit": 0.0, "slope": 1.0, "plus": 0.0}
     for halves, activation in itertools.product(HALVES, ACTIVATIONS):
