@@ -9,13 +9,14 @@ any weight is.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nmm_compiler.errors import SpecError, UnknownNameError
-from nmm_compiler.kernels.linear.corrected import CorrectedSpec
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
 from nmm_compiler.ops import references
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand
@@ -149,5 +150,71 @@ CORRECTED = CorrectedOp(
     keywords={
         **NORM, "format": "mxfp4", "activation": "identity", **LAYOUTS, "u_layout": "row",
         "v_layout": "row", "w_layout": "col", **WHERE,
+    },
+)  # fmt: skip
+
+
+def corrected_mlp(
+    x: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], us: Sequence[Tensor | None],
+    vs: Sequence[Tensor | None], *, format: str = "mxfp4", activation: str = "silu",
+    x_layout: str = "row", out_layout: str = "row", u_layout: str = "row", v_layout: str = "row",
+    target: str = "trn2", executor: str = "reference", by: Any = references.ByTorch,
+) -> Tensor:  # fmt: skip
+    """Return (activation(x gate) * (x up)) down, each weight with its branch where it has one."""
+    ways = {"format": format, "u_layout": u_layout, "v_layout": v_layout, "by": by}
+    gate, up, down = zip(ws, w_scales, us, vs, strict=True)
+    h = corrected_matmul(x, *gate, activation=activation, x_layout=x_layout, **ways)
+    h = h * corrected_matmul(x, *up, x_layout=x_layout, **ways)
+    return corrected_matmul(h, *down, out_layout=out_layout, **ways)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrectedMLPOp(CorrectedOp):
+    """The op of a gated MLP of MX weights and their branches."""
+
+    def fake(self, *args: Any, **kw: Any) -> Any:
+        """Return an empty result; raises NmmError for operands that do not fit."""
+        given = self.bound(args, kw)
+        for name in ("ws", "w_scales", "us", "vs"):
+            check_same(f"weights of an MLP and {name}", 3, len(given[name]))
+        ways = {n: given[n] for n in ("format", "u_layout", "v_layout")}
+        each = list(zip(*(given[n] for n in ("ws", "w_scales", "us", "vs")), strict=True))
+        h, up = (CORRECTED.fake(given["x"], *one, x_layout=given["x_layout"], **ways)
+                 for one in each[:2])  # fmt: skip
+        check_same("outputs of gate and up", h.shape, up.shape)
+        return CORRECTED.fake(h, *each[2], out_layout=given["out_layout"], **ways)
+
+    def lower(
+        self, rows: Tensor, args: Any, kw: dict[str, Any], m: int, transpose: Transpose | None
+    ) -> list[Launch]:
+        """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
+        given = self.bound(args, kw)
+        named, ranks, sizes = {"x": rows}, [], []
+        for i, name in enumerate(("gate", "up", "down")):
+            part = {"x": rows, "w": given["ws"][i], "w_scale": given["w_scales"][i]}
+            part |= {"u": given["us"][i], "v": given["vs"][i], "format": given["format"]}
+            part |= {n: given[n] for n in ("u_layout", "v_layout")}
+            (one,) = CORRECTED.lower(rows, (), part, m, transpose)
+            for tensor, operand in zip(one.spec.inputs(), one.operands, strict=True):
+                named[f"{name}_{tensor.name}"] = operand
+            ranks.append(one.spec.rank)
+            sizes.append((one.spec.k, one.spec.n))
+        spec = CorrectedMLPSpec(
+            m=m, k=sizes[0][0], n=sizes[0][1], rank=tuple(ranks), weight=given["format"],
+            dtype=dtype_name(rows), activation=given["activation"], x_layout=given["x_layout"],
+            out_layout=given["out_layout"],
+        )  # fmt: skip
+        return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
+
+
+CORRECTED_MLP = CorrectedMLPOp(
+    name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec,
+    operands=(
+        Operand("x", role="x"), Operand("ws", "Tensor[]"), Operand("w_scales", "Tensor[]"),
+        Operand("us", "Tensor?[]"), Operand("vs", "Tensor?[]"),
+    ),
+    keywords={
+        "format": "mxfp4", "activation": "silu", **LAYOUTS, "u_layout": "row", "v_layout": "row",
+        **WHERE,
     },
 )  # fmt: skip

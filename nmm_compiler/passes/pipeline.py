@@ -31,6 +31,7 @@ from nmm_compiler.errors import (
     no_real_inputs,
     rule_not_fired,
 )
+from nmm_compiler.ops.corrected import CORRECTED
 from nmm_compiler.options import Options, dump_directory
 from nmm_compiler.passes import rules
 from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform
@@ -49,6 +50,7 @@ from nmm_compiler.passes.result import Explanation, RewriteResult, RuleCount, op
 from nmm_compiler.passes.rules.adapters import Adapters
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
+from nmm_compiler.passes.rules.corrected_mlp import CorrectedMLP
 from nmm_compiler.passes.rules.experts import Experts
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside, kernel_call
@@ -100,7 +102,8 @@ class Attempt:
 
     def has_calls_to_change(self) -> bool:
         """Return whether rules that read calls have any to read."""
-        return self.options.norms and any(map(kernel_call, self.module.graph.nodes))
+        calls = filter(None, map(kernel_call, self.module.graph.nodes))
+        return any(self.options.norms or call.op is CORRECTED for call in calls)
 
     def read(self) -> None:
         """Read the graph into canonical forms."""
@@ -519,6 +522,7 @@ RULES: tuple[Rule, ...] = (
     Quantized(),
     SharedX(),
     Attention(),
+    CorrectedMLP(),
     NormInside(),
     ResidualInside(),
 )

@@ -191,3 +191,36 @@ def test_the_op_refuses_what_is_no_weight_of_blocks():
         op(meta[0], meta[1].float(), meta[2])
     with pytest.raises(nmm.errors.ShapeError, match="outputs and blocks"):
         op(meta[0], meta[1], meta[2][:, :2])
+
+
+class MLP(nn.Module):
+    """A gated MLP of MX weights, with a branch each where there is a rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, k, n in (("gate", 512, 1024), ("up", 512, 1024), ("down", 1024, 512)):
+            if rank:
+                made = Corrected(k=k, n=n, r=rank, format="mxfp4", bias=False)
+            else:
+                weight = torch.randn(n, k, dtype=torch.bfloat16) / k**0.5
+                made = QuantizedLinear.of(weight, "mxfp4")
+            setattr(self, name, made)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x)) + x
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+def test_a_gated_mlp_of_blocks_is_one_call_and_agrees_with_eager(rank):
+    model, data = MLP(rank), x(3, 512)
+    made = nmm.rewrite(model, data, options={"target": "trn3", "strict": True})
+    names = [str(n.target) for n in made.graph_module.graph.nodes if n.op == "call_function"]
+    assert sum("corrected_mlp" in name for name in names) == 1
+    assert not any("corrected_matmul" in name for name in names)
+    made.check(data)
+    options = {"target": "trn3", "executor": "simulator", "inner": "eager", "strict": True}
+    with torch.no_grad():
+        want, got = model(data), torch.compile(model, backend="nmm", options=options)(data)
+    # both left factors rounded to three bits of mantissa, gate and up in quadrature
+    assert (got - want).norm() <= 3**0.5 * 2**-4 * want.norm()

@@ -156,13 +156,12 @@ class Adapters(Rule):
             gains = _constant(editor, [one.scale for one in call.branches], torch.float32, x)
             u, v = _stacked(editor, call.branches)
             layout = "col"
-        new = editor.call(
+        return editor.call(
             torch.ops.nmm.adapters_matmul.default,
             call.x, index, u, v, gains, call.bias, call.w,
             meta_value=result, u_layout="col", v_layout=layout, w_layout="col",
             target=editor.options.target, executor=editor.options.executor,
         )  # fmt: skip
-        return new
 
 
 def _rows_index(call: _Call, x: torch.Tensor) -> list[Any]:
