@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from nmm_compiler.codegen.choose import on_device
+from nmm_compiler.codegen.choose import on_device, refusal
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels import FAMILIES
@@ -50,7 +50,8 @@ def drawn(family, data):
     A loop needs two whole blocks of tokens, of 512 at least in a family, so those specs have more.
     """
     spec = data.draw(SPECS[family], label="spec")
-    target = get(data.draw(st.sampled_from(("trn2", "trn3")), label="target"))
+    targets = [name for name in ("trn2", "trn3") if refusal(spec, get(name)) is None]
+    target = get(data.draw(st.sampled_from(targets), label="target"))
     order = random.Random(data.draw(st.integers(0, 10**6), label="order"))
     loops = has_loops(family) and order.random() < 0.5
     if loops:
