@@ -4,8 +4,8 @@
 
 The factors of all adapters are stacked: u is [k, groups r] and v [groups r, n], rows r i to r i + r
 of the rank being adapter i. One product of all tokens takes all of them, p = x u, and p is
-multiplied by 0 where its row belongs to another adapter than its token. With fewer tokens than
-adapters a kernel gathers the factors of each token instead, if they lie in rows: u as [groups r,
+multiplied by 0 where its row belongs to another adapter than its token. For one token, and for half
+as many tokens as adapters, a kernel gathers the factors of each token instead, if they lie in rows: u as [groups r,
 k], layout "col", and v as [groups r, n], layout "row".
 """
 
@@ -65,8 +65,8 @@ class AdaptersSpec(LinearSpec):
     def slots(self) -> int:
         """Groups whose factors are gathered, one for each token; 0 where all are loaded."""
         lie = self.u_layout == "col" and self.v_layout == "row"
-        few = self.m <= min(self.groups, _FEW) and (self.lnc == 1 or self.base)
-        return self.m if lie and few else 0
+        few = self.m == 1 or (self.m <= _FEW and 2 * self.m <= self.groups)
+        return self.m if lie and few and (self.lnc == 1 or self.base) else 0
 
     def _layer(self) -> dict[str, Any]:
         rank = self.r * (self.slots or self.groups)
