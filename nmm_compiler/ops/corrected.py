@@ -156,12 +156,10 @@ CORRECTED = CorrectedOp(
 
 def corrected_mlp(
     x: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], us: Sequence[Tensor | None],
-    vs: Sequence[Tensor | None], *, format: str = "mxfp4", activation: str = "silu",
-    x_layout: str = "row", out_layout: str = "row", u_layout: str = "row", v_layout: str = "row",
-    target: str = "trn2", executor: str = "reference", by: Any = references.ByTorch,
+    vs: Sequence[Tensor | None], *, activation: str = "silu", x_layout: str = "row",
+    out_layout: str = "row", **ways: Any,
 ) -> Tensor:  # fmt: skip
     """Return (activation(x gate) * (x up)) down, each weight with its branch where it has one."""
-    ways = {"format": format, "u_layout": u_layout, "v_layout": v_layout, "by": by}
     gate, up, down = zip(ws, w_scales, us, vs, strict=True)
     h = corrected_matmul(x, *gate, activation=activation, x_layout=x_layout, **ways)
     h = h * corrected_matmul(x, *up, x_layout=x_layout, **ways)
