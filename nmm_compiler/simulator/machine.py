@@ -66,7 +66,7 @@ def kernel_frame() -> tuple[str, int]:
     """Return (file, line) of the innermost frame that is not the simulator's."""
     if CURRENT.place is not None:
         return CURRENT.place
-    frame: Any = sys._getframe(1)
+    frame: Any = sys._getframe(2)  # who calls this is the simulator
     while frame is not None and _OWN_FILES[frame.f_code.co_filename]:
         frame = frame.f_back
     if frame is None:

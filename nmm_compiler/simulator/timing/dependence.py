@@ -179,7 +179,8 @@ class Dependences:
             records = storage.writes
             for record in records.near(access) if records.width else records.wide:
                 when = record.end + wake[record.engine]
-                if when > ready and overlaps(record.access, access):
+                same = record.access is access
+                if when > ready and (same or overlaps(record.access, access)):
                     ready, waited = when, (_MADE_BY[record.engine], record.index, record.end)
         own = engine if self._in_order[engine] else -1
         for access in writes:
@@ -263,8 +264,10 @@ class Dependences:
             if end > storage.end:
                 storage.end, storage.user = end, index
             if index < storage.last_use:
-                storage.reads.replace_covered(access)
-                storage.writes.write(Record(access, end, engine, index))
+                for records in (storage.reads, storage.writes):
+                    if records.wide or records.cells:
+                        records.replace_covered(access)
+                storage.writes.add(Record(access, end, engine, index))
             elif storage.pool is not None:
                 self._release(storage, storage.pool)
         for access in reads:

@@ -167,8 +167,6 @@ class Records:
 
     def replace_covered(self, access: Access) -> None:
         """Forget the records that a new write of `access` covers whole."""
-        if not self.wide and not self.cells:
-            return
         dense = is_dense(access.pattern, access.item_bytes, access.byte_stop - access.byte_start)
         self.wide = [r for r in self.wide if not _covers(access, dense, r.access)]
         cells, keys = self.cells, self._cells_of(access) if self.width else ()
@@ -176,11 +174,6 @@ class Records:
             cell = cells.get(key)
             if cell:
                 cells[key] = [r for r in cell if not _covers(access, dense, r.access)]
-
-    def write(self, record: Record) -> None:
-        """Remember a write, and forget the accesses that it covers whole."""
-        self.replace_covered(record.access)
-        self.add(record)
 
     def add(self, record: Record) -> None:
         """Remember one access."""
