@@ -60,7 +60,7 @@ class CorrectedMLP(Rule):
         if other != "identity" or not (alike and same_x and bare) or gate.node is up.node:
             return None
         args, kwargs = _arguments(calls, activation)
-        values, said = fx.map_arg((args, kwargs), graph.values.__getitem__)  # type: ignore[arg-type]
+        values, said = fx.map_arg((args, kwargs), graph.values.__getitem__)
         try:
             m = tokens_to_judge(tokens(values[0], said))
             (launch,) = lower(CORRECTED_MLP.name, values, said, m).launches
