@@ -45,7 +45,7 @@ from nmm_compiler.simulator.timing.profile import Profile
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data" / "timing_points.toml"
-PAGE = HERE.parent / "docs" / "timing-evidence.md"
+PAGE = HERE / "data" / "timing_tables.md"
 SETS = ("constants", "held out")
 TEXTS, LAWS = "texts as published", "texts that set laws"
 _ENGINES = {"tensor": "TensorE busy, theirs / ours", "vector": "VectorE", "scalar": "ScalarE"}

@@ -13,7 +13,7 @@ from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import costs, dma, evidence, resources
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "timing-evidence.md"
+PAGE = ROOT / "benchmarks" / "data" / "timing_tables.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import timing_conflicts  # noqa: E402
 import timing_hash  # noqa: E402
