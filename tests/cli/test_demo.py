@@ -67,6 +67,7 @@ def test_every_step_is_checked(monkeypatch, nmm):
     model = transformers.LlamaForCausalLM(config).eval()
     monkeypatch.setattr(demo.models, "language_model", lambda: (model, Letters()))
     monkeypatch.setattr(demo.concurrent.futures, "ProcessPoolExecutor", SameProcess)
+    monkeypatch.setattr(demo, "_LAYERS", ["mlp"])
     run = json.loads(nmm("demo", "--ratio", "0.3", "--json", code=0).out)
     assert len(run["proofs"]) == len(run["calls"]) >= 1
     assert all(proof["passed"] and proof["elements"] > 0 for proof in run["proofs"])
