@@ -5,8 +5,8 @@
 The factors of all adapters are stacked: u is [k, groups r] and v [groups r, n], rows r i to r i + r
 of the rank being adapter i. One product of all tokens takes all of them, p = x u, and p is
 multiplied by 0 where its row belongs to another adapter than its token. For one token, and for half
-as many tokens as adapters, a kernel gathers the factors of each token instead, if they lie in rows: u as [groups r,
-k], layout "col", and v as [groups r, n], layout "row".
+as many tokens as adapters, a kernel gathers the factors of each token instead, if they lie in rows:
+u as [groups r, k], layout "col", and v as [groups r, n], layout "row".
 """
 
 from __future__ import annotations
