@@ -94,6 +94,6 @@ lam("lowrank", "scale_diag_embed", lambda p, x: x @ p.u @ torch.diag_embed(p.s) 
 lam("lowrank", "scale_diag_weight", lambda p, x: F.linear(F.linear(x, p.a), torch.diag(p.s)) @ p.v)
 lam("-", "masked_diagonal", lambda p, x: x @ p.w.t() @ torch.where(
     torch.ones(N, N, dtype=torch.bool).tril(), p.d, 0.0),
-    A="no:weight_computed", S="no:rank_too_large")  # fmt: skip
+    A="no:order", S="no:rank_too_large")  # fmt: skip
 lam("lowrank", "sum_of_products", lambda p, x: ((x @ p.u)[..., None, :] * p.b).sum(-1))
 lam("-", "sum_of_repeated", lambda p, x: ((x @ p.u)[..., None, :1] * p.b).sum(-1))
