@@ -104,10 +104,10 @@ def kernel(
 
 
 def _of_linear(family: str, words: Sequence[str]) -> str:
-    """Return the family of a linear layer: "linear" with --groups is of adapters, where it has a
-    rank, or of experts; of one weight it is a matmul."""
+    """Return the family of a linear layer: "linear" is few-bit weights with a --weight format, with
+    --groups adapters, where it has a rank, or experts; else it is a matmul."""
     names = {name for name, _ in _options(words)}
-    if family != "linear":
+    if family != "linear" or "weight" in names:
         return family
     return "adapters" if {"groups", "r"} <= names else "experts" if "groups" in names else "matmul"
 

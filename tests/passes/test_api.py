@@ -219,7 +219,7 @@ def test_products_of_weights_by_permission(f):
 def test_disable_and_order():
     assert not rewrite(Pair(), X, options={"rules": ["-lowrank"]}).matches
     names = [r.name for r in RULES]
-    assert names[-4:] == ["shared_x", "attention", "norm", "residual"]
+    assert names[-5:] == ["shared_x", "attention", "corrected_mlp", "norm", "residual"]
     assert names.index("lora") < names.index("lowrank") < names.index("shared_x")
     assert rewrite(Pair(), X, rules=["lowrank"]).matches
     assert not rewrite(Pair(), X, rules=["lora"]).matches

@@ -22,7 +22,7 @@ EXPECTED = {
     "vit": {"shared_x": 2, "lowrank": 7, "chains": 13},
     "t5": {"shared_x": 2, "lowrank": 6, "chains": 12},
     "whisper_encoder": {"shared_x": 2, "lowrank": 8, "chains": 12},
-    "deepseek_v3": {"shared_x": 2, "gated_mlp": 2, "lowrank": 6, "chains": 16},
+    "deepseek_v3": {"shared_x": 2, "gated_mlp": 2, "lowrank": 6, "experts": 1, "chains": 16},
     "mixtral": {"shared_x": 2, "lowrank": 2, "chains": 8},
     "t5_gated": {"shared_x": 2, "lowrank": 2, "gated_mlp": 2, "chains": 14},
     "mamba": {"lowrank": 6, "chains": 6},

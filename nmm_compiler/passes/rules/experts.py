@@ -94,7 +94,10 @@ class Experts(Rule):
             node=node,
             nodes=frozenset(inner),
             data=call,
-            info={name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")},
+            info={
+                **{name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")},
+                "chains": 0,  # its products are dense
+            },
             length=spec.k + spec.n,
         )
 
