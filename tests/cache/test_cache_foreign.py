@@ -163,7 +163,7 @@ def test_a_source_found_in_the_cache_is_checked_before_it_runs(tmp_path, monkeyp
     build.Store.open(options)._held.clear()
     found = build.build_kernel(spec, options=options)
     x, w = (np.ones(shape, np.float32) for shape in ((4, 8), (8, 4)))
-    monkeypatch.setattr(neuron, "_nki", lambda version: None)
+    monkeypatch.setattr(neuron, "_imported", lambda module, problem: None)
     runs = {
         "simulate": lambda: found.simulate(x, w),
         "simulate_ranks": lambda: found.simulate_ranks(x, w),

@@ -115,7 +115,8 @@ class OwnNki:
     """
 
     def __init__(self, kernel):
-        neuron._nki(oldest_version(kernel.source))  # as neuron.load asks
+        problem = machine.nki_problem(oldest_version(kernel.source))  # as neuron.load asks
+        neuron._imported("nki", problem)
         self.kernel = kernel
 
     def __call__(self, *tensors):
