@@ -65,7 +65,7 @@ def test_every_linear_is_factorized_or_named_and_round_trips(name, tmp_path):
     report = compress(model, 0.2, calibration=[batch(i) for i in range(4)], align=4)
     told = {layer.name for layer in report.layers} | {skip.name for skip in report.skipped}
     assert linears <= told
-    ranks = model.config.quantization_config.ranks
+    ranks = model.config.quantization_config.saved.ranks
     split = {n.rpartition(".")[0] for n in told}
     for weight in stacked:  # its experts, or, where they are not transformers' kind, the layer
         assert weight in split or weight.rpartition(".")[0] in told

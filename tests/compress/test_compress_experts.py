@@ -92,7 +92,7 @@ def test_calibrated_experts_are_saved_and_loaded(kind, tmp_path):
     assert torch.isfinite(expected).all()
     hf.save(model, tmp_path / "a")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    assert loaded.config.quantization_config.ranks == model.config.quantization_config.ranks
+    assert loaded.config.quantization_config.saved == model.config.quantization_config.saved
     assert torch.equal(logits(loaded), expected)
 
 
