@@ -7,21 +7,29 @@ from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec as ProductSpec
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import ArraySpec
 
 FP8 = "float8_e4m3"
+# Families whose weights alone are fp8: dtype is that of x, weight the format of w.
+CORRECTED = [name for name, one in FAMILIES.items() if issubclass(one.spec_class, CorrectedSpec)]
 PRODUCTS = [
     name
     for name, one in FAMILIES.items()
-    if issubclass(one.spec_class, ProductSpec) and FP8 in one.spec_class.dtypes
+    if issubclass(one.spec_class, ProductSpec)
+    and FP8 in one.spec_class.dtypes
+    and name not in CORRECTED
 ]
 
 
 def spec_of(family, m, **formats):
-    """A small spec with three tiles of k, two of the rank."""
+    """A small spec with three tiles of k, two of the rank; one of a rank beside a weight."""
     sizes = {"m": m, "k": 384, "n": 640}
+    if family in CORRECTED:
+        dtype = formats.pop("x_dtype")
+        return FAMILIES[family].spec_class(**sizes, rank=100, weight="fp8", dtype=dtype, **formats)
     if family == "lowrank_shared":
         sizes = {"m": m, "k": 384, "pairs": ((256, (640, 128)), (130, (256,)))}
     elif family != "matmul":
@@ -53,7 +61,7 @@ def passes(kernel):
         pytest.param("float16", "trn2", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("family", PRODUCTS)
+@pytest.mark.parametrize("family", [*PRODUCTS, *CORRECTED])
 def test_an_x_of_sixteen_bits_equals_float64(family, x_dtype, target):
     spec = spec_of(family, 5, x_dtype=x_dtype)
     assert spec.inputs()[0].dtype == x_dtype

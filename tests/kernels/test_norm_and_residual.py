@@ -11,6 +11,7 @@ from nmm_compiler.codegen.check_against_float64 import compare, prove, random_ar
 from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -30,6 +31,12 @@ SMALL = {
     "gated_mlp_up": GatedMLPUpSpec(m=20, k=300, n=200, r=60),
     "gated_mlp": GatedMLPSpec(m=20, k=300, n=200, r=60),
 }
+# MX blocks, which trn3 multiplies: a norm takes whole 512s of them
+FEW_BITS = {
+    "linear": CorrectedSpec(m=20, k=512, n=200, rank=30),
+    "linear_mlp": CorrectedMLPSpec(m=20, k=512, n=512, rank=(30, 0, 20)),
+}
+EVERY = SMALL | FEW_BITS
 
 
 def _long(*values):
@@ -46,6 +53,16 @@ def ended(spec, norm, **changes):
 @pytest.mark.parametrize("family", SMALL)
 def test_ragged_sizes(family, norm, target):
     proof = prove(build_kernel(ended(SMALL[family], norm), target))
+    assert proof.passed, proof
+
+
+@pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
+@pytest.mark.parametrize("family", FEW_BITS)
+def test_few_bit_weights(family, norm):
+    spec = ended(FEW_BITS[family], norm)
+    assert spec.residual
+    assert {"norm_gain", "residual"} <= {tensor.name for tensor in spec.inputs()}
+    proof = prove(build_kernel(spec, "trn3"))
     assert proof.passed, proof
 
 
@@ -143,9 +160,9 @@ def test_large_means_are_within_the_bound():
     assert np.abs(got - want).max() < 2e-3  # a sum of squares of 1000 would lose 0.06
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", EVERY)
 def test_plain_specs_keep_their_json(family):
-    plain = SMALL[family]
+    plain = EVERY[family]
     assert not {"norm", "norm_eps", "residual"} & set(plain.to_dict())
     spec = ended(plain, RMS)
     assert type(spec).from_dict(spec.to_dict()) == spec
@@ -162,11 +179,14 @@ def test_plain_specs_keep_their_json(family):
         ("matmul", {"norm": "rms", "dtype": "float8_e4m3"}, SpecError, "use dtype bfloat16"),
         ("lowrank_shared", {"residual": True}, SpecError, "drop residual"),
         ("gated_mlp_up", {"residual": True}, SpecError, "drop residual"),
+        ("linear", {"n": (200, 200), "residual": True}, SpecError, "drop residual"),
+        ("linear", {"weight": "fp8", "norm": "rms"}, SpecError, "bfloat16"),
+        ("linear_mlp", {"down": False, "rank": 0, "residual": True}, SpecError, "drop residual"),
     ],
 )
 def test_what_does_not_go_together(family, fields, error, words):
     with pytest.raises(error, match=words):
-        dataclasses.replace(SMALL[family], **fields)
+        dataclasses.replace(EVERY[family], **fields)
 
 
 # What a norm of x and a residual may cost at one token (docs/kernels.md, "Norms and residuals").
@@ -191,4 +211,4 @@ def test_one_token_costs_at_most_three_microseconds_more(target):
 
 
 def test_every_family_of_products_is_here():
-    assert set(SMALL) == set(FAMILIES) - {"attention", "adapters", "experts"}
+    assert set(EVERY) == set(FAMILIES) - {"attention", "adapters", "experts"}
