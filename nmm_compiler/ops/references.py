@@ -156,12 +156,13 @@ def lowrank_matmul(
     target: str = "trn2",
     executor: str = "reference",
     by: Any = ByTorch,
+    read: bool = False,
 ) -> Tensor:
     """Return activation(x w + scale * p v + bias), p = inner_activation(x u + inner_bias).
 
     inner_gain: p is the RMS norm of that, with inner_eps under the root, times the gain. tp,
     tp_axis: the operands are one rank's, as LowRankSpec says; group: the name of the process group
-    that sums.
+    that sums. read: as in `chain`; of an activation it is.
     """
     if tp > 1:
         check_group(tp, tp_axis, group)
@@ -169,7 +170,7 @@ def lowrank_matmul(
         x = x.t()
     if tp_axis == "rank":
         x = spread(x, group)
-    read = activation != "identity"
+    read = read or activation != "identity"
     shaped = inner_bias is not None or inner_gain is not None or inner_activation != "identity"
     if not shaped and tp_axis not in ("rows", "columns"):
         base = None if w is None else (w, w_layout)
@@ -252,12 +253,14 @@ def matmul(
     target: str = "trn2",
     executor: str = "reference",
     by: Any = ByTorch,
+    read: bool = False,
 ) -> Tensor:
     """Return activation(x w + bias).
 
     token_axis: the size that counts tokens: "m" of x [m, k], or "k", which the product sums over.
+    read: as in `chain`; of an activation it is.
     """
-    read = activation != "identity"
+    read = read or activation != "identity"
     rows = x.t() if x_layout == "col" else x
     y = by.chain(rows, (w,), (w_layout,), bias, out_layout, read=read)
     return activate(y, activation) if read else y
