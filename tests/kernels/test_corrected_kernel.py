@@ -7,10 +7,12 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.choose import rank
 from nmm_compiler.errors import NmmError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.packed_formats import FORMATS, from_nki
 from nmm_compiler.kernels.tiling import FOURS
+from nmm_compiler.targets import get
 
 ONE = CorrectedSpec(m=1, k=1024, n=512, rank=64)
 MLP = CorrectedMLPSpec(m=1, k=512, n=1024, rank=32)
@@ -138,3 +140,13 @@ def test_bad_input_is_refused_with_the_way_out(spec, fields, error, words):
 def test_a_format_that_the_target_lacks_is_refused_with_the_way_out(weight, target, words):
     with pytest.raises(NmmError, match=words):
         build_kernel(dataclasses.replace(ONE, weight=weight), target)
+
+
+def test_a_block_that_cuts_the_512s_of_h_is_refused_and_not_tried():
+    spec = dataclasses.replace(MLP, m=85, k=640)
+    made = [choice.schedule for choice in rank(spec, get("trn3"))]
+    assert made
+    assert not any(schedule.block % 512 for schedule in made)
+    cut = dataclasses.replace(made[0], block=256)
+    with pytest.raises(SpecError, match="block is 256; .* multiple of 512"):
+        cut.check(spec, get("trn3"))

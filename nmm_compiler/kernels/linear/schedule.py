@@ -275,6 +275,11 @@ class LinearSchedule(Record):
                 f"schedule: order {FOURS!r} is that of MX blocks, order is {self.order!r}; use "
                 f"{FOURS if layer.mx else ORDERS[1]!r}"
             )
+        if layer.mx and layer.down.n and self.block % 512:
+            raise SpecError(
+                f"schedule: block is {self.block}; MX products of h take whole 512s of its "
+                "features, pass a multiple of 512"
+            )
         over_x = (weight for weight in layer.weights() if layer.of_x(weight))
         loads = {self.x_load} | {_load(weight, self.w_load) for weight in over_x}
         if self.order == ORDERS[0] and not loads <= {"rows", "strided"}:
@@ -428,6 +433,8 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
         loads, blocks = (16384,), _sizes(widest, (1024, 2048, 4096))
     if layer.combine:
         blocks = _sizes(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
+    if layer.mx and layer.down.n:
+        blocks = [size for size in blocks if not size % 512]
     downs = _sizes(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
     turns = (False, True) if few and any(one.rows for one in layer.results) else (False,)
     for x_load, w_load, m_block, turned in itertools.product(
