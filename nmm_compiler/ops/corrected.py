@@ -19,10 +19,11 @@ from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
 from nmm_compiler.ops import references
-from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand
+from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
 from nmm_compiler.ops.linear import LinearOp
 from nmm_compiler.ops.operands import check_same
+from nmm_compiler.ops.sharding import Part, placements
 
 EMPTY = ("u", "v", "bias", "norm_gain", "norm_bias", "residual")
 """The operands that a call may lack."""
@@ -161,8 +162,9 @@ def corrected_mlp(
 ) -> Tensor:  # fmt: skip
     """Return (activation(x gate) * (x up)) down, each weight with its branch where it has one."""
     gate, up, down = zip(ws, w_scales, us, vs, strict=True)
-    h = corrected_matmul(x, *gate, activation=activation, x_layout=x_layout, **ways)
-    h = h * corrected_matmul(x, *up, x_layout=x_layout, **ways)
+    inside: dict[str, Any] = {"x_layout": x_layout, "read": True, **ways}
+    h = corrected_matmul(x, *gate, activation=activation, **inside)
+    h = h * corrected_matmul(x, *up, **inside)
     return corrected_matmul(h, *down, out_layout=out_layout, **ways)
 
 
@@ -204,7 +206,22 @@ class CorrectedMLPOp(CorrectedOp):
         )  # fmt: skip
         return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
 
+    def sharding(self, *args: Any, **kw: Any) -> Placements:
+        """Return the placements that DTensor may use: those of a gated MLP."""
+        given = self.bound(args, kw)
+        parts: list[Part] = [("x", given["x"], "")]
+        for name, role, layout in _ROLES:
+            each = zip(("", "", "down_"), given[name], strict=True)
+            parts += [(of + role, tensor, layout) for of, tensor in each]
+        gated = {name: value for name, value in given.items() if name != "vs"}
+        gated |= {"gate": given["ws"][:2], "down": given["ws"][2:], "w_layout": "col"}
+        return placements(gated, parts)
 
+
+_ROLES = (
+    ("ws", "dense", "w_layout"), ("w_scales", "dense", "w_layout"),
+    ("us", "first", "u_layout"), ("vs", "last", "v_layout"),
+)  # fmt: skip
 CORRECTED_MLP = CorrectedMLPOp(
     name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec,
     operands=(

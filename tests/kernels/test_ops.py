@@ -216,9 +216,13 @@ def stored_and_chosen_args(x, u, v):
     wide = torch.randn(tokens, 64, requires_grad=True)
     stored = torch.randint(0, 256, (N, 32), dtype=torch.uint8), torch.full((N, 2), 127).byte()
     one, two = (torch.arange(tokens * count).reshape(tokens, count) % 2 for count in (1, 2))
+    square = torch.randint(0, 256, (3, 64, 32), dtype=torch.uint8)
+    powers = torch.full((3, 64, 2), 122).byte()  # 2 ** -5
+    us, vs = ([weight(*of, dtype=torch.float32), None] for of in ((64, R), (R, 64)))
     expert = [torch.randn(2, *of, requires_grad=True) for of in ((K, 8), (4, K))]
     return {
         "corrected_matmul": (wide, *stored),
+        "corrected_mlp": (wide, list(square), list(powers), [*us, us[0]], [*vs, vs[0]]),
         "adapters_matmul": (x, one.flatten(), u, v, torch.ones(2)),
         "experts": (x, *expert, two, torch.ones(tokens, 2)),
     }

@@ -56,7 +56,20 @@ def calls():
     yield "experts", experts, {}
     stored = torch.full((N, 32), 0x21, dtype=torch.uint8), torch.full((N, 2), 127).byte()
     yield "corrected_matmul", (weight(TOKENS, 64), *stored), {}
+    yield from corrected_mlp_calls()
     yield from scaled_calls()
+
+
+def corrected_mlp_calls():
+    """Yield calls of an MLP of MX weights, each half of a weight with numbers of its own."""
+    x, u, v = weight(TOKENS, 64) / 8, weight(64, R), weight(R, 64)
+    ws = [(torch.arange(64 * 32) * step % 251).byte().reshape(64, 32) for step in (3, 5, 7)]
+    scales = [(torch.arange(64 * 2) % step + 120).byte().reshape(64, 2) for step in (2, 3, 5)]
+    yield "corrected_mlp", (x, ws, scales, [None] * 3, [None] * 3), {}
+    yield "corrected_mlp", (x, ws, scales, [u, None, u], [v, None, v]), {"activation": "gelu"}
+    stored = {"u_layout": "col", "v_layout": "col", "out_layout": "col"}
+    u, v = u.t().contiguous(), v.t().contiguous()
+    yield "corrected_mlp", (x, ws, scales, [None, u, u], [None, v, v]), stored
 
 
 def scaled_calls():
