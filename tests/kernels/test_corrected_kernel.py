@@ -148,5 +148,5 @@ def test_a_block_that_cuts_the_512s_of_h_is_refused_and_not_tried():
     assert made
     assert not any(schedule.block % 512 for schedule in made)
     cut = dataclasses.replace(made[0], block=256)
-    with pytest.raises(SpecError, match="block is 256; .* multiple of 512"):
+    with pytest.raises(SpecError, match=r"block is 256; .* multiple of 512"):
         cut.check(spec, get("trn3"))
