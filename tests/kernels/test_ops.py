@@ -219,7 +219,9 @@ def stored_and_chosen_args(x, u, v):
     square = torch.randint(0, 256, (3, 64, 32), dtype=torch.uint8)
     powers = torch.full((3, 64, 2), 122).byte()  # 2 ** -5
     us, vs = ([weight(*of, dtype=torch.float32), None] for of in ((64, R), (R, 64)))
-    expert = [torch.randn(2, *of, requires_grad=True) for of in ((K, 8), (4, K))]
+    expert = [  # as `weight` has them: sums near 1, which float32 gives in any order to 1e-5
+        (torch.randn(2, *of) / of[0] ** 0.5).requires_grad_() for of in ((K, 8), (4, K))
+    ]
     return {
         "corrected_matmul": (wide, *stored),
         "corrected_mlp": (wide, list(square), list(powers), [*us, us[0]], [*vs, vs[0]]),
