@@ -38,7 +38,10 @@ from nmm_compiler.report.parts import Drawing, Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
 
-NEXT = "next: nmm_compiler.compress(model, 0.2), or nmm plan DIRECTORY for the whole model"
+NEXT = (
+    "next: nmm plan DIRECTORY names the form of the weights that pays for the whole model (fp8, "
+    "few bits with a branch, low rank); nmm_compiler.compress(model, 0.2) makes this one"
+)
 
 
 @dataclass(frozen=True)
@@ -604,8 +607,8 @@ def slower_than_dense(match: Match) -> str:
     what = str(match).replace(f" at {match.name}", "")
     near = not_told(found["dense"] / found["fused"], found["error"], "dense")
     return (
-        f"{near}{what}: predicted {found['fused']:,.1f} us, dense {found['dense']:,.1f} "
-        f"({found['source']}); use a smaller rank or keep the layer dense"
+        f"{near}{what}: dense weights are predicted to take less ({found['source']}); use a "
+        "smaller rank or keep the layer dense"
     )
 
 
