@@ -119,3 +119,88 @@ def test_gradients_reach_the_experts():
         call(*args).square().sum().backward()
         grads.append((model.up.grad.clone(), model.down.grad.clone()))
     torch.testing.assert_close(grads[0], grads[1])
+
+
+def halves(h):
+    return h.chunk(2, -1)
+
+
+def written_product(h):
+    gate, up = halves(h)
+    act = torch.nn.functional.silu(gate)
+    act.mul_(2)
+    return act * up
+
+
+def written_rows(h):
+    gate, up = halves(h)
+    act = torch.nn.functional.silu(gate)
+    act[:, 3] = 7
+    return act * up
+
+
+def written_input(h):
+    h.mul_(3)
+    return silu_of_first(h)
+
+
+def written_result(h):
+    y = silu_of_first(h)
+    y.add_(1)
+    return y
+
+
+def clamped_up(h):
+    gate, up = halves(h)
+    return torch.nn.functional.silu(gate) * up.clamp(-20.0, 20.0)
+
+
+def clamped_product(h):
+    return silu_of_first(h).clamp(-300, 300)
+
+
+def zero_above(h):
+    gate, up = halves(h)
+    return torch.where(gate > 15, torch.zeros_like(gate), torch.nn.functional.silu(gate)) * up
+
+
+def nearly(h):
+    return silu_of_first(h) * 1.0001
+
+
+def without_nan(h):
+    return torch.nan_to_num(silu_of_first(h))
+
+
+def quick_gelu(h):
+    gate, up = halves(h)
+    return gate * torch.sigmoid(1.702 * gate) * up
+
+
+@pytest.mark.parametrize(
+    "function",
+    [written_product, written_rows, written_input, written_result, clamped_up, clamped_product,
+     zero_above, nearly, without_nan, quick_gelu],
+)  # fmt: skip
+def test_a_function_that_only_looks_like_a_gated_product_stays(function):
+    """Values far from zero and writes in place tell them apart."""
+    model, args = Experts(function), picks()
+    args = (60 * args[0], *args[1:])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
+        torch.testing.assert_close(compiled(*args), model(*args), rtol=0.0, atol=0.0)
+
+
+def test_a_clamp_of_large_numbers_is_kept():
+    def clamped(h):
+        gate, up = halves(h)
+        return torch.nn.functional.silu(gate.clamp(max=20.0)) * up.clamp(-20.0, 20.0)
+
+    model, args = Experts(clamped), picks()
+    args = (60 * args[0], *args[1:])
+    assert explained(model)[0] == ["experts"]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
+        torch.testing.assert_close(compiled(*args), model(*args))

@@ -40,6 +40,14 @@ _PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+# What may stand between the products of an expert, beside casts.
+_OF_ELEMENTS = frozenset({
+    "chunk", "split", "unbind", "getitem", "mul", "add", "sub", "div", "neg", "pow", "square",
+    "exp", "silu", "gelu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_max", "clamp_min", "clip",
+})  # fmt: skip
+_CASTS = frozenset({"to", "_to_copy", "float", "type_as", "contiguous"})
+
+
 class NotExpertsError(Exception):
     """The pattern ends here: nothing to refuse."""
 
@@ -62,8 +70,11 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Call:
+    """writes: the nodes that write in place what the call stands for, and nothing else."""
+
     operands: tuple[fx.Node | None, ...]
     said: dict[str, Any]
+    writes: tuple[fx.Node, ...]
 
 
 class Experts(Rule):
@@ -87,9 +98,8 @@ class Experts(Rule):
         if isinstance(call, Refusal):
             return call
         reads = tuple(one for one in call.operands if one is not None)
-        inner = _between(node, set(reads))
-        writes = [one for one in inner if one in graph.effects.writers]
-        return unsafe(graph, inner, node, reads, allowed=writes) or Match(
+        inner = _between([node, *call.writes], set(reads))
+        return unsafe(graph, inner, node, reads, allowed=call.writes) or Match(
             rule=self.name,
             node=node,
             nodes=frozenset(inner),
@@ -113,7 +123,7 @@ class Experts(Rule):
         both = _named(product, ("mul",)).args
         sides = [one for one in both if isinstance(one, fx.Node)]
         spread = [one for one in sides if name_of(one) == "unsqueeze"]
-        if len(sides) != 2 or not spread:
+        if len(sides) != 2 or not spread or spread[-1].args[1] not in (-1, 1) or len(node.args) > 2:
             raise NotExpertsError
         made, gates = _other(sides, spread[-1]), spread[-1].args[0]
         down = self._linear(graph, made, inverse is not None)
@@ -148,7 +158,10 @@ class Experts(Rule):
         biases = (None if one.bias is None else _named(one.bias, ("getitem",)).args[0]
                   for one in (up, down))  # fmt: skip
         operands = (x, up.weight, down.weight, index, gates, *biases)
-        return _Call(operands, said), spec
+        writes = [one.last for one in (up, down) if one.last in graph.effects.writers]
+        if inverse is not None:
+            writes += _writes(inverse)
+        return _Call(operands, said, tuple(writes)), spec
 
     def _linear(self, graph: Canonical, node: Any, grouped: bool) -> _Linear:
         """Return the product that a node is, with the bias that is added to it in place or not."""
@@ -158,9 +171,13 @@ class Experts(Rule):
             last, bias = added[0], added[0].args[1]
         elif name_of(node) in ("add", "add_"):
             node, bias = node.args
+        if bias is not None and last.kwargs:  # alpha, which multiplies the bias
+            raise NotExpertsError
         node = node if grouped else _named(node, ("squeeze",)).args[0]
         names = GROUPED if grouped else ("bmm",)
         left, right = _named(node, names).args[:2]
+        if any(_given(node, i, name) is not None for i, name in ((3, "bias"), (4, "out_dtype"))):
+            raise NotExpertsError
         if grouped:
             rows, weight = _cast(left), right
             turned = name_of(weight) in ("transpose", "mT")
@@ -240,7 +257,7 @@ def _chosen(linear: _Linear) -> fx.Node | None:
 
 def _gathers(linear: _Linear) -> Iterator[fx.Node]:
     product = linear.last
-    for node in _between(product, {linear.rows, linear.weight}):
+    for node in _between([product], {linear.rows, linear.weight}):
         held = name_of(node) == "getitem" and isinstance(node.args[1], fx.Node)
         if held and node is not linear.rows:
             yield node
@@ -248,7 +265,7 @@ def _gathers(linear: _Linear) -> Iterator[fx.Node]:
 
 def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
     """Return the offsets of a grouped product if they count the sorted picks."""
-    product = next(n for n in _between(linear.last, {linear.rows, linear.weight})
+    product = next(n for n in _between([linear.last], {linear.rows, linear.weight})
                    if name_of(n) in GROUPED)  # fmt: skip
     offsets = _given(product, 2, "offs")
     total = _named(offsets, ("cumsum",))
@@ -268,13 +285,17 @@ def _inverts(inverse: Any, perm: Any) -> bool:
     """Return whether `inverse` is filled as inverse[perm] = arange."""
     if name_of(inverse) not in ("empty_like", "new_empty") or inverse.args[0] is not perm:
         return False
-    writes = [one for one in inverse.users if name_of(one) in ("setitem_", "index_put_")]
+    writes = _writes(inverse)
     if len(writes) != 1 or len(writes[0].args) < 3:
         return False
     _, place, value = writes[0].args[:3]
     place = place[0] if isinstance(place, (list, tuple)) else place
     counts = name_of(value) == "arange" and len(value.args) == 1
     return place is perm and counts
+
+
+def _writes(inverse: fx.Node) -> list[fx.Node]:
+    return [one for one in inverse.users if name_of(one) in ("setitem_", "index_put_")]
 
 
 def _given(node: Any, place: int, name: str) -> Any:
@@ -300,14 +321,12 @@ def _same_tokens(graph: Canonical, x: Any, shape: Any) -> bool:
     return tuple(graph.shape(x) or ()) == (shape[0], shape[2])
 
 
-def _between(node: Any, stops: set[Any]) -> list[fx.Node]:
-    """Return the nodes from `stops` to a node, with it and with what writes to them in place."""
-    found = [node]
+def _between(ends: list[fx.Node], stops: set[Any]) -> list[fx.Node]:
+    """Return the nodes from `stops` to these, with them."""
+    found = list(ends)
     for current in found:
-        before = [n for n in current.all_input_nodes if n not in stops and n.op != "placeholder"]
-        writes = [n for n in current.users if (name_of(n) or "").endswith("_")
-                  and n.args and n.args[0] is current]  # fmt: skip
-        found += [n for n in (*before, *writes) if n not in found and n.op != "get_attr"]
+        before = [n for n in current.all_input_nodes if n not in stops]
+        found += [n for n in before if n not in found and n.op not in ("placeholder", "get_attr")]
     return found
 
 
@@ -336,19 +355,33 @@ def _has_bias(node: Any) -> bool:
 def _function(
     graph: Canonical, nodes: list[Any], start: fx.Node, last: fx.Node
 ) -> dict[str, Any] | None:
-    """Return how ExpertsSpec says what some nodes compute of `start`, found by its values."""
+    """Return how ExpertsSpec says what some nodes compute of `start`, found by its values.
+
+    The nodes are operations of elements that write nothing and that nothing writes to; values are
+    in float64, on both sides of every number in the nodes. A cast that keeps the dtype of `start`,
+    or widens it, is none.
+    """
     width = (graph.shape(start) or (0,))[-1]
-    if not isinstance(width, int) or any(n.op in ("placeholder", "get_attr") for n in nodes):
+    if not isinstance(width, int) or width < 2:
         return None
-    made = torch.linspace(-12, 12, 3 * width, dtype=torch.float32)
-    sample = made[torch.randperm(3 * width, generator=torch.Generator().manual_seed(0))]
-    sample = sample.reshape(3, width)
+    kept = (graph.dtype(start), torch.float32)
+    for node in nodes:
+        name = name_of(node)
+        if name not in _OF_ELEMENTS and not (name in _CASTS and graph.dtype(node) in kept):
+            return None
+        if any(one in graph.effects.writers for one in (node, *node.users)):
+            return None
+    if any(one in graph.effects.writers and one.args[0] is start for one in nodes):
+        return None
+    sample = _samples(nodes, width)
     values: dict[fx.Node, Any] = {start: sample}
     order = {n: i for i, n in enumerate(graph.graph.nodes)}
     try:
         for node in sorted(nodes, key=order.__getitem__):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            if node.op == "call_method":
+            if name_of(node) in _CASTS:
+                values[node] = args[0]
+            elif node.op == "call_method":
                 values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             elif node.op == "call_function":
                 values[node] = node.target(*args, **kwargs)
@@ -360,16 +393,22 @@ def _function(
     for said in _functions(nodes):
         wanted = gated(sample, **said)
         got = values[last]
-        if got.shape == wanted.shape and torch.allclose(got.float(), wanted, 2e-4, 2e-4):
-            plain = {
-                "halves": "joined",
-                "activation": "silu",
-                "limit": 0.0,
-                "slope": 1.0,
-                "plus": 0.0,
-            }
-            return {name: value for name, value in said.items() if value != plain[name]}
+        if got.shape == wanted.shape and torch.allclose(got, wanted, 1e-6, 1e-9):
+            return {name: value for name, value in said.items() if value != _PLAIN[name]}
     return None
+
+
+def _samples(nodes: list[Any], width: int) -> torch.Tensor:
+    """Return rows whose elements are any of some numbers: small, large, beside those of nodes."""
+    points = {0.0, *torch.linspace(-12, 12, 49).tolist(), 50.0, -50.0, 1000.0, -1000.0}
+    for node in nodes:
+        for number in (*node.args, *node.kwargs.values()):
+            if isinstance(number, (int, float)) and abs(number) < 1e6:
+                points |= {side * factor * number for side in (-1, 1) for factor in (0.9, 1.1, 3)}
+    made = torch.tensor(sorted(points), dtype=torch.float64)
+    rows = max(1, 8192 // width)
+    drawn = torch.randint(len(made), (rows, width), generator=torch.Generator().manual_seed(0))
+    return made[drawn]
 
 
 def _functions(nodes: list[Any]) -> Iterator[dict[str, Any]]:
