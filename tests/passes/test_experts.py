@@ -204,3 +204,26 @@ def test_a_clamp_of_large_numbers_is_kept():
     with torch.no_grad():
         compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
         torch.testing.assert_close(compiled(*args), model(*args))
+
+
+@pytest.mark.parametrize("bias", [lambda b, picks: b[0], lambda b, picks: b[picks]])
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("alpha", [1, 2])
+def test_biases_and_sums_are_read_whole(bias, keepdim, alpha):
+    class Biased(Experts):
+        def forward(self, x, index, gates):
+            picks = index.reshape(-1)
+            rows = x.repeat_interleave(2, dim=0)
+            h = torch.bmm(rows.unsqueeze(1), self.up[picks]).squeeze(1)
+            h = torch.add(h, bias(self.bias, picks), alpha=alpha)
+            y = torch.bmm(self.function(h).unsqueeze(1), self.down[picks]).squeeze(1)
+            return (y * gates.reshape(-1).unsqueeze(-1)).view(3, 2, 32).sum(1, keepdim=keepdim)
+
+    model = Biased(silu_of_first)
+    model.bias = torch.nn.Parameter(torch.randn(4, 48))
+    x, index, gates = picks()
+    for numbers in (index, index - 4):  # negative numbers count from the end
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, numbers, gates), model(x, numbers, gates))

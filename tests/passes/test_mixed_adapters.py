@@ -116,3 +116,62 @@ def test_a_base_that_is_read_between_branches_is_refused():
     inputs = torch.randn(4, 32), torch.randn(48, 32), torch.randn(8, 32), torch.randn(48, 8)
     assert any("reads it before all branches" in text for text in rules(early, inputs)[1])
     torch.testing.assert_close(compiled(early)(*inputs), early(*inputs))
+
+
+def test_negative_numbers_of_adapters_count_from_the_end():
+    *given, index = operands()
+    given = *given, index - 4
+    torch.testing.assert_close(compiled(served)(*given), served(*given))
+
+
+def written_base(y, h, d):
+    y.mul_(2)
+    return y + d
+
+
+def twice_the_branch(y, h, d):
+    return torch.add(y, d, alpha=2)
+
+
+def written_branch(y, h, d):
+    d.mul_(2)
+    return y + d
+
+
+def written_hidden(y, h, d):
+    h.mul_(2)
+    return y + d
+
+
+def rows_of_one(y, h, d):
+    y[[0, 2]] += torch.mul(d[[0, 2]], 3)
+    return y
+
+
+def scaled_rows(y, h, d):
+    more = torch.add(y[[0, 2]], d[[0, 2]], alpha=3)
+    y[[0, 2]] = more
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [written_base, twice_the_branch, written_branch, written_hidden, rows_of_one, scaled_rows],
+)
+def test_what_is_done_to_a_branch_is_done(function):
+    def layer(x, w, bias, a, b, gains, index):
+        y, h = F.linear(x, w, bias), torch.bmm(a[index], x.unsqueeze(-1))
+        return function(y, h, torch.bmm(b[index], h).squeeze(-1))
+
+    given = operands()
+    torch.testing.assert_close(compiled(layer)(*given), layer(*given))
+
+
+def test_a_scale_in_the_sum_of_rows_is_not_dropped():
+    def scaled(x, w, a, b):
+        y = F.linear(x, w)
+        y[[0, 1]] = torch.add(y[[0, 1]], F.linear(F.linear(x[[0, 1]], a), b), alpha=2)
+        return y
+
+    given = torch.randn(4, 32), torch.randn(48, 32), torch.randn(8, 32), torch.randn(48, 8)
+    torch.testing.assert_close(compiled(scaled)(*given), scaled(*given))

@@ -27,7 +27,7 @@ from nmm_compiler.passes.chains.safety import DTYPES, Refusal, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.rules.base import Match, Rule
-from nmm_compiler.passes.rules.experts import name_of
+from nmm_compiler.passes.rules.experts import counted_from_end, name_of
 
 aten = torch.ops.aten
 _CASTS = ("to", "_to_copy", "contiguous")
@@ -62,7 +62,7 @@ class Adapters(Rule):
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose linears whose rows are written, and sums of a linear and gathered branches."""
         if (name_of(node) == "linear" and any(map(_writes_rows, node.users))) or (
-            name_of(node) == "add" and len(node.all_input_nodes) == 2
+            name_of(node) == "add" and len(node.all_input_nodes) == 2 and not node.kwargs
         ):
             yield node
 
@@ -144,6 +144,7 @@ class Adapters(Rule):
         if call.gathered is not None:
             index, a, b, gains = call.gathered
             groups, r, k = editor.c.values[a].shape
+            index = counted_from_end(editor, index, groups)
             u = editor.reshape(a, (groups * r, k))
             v = editor.reshape(editor.permute(b, (0, 2, 1)), (groups * r, w.shape[0]))
             gains = gains or editor.call(
@@ -215,7 +216,7 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     target, rows, total = write.args[:3]
     if target is not base or not all(isinstance(row, int) for row in rows):
         return None
-    if name_of(total) not in ("add", "add_"):
+    if name_of(total) not in ("add", "add_") or total.kwargs:
         return None
     before, more = total.args[:2]
     if name_of(before) != "getitem" or tuple(before.args) != (base, rows):

@@ -43,7 +43,8 @@ _PLAIN: dict[str, Any] = {
 # What may stand between the products of an expert, beside casts.
 _OF_ELEMENTS = frozenset({
     "chunk", "split", "unbind", "getitem", "mul", "add", "sub", "div", "neg", "pow", "square",
-    "exp", "silu", "gelu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_max", "clamp_min", "clip",
+    "exp", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
+    "clamp", "clamp_max", "clamp_min", "clip",
 })  # fmt: skip
 _CASTS = frozenset({"to", "_to_copy", "float", "type_as", "contiguous"})
 
@@ -85,7 +86,8 @@ class Experts(Rule):
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose sums over the picks of tokens."""
-        if name_of(node) == "sum" and _given(node, 1, "dim") in (1, [1], (1,)):
+        plain = name_of(node) == "sum" and not set(node.kwargs) - {"dim"} and len(node.args) <= 2
+        if plain and _given(node, 1, "dim") in (1, [1], (1,)):
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
@@ -123,7 +125,7 @@ class Experts(Rule):
         both = _named(product, ("mul",)).args
         sides = [one for one in both if isinstance(one, fx.Node)]
         spread = [one for one in sides if name_of(one) == "unsqueeze"]
-        if len(sides) != 2 or not spread or spread[-1].args[1] not in (-1, 1) or len(node.args) > 2:
+        if len(sides) != 2 or not spread or spread[-1].args[1] not in (-1, 1):
             raise NotExpertsError
         made, gates = _other(sides, spread[-1]), spread[-1].args[0]
         down = self._linear(graph, made, inverse is not None)
@@ -202,6 +204,9 @@ class Experts(Rule):
             chosen = [_chosen(one) for one in (up, down)]
             picks = chosen[0]
             x = rows.args[0]
+            biases = [one.bias for one in (up, down) if one.bias is not None]
+            if any(_named(bias, ("getitem",)).args[1] is not picks for bias in biases):
+                raise NotExpertsError
         else:
             rows = _named(up.rows, ("getitem",))
             x, place = rows.args
@@ -237,16 +242,32 @@ class Experts(Rule):
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
         call: _Call = match.data
-        x = editor.c.values[call.operands[0]]  # type: ignore[index]
+        x, _, _, index, *_ = call.operands
+        x = editor.c.values[x]
+        operands = list(call.operands)
+        if not _is_top_k(index):
+            operands[3] = counted_from_end(editor, index, match.info["groups"])
         new = editor.call(
             torch.ops.nmm.experts.default,
-            *call.operands,
+            *operands,
             meta_value=x.new_empty(x.shape),
             **call.said,
             target=editor.options.target,
             executor=editor.options.executor,
         )
         return editor.like(new, match.node)
+
+
+def counted_from_end(editor: Editor, index: Any, groups: int) -> fx.Node:
+    """Return an index of groups whose negative numbers count from the end, as indexing does."""
+    below = editor.call(torch.ops.aten.lt.Scalar, index, 0)
+    other = editor.call(torch.ops.aten.add.Scalar, index, groups)
+    return editor.call(torch.ops.aten.where.self, below, other, index)
+
+
+def _is_top_k(index: Any) -> bool:
+    """Return whether an index is that of `topk`, which is never negative."""
+    return name_of(index) == "getitem" and name_of(index.args[0]) == "topk"
 
 
 def _chosen(linear: _Linear) -> fx.Node | None:
