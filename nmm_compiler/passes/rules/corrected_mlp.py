@@ -7,6 +7,7 @@ y = nmm.corrected_matmul(h, down...)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_MLP
 from nmm_compiler.passes.chains.safety import Refusal, call_ways, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, Opaque, Scale, owner_of
 from nmm_compiler.passes.rules.base import Match, Rule
 from nmm_compiler.passes.rules.inside_calls import KernelCall, kernel_call
@@ -35,7 +37,7 @@ class CorrectedMLP(Rule):
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose a call that reads the product of two others, with what is between them."""
         down = _call(node)
-        h = None if down is None else graph.base(down.args[0])[0]
+        h = None if down is None else _whole(graph, down.args[0])
         form = None if h is None else graph.forms.get(h)
         if not isinstance(form, Scale) or isinstance(form.factor, float):
             return
@@ -55,6 +57,8 @@ class CorrectedMLP(Rule):
             for one in calls for name in _SAME
         )  # fmt: skip
         same_x = gate.args[0] is up.args[0] and gate.is_row("x_layout") == up.is_row("x_layout")
+        ways = {gate.is_row("out_layout"), up.is_row("out_layout"), down.is_row("x_layout")}
+        same_x = same_x and len(ways) == 1  # h is written as it is read
         bare = not any(value is not None for one in calls for value in one.args[5:])
         bare = bare and not any("norm" in one.node.kwargs for one in calls)
         if other != "identity" or not (alike and same_x and bare) or gate.node is up.node:
@@ -92,15 +96,24 @@ def _call(node: Key) -> KernelCall | None:
     return call if call is not None and call.op is CORRECTED else None
 
 
+def _whole(c: Canonical, key: Key) -> Key | None:
+    """Return the base of a value that has its elements in its order, in other dimensions or not."""
+    base, dims = c.base(key)
+    own = views.identity(c.shape(base) or ())
+    return base if list(itertools.chain(*dims)) == list(itertools.chain(*own)) else None
+
+
 def _activated(c: Canonical, key: Key) -> tuple[KernelCall, str, set[fx.Node]] | None:
     """Return (call, the activation of its result, the nodes of that) of a value, or None."""
-    base = c.base(key)[0]
+    base = _whole(c, key)
+    if base is None:
+        return None
     form, between = c.forms.get(base), set[fx.Node]()
     name = "identity"
     if isinstance(form, Activation):
         name, between = form.name, {owner_of(base)}
-        base = c.base(form.value)[0]
-    call = _call(base)
+        base = _whole(c, form.value)
+    call = None if base is None else _call(base)
     if call is None:
         return None
     inside = str(call.node.kwargs.get("activation", "identity"))
