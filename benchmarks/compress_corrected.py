@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from compress_lm import LENGTH, smollm, windows
 from compress_text import plays
-from nmm_compiler.cli.demo_models import manual_split
+from nmm_compiler.cli.demo import manual_split
 from rich.console import Console
 from rich.table import Table
 from torch import nn
