@@ -41,6 +41,7 @@ from nmm_compiler.lowrank_models.predicted_time import JUDGE, Layer, Prices, ker
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, make_layer, residual
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
+from nmm_compiler.lowrank_models.rounding import rounded_beside
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites
 
 
@@ -124,7 +125,7 @@ def calibrate(
         sites, _ = find_sites(model, include, exclude)
         check_base(config, sites)
         batches = as_batches(calibration)
-        return collect(model, sites, batches, gradients=gradients, base=config.base_format)
+        return collect(model, sites, batches, gradients=gradients, whole=base is not None)
     finally:
         experts.join(model)
 
@@ -161,7 +162,8 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         statistics = config.calibration
     elif config.calibration is not None:
         batches = as_batches(config.calibration)
-        statistics = collect(model, sites, batches, gradients=gradients, base=config.base_format)
+        whole = config.base is not None
+        statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
     if statistics is not None:
         check_statistics(statistics, sites, gradients, config.base_format)
     prices = _prices(model, sites, config, batches)
@@ -243,7 +245,8 @@ def _replace(
     """Put factors in the place of one layer; return its report with the errors."""
     weight, target, base = site.weight, site.weight, None
     if config.base_format is not None:
-        base = QuantizedLinear.of(weight, config.base_format)
+        moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
+        base = rounded_beside(weight, config.base_format, rank, moments, site.name)
         layer = dataclasses.replace(layer, base=base.format)
     dtype = config.dtype or weight.dtype
     if weight.is_meta:
@@ -256,8 +259,6 @@ def _replace(
     inputs = inputs if inputs is not None and inputs.tokens else None
     up, down = (target.new_zeros(s, dtype=dtype) for s in ((site.n, 0), (0, site.k)))
     inside = theory = None
-    if inputs is not None and inputs.carried:
-        inside = torch.zeros(0, site.n, dtype=torch.float64)
     if rank:
         moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
         factors = factorize(target, rank, moments, site.name)
@@ -266,7 +267,7 @@ def _replace(
     made = _put_layer(model, site, up, down, base, config)
     if isinstance(made, LowRankLinear):
         up, down = made.up.weight, made.down.weight
-    if rank and inside is not None:
+    if rank and inputs is not None and inputs.carried:
         inside = scaled_coefficients(factors, down)
     weight_error, output_error = measure(
         weight, up.detach(), down.detach(), inputs, inside, None if base is None else target

@@ -4,7 +4,8 @@ In: the model, the layers, and batches to run through it. Out, per layer and in 
 x^T] over the tokens x that reach it, and on request G = E[g g^T] over sampled gradients g at its
 output. The moment of the longer side is kept multiplied onto the shorter side (`moments.py`): E[(W
 x)(W x)^T] where W [n, k] has n < k, E[(W^T g)(W^T g)^T] where n > k. Layers that read the same
-tensor (query, key and value; gate and up) share one A.
+tensor (query, key and value; gate and up) share one A. For a base of few bits both are kept whole,
+since what the base leaves of W is not known yet.
 Padding, as the batch's `attention_mask` declares it, is not counted.
 
 The gradients estimate the sensitivity of the loss. For logits, labels are drawn from the model's
@@ -34,16 +35,11 @@ from nmm_compiler.lowrank_models.select import Site
 
 @dataclass
 class Statistics:
-    """The moments of one pass over the calibration data, by layer name.
-
-    base: the format of the weights that they are collected for, since moments are carried through
-    what that leaves.
-    """
+    """The moments of one pass over the calibration data, by layer name."""
 
     inputs: dict[str, SecondMoment]
     gradients: dict[str, SecondMoment]
     tokens: int = 0
-    base: str | None = None
 
 
 def as_batches(calibration: Any) -> list[Any]:
@@ -82,9 +78,11 @@ def collect(
     batches: Sequence[Any],
     *,
     gradients: bool = False,
-    base: str | None = None,
+    whole: bool = False,
 ) -> Statistics:
     """Run the batches through the model in eval mode and return the layers' statistics.
+
+    whole: keep no moment multiplied onto the shorter side, as weights with a base need.
 
     Raises ModelError, naming the layer, for activations or gradients that are not finite, and
     listing them, for layers that no token reached; CapacityError, after the first batch, where
@@ -92,7 +90,7 @@ def collect(
     """
     free = available_bytes()
     for share in (True, False):
-        listener = Collector(sites, gradients, share, base)
+        listener = Collector(sites, gradients, share, whole)
         try:
             with frozen(model), listener, steps("calibrating") as step:
                 generator = torch.Generator().manual_seed(0)
@@ -109,7 +107,7 @@ def collect(
             moment.finish()
     tokens = max((moment.tokens for moment in listener.inputs.values()), default=0)
     listener.check_reached()
-    return Statistics(listener.inputs, listener.gradients, tokens, base)
+    return Statistics(listener.inputs, listener.gradients, tokens)
 
 
 class _NotSharedError(Exception):
@@ -123,10 +121,10 @@ class Collector:
     """
 
     def __init__(
-        self, sites: Sequence[Site], gradients: bool, share: bool, base: str | None = None
+        self, sites: Sequence[Site], gradients: bool, share: bool, whole: bool = False
     ) -> None:
         self.sites = sites
-        self.base = base
+        self.whole = whole
         self.want_gradients = gradients
         self.share = share
         self.inputs: dict[str, SecondMoment] = {}
@@ -170,11 +168,6 @@ class Collector:
     def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
         def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:
             self._take_input(site, arguments[0])
-            if self.base is not None and self.inputs[site.name].carried:
-                bias = getattr(module, "bias", None)
-                made = result.detach() if bias is None else result.detach() - bias
-                rows = rows_of(made, self._mask).double()
-                self.inputs[site.name].energy += float(rows.square().sum())
             if not self.want_gradients:
                 return None
             if not result.requires_grad:
@@ -193,8 +186,8 @@ class Collector:
             reader = None
         if name not in self.leader:
             self.leader[name] = reader or name
-            if site.n < site.k:
-                self.inputs[name] = SecondMoment(site.k, site.target(self.base))
+            if site.n < site.k and not self.whole:
+                self.inputs[name] = SecondMoment(site.k, site.weight)
             else:
                 first = self._shared.setdefault(self.leader[name], name)
                 self.inputs[name] = self.inputs.get(first) or SecondMoment(site.k)
@@ -209,7 +202,7 @@ class Collector:
     def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
         moment = self.gradients.get(site.name)
         if moment is None:
-            through = site.target(self.base).T if site.n > site.k else None
+            through = site.weight.T if site.n > site.k and not self.whole else None
             moment = self.gradients[site.name] = SecondMoment(site.n, through)
         moment.add(self._rows(gradient, f"the gradient at the output of {site.name}"))
 

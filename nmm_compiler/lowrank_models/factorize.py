@@ -204,9 +204,9 @@ def measure(
     """Return (|T - up down| / |W|, the same in the norm of a moment A), of the factors as stored.
 
     target: T, what a base leaves of W; None for W itself. moment: of the inputs. coefficients:
-    C [r, n] where it is carried, down = C T + rounding. Then A is known as T A T^T, and the squared
-    error is that of (1 - up C) T A T^T (1 - up C)^T, plus what the rounding of `down` adds where it
-    is independent from column to column: sum over j of |up (down - C T)_j|^2 A_jj.
+    C [r, n] where it is carried, down = C W + rounding. Then A is known as W A W^T, and the squared
+    error is that of (1 - up C) W A W^T (1 - up C)^T, plus what the rounding of `down` adds where it
+    is independent from column to column: sum over j of |up (down - C W)_j|^2 A_jj.
 
     Computed in float32 for weights of half precision (whose rounding is coarser), else float64;
     blocks of W and of A are widened one at a time.
@@ -227,10 +227,7 @@ def measure(
             sums[2] += _dot(missing @ a, missing[:, columns])
             sums[3] += _dot(block @ a, block[:, columns])
     if moment is not None and coefficients is not None:
-        wanted = weight if target is None else target
-        sums[2], sums[3] = _measure_carried(wanted, up, down, moment, coefficients)
-        if target is not None:
-            sums[3] = moment.energy
+        sums[2], sums[3] = _measure_carried(weight, up, down, moment, coefficients)
     left, whole, weighted_left, weighted_whole = sums.tolist()
     plain = (left / whole) ** 0.5 if whole > 0 else 0.0
     if moment is None:

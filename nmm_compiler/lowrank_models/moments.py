@@ -44,7 +44,6 @@ class SecondMoment:
         of v v^T, [size, size].
     fourth: sum of |v|^4, which the shrinkage estimate needs. squares: sums of v_j^2, [size].
     tokens: how many v were added. carried: whether `total` is of the short side.
-    energy: sum of |W v|^2 where M is not the layer's weight W but what its base leaves of it.
     """
 
     size: int
@@ -53,7 +52,6 @@ class SecondMoment:
     squares: torch.Tensor = field(init=False)
     fourth: float = 0.0
     tokens: int = 0
-    energy: float = 0.0
     carried: bool = field(init=False)
     _probes: torch.Tensor = field(init=False)
     _products: torch.Tensor = field(init=False)

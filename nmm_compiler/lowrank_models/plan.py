@@ -60,10 +60,11 @@ def check_statistics(
 
     Raises ModelError naming the layers they lack.
     """
-    if statistics.base != base:
+    moments = (*statistics.inputs.values(), *(statistics.gradients.values() if gradients else ()))
+    if base is not None and any(moment.carried for moment in moments):
         raise ModelError(
-            f"the statistics are for base={statistics.base!r}, and compress has base={base!r}: "
-            f"pass calibrate(..., base={base!r})"
+            f"the statistics are for factors of the weights, and compress has base={base!r}: pass "
+            f"calibrate(..., base={base!r})"
         )
     kinds = {"inputs": (statistics.inputs, {s.name: s.k for s in sites if s.group == s.name})}
     if gradients:
@@ -120,8 +121,6 @@ def losses_of(
 def _squared_norm(site: Site, statistics: Statistics | None) -> float:
     """Return |W A^1/2|_F^2 of a weight, or |W|_F^2 without calibration."""
     moment = None if statistics is None else statistics.inputs[site.name]
-    if moment is not None and moment.carried:
-        return moment.energy / moment.tokens
     wide = site.weight.double()
     weighted = wide if moment is None else wide @ moment.mean.to(wide.device)
     return float((weighted * wide).sum())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -81,18 +82,22 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def of(
-        cls, weight: torch.Tensor, format: str, bias: nn.Parameter | None = None
+        cls,
+        weight: torch.Tensor,
+        format: str,
+        bias: nn.Parameter | None = None,
+        spread: np.ndarray | None = None,
     ) -> QuantizedLinear:
         """Return the linear of a weight [n, k] rounded to a format, with this bias.
 
-        Scales of floats have the weight's dtype.
+        Scales of floats have the weight's dtype. spread: as `packed_formats.quantize` takes it.
         """
         n, k = weight.shape
         made = cls(k, n, False, format, device=weight.device, dtype=weight.dtype)
         if not weight.is_meta:
             wide = weight.detach().float().cpu().numpy()
             scale_dtype = str(weight.dtype).removeprefix("torch.")
-            values, scale = quantize(wide, FORMATS[made.format], scale_dtype)
+            values, scale = quantize(wide, FORMATS[made.format], scale_dtype, spread)
             cast(torch.Tensor, made.values).copy_(torch.from_numpy(values))
             made.scale.data.copy_(torch.from_numpy(scale))
         made.bias = bias

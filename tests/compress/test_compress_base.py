@@ -18,7 +18,7 @@ from nmm_compiler.errors import (
     UnknownNameError,
 )
 from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
-from nmm_compiler.lowrank_models import hf
+from nmm_compiler.lowrank_models import hf, rounding
 from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
 from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
@@ -160,8 +160,31 @@ def test_statistics_are_collected_for_a_base():
         compress(model, 0.5, base="mxfp4", calibration=data, align=8)
     state = models[1].state_dict()
     assert all(torch.equal(state[key], value) for key, value in models[0].state_dict().items())
-    with pytest.raises(ModelError, match=r"base='mxfp4'.*base='int4'"):
-        compress(stack(width=64, inner=96), rank=8, base="int4", calibration=statistics)
+    compress(stack(width=64, inner=96), rank=8, base="int4", calibration=statistics)
+    carried = calibrate(stack(width=64, inner=96), batches)
+    with pytest.raises(ModelError, match=r"factors of the weights.*base='int4'"):
+        compress(stack(width=64, inner=96), rank=8, base="int4", calibration=carried)
+
+
+@pytest.mark.parametrize("base", ["mxfp4", "int4"])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_base_is_rounded_for_its_inputs_and_its_branch(base, rank, monkeypatch):
+    """Inputs of few directions: errors that they do not see are free."""
+    torch.manual_seed(0)
+    mixed = torch.randn(24, 128)
+    batches = [torch.randn(256, 24) @ mixed + 0.1 * torch.randn(256, 128) for _ in range(4)]
+    errors = []
+    for fitted in (False, True):
+        if not fitted:
+            monkeypatch.setattr(rounding, "ROUNDS", 0)
+            monkeypatch.setattr(rounding, "PULL", 1 - 1e-9)
+        model = nn.Sequential(nn.Linear(128, 96, bias=False))
+        torch.manual_seed(1)
+        nn.init.normal_(model[0].weight)
+        report = compress(model, base=base, rank=rank, calibration=batches)
+        errors.append(report.layers[0].output_error)
+        monkeypatch.undo()
+    assert errors[1] < 0.85 * errors[0]
 
 
 @pytest.mark.parametrize(

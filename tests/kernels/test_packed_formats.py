@@ -108,3 +108,25 @@ def test_nki_reads_four_consecutive_values_and_a_scale_of_eight_rows(name):
     assert np.array_equal(
         elements.transpose(1, 0, 2).reshape(16, 512), dequantize(packed, scales, form)
     )
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.block])
+def test_columns_make_up_for_the_errors_of_those_before(name):
+    """With a moment A less error in its norm; with the identity the elements nearest to each."""
+    form, values = FORMATS[name], weight()[:, :96]
+    values = values[np.abs(values).max(1) < 1e10]
+    x = np.random.default_rng(1).standard_normal((96, 20))
+    moment = x @ x.T + 0.1 * np.eye(96)
+    spread = np.linalg.cholesky(np.linalg.inv(moment)).T.astype(np.float32)
+    nearest, plain, fitted = (
+        quantize(values, form, np.float32, one) for one in (None, np.eye(96, dtype="f4"), spread)
+    )
+    assert all(np.array_equal(*pair) for pair in zip(nearest, plain, strict=True))
+
+    def off(made):
+        error = (dequantize(*made, form) - values) / np.abs(values).max(1, keepdims=True).clip(
+            1e-30
+        )
+        return np.einsum("ik,kl,il->", error, moment, error)
+
+    assert off(fitted) < 0.6 * off(nearest)
