@@ -1,16 +1,15 @@
 """`nmm demo`: the main job on a real model, every step checked.
 
-SmolLM2-135M, a trained language model, is factorized and compiled with backend "nmm". Every kernel
-that was built is run from its source in the simulator against float64, and the compiled model's
-logits are compared with the uncompiled one's. A second process predicts the whole model in each
-form of its weights meanwhile. Text is Python's manual (`pydoc_data`, part of every Python), cut by
-chapter into what calibrates and what judges. Everything printed comes from the run.
+SmolLM2-135M, a trained language model, gets the form of its weights that `nmm plan` names for the
+target. A second process predicts the model in every form, and runs each kernel of the chosen one
+from its source in the simulator, against float64. Text is Python's manual (`pydoc_data`, part of
+every Python), cut by chapter into what calibrates a branch and what judges. Everything printed
+comes from the run.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import copy
 import math
 import multiprocessing
 import random
@@ -18,132 +17,147 @@ import time
 import warnings
 from typing import Annotated, Any
 
+import typer
+
 from nmm_compiler.cli import models, values
 from nmm_compiler.cli.show import Answer, show
-from nmm_compiler.errors import CacheWarning
+from nmm_compiler.errors import CacheWarning, ModelError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.options import let_threads_sleep
 from nmm_compiler.report.parts import Grid, Line, Part
 
-_LAYERS = ["layers.1?.mlp", "layers.2[0-4].mlp"]
-"""What becomes low-rank: the MLPs of 15 of 30 layers. The first and last layers cost more quality
-than they gain time, and attention of this model is too narrow to gain."""
 _HELD_OUT_SHARE = 0.25
-_LENGTH, _LEARNED, _JUDGED = 256, 4, 3
-"""Tokens of a passage; passages that calibrate, passages that judge."""
+_LENGTH, _LEARNED, _JUDGED = 256, 4, 4
+"""Tokens of a passage; passages that calibrate a branch, passages that judge."""
 
 
 def demo(
-    ratio: Annotated[float, values.option(values.share, "SHARE", "parameters removed")] = 0.08,
+    form: Annotated[
+        str | None, typer.Option(metavar="FORM", help="of the weights; default: the best one")
+    ] = None,
     target: values.Target = "trn2",
 ) -> Answer:
-    """Compress a real model, compile it, prove every kernel, and show what is gained.
+    """Compress a real model, prove its kernels, and show what is gained and what is lost.
 
-    It takes about a minute on two free cores.
+    It takes about a minute on two free cores, and some minutes more where a branch is fitted.
 
-    Example: nmm demo --ratio 0.2
+    Example: nmm demo --target trn3
     """
     started = time.monotonic()
-    show(f"{models.LANGUAGE_MODEL} on {target}: about a minute on two free cores", stderr=True)
+    show(
+        f"{models.LANGUAGE_MODEL} on {target}: about a minute on two free cores, and some minutes "
+        "more if the best form has a branch, which is fitted to data",
+        stderr=True,
+    )
     let_threads_sleep()  # two processes share the cores
-    # Predictions need shapes and ranks only: a second process makes them beside the rest.
+    # Predictions need shapes only: a second process makes them while the model is loaded.
     beside = concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), initializer=_quiet
     )
     try:
-        figures = _run(ratio, target, beside)
+        figures = _run(form, target, beside)
     finally:
         beside.shutdown(wait=False, cancel_futures=True)
-    passed = bool(figures["passed"])  # no kernel, a fallback, a proof or the outputs would fail it
-    said = "every kernel and every output passed its check" if passed else "a check FAILED"
+    passed = bool(figures["passed"])  # no kernel, or one that is wrong, fails it
+    said = "every kernel passed its check" if passed else "a check FAILED"
     parts = [*figures.pop("parts"), Line(f"took {time.monotonic() - started:.0f} s; {said}")]
     return Answer(figures, [parts], passed=passed)
 
 
-def _run(ratio: float, target: str, beside: concurrent.futures.Executor) -> dict[str, Any]:
+def _run(form: str | None, target: str, beside: concurrent.futures.Executor) -> dict[str, Any]:
     """Run the flow; return its figures and, as "parts", its table."""
     import torch
 
-    from nmm_compiler.codegen.check_against_float64 import prove
     from nmm_compiler.lowrank_models.apply import compress
-    from nmm_compiler.lowrank_models.meta_copies import without_data
-    from nmm_compiler.prices.ways import ways
+    from nmm_compiler.prediction.forms import DEFAULT, read_form
 
+    forms = dict.fromkeys((*DEFAULT, form or DEFAULT[0]))
+    for name in forms:
+        read_form(name)
     with steps(f"loading {models.LANGUAGE_MODEL}") as step:
+        plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, tuple(forms), target)
         model, tokenizer = models.language_model()
-        config = {**model.config.to_dict(), "name_or_path": models.LANGUAGE_MODEL}
-        plan = beside.submit(predicted_forms, config, ratio, target)
+        model = model.to(torch.bfloat16)
         learned, judged = (_passages(tokenizer, text) for text in manual_split())
-
-        step("calibrating and factorizing")
-        chosen: dict[str, Any] = {"include": _LAYERS, "target": target, "allow_slower": True}
-        # Equal layers get equal ranks, as in the prediction: one kernel serves all of them.
-        ranks = compress(without_data(model), ratio, **chosen).ranks()
-        small = copy.deepcopy(model)
-        calibration = [{"input_ids": row[None]} for row in _spread(learned, _LEARNED)]
-        report = compress(small, rank=ranks, method="two-sided", calibration=calibration, **chosen)
-
-        step("compiling, building kernels")
         judged = _spread(judged, _JUDGED)
-        torch._dynamo.reset()
-        reports: list[Any] = []
-        # inductor would take a minute for thirty layers
-        options: Any = {"target": target, "report": reports.append, "inner": "eager"}
-        served = copy.deepcopy(small).to(torch.bfloat16)
-        compiled = torch.compile(served, backend="nmm", options=options)
-        off, bound = agreement(small, served, compiled, judged[:1])
-        kernels = [kernel for one in reports for kernel in one.built]
-        proofs: list[Any] = []
-        for kernel in kernels:
-            step("proving kernels", len(proofs), len(kernels))
-            proofs.append(prove(kernel))
+        step("judging the dense model")
+        before = _perplexity(model, judged)
+
+        step("predicting the model in each form of its weights")
+        planned, priced = plan.result()
+        chosen = read_form(form or planned.best_form(target) or DEFAULT[0])
+        taken = next((p for p in planned.predictions if p.form == chosen.name), None)
+        if taken is None:
+            raise ModelError(next(one.reason for one in planned.refused))
+        proving = beside.submit(proofs_of, _kernels_of(taken, priced), target)
+
+        step(f"making the weights {chosen.name}")
+        report = None
+        if chosen.keywords():
+            branch = chosen.rank or chosen.ratio is not None
+            data = [{"input_ids": row[None]} for row in _spread(learned, _LEARNED)]
+            report = compress(
+                model, **chosen.keywords(), target=target, allow_slower=True,
+                calibration=data if branch else None,
+            )  # fmt: skip
         step("judging the quality")
-        before, after = (_perplexity(one, judged) for one in (model, small))
-        step("predicting the whole model")
-        planned = plan.result()
-    dense, low = (
-        next(p for p in planned.predictions if p.form == form) for form in ("bf16", _form(ratio))
-    )
-    whole = bool(kernels) and all(one.fallback is None for one in reports)
-    calls = [ways(kernel.spec, target, source="simulated") for kernel in kernels]
+        after = _perplexity(model, judged)
+        step(f"proving the kernels of {chosen.name}")
+        proofs = proving.result()
     right = sum(proof.passed for proof in proofs)
+    perplexities = {DEFAULT[0]: before, chosen.name: after}
+    done = "all weights stay as they are"
+    if report is not None:
+        done = (
+            f"{len(report.compressed)} weight matrices became {chosen.name}, "
+            f"{1 - report.achieved_ratio:.2f} of their bytes"
+        )
     parts: list[Part] = [
-        Line(report.summary()),
-        Grid.of(
-            ("", "dense", "low rank", ""),
-            [
-                ("perplexity", f"{before:.1f}", f"{after:.1f}",
-                 f"{judged.numel():,} tokens of held-out text"),
-                *((f"{phase.name} ms", f"{old.us / 1e3:.2f}", f"{phase.us / 1e3:.2f}",
-                   f"{old.us / phase.us:.2f}x, predicted")
-                  for old, phase in zip(dense.phases, low.phases, strict=True)),
-                *((f"{kernel.name} us", f"{call.dense:.1f}", f"{call.low:.1f}",
-                   f"{call.gain:.2f}x, one call of {call.tokens} tokens, simulated")
-                  for kernel, call in zip(kernels, calls, strict=True)
-                  if call.dense is not None and call.gain is not None),
-            ],
-            right=("dense", "low rank"),
-        ),
-        Line(f"{right} of {len(proofs)} kernels agree with float64; logits differ from float32's "
-             f"by {off:.2e}, permitted {bound:.2e}"),
+        Line(f"{models.LANGUAGE_MODEL}, a language model: {done}"),
+        Line(f"{right} of the {len(proofs)} kernels that the times of {chosen.name} are made of "
+             "gave float64's results in the simulator"),
+        _table(planned, perplexities, chosen.name),
+        Line(f"perplexity: measured here, of {judged.numel():,} tokens that calibrated nothing; "
+             f"times: predicted for one core of {target}, batch 1; nmm plan does it for any model",
+             "note"),
         *(Line(text, "headline") for text in planned.verdict()),
     ]  # fmt: skip
     return {
         "model": models.LANGUAGE_MODEL,
-        "ratio": ratio,
+        "form": chosen.name,
         "perplexity": [before, after],
-        "agreement": {"difference": off, "tolerance": bound},
         "proofs": [proof.to_dict() for proof in proofs],
-        "calls": [call.to_dict() for call in calls],
-        "predictions": [dense.to_dict(), low.to_dict()],
+        "predictions": [one.to_dict() for one in planned.predictions],
         "verdict": planned.verdict(),
-        "passed": off <= bound and whole and right == len(proofs),
+        "passed": right == len(proofs) > 0 and math.isfinite(after),
         "parts": parts,
     }
 
 
-def _form(ratio: float) -> str:
-    return f"lowrank:{ratio:g}"
+def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
+    """Return those of the priced kernels that the times of a prediction are made of."""
+    chosen = {line.what for phase in prediction.phases for line in phase.lines}
+    return [spec for spec in priced if spec.short() in chosen]
+
+
+def _table(planned: Any, perplexities: dict[str, float], chosen: str) -> Grid:
+    """Return a row for each form: memory, quality where it was judged here, and times."""
+    phases = planned.predictions[0].phases
+    head = ("weights", "MiB", "perplexity", *(f"{one.name} ms" for one in phases), "gain", "")
+    rows = []
+    for p in planned.predictions:
+        perplexity = perplexities.get(p.form)
+        rows.append(
+            (
+                p.form,
+                f"{p.memory.needed_bytes / 2**20:,.0f}",
+                "-" if perplexity is None else f"{perplexity:.2f}",
+                *(f"{phase.us / 1e3:.2f}" for phase in p.phases),
+                f"{planned.over_first(p):.2f}x",
+                "taken" if p.form == chosen else "",
+            )
+        )
+    return Grid.of(head, rows, right=head[1:-1])
 
 
 def _quiet() -> None:
@@ -154,34 +168,24 @@ def _quiet() -> None:
     warnings.simplefilter("ignore", CacheWarning)
 
 
-def predicted_forms(config: dict[str, Any], ratio: float, target: str) -> Any:
-    """Return the plan of the model in the forms that its weights can take."""
+def predicted_forms(name: str, forms: tuple[str, ...], target: str) -> tuple[Any, list[Any]]:
+    """Return the plan of a model in forms that its weights can take, and the kernels it priced."""
     from nmm_compiler.prediction.plan import plan
+    from nmm_compiler.prices.kernel import noted_kernels
 
-    return plan(
-        config, targets=[target], forms=["bf16", "fp8", _form(ratio)], include=_LAYERS,
-        prompts=[_LENGTH], contexts=[2 * _LENGTH], jobs=1,
-    )  # fmt: skip
-
-
-def agreement(exact: Any, rounded: Any, compiled: Any, ids: Any) -> tuple[float, float]:
-    """Return how far the compiled model's logits are from float32's, and how far they may be.
-
-    The compiled model may be twice as far from them as the uncompiled one in bfloat16: both round
-    every product once, in different orders. The distance is the largest of a row, as a share of the
-    exact row's length.
-    """
-    import torch
-
-    with torch.no_grad():
-        wanted, plain, got = (
-            one(input_ids=ids, use_cache=False).logits.double()
-            for one in (exact, rounded, compiled)
+    with noted_kernels() as noted:
+        planned = plan(
+            name, targets=[target], forms=forms, prompts=[_LENGTH], contexts=[2 * _LENGTH], jobs=1
         )
-    off, bound = (
-        float(((rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) for rows in (got, plain)
-    )
-    return off, 2 * bound
+    return planned, list(dict.fromkeys(spec for spec, _ in noted))
+
+
+def proofs_of(specs: list[Any], target: str) -> list[Any]:
+    """Run the source of each kernel in the simulator; return how it compares with float64."""
+    from nmm_compiler.codegen.build import build_kernel
+    from nmm_compiler.codegen.check_against_float64 import prove
+
+    return [prove(build_kernel(spec, target)) for spec in specs]
 
 
 def _perplexity(model: Any, judged: Any) -> float:
