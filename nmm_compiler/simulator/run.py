@@ -42,6 +42,7 @@ from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.data import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
+from nmm_compiler.simulator.timing.dependence import refused_dependency
 from nmm_compiler.simulator.timing.profile import Profile, profile_traces
 from nmm_compiler.simulator.timing.timeline import collector_held_off
 from nmm_compiler.simulator.trace import Trace
@@ -347,7 +348,7 @@ def _load(kernel: Any) -> tuple[Any, str]:
 
 def _check_dependencies(trace: Trace) -> None:
     """Refuse a `depends_on` whose semaphore fires once a turn for one wait, or never."""
-    found = trace.refused_dependency()
+    found = refused_dependency(trace)
     if found is not None:
         consumer, producer, why = found
         raise HazardError(

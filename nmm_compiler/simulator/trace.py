@@ -146,18 +146,6 @@ class Trace:
             seen = max(seen, stop)
         return len(self.instructions) - again
 
-    def refused_dependency(self) -> tuple[Instruction, Instruction, str] | None:
-        """Return (consumer, producer, why) of a `depends_on` that no semaphore can keep."""
-        for place, consumer in enumerate(self.instructions):
-            for producer in consumer.after:
-                source = producer.index
-                for first, stop in self.turns:
-                    if first <= source < stop and not first <= place < stop:
-                        return consumer, producer, _OUT_OF_A_LOOP
-                if source >= place and _waits_for(producer, consumer):
-                    return consumer, producer, _CYCLE
-        return None
-
     def outlived_turn(self, returned: Iterable[int], shared: set[int]) -> Allocation | None:
         """Return a tensor that a turn of a loop on the device makes and that is used after it.
 
@@ -172,24 +160,3 @@ class Trace:
                 if last.get(identity, allocation.last_index) >= end:
                     return allocation
         return None
-
-
-_OUT_OF_A_LOOP = (
-    "which is inside a loop on the device that it is not in; wait for an instruction of its own "
-    "loop, or outside of it"
-)
-_CYCLE = "which waits for it in turn, so that neither ever runs; remove one of the two"
-
-
-def _waits_for(first: Instruction, wanted: Instruction) -> bool:
-    """Return whether `first` is `wanted`, or waits for it over any number of `depends_on`."""
-    todo, seen = [first], {id(first)}
-    while todo:
-        instruction = todo.pop()
-        if instruction is wanted:
-            return True
-        for producer in instruction.after:
-            if id(producer) not in seen:
-                seen.add(id(producer))
-                todo.append(producer)
-    return False

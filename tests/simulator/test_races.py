@@ -241,8 +241,28 @@ def test_the_shared_identity_is_not_written(write, grid, mode):
 )  # fmt: skip
 def test_instructions_do_not_wait_for_each_other(edges, holds, grid, mode):
     """a<b: a depends on b."""
-    lines = "t = [nl.ndarray((4, 4), nl.float32) for _ in range(4)]\n" \
-            "i = [nisa.memset(x, value=1) for x in t]\n"  # fmt: skip
+    made = "i = [nisa.memset(x, value=1) for x in t]\n"
+    _hold_dependencies(made, edges, holds, grid, mode)
+
+
+@pytest.mark.parametrize("mode", ["functional", "timing"])
+@pytest.mark.parametrize(
+    ("second", "holds"),
+    [("nisa.tensor_copy(t[1], t[0])", False), ("nisa.memset(t[0][0:2], value=1)", False),
+     ("nisa.tensor_copy(t[1][:, 0:1], t[0][:, 3:4])", False),
+     ("nisa.tensor_copy(t[3], t[1])", True), ("nisa.memset(t[1], value=1)", True)],
+)  # fmt: skip
+def test_an_instruction_does_not_wait_for_what_needs_its_data(second, holds, mode):
+    """The first depends on the second, or on the third, which takes data that leads back or not."""
+    made = f"nisa.memset(t[1], value=2)\ni = [nisa.memset(t[0], value=1), {second}]\n" \
+           "i += [nisa.tensor_copy(t[2], t[1])]\n"  # fmt: skip
+    _hold_dependencies(made, "0<1", holds, 1, mode)
+    reaches_the_last = second.startswith("nisa.tensor_copy(t[1]")
+    _hold_dependencies(made, "0<2", not reaches_the_last, 1, mode)
+
+
+def _hold_dependencies(made, edges, holds, grid, mode):
+    lines = "t = [nl.ndarray((4, 4), nl.float32) for _ in range(4)]\n" + made
     for edge in edges.split():
         lines += "i[{}].depends_on(i[{}])\n".format(*edge.split("<"))
     lines += "return out(t[0])"

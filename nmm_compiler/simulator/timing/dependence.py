@@ -304,3 +304,47 @@ class Dependences:
                     record.end, record.index = new.end, new.index
                 return
         records.add(new)
+
+
+_OUT_OF_A_LOOP = (
+    "which is inside a loop on the device that it is not in; wait for an instruction of its own "
+    "loop, or outside of it"
+)
+_CYCLE = "which waits for it in turn, so that neither ever runs; remove one of the two"
+
+
+def refused_dependency(trace: Trace) -> tuple[Instruction, Instruction, str] | None:
+    """Return (consumer, producer, why) of a `depends_on` that no semaphore can keep."""
+    for place, consumer in enumerate(trace.instructions):
+        for producer in consumer.after:
+            source = producer.index
+            for first, stop in trace.turns:
+                if first <= source < stop and not first <= place < stop:
+                    return consumer, producer, _OUT_OF_A_LOOP
+            if source >= place and _waits_for(trace.instructions, producer, consumer):
+                return consumer, producer, _CYCLE
+    return None
+
+
+def _waits_for(instructions: list[Instruction], first: Instruction, wanted: Instruction) -> bool:
+    """Return whether `first` is `wanted`, or waits for it over `depends_on` and data."""
+    todo, seen = [first], {first.index}
+    while todo:
+        instruction = todo.pop()
+        if instruction is wanted:
+            return True
+        between = instructions[wanted.index : instruction.index]
+        awaited = [one for one in between if _shares_data(one, instruction)]
+        for producer in (*instruction.after, *awaited):
+            if producer.index not in seen:
+                seen.add(producer.index)
+                todo.append(producer)
+    return False
+
+
+def _shares_data(before: Instruction, after: Instruction) -> bool:
+    """Return whether two instructions touch one place, and one of them writes there."""
+    pairs = [(written, other) for written in before.writes for other in after.reads]
+    pairs += [(other, written) for other in (*before.reads, *before.writes)
+              for written in after.writes]  # fmt: skip
+    return any(a.storage == b.storage and overlaps(a, b) for a, b in pairs)
