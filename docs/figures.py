@@ -6,7 +6,10 @@ and dark, and load nothing.
 
 from __future__ import annotations
 
+import html
+import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,6 @@ from nmm_compiler.passes.result import graph_parts
 from nmm_compiler.report import charts
 from nmm_compiler.report.page import STYLE
 from nmm_compiler.report.parts import Drawing
-from nmm_compiler.simulator.timing.profile_parts import roofline_drawing
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 
@@ -95,18 +97,73 @@ def data_flow() -> Drawing:
     return Drawing(charts.svg(body, 184, text), text)
 
 
+Points = Sequence[tuple[float, float]]
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 70, 20, 26, 44
+
+
+def marks(axis: charts.Axis) -> list[float]:
+    """Return the round values within a logarithmic scale."""
+    powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
+    few = axis.high / axis.low < 100
+    found = [part * 10.0**power for power in powers for part in ((1, 2, 5) if few else (1,))]
+    return [mark for mark in found if axis.low <= mark <= axis.high]
+
+
+def lines(series: Mapping[str, Points], x_title: str, y_title: str, text: str) -> Drawing:
+    """Return a chart of lines, and of single points, over two logarithmic axes."""
+    points = [point for found in series.values() for point in found]
+    xs, ys = zip(*points, strict=True)
+    x = charts.Axis(min(xs) / 1.2, max(xs) * 1.2, LEFT, charts.WIDTH - RIGHT, log=True)
+    y = charts.Axis(min(ys) / 1.2, max(ys) * 1.2, HEIGHT - BOTTOM, TOP, log=True)
+    body = []
+    for mark in marks(x):
+        at = x.at(mark)
+        body.append(charts.rule(at, at, y.start, y.stop))
+        body.append(charts.label(at, y.start + 16, f"{mark:g}", "middle"))
+    for mark in marks(y):
+        at = y.at(mark)
+        body.append(charts.rule(x.start, x.stop, at, at))
+        body.append(charts.label(x.start - 6, at + 4, f"{mark:g}", "end"))
+    body.append(charts.label((x.start + x.stop) / 2, HEIGHT - 8, x_title, "middle"))
+    turned = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'
+    body.append(f'<text {turned} text-anchor="middle">{html.escape(y_title)}</text>')
+    for (name, found), colour in zip(series.items(), charts.colours(len(series)), strict=True):
+        if len(found) > 1:
+            path = " ".join(f"{x.at(a)},{y.at(b)}" for a, b in found)
+            body.append(
+                f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="2"/>'
+            )
+        for a, b in found:
+            said = charts.hint(f"{name}: {x_title} {a:.4g}, {y_title} {b:.4g}")
+            body.append(
+                f'<circle cx="{x.at(a)}" cy="{y.at(b)}" r="{2.5 if len(found) > 1 else 5}" '
+                f'fill="var({colour})">{said}</circle>'
+            )
+    keys, height = charts.legend(list(series), HEIGHT)
+    return Drawing(charts.svg([*body, *keys], height, text), text)
+
+
 def timing() -> dict[str, Drawing]:
     """Draw kernels for more and more tokens on the roofline."""
-    points = []
+    kernels: dict[str, tuple[float, float]] = {}
     for m in (1, 16, 128, 512, 2048):
         kernel = nmm.build_kernel(nmm.LowRankSpec(m=m, k=2048, r=512, n=2048))
         profile = kernel.profile()
         moved = profile.hbm_read_bytes + profile.hbm_write_bytes
-        points.append((f"m={m}", profile.flops / moved, profile.flops * 1e6 / profile.latency_us))
+        kernels[f"m={m}"] = profile.flops / moved, profile.flops * 1e6 / profile.latency_us
     chip = kernel.target
     peak, rate = chip.peak_flops_per_second(), chip.memory_bytes_per_second
-    roof = roofline_drawing(points, chip.name, peak, rate)
-    return {"roofline": roof}
+    ridge, intensities = peak / rate, [at for at, _ in kernels.values()]
+    low, high = min([ridge / 16, *intensities]) / 2, max([ridge * 16, *intensities]) * 2
+    series = {"roofline": [(at, min(peak, at * rate) / 1e12) for at in (low, ridge, high)]}
+    series |= {name: [(at, flops / 1e12)] for name, (at, flops) in kernels.items()}
+    said = "; ".join(
+        f"{name} at {flops / 1e12:.1f} TFLOP/s, {at:.0f} FLOPs per byte, "
+        f"{'compute' if at >= ridge else 'memory'} side"
+        for name, (at, flops) in kernels.items()
+    )
+    text = f"roofline of {chip.name}, {peak / 1e12:.0f} TFLOP/s, bf16 (simulated): {said}"
+    return {"roofline": lines(series, "FLOPs per HBM byte", "TFLOP/s", text)}
 
 
 def error_bounds() -> Drawing:
@@ -120,9 +177,9 @@ def error_bounds() -> Drawing:
         seen["error"].append((k, prove(kernel).max_error))
     names = {"bound": "largest elementwise bound", "typical": "largest typical error",
              "error": "largest error in the simulator"}  # fmt: skip
-    series = [charts.Series(names[key], tuple(points)) for key, points in seen.items()]
+    series = {names[key]: points for key, points in seen.items()}
     text = "bf16 kernels with 16 tokens, rank 64 and 128 outputs, against float64"
-    return charts.lines(series, "k, terms of the first sum", "absolute error", text, log=True)
+    return lines(series, "k, terms of the first sum", "absolute error", text)
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from nmm_compiler.report.text import counted
 from nmm_compiler.simulator.timing.profile_parts import (
     engine_table,
     listings,
-    roofline_drawing,
     time_drawing,
 )
 
@@ -175,20 +174,11 @@ def _some(names: Sequence[str], count: int = _NAMES_SHOWN) -> str:
 
 
 def kernel_parts(kernels: Sequence[Kernel]) -> list[Part]:
-    """Return the roofline with all kernels, then a folded section for each of the slowest ones."""
+    """Return a folded section for each of the slowest kernels."""
     if not kernels:
         return []
     built = sorted(kernels, key=lambda k: -k.profile().latency_us)
-    target = built[0].target
-    points = []
-    for kernel in built:
-        profile = kernel.profile()
-        moved = max(profile.hbm_read_bytes + profile.hbm_write_bytes, 1)
-        rate = profile.flops * 1e6 / (profile.latency_us or 1.0)
-        points.append((kernel.spec.short(), profile.flops / moved, rate))
-    peaks = target.peak_flops_per_second(), target.memory_bytes_per_second
-    drawing = roofline_drawing(points, target.name, *peaks)
-    parts: list[Part] = [Section("kernels on the roofline", (drawing,))]
+    parts: list[Part] = []
     for kernel in built[:_KERNELS_SHOWN]:
         parts.append(Section(kernel.spec.short(), _of_kernel(kernel), folded=True))
     if len(built) > _KERNELS_SHOWN:

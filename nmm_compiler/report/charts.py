@@ -14,19 +14,10 @@ from dataclasses import dataclass
 
 from nmm_compiler.report.parts import Drawing
 
-WIDTH, _HEIGHT = 720, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 26, 44
+WIDTH = 720
+_LEFT = 70
 COLOURS = ("--a", "--b", "--c", "--d", "--e", "--f", "--g", "--h")
 """CSS variables of `page.STYLE`, in the order in which series take them."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line through points (x, y), or points alone."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-    line: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,74 +46,6 @@ class Axis:
         share = (value - low) / (high - low) if high > low else 0.5
         return round(self.start + share * (self.stop - self.start), 2)
 
-    def ticks(self) -> list[float]:
-        """Return the values to mark: round ones within the scale."""
-        if self.log:
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            few = self.high / self.low < 100
-            parts = (1, 2, 5) if few else (1,)
-            marks = [part * 10.0**power for power in range(first, last + 1) for part in parts]
-            return [mark for mark in marks if self.low <= mark <= self.high]
-        span = self.high - self.low
-        if span <= 0:
-            return [self.low]
-        step = 10 ** math.floor(math.log10(span))
-        step = next(step * part for part in (1, 0.5, 0.2, 0.1) if span / (step * part) >= 4)
-        first_mark = math.ceil(self.low / step)
-        return [i * step for i in range(first_mark, math.floor(self.high / step + 1e-9) + 1)]
-
-
-def lines(
-    series: Sequence[Series], x_title: str, y_title: str, text: str, *, log: bool = False
-) -> Drawing:
-    """Return a chart of lines and points; `log` makes both axes logarithmic.
-
-    Raises ValueError where there is no point, or none that a logarithmic axis can show.
-    """
-    points = [point for one in series for point in one.points]
-    if log:
-        points = [(x, y) for x, y in points if x > 0 and y > 0]
-    if not points:
-        raise ValueError(f"a chart of {y_title} over {x_title} needs at least one point")
-    xs, ys = ([point[i] for point in points] for i in (0, 1))
-    x = Axis(*_bounds(xs, log), _LEFT, WIDTH - _RIGHT, log)
-    y = Axis(*_bounds([*ys, *([] if log else [0.0])], log), _HEIGHT - _BOTTOM, _TOP, log)
-    body = _frame(x, y, x_title, y_title)
-    for one, colour in zip(series, colours(len(series)), strict=True):
-        shown = [(x.at(a), y.at(b), a, b) for a, b in one.points if not log or (a > 0 and b > 0)]
-        if one.line and len(shown) > 1:
-            path = " ".join(f"{a},{b}" for a, b, _, _ in shown)
-            body.append(
-                f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="2"/>'
-            )
-        for a, b, raw_x, raw_y in shown:
-            said = hint(f"{one.name}: {x_title} {raw_x:.4g}, {y_title} {raw_y:.4g}")
-            radius = 2.5 if one.line else 5
-            body.append(
-                f'<circle cx="{a}" cy="{b}" r="{radius}" fill="var({colour})">{said}</circle>'
-            )
-    legend, height = _legend([one.name for one in series], _HEIGHT)
-    return Drawing(svg([*body, *legend], height, text), text)
-
-
-def roofline(
-    points: Sequence[tuple[str, float, float]],
-    peak_flops_per_second: float,
-    bytes_per_second: float,
-    text: str,
-) -> Drawing:
-    """Return a roofline plot. points: (name, FLOPs per HBM byte, FLOPs per second reached)."""
-    ridge = peak_flops_per_second / bytes_per_second
-    intensities = [point[1] for point in points if point[1] > 0]
-    low, high = min([ridge / 16, *intensities]) / 2, max([ridge * 16, *intensities]) * 2
-    roof = tuple(
-        (at, min(peak_flops_per_second, at * bytes_per_second) / 1e12) for at in (low, ridge, high)
-    )
-    kernels = [Series(name, ((at, rate / 1e12),), line=False) for name, at, rate in points]
-    return lines(
-        [Series("roofline", roof), *kernels], "FLOPs per HBM byte", "TFLOP/s", text, log=True
-    )
-
 
 def bars(rows: Sequence[Bar], keys: Sequence[str], unit: str, text: str) -> Drawing:
     """Return stacked horizontal bars, one a row. keys: the names of each bar's parts."""
@@ -131,7 +54,7 @@ def bars(rows: Sequence[Bar], keys: Sequence[str], unit: str, text: str) -> Draw
     left = 10 + 7 * max((len(row.name) for row in rows), default=0)
     right = 12 + 7 * max(map(len, totals), default=0)
     axis = Axis(0.0, max(sums, default=0.0) or 1.0, left, max(WIDTH - right, left + 60))
-    body, top = _legend(keys, 4)
+    body, top = legend(keys, 4)
     for row, total in zip(rows, totals, strict=True):
         body.append(label(left - 6, top + 14, row.name, "end"))
         start = 0.0
@@ -158,7 +81,7 @@ def gain_bars(rows: Sequence[tuple[str, float, bool]], text: str) -> Drawing:
     every = [1.0, *(gain for _, gain, _ in rows)]
     low, high = min(*every, 1 / 1.1), max(*every, 1.1)
     axis = Axis(low, high, left + 54, WIDTH - 64, log=True)
-    body, top = _legend(("told apart", "within the error"), 4, ("--a", "--h"))
+    body, top = legend(("told apart", "within the error"), 4, ("--a", "--h"))
     bottom = top + 26 * len(rows)
     body += [rule(axis.at(1.0), axis.at(1.0), top - 4, bottom)]
     body += [label(axis.at(1.0), bottom + 14, "1.0, as fast", "middle")]
@@ -176,35 +99,12 @@ def gain_bars(rows: Sequence[tuple[str, float, bool]], text: str) -> Drawing:
     return Drawing(svg(body, bottom + 22, text), text)
 
 
-def _bounds(values: Sequence[float], log: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    if log:
-        return low / 1.2, high * 1.2
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
 def colours(count: int) -> list[str]:
     """Return a CSS variable for each of `count` series."""
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
-def _frame(x: Axis, y: Axis, x_title: str, y_title: str) -> list[str]:
-    body = []
-    for mark in x.ticks():
-        at = x.at(mark)
-        body.append(rule(at, at, y.start, y.stop))
-        body.append(label(at, y.start + 16, f"{mark:g}", "middle"))
-    for mark in y.ticks():
-        at = y.at(mark)
-        body.append(rule(x.start, x.stop, at, at))
-        body.append(label(x.start - 6, at + 4, f"{mark:g}", "end"))
-    body.append(label((x.start + x.stop) / 2, _HEIGHT - 8, x_title, "middle"))
-    turned = f'transform="translate(14 {_HEIGHT / 2}) rotate(-90)"'
-    body.append(f'<text {turned} text-anchor="middle">{html.escape(y_title)}</text>')
-    return body
-
-
-def _legend(names: Sequence[str], top: float, taken: Sequence[str] = ()) -> tuple[list[str], float]:
+def legend(names: Sequence[str], top: float, taken: Sequence[str] = ()) -> tuple[list[str], float]:
     """Return the legend, in rows from `top` on, and the vertical position where it ends.
 
     taken: the colours, by default those of series.

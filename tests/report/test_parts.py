@@ -102,28 +102,6 @@ def _parsed(drawing: Drawing):
     return tree, hints
 
 
-def test_lines_put_larger_values_higher_and_further_right():
-    drawing = charts.lines(
-        [charts.Series("a & b", ((1.0, 2.0), (2.0, 4.0)))], "tokens", "us", "time over tokens"
-    )
-    tree, hints = _parsed(drawing)
-    first, second = (e for e in tree.iter() if e.tag.endswith("circle"))
-    assert float(first.get("cx")) < float(second.get("cx"))
-    assert float(first.get("cy")) > float(second.get("cy"))
-    assert hints == ["a & b: tokens 1, us 2", "a & b: tokens 2, us 4"]
-    with pytest.raises(ValueError, match="at least one point"):
-        charts.lines([charts.Series("none", ())], "x", "y", "nothing", log=True)
-
-
-def test_a_kernel_at_the_roof_touches_it():
-    """A point at the ridge that reaches the peak lies on the corner of the roof."""
-    drawing = charts.roofline([("k", 100.0, 1e12)], 1e12, 1e10, "one kernel")
-    tree, _ = _parsed(drawing)
-    roof = next(e for e in tree.iter() if e.tag.endswith("polyline")).get("points").split()
-    dots = [e for e in tree.iter() if e.tag.endswith("circle")]
-    assert f"{dots[-1].get('cx')},{dots[-1].get('cy')}" == roof[1]
-
-
 def test_bars_are_as_wide_as_their_values():
     drawing = charts.bars(
         [charts.Bar("fused", (3.0, 1.0)), charts.Bar("dense", (8.0, 0.0))], ("a", "b"), "us", "t"

@@ -47,7 +47,6 @@ all.click();
 const named = text => [...document.querySelectorAll("summary")].filter(s => s.textContent == text);
 const phases = [...document.querySelectorAll("summary")].map(s =>
   s.textContent.match(/^(pass|prefill|decode): [0-9.]+ ms/)).filter(found => found);
-const roofline = named("kernels on the roofline")[0].parentElement;
 return {
   folded, left: document.querySelectorAll("details:not([open])").length,
   drawn: drawn.length,
@@ -55,7 +54,6 @@ return {
     || !s.querySelector("rect, circle, path")).map(s => s.getAttribute("aria-label")),
   charts: [...document.querySelectorAll("svg[aria-label*='what each engine does']")].map(s =>
     s.querySelectorAll("rect").length),
-  dots: [...roofline.querySelectorAll("circle[r='5']")].length,
   runnersUp: named("schedule and runners-up").map(s =>
     s.parentElement.querySelectorAll("tbody tr").length),
   sources: named("source").map(s => s.parentElement.querySelectorAll("tbody tr").length),
@@ -111,7 +109,7 @@ def test_the_page_of_a_gallery_model(model, tmp_path, capsys):
     assert number.startswith("graph ")
     assert said.startswith("1 chain rewritten")
     assert seen["phases"] == ["pass"]
-    assert len(seen["charts"]) == seen["dots"] == 1
+    assert len(seen["charts"]) == 1
     assert max(seen["runnersUp"]) > 1
     assert seen["compared"] == [], "nobody knows the dense model that it was"
 
@@ -129,7 +127,7 @@ def test_the_page_of_the_demo_model(tmp_path, capsys):
     chains, calls, kernels = map(int, said.groups())
     assert chains >= calls >= 6  # of six layers; which ones low rank slows down stays dense
     assert seen["phases"] == ["pass"]
-    assert len(seen["charts"]) == seen["dots"] == kernels > 1
+    assert len(seen["charts"]) == kernels > 1
 
 
 @pytest.mark.long
@@ -139,4 +137,4 @@ def test_the_page_of_a_model_of_32_layers_is_small(model, tmp_path, capsys):
     assert len(text) < 3_000_000
     assert seen["phases"] == ["prefill", "decode"]
     assert seen["compared"][0] > 6
-    assert seen["dots"] >= 3
+    assert len(seen["charts"]) >= 3

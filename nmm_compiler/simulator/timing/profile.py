@@ -193,7 +193,7 @@ class Profile(Shown, Record):
         found = self.__dict__.get("_timeline")
         if not isinstance(found, Timeline):
             return parts
-        return [*parts, self.roofline(), *profile_parts.timeline_parts(found, advice)]
+        return [*parts, *profile_parts.timeline_parts(found, advice)]
 
     def page_parts(self, advice: Sequence[Advice] | None = None) -> list[Part]:
         """Return `parts`, the critical path and the source lines with their time."""
@@ -211,14 +211,6 @@ class Profile(Shown, Record):
             "waits": self.waits(),
             "critical_path": [dataclasses.asdict(step) for step in self.critical_path()],
         }
-
-    def roofline(self, name: str = "this kernel") -> Part:
-        """Return the roofline plot with this kernel on it. Raises SimulationError."""
-        target = self.timeline.target
-        moved = max(self.mbu * self.latency_us / _US * target.hbm_bytes_per_second, 1.0)
-        point = (name, self.flops / moved, self.flops * _US / (self.latency_us or 1.0))
-        peak, rate = target.peak_flops_per_second(), target.memory_bytes_per_second
-        return profile_parts.roofline_drawing([point], target.name, peak, rate)
 
     def __repr__(self) -> str:
         return f"Profile({self.summary()})"

@@ -6,7 +6,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nmm_compiler.report.charts import Bar, bars, roofline
+from nmm_compiler.report.charts import Bar, bars
 from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
 from nmm_compiler.simulator.timing.advice import Advice
 from nmm_compiler.simulator.timing.causes import (
@@ -164,22 +164,6 @@ def time_drawing(found: Timeline) -> Drawing:
     ]  # fmt: skip
     text = f"{found.latency_us:.1f} us on {found.target.name} (simulated): what each engine does"
     return bars(rows, ("works", *map(WHY.__getitem__, kinds)), "us", text)
-
-
-def roofline_drawing(
-    points: Sequence[tuple[str, float, float]], target_name: str, peak: float, bytes_rate: float
-) -> Drawing:
-    """Return a target's roofline with kernels: (name, FLOPs per HBM byte, FLOPs per second)."""
-    ridge = peak / bytes_rate
-    said = "; ".join(
-        f"{name} at {rate / 1e12:.1f} TFLOP/s, {at:.0f} FLOPs per byte, "
-        f"{'compute' if at >= ridge else 'memory'} side"
-        if rate > 0
-        else f"{name} multiplies no matrices"
-        for name, at, rate in points
-    )
-    text = f"roofline of {target_name}, {peak / 1e12:.0f} TFLOP/s, bf16 (simulated): {said}"
-    return roofline([point for point in points if point[2] > 0], peak, bytes_rate, text)
 
 
 def timeline_parts(found: Timeline, advice: Sequence[Advice] | None = None) -> list[Part]:
