@@ -161,7 +161,7 @@ TOYS = {
                 "@instruction(\n",
                 '@instruction(\n    engines=("vector",),\n'
                 '    operands="src[P F] -> dst[P F]",\n    cycles=cycles.copy,\n)\n'
-                "def toy_halve(call: Call, dst: Any, src: Any, name: str | None = None) -> None:\n"
+                "def toy_halve(call: Call, dst: Any, src: Any) -> None:\n"
                 '    """dst = src / 2."""\n'
                 "    put(dst, f32(src) / 2)\n\n\n@instruction(\n",
             ),

@@ -20,7 +20,7 @@ nl = MODULES["nki.language"]
     memories={"data": SBUF},
     streams=("data",),
 )
-def twice(call, dst, data, times=2.0, engine=None, name=None):
+def twice(call, dst, data, times=2.0, engine=None):
     """dst = data * times."""
     if times == 0:
         raise call.error(errors.OperandError, "times is 0")
@@ -59,7 +59,7 @@ def test_without_data_it_records_and_computes_nothing():
     assert "twice" in [i.op for i in done.trace.instructions]
 
 
-def test_its_signature_is_that_of_the_body_without_the_call():
+def test_its_signature_is_that_of_the_body_and_a_name():
     shown = "(dst, data, times=2.0, engine=None, name=None)"
     assert str(inspect.signature(twice)) == shown
     assert twice.__doc__ == "dst = data * times."

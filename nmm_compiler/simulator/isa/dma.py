@@ -105,7 +105,6 @@ def dma_copy(
     oob_mode: Any = oob_mode.error,
     dge_mode: Any = dge_mode.unknown,
     engine: Any = _UNKNOWN,
-    name: str | None = None,
 ) -> Steps:
     """dst = src between HBM and SBUF, with a dtype conversion through float32."""
     same = dst.dtype == src.dtype
@@ -182,7 +181,6 @@ def dma_transpose(
     priority: Any = None,
     dge_mode: Any = dge_mode.unknown,
     oob_mode: Any = oob_mode.error,
-    name: str | None = None,
 ) -> Steps:
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
     if not call.machine.target.dma_transposes:
@@ -357,7 +355,6 @@ def dma_compute(
     scales: Any = None,
     unique_indices: bool = True,
     oob_mode: Any = oob_mode.error,
-    name: str | None = None,
 ) -> Steps:
     """dst = sum of srcs in float32, computed by the DMA engines."""
     if not isinstance(srcs, (list, tuple)):

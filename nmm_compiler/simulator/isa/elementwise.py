@@ -14,6 +14,7 @@ from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import engine, reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
+    INSTRUCTIONS,
     NO_ATTRIBUTES,
     Call,
     Steps,
@@ -51,7 +52,6 @@ from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.indirect import positions, store_at
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Instruction
 
 _UNKNOWN = engine.unknown
 _UNSET = attributes(unset=True)  # the compiler may choose another engine
@@ -76,7 +76,6 @@ def tensor_copy(
     dst: Any,
     src: Any,
     engine: Any = _UNKNOWN,
-    name: str | None = None,
 ) -> Steps:
     """dst = src on chip; bit-accurate for equal dtypes, else through float32."""
     machine = call.machine
@@ -115,9 +114,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
     operands="-> dst",
     cycles=cycles.memset,
 )
-def memset(
-    call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN, name: str | None = None
-) -> Steps:
+def memset(call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
     """Fill dst with a compile-time constant."""
     _check_constant(call, "value", value, dst)
     yield _NONZERO if value != 0 else NO_ATTRIBUTES
@@ -185,7 +182,6 @@ def tensor_tensor(
     data2: Any,
     op: Any,
     engine: Any = _UNKNOWN,
-    name: str | None = None,
 ) -> Steps:
     """dst = data1 <op> data2, elementwise, in float32 (int32 exactly on GpSimd)."""
     views = dst, data1, data2
@@ -245,7 +241,6 @@ def tensor_scalar(
     operand1: Any = None,
     reverse1: bool = False,
     engine: Any = _UNKNOWN,
-    name: str | None = None,
 ) -> Steps:
     """dst = (data <op0> operand0) <op1> operand1; operands are numbers or [P, 1] tensors."""
     machine, target = call.machine, call.machine.target
@@ -314,7 +309,6 @@ def scalar_tensor_tensor(
     operand1: Any,
     reverse0: bool = False,
     reverse1: bool = False,
-    name: str | None = None,
 ) -> Steps:
     """dst = (data <op0> operand0) <op1> operand1, where operand1 is a tensor like data."""
     check_unary(call, "operand0", op0, operand0)
@@ -330,7 +324,7 @@ def scalar_tensor_tensor(
     streams=("data",),
     cycles=cycles.reciprocal,
 )
-def reciprocal(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
+def reciprocal(call: Call, dst: Any, data: Any) -> None:
     """dst = 1 / data on VectorE."""
     put(dst, F32(1.0) / f32(data))
 
@@ -355,7 +349,6 @@ def tensor_copy_predicated(
     src: Any,
     predicate: Any,
     reverse_pred: bool = False,
-    name: str | None = None,
 ) -> Steps:
     """dst = src where predicate is nonzero; elsewhere dst stays."""
     if src.__class__ is not NkiTensor:
@@ -421,7 +414,6 @@ def activation(
     reduce_op: Any = None,
     reduce_res: Any = None,
     reduce_cmd: Any = _IDLE,
-    name: str | None = None,
 ) -> Steps:
     """dst = op(data * scale + bias) on ScalarE, with an optional sum over the free axes."""
     machine = call.machine
@@ -467,9 +459,9 @@ def activation_reduce(
     bias: Any = None,
     scale: Any = 1.0,
     name: str | None = None,
-) -> Instruction:
+) -> Any:
     """Do nisa.activation with reduce_cmd=reset_reduce."""
-    return activation(
+    return INSTRUCTIONS["activation"](
         dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd.reset_reduce, name
     )
 
@@ -507,7 +499,6 @@ def activate2(
     reduce_op: Any = None,
     reduce_res: Any = None,
     reduce_cmd: Any = _IDLE,
-    name: str | None = None,
 ) -> Steps:
     """dst = op((data <op0> imm0) <op1> imm1) on ScalarE of trn3."""
     pair = (op0.name, op1.name)
@@ -555,7 +546,6 @@ def exponential(
     reduce_res: Any = None,
     reduce_cmd: Any = _IDLE,
     reduce_init: Any = 0.0,
-    name: str | None = None,
 ) -> Steps:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
     yield attributes(reduces=reduce_cmd is not _IDLE or reduce_res is not None)

@@ -73,7 +73,6 @@ def iota(
     pattern: Any,
     offset: Any = 0,
     channel_multiplier: Any = 0,
-    name: str | None = None,
 ) -> Steps:
     """dst[p, ...] = offset + p * channel_multiplier + pattern, on GpSimd."""
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
@@ -100,7 +99,6 @@ def affine_select(
     on_false_value: Any,
     cmp_op: Any = None,
     offset: Any = 0,
-    name: str | None = None,
 ) -> Steps:
     """dst = on_true_tile where cmp_op(affine value, 0), else on_false_value, on GpSimd."""
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
@@ -139,7 +137,6 @@ def range_select(
     reduce_op: Any = None,
     range_start: int = 0,
     on_false_value: Any = ...,
-    name: str | None = None,
 ) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
     if len(call.tensors(("bound0", "bound1"))) < 2:
@@ -191,7 +188,6 @@ def select_reduce(
     reduce_cmd: Any = reduce_cmd.idle,
     reduce_op: Any = None,
     reverse_pred: bool = False,
-    name: str | None = None,
 ) -> Steps:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
     partitions = dst.shape[0]
@@ -218,7 +214,7 @@ _NUMBERS = frozenset({"float32", "int32"})
     dtypes={"indices": frozenset({"uint32"})},
     same_dtype=("dst", "data"),
 )
-def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any, name: str | None = None) -> None:
+def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
     values = raw(data).reshape(data.shape[0], -1)
     chosen = (
@@ -248,7 +244,6 @@ def local_gather(
     index: Any,
     num_elem_per_idx: int = 1,
     num_valid_indices: Any = None,
-    name: str | None = None,
 ) -> Steps:
     """Gather in groups of 16 partitions; a group's indices are its own 16 rows, column first.
 
@@ -309,9 +304,7 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     streams=("src",),
     same_dtype=("dst", "src"),
 )
-def nc_stream_shuffle(
-    call: Call, dst: Any, src: Any, shuffle_mask: Any, name: str | None = None
-) -> Steps:
+def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Steps:
     """dst[p] = src[mask[p]] within each quadrant of 32 partitions; 255 leaves dst[p]."""
     if not isinstance(shuffle_mask, (list, tuple)):
         raise call.error(
@@ -355,7 +348,6 @@ def nonzero_with_count(
     src: Any,
     index_offset: Any = 0,
     padding_val: Any = -1,
-    name: str | None = None,
 ) -> None:
     """dst[p] = positions of nonzero src[p], padding, then their count; p = 0, 16, 32, ..."""
     for p in range(0, src.shape[0], 16):
@@ -376,7 +368,7 @@ def nonzero_with_count(
     memory=SBUF,
     dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
 )
-def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = None) -> None:
+def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
     count = segment_ids.free_size
     ids = raw(segment_ids).reshape(-1)
@@ -401,9 +393,7 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any, name: str | None = N
     },
     cycles=cycles.topk,
 )
-def topk(
-    call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any, name: str | None = None
-) -> Steps:
+def topk(call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:
     """Find the K largest of each group's n elements, ascending, with their indices, on GpSimd.
 
     A group of 16 partitions holds its elements column by column: element e sits in partition

@@ -304,6 +304,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     indirect: operands that may be `.indirect()` views. indirect_engines: the engines for that, all
         unless said.
     waits: the part after the yield runs without data as well; no call answers for another.
+    named: it also takes `name=None`, and returns its record.
     cycles: how long it holds its engine.
     """
 
@@ -327,6 +328,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     indirect: tuple[str, ...] = ()
     indirect_engines: tuple[str, ...] = ()
     waits: bool = False
+    named: bool = True
     cycles: Cycles = one_pass
 
     def __call__(self, body: Callable[Concatenate[Call, P], Any]) -> Callable[P, Any]:
@@ -335,6 +337,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.body: Callable[..., Any] = body
         self.checks = inspect.isgeneratorfunction(body)
         parameters = list(inspect.signature(body).parameters.values())[1:]
+        if self.named:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter("name", kind, default=None))
         signature = inspect.Signature(parameters)
         self.defaults = {p.name: p.default for p in parameters}
         self.count = len(parameters)
@@ -388,6 +393,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
 
     def _misfit(self, given: tuple[Any, ...], named: Arguments) -> str:
         """Say in Python's words why arguments do not fit the signature."""
+        named.pop("name", None)
         try:
             self.body(None, *given, **named)
         except TypeError as error:
@@ -448,7 +454,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             self.body(call, **call.arguments)
         if machine.poisoned:
             spread(machine, self.op, call.arguments, tuple(self.writes))
-        return record if "name" in self.defaults else None
+        return record if self.named else None
 
 
 def _key_of(value: Any) -> Any:

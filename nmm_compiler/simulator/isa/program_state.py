@@ -45,7 +45,7 @@ def generator(machine: Machine) -> np.random.Generator:
     operands="-> dst",
     dtypes={"dst": INTEGERS - {"int64", "uint64"}},
 )
-def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = None) -> Steps:
+def rng(call: Call, dst: Any, engine: Any = engine.vector) -> Steps:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
     require_present(call.machine, f"rng(engine={call.choose()})")
     yield NO_ATTRIBUTES
@@ -59,7 +59,7 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector, name: str | None = No
     engines=("vector",),
     operands="src_seeds[1 1] ->",
 )
-def set_rng_seed(call: Call, src_seeds: Any, name: str | None = None) -> Steps:
+def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
     if src_seeds.dtype.item_bytes != 4:
         raise call.error(OperandError, f"src_seeds is {src_seeds.dtype}; pass a 32-bit value")
@@ -87,9 +87,7 @@ def _check_state(call: Call, view: NkiTensor) -> str:
     operands="src_seeds ->",
     memory=SBUF,
 )
-def rand_set_state(
-    call: Call, src_seeds: Any, engine: Any = engine.gpsimd, name: str | None = None
-) -> Steps:
+def rand_set_state(call: Call, src_seeds: Any, engine: Any = engine.gpsimd) -> Steps:
     """Seed an engine's generators from a uint32 tile."""
     machine, chosen = call.machine, _check_state(call, src_seeds)
     yield NO_ATTRIBUTES
@@ -102,9 +100,7 @@ def rand_set_state(
     engines=("gpsimd", "vector"),
     operands="-> dst",
 )
-def rand_get_state(
-    call: Call, dst: Any, engine: Any = engine.gpsimd, name: str | None = None
-) -> Steps:
+def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
     """Store an engine's generator state: what was last set, or zeros."""
     machine, chosen = call.machine, _check_state(call, dst)
     if dst.memory == "psum":
@@ -122,7 +118,7 @@ def rand_get_state(
     numbers={"min": FLOAT32, "max": FLOAT32},
     dtypes={"dst": _UNIFORM},
 )
-def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> Steps:
+def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
     if not call.tensors(call.row.reads) and not min < max:
         raise call.error(HazardError, f"min={min}, max={max}; min must be below max")
@@ -139,7 +135,7 @@ def rand2(call: Call, dst: Any, min: Any, max: Any, name: str | None = None) -> 
     streams=("data",),
     same_dtype=("dst", "data"),
 )
-def dropout(call: Call, dst: Any, data: Any, prob: Any, name: str | None = None) -> Steps:
+def dropout(call: Call, dst: Any, data: Any, prob: Any) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
     if prob.__class__ is NkiTensor and data.dtype not in FLOATS:
         check_dtype(call.machine, call.op, "prob", prob, FLOAT32)
@@ -183,7 +179,7 @@ def _register(role: str, value: Any) -> VirtualRegister:
     raise current().error(OperandError, f"nisa.{role}: {type(value).__name__}; pass a register")
 
 
-@instruction(engines=("sync",), waits=True)
+@instruction(engines=("sync",), waits=True, named=False)
 def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     target = _register("register_move", dst)
@@ -202,6 +198,7 @@ def register_move(call: Call, dst: Any, src: Any) -> Steps:
     operands="src[1 1] ->",
     memory=DMA_MEMORIES,
     waits=True,
+    named=False,
 )
 def register_load(call: Call, dst: Any, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
@@ -220,6 +217,7 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
     engines=("sync",),
     operands="-> dst[1 1]",
     memory=DMA_MEMORIES,
+    named=False,
 )
 def register_store(call: Call, dst: Any, src: Any) -> Steps:
     """dst (one element, HBM or SBUF) = register src."""
@@ -234,9 +232,7 @@ def register_store(call: Call, dst: Any, src: Any) -> Steps:
     memory=("hbm",),
     waits=True,
 )
-def core_barrier(
-    call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd, name: str | None = None
-) -> Steps:
+def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd) -> Steps:
     """Wait until the other program is here too; then its writes to `data` are visible."""
     machine = call.machine
     if not isinstance(cores, (tuple, list)) or tuple(cores) != (0, 1):
@@ -276,7 +272,6 @@ def sendrecv(
     recv_from_rank: Any,
     pipe_id: Any,
     dma_engine: Any = dma_engine.dma,
-    name: str | None = None,
 ) -> Steps:
     """Exchange SBUF tiles with the other program."""
     machine = call.machine

@@ -79,7 +79,6 @@ def tensor_reduce(
     axis: Any,
     negate: bool = False,
     keepdims: bool = False,
-    name: str | None = None,
 ) -> Steps:
     """Reduce the last contiguous free axes of data on VectorE, in float32."""
     if op.name == "average":
@@ -125,9 +124,7 @@ def tensor_reduce(
     # GpSimd walks its 16 partitions one after another, then combines 8 cores
     cycles=cycles.linear(16.0, fixed="gpsimd_fixed_cycles"),
 )
-def tensor_partition_reduce(
-    call: Call, dst: Any, op: Any, data: Any, name: str | None = None
-) -> Steps:
+def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> Steps:
     """Reduce across partitions on GpSimd; dst has one partition."""
     _check_bits(call, op, dst, data)
     yield attributes(function=op.name)
@@ -166,7 +163,6 @@ def tensor_scalar_reduce(
     reduce_cmd: Any = reduce_cmd.reset_reduce,
     reduce_init: Any = None,
     reduce_res_negate: bool = False,
-    name: str | None = None,
 ) -> Steps:
     """dst = data <op0> operand0, and its reduction over the free axes, on VectorE."""
     if reverse0:
@@ -209,7 +205,6 @@ def tensor_scalar_cumulative(
     imm0: Any,
     imm1: Any = None,
     reduce_cmd: Any = reduce_cmd.reset_reduce,
-    name: str | None = None,
 ) -> Steps:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
     check_unary(call, "imm0", op0, 0 if "unary" in op0.kind else imm0)
@@ -243,7 +238,6 @@ def tensor_tensor_scan(
     op1: Any,
     reverse0: bool = False,
     reverse1: bool = False,
-    name: str | None = None,
 ) -> Steps:
     """dst[i] = op1(op0(data0[i], dst[i - 1]), data1[i]) along the free dimension, on VectorE."""
     yield attributes(function=op0.name, function1=op1.name)
@@ -264,7 +258,7 @@ def tensor_tensor_scan(
     operands="data[P F] -> dst[P 6]",
     limits={"F": range(1, 513)},
 )
-def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
+def bn_stats(call: Call, dst: Any, data: Any) -> None:
     """dst = (count, mean, variance * count) of the even, then of the odd elements."""
     values = f32(data).reshape(data.shape[0], -1)
     result = np.zeros((data.shape[0], 6), F32)
@@ -284,7 +278,7 @@ def bn_stats(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
     operands="data[P 3*T] -> dst[P 2]",
     cycles=cycles.linear(13.0, over=3.0),  # for each triple of statistics
 )
-def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
+def bn_aggr(call: Call, dst: Any, data: Any) -> None:
     """dst = (mean, variance) from (count, mean, variance * count) triples."""
     triples = f32(data).reshape(data.shape[0], -1, 3).astype(np.float64)
     count, average, spread = triples[..., 0], triples[..., 1], triples[..., 2]
@@ -300,7 +294,7 @@ def bn_aggr(call: Call, dst: Any, data: Any, name: str | None = None) -> None:
     limits={"F": _EIGHT_OF},
     ranks={"dst": 2, "src": 3},
 )
-def max8(call: Call, dst: Any, src: Any, name: str | None = None) -> None:
+def max8(call: Call, dst: Any, src: Any) -> None:
     """dst = the 8 largest values of each partition, descending."""
     values = f32(src).reshape(src.shape[0], -1)
     top = np.sort(values, axis=1)[:, ::-1][:, :8]
@@ -335,7 +329,7 @@ def find_eight(
     dtypes={"dst": INDICES},
     ranks={"dst": 2, "data": 3, "vals": 3},
 )
-def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any, name: str | None = None) -> None:
+def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any) -> None:
     """dst = positions of 8 values in each partition of data; all ones where absent."""
     places, found = find_eight(
         f32(data).reshape(data.shape[0], -1), f32(vals).reshape(vals.shape[0], 8), False
@@ -357,7 +351,6 @@ def nc_match_replace8(
     vals: Any,
     imm: float,
     dst_idx: Any = None,
-    name: str | None = None,
 ) -> Steps:
     """dst = data with the first occurrence of each of 8 values replaced by imm."""
     call.number("imm", imm)

@@ -109,7 +109,6 @@ def nc_matmul(
     tile_position: Any = (),
     tile_size: Any = (),
     perf_mode: Any = _NONE,
-    name: str | None = None,
 ) -> Steps:
     """dst [M, N] (+)= stationary [K, M].T @ moving [K, N], accumulated in float32."""
     machine, target = call.machine, call.machine.target
@@ -305,9 +304,7 @@ def _check_operand_dtypes(
     operands="data[P F] -> dst[F P]",
     same_dtype=("dst", "data"),
 )
-def nc_transpose(
-    call: Call, dst: Any, data: Any, engine: Any = engine.unknown, name: str | None = None
-) -> Steps:
+def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) -> Steps:
     """dst [F, P] = data [P, F].T on TensorE (up to 128 x 128) or VectorE (up to 32 x 32)."""
     p, f = data.shape[0], data.free_size
     fits_tensor = dst.memory == "psum" and data.memory == "sbuf"
@@ -423,7 +420,7 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
         "src": frozenset({"float16", "bfloat16"}),
     },
 )
-def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any, name: str | None = None) -> Steps:
+def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
     p = src.shape[0]
     rows = scale_rows(p)
@@ -474,7 +471,6 @@ def nc_matmul_mx(
     tile_position: Any = None,
     tile_size: Any = None,
     accumulate: Any = None,
-    name: str | None = None,
 ) -> Steps:
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
