@@ -19,6 +19,7 @@ import numpy as np
 from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
+    Caller,
     check_destination,
     operand,
     require_present,
@@ -47,9 +48,10 @@ class ReplicaGroup(NKIObject):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Move:
+class _Move(Caller):
     """One collective of one rank: its name, its group in order, its (source, destination) pairs."""
 
+    module = "ncc"
     machine: Machine
     op: str
     ranks: tuple[int, ...]
@@ -59,9 +61,6 @@ class _Move:
     def place(self) -> int:
         return self.ranks.index(self.machine.rank)
 
-    def error(self, kind: Any, text: str) -> Exception:
-        return self.machine.error(kind, f"ncc.{self.op}: {text}")
-
     def of(
         self, srcs: Any, dsts: Any, priority: Any, *, sbuf: bool = True, single: bool = False
     ) -> _Move:
@@ -70,7 +69,7 @@ class _Move:
             if not isinstance(tensors, (list, tuple)) or not tensors:
                 raise self.error(KernelArgumentError, f"{role} is {tensors!r:.40}; pass a list")
             for tensor in tensors:
-                operand(self.machine, self.op, role, tensor, DMA_MEMORIES)
+                operand(self, role, tensor, DMA_MEMORIES)
         if len(srcs) != len(dsts):
             raise self.error(KernelArgumentError, f"{len(srcs)} sources, {len(dsts)} destinations")
         memories = {t.memory for t in (*srcs, *dsts)}
@@ -85,10 +84,10 @@ class _Move:
         if priority is not None:
             if not isinstance(priority, int) or not 0 <= priority <= 3:
                 raise self.error(KernelArgumentError, f"priority={priority!r}; 0 to 3")
-            require_present(self.machine, "dma priority")
+            require_present(self, "dma priority")
         pairs = tuple(zip(srcs, dsts, strict=True))
         for src, dst in pairs:
-            check_destination(self.machine, self.op, dst)
+            check_destination(self, dst)
             if src.dtype != dst.dtype:
                 raise self.error(OperandError, f"src is {src.dtype}, dst {dst.dtype}; make equal")
         return dataclasses.replace(self, pairs=pairs)
@@ -210,7 +209,7 @@ def _reduced(
 
 
 def _reduction(move: _Move, op: Any) -> Combine:
-    found = find_op(move.machine, op, move.op).name
+    found = find_op(move, op).name
     function = _REDUCTIONS.get(found)
     if function is None:
         raise move.error(

@@ -64,7 +64,7 @@ def _check_priority(call: Call, priority: Any) -> None:
     """Check the class of service of a DMA."""
     if priority is not None:
         call.integer("priority", priority, range(4))
-        require_present(call.machine, "dma priority")
+        require_present(call, "dma priority")
 
 
 def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
@@ -109,7 +109,7 @@ def dma_copy(
     """dst = src between HBM and SBUF, with a dtype conversion through float32."""
     same = dst.dtype == src.dtype
     if not same:
-        check_conversion(call.machine, "dma_copy", dst, src)
+        check_conversion(call, dst, src)
     issuer, mode = _issue(call, dge_mode, engine, same)
     if priority is not None:
         _check_priority(call, priority)
@@ -242,8 +242,8 @@ def _check_alignment(call: Call, dst: NkiTensor) -> None:
     rows = zip(dst.shape[:-1], dst.strides[:-1], strict=True)
     apart = [stride * size for extent, stride in rows if extent > 1]
     if any(distance % 32 for distance in apart):
-        call.machine.warn(
-            f"nisa.dma_transpose: rows of dst {dst.name!r} lie {max(apart)} bytes apart, and "
+        call.warn(
+            f"rows of dst {dst.name!r} lie {max(apart)} bytes apart, and "
             "AWS's kernels keep them at multiples of 32; give dst a longer last dimension and pass "
             "a slice of it"
         )
@@ -252,8 +252,8 @@ def _check_alignment(call: Call, dst: NkiTensor) -> None:
 def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool) -> None:
     allowed = ("unknown", "swdge") if indirect else ("unknown", "hwdge")
     if mode == "none" and src.indirection is None:
-        call.machine.warn(
-            "nisa.dma_transpose: dge_mode none; its reference lets a direct transpose take unknown "
+        call.warn(
+            "dge_mode none; its reference lets a direct transpose take unknown "
             "or hwdge, the guide of DMA descriptors (nki-dge) and nki-library none too"
         )
     elif mode not in allowed:
@@ -390,7 +390,7 @@ def dma_compute(
     elif oob_mode is not None and oob_mode.name == "skip":
         raise call.error(OperandError, "oob_mode.skip without row indices; leave it unset")
     for s in srcs:
-        check_hazard(call.machine, call.op, dst, s, True)
+        check_hazard(call, dst, s, True)
     yield _attributes(
         "gpsimd" if indirect else "sync", "swdge" if indirect else "none", False, indirect
     )

@@ -81,7 +81,7 @@ def tensor_copy(
     machine = call.machine
     chosen = call.choose()
     if dst.dtype != src.dtype:
-        check_conversion(machine, "tensor_copy", dst, src)
+        check_conversion(call, dst, src)
     if chosen == "scalar" and not machine.target.scalar_tensor_copy:
         call.rule(
             OperandError,
@@ -243,7 +243,7 @@ def tensor_scalar(
     engine: Any = _UNKNOWN,
 ) -> Steps:
     """dst = (data <op0> operand0) <op1> operand1; operands are numbers or [P, 1] tensors."""
-    machine, target = call.machine, call.machine.target
+    target = call.machine.target
     bitvec = "bitvec" in op0.kind
     if op1 is not None and bitvec != ("bitvec" in op1.kind) and op1.kind != "bypass":
         raise call.error(
@@ -253,7 +253,7 @@ def tensor_scalar(
         )
     others = INTEGERS if bitvec else _ARITHMETIC if data.dtype in _INT32 else FLOAT32
     for role, value in call.tensors(("operand0", "operand1")):
-        check_dtype(machine, call.op, role, value, others)
+        check_dtype(call, role, value, others)
     check_unary(call, "operand0", op0, operand0)
     if op1 is not None:
         check_unary(call, "operand1", op1, operand1)
@@ -419,7 +419,7 @@ def activation(
     machine = call.machine
     if bias is not None:
         if op.name == "reciprocal":
-            require_present(machine, "activation(nl.reciprocal) with bias")
+            require_present(call, "activation(nl.reciprocal) with bias")
         if bias.__class__ is not NkiTensor and not machine.target.scalar_number_bias:
             call.rule(
                 OperandError,

@@ -31,13 +31,13 @@ from nmm_compiler.errors import (
     KernelArgumentError,
     KernelFailedError,
     OperandError,
-    SimulationError,
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.isa import enums
 from nmm_compiler.simulator.isa.cycles import Cycles, one_pass
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
+    Caller,
     Equation,
     check_destination,
     check_dtype,
@@ -104,7 +104,7 @@ class Outcome:
     kind: int = 0
 
 
-class Call:
+class Call(Caller):
     """One call of an instruction, until it is recorded.
 
     arguments: by role, with operators resolved to `Op`. engine: its name, "" until it is chosen.
@@ -119,14 +119,6 @@ class Call:
         self.writes: list[Access] = []
         self.sizes: dict[str, int] = {}
 
-    def error(self, kind: type[SimulationError], message: str) -> SimulationError:
-        """Return an error that names the instruction and the kernel's line."""
-        return self.machine.error(kind, f"nisa.{self.op}: {message}")
-
-    def rule(self, kind: type[SimulationError], message: str) -> None:
-        """Raise such an error in strict mode; otherwise warn."""
-        self.machine.rule(kind, f"nisa.{self.op}: {message}")
-
     def tensors(self, roles: Iterable[str]) -> list[tuple[str, NkiTensor]]:
         """Return the operands among some roles that are tensors."""
         given = ((role, self.arguments[role]) for role in roles)
@@ -134,9 +126,9 @@ class Call:
 
     def read(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> None:
         """Check a tensor that is read and that no role of the row names, and add it."""
-        self.reads.append(operand(self.machine, self.op, role, view, memories))
+        self.reads.append(operand(self, role, view, memories))
         if view.indirection is not None:
-            self.reads += indirect_operand(self.machine, self.op, role, view, "", ())
+            self.reads += indirect_operand(self, role, view, "", ())
 
     def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
@@ -168,7 +160,7 @@ class Call:
         """Choose the engine now: the one that the kernel gave, or the default."""
         row = self.row
         self.engine = choose_engine(
-            self.machine, self.op, self.arguments.get("engine"), row.engines,
+            self, self.arguments.get("engine"), row.engines,
             default or row.engines[0], [view for _, view in self.tensors(row.roles)],
         )  # fmt: skip
         return self.engine
@@ -178,37 +170,33 @@ class Call:
         row, arguments = self.row, self.arguments
         for role, members in row.members:
             if arguments[role].__class__ is not members:
-                arguments[role] = member(self.machine, self.op, role, arguments[role], members)
+                arguments[role] = member(self, role, arguments[role], members)
         for role, takes in row.operators.items():
-            arguments[role] = found = takes.resolve(
-                self.machine, self.op, role, arguments[role], row.defaults[role]
-            )
+            arguments[role] = found = takes.resolve(self, role, arguments[role], row.defaults[role])
             if takes.part == "alu" and found is not None and found.name in YOUNG_ALU_OPERATORS:
-                require_present(
-                    self.machine, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU"
-                )
+                require_present(self, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
         for role, allowed in row.integers.items():
             arguments[role] = self.integer(role, arguments[role], allowed)
 
     def check(self) -> None:
         """Check the operands against the row, and collect their regions."""
-        machine, op, row, arguments = self.machine, self.op, self.row, self.arguments
-        require_present(machine, op)
+        row, arguments = self.row, self.arguments
+        require_present(self, self.op)
         for role, memories in row.roles.items():
             view = arguments[role]
             if (view is None and role in row.optional) or self._is_number(role, view):
                 continue
-            access = operand(machine, op, role, view, memories)
+            access = operand(self, role, view, memories)
             (self.writes if role in row.writes else self.reads).append(access)
             if row.dtypes.get(role):
-                check_dtype(machine, op, role, view, row.dtypes[role])
+                check_dtype(self, role, view, row.dtypes[role])
             if role in row.ranks:
-                check_rank(machine, op, role, view, row.ranks[role])
-        self.sizes = row.equation.solve(machine, op, self.tensors(row.roles))
+                check_rank(self, role, view, row.ranks[role])
+        self.sizes = row.equation.solve(self, self.tensors(row.roles))
         self._check_equal_dtypes()
         both = [view for _, view in self.tensors(row.pair)]
         if len(both) == 2:
-            check_pair(machine, op, row.pair, *both)
+            check_pair(self, row.pair, *both)
         if row.commands:
             self._check_command(arguments["reduce_cmd"])
 
@@ -253,21 +241,21 @@ class Call:
 
     def finish(self) -> None:
         """Check what the engine decides, and that nothing is overwritten before it is read."""
-        machine, op, row = self.machine, self.op, self.row
+        row = self.row
         if not self.engine:
             self.engine = self.choose() if len(row.engines) > 1 else row.engines[0]
         written, read = self.tensors(row.writes), self.tensors(row.reads)
         for _, dst in written:
-            check_destination(machine, op, dst)
+            check_destination(self, dst)
         for role, view in (*read, *written):
             if view.indirection is not None:
                 engines = row.indirect_engines or row.engines if role in row.indirect else ()
-                self.reads += indirect_operand(machine, op, role, view, self.engine, engines)
+                self.reads += indirect_operand(self, role, view, self.engine, engines)
         for (to, dst), (of, src) in itertools.product(written, read):
             streams = of in row.numbers or (of in row.streams and to == row.first)
-            check_hazard(machine, op, dst, src, streams)
+            check_hazard(self, dst, src, streams)
         for (of, one), (also, other) in itertools.combinations(written, 2):
-            check_two_results(machine, op, (of, also), one, other)
+            check_two_results(self, (of, also), one, other)
 
     def outcome(self, attributes: Attributes) -> Outcome:
         """Return what the call came to, for the calls that it answers for."""

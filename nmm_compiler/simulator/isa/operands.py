@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError
+from nmm_compiler.errors import (
+    HazardError,
+    KernelArgumentError,
+    OperandError,
+    SimulationError,
+)
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.data import out_of_reach
@@ -41,18 +46,38 @@ MOVES_PACKED = frozenset(
 """Instructions that take x4-packed operands: they only move them, or are made for them."""
 
 
-def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str, ...]) -> Access:
+class Caller:
+    """Who is checked: an instruction of a module of NKI, on a machine."""
+
+    module = "nisa"
+    machine: Machine
+    op: str
+
+    def error(self, kind: type[SimulationError], message: str) -> SimulationError:
+        """Return an error that names the instruction and the kernel's line."""
+        return self.machine.error(kind, f"{self.module}.{self.op}: {message}")
+
+    def rule(self, kind: type[SimulationError], message: str) -> None:
+        """Raise such an error in strict mode; otherwise warn."""
+        self.machine.rule(kind, f"{self.module}.{self.op}: {message}")
+
+    def warn(self, message: str) -> None:
+        """Warn of the instruction."""
+        self.machine.warn(f"{self.module}.{self.op}: {message}")
+
+
+def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> Access:
     """Check that `view` is a tensor in one of `memories` at a legal partition; its Access."""
     if view.__class__ is not NkiTensor:
-        raise machine.error(
+        raise caller.error(
             OperandError,
-            f"nisa.{op}: {role} is {type(view).__name__} {view!r:.60}; pass a tensor",
+            f"{role} is {type(view).__name__} {view!r:.60}; pass a tensor",
         )
     access = view._access or view.access()
     if access.memory not in memories:
-        raise machine.error(
+        raise caller.error(
             OperandError,
-            f"nisa.{op}: {role} {view.name!r} is in {access.memory.upper()}, it must be in "
+            f"{role} {view.name!r} is in {access.memory.upper()}, it must be in "
             f"{' or '.join(m.upper() for m in memories)}; copy it there first",
         )
     start = access.partition_start
@@ -65,51 +90,48 @@ def operand(machine: Machine, op: str, role: str, view: Any, memories: tuple[str
     if start and access.memory != "hbm" and "hbm" not in memories:
         count = access_stop - start
         if start % 32 or (count > 32 and start % 64) or count > 64:
-            machine.rule(
+            caller.rule(
                 OperandError,
-                f"nisa.{op}: {role} {view.name!r} starts at partition {start} with {count} "
+                f"{role} {view.name!r} starts at partition {start} with {count} "
                 "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
                 "more at 0",
             )
-    if view.dtype.kind == "packed" and op not in MOVES_PACKED:
-        raise machine.error(
+    if view.dtype.kind == "packed" and caller.op not in MOVES_PACKED:
+        raise caller.error(
             OperandError,
-            f"nisa.{op}: {role} {view.name!r} is {view.dtype}, which engines move but do not "
+            f"{role} {view.name!r} is {view.dtype}, which engines move but do not "
             "compute with; multiply it with nisa.nc_matmul_mx, or pass .view(nl.uint8)",
         )
     if view.special and "hbm" not in memories:
         problem = out_of_reach(view.shape[1:], view.strides[1:])
         if problem:
-            machine.rule(
+            caller.rule(
                 OperandError,
-                f"nisa.{op}: {role} {view.name!r} {view.get_pattern()} has {problem}",
+                f"{role} {view.name!r} {view.get_pattern()} has {problem}",
             )
     return access
 
 
-def check_dtype(
-    machine: Machine, op: str, role: str, view: NkiTensor, allowed: frozenset[str]
-) -> None:
+def check_dtype(caller: Caller, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
     """Check that the operand is of an allowed dtype."""
     if view.dtype not in allowed:
-        machine.rule(
+        caller.rule(
             OperandError,
-            f"nisa.{op}: {role} {view.name!r} is {view.dtype}; it must be "
-            f"{' or '.join(sorted(allowed))}",
+            f"{role} {view.name!r} is {view.dtype}; it must be {' or '.join(sorted(allowed))}",
         )
 
 
-def check_rank(machine: Machine, op: str, role: str, view: NkiTensor, most: int) -> None:
+def check_rank(caller: Caller, role: str, view: NkiTensor, most: int) -> None:
     """Check that the operand does not have too many dimensions."""
     if len(view.shape) > most:
-        machine.rule(
+        caller.rule(
             OperandError,
-            f"nisa.{op}: {role} {view.name!r} {view.shape} has {len(view.shape)} dimensions, at "
+            f"{role} {view.name!r} {view.shape} has {len(view.shape)} dimensions, at "
             f"most {most}; flatten some",
         )
 
 
-def member(machine: Machine, op: str, role: str, given: Any, members: type[Enum]) -> Enum | None:
+def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum | None:
     """Return the member of an enumeration that a parameter means, or refuse it.
 
     None means `unknown`, and stays None where the enumeration has no such member.
@@ -119,54 +141,51 @@ def member(machine: Machine, op: str, role: str, given: Any, members: type[Enum]
         return members.__members__.get("unknown")
     for known in members:
         if given.__class__ is int and known.value == given:
-            machine.warn(
-                f"nisa.{op}: {role}={given}; NKI 0.3 and newer take nisa.{members.__name__}."
-                f"{known.name}"
+            caller.warn(
+                f"{role}={given}; NKI 0.3 and newer take nisa.{members.__name__}.{known.name}"
             )
             return known
-    raise machine.error(
+    raise caller.error(
         KernelArgumentError,
-        f"nisa.{op}: {role}={given!r:.60}; pass a member of nisa.{members.__name__}, such as "
+        f"{role}={given!r:.60}; pass a member of nisa.{members.__name__}, such as "
         f"nisa.{members.__name__}.{next(iter(members)).name}",
     )
 
 
-def check_conversion(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor) -> None:
+def check_conversion(caller: Caller, dst: NkiTensor, src: NkiTensor) -> None:
     """Refuse to convert x4-packed elements, each of which holds four numbers."""
     if "packed" in (dst.dtype.kind, src.dtype.kind):
-        raise machine.error(
+        raise caller.error(
             OperandError,
-            f"nisa.{op}: src {src.name!r} is {src.dtype}, dst {dst.name!r} {dst.dtype}; x4-packed "
+            f"src {src.name!r} is {src.dtype}, dst {dst.name!r} {dst.dtype}; x4-packed "
             "elements are moved, not converted, make the dtypes equal",
         )
 
 
-def check_pair(
-    machine: Machine, op: str, roles: tuple[str, ...], first: NkiTensor, second: NkiTensor
-) -> None:
+def check_pair(caller: Caller, roles: tuple[str, ...], first: NkiTensor, second: NkiTensor) -> None:
     """Check two inputs that an engine reads at once: not both in PSUM, in SBUF on equal partitions.
 
     The second rule is the hardware's: nki-library's rope.py copies half of a tile for it.
     """
     memories = first.memory, second.memory
     if memories == ("psum", "psum"):
-        raise machine.error(
+        raise caller.error(
             OperandError,
-            f"nisa.{op}: {roles[0]} {first.name!r} and {roles[1]} {second.name!r} are both in "
+            f"{roles[0]} {first.name!r} and {roles[1]} {second.name!r} are both in "
             "PSUM; copy one to SBUF first",
         )
     starts = first.access().partition_start, second.access().partition_start
     if memories == ("sbuf", "sbuf") and starts[0] != starts[1]:
-        machine.rule(
+        caller.rule(
             OperandError,
-            f"nisa.{op}: {roles[0]} {first.name!r} starts at partition {starts[0]} and {roles[1]} "
+            f"{roles[0]} {first.name!r} starts at partition {starts[0]} and {roles[1]} "
             f"{second.name!r} at {starts[1]}; two SBUF inputs start at the same partition, copy "
             "one with nisa.tensor_copy",
         )
 
 
 def indirect_operand(
-    machine: Machine, op: str, role: str, view: NkiTensor, chosen: str, allowed: tuple[str, ...]
+    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: tuple[str, ...]
 ) -> tuple[Access, ...]:
     """Check a view whose address is known at run time only; return the Access of its index.
 
@@ -176,30 +195,30 @@ def indirect_operand(
     assert indirection is not None
     index = indirection.index
     if indirection.kind == "columns":
-        _check_tensor_indirection(machine, op, role, view, index, chosen, allowed)
+        _check_tensor_indirection(caller, role, view, index, chosen, allowed)
     elif index.__class__ is VirtualRegister:
         return ()
-    where = f"nisa.{op}: the index of {role} {view.name!r}"
+    where = f"the index of {role} {view.name!r}"
     if index.__class__ is not NkiTensor:
-        raise machine.error(
+        raise caller.error(
             KernelArgumentError,
             f"{where} is {type(index).__name__}; pass an SBUF tensor or a register",
         )
     if index.memory != "sbuf":
-        raise machine.error(
+        raise caller.error(
             OperandError,
             f"{where}, {index.name!r}, is in {index.memory.upper()}; copy it to SBUF first",
         )
     if index.dtype not in INTEGERS:
-        raise machine.error(
+        raise caller.error(
             OperandError, f"{where}, {index.name!r}, is {index.dtype}; use an integer dtype"
         )
     if indirection.kind == "scalar" and index.size != 1:
-        raise machine.error(
+        raise caller.error(
             OperandError, f"{where} has shape {index.shape}; a scalar offset is one element"
         )
-    if indirection.kind == "vector" and op != "dma_transpose" and index.shape[1:] != (1,):
-        raise machine.error(
+    if indirection.kind == "vector" and caller.op != "dma_transpose" and index.shape[1:] != (1,):
+        raise caller.error(
             OperandError,
             f"{where} has shape {index.shape}; a vector offset is ({view.shape[0]}, 1), one index "
             "per row",
@@ -208,58 +227,57 @@ def indirect_operand(
 
 
 def _check_tensor_indirection(
-    machine: Machine, op: str, role: str, view: NkiTensor, index: NkiTensor, chosen: str,
+    caller: Caller, role: str, view: NkiTensor, index: NkiTensor, chosen: str,
     allowed: tuple[str, ...],
 ) -> None:  # fmt: skip
-    where = f"nisa.{op}: {role} {view.name!r} is an .indirect() view"
+    where = f"{role} {view.name!r} is an .indirect() view"
     if not allowed:
-        raise machine.error(OperandError, f"{where}, which {role} does not take; copy it first")
+        raise caller.error(OperandError, f"{where}, which {role} does not take; copy it first")
     if chosen not in allowed:
-        raise machine.error(
+        raise caller.error(
             OperandError, f"{where}, which {chosen} does not reach; use {' or '.join(allowed)}"
         )
     if role == "dst" and chosen == "scalar" and view.memory == "psum":
-        raise machine.error(
+        raise caller.error(
             OperandError, f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF"
         )
     if index.shape[0] != view.shape[0]:
-        raise machine.error(
+        raise caller.error(
             OperandError,
             f"{where} of {view.shape[0]} partitions with an index of shape {index.shape}; the "
             "index needs as many partitions",
         )
     start = index.access().partition_start
     if start % 32:
-        machine.rule(
+        caller.rule(
             OperandError, f"{where}; its index starts at partition {start}, a multiple of 32"
         )
     if role != "dst" and view.memory == "sbuf" and start != view.access().partition_start:
-        machine.rule(
+        caller.rule(
             OperandError,
             f"{where} that starts at partition {view.access().partition_start}, its index at "
             f"{start}; they must start at the same",
         )
 
 
-def require_present(machine: Machine, what: str) -> None:
+def require_present(caller: Caller, what: str) -> None:
     """Check that the target has an instruction, or a form of one as `absent_forms` names it."""
-    require(machine, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms))
+    require(caller, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms))
 
 
-def require(machine: Machine, what: str, has: Callable[[Target], bool]) -> None:
+def require(caller: Caller, what: str, has: Callable[[Target], bool]) -> None:
     """Check that the target has `what`: an instruction, or a mode of one."""
-    if not has(machine.target):
+    if not has(caller.machine.target):
         needed = oldest_with(has)
-        machine.rule(
+        caller.machine.rule(
             OperandError,
-            f"nisa.{what} needs {needed} or newer, the target is {machine.target.name}; pass "
-            f'target="{needed}"',
+            f"nisa.{what} needs {needed} or newer, the target is {caller.machine.target.name}; "
+            f'pass target="{needed}"',
         )
 
 
 def choose_engine(
-    machine: Machine,
-    op: str,
+    caller: Caller,
     given: Any,
     allowed: tuple[str, ...],
     default: str,
@@ -273,16 +291,16 @@ def choose_engine(
     if given is not None and given is not engine.unknown:
         name = given._name_ if given.__class__ is engine else ""
     if name not in allowed:
-        raise machine.error(
+        raise caller.machine.error(
             OperandError,
-            f"nisa.{op} cannot run on {getattr(given, 'name', given)}; use "
+            f"nisa.{caller.op} cannot run on {getattr(given, 'name', given)}; use "
             f"{', '.join(allowed)} or leave engine unset",
         )
     out_of_reach = [v.name for v in views if v.memory == "psum"] if name == "gpsimd" else []
     if out_of_reach:
-        raise machine.error(
+        raise caller.error(
             OperandError,
-            f"nisa.{op}: GpSimd cannot access PSUM, where {out_of_reach[0]!r} is; use the vector "
+            f"GpSimd cannot access PSUM, where {out_of_reach[0]!r} is; use the vector "
             "engine or copy it to SBUF first",
         )
     return name
@@ -307,7 +325,7 @@ def _same_view(a: Any, b: Any) -> bool:
     return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and _same_view(i.index, j.index)
 
 
-def check_hazard(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
+def check_hazard(caller: Caller, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
     """Refuse an instruction that overwrites an element before it reads it.
 
     streams: elements of src are read in the order in which those of dst are written, so that an
@@ -315,26 +333,26 @@ def check_hazard(machine: Machine, op: str, dst: NkiTensor, src: NkiTensor, stre
         behind the reading position is safe to write, also by a reduction, which reads several
         elements before it writes one. DMAs move elements in no order.
     """
-    in_order = streams and not op.startswith("dma_")
-    if not (streams and _same_view(dst, src)) and _collide(machine, dst, src, in_order):
-        machine.rule(
+    in_order = streams and not caller.op.startswith("dma_")
+    if not (streams and _same_view(dst, src)) and _collide(caller.machine, dst, src, in_order):
+        caller.machine.rule(
             HazardError,
-            f"nisa.{op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements "
-            f"that it still has to read as {src.get_pattern()} at {src.offset}; write to "
+            f"nisa.{caller.op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over "
+            f"elements that it still has to read as {src.get_pattern()} at {src.offset}; write to "
             "another tensor",
         )
 
 
 def check_two_results(
-    machine: Machine, op: str, roles: tuple[str, str], one: NkiTensor, other: NkiTensor
+    caller: Caller, roles: tuple[str, str], one: NkiTensor, other: NkiTensor
 ) -> None:
     """Refuse an instruction that writes two results to one place: no order decides which stays."""
-    if _collide(machine, one, other, False):
-        machine.rule(
+    if _collide(caller.machine, one, other, False):
+        caller.machine.rule(
             HazardError,
-            f"nisa.{op} writes {roles[0]} and {roles[1]} to the same elements of {one.name!r}, "
-            f"{one.get_pattern()} at {one.offset} and {other.get_pattern()} at {other.offset}; "
-            "write one to another tensor",
+            f"nisa.{caller.op} writes {roles[0]} and {roles[1]} to the same elements of "
+            f"{one.name!r}, {one.get_pattern()} at {one.offset} and {other.get_pattern()} at "
+            f"{other.offset}; write one to another tensor",
         )
 
 
@@ -369,15 +387,13 @@ def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool)
     return bool((hit & (write_step < reading)).any())
 
 
-def check_destination(machine: Machine, op: str, dst: NkiTensor) -> None:
+def check_destination(caller: Caller, dst: NkiTensor) -> None:
     """Refuse to write a constant.
 
     A broadcast dst is legal: several elements go to one place and the last one stays.
     """
     if dst.storage.constant:
-        raise machine.error(
-            HazardError, f"nisa.{op}: dst {dst.name!r} is a shared constant; copy it first"
-        )
+        raise caller.error(HazardError, f"dst {dst.name!r} is a shared constant; copy it first")
 
 
 # Shape equations: how the sizes of operands depend on each other
@@ -410,9 +426,7 @@ class Equation:
             + [f"{letter} in {_shown(allowed)}" for letter, allowed in limits.items()]
         )
 
-    def solve(
-        self, machine: Machine, op: str, given: list[tuple[str, NkiTensor]]
-    ) -> dict[str, int]:
+    def solve(self, caller: Caller, given: list[tuple[str, NkiTensor]]) -> dict[str, int]:
         """Return the size of each letter; refuse operands that do not fit together."""
         sizes: dict[str, int] = {}
         fit = True
@@ -425,10 +439,9 @@ class Equation:
         if fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items()):
             return sizes
         shown = ", ".join(f"{role} {view.shape}" for role, view in given if role in self.terms)
-        raise machine.error(
+        raise caller.error(
             OperandError,
-            f"nisa.{op}: shapes {shown} of partitions and elements per partition; they must be "
-            f"{self.says}",
+            f"shapes {shown} of partitions and elements per partition; they must be {self.says}",
         )
 
 

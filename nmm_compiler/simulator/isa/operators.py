@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import UnsupportedInstructionError, closest
-from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.isa.operands import Caller
 
 _F = np.float32
 
@@ -240,7 +240,7 @@ BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}
 _NUMPY_NAMES = {"absolute": "abs", "true_divide": "divide", "max": "maximum", "min": "minimum"}
 
 
-def find_op(machine: Machine, op: Any, instruction: str) -> Op:
+def find_op(caller: Caller, op: Any) -> Op:
     """Return the Op of an `nki.language` function (or NumPy ufunc) given as an operator."""
     try:
         found = op.nki_op
@@ -249,9 +249,9 @@ def find_op(machine: Machine, op: Any, instruction: str) -> Op:
         found = BY_NAME.get(_NUMPY_NAMES.get(name, name))
     if found is None:
         name = getattr(op, "__name__", repr(op))
-        raise machine.error(
+        raise caller.error(
             UnsupportedInstructionError,
-            f"nisa.{instruction}: operator {name!r}{closest(name, BY_NAME)}; see the math "
+            f"operator {name!r}{closest(name, BY_NAME)}; see the math "
             "operators and activation functions of nki.language",
         )
     return found
@@ -270,13 +270,11 @@ class Takes:
     default: str = ""
     kinds: tuple[str, ...] = ()
 
-    def resolve(
-        self, machine: Machine, instruction: str, role: str, given: Any, default: Any
-    ) -> Op | None:
+    def resolve(self, caller: Caller, role: str, given: Any, default: Any) -> Op | None:
         """Return the operator that an argument means; refuse one that the parameter lacks."""
         if given is None and default is None:
             return BY_NAME.get(self.default)
-        found = find_op(machine, given, instruction)
+        found = find_op(caller, given)
         has = getattr(found, self.part or "name") is not None
         if not has and not (self.part == "activation" and found.name == "prelu"):
             problem = _LACKS[self.part]
@@ -286,9 +284,7 @@ class Takes:
             problem = f"not for {role}; {_KINDS[self.kinds]}"
         else:
             return found
-        raise machine.error(
-            UnsupportedInstructionError, f"nisa.{instruction}: nl.{found.name} is {problem}"
-        )
+        raise caller.error(UnsupportedInstructionError, f"nl.{found.name} is {problem}")
 
 
 _BINARY, _TWO = ("arith",), ("arith", "bitvec", "bypass")

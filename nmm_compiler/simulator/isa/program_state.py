@@ -47,7 +47,7 @@ def generator(machine: Machine) -> np.random.Generator:
 )
 def rng(call: Call, dst: Any, engine: Any = engine.vector) -> Steps:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
-    require_present(call.machine, f"rng(engine={call.choose()})")
+    require_present(call, f"rng(engine={call.choose()})")
     yield NO_ATTRIBUTES
     bits = generator(call.machine).integers(0, 1 << 32, dst.shape, np.uint64)
     item = dst.dtype.item_bytes
@@ -71,7 +71,7 @@ def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
 def _check_state(call: Call, view: NkiTensor) -> str:
     """Return the engine whose state a tile holds, after the rules for it."""
     chosen = call.choose()
-    require_present(call.machine, f"{call.op}(engine={chosen})")
+    require_present(call, f"{call.op}(engine={chosen})")
     wanted = 6 if chosen == "gpsimd" else 24
     if view.dtype != "uint32" or view.free_size != wanted:
         raise call.error(
@@ -104,7 +104,7 @@ def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
     """Store an engine's generator state: what was last set, or zeros."""
     machine, chosen = call.machine, _check_state(call, dst)
     if dst.memory == "psum":
-        require_present(machine, "rand_get_state(dst in PSUM)")
+        require_present(call, "rand_get_state(dst in PSUM)")
     yield NO_ATTRIBUTES
     known = machine.accumulators.get("random " + chosen)
     if known is None or known.size != dst.size:
@@ -138,7 +138,7 @@ def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
 def dropout(call: Call, dst: Any, data: Any, prob: Any) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
     if prob.__class__ is NkiTensor and data.dtype not in FLOATS:
-        check_dtype(call.machine, call.op, "prob", prob, FLOAT32)
+        check_dtype(call, "prob", prob, FLOAT32)
     yield NO_ATTRIBUTES
     values = f32(data)
     drop = generator(call.machine).random(values.shape, dtype=F32)

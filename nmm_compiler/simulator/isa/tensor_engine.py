@@ -242,7 +242,7 @@ def _check_double_row(
         raise call.error(
             KernelArgumentError, f"perf_mode={mode!r}; use a member of nisa.matmul_perf_mode"
         )
-    require(call.machine, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
+    require(call, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
     if is_transpose:
         raise call.error(
             OperandError, "perf_mode=double_row with is_transpose; transpose without it"
