@@ -1,9 +1,9 @@
 """Computes which changes make a kernel faster, and by how much.
 
 Each advice is an experiment. The trace of the kernel is timed again with one change, for example
-with rows of 1 KiB or products in bfloat16, and the difference of the two latencies is the gain. A
-change that no kernel can make completely (issuing without cost) gives an upper bound, and the
-advice says "at most". An experiment runs only where the timeline shows what it changes.
+with products in bfloat16, and the difference of the two latencies is the gain. A change that no
+kernel can make completely (rows or issuing without cost) gives an upper bound, and the advice says
+"at most". An experiment runs only where the timeline shows what it changes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from nmm_compiler.report.headline import not_told
 from nmm_compiler.simulator.timing.causes import on_the_path, waits
 from nmm_compiler.simulator.timing.costs import Works
 from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
-from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
+from nmm_compiler.simulator.timing.dma import DmaCost
 from nmm_compiler.simulator.timing.evidence import band_of
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
+_FREE_ISSUE = dict.fromkeys(
+    ("dma_issue_seconds", "dma_issue_descriptor_seconds", "dma_static_issue_seconds",
+     "dma_hardware_issue_seconds"),
+    0.0,
+)  # fmt: skip
+_FREE_ROWS = dict.fromkeys(
+    ("dma_descriptor_seconds", "dma_descriptor_min_seconds", "dma_short_row_seconds"), 0.0
+)
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
 
 
@@ -56,42 +64,9 @@ class Advice(Record):
 
 def advise(timeline: Timeline) -> tuple[Advice, ...]:
     """Return what could be changed, the largest gain first. Times the trace once per experiment."""
-    found = [*_short_rows(timeline), *_without_costs(timeline), *_other_instructions(timeline)]
+    found = [*_without_costs(timeline), *_other_instructions(timeline)]
     worth = [a for a in found if a.gain_us > _SMALLEST_SHARE * timeline.latency_us]
     return tuple(sorted(worth, key=lambda advice: -advice.gain_us))
-
-
-def _short_rows(timeline: Timeline) -> Iterator[Advice]:
-    short: dict[int, int] = {}
-    for instruction, cost in _transfers(timeline):
-        if cost.run_bytes < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
-            line, run = instruction.line, cost.run_bytes
-            short[line] = min(short.get(line, run), run)
-    if short:
-        sizes = sorted({min(short.values()), max(short.values())})
-        seen = f"rows of {' to '.join(map(str, sizes))} B"
-        again = time_trace(timeline.trace, timeline.target, dma_costs=_WideRows(timeline.target))
-        yield _advice(timeline, again, seen, "1 KiB rows", short)
-
-
-class _WideRows(DmaCosts):
-    """The same bytes in runs of at least 1 KiB, moved by as many fewer DMAs.
-
-    Four DMAs with rows of 256 B become one, so that each is a quarter of a start.
-    """
-
-    def _row_bytes(self, run: int, moved: int) -> int:
-        return max(run, min(WIDE_ROW_BYTES, moved))
-
-    def _compute(
-        self, instruction: Instruction, mode: str, transpose: bool, issuer: str
-    ) -> DmaCost:
-        cost = super()._compute(instruction, mode, transpose, issuer)
-        if transpose:
-            return cost
-        joined = min(DmaCosts(self.target).cost(instruction).run_bytes / WIDE_ROW_BYTES, 1.0)
-        start_us = self._issue(mode, issuer, 0)[1] * 1e6
-        return dataclasses.replace(cost, issue_us=cost.issue_us - (1.0 - joined) * start_us)
 
 
 def _without_costs(timeline: Timeline) -> Iterator[Advice]:
@@ -102,13 +77,18 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
         again = time_trace(trace, dataclasses.replace(target, **free))
         return _advice(timeline, again, seen, remedy, lines, at_most=True)
 
+    short: dict[int, int] = {}
+    for instruction, cost in _transfers(timeline):
+        if cost.run_bytes < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
+            line, run = instruction.line, cost.run_bytes
+            short[line] = min(short.get(line, run), run)
+    if short:
+        sizes = sorted({min(short.values()), max(short.values())})
+        seen = f"rows of {' to '.join(map(str, sizes))} B"
+        yield bound(seen, "1 KiB rows", short, **_FREE_ISSUE, **_FREE_ROWS)
     if on_the_path(timeline, ("issue", "queue")):
         lines = [trace.instructions[t.index].line for t in timeline.transfers]
-        yield bound(
-            f"issuing {len(lines)} DMAs", "fewer, larger ones", lines, dma_issue_seconds=0.0,
-            dma_issue_descriptor_seconds=0.0, dma_static_issue_seconds=0.0,
-            dma_hardware_issue_seconds=0.0,
-        )  # fmt: skip
+        yield bound(f"issuing {len(lines)} DMAs", "fewer, larger ones", lines, **_FREE_ISSUE)
     if trace.loop_edges:
         edges = [at for at in trace.loop_edges if at < len(trace.instructions)]
         yield _advice(
@@ -204,7 +184,7 @@ def _changed(
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[Instruction, DmaCost]]:
-    works = Works(timeline.target, DmaCosts(timeline.target))
+    works = Works(timeline.target)
     for transfer in timeline.transfers:
         instruction = timeline.trace.instructions[transfer.index]
         cost = (works.kinds.get(instruction.kind) or works.find(instruction)).dma

@@ -158,8 +158,8 @@ class Works:
     kinds: by `Instruction.kind`; what is not there, `find` works out.
     """
 
-    def __init__(self, target: Target, dma_costs: DmaCosts) -> None:
-        self.target, self.dma_costs = target, dma_costs
+    def __init__(self, target: Target) -> None:
+        self.target, self.dma_costs = target, DmaCosts(target)
         self.costs = ComputeCosts(target)
         self.kinds: dict[int, Work] = {}
 

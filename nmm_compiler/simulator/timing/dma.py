@@ -85,8 +85,7 @@ class DmaCosts:
         moved = max(read_bytes, write_bytes, 1)
         # rows of one partition end a run on chip
         runs_of = [contiguous_run(a.pattern, a.item_bytes) for a in (*reads, *writes)]
-        run = self._row_bytes(min(runs_of, default=1), moved)
-        run = max(1, min(run, _LARGEST_DESCRIPTOR_BYTES))
+        run = max(1, min(*runs_of, _LARGEST_DESCRIPTOR_BYTES))
         descriptors = max(1, -(-moved // run))
         rate = target.dma_bytes_per_second_per_engine
         if hbm_read or hbm_write:
@@ -133,10 +132,6 @@ class DmaCosts:
             gpsimd_us=target.dma_software_gpsimd_seconds * _US if by_gpsimd else 0.0,
             stores=all(a.memory == "hbm" for a in writes),
         )
-
-    def _row_bytes(self, run: int, moved: int) -> int:
-        """Return the contiguous bytes to count with, of a transfer of `moved`; for experiments."""
-        return run
 
     def _issue(self, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
         """Return the resource that issues and the seconds it needs.

@@ -36,7 +36,7 @@ from nmm_compiler.simulator.timing.dependence import (
     Waited,
     wake_table,
 )
-from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts, DmaEngines
+from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
@@ -105,20 +105,17 @@ class Timeline:
         return self.placed.get(index, self.trace.instructions[index].engine)
 
 
-def time_trace(
-    trace: Trace, target: Target, *, reorder: bool = True, dma_costs: DmaCosts | None = None
-) -> Timeline:
+def time_trace(trace: Trace, target: Target, *, reorder: bool = True) -> Timeline:
     """Return when each instruction of `trace` runs on `target`.
 
     reorder: the compiler's scheduler may move independent instructions and DMAs across each other
         (nki.language.no_reorder: it is free to, outside of such a block); False keeps program
         order on each engine and on each queue.
-    dma_costs: what DMAs cost, for experiments; by default what they cost on the target.
 
     The garbage collector is off meanwhile: the pass makes few cycles, and scanning a trace of
     100,000 instructions takes longer than timing it.
     """
-    return time_traces([trace], target, reorder=reorder, dma_costs=dma_costs)[0]
+    return time_traces([trace], target, reorder=reorder)[0]
 
 
 def time_traces(
@@ -126,11 +123,10 @@ def time_traces(
     target: Target,
     *,
     reorder: bool = True,
-    dma_costs: DmaCosts | None = None,
 ) -> list[Timeline]:
     """Return the timelines of the programs of a grid, which wait for each other at barriers."""
     with collector_held_off():
-        walks = [_Pass(trace, target, reorder, dma_costs or DmaCosts(target)) for trace in traces]
+        walks = [_Pass(trace, target, reorder) for trace in traces]
         running = [(walk, walk.run()) for walk in walks]
         while running:
             arrived = []
@@ -169,9 +165,9 @@ def collector_held_off() -> Iterator[None]:
 class _Pass:
     """State of one walk over a trace."""
 
-    def __init__(self, trace: Trace, target: Target, reorder: bool, dma_costs: DmaCosts) -> None:
+    def __init__(self, trace: Trace, target: Target, reorder: bool) -> None:
         self.trace, self.target, self.reorder = trace, target, reorder
-        self.works = Works(target, dma_costs)
+        self.works = Works(target)
         self.dependences = Dependences(trace, target, self._book, self._settle, reorder)
         count = len(trace.instructions)
         self.start = [0.0] * count
