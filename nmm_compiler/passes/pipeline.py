@@ -36,15 +36,15 @@ from nmm_compiler.options import Options, dump_directory
 from nmm_compiler.passes import rules
 from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform
 from nmm_compiler.passes.emit.calls import Call
-from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, settle_strides
+from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Leaf, Product
+from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Leaf, Product, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
-from nmm_compiler.passes.layout import LAYOUT, Pointwise, assign_layouts, count_transposes
+from nmm_compiler.passes.layout import assign_layouts, count_transposes
 from nmm_compiler.passes.patterns import PatternRule
 from nmm_compiler.passes.result import Explanation, RewriteResult, RuleCount, opportunities
 from nmm_compiler.passes.rules.adapters import Adapters
@@ -85,7 +85,6 @@ class Attempt:
     later: tuple[Rule, ...] = ()
     c: Canonical = dataclasses.field(init=False)
     matches: list[Match] = dataclasses.field(default_factory=list)
-    turned: list[Pointwise] = dataclasses.field(default_factory=list)
     editor: Editor = dataclasses.field(init=False)
     dropped: bool = False
     findings: Iterable[str] = ()
@@ -94,6 +93,11 @@ class Attempt:
     def built_in(self) -> bool:
         """Return whether the rules at work are the package's own."""
         return self.faults.is_built_in(self.rules[0])
+
+    @property
+    def taken(self) -> set[fx.Node]:
+        """Return the nodes that the matches take over."""
+        return {node for match in self.matches for node in match.nodes}
 
     @property
     def makes_calls(self) -> bool:
@@ -159,48 +163,33 @@ class Attempt:
 
     def lay_out(self) -> None:
         """Give every tensor between calls a layout; built-in rules only."""
-        self.turned, self.findings = [], ()
-        if self.makes_calls:
-            choices, self.turned = assign_layouts(self.c, self.matches)
-            self.result.layouts += choices
-            self.result.transposes_before += count_transposes(self.c)
-            self.findings = map(str, choices)
         self.result.matches += self.matches
+        self.findings = (f"{r.final.name}: {r.out_layout}" for call in _calls(self)
+                         for r in call.results())  # fmt: skip
         if self.makes_calls:
-            taken = {n for match in self.matches for n in match.nodes}
-            self.result.opportunities += opportunities(self.c, taken)
+            assign_layouts(self.c, self.matches)
+            self.result.transposes_before += count_transposes(self.c)
+            self.result.opportunities += opportunities(self.c, self.taken)
 
     def emit(self) -> None:
         """Change the graph once, and erase nodes without readers; set `dropped` if a place
         failed."""
         c = self.c
         read = {n for n in c.graph.nodes if n.users and is_pure(n, c.effects)}
-        self.editor = Editor(c, value_key(self.module.graph), self.options)
-        self.dropped = not self._emit_all(c, self.editor, self.rules, [*self.matches, *self.turned])
+        self.editor = Editor(c, value_key(self.module.graph), self.options, self.taken)
+        self.dropped = not self._emit_all(c, self.editor, self.rules)
         if self.dropped:
             return
-        taken = {n for match in self.matches for n in match.nodes}
-        taken |= {operation.node for operation in self.turned}
-        self.editor.erase(taken | read | set(self.editor.added))
+        self.editor.erase(self.taken | read | set(self.editor.added))
         new = {old.name: one.name for old, one in self.editor.replaced.items()}
         for match in self.result.matches:
             if match not in self.matches:  # an earlier one, whose call may have been replaced
                 match.emitted = tuple((old, new.get(made, made)) for old, made in match.emitted)
         replaced = self.editor.replaced.items()
         self.findings = (f"{old.name} -> {new.name}" for old, new in replaced)
-
-    def settle_strides(self) -> None:
-        """Restore the original strides of results whose readers depend on strides."""
-        restrided = [node.name for node in self.editor.restrided]
-        graph = self.path.rstrip(".")
-        for node in settle_strides(self.editor):
-            terms = _terms(self.c, frozenset((node,)))
-            if terms:
-                self.result.reordered.append((graph, node.name, terms))
-        self.findings = restrided
         if self.makes_calls:
-            read_added(self.c)
-            self.result.transposes_after += count_transposes(self.c)
+            read_added(c)
+            self.result.transposes_after += count_transposes(c)
 
     def lint(self) -> None:
         """Lint the graph and keep its values for the next rules; BrokenRuleError for a user's."""
@@ -213,48 +202,35 @@ class Attempt:
         self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
         self.findings = ()
 
-    def _emit_all(
-        self,
-        c: Canonical,
-        editor: Editor,
-        rules: tuple[Rule, ...],
-        steps: list[Match | Pointwise],
-    ) -> bool:
+    def _emit_all(self, c: Canonical, editor: Editor, rules: tuple[Rule, ...]) -> bool:
         by_name = {rule.name: rule for rule in rules}
         position = c.effects.position
-        for step in sorted(steps, key=lambda step: position[step.node]):
-            if isinstance(step, Match) and not step.rewritten:
+        for match in sorted(self.matches, key=lambda match: position[match.node]):
+            if not match.rewritten:
                 continue
-            editor.at = step.node
-            rule = LAYOUT if isinstance(step, Pointwise) else by_name[step.rule]
+            editor.at = match.node
+            rule = by_name[match.rule]
             done = False
-            with self.faults.guard("emitting", step.node, rule):
+            with self.faults.guard("emitting", match.node, rule):
                 try:
-                    if isinstance(step, Pointwise):
-                        step.replace(c, editor)
-                    else:
-                        _emit(c, editor, step, by_name[step.rule])
+                    _emit(c, editor, match, rule)
                 except NotEmittedError as error:
-                    place = _place(step)
-                    why = Declined.of(place[0], error.refusal, step.node)
+                    why = Declined.of(rule.name, error.refusal, match.node)
                     self.refused.append(dataclasses.replace(why, graph=self.path.rstrip(".")))
-                    self.faults.refuse(*place)
+                    self.faults.refuse(rule.name, *_places(match))
                     return False
                 done = True
             if not done:
-                self.faults.drop(*_place(step))
+                self.faults.drop(rule.name, *_places(match))
                 return False
         return True
 
 
-def _place(step: Match | Pointwise) -> tuple[str, ...]:
-    """Return the rule of a step and the names of the nodes at which the next attempt would meet
-    it."""
-    if isinstance(step, Pointwise):
-        return (LAYOUT, step.node.name)
-    call = step.data
+def _places(match: Match) -> list[str]:
+    """Return the names of the nodes at which the next attempt would meet a match."""
+    call = match.data
     results = call.results() if isinstance(call, Call) else ()
-    return (step.rule, step.name, *(one.final.name for one in results))
+    return [match.name, *(one.final.name for one in results)]
 
 
 def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
@@ -274,7 +250,7 @@ def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     call = match.data
     before = len(editor.added)
     new = rule.rewrite(c, match, editor)
-    if not isinstance(call, Call) or not call.unread:  # else it has no reader in this order
+    if not isinstance(call, Call) or not call.results()[0].unread:
         _check_replacement(c, match.node, new)
         editor.replace(match.node, new)
     finals = [one.final for one in call.results()] if isinstance(call, Call) else [match.node]
@@ -431,18 +407,12 @@ def _calls(attempt: Attempt) -> Iterator[Call]:
 
 
 def layouts_agree(attempt: Attempt) -> None:
-    """A call that reads [features, tokens] gets such a result; only those have transposed
-    readers."""
-    results: list[Call | Pointwise] = [r for call in _calls(attempt) for r in call.results()]
-    results += attempt.turned
-    made: dict[Any, Call | Pointwise] = {one.final: one for one in results}
-    for one in results:
-        if one.out_layout == "row" and (one.direct or one.unread):
-            raise ValueError(f"{one.final.name} is [tokens, features] and read as the transpose")
+    """A call that reads [features, tokens] gets such a result."""
+    made = {one.final: one for call in _calls(attempt) for one in call.results()}
     for call in _calls(attempt):
-        if not call.is_whole and (call.out_layout != "row" or call.direct or call.unread):
+        if not call.is_whole and call.out_layout != "row":
             raise ValueError(f"{call.final.name} is turned, and changed outside of its kernel")
-        source = made.get(attempt.c.base(call.source.key)[0])
+        source = made.get(owner_of(attempt.c.base(call.source.key)[0]))
         given = call.source.is_col() or (source is not None and source.out_layout == "col")
         if call.x_layout == "col" and not given:
             raise ValueError(f"{call.final.name} reads x as the transpose that nothing makes")
@@ -544,8 +514,6 @@ PASSES: tuple[Pass, ...] = (
     Pass("combine", Attempt.combine, matches_are_apart),
     Pass("layout", Attempt.lay_out, layouts_agree),
     Pass("emit", Attempt.emit, values_agree),
-    # After emit: it follows changed strides forward through the whole of the new graph.
-    Pass("strides", Attempt.settle_strides, added_nodes_are_read),
     Pass("lint", Attempt.lint, added_nodes_are_read),
 )
 """The steps of a rewrite, in order: the built-in rules that make calls at once, then each of those

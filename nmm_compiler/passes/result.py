@@ -320,7 +320,7 @@ _BREAKS = (
     "the model has {} graphs: a chain with its products in two of them is not found; "
     "TORCH_LOGS=graph_breaks says where and why Dynamo broke"
 )
-# Places and layouts that a report names before it counts the rest.
+# Places that a report names before it counts the rest.
 _SHOWN = 3
 
 
@@ -329,8 +329,7 @@ class RewriteResult(Shown):
     """A rewritten graph with its matches and refusals.
 
     graph_module is a new GraphModule that shares parameters with the original. rules: what became
-    of the places of each rule of the user, by its name. reordered: products that stayed and read an
-    operand in another memory order now, so that they may sum in another order: graph, node, terms.
+    of the places of each rule of the user, by its name.
     """
 
     graph_module: fx.GraphModule
@@ -339,11 +338,9 @@ class RewriteResult(Shown):
     opportunities: list[Opportunity] = field(default_factory=list)
     original: Any = None
     program: Any = None
-    layouts: list[Any] = field(default_factory=list)
     transposes_before: int = 0
     transposes_after: int = 0
     rules: dict[str, RuleCount] = field(default_factory=dict)
-    reordered: list[tuple[str, str, int]] = field(default_factory=list)
     target: str = "trn2"
 
     def check(self, *inputs: Any, **keywords: Any) -> float:
@@ -352,16 +349,13 @@ class RewriteResult(Shown):
         Return the largest error as a fraction of the bound, which is derived from dtypes and
         contraction lengths (`verify`). Raises VerificationError, ModelError.
         """
-        both = self.original, self.graph_module
-        return verify.check(*both, self.rewritten, inputs, keywords, self.reordered)
+        return verify.check(self.original, self.graph_module, self.rewritten, inputs, keywords)
 
     def add(self, part: RewriteResult) -> None:
         """Add what was found in one of the graphs."""
         self.matches += part.matches
         self.declined += part.declined
         self.opportunities += part.opportunities
-        self.layouts += part.layouts
-        self.reordered += part.reordered
         self.transposes_before += part.transposes_before
         self.transposes_after += part.transposes_after
         for name, count in part.rules.items():
@@ -407,7 +401,6 @@ class RewriteResult(Shown):
             "matches": [m.to_dict() for m in self.matches],
             "declined": [d.to_dict() for d in self.declined],
             "opportunities": [o.to_dict() for o in self.opportunities],
-            "layouts": [str(choice) for choice in self.layouts],
             "transposes": {"before": self.transposes_before, "after": self.transposes_after},
             "rules": [dataclasses.asdict(count) for count in self.rules.values()],
         }
@@ -613,30 +606,19 @@ def slower_than_dense(match: Match) -> str:
 
 
 def _layouts(result: RewriteResult) -> list[Part]:
-    """Return where transposes are left and their cost, in elements moved per token."""
+    """Return how many results stay turned, and what transposes of x are left in kernels."""
     calls = [m.info for m in result.rewritten if "x_layout" in m.info]
     rows = [info for info in calls if info["x_layout"] == "row"]
-    turned = [choice for choice in result.layouts if choice.layout == "col"]
-    left = [c for c in result.layouts if min(c.row_cost, c.col_cost) > 0]
+    turned = sum(info["out_layout"].split(",").count("col") for info in calls)
     lines = []
     if turned:
-        through = sum(choice.through for choice in turned)
-        more = f", {through} pointwise operations between them turned with it" if through else ""
-        count = f"{len(turned)} result{'s' * (len(turned) > 1)}"
-        lines.append(f"{count} passed [features, tokens] from kernel to kernel{more}")
+        lines.append(f"{counted(turned, 'result')} made [features, tokens]")
     if rows:
         elements = sum(int(info["k"]) for info in rows)
         lines.append(
             f"{len(rows)} of {counted(len(calls), 'call')}: x is read [tokens, features] and "
             f"transposed by the load, {elements:,} elements per token"
         )
-    for choice in left[:_SHOWN]:
-        lines.append(
-            f"{choice.node} stays {choice.layout}: row costs {choice.row_cost:,} elements moved "
-            f"per token, col {choice.col_cost:,}"
-        )
-    if len(left) > _SHOWN:
-        lines.append(f"and {len(left) - _SHOWN} more such results (result.layouts)")
     return [Section("layouts", tuple(map(Line, lines)))] if lines else []
 
 

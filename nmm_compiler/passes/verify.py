@@ -2,10 +2,9 @@
 
 The tolerance is measured in the graph itself. A match may move roundings, so its result gets noise
 of their size, u = half an ulp of its dtype per operation and half an ulp of float32 per term of its
-contractions, times its largest element. A product that stayed but reads an operand in another
-memory order gets the same noise. The original runs again with the noise, and outputs may move by
-`_MARGIN` times what it moves them. So a deep or badly conditioned graph gets a large tolerance, and
-a flat one a small one.
+contractions, times its largest element. The original runs again with the noise, and outputs may
+move by `_MARGIN` times what it moves them. So a deep or badly conditioned graph gets a large
+tolerance, and a flat one a small one.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ def check(
     matches: Sequence[Match],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    reordered: Sequence[tuple[str, str, int]] = (),
 ) -> float:
     """Compare both graphs; return the largest error as a fraction of what is allowed.
 
-    matches: those that were rewritten. args and kwargs: a call's arguments. reordered: graph, node
-    and terms of other products that may sum in another order.
+    matches: those that were rewritten. args and kwargs: a call's arguments.
     Inputs, parameters and buffers are as before when it returns, random numbers too. Raises
     VerificationError for a difference, ModelError for inputs without data.
     """
@@ -56,11 +53,6 @@ def check(
         raise no_real_inputs(next(v for v in inputs if not is_real(v)))
     places = _places(matches, before.graph)
     wanted = {name: name for name in places}
-    for path, node, terms in reordered:
-        callers = _callers(before.graph, path.split(".")[0]) if path else []
-        for name in [caller.name for caller in callers] if path else [node]:
-            steps, length = places.get(name, (0, 0))
-            places[name] = (steps + 1, length + terms)
     emitted = {old: new for match in matches for old, new in match.emitted}
     writes = any(graph_writes(graph) or _counts(graph) for graph in (before, after))
     first = _Run(before, wanted).start(inputs, writes)

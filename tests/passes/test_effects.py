@@ -1,7 +1,6 @@
 """What a node writes, and what moving across it would change."""
 
 import operator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._higher_order_ops.wrap import wrap
 
-from nmm_compiler.passes import layout
 from nmm_compiler.passes.graph.effects import (
     ANYTHING,
     Effects,
@@ -126,7 +124,6 @@ def test_a_write_to_memory_of_which_nothing_is_known_may_be_to_any():
     start, end = effects.position[nodes["h"]], effects.position[nodes["y"]]
     assert effects.crossed_write(start, end, [nodes["h"]]) is not None
     assert effects.is_written(nodes["h"])
-    assert layout.is_written(SimpleNamespace(effects=effects), [nodes["h"]])
 
 
 def test_an_edge_is_seen_wherever_it_stands_between():

@@ -43,11 +43,10 @@ def breaks(function, when=lambda *args: True, at="before"):
 
 
 def final(name):
-    """Say whether a call or a region ends at a node."""
+    """Say whether a call ends at a node."""
 
     def hit(call, *_):
-        value = call.values[0] if isinstance(call, layout.Region) else call
-        return getattr(value, "final", value).name == name
+        return call.final.name == name
 
     return hit
 
@@ -64,16 +63,11 @@ FAULTS = {
         LowRank, "check", {"when": lambda r, c, k: k[0].name[:3] == "q_b"}, ["lowrank"] * 2,
     ),
     "joining": (SharedX, "combine", {}, ["lowrank"] * 3),
-    "growing layout": (layout, "_read", {}, ["shared_x", "lowrank"]),
     "absorbing": (layout, "_absorb_transpose", {}, ["shared_x", "lowrank"]),
     "layout": (layout, "_decide", {"when": second(final("p_b"))}, ["shared_x", "lowrank"]),
     "emission": (calls.LowRankCall, "emit", {"when": final("s_b"), "at": "after"}, ["shared_x"]),
     "emission of a group": (calls.SharedCall, "emit", {"at": "after"}, ["lowrank"] * 3),
     "emission before": (calls.LowRankCall, "emit", {}, ["shared_x"]),
-    "emission of a pointwise operation": (
-        layout.Pointwise, "emit", {"when": final("tanh"), "at": "after"}, ["shared_x", "lowrank"],
-    ),
-    "strides": (pipeline, "settle_strides", {"when": lambda e: e.restrided}, []),
     "lint": (fx.Graph, "lint", {"when": lambda g: _rewritten(g) > 1}, []),
 }  # fmt: skip
 

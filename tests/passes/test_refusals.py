@@ -182,24 +182,6 @@ def pair(x, a, b):
     return F.linear(F.linear(x, a), b)
 
 
-# -- layouts: a transpose in the graph costs three of the DMA's ---------------------------------
-
-
-def test_two_readers_by_dma_are_cheaper_than_one_transpose_in_the_graph():
-    """Two chains read y transposed by their DMA (2 n); y in "col" leaves a transpose (3 n)."""
-
-    def f(p, x):
-        y = pair(x, p.a, p.b)
-        return pair(y, p.c, p.d), pair(y, p.e, p.f).relu(), y.cumsum(-1)
-
-    shapes = {"a": (3, 32), "b": (24, 3), "c": (3, 24), "d": (16, 3), "e": (2, 24), "f": (40, 2)}
-    result = run(graph_of(f, **shapes), (torch.randn(6, 32),), {"rules": ["-shared_x"]})
-    assert len(result.rewritten) == 3
-    choice = next(c for c in result.layouts if c.col_cost)
-    assert (choice.layout, choice.row_cost, choice.col_cost) == ("row", 2 * 24, 3 * 24)
-    assert result.transposes_after == 0
-
-
 # -- cost: factors that are as large as the dense matrix are none -------------------------------
 
 

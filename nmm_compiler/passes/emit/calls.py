@@ -287,11 +287,8 @@ def feature_axis(size: int) -> Dim:
     return () if size == 1 else (Atom(FEATURE, size, 1),)
 
 
-def source_over_raw(c: Canonical, made: Any, source: Source) -> Source | None:
-    """Return a reader's x as a [features, tokens] result, None when it does not fit.
-
-    made: a Call or a pointwise operation of a region.
-    """
+def source_over_raw(c: Canonical, made: Call, source: Source) -> Source | None:
+    """Return a reader's x as the [features, tokens] result of a call, None when it does not fit."""
     base, view = c.base(source.key)
     if base is not made.final or made.n != source.k:
         return None
@@ -466,8 +463,7 @@ def fold(
 class Call:
     """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
 
-    unread: no node reads the result in the graph's own order. direct: transposed views of the
-    result, with their dims, that are equal to the kernel's result. kept: how it reads weights of
+    unread: calls that read the result as "col" are all that reads it. kept: how it reads weights of
     eight bits; base: whether they are a dense weight beside plain factors.
     """
 
@@ -482,7 +478,6 @@ class Call:
     covered: frozenset[fx.Node] = frozenset()
     many: bool = False
     unread: bool = False
-    direct: tuple[tuple[fx.Node, Dims], ...] = ()
     kept: Kept = PLAIN
     base: bool = False
 
@@ -558,7 +553,9 @@ class Call:
     def finish(self, editor: Editor, y: fx.Node, want: Dims) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces."""
         editor.raw[self.final] = (self, y)
-        return settle(self, editor, y, self.final, self.result_dims(self.n), want)
+        if self.unread:
+            return y
+        return editor.like(editor.arrange(y, self.result_dims(self.n), want), self.final)
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
@@ -633,20 +630,6 @@ def _check_placements(editor: Editor, node: fx.Node, call: Call) -> None:
                     one.final,
                 )
             )
-
-
-def settle(
-    made: Any, editor: Editor, y: fx.Node, final: fx.Node, have: Dims, want: Dims
-) -> fx.Node:
-    """Return the value for readers of `final`; views that equal `y` are replaced by it.
-
-    made: a Call or a pointwise operation of a region, whose result `y` has the dimensions `have`.
-    """
-    for value, dims in made.direct:
-        editor.replace(value, editor.like(editor.arrange(y, have, dims), value))
-    if made.unread:
-        return y
-    return editor.like(editor.arrange(y, have, want), final)
 
 
 @dataclass
@@ -911,7 +894,6 @@ class SharedCall(Call):
         for member, result in zip(self.members[1:], results[1:], strict=True):
             if not member.unread:
                 editor.replace(member.final, result)
-        self.unread = self.members[0].unread
         return results[0]
 
     def results(self) -> tuple[Call, ...]:

@@ -4,12 +4,9 @@ Every new node gets the metadata of the node that it replaces and a value of its
 graph's key ("example_value" in Dynamo graphs, else "val"). Rearrangements are emitted from `Dims`:
 a reshape to atoms, a permutation, a reshape to the wanted dimensions, each only when needed.
 
-Results keep the strides that the original graph gave them, where a reader depends on them. A fused
-call may return a contiguous result where the model's was transposed. Few readers inside the graph
-depend on strides, but pointwise operations pass strides on, a later `view` may need them, and so
-may the caller that gets a returned tensor. So `settle_strides` follows the change forward on fake
-tensors, until an operation returns its original strides. Where the change reaches the output, an
-operation that fails on it, or one that cannot run on fakes, one copy restores the old strides.
+Results keep the strides that the original graph gave them, unless calls of ours are all that reads
+them. A fused call may return a contiguous result where the model's was transposed: a copy restores
+the old strides.
 """
 
 from __future__ import annotations
@@ -21,18 +18,18 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.chains.safety import Refusal, readings
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Virtual
 from nmm_compiler.passes.graph.effects import fetch_attribute
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import Atom, Dims, Size, is_contiguous
+from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
 aten = torch.ops.aten
 # Marks products that a rewrite emitted to join weights, so that a second run leaves them alone.
 WEIGHT_ONLY = "nmm_weight_only"
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
-# Readers that depend on strides: for these a replaced value keeps its original strides.
+# Views that are not possible in every memory order, and readers of it.
 STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"})
 
 
@@ -47,12 +44,12 @@ class NotEmittedError(Exception):
 class Editor:
     """Adds nodes before `at`, the node that they replace.
 
-    values maps nodes to metadata tensors; new nodes enter it. `rule` marks what a rule added.
+    taken: the nodes that go, as matches take them over.
     """
 
-    def __init__(self, c: Canonical, value_key: str, options: Any) -> None:
+    def __init__(self, c: Canonical, value_key: str, options: Any, taken: set[fx.Node]) -> None:
         self.c, self.graph, self.module = c, c.graph, c.module
-        self.value_key, self.options = value_key, options
+        self.value_key, self.options, self.taken = value_key, options, taken
         self._at: fx.Node | None = None
         # The dtype in which `at` computes: other operands are cast to it, as autocast does.
         self.dtype: torch.dtype | None = None
@@ -61,8 +58,6 @@ class Editor:
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.raw: dict[fx.Node, Any] = {}
-        # Results whose strides are not those of the value they replace, with that value.
-        self.restrided: dict[fx.Node, torch.Tensor] = {}
         self._attributes: dict[str, fx.Node] = {}
 
     @property
@@ -118,15 +113,6 @@ class Editor:
         """Record a node behind `at`: nodes that read it go there too."""
         if self._after and node.prev in self._after:
             self._after[node] = None
-
-    def again(self, node: fx.Node, operands: dict[fx.Node, fx.Node], meta_value: Any) -> fx.Node:
-        """Add a node that computes what `node` does, on other operands."""
-        assert self.at is not None
-        new = operands | {self.node(old): to for old, to in operands.items()}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: new.get(a, a))
-        with self.graph.inserting_before(self.at):
-            made = self.graph.create_node(node.op, node.target, args, kwargs)
-        return self._described(made, node, meta_value)
 
     def node(self, key: Key) -> fx.Node:
         """Return the fx node of a value, adding a `get_attr` for a called module's parameter."""
@@ -262,23 +248,16 @@ class Editor:
         return self.reshape(node, views.shape_of(want))
 
     def like(self, node: fx.Node, original: fx.Node) -> fx.Node:
-        """Give a value the strides that direct readers of the original depend on.
-
-        Without such a reader the strides may differ for now, and `strides.settle_strides` restores
-        them where needed. A value that is written later gets its strides here, since a later copy
-        would miss the write.
-        """
+        """Give a value the strides of the original, unless only calls of ours read it."""
         new, old = self.c.values[node], self.c.values[original]
         if stride_key(new) == stride_key(old):
             return node
-        strict = any(
-            target_name(user) in STRIDE_READERS or (user.op == "call_module")
-            for user in original.users
-        ) or self.c.effects.is_written(original)
-        if not strict and (views.is_contiguous(new) or not views.is_contiguous(old)):
-            self.restrided[node] = old
-            return node
-        return self.restride(node, old)
+        for value, reader in readings(self.c, original):
+            strict = value is not original and target_name(value) in STRIDE_READERS
+            call = reader in self.taken or (target_name(reader) or "").startswith("nmm::")
+            if strict or not call or self.c.effects.is_written(original):
+                return self.restride(node, old)
+        return node
 
     def restride(self, node: fx.Node, old: torch.Tensor) -> fx.Node:
         """Copy a value into the memory order of another of its shape."""
@@ -363,80 +342,3 @@ def _split(atom: Atom, cuts: set[Size]) -> list[Atom]:
             upper, lower = Atom(atom.axis, above, cut), Atom(atom.axis, below, atom.inner)
             return [*_split(upper, cuts), *_split(lower, cuts)]
     return [atom]
-
-
-# Their result depends on the memory order, so that has to be the original one. A view is no such
-# reader: it returns the same values in every order in which it is possible.
-_ORDER_READERS = STRIDE_READERS - {"view", "view_as"}
-
-
-def settle_strides(editor: Editor) -> list[fx.Node]:
-    """Restore strides where readers depend on them; return the nodes that read other ones now."""
-    if not editor.restrided:
-        return []
-    readers: list[fx.Node] = []
-    values, key = editor.c.values, editor.value_key
-    # For each value whose strides differ now: the value that it had in the original graph.
-    changed: dict[fx.Node, torch.Tensor] = dict(editor.restrided)
-    restored: dict[fx.Node, fx.Node] = {}
-    for node in list(editor.graph.nodes):
-        touched = [n for n in node.all_input_nodes if n in changed]
-        if not touched or node in changed:
-            continue
-        old = values.get(node)
-        new = None if node.op == "output" else _again(node, values)
-        if new is None or not _same_kind(old, new):
-            for operand in touched:
-                if operand not in restored:
-                    editor.at = node
-                    restored[operand] = editor.restride(operand, changed[operand])
-                node.replace_input_with(operand, restored[operand])
-            continue
-        readers.append(node)
-        if isinstance(old, torch.Tensor) and stride_key(new) != stride_key(old):
-            node.meta[key] = values[node] = new
-            if editor.c.effects.is_written(node):
-                _restore_here(editor, node, old)  # a copy further on would miss the write
-            else:
-                changed[node] = old
-    return readers
-
-
-def _restore_here(editor: Editor, node: fx.Node, old: torch.Tensor) -> None:
-    """Let every reader of a value read it in its old strides."""
-    readers = list(node.users)
-    editor.at = node.next
-    copy = editor.restride(node, old)
-    for reader in readers:
-        reader.replace_input_with(node, copy)
-
-
-def _same_kind(old: Any, new: Any) -> bool:
-    """Return whether the pass can follow: a tensor, or several whose strides did not change."""
-    if isinstance(old, (tuple, list)) and isinstance(new, (tuple, list)):
-        pairs = [(a, b) for a, b in zip(old, new, strict=False) if isinstance(a, torch.Tensor)]
-        return all(isinstance(b, torch.Tensor) and stride_key(a) == stride_key(b) for a, b in pairs)
-    return isinstance(old, torch.Tensor) == isinstance(new, torch.Tensor)
-
-
-def _again(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Return a node's value for the current strides of its operands, None when it is unknown."""
-    if node.op not in ("call_function", "call_method"):
-        return None
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return None
-    given: Any = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n))
-    args, kwargs = given
-    if target_name(node) in _ORDER_READERS:
-        return None
-    if target_name(node) in STRIDE_READERS:
-        viewed = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
-        if viewed is None or not is_contiguous(viewed):
-            return None
-    try:
-        with torch.no_grad():
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # an operation that fakes cannot run
-        return None

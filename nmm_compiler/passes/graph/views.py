@@ -63,14 +63,6 @@ def strides_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     return tuple(map(as_size, tensor.stride()))
 
 
-def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is certainly row-major, without a guard on a symbolic size."""
-    sizes = sizes_of(tensor)
-    real = [i for i, size in enumerate(sizes) if size != 1]
-    strides, wanted = strides_of(tensor), row_major(sizes)
-    return 0 in sizes or all(strides[i] == wanted[i] for i in real)
-
-
 def times(a: Size, b: Size) -> Size:
     """Return the product of two sizes."""
     return as_size(a * b)
