@@ -49,7 +49,7 @@ LADDER = tuple(1 << power for power in range(LARGEST_BUCKET.bit_length()))
 # kernel-optimization tutorial: 32,768 matmuls, 5,403 copies and about 2,000 DMAs, all unrolled.
 # By a public report to aws-neuron-sdk far larger ones took half an hour and 30 GB to compile.
 INSTRUCTION_BUDGET = 40_000
-SWITCHES = ("attention", "norms", "reassociate", "simulated")
+SWITCHES = ("attention", "norms", "simulated")
 """What the passes do only where `Options.rules` has "+name"."""
 
 
@@ -192,7 +192,6 @@ class Options:
         "-name" leaves a rule out. "+attention" makes scaled_dot_product_attention a kernel too,
         which is else left to the inner backend, "+norms" takes a norm before our calls, and a
         residual behind them, into their kernels, where that is predicted to be no slower, and
-        "+reassociate" permits rewrites that change where the intermediate result is rounded, and
         "+simulated" compares one call with its products and a dense product by running each kernel
         in the simulator once, which takes up to seconds a shape, and not by a closed form.
     instruction_budget: instructions of one compiled kernel; a kernel that would need more runs its
@@ -253,11 +252,6 @@ class Options:
     def norms(self) -> bool:
         """Whether norms and residuals are taken into kernels."""
         return "+norms" in self.rules
-
-    @property
-    def reassociate(self) -> bool:
-        """Whether rewrites may change where the intermediate result is rounded."""
-        return "+reassociate" in self.rules
 
     @property
     def disable(self) -> tuple[str, ...]:

@@ -57,7 +57,6 @@ from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside, k
 from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank
 from nmm_compiler.passes.rules.quantized import Quantized
-from nmm_compiler.passes.rules.reassociate import Association
 from nmm_compiler.passes.rules.shared import SharedU, SharedX
 
 
@@ -486,7 +485,6 @@ RULES: tuple[Rule, ...] = (
     GatedMLPUp(),
     LoRA(),
     SharedU(),
-    Association(),
     Adapter(),
     LowRank(),
     Quantized(),

@@ -199,18 +199,15 @@ def test_graphs_inside_higher_order_operators_once():
         lambda p, x: x @ (p.b.weight @ p.a.weight).t(),
     ],
 )
-def test_products_of_weights_by_permission(f):
+def test_products_of_weights_stay_dense(f):
     class Composed(models.Pair):
         def forward(self, x):
             return f(self, x)
 
     model, x = Composed(64, 8, 48), torch.randn(2, 3, 64)
-    plain = rewrite(model, x)
-    assert [d.code for d in plain.declined] == ["order"]
-    result = rewrite(model, x, options={"rules": ["+reassociate"]})
-    assert [m.kind for m in result.rewritten] == ["lowrank"]
-    assert "reassociated" in result.rewritten[0].notes[-1]
-    torch.testing.assert_close(result.graph_module(x), model(x), rtol=1e-4, atol=1e-4)
+    result = rewrite(model, x)
+    assert not result.rewritten
+    assert [d.code for d in result.declined] == ["order"]
 
 
 # -- rules ------------------------------------------------------------------------------------

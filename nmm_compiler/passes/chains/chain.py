@@ -54,30 +54,17 @@ from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size, row_
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant matrix: the value to pass, and whether it is stored [k, n] ("row") or [n, k].
-
-    factors: when given, the matrix is their product, which the graph makes at each call.
-    """
+    """A constant matrix: the value to pass, and whether it is stored [k, n] ("row") or [n, k]."""
 
     key: Key
     k: int
     n: int
     layout: str
-    factors: tuple[Weight, ...] = ()
 
     @property
     def stored(self) -> tuple[int, int]:
         """Return the 2-D shape that the kernel gets."""
         return (self.k, self.n) if self.layout == "row" else (self.n, self.k)
-
-    @property
-    def keys(self) -> list[Key]:
-        """Return the values that the matrix is read from."""
-        return [f.key for f in self.factors] if self.factors else [self.key]
-
-    def transposed(self) -> Weight:
-        """Return the same storage read as [n, k]."""
-        return Weight(self.key, self.n, self.k, "col" if self.layout == "row" else "row")
 
 
 @dataclass(frozen=True)
@@ -487,7 +474,7 @@ class Chain:
     @property
     def weights(self) -> list[Key]:
         """Return the matrices that the kernel reads."""
-        own = [key for factor in self.factors for key in factor.keys]
+        own = [factor.key for factor in self.factors]
         own += [self.base.weight.key] if self.base else []
         return own + [key for other in self.more for key in other.weights]
 

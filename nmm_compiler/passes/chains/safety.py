@@ -48,7 +48,7 @@ REMEDIES: dict[str, str] = {
     "device": "keep plain tensors on one device, or cut both factors over the devices alike",
     "rank_too_large": "use a smaller rank, or store one dense weight",
     "other_x": "feed both products the same tensor, in one dtype",
-    "order": "write (x @ u) @ v, or set Options(rules=('+reassociate',))",
+    "order": "write (x @ u) @ v, or call the module that holds the factors",
     "weight": "store each factor as one 2-D parameter or buffer of static size",
     "training": "call model.eval()",
     "shape": "keep tokens and features apart: contract exactly what the first product made",

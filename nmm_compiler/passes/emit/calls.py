@@ -34,7 +34,7 @@ from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
 from nmm_compiler.ops.scaled import SUFFIX
 from nmm_compiler.passes.chains.chain import Chain, Step, Weight, is_whole_feature
 from nmm_compiler.passes.chains.safety import Refusal, tokens_to_judge
-from nmm_compiler.passes.emit.editor import WEIGHT_ONLY, Editor, NotEmittedError, aten
+from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Canonical,
@@ -165,8 +165,6 @@ def keep(c: Canonical, weights: Sequence[Weight], dtype: torch.dtype | None, why
 
     why: a reason of the call's own against kernels of fp8 weights, or "".
     """
-    if any(weight.factors for weight in weights):
-        return PLAIN
     read = [read_bytes(c, weight) for weight in weights]
     found = [one for one in read if one is not None]
     if not found:
@@ -399,21 +397,8 @@ def weight_nodes(
 
 
 def weight_node(editor: Editor, weight: Weight) -> fx.Node:
-    """Return the 2-D node of a weight as it is stored; a product of factors is made here."""
-    if not weight.factors:
-        return editor.reshape(editor.operand(weight.key), weight.stored)
-    factors = [_row_node(editor, factor) for factor in weight.factors]
-    while len(factors) > 1:
-        at = 0 if weight.k <= weight.n else len(factors) - 2  # the narrow end of the product
-        node = editor.call(aten.mm.default, *factors[at : at + 2])
-        node.meta[WEIGHT_ONLY] = True
-        factors[at : at + 2] = [node]
-    return factors[0]
-
-
-def _row_node(editor: Editor, weight: Weight) -> fx.Node:
-    node = weight_node(editor, weight)
-    return node if weight.layout == "row" else editor.permute(node, (1, 0))
+    """Return the 2-D node of a weight as it is stored."""
+    return editor.reshape(editor.operand(weight.key), weight.stored)
 
 
 def one_dim(editor: Editor, key: Key, size: int) -> fx.Node:
@@ -865,8 +850,7 @@ class SharedCall(Call):
         chains, kept = self.chains, self.kept.stored
         for chain in chains:
             steps = (*chain.middle, *chain.after)
-            own = [*chain.u.keys, *chain.v.keys]
-            editor.hoist([*own, *(s.key for s in steps if s.key is not None)])
+            editor.hoist([chain.u.key, chain.v.key, *(s.key for s in steps if s.key is not None)])
         x = self.prepare_x(editor)
         editor.hoist([key for one in kept for key in (one.values, one.scale)])
         stored = [member.kept.stored if kept else () for member in self.members]

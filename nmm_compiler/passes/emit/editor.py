@@ -26,8 +26,6 @@ from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
 aten = torch.ops.aten
-# Marks products that a rewrite emitted to join weights, so that a second run leaves them alone.
-WEIGHT_ONLY = "nmm_weight_only"
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
 # Views that are not possible in every memory order, and readers of it.
 STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"})

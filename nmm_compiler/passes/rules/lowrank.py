@@ -32,7 +32,6 @@ from nmm_compiler.passes.chains.chain import (
 )
 from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, too_wide, unsafe
 from nmm_compiler.passes.emit.calls import LowRankCall
-from nmm_compiler.passes.emit.editor import WEIGHT_ONLY
 from nmm_compiler.passes.graph.canonical import (
     Activation,
     Canonical,
@@ -50,8 +49,6 @@ ONE_PROCESS = ("simulator", "nki_simulate")
 
 def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
     """Yield the products that a node computes, its own value last."""
-    if WEIGHT_ONLY in node.meta:
-        return
     for key in c.virtuals.get(node, ()):
         form = c.forms.get(key)
         if isinstance(form, Product):
