@@ -153,13 +153,9 @@ def test_wide_mlp_is_no_bottleneck():
 
 
 def test_what_is_refused_says_why():
-    scaled = Bottleneck(lambda h: F.relu(h * torch.arange(1.0, R + 1)))
-    tanh = {("lowrank", "between")}
-    made = {("adapter", "between"), ("lowrank", "between")}  # the graph makes it
-    for model, said in ((Bottleneck(torch.tanh), tanh), (scaled, made)):
-        result = nmm.rewrite(model.eval(), (torch.randn(TOKENS, K),))
-        assert not result.matches
-        assert {(d.rule, d.code) for d in result.declined} == said
+    result = nmm.rewrite(Bottleneck(torch.tanh).eval(), (torch.randn(TOKENS, K),))
+    assert not result.matches
+    assert {(d.rule, d.code) for d in result.declined} == {("lowrank", "between")}
 
 
 def test_factor_before_the_activation_folds_by_hand():

@@ -7,7 +7,6 @@ from torch import nn
 
 from nmm_compiler import backend
 from nmm_compiler.options import Options
-from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.pipeline import rewrite, run
 
 MASKS = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1, 0, 1], [0] * 6, [1] + [0] * 5)]
@@ -82,9 +81,3 @@ def test_data_dependent_counts_through_the_backend(kernels):
     report = backend.last_report()
     assert report.chains == 1
     assert ("a token count depends on data" in str(report)) == (kernels == "build")
-
-
-def test_contiguity_is_that_of_torch():
-    t = torch.empty(2, 3, 4)
-    for value in (t, t.transpose(0, 1), t[:, :1], t[:1], t[:, :0], torch.empty(()), t.mT):
-        assert views.is_contiguous(value) == value.is_contiguous()

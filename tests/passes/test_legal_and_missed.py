@@ -45,9 +45,6 @@ def found(function, x, dtype=torch.float32):
 
 
 FUSED = {
-    "a factor for each token": (lambda p, x: L(L(x, p.a) * x[..., :1], p.b), ["lowrank"]),
-    "a bias before it": (lambda p, x: L(x[..., :1] * L(x, p.a, p.bias), p.b), ["lowrank"]),
-    "two of them": (lambda p, x: L(L(x, p.a) * x[..., :1] * 0.5 * x[..., 1:2], p.b), ["lowrank"]),
     "feature-major": (lambda p, x: (p.b @ ((p.a @ x.mT) * 0.5)).mT, ["lowrank"]),
     "the same product twice": (lambda p, x: (L(L(x, p.a), p.b), L(L(x, p.a), p.e)),
                                ["shared_u"]),
@@ -55,18 +52,6 @@ FUSED = {
     "a scaled sum": (lambda p, x: 0.5 * (L(L(x, p.a), p.b) + L(L(x, p.c), p.d)), ["lora"]),
     "rank 1": (lambda p, x: L(L(x, p.one), p.out), ["lowrank"]),
     "rank 1, the other way round": (lambda p, x: (p.out @ (p.one @ x.mT)).mT, ["lowrank"]),
-    "a mask of tokens": (lambda p, x: L(L(x, p.a) * (x[..., :1] > 0), p.b), ["lowrank"]),
-    "a mask, then biases": (lambda p, x: L(L(x, p.a, p.bias) * (x[..., :1] > 0), p.b, p.column),
-                            ["lowrank"]),
-    "a mask in addmm": (lambda p, x: torch.addmm(
-        p.column, L(x[0], p.a) * x[0, :, :1], p.b.t(), alpha=0.5, beta=2.0), ["lowrank"]),
-    "a mask of pixels": (lambda p, x: F.conv2d(
-        F.conv2d(x.mT[..., None], p.c1) * x.mT[:, :1, :, None], p.c2), ["lowrank"]),
-    "a factor for each batch": (lambda p, x: L(L(x, p.a) * x[:, :1, :1], p.b), ["lowrank"]),
-    "a factor for all tokens": (lambda p, x: L(L(x, p.a) * x.mean(), p.b), ["lowrank"]),
-    "one for each token, feature-major": (
-        lambda p, x: (p.b @ ((p.a @ x.mT) * x[..., :1].mT)).mT, ["lowrank"]),
-    "one for each position": (lambda p, x: L(L(x, p.a) * x[:1, :, :1], p.b), ["lowrank"]),
     "rank 1, times a vector": (lambda p, x: L(x, p.one) * p.column, ["lowrank"]),
     "rank 1, summed": (lambda p, x: (x * p.one).sum(-1, keepdim=True) * p.column, ["lowrank"]),
     "rank 1, one einsum": (lambda p, x: torch.einsum("bsk,k,n->bsn", x, p.row, p.column),
@@ -163,8 +148,8 @@ INPUTS = {
 
 
 REMEDIED = {
-    "a mask, where or masked_fill": lambda p, x: L(L(x, p.a) * (x[..., :1] > 0), p.b),
-    "division": lambda p, x: L(L(x, p.a) * (1 / x.norm(dim=-1, keepdim=True)), p.b),
+    "a mask, where or masked_fill": lambda p, x: L(L(x, p.a), p.b) * (x[..., :1] > 0),
+    "division": lambda p, x: L(L(x, p.a), p.b) / x.norm(dim=-1, keepdim=True),
     "division by a vector": lambda p, x: L(L(x, p.a) * (1 / p.s), p.b),
     "a number added": lambda p, x: L(L(x, p.a) + p.bias, p.b),
     "chunks": lambda p, x: L(L(x, p.both[:8]), p.b) + L(L(x, p.both[8:]), p.e),
@@ -228,8 +213,8 @@ def test_a_factor_that_is_an_input_is_named_and_keys_are_not():
 
 
 def test_what_stands_outside_of_a_kernel_is_not_turned_with_its_result():
-    """An addend or a factor of each token, where only the transposed result is read: square, so
-    that a mixed up order has a valid shape."""
+    """An addend, where only the transposed result is read: square, so that a mixed up order has a
+    valid shape."""
 
     class Turned(nn.Module):
         def __init__(self, first):
@@ -245,12 +230,9 @@ def test_what_stands_outside_of_a_kernel_is_not_turned_with_its_result():
             return self.t.t() @ (self.s.t() @ y.t()), torch.cumsum(y.t(), 0)
 
     inputs = torch.randn(64, 64), torch.randn(64, 64)
-    for first in (
-        lambda p, x, r: torch.addmm(r, x @ p.u, p.v),
-        lambda p, x, r: ((x @ p.u) * r[:, :1]) @ p.v,
-    ):
-        result = rewrite(Turned(first), inputs, options=VERIFIED)
-        assert [m.kind for m in result.rewritten] == ["lowrank", "lowrank"]
+    turned = Turned(lambda p, x, r: torch.addmm(r, x @ p.u, p.v))
+    result = rewrite(turned, inputs, options=VERIFIED)
+    assert [m.kind for m in result.rewritten] == ["lowrank", "lowrank"]
 
 
 def test_a_write_between_equal_products_keeps_them_apart():

@@ -100,7 +100,7 @@ APPLIED = {
         (lambda p, x: L(x, (p.b * p.s) @ p.a), lambda p, x: L(L(x, p.a), p.b * p.s))],
     "weight": [
         (lambda p, x: L(x, torch.linalg.qr(p.a.t())[0].t()) @ p.b.t(), chain),
-        (lambda p, x: L(L(x, p.a), p.b * x.mean()), lambda p, x: L(L(x, p.a) * x.mean(), p.b)),
+        (lambda p, x: L(L(x, p.a), p.b * x.mean()), lambda p, x: L(L(x, p.a), p.b) * x.mean()),
         (lambda p, x: L(L(x, p.a), p.odd.transpose(0, 1).reshape(32, 8)),
          lambda p, x: L(L(x, p.a), p.odd.view(32, 8))),
         (lambda p, x: torch.bmm(torch.bmm(x, p.experts[:2]), p.backs[:2]),
@@ -130,8 +130,7 @@ APPLIED = {
         (lambda p, x: L(torch.relu(2.0 * L(x, p.a, p.bias)), p.b),
          lambda p, x: L(torch.relu(L(x, 2.0 * p.a, 2.0 * p.bias)), p.b)),
         (lambda p, x: L(L(x, p.a) * p.t, p.b), lambda p, x: chain(p, x) * p.t),
-        (lambda p, x: L(L(x, p.a).masked_fill(x[..., :1] > 0, 0.0), p.b),
-         lambda p, x: L(L(x, p.a) * (x[..., :1] <= 0), p.b)),
+        (lambda p, x: L(L(x, p.a) * x[..., :1], p.b), lambda p, x: chain(p, x) * x[..., :1]),
         (lambda p, x: L(L(x, p.a) / p.s, p.b), lambda p, x: L(L(x, p.a) * (1 / p.s), p.b))],
     "no_kernel": [
         (lambda p, x: torch.tanh(chain(p, x)) * chain2(p, x),

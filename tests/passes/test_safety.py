@@ -352,10 +352,10 @@ def test_two_tensor_cast_does_not_turn_the_tensor_it_asks():
             self.a, self.b = nn.Linear(32, 3, bias=False), nn.Linear(3, 24)
 
         def forward(self, x, w):
-            return self.b(self.a(x)).type_as(w).t().cumsum(0)
+            return self.b(self.a(x)).type_as(w).cumsum(0)
 
     x, w = torch.randn(6, 32), torch.randn(6, 24, dtype=torch.float64)
     result = run(fx.symbolic_trace(Cast()), (x, w), {"strict": True})
     (holder,) = (n for n in result.graph_module.graph.nodes if n.name == "w")
-    assert [user.name.rpartition("_")[0] for user in holder.users] == ["type_as"]
+    assert [user.name for user in holder.users] == ["type_as"]
     assert result.transposes_after == 0

@@ -4,8 +4,8 @@
 as it is stored, and how the dimensions of the data and of the result decompose into tokens and
 features. Token labels become axes >= 0 of a `Dims`, features become the axis FEATURE. `trace_back`
 walks from a product's data operand to the product that made it, through views and the affine steps
-that a kernel can absorb: numbers, vectors, diagonals, biases, per-token numbers. It returns a
-refusal for any other step.
+that a kernel can absorb: numbers, vectors, diagonals, biases. It returns a refusal for any other
+step.
 
 `read_chain` joins two products with such steps between; `read_with_function` allows an activation
 or a norm there, `read_summed_chain` the sum over devices of a chain cut by rows. `extend` absorbs
@@ -220,8 +220,7 @@ class Step:
     """One affine step on a result: kind is "scale", "vector" or "bias".
 
     scale: times `number`, or times the one-element tensor `key`. vector: times the constant
-    vector `key` over features. bias: plus `number` times the constant vector `key`. token: times
-    the value `key`, over the tokens in dims.
+    vector `key` over features. bias: plus `number` times the constant vector `key`.
     """
 
     kind: str
@@ -254,23 +253,6 @@ def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float)
     if isinstance(factor, Virtual) and factor.attribute is None:
         factor = c.base(factor)[0]  # the vector itself, as a view with more dimensions
     return Step(kind, number, factor, tuple(dims[i] for i in positions))
-
-
-def _token_step(c: Canonical, factor: Key, target: Key) -> Step | None:
-    """Read a factor that is no constant and has the size 1 along some axes, as features have to be.
-
-    `join_stages` refuses one that varies along features.
-    """
-    shape, own = c.shape(target), c.shape(factor)
-    if shape is None or own is None or len(own) > len(shape) or isinstance(factor, Virtual):
-        return None
-    own = (*((1,) * (len(shape) - len(own))), *own)
-    if c.is_weight(factor) or any(a not in (1, b) for a, b in zip(own, shape, strict=True)):
-        return None
-    if not any(a == 1 != b for a, b in zip(own, shape, strict=True)):
-        return None
-    dims = views.identity(shape)
-    return Step("token", 1.0, factor, tuple(dims[i] for i, size in enumerate(own) if size != 1))
 
 
 def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
@@ -372,7 +354,7 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
             return form.value, [Step("scale", form.factor)]
         for value, factor in form.orders:
             if c.shape(value) == c.shape(key):
-                step = _step_over(c, "vector", factor, key, 1.0) or _token_step(c, factor, key)
+                step = _step_over(c, "vector", factor, key, 1.0)
                 if step is not None and not isinstance(c.form(value), Leaf):
                     return value, [step]
         return None
@@ -391,7 +373,6 @@ def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
 
 
 _STEPS_BETWEEN = 4
-_GATED = "an activation multiplies between the products"
 
 
 @dataclass(frozen=True)
@@ -415,9 +396,8 @@ class Chain:
     a dense product of the same x that is added (LoRA). addend is the addmm input, with its factor,
     which stays outside of the kernel. inplace is the in-place sum that `base` was written into, if
     any. more are further chains of the same x that are added (several adapters); their factors are
-    joined along the rank. per_token are factors from between the products that commute with the
-    second one: they multiply the result, and then the kernel has no epilogue. inner is a function
-    between the products, behind `middle`, which then has biases only.
+    joined along the rank. inner is a function between the products, behind `middle`, which then has
+    biases only.
     """
 
     first: Stage
@@ -432,7 +412,6 @@ class Chain:
     addend: tuple[Key, float] | None = None
     inplace: fx.Node | None = None
     more: tuple[Chain, ...] = ()
-    per_token: tuple[Step, ...] = ()
     inner: Inner | None = None
 
     @property
@@ -522,8 +501,6 @@ def read_chain(
             refusal = mixed or _first_is_given(c, inner, second) or refusal
             continue  # as in attention
         found = join_stages(c, second, walk, inner, computed=inputs)
-        if isinstance(found, Refusal) and found.reason == _GATED and not is_low(c, inner, second):
-            continue  # a gated MLP
         if isinstance(found, Chain):
             if inputs and part_of_one(found.first.x) is not None:
                 return None
@@ -707,24 +684,8 @@ def join_stages(
         dim if not dim or dim[0].axis == FEATURE else tokens[dim[0].axis] for dim in second.out_dims
     )
     steps: list[Step] = []
-    per_token: list[Step] = []
     for step in reversed(walk.steps):
         moved = views.compose(step.dims, first.out_dims)
-        if step.kind == "token" and moved is not None:
-            axes = {a.axis for dim in moved for a in dim}
-            whole = all(
-                len({a.axis in axes for a in dim if a.axis != FEATURE}) <= 1 for dim in out_dims
-            )
-            if any(axis < 0 for axis in axes) or not whole:
-                return Refusal(
-                    "between",
-                    _GATED,
-                    walk.key if step.key is None else step.key,
-                )
-            per_token.append(dataclasses.replace(step, dims=moved))
-            continue
-        if step.kind == "bias" and per_token:
-            moved = None  # it is not multiplied by what the tokens are multiplied by
         if moved is None or (
             step.kind != "scale" and not is_whole_feature(tuple(a for d in moved for a in d), r)
         ):
@@ -735,9 +696,7 @@ def join_stages(
             )
         steps.append(step)
     nodes = frozenset(walk.nodes) | first.nodes | second.nodes
-    return Chain(
-        first, second, tuple(steps), second.key, out_dims, nodes, per_token=tuple(per_token)
-    )
+    return Chain(first, second, tuple(steps), second.key, out_dims, nodes)
 
 
 def read_with_function(
@@ -771,7 +730,7 @@ def read_with_function(
         return found
     biases = tuple(step for step in found.middle if step.kind == "bias")
     scaled = [s for s in found.middle if s.kind != "bias" and (s.key or s.number != 1.0)]
-    if scaled or found.per_token or (inner.gain is not None and biases):
+    if scaled or (inner.gain is not None and biases):
         what = "activation" if inner.gain is None else "norm"
         return Refusal(
             "between",
@@ -883,8 +842,6 @@ def _reader(c: Canonical, key: Key) -> Key | None:
 
 def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
     """Absorb constant bias, scale and activation after the chain, as far as they have no others."""
-    if chain.per_token:
-        return _with_own_bias(c, chain)
     base, base_dims = chain.out, chain.out_dims
     pending: set[fx.Node] = set()
     key: Key = chain.out
@@ -934,23 +891,6 @@ def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
         base, base_dims, key, pending = reader, dims, reader, set()
 
 
-def _with_own_bias(c: Canonical, chain: Chain) -> Chain:
-    """Return a chain that a factor of tokens multiplies, with the bias of its last operation.
-
-    The bias comes behind the factor, so it stays outside of the kernel.
-    """
-    form = c.forms[owner_of(chain.out)] if isinstance(chain.out, Virtual) else None
-    if not isinstance(form, Add) or form.a is not chain.out or isinstance(form.b, float):
-        return chain
-    if isinstance(form.b, Virtual) and form.b.attribute is None:
-        return chain
-    scale = (Step("scale", form.alpha),) if form.alpha != 1.0 else ()
-    node = owner_of(chain.out)
-    return dataclasses.replace(
-        chain, after=(*chain.after, *scale), addend=(form.b, form.beta), out=node
-    )
-
-
 def _after_steps(
     c: Canonical, reader: Key, form: Scale | Add, key: Key, dims: Dims, n: int
 ) -> list[Step] | None:
@@ -959,7 +899,7 @@ def _after_steps(
         return None
     steps: list[Step] = []
     for step in reversed(found[1]):
-        if step.kind in ("vector", "token") or (step.kind == "scale" and step.key is not None):
+        if step.kind == "vector" or (step.kind == "scale" and step.key is not None):
             return None
         if step.kind == "bias":
             moved = views.compose(step.dims, dims)
@@ -986,8 +926,6 @@ def _projection(c: Canonical, key: Key, inputs: bool) -> Chain | None:
     if isinstance(form, Refusal):
         return None
     chain = read_chain(c, walk.key, form, inputs)
-    if isinstance(chain, Chain) and chain.per_token:
-        return None
     if not isinstance(chain, Chain) or too_wide(c, chain.first, chain.u.n, chain.n, walk.key):
         chain = _dense(c, walk.key, form)
     out_dims = None if chain is None else views.compose(walk.dims, chain.out_dims)
@@ -996,7 +934,7 @@ def _projection(c: Canonical, key: Key, inputs: bool) -> Chain | None:
     after: list[Step] = []
     for step in reversed(walk.steps):
         moved = views.compose(step.dims, chain.out_dims)
-        if moved is None or step.kind in ("vector", "token"):
+        if moved is None or step.kind == "vector":
             return None
         atoms = tuple(a for d in moved for a in d)
         if step.kind == "bias" and not is_whole_feature(atoms, chain.n):

@@ -632,9 +632,9 @@ class LowRankCall(Call):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing outside of the kernel is added to its result or multiplies it."""
+        """Return whether nothing outside of the kernel is added to its result."""
         assert self.chain is not None
-        return self.chain.addend is None and not self.chain.per_token
+        return self.chain.addend is None
 
     @classmethod
     def of(cls, c: Canonical, chain: Chain, tp: int = 1, group: str = "") -> LowRankCall:
@@ -707,7 +707,6 @@ class LowRankCall(Call):
             ),
             "a factor is dequantized or made of stored weights at each call": self.made
             and not self.kept.stored,
-            "a factor for each token multiplies the result, not the inner value": chain.per_token,
             "the addend of the last product stays a separate add": chain.addend is not None,
             f"the sum over {self.tp} devices is inside of the call": self.tp > 1,
         }
@@ -761,30 +760,14 @@ class LowRankCall(Call):
         return self.surrounded(editor, y)
 
     def surrounded(self, editor: Editor, y: fx.Node) -> fx.Node:
-        """Emit what stays outside of the kernel: factors of tokens, and the addend."""
+        """Emit what stays outside of the kernel, the addend."""
         chain = self.chain
         assert chain is not None
-        for step in chain.per_token:
-            y = _times_tokens(editor, y, step, self.out_dims)
         if chain.addend is not None:
             other = editor.node(chain.addend[0])
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
             y = editor.call(aten.add.Tensor, y, other, **more)
         return y
-
-
-def _times_tokens(editor: Editor, y: fx.Node, step: Step, out_dims: Dims) -> fx.Node:
-    """Emit a result times one number for each of its tokens, or for several of them.
-
-    The factor keeps its dtype, as it did between the products.
-    """
-    assert step.key is not None
-    factor = editor.reshape(editor.node(step.key), views.shape_of(step.dims))
-    axes = {atom.axis for dim in step.dims for atom in dim}
-    if axes:
-        tokens = tuple(tuple(a for a in dim if a.axis in axes) for dim in out_dims)
-        factor = editor.arrange(factor, step.dims, tokens)
-    return editor.call(aten.mul.Tensor, y, factor)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from nmm_compiler.passes.chains.chain import (
     read_summed_chain,
     read_with_function,
 )
-from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, too_wide, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, too_wide
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -67,17 +67,9 @@ def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
     why: Refusal | None = None
     for candidate in (extend(c, chain), extend(c, chain, activations=False), plain):
         if isinstance(candidate.out, Virtual):
-            behind = "the last product adds a bias of its own behind a factor of each token"
-            if candidate.per_token:
-                why = why or Refusal("between", behind, candidate.out)
             why = why or part_of_one(candidate.out)
             continue
-        operands = candidate.operands
-        final = owner_of(candidate.out)
-        why = refuse(c, candidate.nodes, final, operands)
-        factors = [step.key for step in candidate.per_token if step.key is not None]
-        if why is None and factors:  # outside of the kernel, so of any dtype
-            why = unsafe(c, candidate.nodes, final, [*operands, *factors])
+        why = refuse(c, candidate.nodes, owner_of(candidate.out), candidate.operands)
         if why is None:
             return candidate
     assert why is not None

@@ -30,7 +30,7 @@ NEAR = 48
 
 def only_bias(chain: Chain) -> bool:
     """Return whether a chain has nothing but biases, and an activation at its end."""
-    alone = chain.base is None and chain.addend is None and not (chain.more or chain.per_token)
+    alone = chain.base is None and chain.addend is None and not chain.more
     return chain.only_bias() and alone and chain.inner is None
 
 
