@@ -40,7 +40,6 @@ from nmm_compiler.passes.graph.canonical import (
     Cast,
     Concatenation,
     Diagonal,
-    Form,
     Handler,
     Key,
     Norm,
@@ -236,9 +235,9 @@ def with_addend(
 
 def _addmm(c: Canonical, call: Call) -> Result:
     addend = call.get(0, "input", "self")
-    a = call.get(1, "mat1", "batch1", "mat", "vec1")
-    b = call.get(2, "mat2", "batch2", "vec", "vec2")
-    inner = _spread(c, a, b) if call.name == "addr" else _contract(c, a, b)
+    a = call.get(1, "mat1", "batch1", "mat")
+    b = call.get(2, "mat2", "batch2", "vec")
+    inner = _contract(c, a, b)
     # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
     beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
     if inner is None or not _is_tensor(c, addend) or not _number(beta) or not _number(alpha):
@@ -279,26 +278,10 @@ def _einsum_labels(
     return operands, (*ellipsis, *once)
 
 
-def _in_letters(arguments: Sequence[Any]) -> tuple[str, list[Any]] | None:
-    """Return the equation and the operands of an einsum written as (a, [0, 1], b, [1, 2], [0, 2]).
-
-    None for numbers above 51 and for an Ellipsis.
-    """
-    lists = [a for a in arguments if isinstance(a, (tuple, list))]
-    if not all(isinstance(i, int) and 0 <= i < 52 for own in lists for i in own):
-        return None
-    terms = ["".join(chr((65 if i < 26 else 71) + i) for i in own) for own in lists]
-    operands = [a for a in arguments if not isinstance(a, (tuple, list))]
-    out = f"->{terms.pop()}" if len(terms) > len(operands) else ""
-    return ",".join(terms) + out, operands
-
-
 def _einsum(c: Canonical, call: Call) -> Result:
     equation = call.get(0, "equation")
     given = call.get(1, "operands", "tensors")
     operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args[1:]]
-    if not isinstance(equation, str):
-        equation, operands = _in_letters(call.args) or (None, [])
     if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in operands):
         return None
     read = _einsum_labels(equation, [len(c.shape(o) or ()) for o in operands])
@@ -316,8 +299,7 @@ def chain(
 ) -> Result:
     """Read a contraction of several operands as products, starting at the one that is no weight.
 
-    Each step takes an operand that shares a contracted label with the result so far, or a factor
-    of its elements.
+    Each step takes an operand that shares a contracted label with the result so far.
     """
     sizes: dict[int, Size] = {}
     for operand, own in zip(operands, labels, strict=True):
@@ -349,13 +331,7 @@ def chain(
             return None
         if not rest and set(result) != set(out):
             return None
-        if set(other) <= set(have) == set(result):
-            # Nothing is summed: the operand is a factor of each element.
-            if not rest and have != out:
-                return None
-            form: Form = Scale(value, _along(c, node, operands[step], other, have))
-        else:
-            form = Product(value, operands[step], have, other, result if rest else out)
+        form = Product(value, operands[step], have, other, result if rest else out)
         if not rest:
             return form
         shape = tuple(sizes[x] for x in result)
@@ -366,58 +342,11 @@ def chain(
 def _next_operand(
     have: tuple[int, ...], labels: list[tuple[int, ...]], rest: list[int], out: tuple[int, ...]
 ) -> int | None:
-    """Return the operand to multiply next: a factor of each element, or one that is summed with.
-
-    An operand that shares no label makes an outer product, and comes last.
-    """
+    """Return the operand to multiply next, one that is summed with."""
     for i in rest:
         kept = set(out).union(*(labels[j] for j in rest if j != i))
-        if set(labels[i]) <= set(have) & kept or (set(have) & set(labels[i])) - kept:
+        if (set(have) & set(labels[i])) - kept:
             return i
-    return next((i for i in rest if not set(have) & set(labels[i])), None)
-
-
-def _along(
-    c: Canonical, node: fx.Node, factor: Key, own: tuple[int, ...], have: tuple[int, ...]
-) -> Key:
-    """Return a factor with the dimensions of the value that it multiplies, 1 where it has none."""
-    dims = identity(c.shape(factor) or ())
-    spread = tuple(dims[own.index(x)] if x in own else () for x in have)
-    return c.viewed(node, "factor", factor, spread)
-
-
-def _outer(c: Canonical, call: Call) -> Result:
-    return _spread(c, call.get(0, "input", "self"), call.get(1, "vec2", "other"))
-
-
-def _spread(c: Canonical, a: Any, b: Any) -> Product | None:
-    """Return the outer product of two vectors."""
-    if not _is_tensor(c, a) or not _is_tensor(c, b) or len(c.shape(a) or ()) != 1:
-        return None
-    return Product(a, b, (M,), (N,), (M, N))
-
-
-def spread_product(c: Canonical, node: fx.Node, a: Key, b: Key) -> Product | None:
-    """Read a value [..., 1] times a constant vector [n] as their product [..., n].
-
-    The value may be one number, as `dot` makes it.
-    """
-    for value, vector in ((a, b), (b, a)):
-        shape, own = c.shape(value) or (), c.shape(vector) or ()
-        if len(own) != 1 or c.is_weight(value) or c.shape(value) is None:
-            continue
-        if shape and (len(shape) < 2 or shape[-1] != 1):
-            continue
-        if not c.is_constant(vector) or len({c.dtype(value), c.dtype(vector), c.dtype(node)}) > 1:
-            continue
-        form = c.form(value)
-        if isinstance(form, Scale) and isinstance(form.factor, float):
-            form = c.form(form.value)
-        if isinstance(form, Product) and not shape:
-            return Product(value, vector, (), (N,), (N,))
-        if isinstance(form, Product):
-            tokens = tuple(BATCH + i for i in range(len(shape) - 1))
-            return Product(value, vector, (*tokens, K), (N,), (*tokens, N))
     return None
 
 
@@ -474,21 +403,15 @@ def _all(value: Any, wanted: int) -> bool:
     return all(entry == wanted for entry in entries)
 
 
-def _pointwise_convolution(
-    c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any, transposed: bool = False
-) -> Result:
-    """Return a convolution whose kernel has one element as a product over channels.
-
-    transposed: the weight is stored [inputs, outputs, 1, ...].
-    """
+def _pointwise_convolution(c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any) -> Result:
+    """Return a convolution whose kernel has one element as a product over channels."""
     shape, kernel = c.shape(x) or (), c.shape(w) or ()
     spatial = len(kernel) - 2
     if spatial < 1 or any(s != 1 for s in kernel[2:]) or len(shape) != len(kernel):
         return None
     places = tuple(BATCH + 1 + i for i in range(spatial))
     unit = tuple(-1 - i for i in range(spatial))
-    channels = (K, N) if transposed else (N, K)
-    form = Product(x, w, (BATCH, K, *places), (*channels, *unit), (BATCH, N, *places))
+    form = Product(x, w, (BATCH, K, *places), (N, K, *unit), (BATCH, N, *places))
     if bias is not None:
         length = c.shape(bias)
         if length is None or len(length) != 1:
@@ -506,18 +429,13 @@ def _convolution(c: Canonical, call: Call) -> Result:
     plain = _all(call.get(3, "stride", default=1), 1) and (
         _all(padding, 0) or padding in ("same", "valid")
     )
-    transposed = call.name.startswith("conv_transpose")
+    groups = call.get(6, "groups", default=1)
     if call.name == "convolution":
-        transposed = bool(call.get(6, "transposed", default=False))
-        plain = plain and _all(call.get(7, "output_padding", default=0), 0)
+        plain = plain and not call.get(6, "transposed", default=False)
         groups = call.get(8, "groups", default=1)
-    else:
-        if transposed:
-            plain = plain and _all(call.get(5, "output_padding", default=0), 0)
-        groups = call.get(6, "groups", default=1)
     if not plain or groups != 1:
         return None
-    return _pointwise_convolution(c, call.node, x, w, bias, transposed)
+    return _pointwise_convolution(c, call.node, x, w, bias)
 
 
 def _inner(c: Canonical, call: Call) -> Result:
@@ -530,17 +448,15 @@ def _inner(c: Canonical, call: Call) -> Result:
 
 
 CONTRACTIONS: dict[str, Handler] = {
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot"), _matmul),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matmul),
     **dict.fromkeys(("__rmatmul__",), lambda c, call: _contract(c, call.get(1), call.get(0))),
     "linear": _linear,
-    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addr"), _addmm),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _addmm),
     "einsum": _einsum,
     **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
     "tensordot": _tensordot,
     "inner": _inner,
-    **dict.fromkeys(("outer", "ger"), _outer),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
 }
 
 
@@ -597,23 +513,6 @@ def _summed(
     return Product(operands[0], operands[1], labels[0], labels[1], out)
 
 
-def _vecdot(c: Canonical, call: Call) -> Result:
-    """Read vecdot(a, b, dim) of real tensors as the sum over `dim` of a * b."""
-    a, b = call.get(0, "x", "input"), call.get(1, "y", "other")
-    axis = call.get(2, "dim", default=-1)
-    shapes = [c.shape(o) if isinstance(o, fx.Node) else None for o in (a, b)]
-    dtype = c.dtype(call.node)
-    if None in shapes or not isinstance(axis, int) or dtype is None or dtype.is_complex:
-        return None
-    first, second = (shape or () for shape in shapes)
-    rank = max(len(first), len(second))
-    if rank - 1 != len(c.shape(call.node) or ()):
-        return None
-    pairs = zip(*(((1,) * (rank - len(s)) + s) for s in (first, second)), strict=True)
-    whole = tuple(y if x == 1 else x for x, y in pairs)
-    return _summed(c, call.node, [a, b], whole, [axis])
-
-
 def _is_given(c: Canonical, key: Any) -> bool:
     diagonal = key in c.views and isinstance(c.form(key), Diagonal)
     return c.is_constant(key) or owner_of(key) in c.derived or diagonal
@@ -638,7 +537,6 @@ def _where(c: Canonical, call: Call) -> Result:
 DECOMPOSED: dict[str, Handler] = {
     "sum": _sum_over,
     "where": _where,
-    **dict.fromkeys(("vecdot", "linalg_vecdot"), _vecdot),
 }
 
 
@@ -827,32 +725,11 @@ def _multiply(c: Canonical, call: Call) -> Result:
         return None
     if c.shape(a) != out:
         a, b = b, a
-    if c.shape(a) != out:
-        return spread_product(c, call.node, a, b)
-    if c.shape(b) == () and c.is_constant(a):
-        spread = spread_product(c, call.node, b, a)  # one number, made by a product
-        if spread is not None:
-            return spread
     return Scale(a, b) if _kept(c, a, call.node) else None
 
 
 def _kept(c: Canonical, source: fx.Node, node: fx.Node) -> bool:
     return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
-
-
-def _addcmul(c: Canonical, call: Call) -> Result:
-    """Read input + value * a * b."""
-    addend, a, b = (call.get(i, n) for i, n in enumerate(("input", "tensor1", "tensor2")))
-    number = call.get(3, "value", default=1)
-    if not _number(number) or not all(isinstance(t, fx.Node) for t in (addend, a, b)):
-        return None
-    if c.shape(a) != c.shape(call.node):
-        a, b = b, a
-    if not _kept(c, a, call.node) or c.shape(b) is None or c.dtype(addend) != c.dtype(call.node):
-        return None
-    shape = c.shape(call.node)
-    assert shape is not None
-    return Add(c.virtual(call.node, "product", Scale(a, b), shape), addend, float(number), 1.0)
 
 
 def _divide(c: Canonical, call: Call) -> Result:
@@ -984,7 +861,6 @@ TABLE: dict[str, Handler] = {
     ),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d"), _dropout),
     "mul": _multiply,
-    "addcmul": _addcmul,
     "div": _divide,
     "neg": _negate,
     "add": _sum,
