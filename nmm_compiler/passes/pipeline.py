@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,9 @@ class Attempt:
 
     path: of the graph among the graphs of higher-order operators. sources: the values of its
     placeholders, for such a graph. odd: inputs that are tensor subclasses. refused: what this and
-    earlier attempts could not emit. rules: those of this attempt; later: rules of a user that run
-    after them. The methods are the steps of `pipeline.PASSES`; the fields after `later` pass their
-    results on. findings: of the last step, as lines for a dump; they are made when it reads them.
+    earlier attempts could not emit. rules: those of this attempt. The methods are the steps of
+    `pipeline.PASSES`; the fields after `rules` pass their results on. findings: of the last step,
+    as lines for a dump; they are made when it reads them.
     """
 
     module: fx.GraphModule
@@ -81,7 +81,6 @@ class Attempt:
     result: RewriteResult
     refused: list[Declined]
     rules: tuple[Rule, ...] = ()
-    later: tuple[Rule, ...] = ()
     c: Canonical = dataclasses.field(init=False)
     matches: list[Match] = dataclasses.field(default_factory=list)
     editor: Editor = dataclasses.field(init=False)
@@ -127,9 +126,6 @@ class Attempt:
                             search.ask(rule, node, count)
                         except Exception as error:  # kept, or raised again
                             self.faults.keep(error, "matching", node, rule)
-        for rule in self.later:
-            with self.faults.only_reading(rule, self.c.graph):
-                search.ask_who_took(rule, self.count(rule))
         self.matches = search.matches
         names = {node.name for node in search.taken}
         declined = [d for d in search.declined if d.at not in names or d in search.kept]
@@ -281,7 +277,7 @@ class _Search:
 
     def __init__(self, c: Canonical) -> None:
         self.c = c
-        self.taken: dict[fx.Node, str] = {}
+        self.taken: set[fx.Node] = set()
         self.matches: list[Match] = []
         self.declined: list[Declined] = []
         self.kept: list[Declined] = []
@@ -326,34 +322,13 @@ class _Search:
                 self.declined.append(Declined.of(rule.name, in_transform(node), node))
                 count.refused += 1
                 continue
-            if found.rewritten and moving & self.taken.keys():
-                count.lost[self._taker(moving)] += 1
+            if found.rewritten and moving & self.taken:
                 continue
             if found.rewritten:
-                self.taken |= dict.fromkeys(moving, rule.name)
+                self.taken |= moving
             self.matches.append(found)
             count.matched += 1
             return
-
-    def _taker(self, nodes: Collection[fx.Node]) -> str:
-        return next(self.taken[n] for n in self.c.graph.nodes if n in nodes and n in self.taken)
-
-    def ask_who_took(self, rule: Rule, count: RuleCount) -> None:
-        """Count the places of a later rule that this attempt's rules have taken.
-
-        The later rule will get another graph than this one, so an exception here is only told.
-        """
-        for node in self.places(rule):
-            try:
-                found = [rule.check(self.c, candidate) for candidate in rule.pattern(self.c, node)]
-            except Exception as error:  # a rule may be made for the rewritten graph alone
-                why = f"on the graph as it came it raised {type(error).__name__}: {error}"
-                count.nearest = max(count.nearest, (0, why))
-                return
-            for match in (one for one in found if isinstance(one, Match)):
-                if match.nodes & self.taken.keys():
-                    count.lost[self._taker(match.nodes)] += 1
-                    break
 
 
 def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match]:
@@ -518,13 +493,12 @@ PASSES: tuple[Pass, ...] = (
 that read calls, then each rule of a user."""
 
 
-def apply(attempt: Attempt, rules: tuple[Rule, ...], later: tuple[Rule, ...], dump: Dump) -> bool:
+def apply(attempt: Attempt, rules: tuple[Rule, ...], dump: Dump) -> bool:
     """Rewrite by built-in rules, or by one of a user; False when a place had to be dropped.
 
-    later: the rules of the user that follow.
     Raises BrokenRuleError for a user's rule that fails or breaks the graph.
     """
-    attempt.rules, attempt.later = rules, later
+    attempt.rules = rules
     if rules[0].after_calls and not attempt.has_calls_to_change():
         return True
     for step in PASSES:
@@ -782,7 +756,7 @@ class _Run:
                 shared = (self.options, self.faults, path, sources, odd, found, self.refused)
                 attempt = Attempt(module, values, *shared)
                 with self.faults.guard("rewriting the graph that ends at", last):
-                    whole = all(apply(attempt, *step, dump) for step in _segments(self.order))
+                    whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
                     faulty = False
             if whole:
                 break
@@ -806,14 +780,8 @@ def _subclasses(
     }
 
 
-Segment = tuple[tuple[Rule, ...], tuple[Rule, ...]]
-
-
-def _segments(order: tuple[Rule, ...]) -> list[Segment]:
-    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone.
-
-    Each comes with the users' rules that follow it.
-    """
+def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
+    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone."""
     segments: list[tuple[Rule, ...]] = []
     for rule in order:
         makes = rule in RULES and not rule.after_calls
@@ -821,10 +789,7 @@ def _segments(order: tuple[Rule, ...]) -> list[Segment]:
             segments[-1] = (*segments[-1], rule)
         else:
             segments.append((rule,))
-    return [
-        (own, tuple(r for later in segments[i + 1 :] for r in later if r not in RULES))
-        for i, own in enumerate(segments)
-    ]
+    return segments
 
 
 Child = tuple[str, fx.GraphModule, list[Any] | None, dict[str, str]]

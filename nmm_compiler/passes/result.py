@@ -285,32 +285,29 @@ def _what(node: fx.Node) -> str:
 class RuleCount:
     """What became of the places of a rule of the user.
 
-    lost: how many places another rule took, by its name. nearest: how many values agree at the
-    place where most of the pattern was found, and the difference there.
+    nearest: how many values agree at the place where most of the pattern was found, and the
+    difference there.
     """
 
     rule: str
     matched: int = 0
     refused: int = 0
-    lost: Counter[str] = field(default_factory=Counter)
     nearest: tuple[int, str] = (0, "")
 
     def add(self, other: RuleCount) -> None:
         """Add what became of the rule's places in another graph."""
         self.matched += other.matched
         self.refused += other.refused
-        self.lost += other.lost
         self.nearest = max(self.nearest, other.nearest)
 
     def __str__(self) -> str:
         """Return one sentence for people."""
-        if not (self.matched or self.refused or self.lost or self.nearest[1]):
-            return f"rule {self.rule}: no node of the graph is what the pattern ends with"
-        said = [f"{self.matched} matched", f"{self.refused} refused"]
-        said += [f"{count} lost to {other}" for other, count in self.lost.items()]
-        text = f"rule {self.rule}: {', '.join(said)}"
-        if self.lost and not self.matched:
-            text += f'; rules=[{self.rule}, "..."] asks it first'
+        if not (self.matched or self.refused or self.nearest[1]):
+            return (
+                f"rule {self.rule}: no node of the graph is what the pattern ends with, once the "
+                f'rules before it have run; rules=[{self.rule}, "..."] asks it first'
+            )
+        text = f"rule {self.rule}: {self.matched} matched, {self.refused} refused"
         if self.nearest[1] and not self.matched:
             text += f"; the nearest: {self.nearest[1]}"
         return text
