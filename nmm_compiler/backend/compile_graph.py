@@ -195,7 +195,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     except Exception as error:  # a fault in a pass must not break the user's model
         work.give_up("the passes", error)
         return work.gm
-    found = [match for match in result.matches if match.rewritten]
+    found = result.matches
     for match in found:
         work.notes += [note for note in (*match.notes, slower_than_dense(match)) if note]
     work.said |= {

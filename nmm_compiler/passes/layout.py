@@ -31,7 +31,7 @@ TRANSPOSES = frozenset({"permute", "transpose", "t", "T", "mT", "mH", "movedim"}
 
 def assign_layouts(c: Canonical, matches: list[Match]) -> None:
     """Choose x_layout and out_layout of every call."""
-    calls = [m.data for m in matches if m.rewritten and isinstance(m.data, Call)]
+    calls = [m.data for m in matches if isinstance(m.data, Call)]
     readers: dict[fx.Node, list[Call]] = {}
     for call in calls:
         if call.source.is_col():
@@ -41,8 +41,7 @@ def assign_layouts(c: Canonical, matches: list[Match]) -> None:
             readers.setdefault(base, []).append(call)
     for match in matches:
         call = match.data
-        absorbs = match.rewritten and isinstance(call, Call) and call.is_whole
-        if absorbs and call.final not in readers:
+        if isinstance(call, Call) and call.is_whole and call.final not in readers:
             with c.faults.guard("absorbing a transpose into", match.node, LAYOUT):
                 _absorb_transpose(c, match)
     for call in calls:

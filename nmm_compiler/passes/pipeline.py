@@ -201,8 +201,6 @@ class Attempt:
         by_name = {rule.name: rule for rule in rules}
         position = c.effects.position
         for match in sorted(self.matches, key=lambda match: position[match.node]):
-            if not match.rewritten:
-                continue
             editor.at = match.node
             rule = by_name[match.rule]
             done = False
@@ -318,14 +316,13 @@ class _Search:
             moving = found.nodes - set(leaves)
             places = [c.effects.position[n] for n in (*moving, found.node)]
             inside = c.effects.crossed_transform(min(places), max(places))
-            if found.rewritten and inside:
+            if inside:
                 self.declined.append(Declined.of(rule.name, in_transform(node), node))
                 count.refused += 1
                 continue
-            if found.rewritten and moving & self.taken:
+            if moving & self.taken:
                 continue
-            if found.rewritten:
-                self.taken |= moving
+            self.taken |= moving
             self.matches.append(found)
             count.matched += 1
             return
@@ -363,7 +360,7 @@ def matches_are_apart(attempt: Attempt) -> None:
     c = attempt.c
     owners: dict[fx.Node, Any] = {}
     for match in attempt.matches:
-        for node in match.nodes if match.rewritten else ():
+        for node in match.nodes:
             if c.is_weight(node) or isinstance(c.forms.get(node), Leaf):
                 continue
             other = owners.setdefault(node, match)
@@ -376,7 +373,7 @@ def matches_are_apart(attempt: Attempt) -> None:
 
 def _calls(attempt: Attempt) -> Iterator[Call]:
     for match in attempt.matches:
-        if match.rewritten and isinstance(match.data, Call):
+        if isinstance(match.data, Call):
             yield match.data
 
 
@@ -910,7 +907,7 @@ def _proved(
     kwargs: dict[str, Any],
     trials: int,
 ) -> float:
-    if not any(match.rule == rule.name and match.rewritten for match in result.matches):
+    if not any(match.rule == rule.name for match in result.matches):
         refused = [str(one) for one in result.declined if one.rule == rule.name]
         count = result.rules.get(rule.name, RuleCount(rule.name))
         raise rule_not_fired(rule.name, "; ".join([str(count), *refused]))

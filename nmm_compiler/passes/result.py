@@ -194,10 +194,9 @@ def graph_parts(
     """Return a section with the picture before and after for each kind of match."""
     groups: dict[tuple[str, str], list[Match]] = {}
     for match in matches:
-        if match.rewritten:
-            place = re.sub(r"\b\d+\b", "*", match.module or match.name)
-            sizes = ", ".join(f"{k}={match.info[k]}" for k in "mkrn" if k in match.info)
-            groups.setdefault((f"{match.kind} {sizes}", place), []).append(match)
+        place = re.sub(r"\b\d+\b", "*", match.module or match.name)
+        sizes = ", ".join(f"{k}={match.info[k]}" for k in "mkrn" if k in match.info)
+        groups.setdefault((f"{match.kind} {sizes}", place), []).append(match)
     parts: list[Part] = []
     for (what, place), same in list(groups.items())[:_MOST_PICTURES]:
         before, after = _pictures(original, rewritten, same[0])
@@ -360,8 +359,8 @@ class RewriteResult(Shown):
 
     @property
     def rewritten(self) -> list[Match]:
-        """Return the matches that changed the graph."""
-        return [m for m in self.matches if m.rewritten]
+        """Return the matches, all of which changed the graph."""
+        return list(self.matches)
 
     @property
     def chains(self) -> int:
@@ -409,9 +408,8 @@ class RewriteResult(Shown):
     def summary(self) -> str:
         """Return one line: counts of matches, refusals and transposes."""
         return (
-            f"{len(self.matches)} matched ({len(self.rewritten)} rewritten), "
-            f"{len(self.declined)} declined; transposes of activations in the graph: "
-            f"{self.transposes_before} -> {self.transposes_after}"
+            f"{len(self.matches)} matched, {len(self.declined)} declined; transposes of "
+            f"activations in the graph: {self.transposes_before} -> {self.transposes_after}"
         )
 
     def parts(self) -> list[Part]:
@@ -541,7 +539,7 @@ def _matches(result: RewriteResult) -> list[Part]:
     groups = _group(
         (
             (
-                m.kind if m.rewritten else f"({m.kind})",
+                m.kind,
                 *(str(m.info.get(key, "-")) for key in ("m", "k", "r", "n")),
                 f"{m.info['x_layout']}>{m.info['out_layout']}" if "x_layout" in m.info else "-",
                 *_figures(m),
@@ -554,8 +552,6 @@ def _matches(result: RewriteResult) -> list[Part]:
     rows = [(len(where), *key[:-1], _places(where)) for key, where in groups.items()]
     head = ("calls", "fused", "m", "k", "r", "n", "layout", "us", "smaller", "dense", "where")
     parts: list[Part] = [Grid.of(head, rows)] if rows else []
-    if any(not m.rewritten for m in result.matches):
-        parts.append(Line("(in brackets: reported, no kernel computes it yet)", "note"))
     parts += [Line(text, "note") for text in _prices(result.matches)]
     notes = Counter(note for m in result.matches for note in m.notes)
     return [*parts, *(Line(f"note, {n} x: {note}", "note") for note, n in notes.items())]

@@ -87,7 +87,7 @@ def test_options_reach_the_call():
 
 def test_result_prints_diffs_and_serializes():
     result = rewrite(Pair(), X)
-    assert "1 matched (1 rewritten), 0 declined" in str(result)
+    assert "1 matched, 0 declined" in str(result)
     assert "+    lowrank_matmul_default" in result.diff()
     data = json.loads(result.to_json())
     assert data["matches"][0]["kind"] == "lowrank"
@@ -354,10 +354,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("where", ["pattern", "check", "combine"])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_rule_that_edits_the_graph_while_it_looks_is_named(where, edit, first):
-    """Before the built-in rules, or behind them, which have taken its places by then."""
-
+def test_a_rule_that_edits_the_graph_while_it_looks_is_named(where, edit):
     class Edits(Answers):
         name = "edits"
 
@@ -384,7 +381,7 @@ def test_a_rule_that_edits_the_graph_while_it_looks_is_named(where, edit, first)
     rule = Edits(lambda node: None)
     left_out = () if where != "combine" else ("-lowrank",)  # which leaves no linear to combine
     with pytest.raises(BrokenRuleError, match=r"rule 'edits' failed .*edited the graph"):
-        run(module, options=Options(rules=left_out), rules=[rule, "..."] if first else [rule])
+        run(module, options=Options(rules=left_out), rules=[rule, "..."])
     assert module.code == before
 
 

@@ -86,11 +86,10 @@ class Match:
 
     rule and kind name it; node is the last node of the pattern, whose value the rewrite replaces;
     nodes are all that it replaces. data belongs to the rule. notes are remarks for the user
-    (rounding that moved, weights computed per call). rewritten is False for kinds that are
-    reported but have no kernel. length is the number of terms of its contractions; emitted has, for
-    each result, the name of the node that was replaced and of the one that took its place; a result
-    that is only read transposed has none. added: names of the nodes that the rewrite added, some of
-    which may have gone since.
+    (rounding that moved, weights computed per call). length is the number of terms of its
+    contractions; emitted has, for each result, the name of the node that was replaced and of the
+    one that took its place; a result that is only read transposed has none. added: names of the
+    nodes that the rewrite added, some of which may have gone since.
     """
 
     rule: str
@@ -99,7 +98,6 @@ class Match:
     kind: str = ""
     data: Any = None
     notes: tuple[str, ...] = ()
-    rewritten: bool = True
     info: dict[str, Any] = field(default_factory=dict)
     module: str = ""
     graph: str = ""
@@ -122,7 +120,6 @@ class Match:
             "nodes": sorted(n.name for n in self.nodes),
             "module": self.module,
             "graph": self.graph,
-            "rewritten": self.rewritten,
             "notes": list(self.notes),
             **self.info,
         }

@@ -7,8 +7,8 @@
     y = linear(rms_norm(linear(x, A), g), B)  multi-head latent attention; any spelling of the norm
       ->   nmm.lowrank_matmul(x, A, B, None, None, None, g, inner_eps=1e-6)
 
-A latent that is one part of a split is reported and left alone: the other part, the rotated keys,
-reads the down projection, too. DTensors that are cut by rows are summed between the products: the
+A latent that is one part of a split is left alone: the other part, the rotated keys, reads the down
+projection, too. DTensors that are cut by rows are summed between the products: the
 call has tp and tp_axis then.
 """
 
@@ -26,7 +26,6 @@ from nmm_compiler.passes.chains.chain import (
     devices_of,
     extend,
     read_chain,
-    read_stage,
     read_summed_chain,
     read_with_function,
 )
@@ -111,34 +110,7 @@ class MLA(Adapter):
 
     def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
         """Walk back over the norm to a down projection."""
-        return read_with_function(graph, key, form, Norm) or self._reported(graph, key, form)
-
-    def _reported(self, graph: Canonical, key: Key, form: Product) -> Match | None:
-        """Return a match that is not rewritten, where the latent is a part of a split."""
-        norm = graph.forms[graph.origin(form.lhs)]
-        if not isinstance(norm, Norm) or norm.kind != "rms" or not graph.is_weight(form.rhs):
-            return None
-        inner_key = graph.origin(norm.value, parts=True)
-        inner = graph.forms[inner_key]
-        if not isinstance(inner, Product) or not graph.is_weight(inner.rhs):
-            return None
-        up = read_stage(graph, key, form, True)
-        down = read_stage(graph, inner_key, inner, True)
-        if isinstance(up, Refusal) or isinstance(down, Refusal) or up.weight.k > down.weight.n:
-            return None
-        k, r, n = down.weight.k, up.weight.k, up.weight.n
-        if r * (k + n) >= k * n:
-            return None
-        split = "the latent is one part of a split"
-        other = "no kernel takes this norm between the products"
-        return Match(
-            rule=self.name,
-            node=owner_of(key),
-            nodes=frozenset({owner_of(inner_key), owner_of(key)}),
-            rewritten=False,
-            info={"chains": 1, "k": k, "r": r, "n": n},
-            notes=(split if down.weight.n != r else other,),
-        )
+        return read_with_function(graph, key, form, Norm)
 
 
 class LowRank(Adapter):
