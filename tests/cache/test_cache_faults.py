@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import threading
 import time
 import warnings
 
@@ -75,35 +73,6 @@ def test_an_error_at_each_system_call_of_a_build_is_survived(directory, number, 
     assert failed > 8
 
 
-def test_disk_full_on_a_real_small_filesystem(tmp_path):
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=0755", "tmpfs", str(mounted)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("tmpfs cannot be mounted here; the injected errors cover this")
-    try:
-        store, text = Store(mounted / "cache"), "x" * 60_000
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for number in range(10):
-                entry = store.get_or_build(key_of(number), Builder(text))
-                assert entry.files["kernel.py"] == text
-                assert (entry.path / "kernel.py").read_text() == text
-        assert len(caught) == 1
-        assert "No space left" in str(caught[0].message)
-        on_disk = list(Store(mounted / "cache").entries())
-        assert 1 <= len(on_disk) < 10
-        assert all(info.state == "ok" for info in on_disk)
-        store.prune(0)  # and when there is room again, it is used again
-        assert store.get_or_build(key_of(99), Builder(text)).directory is not None
-        subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
-        with pytest.warns(CacheWarning, match="cannot be written"):
-            assert Store(mounted / "cache").get_or_build(key_of(3), Builder()).files
-        assert Store(mounted / "cache").get(key_of(99)).files["kernel.py"] == text
-    finally:
-        subprocess.run(["umount", "-l", str(mounted)], check=True)
-
-
 def test_a_directory_that_cannot_be_written():
     directory = open_directory(0o700, NOBODY)
     run_forked(lambda: Store(directory).get_or_build(key_of(1), Builder()), NOBODY)
@@ -129,40 +98,6 @@ def test_a_directory_that_cannot_be_written():
     shutil.rmtree(directory)
 
 
-def test_a_directory_that_cannot_be_made():
-    parent = open_directory(0o755)
-    if os.geteuid() != 0:
-        parent.chmod(0o555)
-
-    def body():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            store, build = Store(parent / "cache"), Builder()
-            for _ in range(3):
-                assert store.get_or_build(key_of(1), build).files
-        assert build.calls == 1
-        assert len(caught) == 1
-
-    run_forked(body, NOBODY)
-    assert list(parent.iterdir()) == []
-    parent.rmdir()
-
-
-def test_an_entry_that_cannot_be_read():
-    directory = open_directory(0o700, NOBODY)
-
-    def body():
-        entry = Store(directory).get_or_build(key_of(1), Builder())
-        (entry.path / "kernel.py").chmod(0)
-        if os.access(entry.path / "kernel.py", os.R_OK):
-            return  # a capability of this process reads everything
-        with pytest.warns(CacheWarning, match="is not used"):
-            assert Store(directory, "ro").get_or_build(key_of(1), Builder()).files
-
-    run_forked(body, NOBODY)
-    shutil.rmtree(directory)
-
-
 # Under a running process
 
 
@@ -184,35 +119,6 @@ def test_the_directory_is_deleted_while_a_build_runs(directory):
     Store(directory).get_or_build(key_of(2), Builder())
     assert Store(directory).get_or_build(key_of(1), build).files
     assert Store(directory).get(key_of(1)).files == {"kernel.py": "y = 1\n"}
-
-
-def test_the_directory_is_deleted_again_and_again(directory):
-    stop = threading.Event()
-
-    def destroy():
-        while not stop.is_set():
-            shutil.rmtree(directory, ignore_errors=True)
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=destroy)
-    thread.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CacheWarning)
-            store = Store(directory)
-            for number in range(100):
-                text = f"y = {number % 7}\n"
-                entry = store.get_or_build(key_of(number % 7), Builder(text))
-                assert entry.files == {"kernel.py": text}
-                path = entry.path
-                assert path.is_relative_to(directory) or (path / "kernel.py").read_text() == text
-    finally:
-        stop.set()
-        thread.join()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheWarning)
-        for number in range(7):
-            assert Store(directory).get_or_build(key_of(number), Builder()).files
 
 
 def test_eviction_and_reading_at_once(directory):

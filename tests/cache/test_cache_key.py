@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmm_compiler.cache.key import Key, canonical, short
+from nmm_compiler.cache.key import Key, short
 from nmm_compiler.errors import CacheError
 from nmm_compiler.records import Record
 
@@ -133,7 +133,3 @@ def test_fields_are_dotted_and_hashes_short():
         "spec.m": "1", "spec.tile": "{}", "spec.x.y": "[1,2]", "template": '"0000000000000000"',
     }  # fmt: skip
     assert short(key.fields()["template"]) == "00000000"
-
-
-def test_canonical_is_sorted_and_ascii():
-    assert canonical({"b": 1, "a": "é"}) == '{"a":"\\u00e9","b":1}'

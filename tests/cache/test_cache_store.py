@@ -29,19 +29,15 @@ def test_builds_once_and_is_found_by_another_store(directory):
     build = Builder("# é ü\r\ny = 1\n")
     made = Store(directory).get_or_build(key_of(1), build, {"predicted": {"latency_us": 1.5}})
     assert made.files == {"kernel.py": "# é ü\r\ny = 1\n"}
+    assert (made.path / "kernel.py").read_bytes() == build.text.encode()
+    assert sorted(path.name for path in made.path.iterdir()) == ["kernel.py", "meta.json"]
+    assert made.path.is_relative_to(directory)
     again = Store(directory)
     assert again.get_or_build(key_of(1), build).files == made.files
     assert again.get(key_of(1)).meta == {"predicted": {"latency_us": 1.5}}
     assert again.get(key_of(1)).key == key_of(1)
     assert build.calls == 1
     assert again.get(key_of(2)) is None
-
-
-def test_the_file_on_disk_has_the_bytes(directory):
-    entry = Store(directory).get_or_build(key_of(1), Builder("# é\r\n"))
-    assert (entry.path / "kernel.py").read_bytes() == "# é\r\n".encode()
-    assert entry.path.is_relative_to(directory)
-    assert sorted(p.name for p in entry.path.iterdir()) == ["kernel.py", "meta.json"]
 
 
 def test_the_directory_and_entries_are_closed_to_others(directory):
