@@ -1,32 +1,54 @@
-"""The op of an MX weight as it is stored, with a low-rank branch: `nmm.corrected_matmul`.
+"""The ops of few-bit weights as they are stored, with low-rank branches.
 
-The weight is frozen: bytes [n, k bits / 8] and scales [n, k / 32] of `kernels/packed_formats.py`.
-The reference multiplies it out, so that gradients reach x and the branch. A kernel rounds x to
-MXFP8 beside it. Kernels take the bytes with the features first: a copy that is kept, as that of
-any weight is.
+    corrected_matmul            activation(x w + (x u) v + bias)
+    corrected_matmul_shared_x   several of one x
+    corrected_mlp               (activation(x gate) * (x up)) down
+
+The weights are frozen. In MX formats they are bytes [n, k bits / 8] and scales [n, k / 32] of
+`kernels/packed_formats.py`; in fp8 they are float8_e4m3fn numbers up to 240, [n, k], and scales [n]
+or [1]. The references multiply them out, so that gradients reach x and the branches. A kernel
+rounds x to MXFP8 beside MX weights. Kernels take weights with the features first: a copy that is
+kept, as that of any weight is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmm_compiler.errors import SpecError, UnknownNameError
-from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
+from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.linear.corrected import (
+    EACH,
+    MULTIPLIED,
+    CorrectedMLPSpec,
+    CorrectedSpec,
+    operand_name,
+)
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
 from nmm_compiler.ops import references
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
-from nmm_compiler.ops.linear import LinearOp
-from nmm_compiler.ops.operands import check_same
+from nmm_compiler.ops.linear import LinearOp, Product, check_norm_of
+from nmm_compiler.ops.operands import (
+    check_dtypes,
+    check_same,
+    empty_result,
+    read_layouts,
+    tokens_of,
+    weight_shape,
+)
+from nmm_compiler.ops.scaled import FP8_DTYPE, refuse_gradients
 from nmm_compiler.ops.sharding import Part, placements
 
-EMPTY = ("u", "v", "bias", "norm_gain", "norm_bias", "residual")
-"""The operands that a call may lack."""
+MLP_ENDS = ("gate", "up", "down")
+_ARGUMENTS = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases"}
+"""The arguments of one linear, and the lists that have those of several."""
 
 
 @torch.library.custom_op("nmm::dequantize", mutates_args=())
@@ -53,106 +75,53 @@ def _(values: torch.Tensor, scale: torch.Tensor, format: str, dtype: torch.dtype
     return values.new_empty(n, k * 8 // FORMATS[format].bits, dtype=dtype)
 
 
+def dequantize_placements(values: Any, scale: Any, format: str, dtype: Any) -> Placements:
+    """Return the placements of `nmm.dequantize` that DTensor may use: a cut leaves blocks whole."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    blocks = scale.shape[1]
+    check_cut(values, blocks)
+    each = [one for one in (Replicate(), Shard(0), Shard(1)) if leaves_whole(one, values, blocks)]
+    return [([one], [one, one, None, None]) for one in each]
+
+
 def corrected_matmul(
     x: Tensor, w: Tensor, w_scale: Tensor, u: Tensor | None = None, v: Tensor | None = None,
-    bias: Tensor | None = None, *, format: str = "mxfp4", by: Any = references.ByTorch,
-    **keywords: Any,
+    bias: Tensor | None = None, *, format: str = "mxfp4", w_layout: str = "col",
+    u_layout: str = "row", v_layout: str = "row", by: Any = references.ByTorch, **keywords: Any,
 ) -> Tensor:  # fmt: skip
     """Return activation(x w + (x u) v + bias), w multiplied out."""
-    whole = torch.ops.nmm.dequantize(w, w_scale, format, x.dtype)
-    layouts = {name: value for name, value in keywords.items() if name not in (*WHERE, "w_layout")}
+    if format in MX:
+        whole = torch.ops.nmm.dequantize(w, w_scale, format, x.dtype)
+    else:
+        refuse_gradients(x, [w], [w_scale])
+        scale = w_scale.to(x.dtype)
+        whole = w.to(x.dtype) * (scale.unsqueeze(1) if w_layout == "col" else scale)
+    said = {name: value for name, value in keywords.items() if name not in WHERE}
+    said |= {"w_layout": w_layout, "by": by}
     if u is None:
-        layouts = {n: value for n, value in layouts.items() if n not in ("u_layout", "v_layout")}
-        y: Tensor = references.matmul(x, whole, bias, w_layout="col", **layouts, by=by)
+        y: Tensor = references.matmul(x, whole, bias, **said)
         return y
     assert v is not None
-    return references.lowrank_matmul(x, u, v, bias, whole, w_layout="col", **layouts, by=by)
+    said |= {"u_layout": u_layout, "v_layout": v_layout}
+    return references.lowrank_matmul(x, u, v, bias, whole, **said)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CorrectedOp(LinearOp):
-    """The op of an MX weight and its branch."""
-
-    @property
-    def many(self) -> bool:  # type: ignore[override]
-        """Whether the op returns a list of tensors."""
-        return False
-
-    def _plain(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of lowrank_matmul, or matmul, with a dense weight of no data."""
-        x, w = given["x"], given["w"]
-        k = w.shape[1] * 8 // MX[given["format"]].bits
-        dense = w.new_empty((w.shape[0], k), dtype=x.dtype)
-        more = {"inner_bias": None, "inner_gain": None} if given["u"] is not None else {}
-        left_out = ("w_scale", "format") if more else ("w_scale", "format", "u", "v")
-        kept = {name: value for name, value in given.items() if name not in left_out}
-        return {**kept, **more, "w": dense, "w_layout": "col"}
-
-    def fake(self, *args: Any, **kw: Any) -> Any:
-        """Return empty results; raises NmmError for operands that do not fit."""
-        from nmm_compiler.ops.registration import DEFINITIONS
-
-        given = self.bound(args, kw)
-        if given["format"] not in MX:
-            raise UnknownNameError("format", given["format"], tuple(MX))
-        for name in ("w", "w_scale"):
-            if given[name].dtype != torch.uint8 or given[name].dim() != 2:
-                raise SpecError(
-                    f"{name} is {given[name].dtype} {tuple(given[name].shape)}; pass bytes, uint8, "
-                    "[n, k bits / 8] of a weight and [n, k / 32] of its scales"
-                )
-        plain = self._plain(given)
-        n, k = plain["w"].shape
-        check_same("outputs and blocks of w and w_scale", (n, k // 32), given["w_scale"].shape)
-        check_same("factors u and v", given["u"] is None, given["v"] is None)
-        op = DEFINITIONS["matmul" if given["u"] is None else "lowrank_matmul"]
-        names = [one.name for one in op.operands]
-        keywords = {name: value for name, value in plain.items() if name not in names}
-        return op.fake(*(plain[name] for name in names), **keywords)
-
-    def lower(
-        self, rows: Tensor, args: Any, kw: dict[str, Any], m: int, transpose: Transpose | None
-    ) -> list[Launch]:
-        """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
-        given = self.bound(args, kw)
-        turned = transpose or (lambda t: t.t().contiguous())
-        four = torch.int16 if MX[given["format"]].bits == 4 else torch.int32
-        w, u, v = given["w"].contiguous(), given["u"], given["v"]
-        named = {name: given[name] for name in EMPTY if given[name] is not None}
-        if u is not None:
-            for name in "uv":
-                way = given[f"{name}_layout"]
-                named[name] = weight(given[name], way, turned)[0]
-        named |= {"x": rows, "w": turned(w.view(four)).contiguous().view(torch.uint8)}
-        named["w_scale"] = turned(given["w_scale"])
-        if "residual" in named and given["out_layout"] == "row":
-            named["residual"] = references.as_matrix(named["residual"])
-        names = ("activation", "x_layout", "out_layout", *NORM)
-        fields: dict[str, Any] = {name: given[name] for name in names}
-        fields |= {name: name in named for name in EMPTY[2:]}
-        n, k = w.shape[0], features(given["w_scale"], "col")[0] * 32
-        spec = CorrectedSpec(
-            m=m, k=k, n=n, rank=0 if u is None else features(v, given["v_layout"])[0],
-            weight=given["format"], dtype=dtype_name(rows),
-            **fields,
-        )  # fmt: skip
-        return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
-
-
-_ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
-CORRECTED = CorrectedOp(
-    name="corrected_matmul", bare=corrected_matmul, spec=CorrectedSpec, own=6,
-    operands=(
-        Operand("x", role="x"), Operand("w", role="dense", layout="w_layout"),
-        Operand("w_scale", role="dense", layout="w_layout"),
-        Operand("u", "Tensor?", "first", "u_layout"), Operand("v", "Tensor?", "last", "v_layout"),
-        Operand("bias", "Tensor?", "bias"), *_ENDS,
-    ),
-    keywords={
-        **NORM, "format": "mxfp4", "activation": "identity", **LAYOUTS, "u_layout": "row",
-        "v_layout": "row", "w_layout": "col", **WHERE,
-    },
-)  # fmt: skip
+def corrected_matmul_shared_x(
+    x: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], us: Sequence[Tensor | None],
+    vs: Sequence[Tensor | None], biases: Sequence[Tensor | None], *,
+    activations: Sequence[str] | None = None, out_layout: str = "row",
+    out_layouts: Sequence[str] | None = None, **more: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Return activation_i(x w_i + (x u_i) v_i + bias_i) for every i."""
+    each = zip(
+        ws, w_scales, us, vs, biases, activations or ["identity"] * len(ws),
+        references.layouts_of(out_layout, out_layouts, len(ws)), strict=True,
+    )  # fmt: skip
+    return [
+        corrected_matmul(x, *one, activation=activation, out_layout=layout, **more)
+        for *one, activation, layout in each
+    ]
 
 
 def corrected_mlp(
@@ -168,68 +137,228 @@ def corrected_mlp(
     return corrected_matmul(h, *down, out_layout=out_layout, **ways)
 
 
+def _weight_sizes(one: Mapping[str, Any], form: str, layout: str) -> tuple[int, int]:
+    """Return (inputs, outputs) of a stored weight; SpecError or ShapeError for a wrong one."""
+    w, scale = one["w"], one["w_scale"]
+    if form not in MX:
+        if w.dtype != FP8_DTYPE or not scale.is_floating_point():
+            raise SpecError(f"w is {w.dtype}, w_scale {scale.dtype}; pass {FP8_DTYPE} and floats")
+        k, n = weight_shape("w", w, layout)
+        if scale.dim() != 1 or scale.shape[0] not in (1, n):
+            raise ShapeError(f"w_scale has shape {tuple(scale.shape)}; pass [1] or [{n}]")
+        return k, n
+    for name, tensor in (("w", w), ("w_scale", scale)):
+        if tensor.dtype != torch.uint8 or tensor.dim() != 2 or layout != "col":
+            raise SpecError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, layout {layout!r}; pass bytes, "
+                "uint8, [n, k bits / 8] of a weight and [n, k / 32] of its scales, layout 'col'"
+            )
+    n, k = w.shape[0], w.shape[1] * 8 // MX[form].bits
+    check_same("outputs and blocks of w and w_scale", (n, k // 32), tuple(scale.shape))
+    return k, n
+
+
+def check_cut(tensor: Any, blocks: int) -> None:
+    """Raise ShapeError where DTensor cuts bytes or scales of an MX weight [n, ..] inside blocks."""
+    mesh = getattr(tensor, "mesh", None)
+    if mesh is None:  # a plain tensor
+        return
+    along = [dim for dim, one in enumerate(tensor.placements) if one.is_shard(1)]
+    ranks = math.prod(mesh.size(dim) for dim in along)
+    if blocks % ranks:
+        raise ShapeError(
+            f"an MX weight of {blocks} blocks of 32 inputs is cut along its inputs over {ranks} "
+            f"ranks: bytes and scales would be cut apart; cut it along its outputs, or pad its "
+            f"inputs with zeros to a multiple of {32 * ranks}"
+        )
+
+
+def leaves_whole(placement: Any, tensor: Any, blocks: int) -> bool:
+    """Return whether a placement of bytes or scales of an MX weight [n, ..] leaves blocks whole."""
+    mesh = getattr(tensor, "mesh", None)
+    return mesh is None or not placement.is_shard(1) or blocks % mesh.size() == 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CorrectedMLPOp(CorrectedOp):
-    """The op of a gated MLP of MX weights and their branches."""
+class CorrectedOp(LinearOp):
+    """An op of few-bit weights and their branches; ends: of the names of a kernel's operands."""
+
+    @property
+    def many(self) -> bool:  # type: ignore[override]
+        """Whether the op returns a list of tensors."""
+        return "biases" in self.defaults
+
+    @property
+    def gated(self) -> bool:
+        """Whether the linears are gate, up and down of an MLP."""
+        return self.spec is CorrectedMLPSpec
+
+    def linears(self, given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (the end of a kernel's names, arguments) of each linear, in order."""
+        if "w" in given:
+            yield "", {name: given[name] for name in _ARGUMENTS}
+            return
+        count = 3 if self.gated else len(given["ws"])
+        lists = {name: given.get(many, [None] * count) for name, many in _ARGUMENTS.items()}
+        for name, values in lists.items():
+            check_same(f"numbers of linears and {_ARGUMENTS[name]}", count, len(values))
+        for i in range(count):
+            end = MLP_ENDS[i] if self.gated else str(i)
+            yield end, {name: values[i] for name, values in lists.items()}
 
     def fake(self, *args: Any, **kw: Any) -> Any:
-        """Return an empty result; raises NmmError for operands that do not fit."""
+        """Return empty results; raises NmmError for operands that do not fit."""
         given = self.bound(args, kw)
-        for name in ("ws", "w_scales", "us", "vs"):
-            check_same(f"weights of an MLP and {name}", 3, len(given[name]))
-        ways = {n: given[n] for n in ("format", "u_layout", "v_layout")}
-        each = list(zip(*(given[n] for n in ("ws", "w_scales", "us", "vs")), strict=True))
-        h, up = (CORRECTED.fake(given["x"], *one, x_layout=given["x_layout"], **ways)
-                 for one in each[:2])  # fmt: skip
-        check_same("outputs of gate and up", h.shape, up.shape)
-        return CORRECTED.fake(h, *each[2], out_layout=given["out_layout"], **ways)
+        read_layouts(kw)
+        check_name("format", given["format"], MULTIPLIED)
+        x, each = given["x"], [one for _, one in self.linears(given)]
+        plain = [one[name] for one in each for name in ("u", "v", "bias")]
+        check_dtypes(x, *plain, *(given.get(one.name) for one in _ENDS))
+        tokens, k = tokens_of(x, given["x_layout"])
+        if self.own:
+            check_norm_of(given, k)
+        sizes: list[Any] = []
+        for one in each:
+            behind = self.gated and len(sizes) == 2
+            sizes.append(self._outputs(x, one, given, sizes[0] if behind else k))
+        if self.gated:
+            check_same("outputs of gate and up", *sizes[:2])
+            sizes = sizes[2:]
+        layouts = references.layouts_of(given["out_layout"], given.get("out_layouts"), len(sizes))
+        made = [empty_result(x, tokens, n, way) for n, way in zip(sizes, layouts, strict=True)]
+        if given.get("residual") is not None:
+            check_same("shapes of residual and result", given["residual"].shape, made[0].shape)
+        return made if self.many else made[0]
+
+    @staticmethod
+    def _outputs(x: Tensor, one: Mapping[str, Any], given: Mapping[str, Any], k: Any) -> Any:
+        """Return the outputs of one linear of k features; raise ShapeError for what differs."""
+        inputs, n = _weight_sizes(one, given["format"], given["w_layout"])
+        dense = ("w", x.new_empty((inputs, n)), "row")
+        check_same("factors u and v", one["u"] is None, one["v"] is None)
+        bias = ("bias", one["bias"])
+        if one["u"] is None:
+            return Product([dense], bias).outputs(k)
+        factors = [(name, one[name], given[f"{name}_layout"]) for name in "uv"]
+        return Product(factors, bias, dense).outputs(k)
 
     def lower(
         self, rows: Tensor, args: Any, kw: dict[str, Any], m: int, transpose: Transpose | None
     ) -> list[Launch]:
         """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
         given = self.bound(args, kw)
-        named, ranks, sizes = {"x": rows}, [], []
-        for i, name in enumerate(("gate", "up", "down")):
-            part = {"x": rows, "w": given["ws"][i], "w_scale": given["w_scales"][i]}
-            part |= {"u": given["us"][i], "v": given["vs"][i], "format": given["format"]}
-            part |= {n: given[n] for n in ("u_layout", "v_layout")}
-            (one,) = CORRECTED.lower(rows, (), part, m, transpose)
-            for tensor, operand in zip(one.spec.inputs(), one.operands, strict=True):
-                named[f"{name}_{tensor.name}"] = operand
-            ranks.append(one.spec.rank)
-            sizes.append((one.spec.k, one.spec.n))
-        spec = CorrectedMLPSpec(
-            m=m, k=sizes[0][0], n=sizes[0][1], rank=tuple(ranks), weight=given["format"],
-            dtype=dtype_name(rows), activation=given["activation"], x_layout=given["x_layout"],
-            out_layout=given["out_layout"],
-        )  # fmt: skip
+        turned = transpose or (lambda t: t.t().contiguous())
+        named, form = {"x": rows}, given["format"]
+        ks, ns, ranks, biases = [], [], [], []
+        for end, one in self.linears(given):
+            operands = _operands(one, given, turned)
+            named |= {operand_name(name, end): tensor for name, tensor in operands.items()}
+            k, n = _weight_sizes(one, form, given["w_layout"])
+            ks.append(k)
+            ns.append(n)
+            ranks.append(operands["u"].shape[1] if "u" in operands else 0)
+            biases.append("bias" in operands)
+        named |= {one.name: given[one.name] for one in _ENDS if given.get(one.name) is not None}
+        if "residual" in named and given["out_layout"] == "row":
+            named["residual"] = references.as_matrix(named["residual"])
+        known = self.spec.__dataclass_fields__
+        fields = {name: given[name] for name in self.keywords if name in known}
+        fields |= {one.name: one.name in named for one in _ENDS}
+        fields |= {"m": m, "k": ks[0], "n": ns[0], "weight": form, "dtype": dtype_name(rows)}
+        if self.gated:
+            fields["rank"] = tuple(ranks)
+        elif self.many:
+            layouts = references.layouts_of(given["out_layout"], given["out_layouts"], len(ns))
+            activations = given["activations"] or ["identity"] * len(ns)
+            values = (ranks, biases, activations, layouts)
+            fields |= {name: tuple(of) for name, of in zip(EACH, values, strict=True)}
+            fields["n"] = tuple(ns)
+        else:
+            fields |= {"rank": ranks[0], "bias": biases[0]}
+        spec = self.spec(**fields)
         return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
 
     def sharding(self, *args: Any, **kw: Any) -> Placements:
-        """Return the placements that DTensor may use: those of a gated MLP."""
+        """Return the placements that DTensor may use; ShapeError for blocks that ranks would cut.
+
+        Bytes and scales of MX weights are cut along the inputs only between blocks.
+        """
         given = self.bound(args, kw)
-        parts: list[Part] = [("x", given["x"], "")]
-        for name, role, layout in _ROLES:
-            each = zip(("", "", "down_"), given[name], strict=True)
-            parts += [(of + role, tensor, layout) for of, tensor in each]
-        gated = {name: value for name, value in given.items() if name != "vs"}
-        gated |= {"gate": given["ws"][:2], "down": given["ws"][2:], "w_layout": "col"}
-        return placements(gated, parts)
+        form = MX.get(given["format"])
+        parts: list[Part] = []
+        stored: list[tuple[int, Any, int]] = []  # place, tensor, blocks
+        for one in self.operands:
+            for i, (_, tensor, role) in enumerate(one.parts(given[one.name])):
+                layout = one.layout
+                if role == "scales" and form is not None:
+                    role, layout = "dense", "w_layout"
+                elif role == "scales" and tensor.shape[0] == 1:
+                    role = ""  # one number is whole on every device
+                if role == "dense" and form is not None:
+                    of_block = 1 if one.role == "scales" else form.block * form.bits // 8
+                    stored.append((len(parts), tensor, tensor.shape[1] // of_block))
+                behind = self.gated and i == 2 and role
+                parts.append((f"down_{role}" if behind else role, tensor, layout))
+        said = given
+        if self.gated:
+            said = {name: value for name, value in given.items() if name != "vs"}
+            said |= {"gate": given["ws"][:2], "down": given["ws"][2:]}
+        rows = placements(said, parts)
+        for place, tensor, blocks in stored:
+            check_cut(tensor, blocks)
+            rows = [row for row in rows if leaves_whole(row[1][place], tensor, blocks)]
+        return rows
 
 
-_ROLES = (
-    ("ws", "dense", "w_layout"), ("w_scales", "dense", "w_layout"),
-    ("us", "first", "u_layout"), ("vs", "last", "v_layout"),
+def _operands(
+    one: Mapping[str, Any], given: Mapping[str, Any], turned: Transpose
+) -> dict[str, Tensor]:
+    """Return the operands of one linear as a kernel takes them, by their names without an end."""
+    form, w = given["format"], one["w"]
+    made = {name: one[name] for name in ("u", "v", "bias") if one[name] is not None}
+    for name in "uv":
+        if name in made:
+            made[name] = weight(made[name], given[f"{name}_layout"], turned)[0]
+    if form in MX:
+        four = torch.int16 if MX[form].bits == 4 else torch.int32
+        made["w"] = turned(w.contiguous().view(four)).contiguous().view(torch.uint8)
+        made["w_scale"] = turned(one["w_scale"])
+        return made
+    made["w"] = weight(w, given["w_layout"], turned)[0]
+    made["w_scale"] = one["w_scale"].float().expand(features(made["w"], "row")[1])
+    if "v" in made:  # the scales of w multiply the sums of both products
+        made["v"] = (made["v"].float() / made["w_scale"]).to(made["v"].dtype)
+    return made
+
+
+_ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
+_WAYS = {
+    **LAYOUTS, "u_layout": "row", "v_layout": "row", "w_layout": "col", **WHERE,
+}  # fmt: skip
+_LISTS = (
+    Operand("ws", "Tensor[]", "dense", "w_layout"), Operand("w_scales", "Tensor[]", "scales"),
+    Operand("us", "Tensor?[]", "first", "u_layout"), Operand("vs", "Tensor?[]", "last", "v_layout"),
 )  # fmt: skip
-CORRECTED_MLP = CorrectedMLPOp(
-    name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec,
+CORRECTED = CorrectedOp(
+    name="corrected_matmul", bare=corrected_matmul, spec=CorrectedSpec, own=6,
     operands=(
-        Operand("x", role="x"), Operand("ws", "Tensor[]"), Operand("w_scales", "Tensor[]"),
-        Operand("us", "Tensor?[]"), Operand("vs", "Tensor?[]"),
+        Operand("x", role="x"), Operand("w", role="dense", layout="w_layout"),
+        Operand("w_scale", role="scales"), Operand("u", "Tensor?", "first", "u_layout"),
+        Operand("v", "Tensor?", "last", "v_layout"), Operand("bias", "Tensor?", "bias"), *_ENDS,
+    ),
+    keywords={**NORM, "format": "mxfp4", "activation": "identity", **_WAYS},
+)  # fmt: skip
+CORRECTED_SHARED = CorrectedOp(
+    name="corrected_matmul_shared_x", bare=corrected_matmul_shared_x, spec=CorrectedSpec, own=6,
+    operands=(
+        Operand("x", role="x"), *_LISTS, Operand("biases", "Tensor?[]", "bias"), *_ENDS[:2],
     ),
     keywords={
-        "format": "mxfp4", "activation": "silu", **LAYOUTS, "u_layout": "row", "v_layout": "row",
-        **WHERE,
+        **NORM, "format": "mxfp4", "activations": None, "out_layouts": None, **_WAYS,
     },
+)  # fmt: skip
+CORRECTED_MLP = CorrectedOp(
+    name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec,
+    operands=(Operand("x", role="x"), *_LISTS),
+    keywords={"format": "mxfp4", "activation": "silu", **_WAYS},
 )  # fmt: skip

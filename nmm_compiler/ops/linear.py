@@ -191,7 +191,7 @@ class LinearOp(Op):
         if given.get("token_axis", "m") not in TOKEN_AXES:
             raise UnknownNameError("token_axis", given["token_axis"], TOKEN_AXES)
         if self.own:
-            _check_norm(given, k)
+            check_norm_of(given, k)
         products = products_of(given)
         sizes = [one.outputs(k) for one in products[: 2 if "gate" in given else None]]
         if "gate" in given:
@@ -249,7 +249,7 @@ class LinearOp(Op):
         return placements(given, parts)
 
 
-def _check_norm(given: dict[str, Any], k: Any) -> None:
+def check_norm_of(given: Mapping[str, Any], k: Any) -> None:
     """Raise UnknownNameError, SpecError or ShapeError unless the norm fits k features of x."""
     vectors = {name: given[name] for name in ("norm_gain", "norm_bias")}
     if given["norm"] not in NORMS:

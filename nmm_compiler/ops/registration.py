@@ -28,6 +28,7 @@ from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import PACKAGE
 from nmm_compiler.ops import autocast_and_vmap, sharding
+from nmm_compiler.ops.corrected import dequantize_placements
 from nmm_compiler.ops.definition import NORM, Op
 
 Executor = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
@@ -171,4 +172,5 @@ for _name, _op in DEFINITIONS.items():
     autocast_and_vmap.register(_library, _name, OPS[_name])
 
 RULES = {OPS[name]: op.sharding for name, op in DEFINITIONS.items()}
+RULES[torch.ops.nmm.dequantize.default] = dequantize_placements
 sharding.register_when_used(RULES)

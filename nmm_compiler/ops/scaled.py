@@ -42,25 +42,6 @@ def result_dtype(x: Tensor, out_dtype: str) -> torch.dtype:
     return made
 
 
-def widened(
-    x: Tensor, scales: Sequence[Tensor], weights: Sequence[tuple[Tensor, str]], keywords: Any
-) -> tuple[Tensor, list[Tensor]]:
-    """Return x and the weights, each with its layout, as the numbers they stand for.
-
-    keywords: x_scale and out_dtype of the call. Raises ModelError where autograd asks for
-    a gradient of fp8 numbers.
-    """
-    dtype = result_dtype(x, keywords["out_dtype"])
-    check_formats(x, keywords.get("x_scale"), [w for w, _ in weights])
-    refuse_gradients(x, [w for w, _ in weights], scales)
-    if x.dtype == FP8_DTYPE:
-        x = x.to(dtype) * keywords["x_scale"]
-    return x, [
-        w.to(dtype) * (scale.unsqueeze(1) if layout == "col" else scale).to(dtype)
-        for (w, layout), scale in zip(weights, scales, strict=True)
-    ]
-
-
 def check_formats(x: Tensor, x_scale: float | None, weights: Sequence[Tensor]) -> None:
     """Raise SpecError unless the weights are fp8 and x has a scale if it is, too."""
     for w in weights:
@@ -89,7 +70,7 @@ def refuse_gradients(x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledOp(Op):
-    """The op of fp8 weights that belongs to a plain op."""
+    """The op of fp8 weights that belongs to a plain op; `corrected_matmul` has a base, too."""
 
     plain: LinearOp
 
@@ -99,17 +80,12 @@ class ScaledOp(Op):
         return self.plain.many
 
     def _places(self, given: Mapping[str, Any]) -> list[tuple[str, int, Tensor, str]]:
-        """Return (argument, place in it, tensor, layout) of the weights that are fp8, in order.
-
-        These are all weights; where a w is beside factors, it is that w alone.
-        """
-        weights = [
+        """Return (argument, place in it, tensor, layout) of the weights, in order."""
+        return [
             (one.name, i, tensor, given[one.layout])
-            for one in self.plain.operands if one.layout
-            for i, (_, tensor, _) in enumerate(one.parts(given[one.name])) if tensor is not None
+            for one in self.operands if one.layout
+            for i, (_, tensor, _) in enumerate(one.parts(given[one.name]))
         ]  # fmt: skip
-        base = [one for one in weights if one[0] == "w"]
-        return base or weights
 
     def _plain(
         self, given: Mapping[str, Any], weights: Sequence[Tensor], x: Tensor
@@ -183,14 +159,6 @@ class ScaledOp(Op):
             numbers = [x.new_full((1,), given["x_scale"], dtype=torch.float32)]
         else:
             fields["x_dtype"] = dtype_name(x)
-        if "u" in given and given.get("w") is not None:
-            # factors as they multiply; the scales of w multiply the sums of both products
-            u, v = (
-                given[name] if given[f"{name}_layout"] == "row" else given[name].t().contiguous()
-                for name in "uv"
-            )
-            given |= {"u": u, "v": (v.float() / scales[0]).to(v.dtype)}
-            given |= {"u_layout": "row", "v_layout": "row"}
         launch = self.plain.launch(rows, given, m, transpose, fields)
         shapes = [t.shape for t in inputs_of(launch.spec) if t.name.endswith("_scale")]
         own = [
@@ -228,7 +196,10 @@ def scaled_ops(ops: Sequence[LinearOp]) -> Iterator[ScaledOp]:
     for plain in ops:
         if plain.own:
             x, *others = (one for one in plain.operands if one.name not in left_out)
-            own = {name: v for name, v in plain.keywords.items() if name not in _PLAIN_ONLY}
+            others = [one for one in others if one.kind != "Tensor?" or not one.layout]
+            layouts = {one.layout for one in plain.operands if one.layout}
+            unused = layouts - {one.layout for one in others} | _PLAIN_ONLY
+            own = {name: v for name, v in plain.keywords.items() if name not in unused}
             yield ScaledOp(
                 name=plain.name + SUFFIX, plain=plain, keywords={**OF_X, **own},
                 operands=(x, Operand("scales", "Tensor[]"), *others),

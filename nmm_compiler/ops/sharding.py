@@ -31,7 +31,9 @@ Part = tuple[str, Any, str]
 Way = tuple[str, str, dict[str, str]]
 """Name of the result's and of x's placement, and how each role is cut: "in", "out", "partial"."""
 
-COLUMN: Way = ("features", "whole", {"last": "out", "dense": "out", "bias": "out"})
+COLUMN: Way = (
+    "features", "whole", {"last": "out", "dense": "out", "bias": "out", "scales": "out"},
+)  # fmt: skip
 PRODUCTS: tuple[Way, ...] = (
     COLUMN,
     ("partial", "features", {"first": "in", "dense": "in", "bias": "partial"}),
@@ -51,7 +53,8 @@ ON_RANKS: dict[str, tuple[Way, ...]] = {
 """Of calls whose kernels sum over the ranks themselves, by their tp_axis."""
 GATED_UP: tuple[Way, ...] = (COLUMN,)
 GATED_MLP: tuple[Way, ...] = (
-    ("features", "whole", {"down_last": "out", "down_dense": "out", "down_bias": "out"}),
+    ("features", "whole",
+     {"down_last": "out", "down_dense": "out", "down_bias": "out", "down_scales": "out"}),
     ("partial", "whole",
      {**COLUMN[2], "down_first": "in", "down_dense": "in", "down_bias": "partial"}),
 )  # fmt: skip

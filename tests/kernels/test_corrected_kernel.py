@@ -50,7 +50,14 @@ def test_kernels_of_mx_blocks_are_right_against_float64(spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        dataclasses.replace(ONE, n=(512, 128), rank=(64, 16)),
+        dataclasses.replace(ONE, n=(512, 128), rank=(64, 16), activation=("silu", "identity")),
+        dataclasses.replace(ONE, k=200, n=200, residual=True),
+        dataclasses.replace(ONE, m=64, k=384, out_layout="col"),
+        dataclasses.replace(
+            ONE, m=130, k=384, rank=120, bias=True, activation="gelu", x_layout="col"
+        ),
+        dataclasses.replace(ONE, m=300, k=384, rank=32, dtype="float16", activation="silu"),
+        dataclasses.replace(ONE, m=3, k=384, rank=32, lnc=2),
         dataclasses.replace(MLP, k=200, n=300, weight="fp8"),
         dataclasses.replace(MLP, m=300, lnc=2, rank=(32, 0, 16)),
         dataclasses.replace(MLP, m=2, lnc=2, residual=True),
@@ -96,6 +103,16 @@ def test_the_bound_finds_what_is_lost(spec, lost):
     got = spec.reference(*named.values()) * (lost != "all")
     assert not compare("lost", (got,), (want,), (bound,), (typical,)).passed
     assert compare("right", (want,), (want,), (bound,), (typical,)).passed
+
+
+def test_beside_fp8_weights_the_scales_multiply_both_products():
+    spec = dataclasses.replace(ONE, bias=True, weight="fp8")
+    arrays = random_arrays(spec)
+    named = {t.name: np.asarray(a, np.float64) for t, a in zip(spec.inputs(), arrays, strict=True)}
+    assert [t.dtype for t in spec.inputs()][:4] == ["bfloat16"] * 3 + ["float8_e4m3"]
+    sums = named["x"] @ named["w"] + named["x"] @ named["u"] @ named["v"]
+    want = sums * named["w_scale"] + named["bias"]
+    np.testing.assert_allclose(spec.reference(*arrays), want, rtol=1e-12)
 
 
 def test_the_roofline_and_the_bytes_are_those_of_the_format():

@@ -224,6 +224,14 @@ def stored_and_chosen_args(x, u, v):
     ]
     return {
         "corrected_matmul": (wide, *stored),
+        "corrected_matmul_shared_x": (
+            wide,
+            list(square[:2]),
+            list(powers[:2]),
+            [us[0], None],
+            [vs[0], None],
+            [None, None],
+        ),
         "corrected_mlp": (wide, list(square), list(powers), [*us, us[0]], [*vs, vs[0]]),
         "adapters_matmul": (x, one.flatten(), u, v, torch.ones(2)),
         "experts": (x, *expert, two, torch.ones(tokens, 2)),

@@ -56,15 +56,22 @@ def calls():
     yield "experts", experts, {}
     stored = torch.full((N, 32), 0x21, dtype=torch.uint8), torch.full((N, 2), 127).byte()
     yield "corrected_matmul", (weight(TOKENS, 64), *stored), {}
-    yield from corrected_mlp_calls()
+    of_fp8 = fp8(weight(N, K)), weight(N)
+    yield "corrected_matmul", (x, *of_fp8, u, v, bias), {"format": "fp8"}
+    yield from corrected_calls()
     yield from scaled_calls()
 
 
-def corrected_mlp_calls():
-    """Yield calls of an MLP of MX weights, each half of a weight with numbers of its own."""
+def corrected_calls():
+    """Yield calls of several few-bit weights, each half of a weight with numbers of its own."""
     x, u, v = weight(TOKENS, 64) / 8, weight(64, R), weight(R, 64)
     ws = [(torch.arange(64 * 32) * step % 251).byte().reshape(64, 32) for step in (3, 5, 7)]
     scales = [(torch.arange(64 * 2) % step + 120).byte().reshape(64, 2) for step in (2, 3, 5)]
+    shared = (x, ws[:2], scales[:2], [u, None], [v, None], [None, weight(64)])
+    yield "corrected_matmul_shared_x", shared, {"activations": ["identity", "silu"]}
+    yield "corrected_matmul_shared_x", shared, {}
+    wide = [fp8(weight(64, 64)) for _ in range(3)], [weight(64), weight(1), weight(64)]
+    yield "corrected_mlp", (x, *wide, [u] * 3, [v] * 3), {"format": "fp8"}
     yield "corrected_mlp", (x, ws, scales, [None] * 3, [None] * 3), {}
     yield "corrected_mlp", (x, ws, scales, [u, None, u], [v, None, v]), {"activation": "gelu"}
     stored = {"u_layout": "col", "v_layout": "col", "out_layout": "col"}
@@ -125,6 +132,37 @@ def problems(name, operands, keywords, mesh):
     return found
 
 
+def cut_blocks(mesh):
+    """Return what is wrong with MX weights of three blocks a row, which two ranks would cut."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def cut(tensor, dim):
+        place = Replicate() if dim is None else Shard(dim)
+        return distribute_tensor(tensor, mesh, [place], src_data_rank=None)
+
+    op, found = OPS["corrected_matmul"], []
+    x = weight(TOKENS, 96) / 8
+    values = (torch.arange(N * 48) % 251).byte().reshape(N, 48)
+    scales = (torch.arange(N * 3) % 4 + 124).byte().reshape(N, 3)
+    for call in (
+        lambda: op(cut(x, 1), cut(values, 1), cut(scales, 1)),
+        lambda: torch.ops.nmm.dequantize(cut(values, 1), cut(scales, 1), "mxfp4", x.dtype),
+    ):
+        try:
+            call()
+            found.append("blocks were cut")
+        except Exception as error:  # DTensor says which operator it is of
+            if "3 blocks of 32 inputs" not in str(error) or "multiple of 64" not in str(error):
+                found.append(repr(error))
+    with torch.no_grad():
+        want = op(x, values, scales)
+        for way in ((1, None), (None, 0)):  # x cut by features, the weight whole or by outputs
+            got = op(cut(x, way[0]), cut(values, way[1]), cut(scales, way[1])).full_tensor()
+            if not torch.allclose(got, want, rtol=1e-12, atol=1e-11):
+                found.append(f"{way}: wrong values")
+    return found
+
+
 def _worker(rank, port, results):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -136,6 +174,7 @@ def _worker(rank, port, results):
         mesh = init_device_mesh("cpu", (2,))
         for call in calls():
             failures += problems(*call, mesh)
+        failures += cut_blocks(mesh)
         dist.barrier()
     except Exception as error:  # reported to the parent, which fails the test with it
         failures.append(repr(error))

@@ -1,4 +1,4 @@
-"""An fp8 weight with a low-rank branch, as `compress(base="fp8")` and adapters spell it."""
+"""Few-bit weights with low-rank branches, as `compress(base=)` and adapters spell them."""
 
 import pytest
 import torch
@@ -42,8 +42,7 @@ def test_base_and_branch_are_one_call_that_reads_the_bytes(bias, scale, m):
     (match,) = made.matches
     assert match.info["base_weight"] == "fp8"
     assert any("read as stored" in note for note in match.notes)
-    calls = [n for n in made.graph_module.graph.nodes if "lowrank_matmul_scaled" in str(n.target)]
-    assert len(calls) == 1
+    assert len(calls(made)) == 1
     made.check(data)
 
 
@@ -242,3 +241,70 @@ def test_a_value_of_a_gated_mlp_that_is_turned_stays_turned(place, tokens):
     made.check(data)
     if place != "h":  # tokens in another order may be put so behind the call
         assert "corrected_mlp" not in [match.rule for match in made.matches]
+
+
+class Heads(nn.Module):
+    """Several linears of one x that are read apart, as q, k and v are."""
+
+    def __init__(self, format, ranks=(32, 16, 16), **more):
+        super().__init__()
+        sizes = zip((256, 128, 128), ranks, (True, False, True), strict=True)
+        self.each = nn.ModuleList(
+            Corrected(k=512, n=n, r=r, bias=bias, format=format, **more) for n, r, bias in sizes
+        )
+
+    def forward(self, x):
+        q, k, v = (one(x) for one in self.each)
+        return torch.cat([q.sigmoid(), k * v], -1)
+
+
+@pytest.mark.parametrize(
+    ("format", "target", "scale"), [("mxfp4", "trn3", 0.5), ("fp8", "trn2", 1.0)]
+)
+def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, target, scale):
+    model, data = Heads(format, scale=scale), x(8, 512).requires_grad_()
+    where = {"target": target, "strict": True}
+    made = nmm.rewrite(model, data, options=where)
+    (match,) = made.matches
+    assert (match.rule, match.info["r"], match.info["n"]) == ("shared_x", "32+16+16", "256+128+128")
+    assert match.info["base_weight"] == format
+    assert len(calls(made)) == 1
+    made.check(data)
+    expected = model(data)
+    expected.sum().backward()
+    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": data}
+    own = {name: leaf.grad.clone() for name, leaf in leaves.items()}
+    model.zero_grad()
+    data.grad = None
+    options = where | {"executor": "simulator", "inner": "eager"}
+    got = torch.compile(model, backend="nmm", options=options)(data)
+    got.sum().backward()
+    # of MX blocks x is rounded to three bits of mantissa; p, v / s and y to bfloat16
+    bound = 2**-4 if format == "mxfp4" else 2**-6
+    assert (got - expected).norm() <= bound * expected.norm()
+    assert len(own) == 3 * 2 + 2 + 1
+    for name, want in own.items():
+        assert (leaves[name].grad - want).norm() <= bound * want.norm(), name
+
+
+@pytest.mark.parametrize(("format", "target"), [("mxfp4", "trn3"), ("fp8", "trn2")])
+def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, target):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    nmm.compress(model, base=format, rank=16)
+    given = {"input_ids": torch.arange(5)[None], "use_cache": False}
+    options = {"target": target, "executor": "simulator", "inner": "eager", "strict": True}
+    with torch.no_grad():
+        want = model(**given).logits
+        got = torch.compile(model, backend="nmm", options=options)(**given).logits
+    made = nmm.explain(model, given, options={"target": target, "strict": True})
+    found = sorted(match.rule for match in made.matches if match.rule not in ("norm", "residual"))
+    assert found.count("shared_x") == 2  # q, k and v; gate and up, which the MLP takes in
+    assert found.count("corrected_mlp") == 1
+    # one layer: each product's x is rounded to three bits of mantissa beside MX weights
+    assert (got - want).norm() <= (2**-3 if format == "mxfp4" else 2**-6) * want.norm()

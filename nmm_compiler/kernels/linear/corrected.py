@@ -25,15 +25,25 @@ from nmm_compiler.targets import Target
 MX_PRODUCT = "nc_matmul_mx"
 MULTIPLIED = (*MX, "fp8")
 """The formats of a weight that TensorE multiplies as it is stored."""
+EACH = ("rank", "bias", "activation", "out_layout")
+"""The fields that may have a value for each of several linears."""
+
+
+def operand_name(name: str, end: str) -> str:
+    """Return the name of an operand of one of several linears: w0 of end "0", up_w of "up"."""
+    if name == "w_scale":
+        return operand_name("w", end) + "_scale"
+    return f"{end}_{name}" if end.isalpha() else name + end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrectedSpec(LinearSpec):
     """y[m, n] = activation(x w + (x u) v + bias) with x [m, k], u [k, rank], v [rank, n].
 
-    n, rank, bias: one value, or one for each of several linears, whose operands then end in their
-    numbers. rank 0: no branch. weight: the format of w. MX: w is bytes [k / 4, n size] and w_scale
-    [k / 32, n], as `for_nki` gives them. fp8: w is [k, n], w_scale [n], and v comes divided by it.
+    n: outputs, or those of each of several linears, whose operands then end in their numbers; rank,
+    bias, activation and out_layout may have a value for each, too. rank 0: no branch. weight: the
+    format of w. MX: w is bytes [k / 4, n size] and w_scale [k / 32, n], as `for_nki` gives them.
+    fp8: w is [k, n], w_scale [n], and v comes divided by it.
     """
 
     n: int | tuple[int, ...]
@@ -41,9 +51,9 @@ class CorrectedSpec(LinearSpec):
     weight: str = "mxfp4"
     dtype: str = "bfloat16"
     x_layout: str = "row"
-    out_layout: str = "row"
+    out_layout: str | tuple[str, ...] = "row"
     bias: bool | tuple[bool, ...] = False
-    activation: str = "identity"
+    activation: str | tuple[str, ...] = "identity"
     scales: str | None = None
 
     family: ClassVar[str] = "linear"
@@ -61,7 +71,7 @@ class CorrectedSpec(LinearSpec):
             object.__setattr__(self, "scales", "channel")
             object.__setattr__(self, "x_dtype", self.dtype)
         super().__post_init__()
-        for name in ("n", "rank", "bias"):
+        for name in ("n", *EACH):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
@@ -123,9 +133,9 @@ class CorrectedSpec(LinearSpec):
         return value[place] if isinstance(value, tuple) else value
 
     def _one(self, sizes: tuple[int, int, int, str], bias: bool, **ends: Any) -> Linear:
-        """Return a linear with its branch; names: w, u, v and bias with the end, or before it."""
+        """Return a linear with its branch."""
         k, n, r, end = sizes
-        names = {name: f"{end}_{name}" if end.isalpha() else name + end for name in "wuv"}
+        names = {name: operand_name(name, end) for name in "wuv"}
         plain = self.dtype if self.weight == "fp8" else ""
         form = "" if self.weight == "fp8" else self.weight
         pair = LowRank(
@@ -138,13 +148,11 @@ class CorrectedSpec(LinearSpec):
         )  # fmt: skip
 
     def _layer(self) -> dict[str, Any]:
-        ends = {"activation": self.activation, "layout": self.out_layout}
-        return {
-            "linears": tuple(
-                self._one(sizes, self._of("bias", i), **ends)
-                for i, sizes in enumerate(self._linears())
-            )
-        }
+        linears = []
+        for i, sizes in enumerate(self._linears()):
+            bias, activation, layout = (self._of(name, i) for name in EACH[1:])
+            linears.append(self._one(sizes, bias, activation=activation, layout=layout))
+        return {"linears": tuple(linears)}
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""

@@ -166,8 +166,8 @@ class LinearSpec(KernelSpec):
         """Return the fields of the layer that the subclass says: linears, combine, down."""
         raise NotImplementedError
 
-    def _weight(self, name: str, k: int, n: int, form: str = "") -> Weight:
-        return Weight(name=name, k=k, n=n, format=form, layout=self.layout_of(name))
+    def _weight(self, name: str, k: int, n: int) -> Weight:
+        return Weight(name=name, k=k, n=n, layout=self.layout_of(name))
 
     def layout_of(self, name: str) -> str:
         """Return the layout in which an operand is passed."""

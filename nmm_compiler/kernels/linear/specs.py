@@ -44,9 +44,6 @@ class LowRankSpec(LinearSpec):
     adapter, and base adds the dense product x w. inner_norm, for latent attention: p is the RMS
     norm of x u over the rank, with inner_eps under the root, times inner_gain [r].
 
-    base with fp8 weights: w is fp8 numbers with scales, the factors are of x's dtype, and v comes
-    divided by the scales of w, since all sums are multiplied by them: y = (x w + (x u) v) scales.
-
     tp: ranks that compute the product together, each from its shard, whose sizes these are.
     tp_axis: "columns" (v cut by outputs, nothing summed), "rows" (x and u cut by inputs, x u summed
     before v) or "rank" (u and v cut by the rank, y summed). `whole` and `sharded` go between the
@@ -81,13 +78,10 @@ class LowRankSpec(LinearSpec):
         super().__post_init__()
         if not np.isfinite(self.scale):
             raise SpecError(f"lowrank: scale is {self.scale!r}; pass a finite number")
-        layouts = {"u_layout": self.u_layout, "v_layout": self.v_layout}
-        turned = [name for name, layout in layouts.items() if layout != "row"]
-        if self.fp8 and self.base and (self.fp8_x or turned or self.tp > 1):
+        if self.fp8 and self.base:
             raise SpecError(
-                "lowrank: fp8 weights with base are an fp8 w beside factors in the dtype of x, as "
-                "they multiply, on one rank, v divided by the scales of w; pass x_dtype='bfloat16' "
-                f"and {' and '.join(turned) or 'layouts'} 'row', or make x w a matmul of its own"
+                "lowrank: base goes with plain factors and a plain w; take family linear with "
+                "weight 'fp8' for an fp8 w beside plain factors"
             )
         if self.inner and (self.fp8 or self.scale != 1.0):
             raise SpecError(
@@ -110,9 +104,8 @@ class LowRankSpec(LinearSpec):
         object.__setattr__(self, "scale", float(self.scale))  # equal specs have equal JSON
 
     def _layer(self) -> dict[str, Any]:
-        plain = self._plain_dtype() if self.fp8 and self.base else ""
         pair = LowRank(
-            u=self._weight("u", self.k, self.r, plain), v=self._weight("v", self.r, self.n, plain),
+            u=self._weight("u", self.k, self.r), v=self._weight("v", self.r, self.n),
             scale=self.scale, bias="inner_bias" * self.inner_bias,
             activation=self.inner_activation, gain="inner_gain" * self.inner_norm,
             eps=self.inner_eps,

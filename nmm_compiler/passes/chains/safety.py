@@ -53,6 +53,7 @@ REMEDIES: dict[str, str] = {
     "training": "call model.eval()",
     "shape": "keep tokens and features apart: contract exactly what the first product made",
     "between": "do it before the first product or behind the second, or fold it into a factor once",
+    "few_bits": "store the weight as the reason says, or in 16 bits",
     "slower": "nothing: the graph runs as it is written",
     "no_kernel": "nothing: PyTorch computes it",
     "pattern": "change the model, or the rule's pattern or condition",

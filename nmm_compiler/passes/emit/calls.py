@@ -449,7 +449,7 @@ class Call:
     """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
 
     unread: calls that read the result as "col" are all that reads it. kept: how it reads weights of
-    eight bits; base: whether they are a dense weight beside plain factors.
+    eight bits; base: whether that is the dense weight beside factors.
     """
 
     op: str
@@ -565,7 +565,7 @@ class Call:
         if value is not None and is_distributed(value):
             k = _sizes(c, first)[0]
             m = max(1, local_part(value).numel() // k)
-        if not self.kept.stored or self.base:  # bytes beside plain factors are priced as numbers
+        if not self.kept.stored:
             return {"m": m, "k": k, "dtype": dtype}
         return {"m": m, "k": k, "dtype": FP8, "scales": "channel", "x_dtype": dtype}
 
@@ -641,14 +641,6 @@ class LowRankCall(Call):
         """Return the call that a chain becomes."""
         final = owner_of(chain.out)
         kept = keep(c, chain.factors, c.dtype(final), beside_products(chain))
-        base = kept.format == "" and chain.base is not None
-        if chain.base is not None and base:
-            why = "something stands between its factors" if chain.inner is not None else ""
-            why = "several devices share it" if tp > 1 else why
-            # factors divided by small scales may leave the range of float16
-            if c.dtype(final) == torch.float16:
-                why = "x is float16; cast the model to bfloat16"
-            kept = keep(c, (chain.base.weight,), c.dtype(final), why)
         return cls(
             op="lowrank_matmul",
             source=best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, final),
@@ -659,7 +651,6 @@ class LowRankCall(Call):
             chain=chain,
             made=any(k in c.made or c.base(k)[0] in c.quantized for k in chain.weights),
             kept=kept,
-            base=base,
             tp=tp,
             group=group,
         )
@@ -681,8 +672,7 @@ class LowRankCall(Call):
             "base": self.chain.base is not None,
             "chains": 1 + len(self.chain.more),
             **({} if self.chain.inner is None else {"inner": self.chain.inner.name()}),
-            **({"base_weight" if self.base else "weights": self.kept.format}
-               if self.kept.stored else {}),
+            **({"weights": self.kept.format} if self.kept.stored else {}),
             **({"tp": self.tp} if self.tp > 1 else {}),
         }  # fmt: skip
 
@@ -745,15 +735,14 @@ class LowRankCall(Call):
         chain = self.chain
         assert chain is not None
         x = self.prepare_x(editor)
-        stored = () if self.base else self.kept.stored
+        stored = self.kept.stored
         folded = join(editor, [fold_chain(editor, part, stored) for part in (chain, *chain.more)])
         operands = {"x": x, "u": folded.u, "v": folded.v, "bias": folded.bias}
         operands |= {"inner_bias": folded.inner_bias, "inner_gain": folded.inner_gain}
         keywords = {"scale": folded.scale, **self._keywords(), "group": self.group}
         keywords |= {"u_layout": chain.u.layout, "v_layout": chain.v.layout}
         if chain.base is not None:
-            stored = self.kept.stored if self.base else ()
-            (operands["w"],) = weight_nodes(editor, (chain.base.weight,), stored)
+            operands["w"] = weight_node(editor, chain.base.weight)
             keywords["w_layout"] = chain.base.weight.layout
         value = self.result_value(editor, x, chain.v.n)
         y = self.finish(editor, self.op_call(editor, operands, keywords, value), self.out_dims)
@@ -828,20 +817,26 @@ class SharedCall(Call):
             pairs = ((ranks[0], tuple(outputs)),)
         return LowRankSharedSpec(**self._common(c, self.chains[0].u), pairs=pairs)
 
-    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
-        """Emit the call; every member's final node is replaced, the first one's is returned."""
+    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chains, kept = self.chains, self.kept.stored
-        for chain in chains:
-            steps = (*chain.middle, *chain.after)
-            editor.hoist([chain.u.key, chain.v.key, *(s.key for s in steps if s.key is not None)])
-        x = self.prepare_x(editor)
         editor.hoist([key for one in kept for key in (one.values, one.scale)])
         stored = [member.kept.stored if kept else () for member in self.members]
         folded = [fold_chain(editor, *pair) for pair in zip(chains, stored, strict=True)]
         us = [one.u for one in folded[: len(self.firsts)]]
-        operands = {"x": x, "u": us[0], "us": us, "vs": [one.v for one in folded]}
+        operands = {"u": us[0], "us": us, "vs": [one.v for one in folded]}
         operands["biases"] = [one.bias for one in folded]
-        keywords: dict[str, Any] = {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
+        return operands, {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
+
+    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
+        """Emit the call; every member's final node is replaced, the first one's is returned."""
+        chains = self.chains
+        for chain in chains:
+            steps = (*chain.middle, *chain.after)
+            editor.hoist([*chain.weights, *(s.key for s in steps if s.key is not None)])
+        x = self.prepare_x(editor)
+        operands, keywords = self.operands(editor)
+        operands["x"] = x
         if any(chain.activation != "identity" for chain in chains):
             keywords["activations"] = [chain.activation for chain in chains]
         layouts = [member.out_layout for member in self.members]

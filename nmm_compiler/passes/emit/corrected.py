@@ -1,75 +1,95 @@
-"""Calls of nmm.corrected_matmul: an MX weight read as it is stored, with branches or alone.
+"""Calls of nmm.corrected_matmul: a few-bit weight read as it is stored, with branches or alone.
 
     linear(x, nmm.dequantize(values, scale, "mxfp4", dtype), b) + s * linear(linear(x, A), B)
       ->   nmm.corrected_matmul(x, values, scale, A, s B, b, format="mxfp4")
 
-Where no kernel reads the bytes, the weight is multiplied out at each call, and the report says why.
+fp8 weights are those of `calls.py`. Where no kernel reads the bytes, the weight is multiplied out
+at each call, and the report says why.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.packed_formats import MX
-from nmm_compiler.ops.corrected import CORRECTED
+from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_SHARED
 from nmm_compiler.passes.chains.chain import Chain, Weight
 from nmm_compiler.passes.emit.calls import (
-    PLAIN,
     Bytes,
     Kept,
     LowRankCall,
+    SharedCall,
     best_source,
     fold_chain,
     join,
+    keep,
     one_dim,
     plus,
+    scales_of,
     times,
+    weight_nodes,
 )
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical, Opaque, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, Key, Opaque, owner_of
+from nmm_compiler.passes.graph.read_operations import is_distributed
 
 _DEQUANTIZE = "nmm::dequantize"
 
 
-def read_blocks(c: Canonical, weight: Weight) -> tuple[str, Bytes] | None:
-    """Return the format and the bytes of a weight of MX blocks; None for any other."""
-    form = c.forms.get(c.base(weight.key)[0])
-    node = owner_of(c.base(weight.key)[0])
-    if not isinstance(form, Opaque) or form.name != _DEQUANTIZE or weight.layout != "col":
-        return None
+def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: str) -> Kept:
+    """Return how a call that computes in a dtype reads a weight of eight bits or fewer.
+
+    why: a reason of the call's own against kernels of such weights, or "".
+    """
+    key = c.base(weight.key)[0]
+    form, node = c.forms.get(key), owner_of(key)
+    if not isinstance(form, Opaque) or form.name != _DEQUANTIZE:
+        if dtype == torch.float16:  # factors divided by small scales may leave its range
+            why = why or "x is float16; cast the model to bfloat16"
+        return keep(c, (weight,), dtype, why)
     values, scale, format, _ = node.args
     leaves = ("get_attr", "placeholder")
-    stored = all(isinstance(one, fx.Node) and one.op in leaves for one in (values, scale))
-    if format not in MX or not stored or c.shape(node) != weight.stored:
-        return None
-    return str(format), Bytes(values, scale)  # type: ignore[arg-type]
+    if not all(isinstance(one, fx.Node) and one.op in leaves for one in (values, scale)):
+        why = "its bytes or its scales are no stored tensors"
+    elif is_distributed(c.tensor(values)):  # type: ignore[arg-type]
+        why = "its bytes are cut over devices"
+    elif format not in MX:
+        why = "no kernel multiplies such numbers; take base='mxfp4' or 'fp8'"
+    elif weight.layout != "col" or c.shape(node) != weight.stored:
+        why = "it is read transposed, or in part"
+    stored = () if why else (Bytes(values, scale),)  # type: ignore[arg-type]
+    return Kept(str(format), stored, why)
 
 
-def with_blocks(c: Canonical, call: LowRankCall) -> LowRankCall:
-    """Return the call that reads its base as it is stored, where it is of MX blocks."""
+def with_base(c: Canonical, call: LowRankCall) -> LowRankCall:
+    """Return the call that reads its base as it is stored, where it is of eight bits or fewer."""
     chain = call.chain
     assert chain is not None
-    found = None if chain.base is None else read_blocks(c, chain.base.weight)
-    if found is None:
+    if chain.base is None:
         return call
-    if chain.inner is not None or call.tp > 1:
-        why = "something stands between its factors, or several devices share it"
-        return dataclasses.replace(call, kept=Kept(found[0], (), why), base=True)
-    return _read(c, call, *found)
+    why = "something stands between its factors" if chain.inner is not None else ""
+    why = "several devices share it" if call.tp > 1 else why
+    kept = read_stored(c, chain.base.weight, c.dtype(call.final), why)
+    return _read(c, call, chain.base.weight, kept) if kept.format else call
 
 
 def alone(c: Canonical, chain: Chain) -> LowRankCall | None:
-    """Return the call of one product with a weight of MX blocks; None for any other."""
-    found = read_blocks(c, chain.u)
-    if found is None or not chain.only_bias() or chain.addend is not None:
-        return None
+    """Return the call of one product with a weight of few bits; None for any other.
+
+    Its `kept` has a reason where no kernel reads the weight.
+    """
     final = owner_of(chain.out)
+    kept = read_stored(c, chain.u, c.dtype(final), "")
+    if not kept.format or not chain.only_bias() or chain.addend is not None:
+        return None
     call = LowRankCall(
         op=CORRECTED.name,
         source=best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, final),
@@ -79,19 +99,20 @@ def alone(c: Canonical, chain: Chain) -> LowRankCall | None:
         covered=chain.nodes,
         chain=dataclasses.replace(chain, base=chain.first),
     )
-    made = _read(c, call, *found)
-    return made if isinstance(made, CorrectedCall) else None
+    return _read(c, call, chain.u, kept)
 
 
-def _read(c: Canonical, call: LowRankCall, format: str, stored: Bytes) -> LowRankCall:
-    fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(LowRankCall)}
-    fields |= {"op": CORRECTED.name, "kept": PLAIN, "base": False, "made": False}
-    made = CorrectedCall(**fields, format=format, blocks=stored)
-    try:
-        made.spec(c).check(c.chip)
-    except NmmError as error:
-        return dataclasses.replace(call, kept=Kept(format, (), str(error)), base=True)
-    return made
+def _read(c: Canonical, call: LowRankCall, weight: Weight, kept: Kept) -> LowRankCall:
+    if kept.stored:
+        fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(LowRankCall)}
+        fields["op"] = CORRECTED.name
+        made = CorrectedCall(**fields, format=kept.format, blocks=kept.stored[0], weight=weight)
+        try:
+            made.spec(c).check(c.chip)
+            return made
+        except NmmError as error:
+            kept = Kept(kept.format, (), str(error))
+    return dataclasses.replace(call, kept=kept, base=True)
 
 
 @dataclasses.dataclass
@@ -100,9 +121,11 @@ class CorrectedCall(LowRankCall):
 
     format: str = ""
     blocks: Bytes | None = None
+    weight: Weight | None = None
 
     @property
-    def _single(self) -> bool:
+    def single(self) -> bool:
+        """Whether the weight has no branch."""
         assert self.chain is not None
         return self.chain.second is None
 
@@ -111,10 +134,20 @@ class CorrectedCall(LowRankCall):
         assert self.chain is not None
         return any(step.kind == "bias" for step in (*self.chain.middle, *self.chain.after))
 
+    @property
+    def ways(self) -> dict[str, str]:
+        """The keywords that several calls need alike to be one."""
+        assert self.chain is not None
+        assert self.weight is not None
+        said = {"format": self.format, "w_layout": self.weight.layout}
+        if not self.single:
+            said |= {"u_layout": self.chain.u.layout, "v_layout": self.chain.v.layout}
+        return said
+
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
         assert self.chain is not None
-        if not self._single:
+        if not self.single:
             return super().info() | {"base_weight": self.format}
         m = self.tokens_count()
         return {
@@ -125,42 +158,107 @@ class CorrectedCall(LowRankCall):
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
+        notes = () if self.single else super().notes()
+        if self.format not in MX:
+            return (*notes, f"the {self.format} weight is read as stored: a byte an element")
         bits = MX[self.format].bits
         read = f"the {self.format} weight is read as stored: {bits} bits an element"
-        rounded = "a kernel rounds x to mxfp8 beside it"
-        return (*(() if self._single else super().notes()), read, rounded)
+        return (*notes, read, "a kernel rounds x to mxfp8 beside it")
 
     def spec(self, c: Canonical) -> KernelSpec:
         """Return the spec of the weight and its branch."""
         chain = self.chain
         assert chain is not None
         return CorrectedSpec(
-            **self._common(c, chain.u), n=self.n, rank=0 if self._single else chain.r,
-            weight=self.format, activation=chain.activation,
-            bias=self._biased,
+            **self._common(c, chain.u), n=self.n, rank=0 if self.single else chain.r,
+            weight=self.format, activation=chain.activation, bias=self._biased,
         )  # fmt: skip
+
+    def operands(self, editor: Editor) -> dict[str, Any]:
+        """Emit the operands behind x, by the names of the op's arguments."""
+        chain, blocks = self.chain, self.blocks
+        assert chain is not None
+        assert blocks is not None
+        assert self.weight is not None
+        made: dict[str, Any] = {}
+        if self.format in MX:
+            made["w"] = editor.node(blocks.values)
+            made["w_scale"] = editor.node(blocks.scale)
+        else:
+            (made["w"],) = weight_nodes(editor, (self.weight,), (blocks,))
+            (made["w_scale"],) = scales_of(editor, Kept(self.format, (blocks,)))
+        if not self.single:
+            folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
+            v = times(editor, folded.v, folded.scale)
+            return made | {"u": folded.u, "v": v, "bias": folded.bias}
+        for step in (*chain.middle, *chain.after):
+            if step.key is not None:  # else times one
+                own = one_dim(editor, step.key, self.n)
+                made["bias"] = plus(editor, made.get("bias"), own, step.number)
+        return made
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
-        chain = self.chain
-        assert chain is not None
-        assert self.blocks is not None
-        operands: dict[str, Any] = {
-            "x": self.prepare_x(editor), "w": editor.node(self.blocks.values),
-            "w_scale": editor.node(self.blocks.scale),
-        }  # fmt: skip
-        keywords: dict[str, Any] = {"format": self.format, "activation": chain.activation}
-        if self._single:
-            for step in (*chain.middle, *chain.after):
-                if step.key is None:  # times one
-                    continue
-                own = one_dim(editor, step.key, self.n)
-                operands["bias"] = plus(editor, operands.get("bias"), own, step.number)
-        else:
-            folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
-            v = times(editor, folded.v, folded.scale)
-            operands |= {"u": folded.u, "v": v, "bias": folded.bias}
-            keywords |= {"u_layout": chain.u.layout, "v_layout": chain.v.layout}
+        assert self.chain is not None
+        operands = {"x": self.prepare_x(editor)} | self.operands(editor)
+        keywords = {**self.ways, "activation": self.chain.activation}
         value = self.result_value(editor, operands["x"], self.n)
         y = self.op_call(editor, operands, keywords, value)
         return self.surrounded(editor, self.finish(editor, y, self.out_dims))
+
+
+@dataclasses.dataclass
+class SharedCorrectedCall(SharedCall):
+    """nmm.corrected_matmul_shared_x: several weights of few bits that multiply one x."""
+
+    @property
+    def each(self) -> list[CorrectedCall]:
+        """The calls that become one."""
+        return [one for one in self.members if isinstance(one, CorrectedCall)]
+
+    def info(self) -> dict[str, Any]:
+        """Return what a report says about the call."""
+        return super().info() | {"base_weight": self.each[0].format}
+
+    def spec(self, c: Canonical) -> KernelSpec:
+        """Return the spec of all weights and their branches."""
+        specs: list[Any] = [one.spec(c) for one in self.each]
+        lists = {
+            name: tuple(getattr(spec, name) for spec in specs)
+            for name in ("n", "rank", "bias", "activation")
+        }
+        return dataclasses.replace(specs[0], **lists)
+
+    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Emit the operands behind x; return them and the keywords, named as in the schema."""
+        stored = [one.blocks for one in self.each if one.blocks is not None]
+        editor.hoist([key for one in stored for key in (one.values, one.scale)])
+        made = [one.operands(editor) for one in self.each]
+        lists = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases"}
+        return {
+            many: [operands.get(name) for operands in made] for name, many in lists.items()
+        }, dict(self.each[0].ways)
+
+
+def several(c: Canonical, rule: str, calls: Sequence[LowRankCall]) -> SharedCall:
+    """Return the call that several calls of one x become."""
+    first = calls[0]
+    if not isinstance(first, CorrectedCall):
+        return SharedCall.of(c, rule, list(calls))
+    covered = frozenset(node for call in calls for node in call.covered)
+    return SharedCorrectedCall(
+        op=CORRECTED_SHARED.name, source=first.source, final=first.final, out_dims=first.out_dims,
+        n=first.n, covered=covered, many=True, members=tuple(calls),
+    )  # fmt: skip
+
+
+def made_of_leaves(calls: Sequence[LowRankCall]) -> set[Key]:
+    """Return the values that calls do not read, but the leaves that these are made of."""
+    found: set[Key] = set()
+    stored = all(call.kept.stored for call in calls)
+    for call in calls:
+        if isinstance(call, CorrectedCall) and call.weight is not None:
+            found.add(call.weight.key)
+        elif stored and call.chain is not None:
+            found |= {call.chain.u.key, call.chain.v.key}
+    return found

@@ -1,13 +1,17 @@
-"""Rule `corrected_mlp`: gate, up and down of MX weights, found apart before, are one call.
+"""Rule `corrected_mlp`: gate, up and down of few-bit weights, found apart before, are one call.
 
 h = silu(nmm.corrected_matmul(x, gate...)) * nmm.corrected_matmul(x, up...)
 y = nmm.corrected_matmul(h, down...)
   ->   y = nmm.corrected_mlp(x, [gate, up, down], [scales...], [u...], [v...])
+
+Gate and up may be the two results of one nmm.corrected_matmul_shared_x.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +19,8 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_MLP
+from nmm_compiler.kernels.packed_formats import MX
+from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED
 from nmm_compiler.passes.chains.safety import Refusal, call_ways, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
@@ -23,12 +28,33 @@ from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, Opaq
 from nmm_compiler.passes.rules.base import Match, Rule
 from nmm_compiler.passes.rules.inside_calls import KernelCall, kernel_call
 
-_PLAIN = ("bias", "norm_gain", "norm_bias", "residual")
-_SAME = ("format", "u_layout", "v_layout")
+_SAME = ("format", "u_layout", "v_layout", "w_layout")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """One linear of a call: w, w_scale, u and v; what stands behind it; the nodes it goes with.
+
+    out_layout: of its result.
+    """
+
+    call: KernelCall
+    operands: tuple[Any, ...]
+    bias: Any
+    activation: str
+    out_layout: str
+    nodes: frozenset[fx.Node]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the call has nothing beside weights, branches and activations."""
+        more = self.call.args[self.call.gain :]
+        alone = self.bias is None and all(value is None for value in more)
+        return alone and "norm" not in self.call.node.kwargs
 
 
 class CorrectedMLP(Rule):
-    """A gated MLP of calls that read MX weights."""
+    """A gated MLP of calls that read few-bit weights."""
 
     name = "corrected_mlp"
     ends_at = (Opaque,)
@@ -36,51 +62,66 @@ class CorrectedMLP(Rule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose a call that reads the product of two others, with what is between them."""
-        down = _call(node)
-        h = None if down is None else _whole(graph, down.args[0])
+        call = kernel_call(node)
+        if call is None or call.op is not CORRECTED:
+            return
+        h, down = _whole(graph, call.args[0]), _linear(node)
         form = None if h is None else graph.forms.get(h)
-        if not isinstance(form, Scale) or isinstance(form.factor, float):
+        if down is None or not isinstance(form, Scale) or isinstance(form.factor, float):
             return
         sides = [_activated(graph, key) for key in (form.value, form.factor)]
         if all(side is not None for side in sides):
-            gate, up = sorted(sides, key=lambda side: side[1] == "identity")  # type: ignore[index]
+            gate, up = sorted(sides, key=lambda side: side.activation == "identity")  # type: ignore[union-attr]
             yield down, h, gate, up
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that all three are plain, of one x and one format, and that one call is faster."""
         from nmm_compiler.ops.lower import lower, tokens
 
-        down, h, (gate, activation, between), (up, other, _) = candidate
-        calls = (gate, up, down)
-        alike = all(
-            one.node.kwargs.get(name) == gate.node.kwargs.get(name)
-            for one in calls for name in _SAME
-        )  # fmt: skip
-        same_x = gate.args[0] is up.args[0] and gate.is_row("x_layout") == up.is_row("x_layout")
-        ways = {gate.is_row("out_layout"), up.is_row("out_layout"), down.is_row("x_layout")}
-        same_x = same_x and len(ways) == 1  # h is written as it is read
-        bare = not any(value is not None for one in calls for value in one.args[5:])
-        bare = bare and not any("norm" in one.node.kwargs for one in calls)
-        if other != "identity" or not (alike and same_x and bare) or gate.node is up.node:
+        down, h, gate, up = candidate
+        linears = (gate, up, down)
+        calls = {one.call.node: one.call for one in linears}
+        same_x = gate.call.args[0] is up.call.args[0]
+        said: dict[str, Any] = {}
+        alike = gate.call.is_row("x_layout") == up.call.is_row("x_layout")
+        read = down.call.node.kwargs.get("x_layout", "row")
+        alike = alike and gate.out_layout == up.out_layout == read  # h is written as it is read
+        for name in _SAME:
+            # a call without a branch has no layouts of factors
+            each = [call.node.kwargs.get(name) for call in calls.values()]
+            found = set(each) if name == "format" else set(each) - {None}
+            alike = alike and len(found) < 2
+            said[name] = next(iter(found), None)
+        said = {name: value for name, value in said.items() if value is not None}
+        whole = all(len(one.call.args[1]) == 2 for one in (gate, up) if one.call.op.many)
+        if not (same_x and alike and whole and all(one.plain for one in linears)):
             return None
-        args, kwargs = _arguments(calls, activation)
-        values, said = fx.map_arg((args, kwargs), graph.values.__getitem__)
+        if up.activation != "identity" or down.activation != "identity":
+            return None
+        if gate.operands[0] is up.operands[0]:
+            return None
+        args = (gate.call.args[0], *map(list, zip(*(one.operands for one in linears), strict=True)))
+        own = ("target", "executor", "out_layout")
+        kwargs = said | {"activation": gate.activation}
+        kwargs |= {n: value for n, value in down.call.node.kwargs.items() if n in own}
+        kwargs["x_layout"] = gate.call.node.kwargs.get("x_layout", "row")
+        values, known = fx.map_arg((args, kwargs), graph.values.__getitem__)
         try:
-            m = tokens_to_judge(tokens(values[0], said))
-            (launch,) = lower(CORRECTED_MLP.name, values, said, m).launches
+            m = tokens_to_judge(tokens(values[0], known))
+            (launch,) = lower(CORRECTED_MLP.name, values, known, m).launches
             launch.spec.check(graph.chip)
         except (NmmError, ValueError, TypeError):
             return None  # symbolic sizes, or features that are no whole 512s
-        apart = sum(one.us(graph, {}, {}) for one in calls)
+        apart = sum(call.us(graph, {}, {}) for call in calls.values())
         times = call_ways(graph, launch.spec)
         if times.fused > apart:
-            return Refusal("slower", "three calls are predicted to be faster", down.node)
-        nodes = frozenset({owner_of(h), *(one.node for one in calls), *between})
-        operands = list(gate.node.all_input_nodes)
-        return unsafe(graph, nodes, down.node, operands) or Match(
-            rule=self.name, node=down.node, nodes=nodes, data=(args, kwargs),
+            return Refusal("slower", "the calls apart are predicted to be faster", down.call.node)
+        nodes = frozenset({owner_of(h)}).union(*(one.nodes for one in linears))
+        operands = [node for call in (gate.call, up.call) for node in call.node.all_input_nodes]
+        notes = ("h is rounded to mxfp8 in the kernel",) * (said.get("format", "mxfp4") in MX)
+        return unsafe(graph, nodes, down.call.node, operands) or Match(
+            rule=self.name, node=down.call.node, nodes=nodes, data=(args, kwargs), notes=notes,
             info={"m": m, "k": launch.spec.k, "n": launch.spec.n, "predicted": times.to_dict()},
-            notes=("h is rounded to mxfp8 in the kernel",),
         )  # fmt: skip
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
@@ -91,9 +132,23 @@ class CorrectedMLP(Rule):
         return editor.call(op, *args, meta_value=value, **kwargs)
 
 
-def _call(node: Key) -> KernelCall | None:
-    call = kernel_call(node)
-    return call if call is not None and call.op is CORRECTED else None
+def _linear(key: Key) -> _Linear | None:
+    """Return the linear of few bits whose result a value is, or None."""
+    node = owner_of(key)
+    place = node.args[1] if node.target is operator.getitem else None
+    call = kernel_call(node if place is None else node.args[0])  # type: ignore[arg-type]
+    if call is None or call.op is not (CORRECTED if place is None else CORRECTED_SHARED):
+        return None
+    kwargs: Any = call.node.kwargs
+    layout = kwargs.get("out_layout", "row")
+    if place is None:
+        activation = kwargs.get("activation", "identity")
+        return _Linear(call, call.args[1:5], call.args[5], activation, layout, frozenset({node}))
+    *operands, bias = (values[place] for values in call.args[1:6])
+    activation = (kwargs.get("activations") or ["identity"] * (place + 1))[place]
+    layout = (kwargs.get("out_layouts") or [layout] * (place + 1))[place]
+    nodes = frozenset({node, call.node})
+    return _Linear(call, tuple(operands), bias, activation, layout, nodes)
 
 
 def _whole(c: Canonical, key: Key) -> Key | None:
@@ -103,31 +158,15 @@ def _whole(c: Canonical, key: Key) -> Key | None:
     return base if list(itertools.chain(*dims)) == list(itertools.chain(*own)) else None
 
 
-def _activated(c: Canonical, key: Key) -> tuple[KernelCall, str, set[fx.Node]] | None:
-    """Return (call, the activation of its result, the nodes of that) of a value, or None."""
+def _activated(c: Canonical, key: Key) -> _Linear | None:
+    """Return the linear whose result, or an activation of it, a value is; None for any other."""
     base = _whole(c, key)
-    if base is None:
+    form = None if base is None else c.forms.get(base)
+    if base is None or not isinstance(form, Activation):
+        return None if base is None else _linear(base)
+    inner = _whole(c, form.value)
+    found = None if inner is None else _linear(inner)
+    if found is None or found.activation != "identity":
         return None
-    form, between = c.forms.get(base), set[fx.Node]()
-    name = "identity"
-    if isinstance(form, Activation):
-        name, between = form.name, {owner_of(base)}
-        base = _whole(c, form.value)
-    call = None if base is None else _call(base)
-    if call is None:
-        return None
-    inside = str(call.node.kwargs.get("activation", "identity"))
-    if inside != "identity" and name != "identity":
-        return None
-    return call, inside if name == "identity" else name, between
-
-
-def _arguments(
-    calls: tuple[KernelCall, ...], activation: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    gate, _, down = calls
-    lists = ([one.args[place] for one in calls] for place in range(1, 5))
-    kwargs = {name: down.node.kwargs[name] for name in (*_SAME, "target", "executor", "out_layout")
-              if name in down.node.kwargs}  # fmt: skip
-    kwargs |= {"activation": activation, "x_layout": gate.node.kwargs.get("x_layout", "row")}
-    return (gate.args[0], *lists), kwargs
+    nodes = found.nodes | {owner_of(base)}
+    return dataclasses.replace(found, activation=form.name, nodes=nodes)

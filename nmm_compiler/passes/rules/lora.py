@@ -32,7 +32,7 @@ from nmm_compiler.passes.chains.chain import (
 )
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse, too_wide
 from nmm_compiler.passes.emit.calls import LowRankCall
-from nmm_compiler.passes.emit.corrected import with_blocks
+from nmm_compiler.passes.emit.corrected import with_base
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Leaf, Scale, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -111,7 +111,7 @@ class LoRA(KernelRule):
                 redirected=readers,
             )
             if why is None:
-                call = with_blocks(graph, LowRankCall.of(graph, final))
+                call = with_base(graph, LowRankCall.of(graph, final))
                 return self.matched(graph, owner_of(final.out), final.nodes, call)
         assert why is not None
         return why

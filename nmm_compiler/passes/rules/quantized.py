@@ -1,4 +1,4 @@
-"""Rule `quantized`: a product with a weight of MX blocks, without a branch, as one call.
+"""Rule `quantized`: a product with a weight of few bits, without a branch, as one call.
 
     linear(x, nmm.dequantize(values, scale, "mxfp4", dtype), b)
       ->   nmm.corrected_matmul(x, values, scale, None, None, b, format="mxfp4")
@@ -33,10 +33,14 @@ class Quantized(KernelRule):
             yield node
 
     def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
-        """Read the product, and check that its weight is of MX blocks."""
+        """Read the product, and check that its weight is of few bits and a kernel reads it."""
         chain = read_projection(graph, candidate)
         call = None if chain is None or chain.second is not None else alone(graph, chain)
         if chain is None or call is None:
             return None
-        why = refuse(graph, chain.nodes, candidate, chain.operands)
-        return why or self.matched(graph, candidate, chain.nodes, call)
+        if call.kept.format:
+            kept = call.kept
+            why = f"the {kept.format} weight is multiplied out at each call: {kept.reason}"
+            return Refusal("few_bits", why, chain.u.key)
+        unsafe = refuse(graph, chain.nodes, candidate, chain.operands)
+        return unsafe or self.matched(graph, candidate, chain.nodes, call)

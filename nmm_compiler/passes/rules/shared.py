@@ -19,7 +19,8 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
 from nmm_compiler.passes.chains.safety import Refusal, call_ways, crossed, readings, refuse
-from nmm_compiler.passes.emit.calls import LowRankCall, SharedCall
+from nmm_compiler.passes.emit.calls import LowRankCall
+from nmm_compiler.passes.emit.corrected import CorrectedCall, made_of_leaves, several
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -47,10 +48,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         return None
     keys = [key for call in calls if call.chain for key in call.chain.operands]
     own_x = {call.chain.first.x for call in calls if call.chain}
-    if all(call.kept.stored for call in calls):  # made of leaves, which are hoisted
-        own_x |= {
-            key for call in calls if call.chain for key in (call.chain.u.key, call.chain.v.key)
-        }
+    own_x |= made_of_leaves(calls)  # the leaves are hoisted
     for key in [*(k for k in keys if k not in own_x), calls[0].source.key]:
         owner = owner_of(key)
         if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
@@ -59,7 +57,7 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         return None
     if crossed(c, set(nodes), finals[-1], keys) is not None:
         return None
-    call = SharedCall.of(c, rule, calls)
+    call = several(c, rule, calls)
     spec = call.spec(c)
     times = call_ways(c, spec)
     if times.fused > times.separate:
@@ -87,17 +85,21 @@ class SharedX(KernelRule):
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
         """Join plain chains of the same x that lie near each other."""
         groups: dict[Any, list[Match]] = {}
+        alike: tuple[Any, ...]
         for match in matches:
             call = match.data
             if not isinstance(call, LowRankCall) or call.chain is None:
                 continue
             if call.tp > 1:  # no kernel of several chains sums over devices
                 continue
-            plain = only_bias(call.chain) and len(call.source.dims) > 1
-            single = all(len(dim) <= 1 for dim in call.source.dims)
+            if isinstance(call, CorrectedCall):
+                plain, alike = call.is_whole, tuple(call.ways.items())
+            else:
+                plain = only_bias(call.chain)
+                alike = (call.chain.u.layout, call.chain.v.layout, bool(call.kept.stored))
+            single = all(len(dim) <= 1 for dim in call.source.dims) and len(call.source.dims) > 1
             if plain and single and (call.source.is_row() or call.source.is_col()):
-                layouts = (call.chain.u.layout, call.chain.v.layout, bool(call.kept.stored))
-                groups.setdefault((call.source.key, *layouts), []).append(match)
+                groups.setdefault((call.source.key, *alike), []).append(match)
         out = list(matches)
         for members in groups.values():
             for near in _near(graph, members):
