@@ -3,8 +3,9 @@
     linear(x, nmm.dequantize(values, scale, "mxfp4", dtype), b) + s * linear(linear(x, A), B)
       ->   nmm.corrected_matmul(x, values, scale, A, s B, b, format="mxfp4")
 
-fp8 weights are those of `calls.py`. Where no kernel reads the bytes, the weight is multiplied out
-at each call, and the report says why.
+fp8 weights are those of `calls.py`. torchao's MXTensor is read as stored, too: the graph takes its
+data, and its scales, which lie in blocks of 128 rows and are put in order at each call. Where no
+kernel reads the bytes, the weight is multiplied out at each call, and the report says why.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ from nmm_compiler.passes.emit.calls import (
     times,
     weight_nodes,
 )
-from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Opaque, owner_of
 from nmm_compiler.passes.graph.read_operations import is_distributed
 
 _DEQUANTIZE = "nmm::dequantize"
+_TORCHAO_MX = "MXTensor"
+_TORCHAO_FORMATS = {
+    "float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2",
+}  # fmt: skip
 
 
 def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: str) -> Kept:
@@ -51,6 +56,8 @@ def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: st
     """
     key = c.base(weight.key)[0]
     form, node = c.forms.get(key), owner_of(key)
+    if node in c.quantized:
+        return _read_subclass(c, weight, node, why)
     if not isinstance(form, Opaque) or form.name != _DEQUANTIZE:
         if dtype == torch.float16:  # factors divided by small scales may leave its range
             why = why or "x is float16; cast the model to bfloat16"
@@ -67,6 +74,36 @@ def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: st
         why = "it is read transposed, or in part"
     stored = () if why else (Bytes(values, scale),)  # type: ignore[arg-type]
     return Kept(str(format), stored, why)
+
+
+def _read_subclass(c: Canonical, weight: Weight, node: fx.Node, why: str) -> Kept:
+    """Return how a call reads a leaf that holds a quantized weight [n, k], as torchao's do."""
+    value, kind = c.values[node], c.subclasses[node]
+    form = _TORCHAO_FORMATS.get(str(getattr(value, "elem_dtype", "")).removeprefix("torch."))
+    if kind != _TORCHAO_MX or form is None or value.block_size != MX[form].block:
+        why = "no kernel reads it; take torchao's MX formats, or compress(base='mxfp4' or 'fp8')"
+        return Kept(kind, (), why)
+    if weight.layout != "col" or tuple(value.qdata.shape[:1]) != weight.stored[:1]:
+        why = "it is read transposed, or in part"
+    return Kept(form, () if why else (Bytes(node, node),), why)
+
+
+def _parts_of(editor: Editor, node: fx.Node) -> dict[str, Any]:
+    """Emit bytes [n, k bits / 8] and scales [n, k / 32] of torchao's MXTensor."""
+    value = editor.c.values[node]
+    data = editor.call(getattr, node, "qdata")
+    scale = editor.call(getattr, node, "scale")
+    if editor.c.values[data].dtype != torch.uint8:
+        data = editor.call(aten.view.dtype, data, torch.uint8)
+    scale = editor.call(aten.view.dtype, scale, torch.uint8)
+    n, blocks = value.shape[0], value.shape[1] // value.block_size
+    if value.is_swizzled_scales:  # row 32 a + b of 128 rows is row b, at 4 a, of [32, 16]
+        high, wide = -(-n // 128), -(-blocks // 4)
+        scale = editor.reshape(scale, (high, wide, 32, 4, 4))
+        scale = editor.reshape(editor.permute(scale, (0, 3, 2, 1, 4)), (128 * high, 4 * wide))
+        scale = editor.call(aten.slice.Tensor, scale, 0, 0, n)
+        scale = editor.call(aten.slice.Tensor, scale, 1, 0, blocks)
+    return {"w": data, "w_scale": editor.reshape(scale, (n, blocks))}
 
 
 def with_base(c: Canonical, call: LowRankCall) -> LowRankCall:
@@ -158,12 +195,15 @@ class CorrectedCall(LowRankCall):
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
-        notes = () if self.single else super().notes()
+        notes: tuple[str, ...] = () if self.single else super().notes()
         if self.format not in MX:
             return (*notes, f"the {self.format} weight is read as stored: a byte an element")
         bits = MX[self.format].bits
         read = f"the {self.format} weight is read as stored: {bits} bits an element"
-        return (*notes, read, "a kernel rounds x to mxfp8 beside it")
+        notes = (*notes, read, "a kernel rounds x to mxfp8 beside it")
+        if self.blocks is not None and self.blocks.values is self.blocks.scale:
+            notes = (*notes, "the scales of torchao's weight are put in order at each call")
+        return notes
 
     def spec(self, c: Canonical) -> KernelSpec:
         """Return the spec of the weight and its branch."""
@@ -181,7 +221,9 @@ class CorrectedCall(LowRankCall):
         assert blocks is not None
         assert self.weight is not None
         made: dict[str, Any] = {}
-        if self.format in MX:
+        if blocks.values is blocks.scale:
+            made = _parts_of(editor, editor.node(blocks.values))
+        elif self.format in MX:
             made["w"] = editor.node(blocks.values)
             made["w_scale"] = editor.node(blocks.scale)
         else:
