@@ -58,6 +58,7 @@ from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank
 from nmm_compiler.passes.rules.quantized import Quantized
 from nmm_compiler.passes.rules.shared import SharedU, SharedX
+from nmm_compiler.passes.rules.static_fp8 import StaticFP8
 
 
 @dataclasses.dataclass
@@ -459,6 +460,7 @@ RULES: tuple[Rule, ...] = (
     SharedU(),
     Adapter(),
     LowRank(),
+    StaticFP8(),
     Quantized(),
     SharedX(),
     Attention(),

@@ -254,7 +254,8 @@ def _bound(want: Any, moved: Sequence[Any]) -> float:
     ]  # fmt: skip
     own = 0.0
     if want.is_floating_point():
-        finite = want[want.isfinite()]
+        wide = want.float() if want.dtype.itemsize == 1 else want  # PyTorch compares no fp8
+        finite = wide[wide.isfinite()]
         largest = float(finite.abs().max()) if finite.numel() else 0.0
         own = torch.finfo(want.dtype).eps * largest
     return _MARGIN * max(noise) + own

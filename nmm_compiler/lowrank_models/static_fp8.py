@@ -1,0 +1,80 @@
+"""Linears with fp8 weights and fp8 activations of static scales, as ModelOpt's checkpoints have.
+
+A checkpoint keeps `weight` (float8_e4m3fn, [n, k]), `weight_scale` and `input_scale` (a number
+each): y = (input_scale q(x / input_scale)) (weight_scale weight)^T + bias. Its numbers end at 448,
+those of NKI's float8_e4m3 at 240. So a weight is halved and its scale doubled, which is exact but
+for its subnormals, which lose one bit; and so is the scale of x, before x is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nmm_compiler.errors import ModelError
+from nmm_compiler.kernels.number_formats import FP8_MAX
+
+_CHECKPOINT = ("weight", "weight_scale", "input_scale")
+
+
+class StaticFP8Linear(nn.Module):
+    """x [.., k] -> [.., n]. weight: float8_e4m3fn up to 240. weight_scale, input_scale: [1]."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor,
+        bias: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
+            raise ModelError(f"weight is {weight.dtype} {tuple(weight.shape)}; pass fp8 [n, k]")
+        for name, scale in (("weight_scale", weight_scale), ("input_scale", input_scale)):
+            if scale.numel() != 1:
+                raise ModelError(
+                    f"{name} has {scale.numel()} numbers; a static scale is one for the tensor"
+                )
+        halved = (weight.detach().float() / 2).to(torch.float8_e4m3fn)
+        self.register_buffer("weight", halved)
+        self.register_buffer("weight_scale", 2 * weight_scale.detach().float().reshape(1))
+        self.register_buffer("input_scale", 2 * input_scale.detach().float().reshape(1))
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [.., k] to [.., n]."""
+        steps = (x.float() / self.input_scale).clamp(-FP8_MAX, FP8_MAX)
+        rounded = steps.to(torch.float8_e4m3fn).float() * self.input_scale
+        # nothing is clamped here: it tells graph passes that NKI's float8_e4m3 has the bits
+        weight = self.weight.float().clamp(-FP8_MAX, FP8_MAX) * self.weight_scale
+        return functional.linear(rounded.to(x.dtype), weight.to(x.dtype), self.bias)
+
+
+def load_static_fp8(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Replace the linears of a model whose fp8 weight a checkpoint has; return their names.
+
+    The other tensors of the checkpoint are not loaded. Raises ModelError for a scale that is not
+    one number, or a weight that does not fit its linear.
+    """
+    made = []
+    for name, linear in list(model.named_modules()):
+        keys = [f"{name}.{part}" for part in _CHECKPOINT]
+        if not isinstance(linear, nn.Linear) or not all(key in state for key in keys):
+            continue
+        weight, weight_scale, input_scale = (state[key] for key in keys)
+        if weight.shape != linear.weight.shape:
+            raise ModelError(
+                f"{name} is {tuple(linear.weight.shape)}, its weight in the checkpoint "
+                f"{tuple(weight.shape)}; load the checkpoint of this model"
+            )
+        bias = linear.bias
+        if bias is not None and f"{name}.bias" in state:
+            bias = nn.Parameter(state[f"{name}.bias"].to(bias.dtype), requires_grad=False)
+        parent, _, last = name.rpartition(".")
+        new = StaticFP8Linear(weight, weight_scale, input_scale, bias).train(linear.training)
+        setattr(model.get_submodule(parent), last, new)
+        made.append(name)
+    return tuple(made)

@@ -1,0 +1,220 @@
+"""Rule `static_fp8`: a product of fp8 numbers on both sides, each side with a scale, as one call.
+
+    q = clamp(x / x_scale, -240, 240).to(float8_e4m3fn)
+    linear(q.to(dtype) * x_scale, w.to(dtype) * w_scale, b)
+      ->   nmm.matmul_scaled(q, [w_scale * x_scale], w, b, x_scale=1.0)
+
+TensorE of trn2 and trn3 contracts twice as many fp8 numbers a pass (`double_row`), which pays with
+many tokens. The rounding of x stays in the graph: several products may read it. An x or a weight
+whose numbers may lie beyond 240, where NKI's float8_e4m3 ends, is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.linear.specs import MatmulSpec
+from nmm_compiler.kernels.number_formats import FP8_MAX
+from nmm_compiler.passes.chains.chain import Chain, read_projection
+from nmm_compiler.passes.chains.safety import Refusal, crossed, refuse
+from nmm_compiler.passes.emit.calls import (
+    STORED_FP8,
+    Call,
+    Kept,
+    best_source,
+    keep,
+    one_dim,
+    plus,
+    scales_of,
+    times,
+    weight_nodes,
+)
+from nmm_compiler.passes.emit.editor import Editor, aten
+from nmm_compiler.passes.graph.canonical import (
+    Canonical,
+    Cast,
+    Key,
+    Opaque,
+    Product,
+    Scale,
+    owner_of,
+)
+from nmm_compiler.passes.rules.base import KernelRule, Match
+from nmm_compiler.passes.rules.lowrank import products_at
+
+_SCALED_MM = "aten::_scaled_mm"
+_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rounded:
+    """x as fp8 numbers: their value, the tensor and the number that multiply them."""
+
+    value: Key
+    scale: Key | None
+    number: float
+
+
+class StaticFP8(KernelRule):
+    """One product of fp8 x and an fp8 weight."""
+
+    name = "static_fp8"
+    ends_at = (Product, Opaque)
+
+    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
+        """Propose products, with their bias where they add one, and calls of _scaled_mm."""
+        form = graph.forms.get(node)
+        scaled = isinstance(form, Opaque) and form.name == _SCALED_MM
+        if scaled or any(True for _ in products_at(graph, node)):
+            yield node
+
+    def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
+        """Read both sides, and check that kernels read their numbers."""
+        if isinstance(graph.forms.get(candidate), Opaque):
+            why = (
+                "the numbers of _scaled_mm may lie beyond 240, where NKI's float8_e4m3 ends; "
+                "load the checkpoint with load_static_fp8"
+            )
+            return Refusal("few_bits", why, candidate)
+        chain = read_projection(graph, candidate)
+        if chain is None or chain.second is not None or not chain.only_bias():
+            return None
+        rounded = _rounded(graph, chain.first.x)
+        if rounded is None or chain.addend is not None:
+            return None
+        kept = keep(graph, (chain.u,), graph.dtype(candidate), "")
+        why = kept.reason if kept.format else "the weight is no fp8 numbers as they are stored"
+        why = why or ("" if _bounded(graph, rounded.value) else "x may lie beyond 240")
+        if why:
+            why = f"fp8 x is multiplied as 16 bits: {why}"
+            return Refusal("few_bits", why, candidate, report_even_if_superseded=True)
+        value = owner_of(rounded.value)
+        unsafe = refuse(graph, chain.nodes, candidate, chain.operands)
+        unsafe = unsafe or crossed(graph, {*chain.nodes, value}, candidate, [rounded.value])
+        if unsafe is not None:
+            return unsafe
+        call = StaticCall.of_chain(graph, chain, rounded, kept)
+        if not call.source.is_row():
+            return Refusal("shape", "x is rearranged behind its rounding", candidate)
+        return self.matched(graph, candidate, chain.nodes, call)
+
+
+def _rounded(c: Canonical, x: Key) -> _Rounded | None:
+    """Return the fp8 numbers and the scale that x is made of; None for any other x."""
+    key, scale, number = x, None, 1.0
+    for _ in range(_STEPS):
+        if not c.is_whole(key):
+            return None
+        key = c.base(key)[0]
+        if c.dtype(key) == STORED_FP8:
+            return _Rounded(key, scale, number)
+        form = c.forms.get(key)
+        if isinstance(form, Cast):
+            key = form.value
+        elif isinstance(form, Scale) and isinstance(form.factor, float):
+            key, number = form.value, number * form.factor
+        elif isinstance(form, Scale) and scale is None:
+            orders = (pair for pair in form.orders if c.shape(pair[0]) == c.shape(key))
+            key, scale = next(orders, (key, None))
+            if scale is None or math.prod(c.shape(scale) or (0,)) != 1 or not c.is_weight(scale):
+                return None
+        else:
+            return None
+    return None
+
+
+def _bounded(c: Canonical, value: Key) -> bool:
+    """Return whether fp8 numbers are made of what is clamped to those of NKI."""
+    form = c.forms.get(value)
+    inner = c.base(form.value)[0] if isinstance(form, Cast) else None
+    clamp = c.forms.get(inner) if isinstance(inner, fx.Node) else None
+    if not isinstance(clamp, Opaque) or clamp.name not in ("clamp", "clip"):
+        return False
+    assert isinstance(inner, fx.Node)
+    limits = [*inner.args[1:], inner.kwargs.get("min"), inner.kwargs.get("max")]
+    return [limit for limit in limits if limit is not None] == [-FP8_MAX, FP8_MAX]
+
+
+@dataclasses.dataclass
+class StaticCall(Call):
+    """nmm.matmul_scaled of x and a weight of fp8 numbers."""
+
+    chain: Chain | None = None
+    rounded: _Rounded | None = None
+
+    @classmethod
+    def of_chain(cls, c: Canonical, chain: Chain, rounded: _Rounded, kept: Kept) -> StaticCall:
+        """Return the call of a product whose x is made of fp8 numbers."""
+        final = owner_of(chain.out)
+        return cls(
+            op="matmul_scaled",
+            source=best_source(c, rounded.value, chain.first.x_dims, chain.u.k, final),
+            final=final,
+            out_dims=chain.out_dims,
+            n=chain.n,
+            covered=chain.nodes,
+            chain=chain,
+            kept=kept,
+            rounded=rounded,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Return that the result keeps its order: no kernel before it makes fp8 numbers turned."""
+        return False
+
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to the product."""
+        assert self.chain is not None
+        return any(step.kind == "bias" for step in (*self.chain.middle, *self.chain.after))
+
+    def info(self) -> dict[str, Any]:
+        """Return what a report says about the call."""
+        m = self.tokens_count()
+        return {
+            "m": m if isinstance(m, int) else str(m), "k": self.source.k, "r": 0, "n": self.n,
+            "bias": self.biased, "weights": self.kept.format, "x": self.kept.format, "chains": 1,
+        }  # fmt: skip
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the reader should know about rounding."""
+        return ("fp8 numbers are multiplied as they are; both scales multiply the sums",)
+
+    def spec(self, c: Canonical) -> KernelSpec:
+        """Return the spec of the product."""
+        fields = self._common(c, self.chain.u)  # type: ignore[union-attr]
+        dtype = fields.pop("x_dtype")
+        return MatmulSpec(**fields, n=self.n, bias=self.biased, out_dtype=dtype)
+
+    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
+        """Emit the call; return the node with the final value."""
+        chain, rounded = self.chain, self.rounded
+        assert chain is not None
+        assert rounded is not None
+        self.x_layout = self.out_layout = "row"
+        self.lead = self.source.dims[:-1]
+        (w,) = weight_nodes(editor, (chain.u,), self.kept.stored)
+        (scale,) = scales_of(editor, self.kept)
+        if rounded.scale is not None:
+            own = editor.reshape(editor.node(rounded.scale), (1,))
+            scale = editor.call(aten.mul.Tensor, scale, own)
+        scale = times(editor, scale, rounded.number)
+        bias: fx.Node | None = None
+        for step in (*chain.middle, *chain.after):
+            if step.key is not None:  # else times one
+                bias = plus(editor, bias, one_dim(editor, step.key, self.n), step.number)
+        y = editor.call(
+            torch.ops.nmm.matmul_scaled.default,
+            editor.node(self.source.key), [scale], w, bias, x_scale=1.0,
+            out_dtype=str(editor.dtype).removeprefix("torch."), w_layout=chain.u.layout,
+            target=editor.options.target, executor=editor.options.executor,
+        )  # fmt: skip
+        return self.finish(editor, y, self.out_dims)

@@ -1,0 +1,120 @@
+"""fp8 weights and fp8 activations of static scales: ModelOpt's checkpoints, loaded and fused."""
+
+import pytest
+import torch
+from torch import nn
+
+import nmm_compiler as nmm
+from nmm_compiler.errors import ModelError
+from nmm_compiler.lowrank_models.static_fp8 import StaticFP8Linear, load_static_fp8
+
+OPTIONS = {"target": "trn2", "strict": True}
+K, N = 256, 384
+
+
+def checkpoint(model, x):
+    """Return what ModelOpt exports for a model: one scale for each weight and each x."""
+    state = {}
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear):
+            scale = linear.weight.float().abs().max() / 448
+            state[f"{name}.weight"] = (linear.weight.float() / scale).to(torch.float8_e4m3fn)
+            state[f"{name}.weight_scale"] = scale
+            state[f"{name}.input_scale"] = x.float().abs().max() / 448
+            if linear.bias is not None:
+                state[f"{name}.bias"] = linear.bias.detach()
+    return state
+
+
+def loaded(m, bias=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N, bias=bias)).bfloat16()
+    x = torch.randn(m, K, dtype=torch.bfloat16)
+    state = checkpoint(model, x)
+    assert load_static_fp8(model, state) == ("0",)
+    return model.eval(), x, state
+
+
+def exact(x, state):
+    """Return the product in float64 of x rounded as the checkpoint says, and of its weight."""
+    scale = state["0.input_scale"].double()
+    rounded = (x.float() / state["0.input_scale"]).to(torch.float8_e4m3fn).double() * scale
+    y = rounded @ (state["0.weight"].double() * state["0.weight_scale"].double()).T
+    return y + state["0.bias"].double() if "0.bias" in state else y
+
+
+@pytest.mark.parametrize(("m", "bias"), [(1, True), (160, False)])
+def test_a_checkpoint_is_one_call_of_fp8_numbers_and_right_against_float64(m, bias):
+    model, x, state = loaded(m, bias)
+    made = nmm.rewrite(model, x, options=OPTIONS)
+    (match,) = made.matches
+    assert (match.rule, match.info["x"], match.info["weights"]) == ("static_fp8", "fp8", "fp8")
+    names = [str(node.target) for node in made.graph_module.graph.nodes]
+    assert sum("matmul_scaled" in name for name in names) == 1
+    assert not any("linear" in name for name in names)
+    options = {**OPTIONS, "executor": "simulator", "inner": "eager"}
+    with torch.no_grad():
+        got = torch.compile(model, backend="nmm", options=options)(x).double()
+    want = exact(x, state)
+    # exact products of fp8 numbers; halving loses a bit of a subnormal, 2^-10 of 448 in w and in x
+    # where K add up; the bias and the result are rounded to bfloat16
+    terms = x.double().abs().max() * state["0.weight_scale"].double() * 448
+    bound = 2**-8 * want.abs() + 2 * K**0.5 * 2**-10 / 224 * terms
+    assert ((got - want).abs() <= bound).all()
+    made.check(x)
+
+
+def test_prefill_takes_two_tiles_of_the_contraction_a_pass():
+    spec = nmm.MatmulSpec(m=512, k=1024, n=1024, dtype="float8_e4m3", scales="channel")
+    assert nmm.build_kernel(spec, "trn2").schedule.double_row
+
+
+def test_q_k_and_v_share_the_rounding_of_x():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = (nn.Linear(K, n, bias=False) for n in (N, 128))
+
+        def forward(self, x):
+            return self.q(x), self.k(x)
+
+    torch.manual_seed(0)
+    model, x = Heads().bfloat16(), torch.randn(2, 4, K, dtype=torch.bfloat16)
+    assert load_static_fp8(model, checkpoint(model, x)) == ("q", "k")
+    made = nmm.rewrite(model, x, options=OPTIONS)
+    assert [one.rule for one in made.matches] == ["static_fp8"] * 2
+    made.check(x)
+
+
+def test_numbers_beyond_240_are_refused_by_name():
+    class Plain(nn.Module):
+        def __init__(self, clamp):
+            super().__init__()
+            self.clamp = clamp
+            self.register_buffer("w", torch.randn(N, K).to(torch.float8_e4m3fn))
+            self.register_buffer("scale", torch.full((1,), 0.5, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            w, q = self.w.to(x.dtype), (x / 0.5).to(torch.float8_e4m3fn).to(x.dtype)
+            w = w.clamp(-240, 240) if self.clamp else w
+            return nn.functional.linear(q * self.scale, w * self.scale)
+
+    x = torch.randn(4, K, dtype=torch.bfloat16)
+    for clamp, words in ((True, "x may lie beyond 240"), (False, "numbers of float8_e4m3fn may")):
+        made = nmm.rewrite(Plain(clamp), x, options=OPTIONS)
+        refused = [one for one in made.declined if one.rule == "static_fp8"]
+        assert [one.code for one in refused] == ["few_bits"]
+        assert words in refused[0].reason
+
+
+def test_what_is_no_such_checkpoint_is_refused_with_the_values():
+    _, _, state = loaded(1)
+    weight, scale = state["0.weight"], state["0.weight_scale"]
+    with pytest.raises(ModelError, match="pass fp8"):
+        StaticFP8Linear(weight.float(), scale, scale)
+    with pytest.raises(ModelError, match="input_scale has 3 numbers"):
+        StaticFP8Linear(weight, scale, torch.ones(3))
+    other = nn.Sequential(nn.Linear(K, 8))
+    with pytest.raises(ModelError, match="load the checkpoint of this model"):
+        load_static_fp8(other, state)
+    assert load_static_fp8(nn.Sequential(nn.SiLU()), state) == ()
