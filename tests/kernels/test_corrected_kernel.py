@@ -17,6 +17,7 @@ from nmm_compiler.targets import get
 ONE = CorrectedSpec(m=1, k=1024, n=512, rank=64)
 MLP = CorrectedMLPSpec(m=1, k=512, n=1024, rank=32)
 QKV = {"n": (256, 64, 64), "rank": (32, 16, 0)}
+OF_FP8 = CorrectedSpec(m=1, k=384, n=512, rank=32, weight="fp8")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ QKV = {"n": (256, 64, 64), "rank": (32, 16, 0)}
         dataclasses.replace(ONE, m=130, k=640, weight="mxfp8_e5m2", out_layout="col", lnc=2),
         dataclasses.replace(ONE, m=513, dtype="float16", norm="rms", norm_gain=True),
         dataclasses.replace(ONE, **QKV, bias=(True, False, True)),
+        dataclasses.replace(ONE, n=(4096, 1024, 1024), rank=(64, 32, 8), k=512),
         dataclasses.replace(ONE, **QKV, m=40, norm="layer"),
         MLP,
         dataclasses.replace(MLP, lnc=2, residual=True),
@@ -51,13 +53,12 @@ def test_kernels_of_mx_blocks_are_right_against_float64(spec):
     "spec",
     [
         dataclasses.replace(ONE, n=(512, 128), rank=(64, 16), activation=("silu", "identity")),
-        dataclasses.replace(ONE, k=200, n=200, residual=True),
-        dataclasses.replace(ONE, m=64, k=384, out_layout="col"),
-        dataclasses.replace(
-            ONE, m=130, k=384, rank=120, bias=True, activation="gelu", x_layout="col"
-        ),
-        dataclasses.replace(ONE, m=300, k=384, rank=32, dtype="float16", activation="silu"),
-        dataclasses.replace(ONE, m=3, k=384, rank=32, lnc=2),
+        dataclasses.replace(OF_FP8, k=200, n=200, residual=True),
+        dataclasses.replace(OF_FP8, m=64, out_layout="col"),
+        dataclasses.replace(OF_FP8, m=130, rank=100, bias=True, activation="gelu", x_layout="col"),
+        dataclasses.replace(OF_FP8, k=512, n=2048, rank=64),
+        dataclasses.replace(OF_FP8, m=300, dtype="float16", activation="silu"),
+        dataclasses.replace(OF_FP8, m=3, lnc=2),
         dataclasses.replace(MLP, k=200, n=300, weight="fp8"),
         dataclasses.replace(MLP, m=300, lnc=2, rank=(32, 0, 16)),
         dataclasses.replace(MLP, m=2, lnc=2, residual=True),
