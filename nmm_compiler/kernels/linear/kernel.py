@@ -234,23 +234,23 @@ def compute_block(
     else:
         panels = []
         low_panels = []
-        for one in spec.linears:
-            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
+        for one in spec.in_turn:
+            x_of = Left(x_strip, x, x_left.how if one.turn == 0 else "none", x_scales)
             from_x = dense_term(one, x_of, at, others)
             from_p = low_rank_term(one, p_sb, at, others)
             wide = min(one.n, one.last.block)
             panels.append([])
             low_panels.append([])
             if one.weight.k > 0 and not spec.mx:
-                panels[one.place].append(load_panel(from_x, 0, wide, at))
+                panels[one.turn].append(load_panel(from_x, 0, wide, at))
             if spec.gathers:
                 v_sb = gather_second(from_p.weight, columns, one.n, one.low_rank.r)
-                low_panels[one.place] = panels_of(v_sb, one.low_rank.v)
+                low_panels[one.turn] = panels_of(v_sb, one.low_rank.v)
             elif one.low_rank.r > 0:
-                low_panels[one.place].append(load_panel(from_p, 0, wide, at))
+                low_panels[one.turn].append(load_panel(from_p, 0, wide, at))
             if spec.mx:
-                panels[one.place].append(load_panel(from_x, 0, wide, at))
-        for one in spec.linears:
+                panels[one.turn].append(load_panel(from_x, 0, wide, at))
+        for one in spec.in_turn:
             if one.normed:
                 factor = inverse_roots(
                     squares[one.low_rank.place], one.low_rank.r, at.tokens, one.low_rank.eps,
@@ -259,11 +259,11 @@ def compute_block(
             else:
                 factor = ends.scale[one.place]
             ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
-            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
+            x_of = Left(x_strip, x, x_left.how if one.turn == 0 else "none", x_scales)
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
-            ahead = Loaded(panels[one.place], low_panels[one.place])
+            ahead = Loaded(panels[one.turn], low_panels[one.turn])
             expand(result, ahead, x_of, p_sb, one, ending, at, spec, others)
     if spec.down.n > 0:
         if spec.mx:

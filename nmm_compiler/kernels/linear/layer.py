@@ -159,8 +159,8 @@ class Linear(Record):
 
     bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
     groups: its weights, or its factors alone, are chosen for each token. place: among all linears
-    of the kernel. cut: as of a weight, of the result. turned: a schedule sets it, where the result
-    comes by rows and its sums have outputs on the partitions.
+    of the kernel. cut: as of a weight, of the result. A schedule sets the rest: turned, where the
+    result comes by rows and its sums have outputs on the partitions; turn, when it is computed.
     """
 
     n: int = 0
@@ -173,6 +173,7 @@ class Linear(Record):
     place: int = 0
     cut: int = -1
     turned: bool = False
+    turn: int = 0
 
     @property
     def op(self) -> str:
@@ -287,6 +288,11 @@ class Layer(Record):
     def p_tiles(self) -> int:
         """The tiles of the strip of all p^T."""
         return sum(pair.tiles for pair in self.factors)
+
+    @property
+    def in_turn(self) -> tuple[Linear, ...]:
+        """The linears of x in the order in which they are computed."""
+        return tuple(sorted(self.linears, key=lambda one: one.turn))
 
     @property
     def layers(self) -> tuple[Linear, ...]:
@@ -441,7 +447,7 @@ def placed(layer: Layer) -> Layer:
             pair = dataclasses.replace(
                 pair, tile=known.tile, place=known.place, scales=scales, groups=linear.groups
             )
-        return dataclasses.replace(linear, place=place, low_rank=pair)
+        return dataclasses.replace(linear, place=place, turn=place, low_rank=pair)
 
     linears = []
     for place, linear in enumerate(layer.linears):

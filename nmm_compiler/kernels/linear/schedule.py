@@ -106,6 +106,7 @@ class LinearSchedule(Record):
         step = 512 * tiles(step, 512) if layer.mx else step
         made = layer.changed(lambda weight, linear: self._arriving(weight, linear, layer))
         made = made.each(lambda one: dataclasses.replace(one, turned=self.turned and one.rows))
+        made = _short_ones_first(made) if first and not layer.combine else made
         return dataclasses.replace(made, x_load=x_load, x_chunk=step if first else 0)
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
@@ -123,8 +124,8 @@ class LinearSchedule(Record):
         spread = layer.mx and layer.down.n > 0 and not (first or behind)
         few = layer.corrects(linear) and layer.m <= FEW and weight is not linear.weight
         few = few and (layer.mx or linear.low_rank.u.k > 384)
-        narrow = few and not first and weight.k in (32, 64) and not rows
-        unit = 1024 if spread else 256
+        narrow = few and not first and weight.k in (32, 64)
+        unit = 1024 if spread or rows else 256
         return dataclasses.replace(
             weight,
             order=FOURS if fours else self.order if of_x else "strided_rows",
@@ -461,6 +462,17 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
                 yield made
             if not fits or (few and layer.combine):
                 yield dataclasses.replace(made, ahead=False)
+
+
+def _short_ones_first(layer: Layer) -> Layer:
+    """Return the layer with linears of one panel before the others.
+
+    The first panels of all are loaded one after the other, then what is left of each.
+    """
+    order = sorted(layer.linears, key=lambda one: one.n > one.last.block)
+    turns = {one.place: turn for turn, one in enumerate(order)}
+    linears = [dataclasses.replace(one, turn=turns[one.place]) for one in layer.linears]
+    return dataclasses.replace(layer, linears=tuple(linears))
 
 
 def _whole_blocks(weight: Weight, chunk: int) -> int:

@@ -240,6 +240,16 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
             for b in range(across):
                 ns = patch.left + 512 * b
                 nw = min(512, patch.left + patch.width - ns)
+                if term.plan.halves:  # outputs of the second half are on the other partitions
+                    half = patch.columns // 2
+                    base = 64 * (ns // half)
+                    at_half = ns % half
+                    nisa.nc_matmul(
+                        dst=sums[a * across + b][0:mw, 0:nw],
+                        stationary=term.left.strip[base : base + rows, 0, ms : ms + mw],
+                        moving=w_sb[base : base + rows, 0, at_half : at_half + nw],
+                        accumulate=begun,
+                    )
                 for pair in range(pairs):
                     kt = 2 * pair
                     nisa.nc_matmul(
@@ -249,7 +259,8 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                         accumulate=begun or tile + kt > 0,
                         perf_mode=nisa.matmul_perf_mode.double_row,
                     )
-                for kt in range(2 * pairs, (rows + 127) // 128):
+                singles = 0 if term.plan.halves else (rows + 127) // 128
+                for kt in range(2 * pairs, singles):
                     kp = min(128, rows - 128 * kt)
                     nisa.nc_matmul(
                         dst=sums[a * across + b][0:mw, 0:nw],
