@@ -156,7 +156,7 @@ def test_formats_that_say_the_same_compare_equal():
         ({"dtype": FP8, "scales": "chanel"}, UnknownNameError, "did you mean 'channel'"),
         ({"dtype": FP8, "out_dtype": FP8}, UnknownNameError, "out_dtype"),
         ({"out_dtype": "float32"}, UnknownNameError, "out_dtype"),
-        ({"dtype": FP8, "base": True}, SpecError, "make x w a matmul of its own"),
+        ({"dtype": FP8, "base": True}, SpecError, "take family linear with weight .fp8."),
     ],
 )
 def test_formats_that_do_not_go_together(fields, error, words):

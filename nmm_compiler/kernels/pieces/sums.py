@@ -64,12 +64,19 @@ def make_columns(
     m_tiles = (at.tokens + 511) // 512
     m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
     n_tiles = (panel.columns + 127) // 128
+    wide = min(512, at.tokens)
+    per_bank = min(panel.group, 512 // wide) if wide < 64 else 1
     for n1 in range(0, n_tiles, panel.group):
         count = min(panel.group, n_tiles - n1)
         part = Group(panel.n0, panel.columns, n1, count)
         sums = []
-        for _ in range(count * m_tiles):
-            sums.append(nl.ndarray((128, min(512, at.tokens)), dtype=nl.float32, buffer=nl.psum))
+        for i in range(count * m_tiles):
+            if per_bank == 1:
+                sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
+            else:  # sums of few tokens share a bank
+                if i % per_bank == 0:
+                    bank = nl.ndarray((128, per_bank * wide), dtype=nl.float32, buffer=nl.psum)
+                sums.append(bank[0:128, i % per_bank * wide : (i % per_bank + 1) * wide])
         if first.plan.mx_bytes > 0:  # its loads are the last ones
             if second.plan.k > 0:
                 sum_columns(sums, second_tiles, second, part, at, False)
