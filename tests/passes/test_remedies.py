@@ -162,8 +162,8 @@ def test_the_remedy_helps(code, refused, mended):
 
 
 def test_every_code_has_a_test():
-    """The others are below, in test_own_rules, test_internal_faults and test_prices."""
-    elsewhere = {"region", "device", "training", "slower", "pattern", "internal"}
+    """The others are below, in test_own_rules, test_prices, test_torchao_blocks and others."""
+    elsewhere = {"region", "device", "training", "slower", "pattern", "internal", "few_bits"}
     assert {*APPLIED} | elsewhere == {*REMEDIES}
 
 
