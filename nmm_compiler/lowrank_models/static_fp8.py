@@ -23,6 +23,10 @@ _CHECKPOINT = ("weight", "weight_scale", "input_scale")
 class StaticFP8Linear(nn.Module):
     """x [.., k] -> [.., n]. weight: float8_e4m3fn up to 240. weight_scale, input_scale: [1]."""
 
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor
+
     def __init__(
         self,
         weight: torch.Tensor,

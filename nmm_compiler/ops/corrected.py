@@ -295,7 +295,7 @@ class CorrectedOp(LinearOp):
                 elif role == "scales" and tensor.shape[0] == 1:
                     role = ""  # one number is whole on every device
                 if role == "dense" and form is not None:
-                    of_block = 1 if one.role == "scales" else form.block * form.bits // 8
+                    of_block = 1 if one.role == "scales" else 32 * form.bits // 8
                     stored.append((len(parts), tensor, tensor.shape[1] // of_block))
                 behind = self.gated and i == 2 and role
                 parts.append((f"down_{role}" if behind else role, tensor, layout))

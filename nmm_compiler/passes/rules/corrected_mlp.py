@@ -135,7 +135,7 @@ class CorrectedMLP(Rule):
 def _linear(key: Key) -> _Linear | None:
     """Return the linear of few bits whose result a value is, or None."""
     node = owner_of(key)
-    place = node.args[1] if node.target is operator.getitem else None
+    place: Any = node.args[1] if node.target is operator.getitem else None
     call = kernel_call(node if place is None else node.args[0])  # type: ignore[arg-type]
     if call is None or call.op is not (CORRECTED if place is None else CORRECTED_SHARED):
         return None
