@@ -40,7 +40,7 @@ def main(target: str = "trn2", quick: bool = False) -> None:
     print(f"experts on {target}, simulated, one core: us, share of the bytes' time")
     print(f"{'layer':20} {'tokens':>6} {'experts':>8} {'us':>9} {'share':>6}  schedule")
     for name, fields in list(EXPERTS.items())[: 2 if quick else None]:
-        for m in tokens:
+        for m in tokens if quick else (*tokens, 512):
             spec = ExpertsSpec(m=m, **fields)
             best = choose(spec, target)[0]
             share = spec.roofline_us(get(target)) / (best.simulated_us or 1.0)

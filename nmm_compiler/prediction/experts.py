@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nmm_compiler.errors import ModelError, OptionTypeError
-from nmm_compiler.kernels.experts.spec import TOKENS, ExpertsSpec
+from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.prediction.walk import Piece
 
@@ -117,7 +117,7 @@ def routed(pieces: list[Piece], routing: tuple[float, ...], model: MetaModel) ->
             )
         whole = sum(counts)
         shares = (min(1.0, spec.top_k * count / whole) for count in counts)
-        distinct = sum(1 - (1 - share) ** min(spec.m, TOKENS) for share in shares)
+        distinct = sum(1 - (1 - share) ** spec.m for share in shares)
         return dataclasses.replace(spec, distinct=distinct / max(parts))
 
     return [

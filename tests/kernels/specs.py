@@ -193,7 +193,7 @@ def experts(draw):
     groups = draw(st.sampled_from((1, 2, 5, 9, 130)))
     clamped = draw(st.booleans())
     return ExpertsSpec(
-        m=draw(st.sampled_from((1, 2, 5, 17, 64, 128))),
+        m=draw(st.sampled_from((1, 2, 5, 17, 64, 136))),
         k=draw(st.sampled_from((1, 64, 128, 200, 256, 320))),
         n=draw(st.sampled_from((1, 64, 128, 150, 256))),
         groups=groups,

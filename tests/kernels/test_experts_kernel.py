@@ -8,8 +8,9 @@ import pytest
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
 from nmm_compiler.codegen.choose import rank
-from nmm_compiler.errors import OutOfBoundsError, SpecError
+from nmm_compiler.errors import CapacityError, OutOfBoundsError, SpecError
 from nmm_compiler.kernels.experts import ExpertsSpec
+from nmm_compiler.kernels.experts.schedule import ExpertsSchedule
 from nmm_compiler.targets import get
 
 SMALL = ExpertsSpec(m=5, k=256, n=128, groups=12, top_k=2)
@@ -24,12 +25,29 @@ INDEXES = {
 }
 
 
+MANY = dataclasses.replace(SMALL, m=150, groups=5)
+MANY_INDEXES = {
+    "none": [[-1, -1]] * 150,
+    "one token": [[-1, -1]] * 149 + [[2, 4]],
+    "all in one": [[3, -1]] * 150,
+    "one twice": [[4, 4], [1, -1]] * 75,
+    "empty groups": [[0, 4]] * 31 + [[4, 2]] * 33 + [[-1, 2]] * 86,
+}
+
+
 def ways(spec, target="trn2"):
     """Return one schedule for each way through the groups."""
     firsts = {}
     for choice in rank(spec, get(target)):
-        firsts.setdefault((choice.schedule.way, choice.schedule.at_once), choice.schedule)
+        way = choice.schedule.way, choice.schedule.at_once
+        firsts.setdefault(way, choice.schedule)
     return firsts
+
+
+def in_blocks(tokens, at_once, **fields):
+    return ExpertsSchedule(
+        way="blocks", at_once=at_once, tokens=tokens, block=128, down_block=256, **fields
+    )
 
 
 def run(spec, index, schedule=None):
@@ -60,6 +78,10 @@ def right(spec, arrays, outputs):
         {"m": 4, "lnc": 2, "n": 320, **GPT_OSS},
         {"m": 2, "groups": 300, "top_k": 3},
         {"m": 140, "groups": 3, "n": 64},
+        {"m": 129, "groups": 140, "k": 200, "n": 136, **GPT_OSS},
+        {"m": 300, "groups": 2, "top_k": 1, "dtype": "float32", "k": 128, "n": 96},
+        {"m": 131, "lnc": 2, "n": 96, "top_k": 4, "weight_layout": "col", "down_bias": True},
+        {"m": 257, "lnc": 2, "n": 320, **GPT_OSS},
     ],
     ids=str,
 )
@@ -72,6 +94,35 @@ def test_the_kernel_is_right_against_float64(fields, target):
 def test_any_index_of_groups_in_every_way(way, name):
     arrays, outputs = run(SMALL, INDEXES[name], ways(SMALL)[way])
     assert right(SMALL, arrays, outputs)
+
+
+@pytest.mark.parametrize(("tokens", "at_once"), [(32, 8), (64, 1), (128, 4), (512, 2)])
+@pytest.mark.parametrize("name", MANY_INDEXES)
+def test_any_index_of_groups_in_blocks(name, tokens, at_once):
+    arrays, outputs = run(MANY, MANY_INDEXES[name], in_blocks(tokens, at_once))
+    assert right(MANY, arrays, outputs)
+
+
+@pytest.mark.parametrize("beyond", [-2, 5, 1 << 30])
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_an_index_out_of_range_in_blocks_is_an_error(beyond, lnc):
+    index = np.zeros((150, 2), np.int32)
+    index[140, 1] = beyond
+    split = {"split": "weights"} if lnc == 2 else {}
+    with pytest.raises(OutOfBoundsError, match="runtime index"):
+        run(dataclasses.replace(MANY, lnc=lnc), index, in_blocks(64, 2, **split))
+
+
+def test_blocks_read_each_group_once():
+    kernel = build_kernel(MANY, "trn2", in_blocks(512, 1))
+    block = (3 * 128 + 512) * 256 * 2  # weights, and the rows of x
+    read = {}
+    for name, index in MANY_INDEXES.items():
+        arrays = list(random_arrays(MANY))
+        arrays[-2] = np.asarray(index, np.int32)
+        read[name] = kernel.simulate(*arrays).profile.hbm_read_bytes - 150 * 2 * 256 * 2
+    assert read["all in one"] - read["none"] == block
+    assert read["empty groups"] - read["none"] == 3 * block
 
 
 def test_one_token_with_picks_of_none():
@@ -130,6 +181,25 @@ def test_selected_experts_keep_three_quarters_of_the_roofline():
     for spec in (gpt_oss, qwen):
         profile = build_kernel(spec).profile()
         assert spec.roofline_us(get("trn2")) >= 0.75 * profile.latency_us
+
+
+def test_a_prompt_reads_experts_once_at_four_fifths_of_the_roofline():
+    qwen = ExpertsSpec(m=512, k=2048, n=768, groups=128, top_k=8)
+    assert qwen.minimal_hbm_bytes() < 1.01 * 128 * 3 * 2048 * 768 * 2
+    kernel = build_kernel(qwen)
+    assert kernel.schedule.way == "blocks"
+    assert qwen.roofline_us(get("trn2")) >= 0.8 * kernel.profile().latency_us
+
+
+def test_schedules_that_are_refused():
+    for spec, schedule, words in (
+        (SMALL, in_blocks(32, 1), "more than 32 tokens"),
+        (MANY, in_blocks(48, 1), "pass tokens as one of"),
+        (MANY, ways(SMALL)["all", 1], "more than 128 tokens have 'blocks'"),
+        (dataclasses.replace(MANY, m=1 << 16, groups=2), in_blocks(32, 1), "split the tokens"),
+    ):
+        with pytest.raises((CapacityError, SpecError), match=words):
+            schedule.check(spec, get("trn2"))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Gated MLPs that an index chooses for each token: y = sum of gate_j MLP_i(x), i = index[t, j].
 
-All tokens move through every group that one of them chose, and each result is multiplied by the
-token's gate, 0 for a token that chose others. So a group's weights, which a number in SBUF
-addresses, are read once. The groups come one after another: a panel of weights is loaded before the
-products of the panel before it. Features lie on the partitions from x^T to y^T.
+Few tokens: all of them move through every group that one of them chose, and each result is
+multiplied by the token's gate, 0 for a token that chose others. So a group's weights, which a
+number in SBUF addresses, are read once. The groups come one after another: a panel of weights is
+loaded before the products of the panel before it. Features lie on the partitions from x^T to y^T.
 
 Of one token the groups are its picks. Of several they are all groups, or those that some token
 chose: GpSimd lists these, and a loop on the device takes some of them a turn.
+
+Many tokens are sorted into blocks of one group each. A loop on the device takes some blocks a turn:
+it gathers their tokens, and stores a row of y for each of their picks. At last each token's rows
+are gathered, and added with its gates.
 """
 
 import nki
@@ -18,11 +22,14 @@ from ..pieces.chosen_groups import (
     chosen_of_token,
     groups_of_turn,
     list_groups,
+    listed_in_turn,
     read_picks,
     turns_of,
+    within,
 )
-from ..pieces.group_mlp import add_groups, load_tokens, store_sums
+from ..pieces.group_mlp import add_groups, make_blocks, store_sums, turn_tokens
 from ..pieces.groups import check_index
+from ..pieces.token_blocks import sort_tokens, sum_rows_of_picks, tokens_of_turn
 from ..pieces.two_cores import add_other_half
 
 
@@ -35,25 +42,51 @@ def experts(x, spec, schedule, **others):
         others.get("gate_up"), others.get("down"),
         others.get("gate_up_bias"), others.get("down_bias"),
     ]  # fmt: skip
-    for m0 in range(0, spec.m, 128):
-        tokens = min(128, spec.m - m0)
-        stop = m0 + tokens
-        compute_tokens(
-            out[m0:stop, 0 : spec.k], x[m0:stop, 0 : spec.k],
-            others.get("index")[m0:stop, 0 : spec.top_k],
-            others.get("gates")[m0:stop, 0 : spec.top_k], operands, core, tokens, spec,
-        )  # fmt: skip
+    if spec.way == "blocks":
+        compute_blocks(out, x, others.get("index"), others.get("gates"), operands, core, spec)
+    else:
+        compute_tokens(out, x, others.get("index"), others.get("gates"), operands, core, spec)
     return out
 
 
-def compute_tokens(out, x, index, gates, operands, core, tokens, spec):
-    """Compute y of a tile of tokens."""
+def compute_blocks(out, x, index, gates, operands, core, spec):
+    """Compute y of tokens in blocks of one group each."""
+    groups, tokens, rows = sort_tokens(index, spec)
+    bound = turns_of(groups, spec.at_once, spec.turn_bits)
+    each = spec.blocks * spec.tokens + 1
+    if spec.split != "":
+        made = nl.ndarray((2 * each, spec.k), dtype=x.dtype, buffer=nl.shared_hbm)
+    else:
+        made = nl.ndarray((each, spec.k), dtype=x.dtype, buffer=nl.private_hbm)
+    zero = nl.ndarray((1, spec.k), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=zero, value=0.0)
+    nisa.dma_copy(dst=made[core * each : core * each + 1, 0 : spec.k], src=zero)
+    mine = made[core * each + 1 : core * each + each, 0 : spec.k]
+    turns = mine.reshape_dim(0, (spec.blocks // spec.at_once, spec.at_once * spec.tokens))
+
+    def body(i):
+        some = within(listed_in_turn(groups, i, spec.at_once), spec.count)
+        chosen = tokens_of_turn(tokens, i, spec)
+        make_blocks(turns.select(0, i), x, chosen, some, operands, core, spec)
+
+    # as many turns as the blocks need: known on the device only
+    nl.fori_loop(0, bound, body)
+    if spec.split != "":
+        nisa.core_barrier(made, (0, 1))
+    sum_rows_of_picks(out, made, rows, gates, core, spec)
+
+
+def compute_tokens(out, x, index, gates, operands, core, spec):
+    """Compute y of a tile of tokens at most."""
+    tokens = spec.m
     picks = tokens * spec.top_k
     numbers = read_picks(index, picks, nl.int32)
     weights = read_picks(gates, picks, nl.float32)
     x_tiles = (spec.k + 127) // 128
     x_sb = nl.ndarray((128, x_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
-    load_tokens(x_sb, x, spec.k, tokens, spec.up.order)
+    flat = nl.ndarray((tokens, spec.k), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=flat, src=x)
+    turn_tokens(x_sb, flat, spec.up.order)
     total = nl.ndarray((128, x_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=total, value=0.0)
     if spec.way == "picks":
@@ -64,7 +97,7 @@ def compute_tokens(out, x, index, gates, operands, core, tokens, spec):
         check_index(index.reshape((picks,)), table[0 : spec.count, 0:1], 0, picks)
         if spec.way == "distinct":
             chosen = list_groups(numbers, spec.count, spec.at_once)
-            bound = turns_of(chosen, spec.count, spec.at_once)
+            bound = turns_of(chosen, spec.at_once, spec.turn_bits)
 
             def body(i):
                 some = groups_of_turn(chosen, i, spec.count, spec.at_once)

@@ -9,7 +9,7 @@ from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import Family, check_name
-from nmm_compiler.kernels.experts.spec import TOKENS, ExpertsSpec
+from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.tiling import (
     ORDERS,
@@ -22,17 +22,19 @@ from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 NOTHING = Weight()
-WAYS = ("picks", "distinct", "all")
+WAYS = ("picks", "distinct", "all", "blocks")
 AT_ONCE = (1, 2, 4, 8)
+BLOCKS = (32, 64, 128, 256, 512)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsPlan(Record):
     """What the kernel's function reads: sizes of one core, and how each weight arrives.
 
-    way, at_once: of the schedule, of all groups or picks where there is no loop. width: features
-    of h of all cores. up, down: the weights; of gate_up the outputs of a half are `step` apart, and
-    those of up begin at up_first.
+    way, at_once: of the schedule, of all groups or picks where there is no loop. tokens, blocks: of
+    a block, and the most blocks there can be, in whole turns. width: features of h of all cores.
+    up, down: the weights; of gate_up the outputs of a half are `step` apart, and those of up begin
+    at up_first. down_bias: one row of weights, none without a bias.
     """
 
     m: int
@@ -43,14 +45,16 @@ class ExpertsPlan(Record):
     top_k: int
     way: str
     at_once: int
+    tokens: int
+    blocks: int
     up: Weight
     down: Weight
+    down_bias: Weight
+    has_up_bias: bool
     step: int
     up_first: int
     activation: str
     op: str
-    has_up_bias: bool
-    has_down_bias: bool
     limit: float
     slope: float
     plus: float
@@ -63,9 +67,29 @@ class ExpertsPlan(Record):
         return self.step == 1 and self.up.block >= self.n and not self.split
 
     @property
+    def has_down_bias(self) -> bool:
+        """Whether each group adds a bias to y."""
+        return self.down_bias.k > 0
+
+    @property
     def clamped(self) -> bool:
         """Whether gate and up are clamped before they are multiplied."""
         return self.limit > 0
+
+    @property
+    def token_tiles(self) -> int:
+        """Tiles of the tokens of a block."""
+        return tiles(self.tokens, 128)
+
+    @property
+    def token_bits(self) -> int:
+        """The power of two that the tokens of a block are."""
+        return self.tokens.bit_length() - 1
+
+    @property
+    def turn_bits(self) -> int:
+        """The power of two that the groups, or blocks, of a turn are."""
+        return self.at_once.bit_length() - 1
 
     @property
     def up_panels(self) -> int:
@@ -83,7 +107,8 @@ class ExpertsSchedule(Record):
     """How a kernel of experts runs. Sizes are in elements unless named.
 
     way: "picks", those of the only token; "distinct", the groups that tokens chose, in a loop on
-        the device; "all", every group. at_once: groups a turn of that loop.
+        the device; "all", every group; "blocks", tokens sorted into blocks of one group each, in a
+        loop. at_once: groups, or blocks, a turn of the loop. tokens: of a block.
     w_load: how the contraction index of weights stored [outputs, inputs] gets onto the partitions.
     block, down_block: outputs of a panel of gate and up, and of down. load_bytes: of a load, for
         each partition. banks: of PSUM, for sums.
@@ -92,6 +117,7 @@ class ExpertsSchedule(Record):
 
     way: str
     at_once: int = 1
+    tokens: int = 0
     w_load: str = "rows"
     block: int
     down_block: int
@@ -109,45 +135,72 @@ class ExpertsSchedule(Record):
         interleaved = spec.halves == "interleaved"
         both = interleaved or self.block >= spec.n
         slots = {"picks": spec.top_k, "all": spec.groups}.get(self.way, self.at_once)
+        down = min(tiles(self.tokens, 128), self.banks)
         w_load = "rows" if spec.weight_layout == "row" else self.w_load
 
-        def weight(k: int, n: int, block: int, halves: int, order: str) -> Weight:
+        def weight(k: int, n: int, block: int, halves: int, order: str, down: int = 1) -> Weight:
             columns = min(block, 128 * tiles(n, 128))
             row_bytes = columns * item_bytes(spec.dtype) * halves
             return Weight(
                 k=k, n=n, layout=spec.weight_layout, ahead=True, order=order,
-                load=w_load, block=columns, group=self.banks,
+                load=w_load, block=columns, group=self.banks // down, down=down,
                 chunk=chunk_rows(k, row_bytes, self.load_bytes),
             )  # fmt: skip
 
         return ExpertsPlan(
             m=spec.m, k=spec.k, n=spec.n, width=width, count=spec.groups, top_k=spec.top_k,
-            way=self.way, at_once=slots,
+            way=self.way, at_once=slots, tokens=self.tokens, blocks=self.most_blocks(spec),
             up=weight(spec.k, spec.n, self.block, 2 if both else 1, ORDERS[w_load != "rows"]),
-            down=weight(spec.n, spec.k, self.down_block, 1, ORDERS[1]),
+            down=weight(spec.n, spec.k, self.down_block, 1, ORDERS[1], max(1, down)),
+            down_bias=Weight(k=1 if spec.down_bias else 0, ahead=True),
+            has_up_bias=spec.gate_up_bias,
             step=2 if interleaved else 1, up_first=0 if interleaved else width,
-            activation=spec.activation, op=OPS[spec.activation], has_up_bias=spec.gate_up_bias,
-            has_down_bias=spec.down_bias, limit=spec.limit, slope=spec.slope, plus=spec.plus,
-            split=self.split,
+            activation=spec.activation, op=OPS[spec.activation], split=self.split,
+            limit=spec.limit, slope=spec.slope, plus=spec.plus,
         )  # fmt: skip
+
+    def most_blocks(self, spec: ExpertsSpec) -> int:
+        """Return the most blocks that tokens can need, in whole turns; 0 where there are none."""
+        if self.way != "blocks":
+            return 0
+        picks = spec.m * spec.top_k
+        groups = min(spec.groups, picks)
+        most = groups + (picks - groups) // self.tokens
+        return self.at_once * tiles(most, self.at_once)
 
     def sbuf_bytes(self, spec: ExpertsSpec) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer: two panels of each weight at most."""
-        made, size, m = self.plan(spec), item_bytes(spec.dtype), min(spec.m, TOKENS)
+        made, size, m = self.plan(spec), item_bytes(spec.dtype), self.tokens or spec.m
         deep, wide = tiles(spec.k, 128), tiles(spec.n, 128)
         up = deep * 2 * made.up.block * size
         down = wide * made.down.block * size
         more = 2 * up if made.up_panels > 1 else up
         behind = 2 * down if made.down_panels > 1 else down
-        return {
-            "x": (deep * m + spec.k) * size, "y": 4 * deep * m * (2 if self.split else 1),
+        held = {
             "panels": max(more, up + down, behind),
             "h": 2 * wide * m * size,
             "products": 4 * m * (4 * tiles(made.up.block, 128) + 2 * tiles(made.down.block, 128)),
             "biases": 2 * (4 * (2 * wide + deep) + 1024) * (spec.gate_up_bias or spec.down_bias),
-            "rows": spec.k * size,
-            "picks": 4 * m * spec.top_k * 6 + 8 * spec.groups + 8 * m,
         }  # fmt: skip
+        if self.way != "blocks":
+            return held | {
+                "x": (deep * m + spec.k) * size, "y": 4 * deep * m * (2 if self.split else 1),
+                "rows": spec.k * size,
+                "picks": 4 * m * spec.top_k * 6 + 8 * spec.groups + 8 * m,
+            }  # fmt: skip
+        picks, groups = min(spec.m, TOKENS) * spec.top_k, tiles(spec.groups, 128)
+        held |= {
+            "x": 2 * (deep * m + made.token_tiles * spec.k) * size,
+            "rows": 2 * size * min(made.down.block, 512 * made.down.group) * made.down.down,
+            "bias row": 2 * (made.down.block + m) * size * spec.down_bias,
+        }  # fmt: skip
+        sorting = {
+            "picks": 4 * (8 * picks + tiles(spec.m, 128) * spec.top_k + 16 * groups),
+            "blocks": 4 * (made.blocks * (4 + made.token_tiles) + 2 * m),
+            "sums": (4 + 3 * size) * spec.k,
+        }  # fmt: skip
+        stages = {"sorted": 4 * made.blocks * made.token_tiles} | held, sorting
+        return max(stages, key=lambda held: sum(held.values()))
 
     def check(self, spec: ExpertsSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
@@ -157,8 +210,16 @@ class ExpertsSchedule(Record):
         if (self.way == "picks") != (spec.m == 1) or self.at_once not in AT_ONCE:
             raise SpecError(
                 f"schedule: way {self.way!r}, {self.at_once} at once, for {spec.m} tokens; one "
-                "token has 'picks', several 'distinct' groups or 'all', 1, 2, 4 or 8 at once"
+                "token has 'picks', several 'distinct' groups, 'all' or 'blocks', 1, 2, 4 or 8 at "
+                "once"
             )
+        if self.way != "blocks" and (self.tokens or spec.m > TOKENS):
+            raise SpecError(
+                f"schedule: way {self.way!r}, blocks of {self.tokens}, for {spec.m} tokens; more "
+                f"than {TOKENS} tokens have 'blocks', and no other way has tokens of a block"
+            )
+        if self.way == "blocks":
+            self._check_blocks(part, target)
         for name in ("block", "down_block"):
             if getattr(self, name) < 1 or getattr(self, name) % 128:
                 raise SpecError(f"schedule: {name} is {getattr(self, name)}; pass multiples of 128")
@@ -175,9 +236,31 @@ class ExpertsSchedule(Record):
                 f"({parts}), {target.name} has {limit:,}; lower block from {self.block}"
             )
 
+    def _check_blocks(self, spec: ExpertsSpec, target: Target) -> None:
+        """Raise CapacityError or SpecError unless the lists of all blocks fit into PSUM."""
+        if self.tokens not in BLOCKS or spec.m <= FEW:
+            raise SpecError(
+                f"schedule: blocks of {self.tokens} for {spec.m} tokens; pass tokens as one of "
+                f"{BLOCKS}, for more than {FEW} tokens"
+            )
+        banks = tiles(self.tokens, 128) * tiles(self.most_blocks(spec), 512)
+        if banks > target.psum_banks - 2:
+            raise CapacityError(
+                f"{spec.short()}: the tokens of {self.most_blocks(spec)} blocks of {self.tokens} "
+                f"take {banks} PSUM banks, and {target.name} has {target.psum_banks - 2} for them; "
+                "split the tokens"
+            )
+
     def turns(self, spec: ExpertsSpec) -> int | None:
         """Return the expected turns of the loop whose bound the device computes."""
+        if self.way == "blocks":
+            return tiles(round(self.expected_blocks(spec)), self.at_once)
         return tiles(round(spec.expected), self.at_once) if self.way == "distinct" else None
+
+    def expected_blocks(self, spec: ExpertsSpec) -> float:
+        """Return the blocks that tokens are expected to need: half of a last block is empty."""
+        each = spec.m * spec.top_k / spec.expected
+        return spec.expected * max(1.0, each / self.tokens + 0.5)
 
     def in_loop(self, spec: ExpertsSpec, target: Target) -> ExpertsSchedule:
         """Return the schedule: it has no blocks of tokens."""
@@ -189,26 +272,42 @@ class ExpertsSchedule(Record):
 
     def short(self) -> str:
         """Return the axes in a few words, for tables."""
-        words = [f"{self.way}{self.at_once} n{self.block} k{self.down_block} {self.load_bytes}B"]
-        words += [f"w-{self.w_load}", self.split]
+        blocks = f" of {self.tokens}" if self.tokens else ""
+        words = [f"{self.way}{self.at_once}{blocks} n{self.block} k{self.down_block}"]
+        words += [f"{self.load_bytes}B", f"w-{self.w_load}", self.split]
         return " ".join(word for word in words if word)
 
 
 def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     """Yield schedules that may be legal, about 60."""
-    few = min(spec.m, TOKENS) * spec.top_k < 3 * spec.groups
-    ways = [("distinct", at_once) for at_once in (4, 2, 1, 8)] * few + [("all", 1)]
-    ways = [("picks", 1)] if spec.m == 1 else ways
+    ways = _ways(spec)
     col = spec.weight_layout == "col"
     w_load = "tensor" if col else "rows"  # an address of the device has no DMA transpose for it
     blocks, downs = _sizes(spec.n, (2048, 1024, 512)), _sizes(spec.k, (4096, 2048, 1024, 512))
-    for (way, at_once), block, down_block, load_bytes in itertools.product(
+    for (way, at_once, tokens), block, down_block, load_bytes in itertools.product(
         ways, blocks, downs, (8192, 4096)
     ):
         yield ExpertsSchedule(
-            way=way, at_once=at_once, w_load=w_load, block=block, down_block=down_block,
-            load_bytes=load_bytes, banks=target.psum_banks - 2,
+            way=way, at_once=at_once, tokens=tokens, w_load=w_load, block=block,
+            down_block=down_block, load_bytes=load_bytes, banks=target.psum_banks - 2,
         )  # fmt: skip
+
+
+def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
+    """Return ways, what they take a turn, and the tokens of their blocks."""
+    if spec.m == 1:
+        return [("picks", 1, 0)]
+    picks = spec.m * spec.top_k
+    ways = []
+    if spec.m <= TOKENS:
+        ways.append(("all", 1, 0))
+        if picks < 3 * spec.groups:
+            ways += [("distinct", at_once, 0) for at_once in (4, 2, 1, 8)]
+    if spec.m > FEW:
+        each = picks / spec.expected
+        sizes = [size for size in BLOCKS if size >= each / 2][:3] or BLOCKS[-1:]
+        ways += [("blocks", at_once, size) for size in sizes for at_once in (4, 2, 1, 8)]
+    return ways
 
 
 def _sizes(whole: int, steps: tuple[int, ...]) -> list[int]:
@@ -221,7 +320,7 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     made, tally, size = schedule.plan(spec), Tally(), item_bytes(spec.dtype)
     expected = (schedule.turns(spec) or 1) * schedule.at_once
     groups = {"picks": spec.top_k, "all": spec.groups}.get(schedule.way, expected)
-    groups, few = groups * tiles(spec.m, TOKENS), min(spec.m, TOKENS)
+    few = schedule.tokens or spec.m
     for weight, count in ((made.up, 2), (made.down, 1)):
         columns = min(weight.block, weight.n)
         loads = groups * count * tiles(weight.k, weight.chunk) * tiles(weight.n, columns)
@@ -231,6 +330,8 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
         tally.load(weight.load, total, loads, columns * size, turned)
         tally.matmuls.append((squares, max(64, few)))
         tally.evictions.append((groups * count * tiles(weight.n, 128), few))
+    if schedule.way == "blocks":
+        _sorting(tally, spec, made, groups)
     edges = schedule.turns(spec) or 0
     tally.dmas.append((1 + edges, 2 * made.up.block, made.up.block, "copy"))
     tally.store(spec.m * spec.k * size, 1, spec.k * size)
@@ -241,15 +342,29 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     )
 
 
+def _sorting(tally: Tally, spec: ExpertsSpec, made: ExpertsPlan, blocks: int) -> None:
+    """Add what sorting, gathering, and adding the rows of all picks take."""
+    picks, size = tiles(spec.m, 128) * spec.top_k, item_bytes(spec.dtype)
+    tally.wide_matmuls.append((picks * made.token_tiles * tiles(made.blocks, 512), made.blocks))
+    tally.evictions.append((2 * picks, made.blocks))
+    rows = blocks * made.tokens
+    tally.store(rows * spec.k * size, blocks * made.token_tiles, spec.k * size)
+    tally.store(rows * spec.k * size, blocks * made.token_tiles, spec.k * size)
+    tally.store(picks * 128 * spec.k * size, picks, spec.k * size)
+    tally.evictions.append((picks * tiles(spec.k, 512), 512))
+
+
 def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
     which = {
         "picks": "the picks of the token, one after another",
         "all": "every group, one after another",
         "distinct": f"the groups that tokens chose, {schedule.at_once} a turn of a loop",
+        "blocks": f"blocks of {schedule.tokens} tokens, {schedule.at_once} a turn of a loop",
     }[schedule.way]
+    takes = "sorted by group" if schedule.tokens else "each takes all tokens, gates of 0 leave out"
     return (
-        f"groups: {which}; each takes all tokens, and a gate of 0 leaves one out.",
+        f"groups: {which}; {takes}.",
         "x^T, h^T and y^T have features on the partitions: weights stationary, tokens moving.",
         f"weights: {schedule.block} outputs of gate and up, then {schedule.down_block} of down at "
         "a time, each loaded before the products of the panel before it.",

@@ -47,7 +47,11 @@ HALVES = ("joined", "interleaved")
 # Roundings of fp32 in g sigmoid(slope g) (u + plus).
 _CLAMPED_ROUNDINGS = 24
 TOKENS = 128
-"""Tokens that move through the groups together; more of them read the groups again."""
+"""Tokens that may move through every group together; more of them are sorted by group."""
+
+
+FEW = 32
+"""Tokens that no kernel sorts; of more of them it may store the rows of their picks."""
 
 
 def distinct_groups(groups: int, top_k: int, tokens: int) -> float:
@@ -113,7 +117,7 @@ class ExpertsSpec(KernelSpec):
     @property
     def expected(self) -> float:
         """The distinct groups that tokens choose: as said, or with uniform routing."""
-        uniform = distinct_groups(self.groups, self.top_k, min(self.m, TOKENS))
+        uniform = distinct_groups(self.groups, self.top_k, self.m)
         return min(self.distinct or uniform, self.groups, self.m * self.top_k)
 
     def check(self, target: Target) -> None:
@@ -160,16 +164,15 @@ class ExpertsSpec(KernelSpec):
         whole = {one.name: one.bytes for one in (*self.inputs(), *self.outputs())}
         weights = ("gate_up", "down", "gate_up_bias", "down_bias")
         read = sum(whole.pop(name, 0) for name in weights)
-        return sum(whole.values()) + round(read * self.expected / self.groups) * -(
-            -self.m // TOKENS
-        )
+        return sum(whole.values()) + round(read * self.expected / self.groups)
 
     def reference(self, *arrays: Array) -> Any:
         """Return y in float64."""
         return self._estimate(arrays, False)[0]
 
     def error_bound(self, *arrays: Array) -> Any:
-        """Return elementwise bounds: sums are in fp32, h and y are rounded once."""
+        """Return elementwise bounds: sums are in fp32, h, y, and of many tokens the rows of their
+        picks are rounded once."""
         return rounded(self._estimate(arrays, False), self.dtype, False)[1]
 
     def typical_error(self, *arrays: Array) -> Any:
@@ -210,7 +213,16 @@ class ExpertsSpec(KernelSpec):
         else:
             made = scaled(activated(gate, self.activation), up, typical)
         h = rounded(made, self.dtype, typical)
-        return self._biased(times_weight(h, of["down"], typical), of.get("down_bias"), typical)
+        bias = of.get("down_bias")
+        if self.m <= FEW:
+            return self._biased(times_weight(h, of["down"], typical), bias, typical)
+        value, error = np.zeros(()), np.zeros(())
+        for part in np.split(np.arange(self.n), self.lnc):  # each core stores what it adds
+            own = times_weight((h[0][:, part], h[1][:, part]), of["down"][part], typical)
+            own = self._biased(own, None if bias is None else bias / self.lnc, typical)
+            own = rounded(own, self.dtype, typical)
+            value, error = value + own[0], combine(error, own[1], typical)
+        return value, error
 
     def _biased(self, left: Estimate, bias: Array | None, typical: bool) -> Estimate:
         return left if bias is None else plus_bias(left, bias, typical)

@@ -40,6 +40,23 @@ def all_groups(count):
     return [one, wide]
 
 
+def own_numbers(first, deep):
+    """Return numbers from `first` on, one on each partition, fp32 [deep, 1]."""
+    own = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=own, pattern=[[0, 1]], offset=first, channel_multiplier=1)
+    return own
+
+
+def picks_of_groups(numbers, first, deep):
+    """Return 1 where a pick is the group on the partition, fp32 [deep, picks]."""
+    picks = numbers.shape[1]
+    same = nl.ndarray((deep, picks), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=same, data=numbers[0:deep, 0:picks], op0=nl.equal, operand0=own_numbers(first, deep)
+    )
+    return same
+
+
 def list_groups(numbers, count, at_once):
     """Return the groups that are chosen, then numbers of none, and last how many they are.
 
@@ -48,12 +65,7 @@ def list_groups(numbers, count, at_once):
     row = nl.ndarray((1, count), dtype=nl.float32, buffer=nl.sbuf)
     for first in range(0, count, 128):
         deep = min(128, count - first)
-        own = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.iota(dst=own, pattern=[[0, 1]], offset=first, channel_multiplier=1)
-        same = nl.ndarray((deep, numbers.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=same, data=numbers[0:deep, 0 : numbers.shape[1]], op0=nl.equal, operand0=own
-        )
+        same = picks_of_groups(numbers, first, deep)
         some = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=some, op=nl.maximum, data=same, axis=1)
         turned = nl.ndarray((1, deep), dtype=nl.float32, buffer=nl.psum)
@@ -71,32 +83,40 @@ def list_groups(numbers, count, at_once):
     return listed
 
 
-def turns_of(listed, count, at_once):
-    """Return in a register the turns of a loop that takes a power of two of the groups each."""
+def turns_of(listed, at_once, bits):
+    """Return in a register the turns of a loop that takes at_once, 2 to the bits, listed groups
+    each."""
     last = listed.shape[1] - 1
     turns = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=turns, data=listed[0:1, last : last + 1], op0=nl.add, operand0=at_once - 1
     )
-    if at_once == 2:
-        nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=1)
-    elif at_once == 4:
-        nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=2)
-    elif at_once == 8:
-        nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=3)
+    nisa.tensor_scalar(dst=turns, data=turns, op0=nl.right_shift, operand0=bits)
     bound = nisa.register_alloc(0)
     nisa.register_load(dst=bound, src=turns)
     return bound
 
 
-def groups_of_turn(listed, i, count, at_once):
-    """Return the groups of turn i of the loop; behind the last one, the last of all again."""
-    turns = (count + at_once - 1) // at_once
+def listed_in_turn(listed, i, at_once):
+    """Return what is listed for turn i of the loop, int32 [1, at_once]."""
+    turns = (listed.shape[1] - 1) // at_once
     mine = nl.ndarray((1, at_once), dtype=nl.int32, buffer=nl.sbuf)
     lists = listed[0:1, 0 : turns * at_once].reshape_dim(1, (turns, at_once))
     nisa.tensor_copy(dst=mine, src=lists.select(1, i))
-    one = nl.ndarray((1, at_once), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=one, data=mine, op0=nl.minimum, operand0=count - 1)
+    return mine
+
+
+def within(mine, count):
+    """Return the groups that are listed; behind the last one, the last of all."""
+    some = nl.ndarray((1, mine.shape[1]), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=some, data=mine, op0=nl.minimum, operand0=count - 1)
+    return some
+
+
+def groups_of_turn(listed, i, count, at_once):
+    """Return the groups of turn i of the loop."""
+    mine = listed_in_turn(listed, i, at_once)
+    one = within(mine, count)  # first: loads of weights wait for it
     row = nl.ndarray((1, at_once), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=row, src=mine)
     ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)
