@@ -108,7 +108,7 @@ bench-public: $(DEV_READY)
 bench-attention: $(DEV_READY)
 	$(RUN) benchmarks/attention.py $(ARGS)
 
-# Experts and adapters: make bench-grouped ARGS="trn3"
+# Experts and adapters: make bench-grouped ARGS="trn3 --checkout ../nki-library"
 bench-grouped: $(DEV_READY)
 	$(RUN) benchmarks/grouped.py $(ARGS)
 

@@ -1,16 +1,27 @@
 """Experts and adapters, timed in the simulator: `make bench-grouped`.
 
-Experts stand beside the time of their bytes at the full rate; adapters beside the base alone, and
-beside base, shrink and expand as kernels of their own.
+    python benchmarks/grouped.py trn2 --checkout nki-library
+
+Experts stand beside the time of their bytes at the full rate, and beside `moe_tkg` of a clone of
+aws-neuron/nki-library: the faster of its two ways, all experts or those of each token, for up to
+128 tokens. Its features divide by 128, so that gpt-oss is padded for it, as AWS does, and for us in
+the same row. Adapters stand beside the base alone, and beside base, shrink and expand as kernels of
+their own. Exits with 1 where experts take more than 1.05 of the library's time.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 from nmm_compiler.codegen.choose import choose
+from nmm_compiler.errors import KernelFailedError
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.linear import AdaptersSpec, MatmulSpec
+from nmm_compiler.simulator.loading.private_modules import PrivateModules
+from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 
 GPT_OSS = {
@@ -20,6 +31,8 @@ GPT_OSS = {
 EXPERTS = {
     "gpt-oss-20b": GPT_OSS | {"n": 2880},
     "gpt-oss-20b / 4": GPT_OSS | {"n": 720},
+    "gpt-oss padded": GPT_OSS | {"k": 3072, "n": 2880},
+    "gpt-oss padded / 4": GPT_OSS | {"k": 3072, "n": 768},
     "Qwen3-30B-A3B": {"k": 2048, "n": 768, "groups": 128, "top_k": 8},
     "Qwen3-30B-A3B / 4": {"k": 2048, "n": 192, "groups": 128, "top_k": 8},
 }
@@ -27,6 +40,9 @@ LAYERS = {
     "1B q": (2048, 2048), "1B up": (2048, 8192), "8B q": (4096, 4096), "8B up": (4096, 14336),
     "8B down": (14336, 4096), "gpt-oss q": (2880, 4096),
 }  # fmt: skip
+MOST = 1.05
+"""Of the library's time that experts may take."""
+LIBRARY = "src/nkilib_src"
 
 
 def us(spec, target: str) -> float:
@@ -34,18 +50,74 @@ def us(spec, target: str) -> float:
     return float(choose(spec, target)[0].simulated_us or 0.0)
 
 
-def main(target: str = "trn2", quick: bool = False) -> None:
-    """Print both tables; quick: a part of each."""
+def library_us(library: PrivateModules, spec: ExpertsSpec, target: str) -> float | None:
+    """Return the time of moe_tkg, in the faster of its ways; None if it does not know the shape."""
+    if spec.m > 128 or spec.k % 128:
+        return None
+    kernel: Any = library.load("nkilib.core.moe.moe_tkg.moe_tkg")
+    types: Any = library.load("nkilib.core.utils.common_types")
+    shapes = {
+        "hidden_input": (spec.m, spec.k),
+        "expert_gate_up_weights": (spec.groups, spec.k, 2, spec.n),
+        "expert_down_weights": (spec.groups, spec.n, spec.k),
+    }
+    if spec.gate_up_bias:
+        shapes["expert_gate_up_bias"] = (spec.groups, 2, spec.n)
+        shapes["expert_down_bias"] = (spec.groups, spec.k)
+    named: dict[str, Any] = {name: ArraySpec(shape, "bfloat16") for name, shape in shapes.items()}
+    named["expert_affinities"] = ArraySpec((spec.m, spec.groups), "float32")
+    named["expert_index"] = ArraySpec((spec.m, spec.top_k), "int32")
+    named["expert_affinities_scaling_mode"] = types.ExpertAffinityScaleMode.POST_SCALE
+    if spec.limit:
+        named["activation_fn"] = types.ActFnType.Swish
+        named["gate_clamp_upper_limit"] = named["up_clamp_upper_limit"] = spec.limit
+        named["up_clamp_lower_limit"] = -spec.limit
+    picks = {"expert_affinities_eager": ArraySpec((spec.m, spec.top_k), "float32")}
+    ways: list[dict[str, Any]] = [{"is_all_expert": True, "rank_id": ArraySpec((1, 1), "int32")}]
+    if spec.m * spec.top_k <= 2 * spec.groups:
+        ways.append({"is_all_expert": False} | picks)
+    times = []
+    for way in ways:
+        try:
+            run = simulate(
+                kernel.moe_tkg, target=target, mode="timing", strict=False, named=named | way
+            )
+        except KernelFailedError as error:  # an assertion of the library: not for this shape
+            print(
+                f"  moe_tkg {way['is_all_expert']}: {str(error).splitlines()[0]}", file=sys.stderr
+            )
+            continue
+        assert run.profile is not None
+        times.append(float(run.profile.latency_us))
+    return min(times, default=None)
+
+
+def main() -> int:
+    """Print both tables; return 1 where the bar beside the library is not held."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", nargs="?", default="trn2")
+    parser.add_argument("--quick", action="store_true", help="a part of each table")
+    parser.add_argument("--checkout", type=Path, help="a clone of aws-neuron/nki-library")
+    given = parser.parse_args()
+    target, quick, missed = given.target, given.quick, 0
+    library = PrivateModules([given.checkout / LIBRARY]) if given.checkout else None
     tokens = (1, 8) if quick else (1, 8, 32)
-    print(f"experts on {target}, simulated, one core: us, share of the bytes' time")
-    print(f"{'layer':20} {'tokens':>6} {'experts':>8} {'us':>9} {'share':>6}  schedule")
+    print(f"experts on {target}, simulated, one core: us, share of the bytes' time, moe_tkg's us")
+    print(
+        f"{'layer':20} {'tokens':>6} {'experts':>8} {'us':>9} {'share':>6} {'library':>9}  schedule"
+    )
     for name, fields in list(EXPERTS.items())[: 2 if quick else None]:
         for m in tokens if quick else (*tokens, 512):
             spec = ExpertsSpec(m=m, **fields)
             best = choose(spec, target)[0]
-            share = spec.roofline_us(get(target)) / (best.simulated_us or 1.0)
-            row = f"{name:20} {m:6} {spec.expected:8.1f} {best.simulated_us:9.1f} {share:6.2f}"
-            print(f"{row}  {best.schedule.short()}", flush=True)
+            ours = best.simulated_us or 1.0
+            share = spec.roofline_us(get(target)) / ours
+            theirs = library_us(library, spec, target) if library is not None else None
+            bad = theirs is not None and ours > MOST * theirs
+            missed += bad
+            row = f"{name:20} {m:6} {spec.expected:8.1f} {ours:9.1f} {share:6.2f}"
+            row += f" {'-' if theirs is None else format(theirs, '.1f'):>9}"
+            print(f"{row}  {best.schedule.short()}{'  MISSED' * bad}", flush=True)
     print(f"\nadapters on {target}, simulated, one core: over the base, and over three kernels")
     print(
         f"{'layer':10} {'tokens':>6} {'adapters':>8} {'rank':>5} {'us':>9} {'base':>6} {'three':>6}"
@@ -61,6 +133,8 @@ def main(target: str = "trn2", quick: bool = False) -> None:
                 ratios = f"{time / base:6.3f} {time / apart:6.3f}"
                 print(f"{name:10} {m:6} {groups:8} {r:5} {time:9.1f} {ratios}", flush=True)
 
+    return int(missed > 0)
+
 
 if __name__ == "__main__":
-    main(*[one for one in sys.argv[1:] if one != "--quick"], quick="--quick" in sys.argv)
+    sys.exit(main())
