@@ -112,6 +112,17 @@ def test_a_byte_that_is_loaded_twice_is_minimal_traffic_once(name, seed):
     assert minimal_hbm_bytes(builder.trace) == len(expected)
 
 
+def test_what_an_index_chooses_is_minimal_traffic_up_to_the_whole_tensor():
+    builder = Builder()
+    table = builder.tensor("hbm", 64, 128, "bfloat16").all
+    tile = builder.tensor("sbuf", 128, 512, "bfloat16").all
+    rows = dataclasses.replace(table, pattern=((256, 16), (2, 128)))  # anywhere in the table
+    for count, wanted in ((1, 1), (2, 2), (4, 4), (6, 4)):
+        while len(builder.trace.instructions) < count:
+            builder.dma(tile, rows)
+        assert minimal_hbm_bytes(builder.trace) == wanted * 16 * 256
+
+
 def test_transposes_are_counted_by_place():
     builder = Builder()
     source = builder.tensor("hbm", 128, 128, "bfloat16")

@@ -315,29 +315,43 @@ class _Kind:
 def minimal_hbm_bytes(trace: Trace) -> int:
     """Return the distinct bytes of kernel inputs and outputs that the trace touches.
 
-    HBM that is written first and read later is scratch and does not count.
+    HBM that is written first and read later is scratch and does not count. The trace does not hold
+    the addresses that an index chooses: each such access counts what it moves, and together they
+    count at most the whole tensor.
     """
     regions: dict[int, dict[tuple[int, Pattern], Access]] = collections.defaultdict(dict)
+    chosen: dict[int, int] = collections.Counter()
     written_first: set[int] = set()
     scratch: set[int] = set()
     for instruction in trace.instructions:
         if instruction.engine in _ON_CHIP:
             continue
-        for access in instruction.reads:
-            if access.memory == "hbm":
-                if access.storage in written_first:
-                    scratch.add(access.storage)
-                regions[access.storage][access.byte_start, access.pattern] = access
-        for access in instruction.writes:
-            if access.memory == "hbm":
-                if access.storage not in regions:
-                    written_first.add(access.storage)
-                regions[access.storage][access.byte_start, access.pattern] = access
-    return sum(
-        distinct_bytes(list(touched.values()))
-        for storage, touched in regions.items()
-        if storage not in scratch
-    )
+        reads = len(instruction.reads)
+        for place, access in enumerate((*instruction.reads, *instruction.writes)):
+            if access.memory != "hbm":
+                continue
+            if place < reads and access.storage in written_first:
+                scratch.add(access.storage)
+            elif place >= reads and access.storage not in regions:
+                written_first.add(access.storage)
+            if _is_chosen(access):
+                chosen[access.storage] += access.elements_per_partition * access.item_bytes
+            regions[access.storage][access.byte_start, access.pattern] = access
+    total = 0
+    for storage, touched in regions.items():
+        if storage in scratch:
+            continue
+        fixed = [access for access in touched.values() if not _is_chosen(access)]
+        moved = chosen[storage] + (distinct_bytes(fixed) if fixed else 0)
+        whole = max(access.byte_stop for access in touched.values())
+        total += min(moved, whole) if chosen[storage] else moved
+    return total
+
+
+def _is_chosen(access: Access) -> bool:
+    """Return whether an index chooses the address: then the bounds are those of the tensor."""
+    steps = sum(abs(step) * (count - 1) for step, count in access.pattern)
+    return steps + access.item_bytes < access.byte_stop - access.byte_start
 
 
 def _transposes_on(instruction: Instruction) -> str:
