@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 
-from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.tiling import item_bytes as item_bytes
 from nmm_compiler.kernels.tiling import numpy_dtype as numpy_dtype
 from nmm_compiler.kernels.work import Work
@@ -274,6 +274,60 @@ def check_arrays(spec: KernelSpec, arrays: tuple[Array, ...]) -> None:
         if tuple(array.shape) != tensor.shape:
             raise ShapeError(
                 f"{spec.short()}: {tensor.name} has shape {tuple(array.shape)}; pass {tensor.shape}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule(Record):
+    """Base of the schedules: what holds for a kernel without a loop over blocks of tokens.
+
+    Subclasses have the axes, `sbuf_bytes`, `check` and `short`.
+    """
+
+    if TYPE_CHECKING:  # the last field of every family: how two cores share the kernel
+        split: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON data; split only where there is one."""
+        made = super().to_dict()
+        return {name: value for name, value in made.items() if name != "split" or value}
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the schedule with other values."""
+        return dataclasses.replace(self, **changes)
+
+    def plan(self, spec: Any) -> Any:
+        """Return what the NKI function reads as spec."""
+        return spec
+
+    def arguments(self, spec: Any) -> dict[str, Any]:
+        """Return the parameters of the NKI function."""
+        return {"spec": self.plan(spec), "schedule": self}
+
+    def sbuf_bytes(self, spec: Any) -> dict[str, int]:
+        """Return bytes per partition of each SBUF buffer."""
+        raise NotImplementedError
+
+    def in_loop(self, spec: Any, target: Target) -> Self:
+        """Return the schedule with its blocks in a loop on the device; itself without blocks."""
+        return self
+
+    def turns(self, spec: Any) -> int | None:
+        """Return the expected turns of a loop whose bound the device computes, if there is one."""
+        return None
+
+    def loop_turns(self, spec: Any) -> list[tuple[int, Any]]:
+        """Return (how often, spec of one turn) of the loop on the device; all is one without."""
+        return [(1, spec)]
+
+    def check_sbuf(self, name: str, spec: Any, target: Target, remedy: str) -> None:
+        """Raise CapacityError unless SBUF holds every buffer; name: of the kernel."""
+        held, limit = self.sbuf_bytes(spec), target.sbuf_usable_bytes_per_partition
+        if sum(held.values()) > limit:
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            raise CapacityError(
+                f"{name}: the schedule needs {sum(held.values()):,} B per SBUF partition "
+                f"({parts}), {target.name} has {limit:,}; {remedy}"
             )
 
 

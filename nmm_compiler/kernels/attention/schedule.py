@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
-from nmm_compiler.kernels.base import Family, check_name
+from nmm_compiler.kernels.base import Family, Schedule, check_name
 from nmm_compiler.kernels.tiling import item_bytes, tiles, turned_loads
 from nmm_compiler.kernels.work import Tally, Work
-from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 _BANK = 512  # fp32 columns of a PSUM bank
@@ -24,7 +23,7 @@ _0 = (0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionSchedule(Record):
+class AttentionSchedule(Schedule):
     """How an attention kernel runs.
 
     q_load, k_load: how the head size gets onto the partitions: "rows" as it lies, "dma" a DMA
@@ -54,11 +53,6 @@ class AttentionSchedule(Record):
     pack: int = 1
     split: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; split only where there is one."""
-        made = super().to_dict()
-        return {name: value for name, value in made.items() if name != "split" or value}
-
     def settled(self, spec: AttentionSpec) -> AttentionSchedule:
         """Return the schedule as the kernel of `spec` reads it."""
         return dataclasses.replace(self, bank_tiles=16 // item_bytes(spec.dtype))
@@ -67,10 +61,6 @@ class AttentionSchedule(Record):
         """Return the parameters of the NKI function."""
         return {"spec": spec, "schedule": self.settled(spec)}
 
-    def changed(self, changes: Mapping[str, Any]) -> AttentionSchedule:
-        """Return the schedule with other values: {"section": 512}."""
-        return dataclasses.replace(self, **changes)
-
     def in_loop(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
         """Return the schedule with the groups of heads as a loop on the device.
 
@@ -78,9 +68,6 @@ class AttentionSchedule(Record):
         """
         q_load, k_load = ("tensor" if how == "dma" else how for how in (self.q_load, self.k_load))
         return dataclasses.replace(self, loop=True, q_load=q_load, k_load=k_load)
-
-    def turns(self, spec: Any) -> None:
-        """Return that no loop has a bound that the device computes."""
 
     def without_loop(self) -> AttentionSchedule:
         """Return the schedule without a loop on the device."""
@@ -161,14 +148,8 @@ class AttentionSchedule(Record):
                 f"{spec.short()}: {sum(banks.values())} PSUM banks are in use ({banks}), "
                 f"{target.name} has {target.psum_banks}; lower section from {self.section}"
             )
-        held, limit = self.sbuf_bytes(spec), target.sbuf_usable_bytes_per_partition
-        if sum(held.values()) > limit:
-            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
-            raise CapacityError(
-                f"{spec.short()}: keys and values of a head stay in SBUF, and need "
-                f"{sum(held.values()):,} B per partition ({parts}); {target.name} has {limit:,}: "
-                "split the context"
-            )
+        remedy = "keys and values of a head stay in SBUF: split the context"
+        self.check_sbuf(spec.short(), spec, target, remedy)
 
     def _check_pack(self, spec: AttentionSpec) -> None:
         """Raise SpecError unless tiles of keys can lie below each other, `pack` in each chunk."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, check_name
+from nmm_compiler.kernels.base import Family, Schedule, check_name
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.tiling import (
@@ -103,7 +102,7 @@ class ExpertsPlan(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsSchedule(Record):
+class ExpertsSchedule(Schedule):
     """How a kernel of experts runs. Sizes are in elements unless named.
 
     way: "picks", those of the only token; "distinct", the groups that tokens chose, in a loop on
@@ -124,10 +123,6 @@ class ExpertsSchedule(Record):
     load_bytes: int = 8192
     banks: int = 6
     split: str = ""
-
-    def arguments(self, spec: ExpertsSpec) -> dict[str, Any]:
-        """Return the parameters of the NKI function."""
-        return {"spec": self.plan(spec), "schedule": self}
 
     def plan(self, spec: ExpertsSpec) -> ExpertsPlan:
         """Return what the kernel reads of a core's share."""
@@ -228,13 +223,7 @@ class ExpertsSchedule(Record):
                 f"{spec.short()}: {self.banks} PSUM banks for sums, and two for what TensorE "
                 f"turns; {target.name} has {target.psum_banks}, lower banks"
             )
-        held, limit = self.sbuf_bytes(part), target.sbuf_usable_bytes_per_partition
-        if sum(held.values()) > limit:
-            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
-            raise CapacityError(
-                f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
-                f"({parts}), {target.name} has {limit:,}; lower block from {self.block}"
-            )
+        self.check_sbuf(spec.short(), part, target, f"lower block from {self.block}")
 
     def _check_blocks(self, spec: ExpertsSpec, target: Target) -> None:
         """Raise CapacityError or SpecError unless the lists of all blocks fit into PSUM."""
@@ -261,14 +250,6 @@ class ExpertsSchedule(Record):
         """Return the blocks that tokens are expected to need: half of a last block is empty."""
         each = spec.m * spec.top_k / spec.expected
         return spec.expected * max(1.0, each / self.tokens + 0.5)
-
-    def in_loop(self, spec: ExpertsSpec, target: Target) -> ExpertsSchedule:
-        """Return the schedule: it has no blocks of tokens."""
-        return self
-
-    def loop_turns(self, spec: ExpertsSpec) -> list[tuple[int, ExpertsSpec]]:
-        """Return that all tokens are one block."""
-        return [(1, spec)]
 
     def short(self) -> str:
         """Return the axes in a few words, for tables."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.base import Schedule, check_name
 from nmm_compiler.kernels.linear.layer import Layer, Linear, Weight
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
@@ -24,7 +24,6 @@ from nmm_compiler.kernels.tiling import (
     weight_bytes,
     x_loads,
 )
-from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 FEW = 128
@@ -32,7 +31,7 @@ FEW = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearSchedule(Record):
+class LinearSchedule(Schedule):
     """How a kernel of linear layers runs. All sizes are in elements unless named.
 
     x_load, w_load: how the contraction index of x, and of weights that are stored [n, k], gets onto
@@ -78,14 +77,6 @@ class LinearSchedule(Record):
         return {
             name: value for name, value in super().to_dict().items() if value not in (False, "")
         }
-
-    def changed(self, changes: Mapping[str, Any]) -> LinearSchedule:
-        """Return the schedule with other values."""
-        return dataclasses.replace(self, **changes)
-
-    def arguments(self, layer: Layer) -> dict[str, Any]:
-        """Return the parameters of the NKI function."""
-        return {"spec": self.plan(layer), "schedule": self}
 
     def tokens(self, layer: Layer) -> int:
         """Return the tokens of a block."""
@@ -349,14 +340,8 @@ class LinearSchedule(Record):
                 f"{target.psum_banks}; lower banks from {self.banks}, or m_block from "
                 f"{self.m_block}"
             )
-        held, limit = self.sbuf_bytes(layer), target.sbuf_usable_bytes_per_partition
-        if sum(held.values()) > limit:
-            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
-            raise CapacityError(
-                f"{spec.short()}: the schedule needs {sum(held.values()):,} B per SBUF partition "
-                f"({parts}), {target.name} has {limit:,}; lower m_block from {self.m_block} or "
-                f"block from {self.block}"
-            )
+        remedy = f"lower m_block from {self.m_block} or block from {self.block}"
+        self.check_sbuf(spec.short(), layer, target, remedy)
 
     def in_loop(self, layer: Layer, target: Target) -> LinearSchedule:
         """Return the schedule with its blocks of tokens, two at least, as a loop on the device."""
@@ -369,9 +354,6 @@ class LinearSchedule(Record):
             self, m_loop=True, x_load="tensor" if turned else self.x_load, m_block=m_block,
             banks=min(self.banks, most), sums=min(self.sums, most),
         )  # fmt: skip
-
-    def turns(self, spec: Any) -> None:
-        """Return that no loop has a bound that the device computes."""
 
     def without_loop(self) -> LinearSchedule:
         """Return the schedule without a loop on the device."""

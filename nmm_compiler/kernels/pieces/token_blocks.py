@@ -98,7 +98,7 @@ def starts_of_groups(needs, spec):
 
 def group_of_blocks(needs, starts, ones, spec):
     """Return the group of each block: how many groups end before it. Last, how many blocks."""
-    listed = nl.ndarray((1, spec.blocks + 1), dtype=nl.int32, buffer=nl.sbuf)
+    row = nl.ndarray((1, spec.blocks), dtype=nl.float32, buffer=nl.sbuf)
     for b0 in range(0, spec.blocks, 512):
         wide = min(512, spec.blocks - b0)
         ended = nl.ndarray((1, wide), dtype=nl.float32, buffer=nl.psum)
@@ -115,15 +115,13 @@ def group_of_blocks(needs, starts, ones, spec):
             nisa.nc_matmul(
                 dst=ended, stationary=ones[0:deep, 0:1], moving=past, accumulate=first > 0
             )
-        nisa.tensor_copy(dst=listed[0:1, b0 : b0 + wide], src=ended)
-    every = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.psum)
-    for first in range(0, spec.count, 128):
-        deep = min(128, spec.count - first)
-        nisa.nc_matmul(
-            dst=every, stationary=ones[0:deep, 0:1], moving=needs[first // 128][0:deep, 0:1],
-            accumulate=first > 0,
-        )  # fmt: skip
-    nisa.tensor_copy(dst=listed[0:1, spec.blocks : spec.blocks + 1], src=every)
+        nisa.tensor_copy(dst=row[0:1, b0 : b0 + wide], src=ended)
+    listed = nl.ndarray((1, spec.blocks + 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=listed[0:1, 0 : spec.blocks], src=row)
+    # blocks behind the last one are behind all groups
+    nisa.tensor_scalar(dst=row, data=row, op0=nl.less, operand0=spec.count)
+    every = listed[0:1, spec.blocks : spec.blocks + 1]
+    nisa.tensor_reduce(dst=every, op=nl.add, data=row, axis=1)
     return listed
 
 
