@@ -18,17 +18,18 @@ from typing import Any
 
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.errors import KernelFailedError
+from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.linear import AdaptersSpec, MatmulSpec
 from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 
-GPT_OSS = {
+GPT_OSS: dict[str, Any] = {
     "k": 2880, "groups": 32, "top_k": 4, "gate_up_bias": True, "down_bias": True, "limit": 7.0,
     "slope": 1.702, "plus": 1.0, "halves": "interleaved",
 }  # fmt: skip
-EXPERTS = {
+EXPERTS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": GPT_OSS | {"n": 2880},
     "gpt-oss-20b / 4": GPT_OSS | {"n": 720},
     "gpt-oss padded": GPT_OSS | {"k": 3072, "n": 2880},
@@ -45,7 +46,7 @@ MOST = 1.05
 LIBRARY = "src/nkilib_src"
 
 
-def us(spec, target: str) -> float:
+def us(spec: KernelSpec, target: str) -> float:
     """Return the simulated microseconds of a kernel."""
     return float(choose(spec, target)[0].simulated_us or 0.0)
 

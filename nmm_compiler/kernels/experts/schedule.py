@@ -268,6 +268,8 @@ def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     for (way, at_once, tokens), block, down_block, load_bytes in itertools.product(
         ways, blocks, downs, (8192, 4096)
     ):
+        if way == "distinct" and load_bytes < 8192:
+            continue  # sizes of panels, and groups a turn, matter more
         yield ExpertsSchedule(
             way=way, at_once=at_once, tokens=tokens, w_load=w_load, block=block,
             down_block=down_block, load_bytes=load_bytes, banks=target.psum_banks - 2,
@@ -316,9 +318,11 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     edges = schedule.turns(spec) or 0
     tally.dmas.append((1 + edges, 2 * made.up.block, made.up.block, "copy"))
     tally.store(spec.m * spec.k * size, 1, spec.k * size)
+    last = tiles(made.down.block, 128) * tiles(spec.n, 128)
     return tally.work(
         lead_bytes=made.up.chunk * made.up.block * size * (1 + 8 * edges),
-        tail_matmuls=(tiles(made.down.block, 128) * tiles(spec.n, 128), max(64, few)),
+        # no load hides the last panel of down in a turn of the loop
+        tail_matmuls=(last * (1 + edges), max(64, few)),
         tail_bytes=spec.m * spec.k * size,
     )
 

@@ -218,10 +218,11 @@ class ExpertsSpec(KernelSpec):
             return self._biased(times_weight(h, of["down"], typical), bias, typical)
         value, error = np.zeros(()), np.zeros(())
         for part in np.split(np.arange(self.n), self.lnc):  # each core stores what it adds
-            own = times_weight((h[0][:, part], h[1][:, part]), of["down"][part], typical)
-            own = self._biased(own, None if bias is None else bias / self.lnc, typical)
-            own = rounded(own, self.dtype, typical)
-            value, error = value + own[0], combine(error, own[1], typical)
+            some = h[0][:, part], np.asarray(h[1])[:, part]
+            added = times_weight(some, of["down"][part], typical)
+            added = self._biased(added, None if bias is None else bias / self.lnc, typical)
+            added = rounded(added, self.dtype, typical)
+            value, error = value + added[0], combine(error, added[1], typical)
         return value, error
 
     def _biased(self, left: Estimate, bias: Array | None, typical: bool) -> Estimate:
