@@ -7,7 +7,7 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
-from nmm_compiler.codegen.choose import rank
+from nmm_compiler.codegen.choose import choose, rank
 from nmm_compiler.errors import CapacityError, OutOfBoundsError, SpecError
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.experts.schedule import ExpertsSchedule
@@ -111,6 +111,12 @@ def test_an_index_out_of_range_in_blocks_is_an_error(beyond, lnc):
     split = {"split": "weights"} if lnc == 2 else {}
     with pytest.raises(OutOfBoundsError, match="runtime index"):
         run(dataclasses.replace(MANY, lnc=lnc), index, in_blocks(64, 2, **split))
+
+
+def test_two_cores_take_less_time_than_one():
+    one = dataclasses.replace(MANY, k=1024, n=512)
+    two = dataclasses.replace(one, lnc=2)
+    assert choose(two)[0].simulated_us < choose(one)[0].simulated_us
 
 
 def test_blocks_read_each_group_once():

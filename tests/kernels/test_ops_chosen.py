@@ -63,9 +63,9 @@ def test_the_adapters_kernel_in_the_simulator(groups):
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
-@pytest.mark.parametrize("clamped", [False, True])
-def test_the_experts_kernel_in_the_simulator(layout, clamped):
-    args = experts(torch.bfloat16, layout=layout)
+@pytest.mark.parametrize(("clamped", "tokens"), [(False, 5), (True, 5), (True, 140)])
+def test_the_experts_kernel_in_the_simulator(layout, clamped, tokens):
+    args = experts(torch.bfloat16, layout=layout, tokens=tokens)
     said = {"weight_layout": layout}
     if clamped:
         said |= {"halves": "interleaved", "limit": 7.0, "slope": 1.702, "plus": 1.0}

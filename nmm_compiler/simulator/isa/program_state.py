@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, OperandError, SimulationError
+from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import dma_engine, engine, nc_version
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
@@ -231,6 +232,7 @@ def register_store(call: Call, dst: Any, src: Any) -> Steps:
     operands="data ->",
     memory=("hbm",),
     waits=True,
+    cycles=cycles.linear(0.0),  # whatever the size of data, nothing of it moves
 )
 def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd) -> Steps:
     """Wait until the other program is here too; then its writes to `data` are visible."""
