@@ -122,6 +122,9 @@ class Plan(Shown, Record):
             return f"{target}: no form that fits is known to keep the quality"
         error = ERRORS[self.predictions[0].price]
         said = [f"{target}: take {best}"]
+        quality = quality_of(best)
+        if quality is not None and quality[1] != (1.0, 1.0):
+            said[0] += " ({:.2f} and {:.2f} times the perplexity of bf16)".format(*quality[1])
         for form, gain in gains.items():
             over = gains[best] / gain
             times = f"{over:.2f}x over {form}"
@@ -137,8 +140,17 @@ class Plan(Shown, Record):
             elif told_apart(over, error):
                 said.append(times)
             else:
-                said.append(f"not told apart from {form} ({over:.2f}x, error {100 * error:.0f} %)")
+                share = self._gib_of(best, target) / self._gib_of(form, target)
+                said.append(
+                    f"not told apart from {form} in time ({over:.2f}x, error {100 * error:.0f} %), "
+                    f"with {share:.2f} of its memory"
+                )
         return "; ".join(said)
+
+    def _gib_of(self, form: str, target: str) -> float:
+        """Return the memory that a form's first prediction for a target needs."""
+        found = next(p for p in self.predictions if (p.form, p.target) == (form, target))
+        return found.memory.needed_bytes / 2**30
 
     def over_first(self, p: ModelPrediction, phase: int = -1) -> float:
         """Return how many times faster a prediction is than the first form of its setting."""

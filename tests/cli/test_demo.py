@@ -37,7 +37,7 @@ def test_demo_of_the_language_model_gains_and_says_where(tmp_path):
     before, after = run["perplexity"]
     assert before > 10
     assert after < 1.02 * before
-    assert run["verdict"][0].startswith(f"trn2: take {run['form']};")
+    assert run["verdict"][0].startswith(f"trn2: take {run['form']} (")
 
 
 class Letters:

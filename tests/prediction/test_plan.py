@@ -82,7 +82,9 @@ def test_a_gain_within_the_error_of_the_prices_is_not_told_apart(monkeypatch):
     assert made({"mlp": 50.0, "self_attn": 50.0}, DENSE).told_apart
     fp8 = made({"mlp": 95.0, "self_attn": 50.0}, weights="float8_e4m3")
     (said,) = Plan(name="toy", predictions=(DENSE, fp8)).verdict()
-    assert said.startswith("trn2: take fp8; not told apart from bf16 (1.03x, error ")
+    assert said.startswith("trn2: take fp8 (1.01 and 1.01 times the perplexity of bf16); not told ")
+    assert "apart from bf16 in time (1.03x, error " in said
+    assert said.endswith("of its memory")
 
 
 def test_a_setting_that_cannot_be_had_is_named():
@@ -165,7 +167,7 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
     assert [p.form for p in shown.predictions] == [*names[:3], *names]
     assert [shown.best_form(target) for target in ("trn2", "trn3")] == ["fp8", "mxfp4+64"]
     said = shown.verdict()
-    assert said[0].startswith("trn2: take fp8; ")
+    assert said[0].startswith("trn2: take fp8 (")
     assert "over lowrank:0.2: low rank alone loses" in said[0]
     assert "mxfp4 is faster and does not keep the quality" in said[1]
     assert len(shown.refused) == 2
