@@ -17,7 +17,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED, MX_PRODUCT
+from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
@@ -184,7 +187,7 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         calibration_tokens=0 if statistics is None else statistics.tokens,
         target=config.target,
         workload=timed,
-        priced="" if prices is None else prices.note,
+        priced=_multiplied_out(config) if prices is None else prices.note,
         source="" if prices is None else JUDGE,
         factors=config.format or "",
         base=config.base_format or "",
@@ -207,6 +210,20 @@ def _prices(
     first = None if batches is None else batches[0]
     inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
     return kernel_prices(model, layers, dtype, config.passes, config.target, inputs, config.format)
+
+
+def _multiplied_out(config: CompressionConfig) -> str:
+    """Return what to say of a base that no kernel of the target reads as stored."""
+    base, chip = config.base_format, machine_target(config.target)
+    if base is None:
+        return ""
+    if base in MX:
+        read = MX_PRODUCT not in chip.absent_instructions
+    else:
+        read = base in MULTIPLIED and chip.float8_kernels
+    if read:
+        return ""
+    return f"no kernel for {chip.name} reads {base}: calls multiply it out, which saves memory only"
 
 
 def _carry_out(

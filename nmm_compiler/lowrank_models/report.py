@@ -123,7 +123,7 @@ class CompressionReport(Shown, Record):
     target: what times are predicted for, "" by a cost= of the caller's.
     workload: predicted times of all calls of the layers, for each kind of pass; empty for a dtype
         without kernels. source: of these times, one of `prices.kernel.PRICES`. priced: how layers
-        were priced, where not by the calls of the backend.
+        were priced, where not by the calls of the backend, or that no kernel reads the base.
     factors: their format of eight bits, "" for floats. base: that of the weights beside them, ""
         without; `ratio` and `achieved_ratio` are then over bytes, of the weights in 16 bits.
     model_bytes_before / _after: of all parameters and buffers of the model, tied ones once.
@@ -268,7 +268,7 @@ class CompressionReport(Shown, Record):
     def _predicted(self) -> list[Part]:
         """Return what the calls of the layers take, and which layers are slower than dense."""
         if not self.source:
-            return []
+            return [Line(self.priced, "warning")] if self.priced else []
         made: list[Part] = [Line(self.headline(), "headline")]
         if self.workload:
             how = f"{self.source}, error {100 * ERRORS[self.source]:.0f} %"

@@ -271,6 +271,20 @@ def test_a_rank_above_break_even_leaves_the_base_alone_and_says_so():
     assert "rank 32 saves nothing (break-even above 23): the base alone" in report.layers[0].note
 
 
+@pytest.mark.parametrize(
+    ("base", "target", "read"),
+    [
+        ("mxfp4", "trn2", False), ("mxfp4", "trn3", True), ("fp8", "trn1", False),
+        ("fp8", "trn2", True), ("int4", "trn3", False), ("int8", "trn2", False),
+    ],
+)  # fmt: skip
+def test_a_base_that_no_kernel_of_the_target_reads_is_said_to_be_multiplied_out(base, target, read):
+    report = compress(nn.Sequential(nn.Linear(64, 96)).bfloat16(), base=base, target=target)
+    said = f"no kernel for {target} reads {base}: calls multiply it out"
+    assert (said not in " ".join(str(report).split())) == read
+    assert (said not in report.headline()) == read
+
+
 def test_what_has_a_base_is_not_compressed_again():
     model = stack(width=64, inner=96)
     compress(model, base="mxfp4", rank=0, include="layers.0")
