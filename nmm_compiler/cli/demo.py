@@ -27,7 +27,7 @@ from nmm_compiler.options import let_threads_sleep
 from nmm_compiler.report.parts import Grid, Line, Part
 
 _HELD_OUT_SHARE = 0.25
-_LENGTH, _LEARNED, _JUDGED = 256, 4, 4
+_LENGTH, _LEARNED, _JUDGED = 256, 16, 4
 """Tokens of a passage; passages that calibrate a branch, passages that judge."""
 
 
@@ -115,7 +115,7 @@ def _run(form: str | None, target: str, beside: concurrent.futures.Executor) -> 
     parts: list[Part] = [
         Line(f"{models.LANGUAGE_MODEL}, a language model: {done}"),
         Line(f"{right} of the {len(proofs)} kernels that the times of {chosen.name} are made of "
-             "gave float64's results in the simulator"),
+             "agree with float64, run from their source in the simulator"),
         _table(planned, perplexities, chosen.name),
         Line(f"perplexity: measured here, of {judged.numel():,} tokens that calibrated nothing; "
              f"times: predicted for one core of {target}, batch 1; nmm plan does it for any model",

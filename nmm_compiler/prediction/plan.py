@@ -340,5 +340,5 @@ def _cells(p: ModelPrediction, first_gain: float, gain: float) -> tuple[str, ...
         f"{at_rate / 1e3:.2f}",
         "-" if tokens is None else f"{tokens:,.0f}",
         f"{memory.needed_bytes / 2**30:.2f}" + ("" if memory.fits else " NO"),
-        "-" if quality is None else "{:.2f} / {:.2f}".format(*quality[1]),
+        "-" if quality is None else "{:.2f}/{:.2f}".format(*quality[1]),
     )  # fmt: skip
