@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from compress_text import manual_sentences, sentences
+from compress_text import embed, encoder_batches
 from rich.console import Console
 from rich.table import Table
 
@@ -90,32 +90,18 @@ def ladder(
     return ordered
 
 
-def embed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return unit embeddings [sentences, hidden]: the mean over real tokens, normalized."""
-    with torch.no_grad():
-        hidden = model(**batch).last_hidden_state
-    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
-
-
 def encoder(ratios: tuple[float, ...], steps: int) -> bool:
     """The trained sentence encoder."""
     from nmm_compiler.cli import models
 
     model, tokenizer = models.with_weights(models.ENCODER)
-    held_out, text = sentences("judged"), sentences("calibration") + manual_sentences()[:450]
-    assert not set(held_out) & set(text)
-    # Sentences of one kind lie together: interleave them, so that each batch has both.
-    text = [line for start in range(25) for line in text[start::25]]
-    options = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
-    batches = [dict(tokenizer(text[i : i + 16], **options)) for i in range(0, len(text), 16)]
-    judged = dict(tokenizer(held_out, padding=True, return_tensors="pt"))
+    batches, judged = encoder_batches(tokenizer)
     original = embed(model, judged)
 
     def cosine(candidate: torch.nn.Module) -> float:
         return float(torch.cosine_similarity(embed(candidate, judged), original).mean())
 
-    title = f"all-MiniLM-L6-v2: mean cosine to the original, {len(held_out)} held-out sentences"
+    title = f"all-MiniLM-L6-v2: mean cosine to the original, {len(original)} held-out sentences"
     return ladder(model, batches, cosine, True, ratios, steps, 1e-4, 32, title, exclude="pooler")
 
 
