@@ -43,7 +43,12 @@ def demo(
 
     Example: nmm demo --target trn3
     """
+    from nmm_compiler.prediction.forms import DEFAULT, read_form
+
     started = time.monotonic()
+    forms = tuple(dict.fromkeys((*DEFAULT, form or DEFAULT[0])))
+    for name in forms:
+        read_form(name)
     show(
         f"{models.LANGUAGE_MODEL} on {target}: about a minute on two free cores, and some minutes "
         "more if the best form has a branch, which is fitted to data",
@@ -55,7 +60,7 @@ def demo(
         1, multiprocessing.get_context("spawn"), initializer=_quiet
     )
     try:
-        figures = _run(form, target, beside)
+        figures = _run(form, forms, target, beside)
     finally:
         beside.shutdown(wait=False, cancel_futures=True)
     passed = bool(figures["passed"])  # no kernel, or one that is wrong, fails it
@@ -64,18 +69,17 @@ def demo(
     return Answer(figures, [parts], passed=passed)
 
 
-def _run(form: str | None, target: str, beside: concurrent.futures.Executor) -> dict[str, Any]:
+def _run(
+    form: str | None, forms: tuple[str, ...], target: str, beside: concurrent.futures.Executor
+) -> dict[str, Any]:
     """Run the flow; return its figures and, as "parts", its table."""
     import torch
 
     from nmm_compiler.lowrank_models.apply import compress
     from nmm_compiler.prediction.forms import DEFAULT, read_form
 
-    forms = dict.fromkeys((*DEFAULT, form or DEFAULT[0]))
-    for name in forms:
-        read_form(name)
     with steps(f"loading {models.LANGUAGE_MODEL}") as step:
-        plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, tuple(forms), target)
+        plan = beside.submit(predicted_forms, models.LANGUAGE_MODEL, forms, target)
         model, tokenizer = models.language_model()
         model = model.to(torch.bfloat16)
         learned, judged = (_passages(tokenizer, text) for text in manual_split())

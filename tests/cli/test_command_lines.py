@@ -154,7 +154,7 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
         (["explain", "x", "--html", "none/x.html"], "cannot write none/x.html"),
         (["explain", "x", "--tokens", "9" * 5000], "is not a whole number from 1"),
         (["explain", "x", "--target", "trn22"], "did you mean 'trn2'"),
-        (["demo", "--ratio", "nan"], "'nan' is not a share"),
+        (["plan", "x", "--ratio", "nan"], "'nan' is not a share"),
     ],
 )
 def test_a_bad_value_is_named_before_any_work(monkeypatch, capsys, words, said):
