@@ -59,7 +59,8 @@ class SameProcess(Executor):
         return done
 
 
-def test_every_step_is_checked(monkeypatch, nmm):
+@pytest.mark.parametrize(("form", "target"), [("fp8+32", "trn2"), ("mxfp4+32", "trn3")])
+def test_every_step_is_checked(form, target, monkeypatch, nmm):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -76,15 +77,15 @@ def test_every_step_is_checked(monkeypatch, nmm):
     monkeypatch.setattr(
         demo, "predicted_forms", lambda name, *more: predicted(config.to_dict(), *more)
     )
-    run = json.loads(nmm("demo", "--form", "fp8+32", "--json", code=0).out)
-    assert run["form"] == "fp8+32"
+    run = json.loads(nmm("demo", "--form", form, "--target", target, "--json", code=0).out)
+    assert run["form"] == form
     assert len(run["proofs"]) >= 6, "attention, q/k/v, o and the MLP, of a prompt and of a token"
     assert all(proof["passed"] and proof["elements"] > 0 for proof in run["proofs"])
     assert run["perplexity"][0] != run["perplexity"][1], "the weights were rounded"
-    assert {p["weights"] for p in run["predictions"]} > {"fp8+32"}
+    assert {p["weights"] for p in run["predictions"]} > {form}
     wrong = [dataclasses.replace(Proof.from_dict(one), passed=False) for one in run["proofs"]]
     monkeypatch.setattr(demo, "proofs_of", lambda *kernels: wrong)
-    ended = nmm("demo", code=1)
+    ended = nmm("demo", "--target", target, code=1)
     assert "a check FAILED" in ended.out
     for words in (
         "perplexity",
