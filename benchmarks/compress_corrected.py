@@ -44,7 +44,7 @@ ROUNDED = ", mxfp8 x"
 JUDGED, CALIBRATED, BESIDE = 8, 16, 8
 """Windows of a domain that are judged; of the manual, and of other texts, that calibrate."""
 COUNTS = {"calibration": CALIBRATED, "manual": JUDGED, "plays": JUDGED}
-TRAINED_SECONDS = 240.0
+TRAINED_SECONDS = 150.0
 _BYTES = 256
 
 
@@ -109,8 +109,9 @@ def trained() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     started, step = time.process_time(), 0
     while time.process_time() - started < TRAINED_SECONDS:
-        at = torch.randint(0, len(text) - 256, (8,))
-        ids = torch.stack([text[i : i + 256] for i in at])
+        # few tokens a step: more steps in the time
+        at = int(torch.randint(0, len(text) - LENGTH, (1,)))
+        ids = text[None, at : at + LENGTH]
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
