@@ -44,7 +44,7 @@ ROUNDED = ", mxfp8 x"
 JUDGED, CALIBRATED, BESIDE = 8, 16, 8
 """Windows of a domain that are judged; of the manual, and of other texts, that calibrate."""
 COUNTS = {"calibration": CALIBRATED, "manual": JUDGED, "plays": JUDGED}
-TRAINED_SECONDS = 150.0
+TRAINED_SECONDS = 300.0
 _BYTES = 256
 
 
