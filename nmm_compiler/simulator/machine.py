@@ -122,7 +122,6 @@ class Machine:
     assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: state of
     another dialect of NKI for this program.
     program_id, grid, rank, ranks, programs, alone: as in `Seat`.
-    poison_spreads: unwritten elements may be read; what depends on them is marked.
     turns: of a loop on the device whose bound is not known without data.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     storages: the identity of the next storage or register. names: of the variables that places
@@ -137,7 +136,7 @@ class Machine:
     __slots__ = (
         "accumulators", "alone", "assign", "data", "dialect", "failure", "grid", "identities",
         "instructions", "kept", "max_instructions", "names", "no_reorder_depth", "outcomes",
-        "outputs", "poison_spreads", "poisoned", "program_id", "programs", "random_state", "rank",
+        "outputs", "poisoned", "program_id", "programs", "random_state", "rank",
         "ranks", "shared_count", "storages", "strict", "target", "trace", "turn", "turns", "warned",
         "warning_keys", "warnings",
     )  # fmt: skip
@@ -151,7 +150,6 @@ class Machine:
         data: bool = True,
         strict: bool = True,
         max_instructions: int = 10_000_000,
-        poison_spreads: bool = True,
         turns: int | None = None,
     ) -> None:
         self.target = target
@@ -169,7 +167,6 @@ class Machine:
         self.names: dict[tuple[str, int], str] = {}
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
-        self.poison_spreads = poison_spreads
         self.turns = turns
         self.poisoned: list[tuple[Any, Any, str]] = []
         self.kept: Any = None
@@ -209,16 +206,21 @@ class Machine:
         file, line = kernel_frame()
         return kind(message, file, line)
 
-    def rule(self, kind: type[SimulationError], message: str) -> None:
-        """Raise in strict mode; otherwise record a warning, once per place."""
-        if self.strict:
-            raise self.error(kind, message)
-        self.warn(message)
+    def rule(
+        self, kind: type[SimulationError], message: str, place: tuple[str, int] | None = None
+    ) -> None:
+        """Raise in strict mode; otherwise record a warning, once per place.
 
-    def warn(self, message: str) -> None:
+        place: the (file, line) that is to blame, by default the kernel's current one.
+        """
+        if self.strict:
+            raise kind(message, *(place or kernel_frame()))
+        self.warn(message, place)
+
+    def warn(self, message: str, place: tuple[str, int] | None = None) -> None:
         """Record a warning once per kernel line."""
         self.warned += 1
-        file, line = kernel_frame()
+        file, line = place or kernel_frame()
         key = (message.split(":")[0], file, line)
         if key not in self.warning_keys:
             self.warning_keys.add(key)

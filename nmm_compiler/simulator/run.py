@@ -50,7 +50,6 @@ from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
 
 MODES = ("full", "functional", "timing")
-UNINITIALIZED = ("poison", "error")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -141,7 +140,6 @@ def simulate(
     grid: int | tuple[Any, ...] = 1,
     mode: Literal["full", "functional", "timing"] | str = "full",
     strict: bool = True,
-    uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
     reorder: bool = True,
     named: Mapping[str, Any] | None = None,
@@ -161,8 +159,6 @@ def simulate(
         grid: programs; 2 is LNC=2. A kernel of NKI Beta 1 takes any launch grid, such as (4, 2).
         mode: "full", "functional" (no timing), or "timing" (no data).
         strict: False turns broken rules into warnings where a result exists.
-        uninitialized: "poison" lets a kernel read unwritten elements, and refuses it when they
-            reach an output, an index, a predicate or a branch; "error" refuses the read.
         max_instructions: ends an endless loop.
         reorder: whether the compiler's scheduler may move independent instructions and DMAs
             across each other, as AWS documents outside of nl.no_reorder, or keeps program order.
@@ -180,9 +176,7 @@ def simulate(
         SimulationError: a rule is broken, or the kernel fails; with the kernel's own file and
             line.
     """
-    options = _Options(
-        target, grid, mode, strict, uninitialized, max_instructions, reorder, one_of_ranks, turns
-    )
+    options = _Options(target, grid, mode, strict, max_instructions, reorder, one_of_ranks, turns)
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
 
 
@@ -194,7 +188,6 @@ def simulate_ranks(
     grid: int | tuple[Any, ...] = 1,
     mode: Literal["full", "functional", "timing"] | str = "full",
     strict: bool = True,
-    uninitialized: Literal["poison", "error"] | str = "poison",
     max_instructions: int = 10_000_000,
     reorder: bool = True,
 ) -> tuple[Simulation, ...]:
@@ -207,7 +200,6 @@ def simulate_ranks(
         grid: programs of each rank.
         mode: as for `simulate`.
         strict: as for `simulate`.
-        uninitialized: as for `simulate`.
         max_instructions: as for `simulate`.
         reorder: as for `simulate`.
 
@@ -219,7 +211,7 @@ def simulate_ranks(
     """
     if not 1 <= len(inputs) <= MAX_RANKS:
         raise KernelArgumentError(f"{len(inputs)} ranks; the simulator runs 1 to {MAX_RANKS}")
-    options = _Options(target, grid, mode, strict, uninitialized, max_instructions, reorder)
+    options = _Options(target, grid, mode, strict, max_instructions, reorder)
     given = [((), dict(i)) if isinstance(i, Mapping) else (tuple(i), {}) for i in inputs]
     return _launch(kernel, given, options)
 
@@ -232,7 +224,6 @@ class _Options:
     grid: Any
     mode: str
     strict: bool
-    uninitialized: str
     max_instructions: int
     reorder: bool = True
     ranks: int = 1
@@ -246,8 +237,6 @@ class _Options:
             )
         if self.mode not in MODES:
             raise UnknownNameError("mode", self.mode, MODES)
-        if self.uninitialized not in UNINITIALIZED:
-            raise UnknownNameError("uninitialized", self.uninitialized, UNINITIALIZED)
 
 
 def _launch(
@@ -275,7 +264,7 @@ def _launch(
                 hardware, assign=assign, data=data,
                 seat=Seat(p, grid, rank, together, programs, alone),
                 strict=options.strict, max_instructions=options.max_instructions,
-                poison_spreads=options.uninitialized == "poison", turns=options.turns,
+                turns=options.turns,
             )
             for p in range(grid)
         ]  # fmt: skip
@@ -371,9 +360,7 @@ def _check_turns(machine: Machine, outputs: list[NkiTensor]) -> None:
         f"the device and used after it (nisa.{last.op}, or as an output); on the device all turns "
         "have one such tensor, allocate it before the loop"
     )
-    if machine.strict:
-        raise HazardError(message, last.file, last.line)
-    machine.warnings.append(message)
+    machine.rule(HazardError, message, (last.file, last.line))
 
 
 def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -445,14 +432,8 @@ def _export(machine: Machine, tensor: NkiTensor, given: set[int]) -> np.ndarray:
             + (f"depend on memory that nothing has written: {origin}" if origin
                else "were never written")
         )  # fmt: skip
-        if machine.strict:
-            instruction = machine.instructions[-1] if machine.instructions else None
-            raise HazardError(
-                message,
-                instruction.file if instruction else "",
-                tensor.storage.allocation.line,
-            )
-        machine.warnings.append(message)
+        file = machine.instructions[-1].file if machine.instructions else ""
+        machine.rule(HazardError, message, (file, tensor.storage.allocation.line))
         values = poisoned_values(tensor, mask)
         return values.astype(np.bool_) if tensor.dtype == "bool" else values
     values, storage = tensor.array(), tensor.storage

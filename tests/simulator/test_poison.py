@@ -144,14 +144,6 @@ def test_a_local_gather_keeps_it_in_its_partitions():
         run(body.format(rows=9), np.ones((8, 8), np.float32))
 
 
-def test_the_read_itself_can_be_the_error():
-    body = "nisa.tensor_copy(dst=r, src=t)\nreturn out(r[:, 0:4])"
-    with pytest.raises(errors.HazardError, match="read on line"):
-        half(body, uninitialized="error")
-    with pytest.raises(errors.UnknownNameError, match="uninitialized"):
-        half(body, uninitialized="maybe")
-
-
 STEPS = [
     "nisa.tensor_copy(dst={0}, src={1})",
     "nisa.tensor_tensor(dst={0}, data1={1}, data2={2}, op=nl.add)",

@@ -112,10 +112,8 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
     origin = view.storage.origin or first_read(view, mask)
     if what:
         refuse_poison(machine, what, origin, int(mask.sum()), mask.size)
-        return
-    if not machine.poison_spreads:
-        machine.rule(HazardError, f"{origin}; {_WAY_OUT}")
-    machine.poisoned.append((view, mask, origin))
+    else:
+        machine.poisoned.append((view, mask, origin))
 
 
 def poisoned_values(view: NkiTensor, mask: np.ndarray) -> np.ndarray:

@@ -229,10 +229,11 @@ def check_capacity(machine: Machine) -> None:
             rest = sum(sorted(map(size, live), reverse=True)[_SHOWN:])
             shown[_SHOWN:] = [f"  and {len(shown) - _SHOWN} more, {rest:,} {unit} together"]
         message += f"{limit:,}; use smaller or fewer tiles. Live tensors:\n" + "\n".join(shown)
-        if machine.strict and not getattr(machine.dialect, "spills", False):
-            place = machine.instructions[at]
-            raise OnChipCapacityError(message, place.file, place.line)
-        machine.warnings.append(message)
+        place = machine.instructions[at].file, machine.instructions[at].line
+        if getattr(machine.dialect, "spills", False):
+            machine.warn(message, place)
+        else:
+            machine.rule(OnChipCapacityError, message, place)
 
 
 def _bytes(a: Allocation) -> int:
@@ -258,9 +259,7 @@ def _check_addresses(machine: Machine, placed: list[Allocation], memory: str) ->
                     f"{b.address}, {b.bytes_per_partition} B) overlap while both are live "
                     f"(instruction {a.first_index}); move one or end its use earlier"
                 )
-                if machine.strict:
-                    instruction = machine.instructions[a.first_index]
-                    raise HazardError(message, instruction.file, instruction.line)
-                machine.warnings.append(message)
+                first = machine.instructions[a.first_index]
+                machine.rule(HazardError, message, (first.file, first.line))
                 return
         active.append(a)
