@@ -31,6 +31,7 @@ __all__ = [
     "oldest_version",
 ]
 
+_TOO_DEEP = Finding(1, 1, "NKI-E001", "an expression is nested too deeply; split it")
 _TOO_YOUNG = ("NKI-E102", "NKI-E117")  # a name or a parameter of a later version
 
 
@@ -51,7 +52,7 @@ def lint_source(
         reason = getattr(error, "msg", None) or str(error)
         return (Finding(line, column, "NKI-E001", f"not Python: {reason}"),)
     except (RecursionError, MemoryError):  # the exception of Python's parser for a full stack
-        return (_too_deep(),)
+        return (_TOO_DEEP,)
     found: set[Finding] = set()
     try:
         if lint_api.is_beta_1(tree):
@@ -67,22 +68,8 @@ def lint_source(
                     found.update(rule(node, names, described))
         found.update(lint_kernels.of_the_kernels(names, described))
     except RecursionError:
-        return (_too_deep(tree),)
+        return (_TOO_DEEP,)
     return tuple(sorted(found))
-
-
-def _too_deep(tree: ast.Module | None = None) -> Finding:
-    """Return the finding for a text that nests deeper than Python recurses, at its deepest line."""
-    deepest, line = 0, 1
-    todo: list[tuple[int, int, ast.AST]] = [(0, 1, tree)] if tree is not None else []
-    while todo:
-        depth, above, node = todo.pop()
-        here = int(getattr(node, "lineno", above))
-        if depth > deepest:
-            deepest, line = depth, here
-        todo += [(depth + 1, here, child) for child in ast.iter_child_nodes(node)]
-    levels = f" ({deepest} levels)" if deepest else ""
-    return Finding(line, 1, "NKI-E001", f"nested too deeply{levels}; split the expression")
 
 
 def lint_file(path: str | Path, *, nki: str = API_VERSION) -> tuple[Finding, ...]:

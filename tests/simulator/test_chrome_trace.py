@@ -131,8 +131,3 @@ def check_arrows(events):
         assert (start["ph"], stop["ph"]) == ("s", "f")
         assert perfetto_ns(start["ts"]) <= perfetto_ns(stop["ts"])
         assert start["pid"] // 10 == stop["pid"] // 10, "an arrow between two timelines"
-
-
-def test_counters_of_sbuf_and_psum_are_there(events):
-    names = {event["name"] for event in events if event["ph"] == "C"}
-    assert names == {"SBUF bytes per partition", "PSUM bytes per partition"}

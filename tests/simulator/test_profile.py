@@ -183,13 +183,6 @@ def test_chrome_trace(tmp_path):
         spans = sorted((e["ts"], e["dur"]) for e in slices if (e["pid"], e["tid"]) == row)
         for (start, length), (following, _) in itertools.pairwise(spans):
             assert following >= start + length - 1e-3, rows[row]
-    counters = [e for e in events if e["ph"] == "C"]
-    assert {e["name"] for e in counters} == {
-        "SBUF bytes per partition",
-        "PSUM bytes per partition",
-    }
-    assert max(e["args"]["live"] for e in counters) >= 512 * 4
-    assert [e["args"]["live"] for e in counters if e["name"].startswith("SBUF")][-1] == 0
 
 
 def test_an_empty_kernel_has_a_profile():

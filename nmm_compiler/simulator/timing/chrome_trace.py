@@ -1,8 +1,8 @@
 """Write a timeline as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
-One row per compute engine, per DMA queue (issuing) and per DMA engine (moving bytes); counters for
-live SBUF and PSUM. An arrow leads from an instruction or a load to what waited for it. A slice
-lasts as long as it keeps its row busy, and its full latency is an argument.
+One row per compute engine, per DMA queue (issuing) and per DMA engine (moving bytes). An arrow
+leads from an instruction or a load to what waited for it. A slice lasts as long as it keeps its row
+busy, and its full latency is an argument.
 
 The format wants microseconds. Perfetto multiplies them by 1000 and cuts the fraction off, and drops
 a slice that overlaps its neighbour on a row. So all times are put on one grid of whole nanoseconds,
@@ -54,7 +54,7 @@ def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> 
 
 
 def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
-    """Yield the names of the rows, slices, arrows and counters."""
+    """Yield the names of the rows, slices and arrows."""
     engines = {instruction.engine for instruction in timeline.trace.instructions}
     core = f"{prefix}NeuronCore {timeline.target.name} (simulated)"
     yield _named("process_name", _CORE, 0, core)
@@ -71,7 +71,6 @@ def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
     yield from _compute_slices(timeline)
     yield from _dma_slices(timeline, queues)
     yield from _flows(timeline)
-    yield from _counters(timeline)
 
 
 def _engine_row(number: int) -> int:
@@ -155,34 +154,6 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
             # within the slice, which ends before its stop
             yield {"ph": "s", **arrow, **row, "ts": _microseconds(stop - 1)}
             yield {"ph": "f", **arrow, **to_row, "ts": _microseconds(to_start), "bp": "e"}
-
-
-def _counters(timeline: Timeline) -> Iterator[Event]:
-    """Yield the live bytes per partition whenever they change.
-
-    A tensor lives from the first write that starts to the last use that ends.
-    """
-    spans: dict[int, tuple[float, float]] = {}
-    for index, instruction in enumerate(timeline.trace.instructions):
-        for access in (*instruction.reads, *instruction.writes):
-            start, stop = spans.get(access.storage, (math.inf, 0.0))
-            spans[access.storage] = (
-                min(start, timeline.start[index]), max(stop, timeline.end[index])
-            )  # fmt: skip
-    changes: dict[str, list[tuple[float, int]]] = {"sbuf": [], "psum": []}
-    for storage, (start, stop) in spans.items():
-        found = timeline.trace.allocations.get(storage)
-        if found is not None and found.memory in changes:
-            size = found.bytes_per_partition
-            changes[found.memory] += [(start, size), (stop, -size)]
-    for memory, sizes in changes.items():
-        live = 0
-        for when, size in sorted(sizes):
-            live += size
-            yield {
-                "ph": "C", "name": f"{memory.upper()} bytes per partition", "pid": _CORE,
-                "ts": _microseconds(_nanoseconds(when)), "args": {"live": live},
-            }  # fmt: skip
 
 
 def _slice(
