@@ -56,7 +56,7 @@ class Names:
     """
 
     def __init__(self, tree: ast.Module, package: str = "") -> None:
-        self.tree, self.package = tree, package
+        self.package = package
         self.scope_of: dict[ast.AST, Scope] = {}
         self.parent: dict[ast.AST, ast.AST] = {}
         self._walk(tree, Scope(tree, None))

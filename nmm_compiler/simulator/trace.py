@@ -119,7 +119,6 @@ class Trace:
     turns: the same of every turn, the first too.
     made_in_turns: (first, stop) identities of the tensors that a turn makes, and its last
         instruction's index plus one: they end with it.
-    beta_1: the kernel is one of NKI Beta 1, which has a compiler of its own (neuronx-cc).
     awaited: storages of right operands of Beta 1's nl.matmul, where that transposes the left one.
     """
 
@@ -133,7 +132,6 @@ class Trace:
     loop_edges: list[int] = dataclasses.field(default_factory=list)
     turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     made_in_turns: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    beta_1: bool = False
     awaited: set[int] = dataclasses.field(default_factory=set)
 
     @property

@@ -112,7 +112,6 @@ class Session:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        machine.trace.beta_1 = True
         self.pending: Tensor | None = None
         self.program: tuple[int, ...] = ()
         self.grid: tuple[int, ...] = ()

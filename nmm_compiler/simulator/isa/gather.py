@@ -217,9 +217,7 @@ _NUMBERS = frozenset({"float32", "int32"})
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
     values = raw(data).reshape(data.shape[0], -1)
-    chosen = (
-        indices.known("indices of nisa.nc_n_gather").reshape(data.shape[0], -1).astype(np.int64)
-    )
+    chosen = indices.load("indices of nisa.nc_n_gather").reshape(data.shape[0], -1).astype(np.int64)
     if chosen.max() >= values.shape[1]:
         raise call.error(
             OutOfBoundsError,
@@ -267,7 +265,7 @@ def local_gather(
         )
     yield attributes(indices=valid, elements=num_elem_per_idx)
     values = raw(src_buffer).reshape(partitions, -1)
-    rows = index.known("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
+    rows = index.load("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
     size = valid * num_elem_per_idx
     result = np.zeros((partitions, size), values.dtype)
     for start in range(0, partitions, 16):

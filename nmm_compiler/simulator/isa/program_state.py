@@ -209,7 +209,7 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
         raise call.error(OperandError, f"src is {src.dtype}; a register holds up to 32 bits")
     yield NO_ATTRIBUTES
     if machine.data:
-        target.write(int(src.known("a register").reshape(-1)[0]))
+        target.write(int(src.load("a register").reshape(-1)[0]))
     else:
         target.write(0, known=False)
 

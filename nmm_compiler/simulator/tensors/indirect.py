@@ -30,7 +30,7 @@ def _inner_positions(view: NkiTensor) -> np.ndarray:
 def _scalar_index(index: Any) -> int:
     if isinstance(index, VirtualRegister):
         return index.read()
-    values = index.known("a runtime address").reshape(-1)
+    values = index.load("a runtime address").reshape(-1)
     if values.size != 1:
         raise current().error(
             OperandError, f"a scalar offset tensor has {values.size} elements; it must have 1"
@@ -59,7 +59,7 @@ def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
         shift = _scalar_index(indirection.index) * indirection.step
         starts = view.offset + shift + np.arange(rows) * view.strides[0]
     else:
-        index = indirection.index.known("a row index")
+        index = indirection.index.load("a row index")
         flat = index.reshape(-1) if index.shape[-1] == 1 else index.reshape(index.shape[0], -1).T
         flat = flat.reshape(-1)[:rows].astype(np.int64)
         if flat.size < rows:
@@ -87,7 +87,7 @@ def _column_positions(view: NkiTensor) -> np.ndarray:
     """
     indirection = view.indirection
     assert indirection is not None
-    index = indirection.index.known("an index").astype(np.int64)
+    index = indirection.index.load("an index").astype(np.int64)
     index = index.reshape(index.shape[0], -1)
     group = 16
     count = view.shape[1]

@@ -681,10 +681,6 @@ class NkiTensor(NKIObject):
             return None
         return np.asarray(mask.any(axis=-1)) if mask.ndim > len(self.shape) else mask.copy()
 
-    def known(self, what: str) -> np.ndarray:
-        """Return the stored elements; refuses unwritten ones, because `what` needs values."""
-        return self.load(what)
-
     def mark_written(self) -> None:
         """Note that all elements of the view are written."""
         storage = self.storage
