@@ -24,20 +24,15 @@ def _names(text: str) -> dict[int, str]:
         return {}
     names: dict[int, str] = {}
     for node in ast.walk(tree):  # outer statements come before inner ones
-        if not isinstance(node, ast.stmt):
-            continue
-        target: ast.expr | None = None
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
-        elif isinstance(node, ast.AnnAssign):
-            target = node.target
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            function = node.value.func
-            if isinstance(function, ast.Attribute) and function.attr == "append":
-                target = function.value
-        while isinstance(target, ast.Subscript):
-            target = target.value
-        if isinstance(target, (ast.Name, ast.Attribute)):
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                names[line] = ast.unparse(target)
+        match node:
+            case (
+                ast.Assign(targets=[target])
+                | ast.AnnAssign(target=target)
+                | ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="append")))
+            ):
+                while isinstance(target, ast.Subscript):
+                    target = target.value
+                if isinstance(target, (ast.Name, ast.Attribute)):
+                    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                    names.update(dict.fromkeys(lines, ast.unparse(target)))
     return names

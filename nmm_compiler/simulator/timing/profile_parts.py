@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,30 +81,18 @@ def _places(lines: tuple[int, ...]) -> str:
 
 def path_table(found: Timeline) -> Grid:
     """Return the critical path; steps that follow each other on one line are one row."""
-    rows: list[tuple[float, float, int, Step]] = []
-    for step in critical_path(found):
-        last = rows[-1] if rows else None
-        same = last is not None and (
-            found.trace.instructions[last[3].index].line
-            == found.trace.instructions[step.index].line
-            and last[3].what == step.what
-        )
-        if last is not None and same:
-            rows[-1] = (last[0], step.stop_us, last[2] + 1, last[3])
-        else:
-            rows.append((step.start_us, step.stop_us, 1, step))
+    instructions = found.trace.instructions
+
+    def place(step: Step) -> tuple[int, str]:
+        return instructions[step.index].line, step.what
+
     cells = []
-    for start, stop, count, step in rows:
-        instruction = found.trace.instructions[step.index]
-        times = f" x {count}" if count > 1 else ""
-        cells.append(
-            (
-                f"{start:.2f}",
-                f"{stop - start:.2f}",
-                str(instruction.line),
-                f"{instruction.op}: {step.what}{times}; waited for {WHY[step.why]}",
-            )
-        )
+    for (line, what), group in itertools.groupby(critical_path(found), place):
+        first, *others = group
+        us = (others or [first])[-1].stop_us - first.start_us
+        times = f" x {1 + len(others)}" if others else ""
+        text = f"{instructions[first.index].op}: {what}{times}; waited for {WHY[first.why]}"
+        cells.append((f"{first.start_us:.2f}", f"{us:.2f}", str(line), text))
     head = ("from us", "us", "line", "what")
     return Grid.of(head, cells, right=head[:3])
 
