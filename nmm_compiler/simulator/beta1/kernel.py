@@ -20,7 +20,7 @@ from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, s
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.standins import JitKernel, TensorType
-from nmm_compiler.simulator.machine import current, running
+from nmm_compiler.simulator.machine import Machine, current, place_instructions, running
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Grid = tuple[SpmdDim, ...]
@@ -76,7 +76,10 @@ class Entry:
             now.program, now.shared_count = program, 0
             returned = self.__wrapped__(*tensors[0], **tensors[1])
             now.flush()
-        return _unwrapped(returned, now, len(mine))
+        code = self.__code__
+        place = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+        with place_instructions(now.machine, place):
+            return _unwrapped(returned, now, len(mine))
 
 
 def _wrapped(value: Any) -> Any:
@@ -103,7 +106,8 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
                 "it in nl.shared_hbm",
             )
         storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
-        if storage.unwritten is not None and storage.missing < storage.unwritten.size:
+        partly = storage.unwritten is not None and storage.missing < storage.unwritten.size
+        if partly and _others_ended(now.machine):
             missing = f"{storage.missing} elements of output {value.name!r}"
             current().warn(f"{missing} were never written and are undefined")
             define(view)
@@ -111,6 +115,15 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_unwrapped(v, now, programs_run) for v in value)
     return value
+
+
+def _others_ended(machine: Machine) -> bool:
+    """Return whether every other program of the rank has written all that it writes."""
+    if machine.programs is None:
+        return True
+    first = machine.rank * machine.grid
+    ended = machine.programs.finished[first : first + machine.grid]
+    return sum(ended) == machine.grid - 1
 
 
 def _stored(tile: Tensor) -> Tensor:

@@ -131,14 +131,14 @@ def ndarray(
             address = tuple(int(a) for a in address)
     elif not shape:
         shape = (1,)
-    elif machine.grid > 1 and buffer is shared_hbm and machine.programs is not None:
-        return machine.programs.shared(machine, name or "shared", shape, kind, buffer)
     place = kernel_frame()
     if not name:
         found = machine.names.get(place)
         if found is None:
             found = machine.names[place] = assigned_name(*place)
         name = found or memory
+    if machine.grid > 1 and buffer is shared_hbm and machine.programs is not None:
+        return machine.programs.shared(machine, name, shape, kind, buffer)
     storage = Storage(machine, name, buffer, memory, shape, kind, address, line=place[1])
     if memory != "hbm":
         check_allocation(machine, storage)

@@ -34,8 +34,56 @@ def test_every_program_of_a_grid_runs_once(grid):
     result = simulate(f"{path}:launched", a, mode="functional", **options)
     steps = 10 * np.repeat(np.arange(4), 64)[:, None] + np.repeat(np.arange(2), 32)
     assert np.array_equal(result.output, a + steps.astype(np.float32))
+    assert not result.warnings
     assert len(result.traces) == (2 if "nc" in grid else 1)
     assert sum(len(t.instructions) for t in result.traces) == 3 * 8
+
+
+CORES = """
+    r = nl.ndarray((192, 64), dtype=a.dtype, buffer=nl.shared_hbm)
+    i = nl.program_id(0)
+    {}
+    return r
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("nl.store(r[nl.ds(i * 64, 64)], nl.load(a))", "4096 elements of output 'r' were never"),
+        ("nl.store(r[nl.ds(i * 64, 128)], nl.load(b))", ""),
+        ("""s = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.shared_hbm)
+    if i == {}:
+        nl.store(s, nl.load(a))
+        nl.store(r[0:128], nl.load(b))
+    else:
+        nl.store(r[128:192], nl.load(s))""", "two programs use one place"),
+    ],
+)  # fmt: skip
+def test_two_cores_of_a_grid_share_their_outputs(body, said):
+    """What one core has not written when it ends, the other one may still write."""
+    text = f"{HEADER}@nki.jit\ndef kernel(a, b):{CORES.format(body.format(0))}"
+    path = kernel_file(f"{text}\nlaunched = kernel[nl.nc(2)]\n")
+    result = simulate(
+        f"{path}:launched", *(np.ones((n, 64), np.float32) for n in (64, 128)), mode="functional"
+    )
+    assert len(result.warnings) == bool(said)
+    assert all(said in one for one in result.warnings), result.warnings
+    assert all(f"[{path}:" in one for one in result.warnings), result.warnings
+
+
+@pytest.mark.parametrize("grid", ["nl.nc(2)", "2"])
+def test_a_shared_constant_differs_by_core_or_by_program(grid):
+    """The programs of one core run one after the other; those of two cores share a constant."""
+    body = CORES.format("nl.store(r[nl.ds(i * 64, 128)], nl.load(nl.shared_constant(c + i)))")
+    text = f"{HEADER}c = np.ones((128, 64), np.float32)\n@nki.jit\ndef kernel(a):{body}"
+    path = kernel_file(f"{text}\nlaunched = kernel[{grid}]\n")
+    a = np.ones((64, 64), np.float32)
+    if grid == "2":
+        assert simulate(f"{path}:launched", a, mode="functional").output[64, 0] == 2
+        return
+    with pytest.raises(errors.SimulationError, match="all programs of a grid share it"):
+        simulate(f"{path}:launched", a, mode="functional")
 
 
 def test_a_grid_inside_of_a_kernel_is_refused():
