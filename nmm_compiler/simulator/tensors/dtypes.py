@@ -123,22 +123,18 @@ def cast(values: np.ndarray, dtype: DType) -> np.ndarray:
     Round to nearest even; float to integer saturates (NaN becomes 0).
     """
     storage = dtype.numpy
-    if dtype.kind == "float":
-        if dtype == "tfloat32":
-            return round_tfloat32(values)
-        if values.dtype == storage:
-            return values
-        if values.dtype != np.float32 and dtype.item_bytes < 4:
-            values = values.astype(np.float32)
-        return values.astype(storage)
+    if dtype == "tfloat32":
+        return round_tfloat32(values)
     if dtype.kind == "bool":
         return (values != 0).astype(np.uint8)
     if values.dtype == storage:
         return values
+    if dtype.kind == "float":
+        if values.dtype != np.float32 and dtype.item_bytes < 4:
+            values = values.astype(np.float32)
+        return values.astype(storage)
     if values.dtype.kind in "iu":
         return np.clip(values, dtype.low, dtype.high).astype(storage)
-    if values.dtype.kind == "b":
-        return values.astype(storage)
     wide = np.rint(values.astype(np.float64))
     wide = np.where(np.isnan(wide), 0.0, wide)
     return np.clip(wide, dtype.low, dtype.high).astype(storage)
