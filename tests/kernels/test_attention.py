@@ -193,11 +193,11 @@ def test_small_heads_share_passes_over_the_cache(d, pack, tiles):
 
 
 def test_a_pack_that_cannot_be_is_refused():
-    """The tiles of a pack fill the partitions, and each chunk holds whole packs."""
+    """The tiles of a pack fill the partitions."""
     spec = AttentionSpec(m=1, context=1024, d=64)
-    schedule = dataclasses.replace(rank(spec, get("trn2"))[0].schedule, chunk=256, pack=2)
+    schedule = dataclasses.replace(rank(spec, get("trn2"))[0].schedule, pack=2)
     schedule.check(spec, get("trn2"))
-    for wrong in ({"pack": 4}, {"chunk": 384}, {"k_load": "dma"}):
+    for wrong in ({"pack": 4}, {"decode": False}, {"k_load": "dma"}):
         with pytest.raises((SpecError, UnknownNameError)):
             dataclasses.replace(schedule, **wrong).check(spec, get("trn2"))
     with pytest.raises(SpecError, match="take 1"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +14,7 @@ from nmm_compiler.kernels.work import Tally, Work
 from nmm_compiler.targets import Target
 
 _BANK = 512  # fp32 columns of a PSUM bank
-_SECTIONS = (512, 1024)
-_CHUNKS = (1024, 2048, 4096)
+_CHUNK = 32  # tiles of keys per load of a decode kernel
 _PACKED = (32, 64)  # head sizes at which a block of partitions may start
 _DECODE_TOKENS = 16  # of a sequence: more of them fill the partitions of a prefill kernel
 _0 = (0, 0, 0)
@@ -28,38 +26,25 @@ class AttentionSchedule(Schedule):
 
     q_load, k_load: how the head size gets onto the partitions: "rows" as it lies, "dma" a DMA
         transpose, "tensor" TensorE.
-    section: most keys whose scores are in PSUM at a time, for a tile of 128 queries.
-    vector_eighths: of the turned weights that VectorE takes out of PSUM; ScalarE takes the rest.
     decode: keys lie on the partitions, and all queries of a group on the free axis.
-    chunk: keys per load, in a decode kernel. ahead: chunks that are loaded before they are used.
     loop: the groups of heads are a loop on the device.
     split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
     pack: tiles of keys that one pass of a decode kernel takes, whose heads are 1 / pack of
         TensorE's rows.
-    bank_tiles: follows from the dtype (`settled`): tiles of 128 x 128 that a PSUM bank holds.
     """
 
     q_load: str = "tensor"
     k_load: str = "tensor"
-    section: int = 1024
-    vector_eighths: int = 3
     decode: bool = False
-    chunk: int = 2048
-    ahead: int = 4
     loop: bool = False
     own_queue: bool = False
-    bank_tiles: int = 8
     pack: int = 1
     split: str = ""
 
-    def settled(self, spec: AttentionSpec) -> AttentionSchedule:
-        """Return the schedule as the kernel of `spec` reads it."""
-        return dataclasses.replace(self, bank_tiles=16 // item_bytes(spec.dtype))
-
     def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
         """Return the parameters of the NKI function."""
-        return {"spec": spec, "schedule": self.settled(spec)}
+        return {"spec": spec, "schedule": self}
 
     def in_loop(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
         """Return the schedule with the groups of heads as a loop on the device.
@@ -88,7 +73,7 @@ class AttentionSchedule(Schedule):
         size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
         keys = tiles(spec.context, 128)
         if self.decode:
-            chunk = tiles(min(self.chunk, spec.context), 128)
+            chunk = min(_CHUNK, keys)
             turned = 0 if self.k_load == "rows" else chunk * parts * 128 * size
             return {
                 "k": chunk * spec.d * size + turned,
@@ -98,7 +83,7 @@ class AttentionSchedule(Schedule):
                 "q": self._query_bytes(spec),
                 "y": 4 * 4 * spec.d,
             }
-        section = min(self.section, 128 * keys)
+        section = min(spec.section, 128 * keys)
         return {
             "k": parts * spec.context * size,
             "v": keys * (spec.d + 1) * size,
@@ -117,9 +102,8 @@ class AttentionSchedule(Schedule):
         """Return the PSUM banks of scores, of turned weights and of sums, two of each."""
         if self.decode:
             return {"scores": 1, "turned": 1, "maxima": 2, "sums": 4}
-        weights = tiles(min(self.section, spec.context), 16 // item_bytes(spec.dtype) * 128)
-        scores = tiles(min(self.section, spec.context), _BANK)
-        return {"scores": 2 * scores, "weights": 2 * weights, "sums": 2}
+        scores = tiles(min(spec.section, spec.context), _BANK)
+        return {"scores": 2 * scores, "weights": 2, "sums": 2}
 
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
@@ -137,34 +121,20 @@ class AttentionSchedule(Schedule):
                 f"schedule: decode holds the queries of a group on 128 columns, and keys as they "
                 f"are cached; {spec.short()} has {spec.columns} columns, rope {spec.rope!r}"
             )
-        if self.decode and (self.chunk % 128 or self.chunk < 128):
-            raise SpecError(f"schedule: chunk is {self.chunk}; pass a multiple of 128")
-        self._check_pack(spec)
-        if self.section not in _SECTIONS:
-            raise SpecError(f"schedule: section is {self.section}; pass one of {_SECTIONS}")
-        banks = self.psum_banks(spec)
-        if sum(banks.values()) > target.psum_banks:
-            raise CapacityError(
-                f"{spec.short()}: {sum(banks.values())} PSUM banks are in use ({banks}), "
-                f"{target.name} has {target.psum_banks}; lower section from {self.section}"
-            )
-        remedy = "keys and values of a head stay in SBUF: split the context"
-        self.check_sbuf(spec.short(), spec, target, remedy)
-
-    def _check_pack(self, spec: AttentionSpec) -> None:
-        """Raise SpecError unless tiles of keys can lie below each other, `pack` in each chunk."""
-        if self.pack == 1:
-            return
-        if not self.decode or self.k_load != "tensor" or self.pack != packed(spec.d):
+        whole_packs = self.decode and self.k_load == "tensor" and self.pack == packed(spec.d)
+        if self.pack > 1 and not whole_packs:
             raise SpecError(
                 f"schedule: pack is {self.pack}, with k_load {self.k_load!r} and d {spec.d}; "
                 f"decode kernels that load keys by 'tensor' take {packed(spec.d)}"
             )
-        if self.chunk // 128 % self.pack:
-            raise SpecError(
-                f"schedule: chunk is {self.chunk}, and pack {self.pack}; pass a multiple of "
-                f"{128 * self.pack}"
+        banks = self.psum_banks(spec)
+        if sum(banks.values()) > target.psum_banks:
+            raise CapacityError(
+                f"{spec.short()}: {sum(banks.values())} PSUM banks are in use ({banks}), "
+                f"{target.name} has {target.psum_banks}"
             )
+        remedy = "keys and values of a head stay in SBUF: split the context"
+        self.check_sbuf(spec.short(), spec, target, remedy)
 
     def loads(self, spec: AttentionSpec, target: Target) -> dict[str, tuple[str, ...]]:
         """Return the ways in which q and k can be loaded."""
@@ -181,8 +151,8 @@ class AttentionSchedule(Schedule):
         loop += f" {self.split}-split" if self.split else ""
         if self.decode:
             pack = f" pack{self.pack}" if self.pack > 1 else ""
-            return f"decode c{self.chunk} k-{self.k_load}{pack}{loop}"
-        return f"s{self.section} v{self.vector_eighths} q-{self.q_load} k-{self.k_load}{loop}"
+            return f"decode k-{self.k_load}{pack}{loop}"
+        return f"q-{self.q_load} k-{self.k_load}{loop}"
 
 
 def packed(d: int) -> int:
@@ -198,32 +168,26 @@ def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedul
         for k_load in decode.loads(spec, target)["k_load"]:
             # the one dialect of targets without generated descriptors has no views for packs
             packs = k_load == "tensor" and target.dma_generates_descriptors
-            pack = packed(spec.d) if packs else 1
-            whole = 128 * pack * tiles(spec.cache_tiles, pack)
-            for chunk in sorted({min(most, whole) for most in _CHUNKS}):
-                yield dataclasses.replace(decode, k_load=k_load, chunk=chunk, pack=pack)
+            yield dataclasses.replace(decode, k_load=k_load, pack=packed(spec.d) if packs else 1)
         return
     loads = AttentionSchedule().loads(spec, target)
-    for section, q_load, k_load, eighths in itertools.product(
-        _SECTIONS, loads["q_load"], loads["k_load"], (2, 3, 4)
-    ):
-        yield AttentionSchedule(
-            q_load=q_load, k_load=k_load, section=section, vector_eighths=eighths, own_queue=queue
-        )
+    for k_load in loads["k_load"]:
+        for q_load in loads["q_load"]:
+            yield AttentionSchedule(q_load=q_load, k_load=k_load, own_queue=queue)
 
 
 def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
     if schedule.decode:
         return (
-            f"k, v: {schedule.chunk} keys at a time, neighbours on a partition.",
+            f"k, v: {128 * _CHUNK} keys at a time, neighbours on a partition.",
             "scores^T: tiles of k stationary, the queries of a group move; all of them in SBUF.",
             "weights^T: exp of scores less their exact maximum.",
             "y^T: tiles of v stationary, weights^T move; turned, divided by the sum of weights.",
         )
     return (
         "q^T, k^T: head size on the partitions, v: keys; loaded once for the heads of a group.",
-        f"scores: q stationary, k^T moving; 128 queries x {schedule.section} keys in PSUM.",
+        f"scores: q stationary, k^T moving; 128 queries x {spec.section} keys in PSUM.",
         "weights: exp while leaving PSUM, under a running maximum; turned on TensorE.",
         "y: weights stationary, v and ones moving; divided by the sum of the weights.",
     )
@@ -237,25 +201,23 @@ def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
 def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
     groups, keys = spec.batch * spec.kv_heads, spec.cache_tiles
-    chunk = min(schedule.chunk, 128 * keys)
-    loads, per_chunk = groups * tiles(128 * keys, chunk), chunk * spec.d * size
+    chunk = min(_CHUNK, keys)
+    loads, per_chunk = groups * tiles(keys, chunk), 128 * chunk * spec.d * size
     tally = Tally()
     passes = tiles(keys, schedule.pack)
     tally.matmuls.append((2 * groups * passes * parts, schedule.pack * spec.columns))
     tally.evictions.append((groups * tiles(keys * spec.columns, _BANK) * 4, _BANK))
     tally.evictions.append((groups * 18, 64))  # maxima, sums, the result
-    rows = chunk // 128 * spec.d * size
+    runs = {"row": chunk * spec.d * size, "col": 128 * chunk * size}
     for layout in (spec.k_layout, "row"):
-        tally.load("rows", loads * per_chunk, loads, rows if layout == "row" else chunk * size, _0)
+        tally.load("rows", loads * per_chunk, loads, runs[layout], _0)
     if schedule.k_load == "tensor":
         tally.matmuls.append((groups * passes * parts, 128))
         tally.evictions.append((groups * parts * tiles(passes, 8), _BANK))
     each = spec.columns * spec.d * size
     for _ in range(2):
         tally.store(groups * each, groups, spec.d * size)
-    return tally.work(
-        lead_bytes=per_chunk, tail_matmuls=(chunk // 128 * parts, 64), tail_bytes=each
-    )
+    return tally.work(lead_bytes=per_chunk, tail_matmuls=(chunk * parts, 64), tail_bytes=each)
 
 
 def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
@@ -269,7 +231,7 @@ def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     tally.matmuls.append((heads * seen * (1 + parts), 128))
     tally.matmuls.append((heads * seen, spec.d + 1))
     passes = 5 if spec.soft_cap else 3
-    tally.evictions.append((heads * tiles(seen * 128, schedule.section) * passes, schedule.section))
+    tally.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
     for how, count, each in (
         (schedule.q_load, heads * q_tiles, 128),
         (schedule.k_load, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
@@ -281,7 +243,7 @@ def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     tally.store(heads * spec.m * spec.d * size, heads * q_tiles, spec.d * size)
     return tally.work(
         lead_bytes=(min(spec.context, _BANK) + 128) * spec.d * size,
-        tail_matmuls=(2 * tiles(schedule.section, 128), 128),
+        tail_matmuls=(2 * spec.bank_tiles, 128),
         tail_bytes=min(spec.m, 128) * spec.d * size,
     )
 

@@ -183,6 +183,17 @@ class AttentionSpec(KernelSpec):
         super().check(target)
 
     @property
+    def bank_tiles(self) -> int:
+        """Tiles of 128 x 128 that a PSUM bank holds."""
+        return 16 // item_bytes(self.dtype)
+
+    @property
+    def section(self) -> int:
+        """Most keys whose scores a prefill kernel has in PSUM at a time: their turned weights are
+        one bank, for a tile of 128 queries."""
+        return 128 * self.bank_tiles
+
+    @property
     def columns(self) -> int:
         """Queries of the heads that share keys, in one sequence."""
         return self.group * self.m

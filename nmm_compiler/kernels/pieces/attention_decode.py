@@ -14,13 +14,13 @@ are taken singly, after the packs.
 import nki.isa as nisa
 import nki.language as nl
 
-from .attention_loads import make_identity, rotate_half
+from .attention_loads import make_identity, rotate, turn_tile
 from .loads_and_stores import evict, store
 
 
 def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
     """Compute the heads of several groups, each [heads of a group, m, d]."""
-    steps = list_chunks(len(qs), spec, schedule)
+    steps = list_chunks(len(qs), spec)
     identity = make_identity()
     angles = spread_angles(rope, spec) if spec.rope != "none" else None
     loaded = []
@@ -30,8 +30,8 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
     weights = []
     sums = []
     for t in range(len(steps)):
-        # loads of the next chunks start early
-        for place in range(len(loaded), min(t + 1 + schedule.ahead, len(steps))):
+        # loads of the next four chunks start early
+        for place in range(len(loaded), min(t + 5, len(steps))):
             step = steps[place]
             if step[1]:
                 loaded.append(load_rows_of(vs[step[0]], step))
@@ -63,7 +63,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             weights.append(soften(scores[ready], identity, qs[0].dtype, spec))
 
 
-def list_chunks(groups, spec, schedule):
+def list_chunks(groups, spec):
     """Return chunks of keys and of values, in the order of their use.
 
     Each is (group, whether it is of values, first key, tiles, tiles before it, keys of a tile,
@@ -72,8 +72,8 @@ def list_chunks(groups, spec, schedule):
     whole = (spec.context - spec.first_key) // 128
     rest = (spec.context - spec.first_key) % 128
     chunks = []
-    for tile in range(0, whole, schedule.chunk // 128):
-        count = min(schedule.chunk // 128, whole - tile)
+    for tile in range(0, whole, 32):
+        count = min(32, whole - tile)
         chunks.append((spec.first_key + 128 * tile, count, tile, 128))
     if rest > 0:
         chunks.append((spec.context - rest, 1, whole, rest))
@@ -158,28 +158,14 @@ def fetch_columns(q, spec):
 def turn_columns(natural, angles, spec, schedule):
     """Return q^T [128, parts of d, columns], rotated; for packs as `spread_queries` says."""
     columns = spec.columns
-    half = spec.d // 2
+    parts = (spec.d + 127) // 128
     turned = natural
     if spec.rope != "none":
-        turned = nl.ndarray((columns, 1, spec.d), dtype=natural.dtype, buffer=nl.sbuf)
-        cos = angles[0:columns, 0:1, 0:half]
-        sin = angles[0:columns, 1:2, 0:half]
-        a = natural[0:columns, 0:1, 0:half]
-        b = natural[0:columns, 0:1, half : 2 * half]
-        rotate_half(turned[0:columns, 0:1, 0:half], a, b, cos, sin, True)
-        rotate_half(turned[0:columns, 0:1, half : 2 * half], b, a, cos, sin, False)
+        turned = rotate(natural, angles, columns, spec)
     if schedule.pack > 1:
         return spread_queries(turned, spec, schedule)
-    q_t = nl.ndarray((128, (spec.d + 127) // 128, columns), dtype=natural.dtype, buffer=nl.sbuf)
-    for part in range((spec.d + 127) // 128):
-        deep = min(128, spec.d - 128 * part)
-        flipped = nl.ndarray((128, columns), dtype=natural.dtype, buffer=nl.psum)
-        nisa.nc_transpose(
-            dst=flipped[0:deep, 0:columns],
-            data=turned[0:columns, 0, 128 * part : 128 * part + deep],
-            engine=nisa.engine.tensor,
-        )
-        evict(q_t[0:deep, part, 0:columns], flipped[0:deep, 0:columns], part)
+    q_t = nl.ndarray((128, parts, columns), dtype=natural.dtype, buffer=nl.sbuf)
+    turn_tile(q_t, turned, columns, spec)
     return q_t
 
 
@@ -238,15 +224,15 @@ def turn_keys(natural, step, spec, schedule):
     )
     packs = step[3] // schedule.pack if step[5] == 128 else 0
     for part in range((spec.d + 127) // 128):
-        for first in range(0, packs, schedule.bank_tiles):
-            stop = min(first + schedule.bank_tiles, packs)
-            turn_passes(k_t, natural, part, passes[first:stop], first, step, schedule)
+        for first in range(0, packs, spec.bank_tiles):
+            stop = min(first + spec.bank_tiles, packs)
+            turn_passes(k_t, natural, part, passes[first:stop], first, step, spec, schedule)
         if packs < len(passes):
-            turn_passes(k_t, natural, part, passes[packs:], packs, step, schedule)
+            turn_passes(k_t, natural, part, passes[packs:], packs, step, spec, schedule)
     return k_t
 
 
-def turn_passes(k_t, natural, part, passes, place, step, schedule):
+def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
     """Transpose the tiles of some passes of equal height, the first of which is at `place`."""
     wide = step[5]
     d = natural.shape[2]
@@ -265,7 +251,7 @@ def turn_passes(k_t, natural, part, passes, place, step, schedule):
     evict(
         k_t[0:height, part, place : place + count, 0:wide],
         turned[0:height, 0:count, 0:wide],
-        place // schedule.bank_tiles,
+        place // spec.bank_tiles,
     )
 
 

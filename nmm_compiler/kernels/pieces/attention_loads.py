@@ -72,7 +72,7 @@ def load_keys(k, rope, spec, schedule):
                 natural = nl.ndarray((128, 1, spec.d), dtype=k.dtype, buffer=nl.sbuf)
                 nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
                 if spec.rope == "qk":
-                    natural = rotate(natural, rope, r0, deep, spec)
+                    natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
                 turn_tile(k_t[0:128, 0:parts, r0 : r0 + deep], natural, deep, spec)
     return k_t
 
@@ -128,7 +128,7 @@ def turn_queries(flat, rope, q0, spec, schedule):
     natural = flat
     if spec.rope != "none":
         first = spec.context - spec.m + q0 if spec.rope == "qk" else q0
-        natural = rotate(flat, rope, first, rows, spec)
+        natural = rotate(flat, load_angles(rope, first, rows, spec), rows, spec)
     q_t = nl.ndarray((128, parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
     for h in range(spec.group):
         turn_tile(q_t[0:128, 0:parts, h, 0:rows], natural[0:128, h : h + 1, 0 : spec.d], rows, spec)
@@ -148,13 +148,19 @@ def turn_tile(dst, natural, rows, spec):
         evict(dst[0:deep, part, 0:rows], turned[0:deep, 0:rows], part)
 
 
-def rotate(x, rope, first, rows, spec):
-    """Return x [rows, heads, d], rotated by the angles of tokens `first` and on, in fp32."""
-    heads = x.shape[1]
+def load_angles(rope, first, rows, spec):
+    """Return the angles of tokens `first` and on, [rows, 2, d / 2]."""
     half = spec.d // 2
     angles = nl.ndarray((128, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
     block = rope[0:2, first : first + rows, 0:half]
     nisa.dma_copy(dst=angles[0:rows, 0:2, 0:half], src=block.permute((1, 0, 2)))
+    return angles
+
+
+def rotate(x, angles, rows, spec):
+    """Return x [rows, heads, d], rotated by the angles of each row, in fp32."""
+    heads = x.shape[1]
+    half = spec.d // 2
     made = nl.ndarray((128, heads, spec.d), dtype=x.dtype, buffer=nl.sbuf)
     cos = angles[0:rows, 0:1, 0:half].broadcast(1, heads)
     sin = angles[0:rows, 1:2, 0:half].broadcast(1, heads)

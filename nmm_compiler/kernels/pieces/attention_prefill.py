@@ -37,7 +37,7 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
     late = make_band(1, 128) if banded else None
     early = make_band(-1, -129) if banded and spec.window > 0 else None
     masks = Masks(identity, late, early)
-    steps = list_steps(len(qs), spec, schedule)
+    steps = list_steps(len(qs), spec)
     keys = [load_keys(ks[0], rope, spec, schedule)]
     values = [load_values(vs[0], spec)]
     fetched = [fetch_queries(qs[0], 0, spec, schedule)]
@@ -65,7 +65,7 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
                 fetched.append(fetch_queries(qs[g + 1], 0, spec, schedule))
             queries.append(turn_queries(fetched[len(queries)], rope, q0, spec, schedule))
         if has_step(t, 4, steps):
-            stacks.append(take_out(turned[t - 4], steps[t - 4], schedule))
+            stacks.append(take_out(turned[t - 4], steps[t - 4]))
         if has_step(t, 1, steps):
             step = steps[t - 1]
             capped = cap(scores[t - 1], step, spec)
@@ -80,11 +80,12 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
         if has_step(t, 0, steps):
             scores.append(nl.ndarray((128, steps[t][5]), dtype=nl.float32, buffer=nl.psum))
         if has_step(t, 3, steps):
-            turned.append(make_banks(steps[t - 3][5], qs[0].dtype, schedule))
+            bank = nl.ndarray((128, spec.bank_tiles, 128), dtype=qs[0].dtype, buffer=nl.psum)
+            turned.append(bank)
         if has_step(t, 5, steps):
             sums.append(nl.ndarray((128, spec.d + 1), dtype=nl.float32, buffer=nl.psum))
         # one after the other, since a product waits for the one before it in the same sum
-        for c1 in range(0, schedule.section, 128):
+        for c1 in range(0, spec.section, 128):
             if has_keys(t, 5, c1, steps):
                 step = steps[t - 5]
                 weigh_values(sums[t - 5], stacks[t - 5], values[step[0]], c1, step)
@@ -92,7 +93,7 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
                 step = steps[t]
                 score(scores[t], queries[len(queries) - 1], keys[step[0]], c1, step, spec)
             if has_keys(t, 3, c1, steps):
-                turn_weights(turned[t - 3], weights[t - 3], c1, steps[t - 3], schedule)
+                turn_weights(turned[t - 3], weights[t - 3], c1, steps[t - 3])
             if has_keys(t, 0, c1, steps):
                 mask(scores[t], masks, c1, steps[t], spec)
 
@@ -107,7 +108,7 @@ def has_keys(t, lag, c1, steps):
     return has_step(t, lag, steps) and c1 < steps[t - lag][5]
 
 
-def list_steps(groups, spec, schedule):
+def list_steps(groups, spec):
     """Return sections of keys for tiles of queries.
 
     Each is (group, head, first query, queries, first key, keys, whether it is the tile's first
@@ -121,7 +122,7 @@ def list_steps(groups, spec, schedule):
             stop = place + rows if spec.causal else spec.context
             start = max(0, place - spec.window + 1) // 128 * 128 if spec.window > 0 else 0
             # sections of about equal width
-            count = (stop - start + schedule.section - 1) // schedule.section
+            count = (stop - start + spec.section - 1) // spec.section
             wide = ((stop - start + count - 1) // count + 127) // 128 * 128
             for h in range(spec.group):
                 for c0 in range(start, stop, wide):
@@ -260,48 +261,30 @@ def find_weights(scores, shift, step, dtype, spec):
     return weights
 
 
-def make_banks(width, dtype, schedule):
-    """Return a bank of PSUM for each so many tiles of turned weights."""
-    banks = []
-    for _ in range(0, width, 128 * schedule.bank_tiles):
-        banks.append(nl.ndarray((128, schedule.bank_tiles, 128), dtype=dtype, buffer=nl.psum))
-    return banks
-
-
-def turn_weights(banks, weights, c1, step, schedule):
+def turn_weights(bank, weights, c1, step):
     """Turn the weights of 128 keys."""
-    tile = c1 // 128
     width = min(128, step[5] - c1)
-    bank = banks[tile // schedule.bank_tiles]
     nisa.nc_transpose(
-        dst=bank[0:width, tile % schedule.bank_tiles, 0 : step[3]],
+        dst=bank[0:width, c1 // 128, 0 : step[3]],
         data=weights[0 : step[3], c1 : c1 + width],
         engine=nisa.engine.tensor,
     )
 
 
-def take_out(banks, step, schedule):
+def take_out(bank, step):
     """Return the turned weights of a section in SBUF [128, tiles, 128]: keys on the partitions."""
     tiles = step[5] // 128
     rest = step[5] % 128
     rows = step[3]
-    stack = nl.ndarray((128, (step[5] + 127) // 128, 128), dtype=banks[0].dtype, buffer=nl.sbuf)
-    for b in range(len(banks)):
-        first = b * schedule.bank_tiles
-        count = min(schedule.bank_tiles, tiles - first)
-        # VectorE takes some tiles and ScalarE the others
-        mine = (count * schedule.vector_eighths + 4) // 8
-        if mine > 0:
-            evict(stack[0:128, first : first + mine, 0:rows], banks[b][0:128, 0:mine, 0:rows], 0)
-        if count > mine:
-            evict(
-                stack[0:128, first + mine : first + count, 0:rows],
-                banks[b][0:128, mine:count, 0:rows],
-                1,
-            )
+    stack = nl.ndarray((128, (step[5] + 127) // 128, 128), dtype=bank.dtype, buffer=nl.sbuf)
+    # VectorE takes three eighths of the tiles and ScalarE the others
+    mine = (tiles * 3 + 4) // 8
+    if mine > 0:
+        evict(stack[0:128, 0:mine, 0:rows], bank[0:128, 0:mine, 0:rows], 0)
+    if tiles > mine:
+        evict(stack[0:128, mine:tiles, 0:rows], bank[0:128, mine:tiles, 0:rows], 1)
     if rest > 0:
-        last = banks[len(banks) - 1][0:rest, tiles % schedule.bank_tiles, 0:rows]
-        evict(stack[0:rest, tiles, 0:rows], last, 0)
+        evict(stack[0:rest, tiles, 0:rows], bank[0:rest, tiles, 0:rows], 0)
     return stack
 
 
