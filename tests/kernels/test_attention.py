@@ -49,7 +49,7 @@ def sharp(spec, factor, seed=0):
 def test_kernels_equal_float64(fields):
     spec = AttentionSpec(**fields)
     kernel = build_kernel(spec, "trn2")
-    assert kernel.schedule.decode == (spec.m <= 16)
+    assert kernel.spec.decode == (spec.m <= 16)
     assert lint_source(kernel.source) == ()
     assert prove(kernel).passed
     arrays = sharp(spec, 8.0)
@@ -197,7 +197,7 @@ def test_a_pack_that_cannot_be_is_refused():
     spec = AttentionSpec(m=1, context=1024, d=64)
     schedule = dataclasses.replace(rank(spec, get("trn2"))[0].schedule, pack=2)
     schedule.check(spec, get("trn2"))
-    for wrong in ({"pack": 4}, {"decode": False}, {"k_load": "dma"}):
+    for wrong in ({"pack": 4}, {"k_load": "dma"}):
         with pytest.raises((SpecError, UnknownNameError)):
             dataclasses.replace(schedule, **wrong).check(spec, get("trn2"))
     with pytest.raises(SpecError, match="take 1"):

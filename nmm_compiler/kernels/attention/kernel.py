@@ -29,7 +29,7 @@ def attention(q, k, v, spec, schedule, **others):
         core = nl.program_id(0)
         part = half_of_heads(out, groups, core)
         q = half_of_heads(q, groups, core)
-    if schedule.decode:
+    if spec.decode:
         q_groups = q.reshape((groups, spec.columns, spec.d))
         out_groups = part.reshape((groups, spec.columns, spec.d))
     else:
@@ -67,7 +67,7 @@ def attention(q, k, v, spec, schedule, **others):
 
 def compute(outs, qs, ks, vs, rope, spec, schedule):
     """Compute the heads of several groups."""
-    if schedule.decode:
+    if spec.decode:
         decode_groups(outs, qs, ks, vs, rope, spec, schedule)
     else:
         prefill_groups(outs, qs, ks, vs, rope, spec, schedule)

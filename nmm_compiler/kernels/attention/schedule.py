@@ -16,7 +16,6 @@ from nmm_compiler.targets import Target
 _BANK = 512  # fp32 columns of a PSUM bank
 _CHUNK = 32  # tiles of keys per load of a decode kernel
 _PACKED = (32, 64)  # head sizes at which a block of partitions may start
-_DECODE_TOKENS = 16  # of a sequence: more of them fill the partitions of a prefill kernel
 _0 = (0, 0, 0)
 
 
@@ -26,7 +25,6 @@ class AttentionSchedule(Schedule):
 
     q_load, k_load: how the head size gets onto the partitions: "rows" as it lies, "dma" a DMA
         transpose, "tensor" TensorE.
-    decode: keys lie on the partitions, and all queries of a group on the free axis.
     loop: the groups of heads are a loop on the device.
     split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
@@ -36,7 +34,6 @@ class AttentionSchedule(Schedule):
 
     q_load: str = "tensor"
     k_load: str = "tensor"
-    decode: bool = False
     loop: bool = False
     own_queue: bool = False
     pack: int = 1
@@ -72,7 +69,7 @@ class AttentionSchedule(Schedule):
         """Return bytes per partition of each SBUF buffer, one copy each."""
         size, parts = item_bytes(spec.dtype), tiles(spec.d, 128)
         keys = tiles(spec.context, 128)
-        if self.decode:
+        if spec.decode:
             chunk = min(_CHUNK, keys)
             turned = 0 if self.k_load == "rows" else chunk * parts * 128 * size
             return {
@@ -100,7 +97,7 @@ class AttentionSchedule(Schedule):
 
     def psum_banks(self, spec: AttentionSpec) -> dict[str, int]:
         """Return the PSUM banks of scores, of turned weights and of sums, two of each."""
-        if self.decode:
+        if spec.decode:
             return {"scores": 1, "turned": 1, "maxima": 2, "sums": 4}
         scores = tiles(min(spec.section, spec.context), _BANK)
         return {"scores": 2 * scores, "weights": 2, "sums": 2}
@@ -116,12 +113,7 @@ class AttentionSchedule(Schedule):
                 f"{'has' if target.device_loops else 'lacks'}, and loads without DMA transposes; "
                 "drop loop, or load by 'tensor'"
             )
-        if self.decode and (spec.columns > 128 or spec.rope == "qk"):
-            raise SpecError(
-                f"schedule: decode holds the queries of a group on 128 columns, and keys as they "
-                f"are cached; {spec.short()} has {spec.columns} columns, rope {spec.rope!r}"
-            )
-        whole_packs = self.decode and self.k_load == "tensor" and self.pack == packed(spec.d)
+        whole_packs = spec.decode and self.k_load == "tensor" and self.pack == packed(spec.d)
         if self.pack > 1 and not whole_packs:
             raise SpecError(
                 f"schedule: pack is {self.pack}, with k_load {self.k_load!r} and d {spec.d}; "
@@ -141,18 +133,16 @@ class AttentionSchedule(Schedule):
         turned = tuple(turned_loads(spec.dtype, target))
         on_tensor = ("tensor",)
         q = on_tensor if spec.rope != "none" else turned
-        k = on_tensor if spec.rope == "qk" or self.decode else turned
-        q = on_tensor if self.decode else q
+        k = on_tensor if spec.rope == "qk" or spec.decode else turned
+        q = on_tensor if spec.decode else q
         return {"q_load": q, "k_load": ("rows",) if spec.k_layout == "col" else k}
 
     def short(self) -> str:
         """Return the axes in a few words, for tables."""
         loop = " loop" if self.loop else ""
         loop += f" {self.split}-split" if self.split else ""
-        if self.decode:
-            pack = f" pack{self.pack}" if self.pack > 1 else ""
-            return f"decode k-{self.k_load}{pack}{loop}"
-        return f"q-{self.q_load} k-{self.k_load}{loop}"
+        pack = f" pack{self.pack}" if self.pack > 1 else ""
+        return f"q-{self.q_load} k-{self.k_load}{pack}{loop}"
 
 
 def packed(d: int) -> int:
@@ -163,22 +153,18 @@ def packed(d: int) -> int:
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
     """Yield schedules that may be legal, in no order."""
     queue = target.dma_generates_descriptors
-    decode = AttentionSchedule(decode=True, own_queue=queue)
-    if spec.columns <= 128 and spec.m <= _DECODE_TOKENS and spec.rope != "qk":
-        for k_load in decode.loads(spec, target)["k_load"]:
-            # the one dialect of targets without generated descriptors has no views for packs
-            packs = k_load == "tensor" and target.dma_generates_descriptors
-            yield dataclasses.replace(decode, k_load=k_load, pack=packed(spec.d) if packs else 1)
-        return
     loads = AttentionSchedule().loads(spec, target)
     for k_load in loads["k_load"]:
+        # the one dialect of targets without generated descriptors has no views for packs
+        packs = spec.decode and k_load == "tensor" and queue
+        pack = packed(spec.d) if packs else 1
         for q_load in loads["q_load"]:
-            yield AttentionSchedule(q_load=q_load, k_load=k_load, own_queue=queue)
+            yield AttentionSchedule(q_load=q_load, k_load=k_load, own_queue=queue, pack=pack)
 
 
 def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
-    if schedule.decode:
+    if spec.decode:
         return (
             f"k, v: {128 * _CHUNK} keys at a time, neighbours on a partition.",
             "scores^T: tiles of k stationary, the queries of a group move; all of them in SBUF.",
@@ -195,7 +181,7 @@ def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ..
 
 def work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     """Count the work of the engines; see `Work`."""
-    return _decode_work(spec, schedule) if schedule.decode else _prefill_work(spec, schedule)
+    return _decode_work(spec, schedule) if spec.decode else _prefill_work(spec, schedule)
 
 
 def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:

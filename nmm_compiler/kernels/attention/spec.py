@@ -41,6 +41,7 @@ from nmm_compiler.targets import Target
 ROPES = ("none", "q", "qk")
 MOST_CONTEXT = 131_072
 MOST_HEAD_SIZE = 256
+_DECODE_TOKENS = 16
 _REFERENCE_SCORES = 1 << 22  # that the reference holds at a time, 32 MB each of a few arrays
 # fp32 roundings of a score beyond its product: the scale, the cap, the maximum and what is carried.
 _SCORE_ROUNDINGS = 8
@@ -181,6 +182,15 @@ class AttentionSpec(KernelSpec):
                 "of each; pass lnc=1"
             )
         super().check(target)
+
+    @property
+    def decode(self) -> bool:
+        """Whether a group's queries are few columns of a product with its keys, as cached.
+
+        More tokens of a sequence fill the partitions of a prefill kernel.
+        """
+        few = self.columns <= 128 and self.m <= _DECODE_TOKENS
+        return few and self.rope != "qk"
 
     @property
     def bank_tiles(self) -> int:
