@@ -69,8 +69,12 @@ class Record:
     """Base of the frozen records; subclasses are `@dataclass(frozen=True, kw_only=True)`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data, in declaration order."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        """Return the fields as plain JSON data, in declaration order.
+
+        A field that takes no part in comparison and in `repr` holds no data, and is left out.
+        """
+        held = (f for f in dataclasses.fields(self) if f.repr or f.compare)
+        return {f.name: _plain(getattr(self, f.name)) for f in held}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:

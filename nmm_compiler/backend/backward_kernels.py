@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.ops.backward_calls import backward_calls
-from nmm_compiler.ops.lower import fitting, lower, tokens
+from nmm_compiler.ops.lower import launches_of, tokens
 from nmm_compiler.ops.registration import is_reference
 from nmm_compiler.options import Options
 from nmm_compiler.report.text import counted
@@ -44,9 +44,8 @@ def backward_specs(
     specs = []
     calls, by_torch = backward_calls(name, args, kwargs, size)
     for op, operands, keywords in calls:
-        m = int(tokens(operands[0], keywords))
-        lowered = lower(op, operands, keywords, m, Tensor.t, lnc=options.lnc)
-        for launch in fitting(lowered.launches, options.target, options):
+        call = op, operands, keywords, int(tokens(operands[0], keywords))
+        for launch in launches_of(call, options.target, options, Tensor.t):
             specs.append(KERNELS.sized(launch, options.target, options, static))
     return specs, by_torch
 

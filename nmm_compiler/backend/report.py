@@ -93,10 +93,7 @@ class CompileReport(Shown, Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data: everything but Kernel objects, pictures and the headline."""
-        unsaid = dataclasses.replace(self, built=(), pictures=(), predicted=None)
-        plain = {name: value for name, value in Record.to_dict(unsaid).items()
-                 if name not in ("built", "pictures", "predicted")}  # fmt: skip
-        return {**plain, "cache_hits": self.cache_hits}
+        return {**super().to_dict(), "cache_hits": self.cache_hits}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:

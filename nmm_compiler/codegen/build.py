@@ -36,7 +36,6 @@ from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate, simulate
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.targets import Target, get
 from nmm_compiler.targets.this_machine import differences
-from nmm_compiler.version import VERSION
 
 SOURCE_FILE = "kernel.py"
 _log = logging.getLogger(__name__)
@@ -91,42 +90,10 @@ class Kernel:
         """Return the predicted Profile: the timing pass over a run without data."""
         return _profile(self)
 
-    def reproducer(self, seed: int = 0) -> str:
-        """Return a Python script that builds this kernel and checks it against float64.
-
-        The script needs only this package, so it can be attached to a report of a fault.
-        """
-        return _REPRODUCER.format(
-            version=VERSION, spec_class=type(self.spec).__name__,
-            family=type(self.spec).__module__.rpartition(".")[0], spec=self.spec.to_json(),
-            schedule_class=type(self.schedule).__name__,
-            schedule_module=type(self.schedule).__module__, schedule=self.schedule.to_json(),
-            target=self.target.name, seed=seed, dialect=self.dialect,
-            command=_command(self.spec, self.target, self.dialect),
-        )  # fmt: skip
-
     def __str__(self) -> str:
         return f"Kernel({self.name}, {self.schedule.short()}, {self.path})"
 
     __repr__ = __str__
-
-
-_REPRODUCER = """# Made by nmm_compiler {version}. The same from the command line, with
-# the schedule that is chosen: {command} --check --seed {seed}
-from nmm_compiler import build_kernel
-from nmm_compiler.codegen.check_against_float64 import prove
-from {family} import {spec_class}
-from {schedule_module} import {schedule_class}
-
-spec = {spec_class}.from_json({spec!r})
-schedule = {schedule_class}.from_json({schedule!r})
-kernel = build_kernel(spec, {target!r}, schedule, dialect={dialect!r})
-print(kernel)
-print(kernel.profile())
-proof = prove(kernel, seed={seed})
-print(proof)
-raise SystemExit(not proof.passed)
-"""
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor, as_completed
 from typing import Protocol
 
 from nmm_compiler.errors import NmmError, WorkerError
@@ -55,7 +55,7 @@ class Workers(ThreadPoolExecutor):
     def submit(self, function: Task, text: str, /) -> Future[str]:  # type: ignore[override]
         """Return the future of `function(text)`; the function is one of a module of this package.
 
-        The future raises WorkerError when each of ATTEMPTS workers died with the call.
+        The future raises BrokenExecutor where the worker died with the call.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         return super().submit(self._answer, json.dumps({"function": name, "text": text}))
@@ -76,19 +76,12 @@ class Workers(ThreadPoolExecutor):
                 self._end(process)
 
     def _answer(self, line: str) -> str:
-        """Return what the worker of this thread answers; one that died is replaced."""
-        answer = ""
-        for _ in range(ATTEMPTS):
-            worker = getattr(self._held, "worker", None) or self._start()
-            answer = _asked(worker, line)
-            if answer or self._stopped:
-                break
-            self._end(worker)
+        """Return what the worker of this thread answers; the next call replaces one that died."""
+        worker = getattr(self._held, "worker", None) or self._start()
+        answer = _asked(worker, line)
         if not answer:
-            raise WorkerError(
-                f"{ATTEMPTS} worker processes ended within the same call, the last one too; the "
-                "machine may be short of memory, so try fewer with jobs="
-            )
+            self._end(worker)
+            raise BrokenExecutor("a worker process ended within a call")
         told = json.loads(answer)
         if "error" in told:
             raise WorkerError(f"a worker process failed: {told['error']}")
@@ -148,11 +141,11 @@ def serve() -> None:
 
 
 def run(
-    executor: Submits, function: Task, texts: Sequence[str], attempts: int = ATTEMPTS
+    executor: Submits, function: Task, texts: Sequence[str]
 ) -> Iterator[tuple[int, str | Exception]]:
     """Yield (index, result or exception) of `function` on every text, in the order of their ends.
 
-    A call that the executor lost is begun `attempts` times in all. Calls that have not begun are
+    A call that the executor lost is begun ATTEMPTS times in all. Calls that have not begun are
     cancelled where the caller stops early.
     """
     waiting = {executor.submit(function, text): i for i, text in enumerate(texts)}
@@ -167,8 +160,16 @@ def run(
                     yield i, future.result()
                 elif not isinstance(error, Exception):
                     raise error
-                elif isinstance(error, NmmError) or begun[i] >= attempts:
+                elif isinstance(error, NmmError):
                     yield i, error
+                elif begun[i] >= ATTEMPTS:
+                    yield (
+                        i,
+                        WorkerError(
+                            f"each of {ATTEMPTS} workers ended within the same call ({error}); the "
+                            "machine may be short of memory, so try fewer with jobs="
+                        ),
+                    )
                 else:  # the executor's own error: its process or its machine has gone
                     lost.append(i)
             for i in lost:

@@ -34,7 +34,8 @@ from nmm_compiler.backend.publish import publish
 from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.codegen.emitted_file import with_static_argument
 from nmm_compiler.errors import NeuronSetupError, NmmError
-from nmm_compiler.ops.lower import Lowered, fitting, lower, op_name, tokens
+from nmm_compiler.ops.launches import Launch
+from nmm_compiler.ops.lower import GraphCall, graph_call, launches_of
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS
@@ -103,12 +104,11 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     """Return the graph with kernels in place of our ops, or the original where one has none."""
     options = work.options
     try:
-        calls = {node: _lower(node, options.lnc) for node in calls_of(gm)}
-        each = [fitting(one.launches, options.target, options) for one in calls.values()]
-        specs = [launch.spec for launches in each for launch in launches]
+        calls = {node: launches_of(_call(node), options.target, options) for node in calls_of(gm)}
+        specs = [launch.spec for launches in calls.values() for launch in launches]
         fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
-        for node, lowered in calls.items():
-            _replace(work, gm, node, lowered)
+        for node, launches in calls.items():
+            _replace(work, gm, node, launches)
     except NmmError as error:
         if work.options.strict or isinstance(error, NeuronSetupError):
             raise
@@ -119,29 +119,28 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _lower(node: fx.Node, lnc: int) -> Lowered:
-    """Return the launches of a call, on the metadata of its operands."""
-    name = op_name(node.target)
-    assert name is not None
-    args: Any = fx.map_arg(node.args, meta_value)
-    keywords = dict(node.kwargs)
-    m = tokens(args[0], keywords)
-    if not isinstance(m, int):
+def _call(node: fx.Node) -> GraphCall:
+    """Return a call of an op, on the metadata of its operands."""
+    called = graph_call(node, meta_value)
+    assert called is not None
+    if not isinstance(called[3], int):
         raise NeuronSetupError(
             f"{node.name} has a symbolic token count, and Neuron compiles static shapes; compile "
             "with dynamic=False, one graph for each bucket"
         )
-    return lower(name, args, keywords, m, lnc=lnc)
+    return called
 
 
-def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, lowered: Lowered) -> None:
+def _replace(
+    work: Compilation, gm: fx.GraphModule, node: fx.Node, launches: Sequence[Launch]
+) -> None:
     """Put calls of kernels in the place of a call of an op."""
     nodes = {id(meta_value(operand)): operand for operand in node.all_input_nodes}
     source = node.args[0]
     assert isinstance(source, fx.Node)
     results: list[fx.Node] = []
     with gm.graph.inserting_before(node):
-        for launch in fitting(lowered.launches, work.options.target, work.options):
+        for launch in launches:
             x, *weights = launch.operands
             operands = [_rows(gm, source, x)]
             for tensor, w in zip(launch.spec.inputs()[1:], weights, strict=True):
@@ -151,11 +150,12 @@ def _replace(work: Compilation, gm: fx.GraphModule, node: fx.Node, lowered: Lowe
                     operands.append(_contiguous(gm, nodes[id(w)], w))
             results += _kernel_call(work, gm, launch.spec, operands, x)
         given = meta_value(node)
+        many = isinstance(given, (list, tuple))
         shaped = [
             _shaped(gm, y, value)
-            for y, value in zip(results, given if lowered.many else [given], strict=True)
+            for y, value in zip(results, given if many else [given], strict=True)
         ]
-    if not lowered.many:
+    if not many:
         node.replace_all_uses_with(shaped[0])
     else:
         for user in list(node.users):

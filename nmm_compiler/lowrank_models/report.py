@@ -175,12 +175,6 @@ class CompressionReport(Shown, Record):
         """The layers whose calls low rank makes slower (allow_slower=True)."""
         return tuple(layer for layer in self.layers if layer.slower)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything but the function that predicts the whole model."""
-        plain = dataclasses.replace(self, whole=None)
-        return {key: value for key, value in super(CompressionReport, plain).to_dict().items()
-                if key != "whole"}  # fmt: skip
-
     def with_headline(self, whole: Callable[[str], tuple[str, str]]) -> CompressionReport:
         """Return the report with a function that predicts the whole model."""
         return dataclasses.replace(self, whole=whole)

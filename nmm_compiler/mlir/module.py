@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler import outputs
-from nmm_compiler.errors import ModelError
-from nmm_compiler.mlir.bindings import load
 from nmm_compiler.mlir.program import Argument
 
 
@@ -148,25 +146,6 @@ class MLIRModule:
             "outputs": self.outputs,
             "kernels": kernels,
         }
-
-    def portable_artifact(self, version: str | None = None) -> bytes:
-        """Return the module as a StableHLO portable artifact, which other versions can read.
-
-        version: the oldest StableHLO that must read it, by default the one of twelve weeks ago;
-        modules with kernel calls need 1.3.0. Raises ModelError for another dialect, or a version
-        that cannot hold the module.
-        """
-        if self.dialect != "stablehlo":
-            raise ModelError(f"portable artifacts are StableHLO's; this module is {self.dialect}")
-        stablehlo = load().stablehlo
-        if version is None:
-            weeks = stablehlo.StablehloCompatibilityRequirement.WEEK_12
-            version = stablehlo.get_version_from_compatibility_requirement(weeks)
-        try:
-            made: bytes = stablehlo.serialize_portable_artifact_str(self.text, version)
-        except ValueError as error:
-            raise ModelError(f"StableHLO {version} cannot hold this module: {error}") from None
-        return made
 
     def save(self, path: str | Path) -> tuple[Path, ...]:
         """Write the module, its manifest and its NKI sources; return the files, the module last.

@@ -22,6 +22,9 @@ from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.options import Options
 
+GraphCall = tuple[str, Any, dict[str, Any], Any]
+"""An op's name, its positional and its keyword arguments, and its tokens: a number, or a SymInt."""
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -96,9 +99,15 @@ def fitting(
     )
 
 
-def graph_call(
-    node: fx.Node, value: Callable[[fx.Node], Any]
-) -> tuple[str, Any, dict[str, Any], Any] | None:
+def launches_of(
+    call: GraphCall, target: str, options: Options, transpose: Transpose | None = None
+) -> tuple[Launch, ...]:
+    """Return the launches of a call that has a token count, each one fitting the target."""
+    lowered = lower(*call, transpose, lnc=options.lnc)
+    return fitting(lowered.launches, target, options)
+
+
+def graph_call(node: fx.Node, value: Callable[[fx.Node], Any]) -> GraphCall | None:
     """Return (op, args, kwargs, tokens) of a node of a graph; None where it calls no op of ours.
 
     value: of a node that it reads, a tensor without data.

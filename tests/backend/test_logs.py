@@ -1,4 +1,4 @@
-"""TORCH_LOGS, TORCH_TRACE with tlparse, NMM_PRINT_KERNELS and reproducers."""
+"""TORCH_LOGS, TORCH_TRACE with tlparse and NMM_PRINT_KERNELS."""
 
 import shutil
 import subprocess
@@ -77,12 +77,3 @@ def test_print_kernels_prints_the_source_of_each_kernel_once(capsys, monkeypatch
     source = build_kernel(spec).source
     build_kernel(spec)
     assert capsys.readouterr().err.count(source) == 1
-
-
-def test_a_reproducer_builds_the_same_kernel_and_checks_it(tmp_path):
-    kernel = build_kernel(LowRankSpec(m=8, k=64, r=16, n=64))
-    path = tmp_path / "repro.py"
-    path.write_text(kernel.reproducer(seed=3))
-    done = ran(path)
-    assert kernel.name in done.stdout
-    assert "passed" in done.stdout

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.codegen.beta1.loops import with_iterators
 from nmm_compiler.codegen.beta1.translate import to_beta_1
-from nmm_compiler.codegen.build import build_kernel, kernel_key
+from nmm_compiler.codegen.build import _command, build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CacheTrustError, CapacityError, CodegenError, SpecError
@@ -392,7 +392,7 @@ def test_the_dialect_is_in_the_key_the_name_and_the_metadata():
     assert again.dialect == "neuronxcc"
     schedule = made["nki"].schedule
     assert kernel_source(spec, schedule, target, "neuronxcc")[1] == again.source
-    assert "--dialect neuronxcc" in again.reproducer()
+    assert "--dialect neuronxcc" in _command(again.spec, again.target, again.dialect)
 
 
 @pytest.mark.parametrize(
