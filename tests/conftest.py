@@ -48,13 +48,13 @@ def nmm(capfd, monkeypatch):
 
     from nmm_compiler.cli.main import main
 
-    def run(*words, code=None):
+    def run(*words, code=None, traceback=False):
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main([str(word) for word in words])
         done = Ended(ended.value.code, *capfd.readouterr())
         assert code in (None, done.code), done
-        assert "Traceback" not in done.err
+        assert ("Traceback (most recent call last)" in done.err) == traceback, done.err
         return done
 
     return run

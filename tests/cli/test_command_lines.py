@@ -98,7 +98,7 @@ def _interrupt_behind_a_library():
         (ZeroDivisionError("zero"), 70, "NMM_TRACEBACK=1 nmm doctor 'a b'"),
     ],
 )
-def test_every_ending_is_one_line_and_a_code(monkeypatch, capsys, error, code, said):
+def test_every_ending_is_one_line_and_a_code(monkeypatch, nmm, error, code, said):
     def ends(*args):
         if callable(error):
             error()
@@ -108,21 +108,15 @@ def test_every_ending_is_one_line_and_a_code(monkeypatch, capsys, error, code, s
     monkeypatch.setattr(commands.Commands, "invoke", ends)
     monkeypatch.setattr(main, "_is_the_users", lambda file: False)  # this file is not nmm's
     monkeypatch.delenv("NMM_TRACEBACK", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main.main(["doctor", "a b"])
-    assert ended.value.code == code
-    shown = capsys.readouterr().err
+    shown = nmm("doctor", "a b", code=code).err
     assert said in shown
     assert shown.count("\n") == (1 if said else 0)
     monkeypatch.setenv("NMM_TRACEBACK", "1")
-    with pytest.raises(SystemExit):
-        main.main(["doctor", "a b"])
-    shown = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in shown
+    shown = nmm("doctor", "a b", traceback=True).err
     assert ("ImportError" if callable(error) else type(error).__name__) in shown
 
 
-def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
+def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, nmm):
     monkeypatch.chdir(workshop)
     for words, said in (
         (["explain", "raises.py:model"], "raises.py:1: it raised: ValueError: at import"),
@@ -136,15 +130,10 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
         (["simulate", "add.py", "--arg", "b=1", "--arg", "b=2"], "'b' is given twice"),
         (["simulate", "add.py", "--arg", "b=99999999x99999999:int8"], "nmm profile needs no data"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main.main(words)
-        shown = capsys.readouterr().err
         in_a_kernel = said in ("leaves.py", "add.py")
-        assert ended.value.code == (1 if in_a_kernel else 2), (words, shown)
-        assert said in shown
-    with pytest.raises(SystemExit) as ended:  # any name of a kernel's argument can be given
-        main.main(["simulate", "add.py", "--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32"])
-    assert ended.value.code == 0
+        assert said in nmm(*words, code=1 if in_a_kernel else 2).err
+    # any name of a kernel's argument can be given
+    nmm("simulate", "add.py", "--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32", code=0)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +146,9 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, capsys):
         (["plan", "x", "--ratio", "nan"], "'nan' is not a share"),
     ],
 )
-def test_a_bad_value_is_named_before_any_work(monkeypatch, capsys, words, said):
+def test_a_bad_value_is_named_before_any_work(nmm, monkeypatch, words, said):
     monkeypatch.setenv("COLUMNS", "20")
-    with pytest.raises(SystemExit) as ended:
-        main.main(words)
-    assert ended.value.code == 2
-    shown = capsys.readouterr().err
+    shown = nmm(*words, code=2).err
     assert f"'{words[2]}'" in shown
     assert said in shown
     assert shown.startswith("error: ")
@@ -180,30 +166,23 @@ def test_a_bad_value_is_named_before_any_work(monkeypatch, capsys, words, said):
         ["simulate", "raises.py", "--arg", "b=key.json", "--save", "key.json"],
     ],
 )
-def test_an_input_is_not_written_over(workshop, monkeypatch, capsys, words):
+def test_an_input_is_not_written_over(workshop, monkeypatch, nmm, words):
     monkeypatch.chdir(workshop)
     before = {path.name: path.read_bytes() for path in workshop.glob("*.[pj]*") if path.is_file()}
-    with pytest.raises(SystemExit) as ended:
-        main.main(words)
-    assert ended.value.code == 2
-    assert "the command line names it twice" in capsys.readouterr().err
+    assert "the command line names it twice" in nmm(*words, code=2).err
     after = {path.name: path.read_bytes() for path in workshop.glob("*.[pj]*") if path.is_file()}
     assert after == before
 
 
-def test_an_old_output_and_a_device_are_written(workshop, monkeypatch):
+def test_an_old_output_and_a_device_are_written(workshop, monkeypatch, nmm):
     monkeypatch.chdir(workshop)
     arrays = ["--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32"]
     for words in (["--trace", "old.json"], ["--html", "/dev/null", "--trace", "/dev/null"]):
-        with pytest.raises(SystemExit) as ended:
-            main.main(["profile", "add.py:add", *arrays, *words])
-        assert ended.value.code == 0
+        nmm("profile", "add.py:add", *arrays, *words, code=0)
     assert "traceEvents" in (workshop / "old.json").read_text()
     for words in (["simulate", "add.py:add", *arrays, "--save", "null"],
                   ["build", "specs.jsonl", "--jobs", "1", "--archive", "null"]):  # fmt: skip
-        with pytest.raises(SystemExit) as ended:
-            main.main(words)
-        assert ended.value.code == 0
+        nmm(*words, code=0)
         assert stat.S_ISCHR((workshop / "null").stat().st_mode), "the device was replaced"
 
 
@@ -249,12 +228,9 @@ def test_interrupt_of_a_process(tmp_path):
     assert "Traceback" not in said
 
 
-def test_questions_that_are_declined_and_libraries_that_chatter(monkeypatch, capsys):
+def test_questions_that_are_declined_and_libraries_that_chatter(monkeypatch, nmm):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
-    with pytest.raises(SystemExit) as ended:
-        main.main(["cache", "clear"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "stopped: nothing was changed\n"
+    assert nmm("cache", "clear", code=1).err == "stopped: nothing was changed\n"
     assert not logging.getLogger("torchao.float8").isEnabledFor(logging.WARNING)
     assert not logging.getLogger("torch.utils._pytree").isEnabledFor(logging.WARNING)
     assert logging.getLogger("torchao").isEnabledFor(logging.ERROR)

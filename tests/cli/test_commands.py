@@ -71,21 +71,6 @@ def test_kernel_takes_pairs_for_products_that_share_x(nmm):
     assert "lowrank needs --r" in nmm("kernel", "lowrank", *SIZES[:4], *SIZES[6:], code=2).err
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["--target", "trn22"], "did you mean 'trn2'"),
-        (["--dtype", "bfloat"], "did you mean 'bfloat16'"),
-        (["--x-layout", "rows"], "did you mean 'row'"),
-        (["--activation", "gelux"], "did you mean 'gelu'"),
-        (["--biass"], "did you mean '--bias'"),
-        (["bias=true"], "'bias' is no option"),
-    ],
-)
-def test_kernel_bad_input_is_one_line_with_the_way_out(nmm, words, wanted):
-    assert wanted in nmm("kernel", "lowrank", *SIZES, *words, code=2).err
-
-
 def test_unwritable_cache_is_one_warning_and_the_kernel_still_comes(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")

@@ -8,7 +8,6 @@ import pytest
 
 from nmm_compiler.cli.kernel_arguments import arguments_of
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.cli.main import main
 from nmm_compiler.errors import NmmError, ShapeError, WorkerError, simulator_fault
 from nmm_compiler.nki_api.lint import lint_source
 
@@ -159,36 +158,27 @@ FILES = {  # what stands at the top of a file, and what `nmm lint` finds
 }
 
 
-def ended(capsys, *words):
-    """Return the exit code of a command, and what it said; a refusal is one line."""
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert said.count("\n") <= 1, said
-    return end.value.code, said
-
-
 @pytest.mark.parametrize(
     ("body", "shown"),
     [*BODIES[:QUICK], *(pytest.param(*row, marks=pytest.mark.long) for row in BODIES[QUICK:])],
 )
-def test_a_hostile_kernel_is_refused_on_one_line(tmp_path, capsys, body, shown):
+def test_a_hostile_kernel_is_refused_on_one_line(tmp_path, nmm, body, shown):
     path = tmp_path / "k.py"
     path.write_text(f"{HEAD}    {body}\n")
-    code, said = ended(capsys, "simulate", str(path), "--arg", "a=8x8:float32", *LIMITS)
+    code, _, said = nmm("simulate", path, "--arg", "a=8x8:float32", *LIMITS)
     assert code in (1, 2)  # of the kernel, or past a limit
     assert shown in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("text", "found"), FILES.items())
-def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, capsys, text, found):
+def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, nmm, text, found):
     path = tmp_path / "k.py"
     path.write_text(text)
-    code, said = ended(capsys, "simulate", str(path), *LIMITS)
+    code, _, said = nmm("simulate", path, *LIMITS)
     assert code in (1, 2)
-    assert said
-    assert ended(capsys, "lint", str(path))[0] == found
+    assert said.count("\n") == 1
+    nmm("lint", path, code=found)
 
 
 @pytest.mark.parametrize("command", ["simulate", "profile"])
@@ -203,13 +193,11 @@ def test_a_hostile_file_is_refused_and_linted_unread(tmp_path, capsys, text, fou
         ("while True: nl.ndarray((1, 4), dtype=a.dtype, buffer=nl.sbuf)", 2),  # past a limit
     ],
 )
-def test_an_error_in_a_kernel_ends_with_1(command, body, code, tmp_path, capsys):
+def test_an_error_in_a_kernel_ends_with_1(command, body, code, tmp_path, nmm):
     head = "import nki\nimport nki.language as nl\n\n\n@nki.jit\ndef k(a):\n    "
     (tmp_path / "k.py").write_text(f"{head}{body}\n")
-    with pytest.raises(SystemExit) as ended:
-        main([command, f"{tmp_path / 'k.py'}:k", "--arg", "a=8x8:float32", "--memory-limit", "0.1"])
-    assert capsys.readouterr().err.startswith("error: ")
-    assert ended.value.code == code
+    line = (command, f"{tmp_path / 'k.py'}:k", "--arg", "a=8x8:float32", "--memory-limit", "0.1")
+    assert nmm(*line, code=code).err.startswith("error: ")
 
 
 def test_a_fault_of_the_simulator_ends_with_70(monkeypatch):
@@ -224,9 +212,7 @@ def test_a_fault_of_the_simulator_ends_with_70(monkeypatch):
         assert ended.value.exit_code == 70
 
 
-def test_other_errors_of_a_kernel_end_with_2(tmp_path, capsys):
+def test_other_errors_of_a_kernel_end_with_2(tmp_path, nmm):
     (tmp_path / "k.py").write_text("def k(a):\n    return a\n")
     for words in ([f"{tmp_path / 'k.py'}:q"], [f"{tmp_path / 'k.py'}:k", "--arg", "b=1"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["simulate", *words])
-        assert ended.value.code == 2, capsys.readouterr().err
+        nmm("simulate", *words, code=2)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from nmm_compiler.cli import models
-from nmm_compiler.cli.main import main
 from nmm_compiler.errors import ModelError
 
 transformers = pytest.importorskip("transformers")
@@ -21,14 +20,10 @@ def image_model():
     return transformers.ViTModel(config)
 
 
-def test_explain_traces_a_vision_model_with_an_image(tmp_path, capsys):
+def test_explain_traces_a_vision_model_with_an_image(tmp_path, nmm):
     """Dense layers, attention and patches are no chains that something hinders."""
     folder = saved(image_model(), tmp_path / "vit")
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", folder])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0, said
-    assert said.startswith("0 matched, 0 declined")
+    assert nmm("explain", folder, code=0).out.startswith("0 matched, 0 declined")
 
 
 def test_an_encoder_and_decoder_get_tokens_both(tmp_path):
@@ -51,7 +46,7 @@ def test_a_model_of_other_inputs_names_the_way_out():
         models.example_inputs("whisper", Audio(), 8)
 
 
-def test_a_config_is_a_model_without_data_for_commands_that_need_none(tmp_path, capsys):
+def test_a_config_is_a_model_without_data_for_commands_that_need_none(tmp_path, nmm):
     """So are the public names, whose configs come with the package."""
     sizes = {**SMALL, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=64)
@@ -63,12 +58,6 @@ def test_a_config_is_a_model_without_data_for_commands_that_need_none(tmp_path, 
         (["export", file, "-o", str(tmp_path / "s.mlir")], "wrote"),
         (["plan", file, "--price", "closed_form", "--prompt", "8"], "predicted, not measured"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        shown = capsys.readouterr()
-        assert ended.value.code == 0, shown.err
-        assert said in shown.out
-    with pytest.raises(SystemExit) as ended:
-        main(["export", file, "-o", str(tmp_path / "s.mlir"), "--weights", "resources"])
-    assert ended.value.code == 2
-    assert "is known by its shapes" in capsys.readouterr().err
+        assert said in nmm(*words, code=0).out
+    words = ("export", file, "-o", tmp_path / "s.mlir", "--weights", "resources")
+    assert "is known by its shapes" in nmm(*words, code=2).err

@@ -13,7 +13,6 @@ import typer
 
 from nmm_compiler.cli import models
 from nmm_compiler.cli.commands import app
-from nmm_compiler.cli.main import main
 
 FREE = {
     # Words that no list holds: patterns, values of a kernel's own, and a search for lm-eval.
@@ -125,27 +124,21 @@ def test_public_names_do_for_every_command_that_needs_no_weights():
 
 
 @pytest.mark.parametrize("line", ["compress {} out --ratio 0.2", "eval {}"])
-def test_a_public_name_without_weights_says_what_to_give(line, capsys):
+def test_a_public_name_without_weights_says_what_to_give(line, nmm):
     for name in [*models.public_names(), "no-such-model"]:
         if name in models.PACKAGED and line.startswith("compress"):
             continue
-        with pytest.raises(SystemExit) as ended:
-            main(line.format(name).split())
-        shown = " ".join(capsys.readouterr().err.split())
-        assert ended.value.code == 2
+        shown = " ".join(nmm(*line.format(name).split(), code=2).err.split())
         assert shown.count("error:") == 1
         assert name in shown
         way = f"nmm compress {name} DIRECTORY" if name in models.PACKAGED else "hf download REPO"
         assert way in shown
 
 
-def test_a_kernel_is_no_model_and_its_file_does_not_run(tmp_path, capsys):
+def test_a_kernel_is_no_model_and_its_file_does_not_run(tmp_path, nmm):
     file = tmp_path / "add.py"
     file.write_text("import nki\n\nprint('runs')\n\n\n@nki.jit\ndef add(a):\n    return a\n")
     for word, said in (("add", f"run nmm profile {file}:add"), ("ad", "did you mean 'add'?")):
-        with pytest.raises(SystemExit) as ended:
-            main(["explain", f"{file}:{word}"])
-        shown = capsys.readouterr()
-        assert ended.value.code == 2
+        shown = nmm("explain", f"{file}:{word}", code=2)
         assert said in shown.err
         assert "runs" not in shown.out
