@@ -76,6 +76,7 @@ WIDE = torch.randn(1, 2, 5, 264)
         (sdpa(is_causal=True), (Q, K, K), "5 causal queries for 9 keys"),
         # As in DeepSeek's latent attention.
         (sdpa(), (Q, Q, V), "values of 6 features, queries of 8"),
+        (sdpa(), (Q[0], Q[0], Q[0]), "shape"),
     ],
 )
 def test_refusals_are_told(call, inputs, words):

@@ -11,7 +11,7 @@ from models import Backend, Pair, Three
 from torch import fx, nn
 
 from nmm_compiler import backend
-from nmm_compiler.errors import InternalFaultError, ModelError
+from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes import layout, pipeline
 from nmm_compiler.passes.emit import calls
 from nmm_compiler.passes.emit.editor import Editor
@@ -136,11 +136,6 @@ def test_internal_fault_in_reading_leaves_the_graph_as_it_was(monkeypatch, name)
     assert result.graph_module.code == module.code
     with pytest.raises(InternalFaultError, match="a fault in nmm_compiler, IndexError while"):
         run(traced(), (X,), {"strict": True})
-
-
-def test_a_graph_without_shapes_is_no_fault():
-    with pytest.raises(ModelError):
-        run(traced())
 
 
 def test_sizes_that_stand_nowhere_are_a_refusal(monkeypatch):

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nmm_compiler.errors import ModelError
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import run
 
@@ -102,9 +101,3 @@ def test_autocast_holds_while_values_are_computed():
     torch.compile(f, backend=backend)(torch.randn(3, 32), torch.randn(4, 32))
     assert found == [[torch.bfloat16, torch.float32]]
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_no_shapes_and_no_inputs():
-    module = fx.symbolic_trace(Pair())
-    with pytest.raises(ModelError, match="node 'x'"):
-        collect_values(module, None)
