@@ -21,7 +21,6 @@ SPECS = {
     "lowrank": LowRankSpec(m=64, k=128, r=128, n=512, x_layout="col"),
     "matmul": MatmulSpec(m=64, k=128, n=512, x_layout="col"),
 }
-FAMILY_SPECS = list(SPECS)
 
 
 @pytest.mark.parametrize("target", names())
@@ -53,28 +52,6 @@ def test_golden(family, target, dialect, request):
     assert path.read_text(encoding="utf-8") == kernel.source, (
         f"{path.name} differs; if that is meant, run pytest with --update-golden and read the diff"
     )
-
-
-@pytest.mark.parametrize("target", [name for name in names() if name != "trn2"])
-@pytest.mark.parametrize("family", FAMILY_SPECS)
-def test_other_targets_differ_in_their_names(family, target):
-    """These schedules need nothing that only one target has but the queue of the stores."""
-    spec = SPECS[family]
-    own_queue = get(target).dma_generates_descriptors
-    schedule = build_kernel(spec, "trn2").schedule.changed({"own_queue": own_queue})
-    source = build_kernel(spec, target, schedule).source
-    golden_source = (GOLDEN / f"{family}_trn2.py.txt").read_text(encoding="utf-8")
-    start = "import nki\n"
-    lines = source[source.index(start) :].splitlines()
-    if not get(target).dma_generates_descriptors:
-        queue = ", dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync"
-        assert queue in golden_source
-        golden_source = golden_source.replace(queue, "")
-    golden = golden_source[golden_source.index(start) :].splitlines()
-    assert len(lines) == len(golden)
-    changed = [line for line, other in zip(lines, golden, strict=True) if line != other]
-    assert [line.split()[0] for line in changed] == ["def"]
-    assert all(target in line for line in changed)
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda p: p.stem)

@@ -26,7 +26,6 @@ from nmm_compiler.ops.lower import too_large
 from nmm_compiler.options import Options
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import simulated_us
-from nmm_compiler.prices.ways import ways
 from nmm_compiler.runtime.kernels import Kernels
 from nmm_compiler.targets.this_machine import WITH, WITHOUT
 
@@ -132,9 +131,6 @@ def calibrated(path, factor):
     return str(path)
 
 
-LARGE = MatmulSpec(m=2048, k=2048, n=2048, x_layout="col")
-
-
 @pytest.mark.parametrize(
     ("price", "size"), [(estimate_us, 2048), (simulated_us, 512)], ids=("closed form", "simulated")
 )
@@ -153,17 +149,6 @@ def test_prices_are_those_of_the_machine(tmp_path, monkeypatch, price, size):
     assert price(spec, "trn2") == plain
     if price is simulated_us:  # the closed form counts passes of one row for every dtype
         assert price(fp8, "trn2") > paired
-
-
-def test_rules_decide_for_the_machine_of_the_options(tmp_path):
-    spec = dataclasses.replace(LARGE, k=2100)
-    lowrank = LowRankSpec(m=spec.m, k=spec.k, r=1000, n=spec.n)
-    mine = Options(target=calibrated(tmp_path / "mine.json", 2))
-    plain, slow = (
-        ways(lowrank, machine_target(options.target, options), source=options.price)
-        for options in (Options(), mine)
-    )
-    assert slow.fused > 1.5 * plain.fused
 
 
 def test_a_whole_model_is_predicted_for_the_machine(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -71,33 +70,3 @@ def test_a_pickle_is_never_executed(nmm, saved_llama, tmp_path):
     nmm("compress", directory, tmp_path / "out", "--ratio", "0.2", code=2)
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.long
-def test_a_full_disk_and_a_fresh_process(saved_llama, tmp_path):
-    out = tmp_path / "out"
-
-    def run(rank):
-        return [*COMMAND, str(saved_llama), str(out), "--rank", rank, "--include", "mlp"]
-
-    done = subprocess.run(run("16"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    before = files(out)
-
-    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "limited", *run("64")]
-    full = subprocess.run(limited, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert full.returncode == 2
-    assert "cannot be written" in full.stderr
-    assert "Traceback" not in full.stderr
-    assert files(out) == before
-    assert sorted(os.listdir(tmp_path)) == ["out"]
-
-    code = (
-        "import nmm_compiler\n"
-        f"model = nmm_compiler.load({str(out)!r})\n"
-        "print(type(model.model.layers[0].mlp.up_proj).__name__)\n"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert loaded.stdout.strip().endswith("LowRankLinear"), loaded.stderr

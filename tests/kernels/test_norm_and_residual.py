@@ -66,29 +66,6 @@ def test_few_bit_weights(family, norm):
     assert proof.passed, proof
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        MatmulSpec(m=1, k=512, n=256, w_layout="col"),
-        MatmulSpec(m=131, k=384, n=640, dtype="float32"),
-        MatmulSpec(m=200, k=256, n=200, x_layout="col", out_layout="col", activation="silu"),
-        LowRankSpec(m=1, k=512, r=128, n=256),
-        LowRankSpec(m=130, k=100, r=60, n=512, out_layout="col", bias=True),
-        LowRankSpec(m=30, k=256, r=16, n=256, base=True, scale=2.0),
-        LowRankSharedSpec(m=3, k=512, pairs=((128, (256,)), (64, (128,))), out_layout="col"),
-        GatedMLPUpSpec(m=3, k=256, n=384, out_layout="col"),
-        GatedMLPSpec(m=150, k=256, n=384, x_layout="col", out_layout="col"),
-        GatedMLPSpec(m=1, k=256, n=384, r=128, down_bias=True),
-    ],
-    ids=lambda spec: spec.short() if hasattr(spec, "short") else None,
-)
-def test_layouts_tokens_and_dtypes(spec, norm):
-    proof = prove(build_kernel(ended(spec, norm), "trn2"))
-    assert proof.passed, proof
-
-
 @pytest.mark.parametrize("family", ["matmul", *map(_long, list(SMALL)[1:])])
 def test_two_cores(family):
     """The norm takes all features of x, so that no core has half of its rows."""

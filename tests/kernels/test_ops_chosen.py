@@ -83,27 +83,6 @@ def test_gradients_of_adapters():
     )
 
 
-@pytest.mark.parametrize("op", ["adapters", "experts"])
-def test_a_kernel_call_has_the_gradients_of_the_reference(op):
-    grads = []
-    for by in ("simulator", "reference"):
-        args = adapters() if op == "adapters" else experts()
-        held = [t.requires_grad_() for t in args if t.is_floating_point()]
-        call = ADAPTERS if op == "adapters" else EXPERTS
-        call(*args, executor=by).square().sum().backward()
-        grads.append([t.grad for t in held])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
-
-
-def test_traced_experts_are_the_same():
-    args = experts()
-    traced = torch.compile(lambda *a: EXPERTS(*a), backend="aot_eager")
-    torch.testing.assert_close(traced(*args), EXPERTS(*args))
-    args[0].requires_grad_()
-    torch.testing.assert_close(traced(*args), EXPERTS(*args))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -10,7 +10,7 @@ import pytest
 
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen import workers as module
-from nmm_compiler.codegen.build_many import build_many, build_one, fill
+from nmm_compiler.codegen.build_many import build_one, fill
 from nmm_compiler.codegen.workers import on_processes, run
 from nmm_compiler.errors import CacheError, WorkerError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
@@ -33,12 +33,6 @@ def end_at_once(text):
 
 def raises(text):
     raise ValueError(f"no {text}")
-
-
-def test_build_many_returns_kernels_in_order(cache):
-    made = build_many(SPECS[:1])
-    assert [kernel.spec for kernel in made] == SPECS[:1]
-    assert len(list(Store.open().entries())) == 1
 
 
 def test_fill_counts_what_was_there_and_what_failed(cache, here):
