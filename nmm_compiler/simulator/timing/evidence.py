@@ -2,8 +2,8 @@
 
 `held_out.json` beside this file has the errors, by class, for published kernels that no constant
 and no law was set from. `benchmarks/timing_points.py --write` writes it together with the tables of
-docs/timing-evidence.md. It also has the hash of the constants and prices that they were printed
-with; a test computes it again (benchmarks/timing_hash.py).
+benchmarks/data/timing_tables.md. It also has the hash of the constants and prices that they were
+printed with; a test computes it again (benchmarks/timing_hash.py).
 """
 
 from __future__ import annotations
