@@ -63,15 +63,16 @@ captures: $(DEV_READY)
 figures: $(DEV_READY)
 	$(RUN) docs/figures.py
 
-bench: bench-kernels bench-simulator bench-speed bench-compress bench-timing bench-models
+bench: bench-kernels bench-speed bench-compress bench-timing bench-models
 
 # Some: make bench-kernels ARGS="--tables dense --limit 4"; beside another version: --against DIR
 # One part: make bench-speed ARGS="--only passes"
-bench-kernels bench-simulator bench-speed bench-compress bench-ablation: $(DEV_READY)
+bench-kernels bench-speed bench-compress bench-ablation: $(DEV_READY)
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 
-bench-passes bench-build bench-cache bench-cpu: $(DEV_READY)
-	$(RUN) benchmarks/speed.py --only $(@:bench-%=%) $(ARGS)
+# BLAS reads its number of threads when it is loaded.
+bench-passes bench-build bench-cache bench-cpu bench-simulator: $(DEV_READY)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(RUN) benchmarks/speed.py --only $(@:bench-%=%) $(ARGS)
 
 # Against published runs of whole models.
 bench-models: $(DEV_READY)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from model_sizes import MODELS, RATIO
 from rich.console import Console
 from rich.table import Table
 
@@ -30,16 +31,8 @@ from nmm_compiler.kernels.linear.specs import (
 )
 from nmm_compiler.targets import get
 
-# (hidden, intermediate, outputs of q, outputs of k, layers) of the models' public configurations.
-MODELS = {
-    "SmolLM2-135M": (576, 1536, 576, 192, 30),
-    "Llama-3.2-1B": (2048, 8192, 2048, 512, 16),
-    "Llama-3.1-8B": (4096, 14336, 4096, 1024, 32),
-    "Qwen3-8B": (4096, 12288, 4096, 1024, 36),
-}
 TOKENS = (1, 16, 512)
 FORMS = ("low rank", "dense")
-RATIO = 0.2
 
 
 def rank(k: int, n: int) -> int:
@@ -49,7 +42,7 @@ def rank(k: int, n: int) -> int:
 
 def layer(model: str, form: str, m: int) -> dict[str, KernelSpec]:
     """Return the kernels of one layer: its products without attention."""
-    hidden, wide, q, kv, _ = MODELS[model]
+    hidden, wide, q, kv = MODELS[model]
     if form == "dense":
         outputs = {"q": (hidden, q), "k": (hidden, kv), "v": (hidden, kv), "o": (q, hidden)}
         made: dict[str, KernelSpec] = {

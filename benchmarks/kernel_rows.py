@@ -171,6 +171,10 @@ def _roofline(spec: Any, target: str, timings: Timings, share: float) -> Judged:
     return {"roofline": roofline / us}, [] if held else [f"roofline below {share}"]
 
 
+def _most_of_the_roofline(spec: Any, target: str, timings: Timings) -> Judged:
+    return _roofline(spec, target, timings, 0.80)
+
+
 def small_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
     """Yield small kernels of every family."""
     few = ((256, (2048,)), (128, (512,)), (128, (512,)))
@@ -198,21 +202,11 @@ def small_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
     yield "", LowRankSpec(m=101, k=509, r=31, n=1021, **COL)
 
 
-def small(spec: Any, target: str, timings: Timings) -> Judged:
-    """Judge a small kernel."""
-    return _roofline(spec, target, timings, 0.80)
-
-
 def fp8_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
     """Yield products of one token."""
     for k, n, r in ((2048, 8192, 1280), (4096, 14336, 2560), (8192, 2048, 1280)):
         yield "", LowRankSpec(m=1, k=k, r=r, n=n, **FP8)
         yield "", MatmulSpec(m=1, k=k, n=n, **FP8)
-
-
-def fp8(spec: Any, target: str, timings: Timings) -> Judged:
-    """Judge one token in fp8."""
-    return _roofline(spec, target, timings, 0.80)
 
 
 def formats_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
@@ -397,8 +391,8 @@ TABLES = {
     "mlp": Table(mlp_specs, mlp, means={"dense": 1.35, "NeuronMM": 1.15}),
     "gated": Table(gated_specs, gated),
     "dense": Table(dense_specs, dense, (1, 16, 128, 256, 512, 1024, 2048)),
-    "small": Table(small_specs, small),
-    "fp8": Table(fp8_specs, fp8),
+    "small": Table(small_specs, _most_of_the_roofline),
+    "fp8": Table(fp8_specs, _most_of_the_roofline),
     "formats": Table(formats_specs, formats, (1, 16, 512)),
     "shared": Table(shared_specs, shared),
     "cores": Table(cores_specs, cores, (1, 16, 128, 512, 1024, 2048)),

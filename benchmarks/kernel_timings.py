@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from row_file import RowFile
 
 import nmm_compiler
 from nmm_compiler.codegen.build import build_kernel
@@ -26,7 +27,7 @@ from nmm_compiler.options import INSTRUCTION_BUDGET, Options
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import Target, get
 
-FILE = Path("out/kernel_timings.jsonl")
+FILE = Path("out/kernel_times.jsonl")
 TIMING_ROOMS = ("nki_api", "simulator", "targets")
 _KERNELS = Path(nmm_compiler.__file__).parent / "kernels"
 
@@ -52,33 +53,16 @@ def templates(folder: str) -> str:
 
 
 class Timings:
-    """The times in a file, and those that this process adds to it.
-
-    computed: how many were not in the file.
-    """
+    """The times in a file, and those that this process adds to it."""
 
     def __init__(self, path: Path = FILE) -> None:
-        self.path = path
-        self.held: dict[str, Any] = {}
-        self.computed = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                key, value = json.loads(line)
-                self.held[key] = value
+        self.file = RowFile(path, "key")
 
     def of(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return the value of a key, computed and kept if the file has none."""
-        if key not in self.held:
-            self.held[key] = value = compute()
-            self.computed += 1
-            line = json.dumps([key, value]) + "\n"
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(file, line.encode())  # one write: lines of several processes do not mix
-            finally:
-                os.close(file)
-        return self.held[key]
+        if (key,) not in self.file.rows:
+            self.file.add({"key": key, "value": compute()})
+        return self.file.rows[key,]["value"]
 
     def timed(self, spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
         """Return what `choose.simulated` returns."""

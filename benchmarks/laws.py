@@ -20,7 +20,6 @@ import ast
 import contextlib
 import dataclasses
 import inspect
-import json
 import statistics
 import sys
 import textwrap
@@ -32,6 +31,7 @@ from typing import Any
 import timing_conflicts
 import timing_points
 import timing_texts
+from row_file import RowFile
 
 from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
@@ -296,13 +296,10 @@ def main() -> int:
         timing_texts.LOGGED: options.kda,
     }  # fmt: skip
     laws = tuple(law for law in LAWS if options.law in law.name)
-    rows: list[dict[str, Any]] = []
-    if options.record and options.record.is_file():
-        rows = [json.loads(line) for line in options.record.read_text().splitlines()]
-    known = {row["name"] for row in rows}
+    record = RowFile(options.record, "name")
     contradicted = timing_conflicts.contradicted(timing_points.BARS["worst"])
     for kernel in kernels({n: clone for n, clone in clones.items() if clone}):
-        if kernel.name in known or options.only not in kernel.name:
+        if (kernel.name,) in record.rows or options.only not in kernel.name:
             continue
         if not kernel.counted or kernel.name in contradicted:
             continue
@@ -311,16 +308,13 @@ def main() -> int:
         except (NmmError, SyntaxError) as error:
             print(f"{kernel.name}: {error}", file=sys.stderr)
             continue
-        rows.append({
+        record.add({
             "name": kernel.name, "publisher": kernel.publisher, "kind": kernel.kind,
             "measured": kernel.measured, "times": found,
         })  # fmt: skip
         wrong = found[""] / kernel.measured - 1.0
         print(f"{kernel.name}: {wrong:+.1%}", file=sys.stderr, flush=True)
-        if options.record:
-            with options.record.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-    print("\n".join(table(rows, laws)))
+    print("\n".join(table(list(record.rows.values()), laws)))
     return 0
 
 

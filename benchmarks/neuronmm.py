@@ -21,7 +21,7 @@ that: with more of them a kernel repeats its loop over blocks of tokens. This is
 proof: a sixth could win by its first loads.
 
 The kernels come from a clone of github.com/dinghongsong/NeuronMM, ./NeuronMM unless --checkout says
-otherwise. Every simulated time is kept in out/kernel_timings.jsonl, where a run that was
+otherwise. Every simulated time is kept in out/kernel_times.jsonl, where a run that was
 interrupted goes on.
 
 Usage: python benchmarks/neuronmm.py [--checkout DIR] [--models Llama-3.2-1B] [--m 1,512]

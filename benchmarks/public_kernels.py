@@ -25,10 +25,10 @@ other one is explained.
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import itertools
@@ -49,7 +49,6 @@ from public_examples import example_cases, matmul_cases, mx_cases
 from public_library import (
     FURTHER_LIBRARY_TESTS,
     LIBRARY_TESTS,
-    Case,
     library_cases,
     library_modules,
     without_rules,
@@ -94,9 +93,8 @@ class Row:
 
 
 def run_cases(
-    name: str, cases: list[tuple[str, Callable[[], Any]]], seconds: float,
-    say: Callable[[str], None], kept: OutcomeFile,
-) -> Iterator[Row]:  # fmt: skip
+    name: str, cases: list[tuple[str, Callable[[], Any]]], seconds: float, kept: OutcomeFile
+) -> Iterator[Row]:
     """Run the cases, each for at most `seconds`; yield the row as it stands around each."""
     good, worst, problem, start = 0, "pass", "", time.perf_counter()
     others: list[tuple[str, str, str]] = []
@@ -112,18 +110,17 @@ def run_cases(
     for label, run in cases:
         known = kept.known(name, label, seconds)
         if known is None:
-            kept.add(name, label, (*STOPPED, seconds))  # counts if the case ends the process
+            kept.keep(name, label, STOPPED, seconds)  # counts if the case ends the process
             yield row((label, *STOPPED))
             gc.collect()  # tracebacks hold the arrays of cases that failed
             known = run_case(label, run, seconds)
-            kept.add(name, label, (*known, seconds))
+            kept.keep(name, label, known, seconds)
         outcome, text = known
         if outcome != "pass" and (
             worst in ("pass", "skipped", "too slow", "too large")
             or (outcome == "wrong" and worst != "wrong")
         ):
             worst, problem = outcome, text
-        say(f"{name} {label}: {outcome} {text[:300]}")
         if outcome == "pass":
             good += 1
         else:
@@ -146,19 +143,6 @@ def run_case(label: str, run: Callable[[], Any], seconds: float) -> tuple[str, s
         with contextlib.redirect_stdout(io.StringIO()):
             outcome = without_rules(seconds, run)
     return outcome, text
-
-
-def syntax_errors(library: Path) -> list[Row]:
-    """Return a row for each kernel file of the checkout that is no Python."""
-    rows = []
-    for path in sorted((library / "src").rglob("*.py")):
-        try:
-            ast.parse(path.read_text(encoding="utf-8"), str(path))
-        except SyntaxError as error:
-            name = f"library: {path.relative_to(library / 'src')}"
-            problem = f"line {error.lineno}: {error.msg}"
-            rows.append(Row(name, "syntax error in the checkout", 0, 0, 0.0, problem))
-    return rows
 
 
 def apart(
@@ -266,17 +250,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run names that contain this")
     parser.add_argument("--all", action="store_true", help="all library tests known to run")
     parser.add_argument("--cases", type=int, default=1, help="cases per library test")
-    parser.add_argument("--smallest", action="store_true", help="a library test's smallest cases")
     parser.add_argument("--seconds", type=float, help="CPU seconds of one case: 6, Beta 1 100")
-    parser.add_argument("--minutes", type=float, default=90, help="of a whole pass of Beta 1")
     parser.add_argument("--file-seconds", type=float, default=30, help="of one library test file")
     parser.add_argument("--gib", type=int, help="memory limit of each process: 6, Beta 1 14")
     parser.add_argument("--outcomes", type=Path, help="file that keeps the cases' outcomes")
     parser.add_argument("--again", action="store_true", help="run what was not right again")
-    parser.add_argument("--verbose", action="store_true", help="one row per case")
     options = parser.parse_args()
     beta1 = options.dialect == "neuronxcc"
-    Case.smallest_first = options.smallest
     options.seconds = options.seconds or (100 if beta1 else 6)
     options.gib = options.gib or (14 if beta1 else 6)
     clones = [options.docs, options.samples, options.accelopt, options.autocomp, options.neuronmm]
@@ -287,28 +267,13 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     kept = OutcomeFile(options.outcomes, options.again)
 
-    def say(text: str) -> None:
-        if options.verbose:
-            console.print("  " + text, markup=False)
-
     rows: list[Row] = []
     folders: list[tuple[str, Path]] = []
     if beta1:
-        stop = time.monotonic() + 60 * options.minutes
         for name, run in beta1_cases(*clones):
-            left = stop - time.monotonic()
-            if options.only in name and left <= 0:
-                problem = f"not run: {options.minutes:g} minutes were over"
-                rows.append(Row(name, "too slow", 0, 1, 0.0, problem, (("", "too slow", problem),)))
-            elif options.only in name:
-                rows.append(
-                    apart(
-                        name, options.gib, min(left, 10 * options.seconds),
-                        lambda name=name, run=run: run_cases(  # type: ignore[misc]
-                            name, [("", run)], options.seconds, say, kept
-                        ),
-                    )
-                )  # fmt: skip
+            if options.only in name:
+                alone = functools.partial(run_cases, name, [("", run)], options.seconds, kept)
+                rows.append(apart(name, options.gib, 10 * options.seconds, alone))
                 console.print(rows[-1].result, rows[-1].name, f"{rows[-1].seconds:.1f} s")
     elif options.samples:
         folders.append(("samples", options.samples / "src" / "nki_samples" / "tutorials"))
@@ -319,11 +284,10 @@ def main() -> int:
             matmul_cases(folder), example_cases(folder), mx_cases(folder)
         ):
             if options.only in name:
-                *_, row = run_cases(f"{origin}: {name}", [("", run)], options.seconds, say, kept)
+                *_, row = run_cases(f"{origin}: {name}", [("", run)], options.seconds, kept)
                 rows.append(row)
     if options.library and not beta1:
         library = options.library.resolve()
-        rows += syntax_errors(library)
         for file in LIBRARY_TESTS + (FURTHER_LIBRARY_TESTS if options.all else []):
             if options.only not in file:
                 continue
@@ -332,7 +296,7 @@ def main() -> int:
             def cases(file: str = file, name: str = name) -> Iterator[Row]:
                 with contextlib.redirect_stdout(io.StringIO()):  # loggers keep the one they find
                     found = list(library_cases(library_modules(library), file, options.cases))
-                yield from run_cases(name, found, options.seconds, say, kept)
+                yield from run_cases(name, found, options.seconds, kept)
 
             rows.append(apart(name, options.gib, options.file_seconds, cases))
     table = Table(title="Public kernels in the simulator (strict)")

@@ -86,7 +86,6 @@ class Case:
     """Stands in for the library's Orchestrator: simulates a kernel and compares its outputs."""
 
     strict = True
-    smallest_first = False
     trace_mode = None  # of the library's runs: compile, infer
 
     def __init__(self, target: str = "") -> None:
@@ -308,20 +307,9 @@ def range_sets(private: PrivateModules, function: Any) -> list[tuple[str, dict[s
     return [(name, {"range_test_options": case}) for _, name, case in ranked]
 
 
-def size_of(row: tuple[str, dict[str, Any]]) -> int:
-    """Return the product of a case's numbers, which grows with its tensors.
-
-    Into how many parts the queries are cut, and which one a rank takes, makes no tensor larger.
-    """
-    numbers = {k: v for k, v in row[1].items() if type(v) is int and v > 1}
-    return math.prod(v for k, v in numbers.items() if k not in ("cp_degree", "cp_rank_id"))
-
-
 def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (id, arguments): the product of a test's parametrize marks."""
     choices = [list(mark_sets(mark)) for mark in getattr(function, "pytestmark", ())]
-    if Case.smallest_first:
-        choices = [sorted(rows, key=size_of) for rows in choices]
     if "range_test_options" in inspect.signature(function).parameters:
         choices.append(range_sets(private, function))
     for combination in itertools.product(*[c for c in choices if c]):

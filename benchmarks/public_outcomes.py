@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from row_file import RowFile
 
 import nmm_compiler
 from nmm_compiler.errors import KernelFailedError, NmmError, UnsupportedInstructionError
@@ -73,15 +74,13 @@ EXPLAINED_BETA_1 = (
 )  # fmt: skip
 
 
-class OutcomeFile:
+class OutcomeFile(RowFile):
     """Outcomes of cases in a file of JSON lines, each written as soon as it is known."""
 
     def __init__(self, path: Path | None, again: bool) -> None:
         """Read what the file holds. again: what was not right counts as unknown."""
-        self.path = path
+        super().__init__(path, "name", "case")
         self.code = simulator_digest()
-        lines = path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []
-        self.rows = {(row["name"], row["case"]): row for row in map(json.loads, lines)}
         if again:
             good = ("pass", "skipped")
             self.rows = {key: row for key, row in self.rows.items() if row["outcome"] in good}
@@ -93,13 +92,10 @@ class OutcomeFile:
             return None
         return row["outcome"], row["text"]
 
-    def add(self, name: str, case: str, found: tuple[str, str, float]) -> None:
-        """Keep (outcome, text, limit of CPU seconds); of a case's rows the last one counts."""
-        if self.path:
-            keys = ("outcome", "text", "seconds")
-            row = {"name": name, "case": case, **dict(zip(keys, found, strict=True))}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**row, "code": self.code}) + "\n")
+    def keep(self, name: str, case: str, found: tuple[str, str], seconds: float) -> None:
+        """Keep (outcome, text) of a case, and its limit of CPU seconds."""
+        named = {"name": name, "case": case, "outcome": found[0], "text": found[1]}
+        self.add({**named, "seconds": seconds, "code": self.code})
 
     def origin(self) -> str:
         """Return a line that says how many outcomes the present simulator has found."""

@@ -1,24 +1,19 @@
-"""How fast the simulator is, on three kernels, on one core (process time, best of three).
+"""Three kernels that show how fast the simulator is: `speed.py --only simulator` prints it.
 
-Timing mode: instructions per second of simulation and timing pass together; no data.
-Functional mode: its time over NumPy's for the same float32 matrix products.
+Process time of one core, best of three. Timing mode: instructions per second of simulation and
+timing pass together; no data. Functional mode: its time over NumPy's for the same products.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from nmm_compiler.simulator.run import ArraySpec, simulate
 
@@ -164,42 +159,18 @@ def best(function: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
     return least, result
 
 
-def main() -> None:
-    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    if any(os.environ.get(name) != "1" for name in one):  # BLAS reads them when it is loaded
-        raise SystemExit(subprocess.call([sys.executable, *sys.argv], env={**os.environ, **one}))
-    table = Table(title="Simulator speed, one core, process time")
-    for column in (
-        "kernel", "instructions", "timing mode, instr/s", "of it the run", "functional, ms",
-        "NumPy float32, ms", "ratio",
-    ):  # fmt: skip
-        table.add_column(column, justify="left" if column == "kernel" else "right")
+def figures() -> Iterator[tuple[str, float, str]]:
+    """Yield (what, figure, unit) of each kernel."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text, reference, small, large in KERNELS:
             path = Path(folder) / f"{name.replace(' ', '_')}.py"
             path.write_text(text)
             specs = [ArraySpec(shape, "bfloat16") for shape in large]
             seconds, result = best(lambda p=path, s=specs: simulate(p, *s, mode="timing"))
-            count = len(result.trace.instructions)
-            from nmm_compiler.simulator.timing.profile import profile_trace
-            from nmm_compiler.targets import get
-
-            pass_seconds, _ = best(lambda r=result: profile_trace(r.trace, get("trn2")))
-            r = np.random.default_rng(0)
-            arrays = [
-                r.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
-                for shape in small
-            ]
-            wide = [a.astype(np.float32) for a in arrays]
+            yield f"{name}: timing mode", len(result.trace.instructions) / seconds, "i/s"
+            draw = np.random.default_rng(0).standard_normal
+            wide = [draw(shape, dtype=np.float32) for shape in small]
+            arrays = [array.astype(ml_dtypes.bfloat16) for array in wide]
             simulated, _ = best(lambda p=path, a=arrays: simulate(p, *a, mode="functional"))
             plain, _ = best(lambda f=reference, w=wide: f(*w))
-            table.add_row(
-                name, f"{count:,}", f"{count / seconds:,.0f}",
-                f"{max(1 - pass_seconds / seconds, 0):.0%}", f"{simulated * 1e3:.0f}",
-                f"{plain * 1e3:.0f}", f"{simulated / plain:.2f}",
-            )  # fmt: skip
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    main()
+            yield "  functional mode over NumPy's products", simulated / plain, "x"

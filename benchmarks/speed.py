@@ -1,6 +1,6 @@
 """`make bench-speed`: how long our own code takes on this machine.
 
-    python benchmarks/speed.py [--only build,cache,passes,cpu]
+    OMP_NUM_THREADS=1 python benchmarks/speed.py [--only build,cache,passes,cpu,simulator]
 
 Everything is measured here, in CPU time where another program would disturb the clock; nothing is
 simulated. A row with a bar that is missed says so, and the exit code is then 1.
@@ -10,6 +10,7 @@ build     `build_kernel` cold (search, specialization, lint, publishing), from d
 cache     hits, misses and publications, into a cache that is full to the last byte too; waits for
           the disk are not counted
 passes    the passes on Llama graphs, beside the time that Dynamo takes to trace them
+simulator instructions per second of timing mode, functional mode over NumPy (simulator.py)
 cpu       a low-rank MLP block under inductor alone and under nmm with inductor, and one small call
 """
 
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import simulator
 import torch
 from torch import nn
 
@@ -243,7 +245,15 @@ def cpu_rows() -> Iterator[Row]:
         yield Row("a compiled call of nmm more than one of inductor", 1e6 * (ours - plain), "us")
 
 
-PARTS = {"build": build_rows, "cache": cache_rows, "passes": passes_rows, "cpu": cpu_rows}
+def simulator_rows() -> Iterator[Row]:
+    for what, value, unit in simulator.figures():
+        yield Row(what, value, unit)
+
+
+PARTS = {
+    "build": build_rows, "cache": cache_rows, "passes": passes_rows, "cpu": cpu_rows,
+    "simulator": simulator_rows,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -89,7 +89,7 @@ def bad():
 
 def rows_of(public, found, path, again=False):
     kept = public.OutcomeFile(path, again)
-    return list(public.run_cases("name", found, 10.0, lambda text: None, kept))[-1]
+    return list(public.run_cases("name", found, 10.0, kept))[-1]
 
 
 def test_a_run_continues_where_another_ended(public, tmp_path):
@@ -112,9 +112,7 @@ def test_a_case_that_ends_its_process_and_those_behind_it_are_not_right(public, 
     found = cases(ran, good, lambda: os._exit(3), good)
 
     def rows():
-        yield from public.run_cases(
-            "name", found, 10.0, lambda text: None, public.OutcomeFile(path, False)
-        )
+        yield from public.run_cases("name", found, 10.0, public.OutcomeFile(path, False))
 
     row = public.apart("name", 64, 60.0, rows)
     assert (row.good, row.count, row.not_reached) == (1, 3, 1)

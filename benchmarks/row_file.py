@@ -1,0 +1,36 @@
+"""Rows of JSON in a file, each written as soon as it is known, so that a run can be continued."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class RowFile:
+    """The rows of a file by the values of their key fields; of equal keys the last row counts.
+
+    Several processes may append to one file. Without a path, rows are held in memory alone.
+    """
+
+    def __init__(self, path: Path | None, *keys: str) -> None:
+        self.path, self.keys = path, keys
+        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        if path and path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                self._hold(json.loads(line))
+
+    def _hold(self, row: dict[str, Any]) -> None:
+        self.rows[tuple(row[key] for key in self.keys)] = row
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Hold a row and append it to the file."""
+        self._hold(row)
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:  # one write, so that lines of several processes do not mix
+                os.write(file, (json.dumps(row) + "\n").encode())
+            finally:
+                os.close(file)
