@@ -1,8 +1,8 @@
 """A small Llama whose MLP and attention projections are factor pairs."""
 
-import pytest
 import torch
 from torch import nn
+from toy_models import llama
 
 
 class FactorPair(nn.Sequential):
@@ -35,14 +35,7 @@ def factorize(model: nn.Module, rank: int = 8, skip=("lm_head",)) -> int:
 
 
 def small_llama(layers: int = 2, rank: int = 8, **more):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        tie_word_embeddings=False, **more,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = llama(64, 160, layers, 128, tie_word_embeddings=False, **more)
     chains = factorize(model, rank)
     assert chains == 7 * layers
     return model

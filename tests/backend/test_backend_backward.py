@@ -7,6 +7,7 @@ import torch
 from backend.small_models import FactorPair, factorize
 from runtime.simulator_launches import noted_launches
 from torch import nn
+from toy_models import Model, llama
 
 from nmm_compiler.backend import compile_graph as backend
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
@@ -26,22 +27,10 @@ def compiled(model, **more):
     return torch.compile(model, backend="nmm", options=options)
 
 
-def tiny_llama():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=SIZE, intermediate_size=SIZE, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    factorize(model, RANK)
-    return model
-
-
 @pytest.mark.long
 def test_a_training_step_of_a_compressed_llama_has_the_gradients_of_eager(launched):
-    model = tiny_llama()
+    model = llama(SIZE, SIZE, num_key_value_heads=4, tie_word_embeddings=False).train()
+    factorize(model, RANK)
     plain = copy.deepcopy(model)
     ids = torch.arange(32).reshape(2, 16)
     loss = compiled(model)(input_ids=ids, labels=ids).loss
@@ -89,24 +78,13 @@ def test_a_symbolic_token_count_builds_backward_kernels_per_bucket(launched):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=bound)
 
 
-class TwoBranches(nn.Module):
-    """Two low-rank products of x, of which the loss reads the first one alone."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.read, self.unread = (FactorPair(nn.Linear(32, 24), 4) for _ in range(2))
-
-    def forward(self, x):
-        return self.read(x) + self.unread(x).detach()
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("executor", ["reference", "simulator"])
 def test_gradients_that_eager_does_not_have(executor, strict, dynamic):
     """A parameter that no loss reaches has no gradient, and no tokens give zeros."""
-    model = TwoBranches()
+    read, unread = (FactorPair(nn.Linear(32, 24), 4) for _ in range(2))
+    model = Model(lambda m, x: m.read(x) + m.unread(x).detach(), read=read, unread=unread)
     call = torch.compile(
         model,
         backend="nmm",

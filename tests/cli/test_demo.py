@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Executor, Future
 
 import pytest
+from toy_models import llama
 
 from nmm_compiler.cli import demo
 from nmm_compiler.codegen.check_against_float64 import Proof
@@ -61,14 +62,7 @@ class SameProcess(Executor):
 
 @pytest.mark.parametrize(("form", "target"), [("fp8+32", "trn2"), ("mxfp4+32", "trn3")])
 def test_every_step_is_checked(form, target, monkeypatch, nmm):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
-        vocab_size=64, eos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = llama(256, 512, num_key_value_heads=4, eos_token_id=0)
     monkeypatch.setattr(demo.models, "language_model", lambda: (model, Letters()))
     monkeypatch.setattr(demo.concurrent.futures, "ProcessPoolExecutor", SameProcess)
     monkeypatch.setattr(demo.models, "LANGUAGE_MODEL", "toy")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compress_models import stack, tokens
 from torch import nn
+from toy_models import Model
 
 from nmm_compiler.errors import (
     CapacityError,
@@ -283,17 +284,12 @@ def test_calibration_that_does_not_fit_is_refused_after_the_first_batch(monkeypa
 
 
 def test_layers_that_cannot_be_judged_or_factorized_stay_dense_and_do_not_count():
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.pooler = stack(), nn.Linear(32, 32)
-
-        def forward(self, x):
-            hidden = self.body(x)
-            return {"last_hidden_state": hidden, "pooled": self.pooler(hidden)}
+    def pooled(m, x):
+        hidden = m.body(x)
+        return {"last_hidden_state": hidden, "pooled": m.pooler(hidden)}
 
     torch.manual_seed(0)
-    model = Pooled()
+    model = Model(pooled, body=stack(), pooler=nn.Linear(32, 32))
     report = compress(model, 0.3, calibration=tokens(), align=4)
     pooler = {layer.name: layer for layer in report.layers}["pooler"]
     assert pooler.rank is None

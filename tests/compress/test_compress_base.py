@@ -8,6 +8,7 @@ import pytest
 import torch
 from compress_models import stack, tokens
 from torch import nn
+from toy_models import llama
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import (
@@ -29,13 +30,7 @@ IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
 def small(dtype=torch.float32):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    shape = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(shape).eval().to(dtype)
+    return llama(layers=2, num_key_value_heads=4, dtype=dtype)
 
 
 def outputs(model, batches):
@@ -297,12 +292,7 @@ def test_what_has_a_base_is_not_compressed_again():
 
 @pytest.mark.parametrize("base", ["fp8", "mxfp4"])
 def test_packed_weights_are_refused_where_nothing_cuts_or_reads_them(base):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=1, vocab_size=128,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = llama(256, 512, vocabulary=128, dtype=torch.bfloat16)
     nmm.compress(model, base=base, rank=16, allow_slower=True)
     with pytest.raises(OptionTypeError, match="no style cuts packed numbers"):
         tensor_parallel_plan(model, types.SimpleNamespace(ndim=1))

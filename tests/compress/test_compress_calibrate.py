@@ -6,6 +6,7 @@ import pytest
 import torch
 from compress_models import stack, tokens
 from torch import nn
+from toy_models import Model, ModelOfAnyInputs
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.calibrate import (
@@ -50,16 +51,7 @@ def test_gradient_moments_are_gauss_newton_for_features():
 def test_gradient_moments_are_fisher_for_logits():
     """For logits z, E[g g^T] with labels from the model is diag(p) - p p^T."""
 
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return {"logits": self.head(x)}
-
-    torch.manual_seed(0)
-    model = Classifier()
+    model = Model(lambda m, x: {"logits": m.head(x)}, head=nn.Linear(4, 3))
     x = torch.randn(1, 4).expand(20_000, 4)
     sites, _ = find_sites(model)
     got = collect(model, sites, [x], gradients=True).gradients["head"].mean
@@ -68,15 +60,7 @@ def test_gradient_moments_are_fisher_for_logits():
 
 
 def test_padding_is_not_counted():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x, attention_mask):
-            return self.linear(x)
-
-    model = Masked()
+    model = ModelOfAnyInputs(lambda m, x, attention_mask: m.linear(x), linear=nn.Linear(4, 4))
     x = torch.randn(2, 3, 4)
     x[1, 2] = math.nan  # what padding holds must not matter
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -89,15 +73,8 @@ def test_padding_is_not_counted():
 
 
 def test_layers_that_share_an_input_only_sometimes_are_kept_apart():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x, same):
-            return self.a(x) + self.b(x if same else 2 * x)
-
-    model = Sometimes()
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    model = ModelOfAnyInputs(lambda m, x, same: m.a(x) + m.b(x if same else 2 * x), **layers)
     sites, _ = find_sites(model)
     x = torch.randn(8, 4)
     found = collect(model, sites, [(x, True), (x, False)]).inputs
@@ -173,30 +150,15 @@ def test_bad_calibration_is_named():
 
 
 def test_layers_that_calibration_never_reaches_are_listed():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.used(x)
-
-    model = Half()
+    layers = {"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)}
+    model = Model(lambda m, x: m.used(x), **layers)
     sites, _ = find_sites(model)
     with pytest.raises(ModelError, match=r"never reached 1 of 2 layers: unused; .*exclude"):
         collect(model, sites, [torch.randn(3, 4)])
 
 
 def test_a_result_without_a_known_output_asks_for_one():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return {"thing": self.linear(x)}
-
-    model = Odd()
+    model = Model(lambda m, x: {"thing": m.linear(x)}, linear=nn.Linear(4, 4))
     sites, _ = find_sites(model)
     with pytest.raises(ModelError, match="wrap it in a module"):
         collect(model, sites, [torch.randn(3, 4)], gradients=True)
@@ -204,16 +166,11 @@ def test_a_result_without_a_known_output_asks_for_one():
 
 
 def test_a_model_that_cannot_be_differentiated_says_what_to_pass():
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def in_place(m, x):
+        y = m.linear(x).exp()
+        return y.mul_(y)
 
-        def forward(self, x):
-            y = self.linear(x).exp()
-            return y.mul_(y)
-
-    model = InPlace()
+    model = Model(in_place, linear=nn.Linear(4, 4))
     sites, _ = find_sites(model)
-    with pytest.raises(ModelError, match=r'InPlace cannot be differentiated.*"whitened"'):
+    with pytest.raises(ModelError, match=r'Model cannot be differentiated.*"whitened"'):
         collect(model, sites, [torch.randn(3, 4)], gradients=True)

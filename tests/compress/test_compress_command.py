@@ -3,33 +3,20 @@
 import json
 import os
 import shutil
-import sys
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-COMMAND = [sys.executable, "-m", "nmm_compiler.cli.main", "compress"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+from toy_models import llama
 
 
 @pytest.fixture(scope="module")
 def saved_llama(tmp_path_factory):
     """A small random Llama in four shards."""
     directory = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        vocab_size=100,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="1MB")
+    model = llama(128, 352, 4, 100, num_key_value_heads=4)
+    model.save_pretrained(directory, max_shard_size="1MB")
     assert len(list(directory.glob("*.safetensors"))) > 1
     return directory
-
-
-def files(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_one_rank_for_all_and_a_file_in_the_way(nmm, saved_llama, tmp_path):

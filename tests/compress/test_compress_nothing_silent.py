@@ -8,11 +8,13 @@ import torch
 from compress_models import stack, tokens
 from torch import nn
 from torch.nn import functional
+from toy_models import llama
 
 from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.lowrank_models import apply as module
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.config import CompressionConfig
+from nmm_compiler.passes.pipeline import explain
 
 
 @pytest.mark.parametrize(
@@ -125,15 +127,7 @@ def test_a_weight_of_eight_bits_is_left_alone_by_name():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_explain_and_compress_agree_on_a_tied_head(tied):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from nmm_compiler.passes.pipeline import explain
-
-    shape = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = LlamaForCausalLM(shape).eval()
+    model = llama(tie_word_embeddings=tied)
     found = explain(model, torch.arange(8)[None])
     assert ("lm_head" in str(found)) == (not tied)
     report = compress(model, 0.3, align=4)

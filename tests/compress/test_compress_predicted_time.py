@@ -4,6 +4,7 @@ import pytest
 import torch
 from compress_models import stack
 from torch import nn
+from toy_models import Model, llama
 
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.apply import compress
@@ -16,14 +17,8 @@ MIX = {"prefill": (512, 0.2), "decode": (1, 0.8)}
 ASKED = {"allow_slower": True}
 
 
-def llama(hidden=512, inner=1024, layers=2):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, vocab_size=64,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+def wide_llama(hidden=512, inner=1024, layers=2):
+    return llama(hidden, inner, layers, dtype=torch.bfloat16)
 
 
 def made_us(model, tokens):
@@ -35,7 +30,7 @@ def made_us(model, tokens):
 
 
 def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
-    model = llama(768, 1536, 1)
+    model = wide_llama(768, 1536, 1)
     report = compress(model, 0.3, workload={"prefill": (64, 1), "decode": (1, 1)}, **ASKED)
     assert len(report.compressed) == 7
     for timed in report.workload:
@@ -47,7 +42,7 @@ def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
 
 @pytest.mark.parametrize("more", [{"use_cache": False}, {}])
 def test_layers_of_one_call_are_found_in_the_graph(more):
-    model = llama()
+    model = wide_llama()
     layers = [
         Layer(name, m.in_features, m.out_features)
         for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
@@ -73,7 +68,7 @@ def test_layers_of_one_call_take_less_than_one_by_one():
 
 
 def test_times_are_those_of_the_mix():
-    model = llama(inner=2048, layers=1)
+    model = wide_llama(inner=2048, layers=1)
     report = compress(model, 0.2, workload=MIX, include=["mlp"])
     before = sum(timed.weight * timed.dense_us for timed in report.workload)
     after = sum(timed.weight * timed.us for timed in report.workload)
@@ -86,15 +81,10 @@ def test_times_are_those_of_the_mix():
     assert "decode of 1 token, weight 0.8:" in text
 
 
-class Two(nn.Module):
+def two():
     """A narrow layer, which low rank makes slower, and a wide one."""
-
-    def __init__(self):
-        super().__init__()
-        self.narrow, self.wide = nn.Linear(512, 512), nn.Linear(512, 4096)
-
-    def forward(self, x):
-        return self.wide(self.narrow(x))
+    layers = {"narrow": nn.Linear(512, 512), "wide": nn.Linear(512, 4096)}
+    return Model(lambda m, x: m.wide(m.narrow(x)), **layers)
 
 
 BUDGETS = {
@@ -113,7 +103,7 @@ def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
         )
 
     monkeypatch.setattr("nmm_compiler.lowrank_models.predicted_time.call_us", narrow_is_slower)
-    report = compress(Two(), align=64, **BUDGETS[budget])
+    report = compress(two(), align=64, **BUDGETS[budget])
     ranks = {layer.name: layer.rank for layer in report.layers}
     assert ranks["narrow"] is None
     assert ranks["wide"] is not None
@@ -121,7 +111,7 @@ def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
     assert narrow.note == "its call would take 22.0 us, dense 20.0: kept dense"
     assert not narrow.counted
     assert report.slower == ()
-    asked = compress(Two(), align=64, **BUDGETS[budget], **ASKED)
+    asked = compress(two(), align=64, **BUDGETS[budget], **ASKED)
     if budget != "global":  # it does not take what costs time and loss
         assert [layer.name for layer in asked.slower] == ["narrow"]
         assert "made slower than dense, as asked: narrow" in str(asked)
@@ -134,8 +124,8 @@ def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
     )
     for asked in BUDGETS.values():
         with pytest.raises(ModelError, match=r"all 2 layers .* 512 tokens a call; pass allow"):
-            compress(Two(), align=64, **asked)
-        assert compress(Two(), align=64, **asked, **ASKED).compressed
+            compress(two(), align=64, **asked)
+        assert compress(two(), align=64, **asked, **ASKED).compressed
 
 
 def test_a_call_is_judged_whole_and_shared_out():
@@ -203,16 +193,10 @@ def test_the_simulator_shows_no_low_rank_layer_slower(given, sizes, tokens, dtyp
 
 
 def test_a_model_that_cannot_be_traced_says_how_it_was_priced():
-    class Data(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(512, 1024)
-
-        def forward(self, x):
-            return self.layer(x[: int(x.sum().item()) + 3])
-
+    layer = nn.Linear(512, 1024)
+    model = Model(lambda m, x: m.layer(x[: int(x.sum().item()) + 3]), layer=layer)
     batch = [torch.zeros(4, 512)]
-    report = compress(Data(), 0.2, calibration=batch, method="whitened", align=64)
+    report = compress(model, 0.2, calibration=batch, method="whitened", align=64)
     assert report.priced.startswith("each layer as a call of its own")
     assert report.compressed
 

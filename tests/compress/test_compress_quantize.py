@@ -6,6 +6,7 @@ import pytest
 import torch
 from compress_models import stack, tokens
 from torch import nn
+from toy_models import llama
 
 from nmm_compiler.errors import FileError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.lowrank_models import hf
@@ -21,14 +22,7 @@ IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
 def small(dtype=torch.float32):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4,
-    )  # fmt: skip
-    model = LlamaForCausalLM(shape).eval().to(dtype)
+    model = llama(layers=2, num_key_value_heads=4, dtype=dtype)
     compress(model, 0.2, align=8)
     return model
 

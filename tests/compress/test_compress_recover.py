@@ -7,6 +7,7 @@ import pytest
 import torch
 from compress_models import stack, tokens
 from torch import nn
+from toy_models import Model, ModelOfAnyInputs
 
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.apply import compress
@@ -62,15 +63,8 @@ def test_a_rate_that_is_too_high_is_cut_until_it_helps():
 
 
 def test_logits_are_distilled_by_divergence():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = stack(), nn.Linear(32, 50)
-
-        def forward(self, x):
-            return {"logits": self.head(self.body(x))}
-
-    teacher = Head()
+    parts = {"body": stack(), "head": nn.Linear(32, 50)}
+    teacher = Model(lambda m, x: {"logits": m.head(m.body(x))}, **parts)
     model = copy.deepcopy(teacher)
     compress(model, 0.5, align=4, exclude="head")
     report = recover(model, data(), teacher=teacher, steps=60, lr=3e-3)
@@ -131,25 +125,18 @@ def test_bad_input_is_refused():
     assert before.keys() == model.state_dict().keys()
 
 
-class Speaker(nn.Module):
-    """Logits over 40 tokens from embedded ids."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(40, 32), stack(), nn.Linear(32, 40)
-
-    def forward(self, input_ids):
-        return {"logits": self.head(self.body(self.embed(input_ids)))}
-
-
 def speech(count=12):
     generator = torch.Generator().manual_seed(3)
     return [{"input_ids": torch.randint(40, (2, 20), generator=generator)} for _ in range(count)]
 
 
 def speakers():
+    """Models of logits over 40 tokens from embedded ids."""
     torch.manual_seed(0)
-    teacher = Speaker()
+    parts = {"embed": nn.Embedding(40, 32), "body": stack(), "head": nn.Linear(32, 40)}
+    teacher = ModelOfAnyInputs(
+        lambda m, input_ids: {"logits": m.head(m.body(m.embed(input_ids)))}, **parts
+    )
     model = copy.deepcopy(teacher)
     compress(model, 0.5, align=4, exclude="head")
     return model, teacher

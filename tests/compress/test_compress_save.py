@@ -10,6 +10,7 @@ import pytest
 import torch
 from compress_models import stack
 from safetensors.torch import save_file
+from toy_models import llama
 
 from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models.apply import compress
@@ -108,12 +109,7 @@ def test_public_checkpoints_load(compressed, tmp_path):
 
 def test_llama_names_where_up_and_v_are_layers_too():
     """`up_u_proj`, `v_v_proj`: the factor's letter is the last but one part of the name."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=20,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = llama(32, 64, vocabulary=20)
     dense = copy.deepcopy(model)
     compress(model, 0.3, align=2)
     state = {}

@@ -1,12 +1,9 @@
 """`nmm.lowrank_matmul` as one of many processes (gloo): results and gradients of one process."""
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import on_ranks
 
 from nmm_compiler.errors import NeuronSetupError, SpecError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
@@ -86,35 +83,16 @@ def problems(axis, mesh, rank):
     return found
 
 
-def worker(rank, processes, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=processes)
-    try:
-        from torch.distributed.device_mesh import init_device_mesh
+def every_axis():
+    from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh("cpu", (processes,))
-        said = [text for axis in AXES for text in problems(axis, mesh, rank)]
-        dist.barrier()
-    except Exception as error:  # told to the parent, which fails the test with it
-        said = [f"{type(error).__name__}: {error}"]
-    results.put(said)
-    dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    said = [text for axis in AXES for text in problems(axis, mesh, dist.get_rank())]
+    assert not said, said
 
 
 def test_four_processes_compute_what_one_does():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("forkserver")  # imports once for all
-    context.set_forkserver_preload(["torch.distributed.tensor", __name__])
-    results = context.Queue()
-    each = [context.Process(target=worker, args=(r, 4, port, results)) for r in range(4)]
-    for one in each:
-        one.start()
-    assert [results.get(timeout=240) for _ in each] == [[]] * 4
-    for one in each:
-        one.join(20)
+    on_ranks(4, every_axis)
 
 
 def test_a_call_that_sums_names_its_group():

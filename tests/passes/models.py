@@ -7,37 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from toy_models import Model as Model
+from toy_models import Pair as Pair
 
 from nmm_compiler.passes.pipeline import run
-
-
-class Model(nn.Module):
-    """Weights by name (shapes, tensors or modules), and a forward that computes with them."""
-
-    def __init__(self, function, **weights):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        for name, given in weights.items():
-            if isinstance(given, tuple):
-                given = torch.randn(given) / max([*given, 1]) ** 0.5
-            module = isinstance(given, nn.Module)
-            setattr(self, name, given if module else nn.Parameter(given.clone()))
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-class Pair(nn.Module):
-    """b(a(x)), of rank r; bias: of b."""
-
-    def __init__(self, k, r, n, bias=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=bias)
-
-    def forward(self, x):
-        return self.b(self.a(x))
 
 
 class LlamaNorm(nn.Module):

@@ -3,23 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from toy_models import llama
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import InternalFaultError
 from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.report.headline import told_apart
-
-transformers = pytest.importorskip("transformers")
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=2048, num_hidden_layers=1, vocab_size=64,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
 def compiled(model, tokens):
@@ -34,7 +24,7 @@ def compiled(model, tokens):
 
 
 def test_dense_and_compressed_llama_say_what_low_rank_brings(monkeypatch):
-    model = llama()
+    model = llama(512, 2048, dtype=torch.bfloat16)
     dense = compiled(model, 64)
     said = " ".join(str(dense).split())
     assert "in the products that could be low-rank (at 80 % of their parameters" in said
