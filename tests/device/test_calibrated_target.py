@@ -5,10 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from nmm_compiler import targets
-from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen.build import build_kernel, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.device import ladder
@@ -84,15 +82,12 @@ def test_the_fitted_target_predicts_the_machine(device):
             assert abs(got - want) <= max(0.05 * want, 0.5 * abs(raw - want)), rung.name
 
 
-def test_the_command_writes_a_target_that_commands_and_options_read(device, tmp_path):
+def test_the_command_writes_a_target_that_commands_and_options_read(device, tmp_path, nmm):
     path, _ = device
     out = tmp_path / "mine.json"
-    run = CliRunner().invoke(app, ["doctor", "--fit", str(path), "--out", str(out)])
-    assert run.exit_code == 0, run.output
-    assert "11 constants of trn2 changed" in run.stdout
-    line = ["kernel", "matmul", "--m", "256", "--k", "1024", "--n", "1024", "--target", str(out)]
-    run = CliRunner().invoke(app, line)
-    assert run.exit_code == 0, run.output
+    assert "11 constants of trn2 changed" in nmm("doctor", "--fit", path, "--out", out).out
+    sizes = ("--m", "256", "--k", "1024", "--n", "1024")
+    nmm("kernel", "matmul", *sizes, "--target", out, code=0)
     spec = MatmulSpec(m=256, k=1024, n=1024)
     kernel = build_kernel(spec, str(out), options=Options.make({"target": str(out)}))
     assert kernel.target.name == "trn2"  # what its hardware is called when it is launched
@@ -119,7 +114,7 @@ def test_a_factor_that_cannot_be_is_left_alone(device, tmp_path):
     assert "is not believed" in str(found)
 
 
-def test_files_that_say_nothing_are_errors(device, tmp_path):
+def test_files_that_say_nothing_are_errors(device, tmp_path, nmm):
     told = json.loads(device[0].read_text())
     for verdict in told["verdicts"]:
         verdict["time_us"] = None
@@ -156,7 +151,4 @@ def test_files_that_say_nothing_are_errors(device, tmp_path):
         targets.get("nowhere.json")
     with pytest.raises(UnknownNameError):
         Options(target="nowhere.toml")
-    assert (
-        CliRunner().invoke(app, ["doctor", "--fit", str(device[0]), "-o", "mine.toml"]).exit_code
-        == 2
-    )
+    nmm("doctor", "--fit", device[0], "-o", "mine.toml", code=2)

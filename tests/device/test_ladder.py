@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 from runtime.neuron_stand_ins import install
-from typer.testing import CliRunner
 
 from nmm_compiler import targets
-from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.device import ladder
 from nmm_compiler.errors import UnknownNameError
@@ -154,11 +152,9 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def test_a_device_climbs_through_the_launchers(tmp_path, quick, device):
+def test_a_device_climbs_through_the_launchers(tmp_path, nmm, quick, device):
     """Kernels are loaded, registered and launched as on a device; the verdicts are kept."""
-    done = CliRunner().invoke(app, ["doctor", "--device"])
-    assert done.exit_code == 1, done.output  # a rung is wrong
-    assert "verdicts written to" in done.stdout
+    assert "verdicts written to" in nmm("doctor", "--device", code=1).out  # a rung is wrong
     written = (tmp_path / "cache" / "device.json").read_text()
     found = ladder.Ladder.from_json(written)
     assert (found.executor, found.target) == ("neuron", "trn2")
@@ -208,16 +204,15 @@ def test_a_device_that_runs_nothing_any_more_gives_no_verdicts(monkeypatch, quic
     }
 
 
-def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, quick):
-    line = ["doctor", "--device"]
-    done = CliRunner().invoke(app, line)
-    assert done.exit_code == 0, done.output
-    assert "22 of 22 rungs passed" in done.stdout
-    assert "written" not in done.stdout  # verdicts of a simulator are of no device
+def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, nmm, quick):
+    line = ("doctor", "--device")
+    shown = nmm(*line, code=0).out
+    assert "22 of 22 rungs passed" in shown
+    assert "written" not in shown  # verdicts of a simulator are of no device
     out = tmp_path / "verdicts.json"
-    told = json.loads(CliRunner().invoke(app, [*line, "--json", "--out", str(out)]).stdout)
+    told = json.loads(nmm(*line, "--json", "--out", out, code=0).out)
     assert len(told["verdicts"]) == len(ladder.RUNGS)
     assert json.loads(out.read_text()) == told
-    assert CliRunner().invoke(app, ["doctor", "--out", str(out)]).exit_code == 2
+    nmm("doctor", "--out", out, code=2)
     monkeypatch.setattr(ladder, "_compare", lambda *a: "broken")
-    assert CliRunner().invoke(app, line).exit_code == 1
+    nmm(*line, code=1)

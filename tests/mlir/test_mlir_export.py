@@ -14,6 +14,7 @@ import torch
 from mlir_golden import GOLDENS, golden_text
 from mlir_models import MODELS, LoraCall, exported, llama_mlp, one
 from torch import Tensor, nn
+from toy_models import Model
 
 import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.errors import MissingPackageError, ModelError, OptionTypeError, UnknownNameError
@@ -88,15 +89,9 @@ def test_each_distinct_kernel_is_declared_once(dialect: str) -> None:
 
 
 def test_equal_calls_share_one_kernel() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (one()[0].low for _ in range(2))  # type: ignore[union-attr]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) * self.b(x * 2)
-
-    module = export_mlir(Twice().eval(), (torch.randn(4, 16),), sources=False)
+    a, b = (one()[0].low for _ in range(2))
+    twice = Model(lambda m, x: m.a(x) * m.b(x * 2), a=a, b=b).eval()
+    module = export_mlir(twice, (torch.randn(4, 16),), sources=False)
     (kernel,) = module.kernels
     assert len(kernel.calls) == 2
     assert kernel_calls(module) == [kernel.name] * 2
@@ -188,23 +183,20 @@ def test_targets_change_the_attribute_and_the_kernel() -> None:
     assert trn3.kernels[0].name != trn2.kernels[0].name
 
 
-class Columns(nn.Module):
+def columns() -> Model:
     """Two kernels with a transposed tensor between them, as the layout pass leaves them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.u, self.v = nn.Parameter(torch.randn(2, 16)), nn.Parameter(torch.randn(8, 2))
-        self.p, self.q = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(16, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def function(m: Any, x: Tensor) -> Tensor:
         stored = {"u_layout": "col", "v_layout": "col"}
-        h = torch.ops.nmm.lowrank_matmul(x, self.u, self.v, out_layout="col", **stored)
-        return torch.ops.nmm.lowrank_matmul(h, self.p, self.q, x_layout="col", **stored)
+        h = torch.ops.nmm.lowrank_matmul(x, m.u, m.v, out_layout="col", **stored)
+        return torch.ops.nmm.lowrank_matmul(h, m.p, m.q, x_layout="col", **stored)
+
+    return Model(function, u=(2, 16), v=(8, 2), p=(2, 8), q=(16, 2)).eval()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_col_operand_is_passed_in_that_layout_without_a_transpose(dialect: str) -> None:
-    module = export_mlir(Columns().eval(), (torch.randn(4, 16),), dialect=dialect, sources=False)
+    module = export_mlir(columns(), (torch.randn(4, 16),), dialect=dialect, sources=False)
     assert len(re.findall(r"transpose|permute|aten\.t\b", module.text)) == 0
     assert [(k.x_layout, k.out_layout) for k in module.kernels] == [("row", "col"), ("col", "row")]
     between = r"\[8,4\],f32" if dialect == "torch" else "tensor<8x4xf32>"
@@ -288,16 +280,9 @@ def test_what_is_not_a_model_is_refused() -> None:
 
 
 def test_an_operator_that_torch_mlir_does_not_lower_is_named_with_its_node() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.low = one()[0].low
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.special.bessel_j1(self.low(x))
-
+    odd = Model(lambda m, x: torch.special.bessel_j1(m.low(x)), low=one()[0].low).eval()
     with pytest.raises(ModelError, match=r"bessel_j1.*node \"special_bessel_j1\""):
-        export_mlir(Odd().eval(), (torch.randn(4, 16),), dialect="linalg", sources=False)
+        export_mlir(odd, (torch.randn(4, 16),), dialect="linalg", sources=False)
 
 
 def test_a_model_that_torch_export_cannot_trace_says_why() -> None:

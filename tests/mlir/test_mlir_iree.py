@@ -79,9 +79,9 @@ def test_one_dynamic_module_serves_many_token_counts() -> None:
 
 
 def test_columns_between_kernels_compute_the_same() -> None:
-    from test_mlir_export import Columns
+    from test_mlir_export import columns
 
-    model = Columns().eval()
+    model = columns()
     inputs = {"x": torch.randn(4, 16)}
     module = export_mlir(model, inputs, dialect="stablehlo", kernels="inline")
     x = inputs["x"].double()

@@ -5,10 +5,8 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from typer.testing import CliRunner
 
 from nmm_compiler.cli import plan as plan_command
-from nmm_compiler.cli.commands import app
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.prediction import forms as forms_module
 from nmm_compiler.prediction.forms import read_form
@@ -98,7 +96,7 @@ def test_a_setting_that_cannot_be_had_is_named():
         plan(TINY, targets=("trn1",), weights="float8_e4m3")
 
 
-def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
+def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch, nmm):
     """And it simulates each kernel of all settings once, before it predicts."""
     (tmp_path / "cache").mkdir(mode=0o700)
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "cache"))
@@ -112,16 +110,11 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     page = tmp_path / "plan.html"
-    done = CliRunner().invoke(
-        app,
-        ["plan", str(config), "--prompt", "16", "--context", "16,32", "--ratio", "0.3",
-         "--lnc", "1", "--html", str(page), "--json"],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
+    words = ("--prompt", "16", "--context", "16,32", "--ratio", "0.3", "--lnc", "1", "--json")
+    saved = Plan.from_json(nmm("plan", config, *words, "--html", page, code=0).out)
     assert len(simulated) == len(set(simulated)) > 4
     counted = [step[1:] for step in steps if step[0].startswith("simulating")]
     assert counted == [(i, len(simulated)) for i in range(len(simulated))]
-    saved = Plan.from_json(done.stdout)
     assert [(p.context, p.ratio) for p in saved.predictions] == [
         (16, None), (16, 0.3), (32, None), (32, 0.3),
     ]  # fmt: skip
@@ -130,15 +123,13 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch):
     assert dataclasses.asdict(saved)["name"] == saved.name
 
 
-def test_cores_that_share_a_model_have_two_physical_ones(tmp_path):
+def test_cores_that_share_a_model_have_two_physical_ones(tmp_path, nmm):
     """--tp 1,2,4 --lnc 2: each degree holds less; a logical core has the memory of two."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
-    words = ["plan", str(config), "--prompt", "16", "--context", "32", "--ratio", "0.3",
-             "--tp", "1,2,4", "--lnc", "2", "--price", "closed_form"]  # fmt: skip
-    done = CliRunner().invoke(app, [*words, "--json"])
-    assert done.exit_code == 0, done.output
-    made = {(one.tp, one.ratio): one for one in Plan.from_json(done.stdout).predictions}
+    words = ("--prompt", "16", "--context", "32", "--ratio", "0.3", "--tp", "1,2,4", "--lnc", "2")
+    shown = nmm("plan", config, *words, "--price", "closed_form", "--json", code=0).out
+    made = {(one.tp, one.ratio): one for one in Plan.from_json(shown).predictions}
     assert set(made) == {(tp, ratio) for tp in (1, 2, 4) for ratio in (None, 0.3)}
     for (tp, ratio), one in made.items():
         assert one.lnc == 2
@@ -147,12 +138,10 @@ def test_cores_that_share_a_model_have_two_physical_ones(tmp_path):
             assert one.memory.weight_bytes < made[tp // 2, ratio].memory.weight_bytes
 
 
-def test_lists_are_checked_value_by_value():
+def test_lists_are_checked_value_by_value(nmm):
     for name, value in (("--tp", "1,x"), ("--ratio", "0.2,1.5"), ("--target", "trn2,trn9"),
                         ("--measured", "absent.json")):  # fmt: skip
-        done = CliRunner().invoke(app, ["plan", "llama-3.2-1b", name, value])
-        assert done.exit_code == 2
-        assert value.rpartition(",")[2] in done.output
+        assert value.rpartition(",")[2] in nmm("plan", "llama-3.2-1b", name, value, code=2).err
 
 
 def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):

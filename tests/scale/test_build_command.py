@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 from processes import ran
-from typer.testing import CliRunner
 
 from nmm_compiler.cache.store import Store
-from nmm_compiler.cli.commands import app
-from nmm_compiler.errors import FileError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 
 LINES = [
@@ -30,24 +27,17 @@ def specs(tmp_path):
     return path
 
 
-def nmm(*arguments):
-    return CliRunner().invoke(app, [str(one) for one in arguments])
-
-
-def test_a_file_of_specs_is_built_once(cache, specs, here):
+def test_a_file_of_specs_is_built_once(cache, specs, here, nmm):
     specs.write_text(LINES[0] + "\n\n")
-    first = nmm("build", specs, "--jobs", 1, "--json")
-    assert first.exit_code == 0, first.output
-    told = json.loads(first.stdout)
+    told = json.loads(nmm("build", specs, "--jobs", 1, "--json", code=0).out)
     assert (told["kernels"], told["built"], told["present"]) == (1, 1, 0)
     assert told["cache"] == str(cache)
     specs.write_text("\n".join([LINES[0], LINES[0]]))
-    again = nmm("build", specs)
-    assert "1 kernel: 0 built, 1 were in the cache" in again.output
+    assert "1 kernel: 0 built, 1 were in the cache" in nmm("build", specs).out
 
 
 @pytest.mark.long
-def test_every_target_and_a_kernel_that_fails(cache, specs, tmp_path):
+def test_every_target_and_a_kernel_that_fails(cache, specs, nmm):
     wide = {
         "family": "lowrank",
         "target": "trn1",
@@ -58,10 +48,10 @@ def test_every_target_and_a_kernel_that_fails(cache, specs, tmp_path):
         },
     }
     specs.write_text("\n".join([LINES[0], json.dumps(wide)]))
-    done = nmm("build", specs, "--target", "trn1,trn2")
-    assert done.exit_code == 1
-    assert "3 kernels: 2 built, 0 were in the cache, 1 failed" in done.output
-    assert "for trn1: SpecError" in done.output
+    ended = nmm("build", specs, "--target", "trn1,trn2", code=1)
+    said = ended.out + ended.err
+    assert "3 kernels: 2 built, 0 were in the cache, 1 failed" in said
+    assert "for trn1: SpecError" in said
     assert {i.entry.key.to_dict()["target"] for i in Store.open().entries()} == {"trn1", "trn2"}
 
 
@@ -69,11 +59,9 @@ def test_every_target_and_a_kernel_that_fails(cache, specs, tmp_path):
     "[]", "{}", "no JSON", '{"family": "lowrank", "spec": {"m": 1}}',
     '{"family": "lowrnk", "spec": {}}', '{"family": "lowrank", "spec": {"m": 1, "x": 2}}',
 ])  # fmt: skip
-def test_a_line_that_is_no_kernel_is_named(cache, specs, line):
+def test_a_line_that_is_no_kernel_is_named(cache, specs, line, nmm):
     specs.write_text(f"{LINES[0]}\n{line}\n")
-    done = nmm("build", specs)
-    assert isinstance(done.exception, FileError)
-    assert "specs.jsonl:2" in str(done.exception)
+    assert "specs.jsonl:2" in nmm("build", specs, code=2).err
 
 
 def _started(specs):
@@ -88,7 +76,7 @@ def _entries(cache):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_run_that_is_ended_goes_on_where_it_was(cache, specs, sent, code):
+def test_a_run_that_is_ended_goes_on_where_it_was(cache, specs, sent, code, nmm):
     run = _started(specs)
     end = time.monotonic() + 60
     while not _entries(cache) and time.monotonic() < end:
@@ -100,7 +88,7 @@ def test_a_run_that_is_ended_goes_on_where_it_was(cache, specs, sent, code):
         assert "stay in the cache" in said
     before = len(_entries(cache))
     assert 1 <= before < len(LINES)
-    told = json.loads(nmm("build", specs, "--jobs", 1, "--json").stdout)
+    told = json.loads(nmm("build", specs, "--jobs", 1, "--json").out)
     assert told["built"] + told["present"] + told["elsewhere"] == len(LINES)
     assert told["present"] >= before
     assert all(info.state == "ok" for info in Store.open().entries())
@@ -125,11 +113,10 @@ print(sum(len(report.kernels) for report in nmm.reports()))
 
 
 @pytest.mark.long
-def test_a_compiled_model_finds_every_kernel(cache, tmp_path):
+def test_a_compiled_model_finds_every_kernel(cache, tmp_path, nmm):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODEL))
-    done = nmm("build", config, "--ratio", "0.3", "--tokens", "1,16", "--json")
-    assert done.exit_code == 0, done.output
-    built = json.loads(done.stdout[done.stdout.index("{") :])["built"]
+    done = nmm("build", config, "--ratio", "0.3", "--tokens", "1,16", "--json", code=0)
+    built = json.loads(done.out)["built"]
     run = ran("-c", COMPILED, json.dumps(MODEL))
     assert int(run.stdout.split()[-1]) == built > 0

@@ -6,11 +6,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from typer.testing import CliRunner
 
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
-from nmm_compiler.cli.commands import app
 from nmm_compiler.codegen import build, choose, tune, tuned
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tune import time_candidates
@@ -229,20 +227,16 @@ def test_a_kernel_without_a_legal_schedule_is_refused_before_any_work():
 
 
 @pytest.mark.long
-def test_build_tunes_before_it_builds(cache, tmp_path):
+def test_build_tunes_before_it_builds(cache, tmp_path, nmm):
     specs = tmp_path / "specs.jsonl"
     specs.write_text(json.dumps({"family": "lowrank", "spec": SPEC.to_dict()}))
-    done = CliRunner().invoke(
-        app, ["build", str(specs), "--search", "candidates", "--jobs", "2", "--json"]
-    )
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
+    line = ("build", specs, "--search", "candidates")
+    told = json.loads(nmm(*line, "--jobs", "2", "--json", code=0).out)
     assert told["tuned"][0]["simulated"] == told["tuned"][0]["candidates"]
     assert told["built"] == 1
     tuned.forget()
     assert build.build_kernel(SPEC).meta["tuning"]
-    shown = CliRunner().invoke(app, ["build", str(specs), "--search", "candidates"])
-    assert "timed now" in shown.output
+    assert "timed now" in nmm(*line).out
 
 
 def put_tuning(spec, schedule, simulated_us):
