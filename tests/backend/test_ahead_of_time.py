@@ -71,7 +71,6 @@ def test_two_processes(inner, tmp_path, monkeypatch):
 
 def test_inductor_calls_the_kernels_of_an_executor():
     model, x = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 48)), torch.randn(5, 64)
-    torch._dynamo.reset()
     options = {"executor": "simulator", "inner": "inductor", "kernels": "lazy", "strict": True}
     with torch.no_grad():
         y = torch.compile(model, backend="nmm", options=options)(x)

@@ -95,7 +95,6 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_report_fits_the_page_and_says_equal_things_once(width):
-    torch._dynamo.reset()
     report = explain(Layers(), X)
     text = report.table(width)
     if width >= 80:
@@ -138,7 +137,6 @@ def test_explain_covers_every_graph():
             torch._dynamo.graph_break()
             return F.linear(self.a(x), self.b.weight) + y
 
-    torch._dynamo.reset()
     report = explain(Broken(64, 8, 48), X)
     assert len(report.results) == 2
     assert len(report.matches) == 2
@@ -147,7 +145,6 @@ def test_explain_covers_every_graph():
 
 def test_explain_reads_models_past_dynamos_recompile_limit():
     model = Pair()
-    torch._dynamo.reset()
     limit = torch._dynamo.config.recompile_limit
     counts = [len(explain(model, torch.randn(m, 64)).matches) for m in range(2, limit + 4)]
     assert counts == [1] * (limit + 2)

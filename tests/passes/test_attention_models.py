@@ -77,7 +77,6 @@ def test_layers_of_models_become_the_op(name):
 def test_a_compiled_model_is_that_of_eager(name):
     """Dynamo's graph spells the same otherwise: methods, indices, operators."""
     model, windows, _ = made(name)
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="nmm", options=ON)
     with torch.no_grad():
         got = compiled(IDS).logits

@@ -93,7 +93,6 @@ def test_compiled_and_differentiated():
     want.square().sum().backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="nmm", options=ON | {"inner": "aot_eager"})
     got = compiled(x)
     torch.testing.assert_close(got, want)
@@ -105,7 +104,6 @@ def test_compiled_and_differentiated():
 def test_a_compiled_call_runs_in_the_simulator():
     torch.manual_seed(0)
     model, x = Block(is_causal=True, d=16).eval(), torch.randn(1, 20, 32)
-    torch._dynamo.reset()
     options = ON | {"inner": "aot_eager", "executor": "simulator"}
     with torch.no_grad():
         got = torch.compile(model, backend="nmm", options=options)(x)

@@ -143,7 +143,6 @@ def test_two_regions_are_not_one_chain():
         with torch.autocast(**BF16):
             return model.b(h)
 
-    torch._dynamo.reset()
     results = Backend(VERIFIED)
     want, got = half(x), torch.compile(half, backend=results)(x)
     assert torch.equal(want, got)

@@ -72,7 +72,6 @@ def test_data_dependent_counts_of_exported_and_of_symbolically_traced_graphs():
 @pytest.mark.parametrize("kernels", ["lazy", "build"])
 def test_data_dependent_counts_through_the_backend(kernels):
     model, x = Masked(FUNCTIONS["activation"]).eval(), torch.randn(6, 64)
-    torch._dynamo.reset()
     options = Options(inner="aot_eager", kernels=kernels, strict=True)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         compiled = torch.compile(model, backend="nmm", options=options)

@@ -22,7 +22,6 @@ def test_inputs_are_a_tensor_a_sequence_or_a_dict(ask, inputs, form):
         "graph": lambda: torch.fx.symbolic_trace(model),
         "program": lambda: torch.export.export(model, (X,)),
     }[form]()
-    torch._dynamo.reset()
     assert len(ask(given, inputs).matches) == 1
 
 

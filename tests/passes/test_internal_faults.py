@@ -180,7 +180,6 @@ def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypat
     monkeypatch.setattr(calls.SharedCall, "emit", boom)
     options = {"inner": "eager", "kernels": "lazy"}
     model = Three()
-    torch._dynamo.reset()
     backend.reset()
     compiled = torch.compile(model, backend="nmm", options=options)
     with pytest.warns(UserWarning, match="a fault in nmm_compiler") as caught:

@@ -39,7 +39,6 @@ def test_lost_values_of_a_symbolic_graph_come_back_symbolic(lost):
         found.append(run(module, inputs))
         return found[-1].graph_module.forward
 
-    torch._dynamo.reset()
     model = Pair()
     compiled = torch.compile(model, backend=backend, dynamic=True)
     for tokens in (3, 5, 8):
@@ -63,7 +62,6 @@ def test_a_node_that_only_logs_is_not_run():
         assert SAID == []
         return module.forward
 
-    torch._dynamo.reset()
     torch.compile(Pair(), backend=backend)(torch.randn(3, 32))
     assert SAID == ["ran"]
 
@@ -97,7 +95,6 @@ def test_autocast_holds_while_values_are_computed():
         found.append([values[n].dtype for n in module.graph.nodes if n.target is F.linear])
         return module.forward
 
-    torch._dynamo.reset()
     torch.compile(f, backend=backend)(torch.randn(3, 32), torch.randn(4, 32))
     assert found == [[torch.bfloat16, torch.float32]]
     assert not torch.is_autocast_enabled("cpu")

@@ -89,7 +89,6 @@ def test_latent_queries_of_deepseek_are_calls():
 def test_explain_says_what_factorizing_would_save():
     pytest.importorskip("transformers")
     model, inputs = MODELS["llama"]()
-    torch._dynamo.reset()
     report = explain(model.eval(), inputs)
     assert len(report.opportunities) == 14
     one = next(o for o in report.opportunities if (o.k, o.n) == (32, 64))

@@ -72,7 +72,6 @@ def test_what_differs_is_no_match(near):
 
 def test_the_entrances():
     model, x = Model(lambda p, x: chain(x, p.u, p.v), u=U, v=V), torch.randn(5, 64)
-    torch._dynamo.reset()
     options = {**EAGER, "rules": [TO_DENSE, "..."]}
     with torch.no_grad():
         compiled = torch.compile(model, backend="nmm", options=options)
@@ -88,7 +87,6 @@ def test_the_entrances():
 
 
 def test_any_token_count():
-    torch._dynamo.reset()
     weights = U.clone(), V.clone()
     options = {**EAGER, "rules": [TO_DENSE, "..."]}
     compiled = torch.compile(

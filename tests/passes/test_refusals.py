@@ -153,7 +153,6 @@ _QUICK = ("gpt2", "vit")
 def test_uncompressed_models_have_no_refusals(name):
     pytest.importorskip("transformers")
     model, inputs = MODELS[name]()
-    torch._dynamo.reset()
     found = explain(model.eval(), inputs)
     assert {d.code for d in found.declined} == _OWN_CHAINS.get(name, set()), str(found)
     assert {m.kind for m in found.matches} == ({"mla"} if name == "deepseek_v3" else set())

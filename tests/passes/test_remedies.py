@@ -186,7 +186,6 @@ def test_products_on_two_sides_of_an_operator_are_left_alone(place):
     def behind(p, x):
         return L(checkpoint(lambda y: L(y, p.a), x, use_reentrant=False), p.b)
 
-    torch._dynamo.reset()
     assert not explain(model_of({"inside": inside, "behind": behind}[place]), X).matches
 
 
@@ -262,7 +261,6 @@ def test_weights_with_static_sizes():
 
 def test_a_transform_of_rewritten_code():
     model = model_of(chain)
-    torch._dynamo.reset()
     found = explain(lambda x: torch.func.vmap(lambda row: chain(model, row))(x), X)
     (refused,) = found.declined
     assert refused.code == "region"

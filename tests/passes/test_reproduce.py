@@ -60,7 +60,6 @@ def test_every_match_of_the_gallery(case, level, capsys):
     for match in result.rewritten:
         code, said = ends(result.reproducer(match, inputs), capsys)
         assert code == 0, said
-    torch._dynamo.reset()
 
 
 def low_rank():
@@ -110,17 +109,13 @@ def test_a_tensor_is_written_with_its_strides(value):
     assert (made.shape, made.stride(), made.dtype) == (value.shape, value.stride(), value.dtype)
 
 
-def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch):
-    from nmm_compiler.cli.main import main
-
+def test_explain_writes_a_script_that_runs_alone(tmp_path, monkeypatch, nmm):
     monkeypatch.chdir(tmp_path)
     Path("small.py").write_text(
         "import torch\n\n\ndef make():\n    model = torch.nn.Sequential(torch.nn.Linear(64, 8, "
         "bias=False), torch.nn.Linear(8, 96))\n    return model, {'input': torch.randn(4, 64)}\n"
     )
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", "small.py:make", "--repro", "match.py"])
-    assert ended.value.code == 0
+    nmm("explain", "small.py:make", "--repro", "match.py", code=0)
     done = subprocess.run(
         [sys.executable, "match.py"], capture_output=True, text=True, check=False, timeout=300,
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},

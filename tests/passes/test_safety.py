@@ -153,7 +153,6 @@ def test_sizes_that_no_input_has():
         return lin(p, z.reshape(-1, padded.shape[0], 32)), F.linear(F.linear(z, p.a), p.b).relu()
 
     model = Model(f)
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend=lambda m, i: run(m, i).graph_module, dynamic=True)
     for shape in ((4, 6), (5, 7)):
         x = torch.randn(*shape, 32)

@@ -91,7 +91,6 @@ def test_strides_at_the_output(name, shape):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_strides_under_torch_compile(dynamic):
     model = Model(lambda p, x: (CASES["pointwise behind"](p, x), CASES["left, transposed"](p, x)))
-    torch._dynamo.reset()
     found = Backend()
     compiled = torch.compile(model, backend=found, dynamic=dynamic)
     for tokens in (5, 7):

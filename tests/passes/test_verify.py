@@ -247,7 +247,6 @@ OPTIONS = {"inner": "eager", "kernels": "lazy", "verify": True}
 
 
 def test_verify_by_the_backend():
-    torch._dynamo.reset()
     model = Layers()
     for tokens in (6, 7, 9):
         torch.compile(model, backend="nmm", options=OPTIONS)(torch.randn(tokens, 64))

@@ -169,7 +169,6 @@ def test_the_backend_runs_and_trains_it():
     x = X.to(torch.bfloat16).requires_grad_()
     reports = []
     options = {"executor": "simulator", "inner": "eager", "report": reports.append}
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="nmm", dynamic=False, options=options)
     grads = []
     for f in (model, compiled):

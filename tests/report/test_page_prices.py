@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nmm_compiler.backend.publish import compile_parts
-from nmm_compiler.cli.main import main
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 from nmm_compiler.prices.ways import alternatives, dense_rows
@@ -43,7 +42,7 @@ def simulated(spec) -> tuple[float, float, float]:
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str
 )
 def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
-    dtype, tmp_path, monkeypatch
+    dtype, tmp_path, monkeypatch, nmm
 ):
     built = {}
     monkeypatch.setattr(
@@ -60,9 +59,7 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(config).to(dtype).save_pretrained(tmp_path / "qwen3")
     page = tmp_path / "page.html"
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", str(tmp_path / "qwen3"), "--ratio", "0.3", "--html", str(page)])
-    assert ended.value.code == 0
+    nmm("explain", tmp_path / "qwen3", "--ratio", "0.3", "--html", page, code=0)
     text = page.read_text(encoding="utf-8")
     by_head = {}
     for head, *rows in tables(text):

