@@ -69,7 +69,7 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
     # predictions take a public name, a path or a config
     predicted = demo.predicted_forms
     monkeypatch.setattr(
-        demo, "predicted_forms", lambda name, *more: predicted(config.to_dict(), *more)
+        demo, "predicted_forms", lambda name, *more: predicted(model.config.to_dict(), *more)
     )
     run = json.loads(nmm("demo", "--form", form, "--target", target, "--json", code=0).out)
     assert run["form"] == form
