@@ -125,9 +125,13 @@ def alternatives(call: KernelSpec) -> tuple[Row, ...]:
 
 
 def _each(row: Row) -> tuple[Row, ...]:
-    """Return every row in which the calls of a row can be computed."""
-    choices = itertools.product(*map(alternatives, row))
-    return tuple(tuple(itertools.chain.from_iterable(chosen)) for chosen in choices)
+    """Return the rows in which the calls of a row can be computed, equal calls in the same way."""
+    kinds = tuple(dict.fromkeys(row))
+    rows = []
+    for chosen in itertools.product(*map(alternatives, kinds)):
+        way = dict(zip(kinds, chosen, strict=True))
+        rows.append(tuple(itertools.chain.from_iterable(way[call] for call in row)))
+    return tuple(rows)
 
 
 def dense_rows(call: Any) -> tuple[Row, ...]:
@@ -153,7 +157,7 @@ def beside(products: Row) -> tuple[Row, ...]:
         shared = {name: getattr(low[0], name) for name in names}
         shared |= {name: tuple(getattr(one, name) for one in low) for name in ends}
         each[0] += ((LowRankSharedSpec(**shared, pairs=pairs),),)
-    if len(dense) > 1:
+    if len(dense) > 1 and all(isinstance(one, MatmulSpec) for one in dense):
         outputs = sum(getattr(one, "n", 0) for one in dense)
         joined: Any = {"n": outputs, "bias": False, "activation": "identity"}
         each[1] += ((dataclasses.replace(dense[0], **joined),),)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import nmm_compiler as nmm
+from nmm_compiler.prices.kernel import PRICES
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -227,3 +228,183 @@ def test_biases_and_sums_are_read_whole(bias, keepdim, alpha):
         compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
         with torch.no_grad():
             torch.testing.assert_close(compiled(x, numbers, gates), model(x, numbers, gates))
+
+
+def one_layer(name, **changes):
+    """Return the mixture of experts of a tiny Llama 4."""
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_local_experts": 4} | changes
+    layer = Llama4TextMoe(transformers.Llama4TextConfig(**sizes)).eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_llama_4_multiplies_all_tokens_with_the_experts_that_they_chose(top_k):
+    layer, x = one_layer("Llama4", num_experts_per_tok=top_k), torch.randn(2, 5, 64)
+    torch._dynamo.reset()
+    found = nmm.explain(layer, x)
+    (match,) = [m for r in found.results for m in r.matches if m.rule == "experts"]
+    assert (match.info["m"], match.info["top_k"]) == (10 * top_k, 1)
+    grads = []
+    for call in (torch.compile(layer, backend="nmm", options={"inner": "eager"}), layer):
+        torch._dynamo.reset()
+        layer.zero_grad()
+        y, logits = call(x)
+        (y.square().sum() + logits.sum()).backward()
+        grads.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_of_llama_4_runs_the_kernel_in_the_simulator():
+    layer, x = one_layer("Llama4", num_experts_per_tok=1), torch.randn(1, 3, 64)
+    torch._dynamo.reset()
+    options = {"inner": "eager", "executor": "simulator"}
+    with torch.no_grad():
+        made = torch.compile(layer, backend="nmm", options=options)(x)[0]
+        torch.testing.assert_close(made, layer(x)[0], rtol=1e-3, atol=1e-4)
+
+
+def clamped(both):
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+class AllExperts(torch.nn.Module):
+    """gpt-oss's experts as one product of all tokens with all of them."""
+
+    def __init__(self, fill=0.0, chosen=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fill, self.chosen = fill, chosen
+        shapes = {"up": (4, 32, 48), "up_bias": (4, 48), "down": (4, 24, 32), "down_bias": (4, 32)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape) / 6))
+
+    def forward(self, x, logits):
+        top, index = logits.topk(2, -1)
+        index = index if self.chosen else logits.long().abs()[:, :2] % 4
+        scores = torch.full_like(logits, self.fill).scatter_(1, index, top.softmax(-1))
+        rows = x.repeat(4, 1).view(4, -1, 32)
+        h = torch.bmm(rows, self.up) + self.up_bias[..., None, :]
+        y = torch.bmm(clamped(h), self.down) + self.down_bias[..., None, :]
+        y = y.view(4, 3, -1, 32) * scores.transpose(0, 1).view(4, 3, -1)[..., None]
+        return y.sum(dim=0)
+
+
+def dense_inputs():
+    torch.manual_seed(1)
+    return torch.randn(3, 32), torch.randn(3, 4)
+
+
+def test_gates_of_all_experts_that_are_0_leave_the_chosen_ones():
+    model, args = AllExperts(), dense_inputs()
+    torch._dynamo.reset()
+    assert [m.rule for m in nmm.explain(model, args).results[0].matches] == ["experts"]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
+    torch.testing.assert_close(compiled(*args), model(*args))
+
+
+@pytest.mark.parametrize("changes", [{"fill": 0.5}, {"chosen": False}])
+def test_gates_of_all_experts_that_may_not_be_0_stay_as_they_are(changes):
+    torch._dynamo.reset()
+    assert nmm.explain(AllExperts(**changes), dense_inputs()).results[0].matches == []
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
+def test_experts_of_other_devices_are_left_out(name, way):
+    """Expert parallelism names an expert of another device by the number of those here."""
+    model = tiny(name, way)
+    (experts,) = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    experts._is_expert_parallel = True
+    index = torch.tensor([[0, 1], [3, 4], [4, 2], [1, 0], [4, 4]])
+    gates = torch.rand(5, 2, requires_grad=True)
+    args = torch.randn(5, 64), index, gates
+    torch._dynamo.reset()
+    assert [m.rule for m in nmm.explain(experts, args).results[0].matches] == ["experts"]
+    grads = []
+    for call in (torch.compile(experts, backend="nmm", options={"inner": "eager"}), experts):
+        torch._dynamo.reset()
+        experts.zero_grad()
+        gates.grad = None
+        call(*args).square().sum().backward()
+        grads.append([gates.grad, *(p.grad.clone() for p in experts.parameters())])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_over_experts_is_refused_with_the_way_out(name):
+    torch._dynamo.reset()
+    found = nmm.explain(tiny(name, "eager"), {"input_ids": IDS, "use_cache": False})
+    texts = [str(d) for r in found.results for d in r.declined if d.rule == "experts"]
+    assert texts
+    assert all("a loop over the experts" in one and "grouped_mm" in one for one in texts)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gates_of_more_bits_round_where_the_model_does(name):
+    """Mixtral and DeepSeek-V3 multiply by gates in float32, and then cast to the model's dtype."""
+    model = tiny(name, "grouped_mm").to(torch.bfloat16)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = nmm.explain(model, {"input_ids": IDS, "use_cache": False})
+        assert [m.rule for r in found.results for m in r.matches].count("experts") == 1
+        torch._dynamo.reset()
+        options = {"inner": "eager", "verify": True, "strict": True}  # bounds follow from the dtype
+        torch.compile(model, backend="nmm", options=options)(IDS, use_cache=False)
+
+
+def test_a_result_that_is_read_in_more_bits_is_refused():
+    class Wide(Experts):
+        def forward(self, x, index, gates):
+            return super().forward(x, index, gates.float()) + 1.0
+
+    args = picks()
+    model = Wide(silu_of_first).to(torch.bfloat16)
+    torch._dynamo.reset()
+    (result,) = nmm.explain(model, (args[0].to(torch.bfloat16), *args[1:])).results
+    assert result.matches == []
+    assert "are not one dtype" in str(result.declined[0])
+
+
+@pytest.mark.parametrize("where", ["rows", "h"])
+def test_a_write_in_place_that_is_no_bias_is_refused(where):
+    class Scaled(Experts):
+        def forward(self, x, index, gates):
+            picks = index.reshape(-1)
+            rows = x.repeat_interleave(2, dim=0)
+            if where == "rows":
+                rows.mul_(2.0)
+            h = torch.bmm(rows.unsqueeze(1), self.up[picks]).squeeze(1)
+            if where == "h":
+                h.mul_(2.0)
+            y = torch.bmm(self.function(h).unsqueeze(1), self.down[picks]).squeeze(1)
+            return (y * gates.reshape(-1).unsqueeze(-1)).view(3, 2, 32).sum(1)
+
+    model, args = Scaled(silu_of_first), picks()
+    matches, declined = explained(model)
+    assert matches == []
+    assert declined
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
+    torch.testing.assert_close(compiled(*args), model(*args))
+
+
+def test_experts_one_by_one_that_are_faster_stay_as_they_are(monkeypatch):
+    cost = {"experts": 90.0}
+    monkeypatch.setitem(PRICES, "closed_form", lambda spec, target: cost.get(spec.family, 2.0))
+    matches, declined = explained(Experts(silu_of_first))
+    assert matches == []
+    assert "one call for 3 tokens: 90.0 us on trn2, smaller calls 14.0 us" in declined[0]
+
+
+def test_trn1_takes_no_rows_that_an_index_chooses():
+    torch._dynamo.reset()
+    (result,) = nmm.explain(Experts(silu_of_first), picks(), options={"target": "trn1"}).results
+    assert result.matches == []
+    assert "trn1" in str(result.declined[0])

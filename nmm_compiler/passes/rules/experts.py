@@ -6,16 +6,26 @@
     (y * gates.reshape(-1)[.., None])[inverse].view(tokens, k, -1).sum(1)
       ->   nmm.experts(x, gate_up, down, index, gates)
 
+Both have masks where experts are shared by devices: an index of the number of experts or more is
+an expert of another device, and becomes -1. A product of all tokens with all experts, in which the
+scores of experts that a token did not choose are 0, becomes a call for the chosen ones:
+
+    scores = sigmoid(full(-inf).scatter(1, index, top))  or  zeros.scatter(1, index, top)
+    bmm(act(bmm(x.repeat(experts, 1) * scores.T, gate_up)), down).sum(0)           Llama 4
+    (bmm(act(bmm(x.repeat(experts, 1), gate_up)), down) * scores.T).sum(0)
+
 The function between the products is recognized by its values: an activation of the gate times up,
-or gpt-oss's clamped product. Experts in a Python loop break the graph and cannot be seen here.
+or gpt-oss's clamped product. A Python loop over the experts breaks the graph; its beginning is
+recognized and refused. One call is taken unless the experts one by one are predicted to be faster.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,16 +35,24 @@ from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.experts.spec import HALVES, ExpertsSpec
 from nmm_compiler.ops.chosen import gated
-from nmm_compiler.passes.chains.safety import DTYPES, Refusal, unsafe
+from nmm_compiler.passes.chains.safety import (
+    DTYPES,
+    Refusal,
+    call_ways,
+    real_users,
+    slower,
+    tokens_to_judge,
+    unsafe,
+)
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import Match, Rule
 
+aten = torch.ops.aten
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback"})
 RESHAPES = frozenset({"view", "reshape", "contiguous", "flatten", "unsqueeze", "squeeze"})
-
-
+_PRODUCTS = (*GROUPED, "bmm")
 _PLAIN: dict[str, Any] = {
     "halves": "joined", "activation": "silu", "limit": 0.0, "slope": 1.0, "plus": 0.0,
 }  # fmt: skip
@@ -43,8 +61,8 @@ _PLAIN: dict[str, Any] = {
 # What may stand between the products of an expert, beside casts.
 _OF_ELEMENTS = frozenset({
     "chunk", "split", "unbind", "getitem", "mul", "add", "sub", "div", "neg", "pow", "square",
-    "exp", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
-    "clamp", "clamp_max", "clamp_min", "clip",
+    "exp", "silu", "gelu", "relu", "sigmoid", "tanh", "erf", "clamp", "clamp_max", "clamp_min",
+    "clip",
 })  # fmt: skip
 _CASTS = frozenset({"to", "_to_copy", "float", "type_as", "contiguous"})
 
@@ -60,22 +78,51 @@ def name_of(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _Linear:
-    """One product: its rows, the weights and biases of all experts, whether they lie [out, in]."""
+    """One product: its rows, the weights and biases of all experts, whether they lie [out, in].
+
+    product: the node of the product alone; last: with bias and mask. adds: where the bias is added
+    in place. mask: of absent experts. picks: by which biases are gathered.
+    """
 
     rows: Any
     weight: fx.Node
     bias: fx.Node | None
     turned: bool
+    product: fx.Node
     last: fx.Node
+    adds: tuple[fx.Node, ...] = ()
+    mask: fx.Node | None = None
+    picks: Any = None
 
 
 @dataclass(frozen=True)
-class _Call:
-    """writes: the nodes that write in place what the call stands for, and nothing else."""
+class _Mixture:
+    """What one mixture computes of x [tokens, k], index and gates [tokens, top_k].
 
-    operands: tuple[fx.Node | None, ...]
-    said: dict[str, Any]
-    writes: tuple[fx.Node, ...]
+    gates is None where `scores` [tokens, experts] has them. scaled: they multiply x and not y.
+    absent: an index of the number of experts or more is no expert. writes: nodes that write in
+    place to what the mixture makes.
+    """
+
+    x: fx.Node
+    index: fx.Node
+    gates: fx.Node | None
+    up: _Linear
+    down: _Linear
+    scores: fx.Node | None = None
+    scaled: bool = False
+    absent: bool = False
+    writes: frozenset[fx.Node] = frozenset()
+    said: dict[str, Any] | None = None
+    groups: int = 0
+
+    def operands(self) -> tuple[fx.Node, ...]:
+        """Return the nodes that the call reads."""
+        found = (
+            self.x, self.up.weight, self.down.weight, self.index, self.gates, self.scores,
+            self.up.bias, self.down.bias,
+        )  # fmt: skip
+        return tuple(one for one in found if one is not None)
 
 
 class Experts(Rule):
@@ -85,189 +132,380 @@ class Experts(Rule):
     ends_at = None
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
-        """Propose sums over the picks of tokens."""
-        plain = name_of(node) == "sum" and not set(node.kwargs) - {"dim"} and len(node.args) <= 2
-        if plain and _given(node, 1, "dim") in (1, [1], (1,)):
+        """Propose sums over the picks of tokens or over experts, and beginnings of loops."""
+        summed = name_of(node) == "sum" and not set(node.kwargs) - {"dim"} and len(node.args) <= 2
+        summed = summed and _given(node, 1, "dim") in (0, [0], (0,), 1, [1], (1,))
+        if summed or _begins_loop(node):
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the picks, both products and what stands between them."""
         node = candidate
+        if _begins_loop(node):
+            return Refusal(
+                "no_kernel", "a loop over the experts that tokens chose breaks the graph", node,
+                remedy='load the model with experts_implementation="grouped_mm"',
+            )  # fmt: skip
         try:
-            call, spec = self._read(graph, node)
+            by_pick = _given(node, 1, "dim") in (1, [1], (1,))
+            mixture = _of_picks(graph, node) if by_pick else _of_all(graph, node)
+            kinds = {one.turned for one in (mixture.up, mixture.down)}
+            if len(graph.shape(mixture.down.weight) or ()) != 3 or len(kinds) != 1:
+                return None
+            between, h = _region(mixture.down.rows)
         except NotExpertsError:
             return None
-        if isinstance(call, Refusal):
-            return call
-        reads = tuple(one for one in call.operands if one is not None)
-        inner = _between([node, *call.writes], set(reads))
-        return unsafe(graph, inner, node, reads, allowed=call.writes) or Match(
+        said = _function(graph, between, h, mixture.down.rows)
+        if said is None:
+            why = "the function between the products of the experts is no gated product"
+            return Refusal("no_kernel", why, mixture.down.rows)
+        groups = int(graph.shape(mixture.down.weight)[0])  # type: ignore[index]
+        made = replace(mixture, said=said, groups=groups)
+        return self._matched(graph, node, made)
+
+    def _matched(self, graph: Canonical, node: Any, mixture: _Mixture) -> Match | Refusal:
+        """Return the match of one call, or why there is none."""
+        reads = mixture.operands()
+        stops = {*reads, mixture.x}
+        inner = _between([node, *mixture.writes], stops)
+        spec = self._spec(graph, mixture)
+        if isinstance(spec, Refusal):
+            return spec
+        weights = mixture.up.weight, mixture.down.weight
+        dtypes = [graph.dtype(one) for one in (mixture.x, *weights)]
+        if len({*dtypes}) > 1 or dtypes[0] not in DTYPES or not _rounds(graph, node, dtypes[0]):
+            said_of = "x {}, gate_up {}, down {} and the result {}"
+            said_of = said_of.format(*dtypes, graph.dtype(node))
+            why = f"{said_of} are not one dtype that kernels compute in"
+            return Refusal("dtype", why, node)
+        why_not = unsafe(graph, inner, node, reads, allowed=mixture.writes)
+        if why_not is not None:
+            return why_not
+        try:
+            spec.check(graph.chip)
+        except NmmError as error:
+            return Refusal("no_kernel", str(error), node)
+        times = call_ways(graph, spec)
+        sizes = {name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")}
+        return slower(times, node) or Match(
             rule=self.name,
             node=node,
             nodes=frozenset(inner),
-            data=call,
-            info={
-                **{name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")},
-                "chains": 0,  # its products are dense
-            },
+            data=mixture,
+            info={**sizes, "chains": 0, "predicted": times.to_dict()},  # its products are dense
             length=spec.k + spec.n,
         )
 
-    def _read(self, graph: Canonical, node: Any) -> tuple[Any, Any]:
-        """Return the call and its spec, or a refusal and None; raise NotExpertsError for others."""
-        view = _named(node.args[0], RESHAPES)
-        shape = graph.shape(view) or ()
-        if len(shape) != 3:
-            raise NotExpertsError
-        product, inverse = view.args[0], None
-        if name_of(product) == "getitem" and isinstance(product.args[1], fx.Node):
-            product, inverse = product.args
-        both = _named(product, ("mul",)).args
-        sides = [one for one in both if isinstance(one, fx.Node)]
-        spread = [one for one in sides if name_of(one) == "unsqueeze"]
-        if len(sides) != 2 or not spread or spread[-1].args[1] not in (-1, 1):
-            raise NotExpertsError
-        made, gates = _other(sides, spread[-1]), spread[-1].args[0]
-        down = self._linear(graph, made, inverse is not None)
-        between, h = _region(down.rows)
-        up = self._linear(graph, h, inverse is not None)
-        x, index, gates = self._picks(graph, up, down, gates, inverse, shape)
-        kinds = {one.turned for one in (up, down)}
-        weights = graph.shape(down.weight) or ()
-        if len(weights) != 3 or len(kinds) != 1 or not _same_tokens(graph, x, shape):
-            raise NotExpertsError
-        turned = kinds.pop()
-        said = _function(graph, between, h, down.rows)
-        if said is None:
-            why = "the function between the products of the experts is no gated product"
-            return Refusal("no_kernel", why, down.rows), None
+    def _spec(self, graph: Canonical, mixture: _Mixture) -> ExpertsSpec | Refusal:
+        """Return the spec of the call."""
+        tokens, k = graph.shape(mixture.x) or (0, 0)
+        turned = mixture.down.turned
+        weights = graph.shape(mixture.down.weight) or ()
+        top_k = int((graph.shape(mixture.index) or (0, 0))[-1])
+        tokens = tokens_to_judge(tokens)
+        if mixture.scaled:
+            tokens, top_k = tokens * top_k, 1
         try:
-            spec = ExpertsSpec(
-                m=shape[0] if isinstance(shape[0], int) else 128, k=shape[2],
-                n=weights[2 if turned else 1], groups=weights[0], top_k=shape[1],
-                dtype=str(graph.dtype(x)).removeprefix("torch."), gate_up_bias=up.bias is not None,
-                down_bias=down.bias is not None, weight_layout="col" if turned else "row", **said,
+            return ExpertsSpec(
+                m=tokens, k=k, n=weights[2 if turned else 1], groups=mixture.groups, top_k=top_k,
+                dtype=str(graph.dtype(mixture.x)).removeprefix("torch."),
+                gate_up_bias=mixture.up.bias is not None,
+                down_bias=mixture.down.bias is not None,
+                weight_layout="col" if turned else "row", **(mixture.said or {}),
             )  # fmt: skip
         except (NmmError, TypeError) as error:
-            return Refusal("no_kernel", str(error), node), None
-        dtypes = [graph.dtype(one) for one in (x, up.weight, down.weight, node)]
-        if len({*dtypes}) > 1 or dtypes[0] not in DTYPES:
-            said_of = "x {}, gate_up {}, down {} and the result {}".format(*dtypes)
-            return Refusal(
-                "dtype", f"{said_of} are not one dtype that kernels compute in", node
-            ), None
-        said |= {"weight_layout": "col"} if turned else {}
-        biases = (None if one.bias is None else _named(one.bias, ("getitem",)).args[0]
-                  for one in (up, down))  # fmt: skip
-        operands = (x, up.weight, down.weight, index, gates, *biases)
-        writes = [one.last for one in (up, down) if one.last in graph.effects.writers]
-        if inverse is not None:
-            writes += _writes(inverse)
-        return _Call(operands, said, tuple(writes)), spec
-
-    def _linear(self, graph: Canonical, node: Any, grouped: bool) -> _Linear:
-        """Return the product that a node is, with the bias that is added to it in place or not."""
-        last, bias = node, None
-        added = [one for one in node.users if name_of(one) == "add_" and one.args[0] is node]
-        if len(added) == 1:
-            last, bias = added[0], added[0].args[1]
-        elif name_of(node) in ("add", "add_"):
-            node, bias = node.args
-        if bias is not None and last.kwargs:  # alpha, which multiplies the bias
-            raise NotExpertsError
-        node = node if grouped else _named(node, ("squeeze",)).args[0]
-        names = GROUPED if grouped else ("bmm",)
-        left, right = _named(node, names).args[:2]
-        if any(_given(node, i, name) is not None for i, name in ((3, "bias"), (4, "out_dtype"))):
-            raise NotExpertsError
-        if grouped:
-            rows, weight = _cast(left), right
-            turned = name_of(weight) in ("transpose", "mT")
-            if turned and sorted(d % 3 for d in weight.args[1:]) != [1, 2]:
-                raise NotExpertsError
-            weight = weight.args[0] if turned else weight
-        else:
-            turned = name_of(left) == "getitem"
-            chosen, token = (left, right) if turned else (right, left)
-            rows = _named(token, ("unsqueeze",)).args[0]
-            weight = _named(chosen, ("getitem",)).args[0]
-        return _Linear(_cast(rows), weight, bias, turned, last)
-
-    def _picks(
-        self, graph: Canonical, up: _Linear, down: _Linear, gates: Any, inverse: Any, shape: Any
-    ) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Return x, the index and the gates of tokens; both products choose by the same picks."""
-        if inverse is None:
-            rows = _named(up.rows, ("repeat_interleave",))
-            if rows.args[1] != shape[1] or _given(rows, 2, "dim") != 0:
-                raise NotExpertsError
-            chosen = [_chosen(one) for one in (up, down)]
-            picks = chosen[0]
-            x = rows.args[0]
-            biases = [one.bias for one in (up, down) if one.bias is not None]
-            if any(_named(bias, ("getitem",)).args[1] is not picks for bias in biases):
-                raise NotExpertsError
-        else:
-            rows = _named(up.rows, ("getitem",))
-            x, place = rows.args
-            divides = isinstance(place, fx.Node) and place.target is operator.floordiv
-            divides = divides or name_of(place) == "floor_divide"
-            if not divides or place.args[1] != shape[1]:
-                raise NotExpertsError
-            perm = place.args[0]
-            ordered = _named(_named(perm, ("getitem",)).args[0], ("sort",))
-            sorted_picks = next(
-                (one for one in ordered.users if name_of(one) == "getitem" and one.args[1] == 0),
-                None,
-            )
-            gates = _named(gates, ("getitem",))
-            weights = graph.shape(down.weight) or (0,)
-            if (
-                perm.args[1] != 1
-                or gates.args[1] is not perm
-                or not _inverts(inverse, perm)
-                or len(ordered.args) > 1
-                or ordered.kwargs
-            ):
-                raise NotExpertsError
-            chosen = [_counted(one, sorted_picks, weights[0]) for one in (up, down)]
-            picks, gates = ordered.args[0], gates.args[0]
-        if chosen[0] is not chosen[1] or chosen[0] is None:
-            raise NotExpertsError
-        own = _named(picks, RESHAPES).args[0], _named(gates, RESHAPES).args[0]
-        if any(tuple(graph.shape(one) or ()) != tuple(shape[:2]) for one in own):
-            raise NotExpertsError
-        return x, *own
+            return Refusal("no_kernel", str(error), mixture.down.last)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
-        call: _Call = match.data
-        x, _, _, index, *_ = call.operands
-        x = editor.c.values[x]
-        operands = list(call.operands)
-        if not _is_top_k(index):
-            operands[3] = counted_from_end(editor, index, match.info["groups"])
+        mixture: _Mixture = match.data
+        values = editor.c.values
+        x, index, gates = mixture.x, mixture.index, mixture.gates
+        if mixture.scores is not None:
+            gates = editor.call(aten.gather.default, mixture.scores, 1, index)
+        elif not mixture.absent and not _is_top_k(index):
+            index = counted_from_end(editor, index, mixture.groups)
+        elif mixture.absent:
+            index = editor.call(aten.clamp.default, index, 0)
+            elsewhere = editor.call(aten.ge.Scalar, index, mixture.groups)
+            index = editor.call(aten.masked_fill.Scalar, index, elsewhere, -1)
+        assert gates is not None
+        tokens, top_k = editor.shape(index)
+        features = editor.shape(x)[1]
+        if mixture.scaled:  # a row for each pick, since each has its own x
+            row = editor.call(aten.unsqueeze.default, x, 1)
+            row = editor.call(aten.mul.Tensor, row, editor.call(aten.unsqueeze.default, gates, -1))
+            x = editor.call(aten.flatten.using_ints, row, 0, 1)
+            index = editor.call(aten.view.default, index, [-1, 1])
+            gates = editor.call(aten.ones_like.default, index, dtype=values[x].dtype)
+        layout = {"weight_layout": "col"} if mixture.down.turned else {}
         new = editor.call(
             torch.ops.nmm.experts.default,
-            *operands,
-            meta_value=x.new_empty(x.shape),
-            **call.said,
-            target=editor.options.target,
-            executor=editor.options.executor,
-        )
+            x, mixture.up.weight, mixture.down.weight, index, gates,
+            mixture.up.bias, mixture.down.bias,
+            meta_value=values[x].new_empty(values[x].shape), **layout, **(mixture.said or {}),
+            target=editor.options.target, executor=editor.options.executor,
+        )  # fmt: skip
+        if mixture.scaled:
+            new = editor.reshape(new, (tokens, top_k, features))
+            new = editor.call(aten.sum.dim_IntList, new, [1])
+        new = editor.reshape(new, editor.shape(match.node))
+        wanted = values[match.node].dtype
+        if values[new].dtype != wanted:
+            new = editor.call(aten._to_copy.default, new, dtype=wanted)
         return editor.like(new, match.node)
 
 
-def counted_from_end(editor: Editor, index: Any, groups: int) -> fx.Node:
+def counted_from_end(editor: Editor, index: Any, groups: Any) -> fx.Node:
     """Return an index of groups whose negative numbers count from the end, as indexing does."""
-    below = editor.call(torch.ops.aten.lt.Scalar, index, 0)
-    other = editor.call(torch.ops.aten.add.Scalar, index, groups)
-    return editor.call(torch.ops.aten.where.self, below, other, index)
+    below = editor.call(aten.lt.Scalar, index, 0)
+    other = editor.call(aten.add.Scalar, index, groups)
+    return editor.call(aten.where.self, below, other, index)
 
 
 def _is_top_k(index: Any) -> bool:
     """Return whether an index is that of `topk`, which is never negative."""
     return name_of(index) == "getitem" and name_of(index.args[0]) == "topk"
+
+
+def _begins_loop(node: Any) -> bool:
+    """Return whether a node asks which experts some token chose, as loops over experts do."""
+    if name_of(node) not in ("gt", "greater") or node.args[1] != 0:
+        return False
+    counts = node.args[0]
+    mask = counts.args[0] if name_of(counts) == "sum" else None
+    return name_of(mask) == "permute" and name_of(mask.args[0]) == "one_hot"
+
+
+def _rounds(graph: Canonical, node: Any, dtype: Any) -> bool:
+    """Return whether a result has a dtype, or is cast to it by all that read it."""
+    if graph.dtype(node) == dtype:
+        return True
+    readers = real_users(node)
+    casts = [name_of(user) in ("to", "_to_copy") and graph.dtype(user) == dtype for user in readers]
+    return bool(readers) and all(casts)
+
+
+def _of_picks(graph: Canonical, node: Any) -> _Mixture:
+    """Read a sum over the picks of each token."""
+    view = _named(node.args[0], RESHAPES)
+    shape = graph.shape(view) or ()
+    if len(shape) != 3:
+        raise NotExpertsError
+    product, inverse = view.args[0], None
+    if name_of(product) == "getitem" and isinstance(product.args[1], fx.Node):
+        product, inverse = product.args
+    made, gates = _times_gates(product)
+    kind = "batched" if inverse is None else "grouped"
+    down = _linear(made, kind)
+    up = _linear(_region(down.rows)[1], kind)
+    read = _batched_picks if inverse is None else _grouped_picks
+    mixture = read(graph, up, down, gates, inverse, shape)
+    own = (mixture.index, mixture.gates)
+    if any(tuple(graph.shape(one) or ()) != tuple(shape[:2]) for one in own):
+        raise NotExpertsError
+    if tuple(graph.shape(mixture.x) or ()) != (shape[0], shape[2]):
+        raise NotExpertsError
+    return mixture
+
+
+def _times_gates(product: Any) -> tuple[fx.Node, fx.Node]:
+    """Return y and the gates of y * gates[.., None]."""
+    both = _named(product, ("mul",)).args
+    sides = [one for one in both if isinstance(one, fx.Node)]
+    spread = [one for one in sides if name_of(one) == "unsqueeze"]
+    if len(sides) != 2 or not spread or spread[-1].args[1] not in (-1, 1):
+        raise NotExpertsError
+    made = sides[0] if sides[1] is spread[-1] else sides[1]
+    return made, spread[-1].args[0]
+
+
+def _linear(node: Any, kind: str) -> _Linear:
+    """Return the product that a node is, with bias and mask; kind: "grouped", "batched", "all"."""
+    last, bias, mask = node, None, None
+    if name_of(node) == "masked_fill":
+        node, mask, value = (*node.args, node.kwargs.get("value"))[:3]
+        if value != 0 or kind != "grouped":
+            raise NotExpertsError
+    added = [one for one in node.users if name_of(one) == "add_" and one.args[0] is node]
+    sums = added
+    if len(added) == 1:
+        bias = added[0].args[1]
+    elif name_of(node) in ("add", "add_"):
+        sums = [node]
+        node, bias = node.args
+    last = added[0] if added and mask is None else last
+    if any(one.kwargs for one in sums):
+        raise NotExpertsError  # alpha, which multiplies the bias
+    product = _named(node, ("squeeze",)).args[0] if kind == "batched" else node
+    left, right = _named(product, GROUPED if kind == "grouped" else ("bmm",)).args[:2]
+    if any(_given(product, i, name) is not None for i, name in ((3, "bias"), (4, "out_dtype"))):
+        raise NotExpertsError
+    if kind == "batched":
+        turned = name_of(left) == "getitem"
+        chosen, token = (left, right) if turned else (right, left)
+        rows = _named(token, ("unsqueeze",)).args[0]
+        weight = _named(chosen, ("getitem",)).args[0]
+    else:
+        rows, weight = left, right
+        turned = name_of(weight) in ("transpose", "mT")
+        if turned and sorted(d % 3 for d in weight.args[1:]) not in ([], [1, 2]):
+            raise NotExpertsError
+        weight = weight.args[0] if turned else weight
+    picks = None
+    if kind == "all":
+        bias = _of_expert(bias)
+    elif bias is not None:
+        bias, picks = _named(bias, ("getitem",)).args
+    return _Linear(_cast(rows), weight, bias, turned, product, last, tuple(added), mask, picks)
+
+
+def _of_expert(bias: Any) -> Any:
+    """Return the biases [experts, n] of bias[.., None, :]."""
+    if bias is None:
+        return None
+    held = _named(bias, ("getitem", "unsqueeze"))
+    if name_of(held) == "unsqueeze":
+        between = held.args[1] in (1, -2)
+    else:
+        between = held.args[1] in ((Ellipsis, None, slice(None)), (slice(None), None))
+    if not between:
+        raise NotExpertsError
+    return held.args[0]
+
+
+def _batched_picks(
+    graph: Canonical, up: _Linear, down: _Linear, gates: Any, inverse: Any, shape: Any
+) -> _Mixture:
+    """Read weights that are gathered for each pick."""
+    rows = _named(up.rows, ("repeat_interleave",))
+    if rows.args[1] != shape[1] or _given(rows, 2, "dim") != 0:
+        raise NotExpertsError
+    picks, other = (_chosen(one) for one in (up, down))
+    if picks is None or picks is not other or not _same_biases(picks, up, down):
+        raise NotExpertsError
+    groups = (graph.shape(down.weight) or (0,))[0]
+    absent = name_of(picks) == "clamp"
+    if absent:
+        bounds = tuple(_given(picks, i, name) for i, name in ((1, "min"), (2, "max")))
+        gates, mask, value = (*_named(gates, ("masked_fill",)).args, None)[:3]
+        picks = picks.args[0]
+        if bounds != (0, groups - 1) or value != 0 or not _names_absent(mask, picks, groups):
+            raise NotExpertsError
+    return _Mixture(
+        rows.args[0], _flattened(picks), _flattened(gates), up, down, absent=absent,
+        writes=frozenset((*up.adds, *down.adds)),
+    )  # fmt: skip
+
+
+def _grouped_picks(
+    graph: Canonical, up: _Linear, down: _Linear, gates: Any, inverse: Any, shape: Any
+) -> _Mixture:
+    """Read rows that are sorted by expert."""
+    rows = _named(up.rows, ("getitem",))
+    x, place = rows.args
+    divides = isinstance(place, fx.Node) and place.target is operator.floordiv
+    divides = divides or name_of(place) == "floor_divide"
+    if not divides or place.args[1] != shape[1]:
+        raise NotExpertsError
+    perm = place.args[0]
+    ordered = _named(_named(perm, ("getitem",)).args[0], ("sort",))
+    picks = next(
+        (one for one in ordered.users if name_of(one) == "getitem" and one.args[1] == 0), None
+    )
+    gates = _named(gates, ("getitem",))
+    groups = (graph.shape(down.weight) or (0,))[0]
+    writes = _inverts(inverse, perm).union(up.adds, down.adds)
+    if perm.args[1] != 1 or gates.args[1] is not perm or len(ordered.args) > 1 or ordered.kwargs:
+        raise NotExpertsError
+    offsets = [_counted(one, picks, groups) for one in (up, down)]
+    if offsets[0] is None or offsets[0] is not offsets[1] or not _same_biases(picks, up, down):
+        raise NotExpertsError
+    masks = {up.mask, down.mask}
+    absent = masks != {None}
+    if absent:
+        mask = _named(up.mask, ("unsqueeze",))
+        if len(masks) != 1 or not _names_absent(mask.args[0], picks, groups):
+            raise NotExpertsError
+        writes |= _masks_in_place(rows, mask) | _clamps(picks, groups)
+    return _Mixture(
+        x, _flattened(ordered.args[0]), _flattened(gates.args[0]), up, down, absent=absent,
+        writes=writes,
+    )  # fmt: skip
+
+
+def _of_all(graph: Canonical, node: Any) -> _Mixture:
+    """Read a sum over experts of a product of all tokens with all of them."""
+    made, scores = node.args[0], None
+    outer = made
+    while name_of(outer) in RESHAPES:
+        outer = outer.args[0]
+    if name_of(outer) == "mul":
+        made, scores = _times_scores(graph, outer)
+    while name_of(made) in RESHAPES:
+        made = made.args[0]
+    down = _linear(made, "all")
+    up = _linear(_region(down.rows)[1], "all")
+    rows, scaled = up.rows, scores is None
+    while name_of(rows) in RESHAPES:
+        rows = rows.args[0]
+    if scaled:
+        rows, scores = _times_scores(graph, rows)
+    shape, groups = graph.shape(up.rows) or (), (graph.shape(down.weight) or (0,))[0]
+    repeated = _named(rows, ("repeat",))
+    x, times = repeated.args[0], tuple(repeated.args[1:])
+    size = tuple(graph.shape(x) or ())
+    if scaled and (up.bias is not None or down.bias is not None):
+        raise NotExpertsError  # an expert that no token chose adds its bias
+    if len(shape) != 3 or shape[0] != groups or len(size) != 2:
+        raise NotExpertsError
+    if times not in ((groups, 1), ((groups, 1),)):
+        raise NotExpertsError
+    index = _sparse(scores)
+    if tuple(graph.shape(scores) or ()) != (size[0], groups):
+        raise NotExpertsError
+    if math.prod(graph.shape(node) or ()) != math.prod(size):
+        raise NotExpertsError
+    return _Mixture(x, index, None, up, down, scores=scores, scaled=scaled)
+
+
+def _times_scores(graph: Canonical, product: Any) -> tuple[Any, fx.Node]:
+    """Return rows and scores of rows * scores.T, each score for one row of features."""
+    sides = [one for one in _named(product, ("mul",)).args if isinstance(one, fx.Node)]
+    for rows, spread in (sides, sides[::-1]) if len(sides) == 2 else ():
+        ends = (graph.shape(spread) or ())[-1:]
+        turned: Any = spread
+        while name_of(turned) in RESHAPES or _adds_dimension(turned):
+            turned = turned.args[0]
+        swaps = name_of(turned) == "transpose" and sorted(turned.args[1:]) in ([0, 1], [-2, -1])
+        if ends == (1,) and (swaps or name_of(turned) == "t"):
+            fits = tuple(graph.shape(rows) or ())[:-1] == tuple(graph.shape(spread) or ())[:-1]
+            if fits and len(graph.shape(turned) or ()) == 2:
+                return rows, turned.args[0]
+    raise NotExpertsError
+
+
+def _adds_dimension(node: Any) -> bool:
+    """Return whether a node is value[.., None]."""
+    return name_of(node) == "getitem" and node.args[1] in ((Ellipsis, None),)
+
+
+def _sparse(scores: Any) -> fx.Node:
+    """Return the index of the experts whose scores are not 0; those are the largest of a row."""
+    node, wanted = scores, 0.0
+    while name_of(node) in ("to", "_to_copy", "float", "sigmoid"):
+        wanted = -math.inf if name_of(node) == "sigmoid" else wanted
+        node = node.args[0]
+    given = _named(node, ("scatter", "scatter_"))
+    into, index = given.args[0], _given(given, 2, "index")
+    if set(given.kwargs) - {"dim", "index", "src"} or len(given.args) > 4:
+        raise NotExpertsError  # sums where an expert is there twice
+    fill = into.args[1] if name_of(into) in ("full_like", "full") else None
+    fill = 0.0 if name_of(into) in ("zeros_like", "zeros") else fill
+    right = fill == wanted and _given(given, 1, "dim") in (1, -1)
+    if not right or not _is_top_k(index) or index.args[1] != 1:  # no expert twice
+        raise NotExpertsError
+    return index
 
 
 def _chosen(linear: _Linear) -> fx.Node | None:
@@ -276,9 +514,13 @@ def _chosen(linear: _Linear) -> fx.Node | None:
     return found.pop() if len(found) == 1 else None
 
 
+def _same_biases(picks: Any, *linears: _Linear) -> bool:
+    """Return whether biases are those of these picks."""
+    return all(one.picks is picks for one in linears if one.bias is not None)
+
+
 def _gathers(linear: _Linear) -> Iterator[fx.Node]:
-    product = linear.last
-    for node in _between([product], {linear.rows, linear.weight}):
+    for node in _between([linear.last, *linear.adds], {linear.rows, linear.weight}):
         held = name_of(node) == "getitem" and isinstance(node.args[1], fx.Node)
         if held and node is not linear.rows:
             yield node
@@ -286,9 +528,7 @@ def _gathers(linear: _Linear) -> Iterator[fx.Node]:
 
 def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
     """Return the offsets of a grouped product if they count the sorted picks."""
-    product = next(n for n in _between([linear.last], {linear.rows, linear.weight})
-                   if name_of(n) in GROUPED)  # fmt: skip
-    offsets = _given(product, 2, "offs")
+    offsets = _given(linear.product, 2, "offs")
     total = _named(offsets, ("cumsum",))
     counts = _named(total.args[0], ("histc",))
     source = counts.args[0]
@@ -297,26 +537,48 @@ def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
     bounds = tuple(_given(counts, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
     right = source is picks and bounds == (groups, 0, groups - 1)
     right = right and _given(total, 1, "dim") == 0
-    if linear.bias is not None:
-        right = right and _named(linear.bias, ("getitem",)).args[1] is picks
     return offsets if right else None
 
 
-def _inverts(inverse: Any, perm: Any) -> bool:
-    """Return whether `inverse` is filled as inverse[perm] = arange."""
+def _inverts(inverse: Any, perm: Any) -> frozenset[fx.Node]:
+    """Return the write that fills `inverse` as inverse[perm] = arange."""
     if name_of(inverse) not in ("empty_like", "new_empty") or inverse.args[0] is not perm:
-        return False
-    writes = _writes(inverse)
+        raise NotExpertsError
+    writes = [one for one in inverse.users if name_of(one) in ("setitem_", "index_put_")]
     if len(writes) != 1 or len(writes[0].args) < 3:
-        return False
+        raise NotExpertsError
     _, place, value = writes[0].args[:3]
     place = place[0] if isinstance(place, (list, tuple)) else place
-    counts = name_of(value) == "arange" and len(value.args) == 1
-    return place is perm and counts
+    if place is not perm or name_of(value) != "arange" or len(value.args) != 1:
+        raise NotExpertsError
+    return frozenset(writes)
 
 
-def _writes(inverse: fx.Node) -> list[fx.Node]:
-    return [one for one in inverse.users if name_of(one) in ("setitem_", "index_put_")]
+def _names_absent(mask: Any, picks: Any, groups: Any) -> bool:
+    """Return whether a mask is of picks that are none of the experts here."""
+    return name_of(mask) == "ge" and tuple(mask.args) == (picks, groups)
+
+
+def _masks_in_place(rows: fx.Node, mask: fx.Node) -> frozenset[fx.Node]:
+    """Return the writes of 0 to the rows of absent experts."""
+    found = [one for one in rows.users if name_of(one) == "masked_fill_"]
+    if any(tuple(one.args[1:]) != (mask, 0.0) for one in found):
+        raise NotExpertsError
+    return frozenset(found)
+
+
+def _clamps(picks: Any, groups: Any) -> frozenset[fx.Node]:
+    """Return the writes that bring absent picks into bounds, for gathers of biases."""
+    found = [one for one in picks.users if name_of(one) in ("clamp_", "clamp_max_")]
+    if any(_given(one, 2, "max") != groups - 1 for one in found):
+        raise NotExpertsError
+    return frozenset(found)
+
+
+def _flattened(picks: Any) -> fx.Node:
+    """Return what one row of numbers was before it was flattened."""
+    node: fx.Node = _named(picks, RESHAPES).args[0]
+    return node
 
 
 def _given(node: Any, place: int, name: str) -> Any:
@@ -329,17 +591,9 @@ def _named(node: Any, names: Any) -> Any:
     return node
 
 
-def _other(pair: list[fx.Node], one: fx.Node) -> fx.Node:
-    return pair[0] if pair[1] is one else pair[1]
-
-
 def _cast(node: Any) -> Any:
     """Return what a cast is of: x and weights have one dtype, which is checked."""
     return node.args[0] if name_of(node) in ("to", "_to_copy") else node
-
-
-def _same_tokens(graph: Canonical, x: Any, shape: Any) -> bool:
-    return tuple(graph.shape(x) or ()) == (shape[0], shape[2])
 
 
 def _between(ends: list[fx.Node], stops: set[Any]) -> list[fx.Node]:
@@ -357,7 +611,7 @@ def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
     ends: set[fx.Node] = set()
     for current in found:
         for n in current.all_input_nodes:
-            if name_of(n) in (*GROUPED, "squeeze", "add_") or _has_bias(n):
+            if _ends_product(n):
                 ends.add(n)
             elif n not in found:
                 found.append(n)
@@ -366,11 +620,15 @@ def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
     return found, ends.pop()
 
 
-def _has_bias(node: Any) -> bool:
-    """Return whether a node adds gathered biases to a product."""
-    if name_of(node) != "add" or len(node.all_input_nodes) != 2:
-        return False
-    return any(name_of(n) in (*GROUPED, "squeeze") for n in node.all_input_nodes)
+def _ends_product(node: Any) -> bool:
+    """Return whether a node is a product, with its bias and its mask where it has them."""
+    name = name_of(node)
+    if name in (*_PRODUCTS, "squeeze", "add_"):
+        return True
+    if name == "masked_fill":
+        return _ends_product(node.args[0])
+    pair = node.all_input_nodes if name == "add" else []
+    return len(pair) == 2 and any(name_of(n) in (*_PRODUCTS, "squeeze") for n in pair)
 
 
 def _function(
