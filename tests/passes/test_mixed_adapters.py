@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nmm_compiler as nmm
+from nmm_compiler.prices.kernel import PRICES
 
 peft = pytest.importorskip("peft")
 NAMES = ["a", "__base__", "b", "c", "a"]
@@ -175,3 +176,133 @@ def test_a_scale_in_the_sum_of_rows_is_not_dropped():
 
     given = torch.randn(4, 32), torch.randn(48, 32), torch.randn(8, 32), torch.randn(48, 8)
     torch.testing.assert_close(compiled(scaled)(*given), scaled(*given))
+
+
+def einsum(x, w, bias, a, b, gains, index):
+    h = torch.einsum("bi,boi->bo", x, a[index])
+    return F.linear(x, w, bias) + torch.einsum("br, bor -> bo", h * 0.5, b[index])
+
+
+def rows(x, w, bias, a, b, gains, index):
+    """Factors that lie [in, out], a row of each token, gains between the products."""
+    h = torch.bmm(x.unsqueeze(1), a.mT[index]).squeeze(1) * gains[index].unsqueeze(-1)
+    return torch.matmul(h.unsqueeze(1), b[index].transpose(1, 2)).squeeze(1) + F.linear(x, w, bias)
+
+
+def in_place(x, w, bias, a, b, gains, index):
+    y = F.linear(x, w, bias)
+    chosen = torch.index_select(b, 0, index) @ torch.bmm(a[index], x.reshape(6, 32, 1))
+    y += chosen.reshape(6, 48)
+    return y * 2
+
+
+def without_a_name(x, w, bias, a, b, gains, index):
+    y = F.linear(x, w, bias)
+    y.add_(torch.einsum("br,bor->bo", torch.einsum("bi,boi->bo", x, a[index]), b[index]))
+    return y * 2
+
+
+def buffered(x, w, bias, a, b, gains, index):
+    """vLLM's PyTorch form: slots [slots, 1, n, r], a buffer for h, slices that are all of y."""
+    y = F.linear(x, w, bias)
+    h = torch.zeros(6, 8, dtype=x.dtype)
+    shrunk = torch.einsum("bi, boi -> bo", x, a[index].to(dtype=h.dtype).squeeze(dim=1))
+    h[:, :8] = 2.0 * shrunk[:]
+    expanded = torch.einsum("bi, boi -> bo", h, b[index].to(dtype=y.dtype).squeeze(dim=1))
+    y[:, :48] += expanded[:6, :48]
+    return y
+
+
+def sequences(x, w, bias, a, b, gains, index):
+    """One adapter for each sequence of a batch, as NxD Inference has it."""
+    x = x.reshape(6, 1, 32).expand(6, 3, 32) * torch.arange(1.0, 4.0)[:, None]
+    h = torch.einsum("bij,bkj->bik", x, a[index])
+    return F.linear(x, w, bias) + torch.einsum("bij,bjk->bik", h, b.mT[index])
+
+
+GATHERED = [einsum, rows, in_place, without_a_name, buffered, sequences]
+
+
+@pytest.mark.parametrize("form", GATHERED, ids=lambda form: form.__name__)
+def test_forms_of_gathered_factors_are_one_call_with_gradients(form):
+    args = operands()
+    last = 3 if form is in_place else -1  # an index from the end, which index_select does not take
+    args = (*args[:-1], torch.tensor([0, 3, last, 1, 2, 0]))
+    if form is buffered:
+        args = (*args[:3], args[3].unsqueeze(1), args[4].unsqueeze(1), *args[5:])
+    assert rules(form, args)[0] == ["adapters"]
+    grads = []
+    for call in (compiled(form), form):
+        leaves = [one.clone().requires_grad_() for one in args[:-1]]
+        y = call(*leaves, args[-1])
+        y.square().sum().backward()
+        used = [one.grad for one in leaves if one.grad is not None]
+        grads.append([y.detach(), *used])
+    assert len(grads[0]) == len(grads[1]) >= 6
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
+
+
+def wider(x, w, bias, a, b, gains, index):
+    h = torch.einsum("bi,boi->bo", x.double(), a[index].double()).float()
+    return F.linear(x, w, bias) + torch.einsum("br,bor->bo", h, b[index])
+
+
+def other_index(x, w, bias, a, b, gains, index):
+    h = torch.einsum("bi,boi->bo", x, a[index.flip(0)])
+    return F.linear(x, w, bias) + torch.einsum("br,bor->bo", h, b[index])
+
+
+def other_input(x, w, bias, a, b, gains, index):
+    h = torch.einsum("bi,boi->bo", x + 1, a[index])
+    return F.linear(x, w, bias) + torch.einsum("br,bor->bo", h, b[index])
+
+
+def some_columns(x, w, bias, a, b, gains, index):
+    y = F.linear(x, w, bias)
+    h = torch.einsum("bi,boi->bo", x, a[index])
+    y[:, :24] += torch.einsum("br,bor->bo", h, b[index, :24])
+    return y
+
+
+def read_early(x, w, bias, a, b, gains, index):
+    y = F.linear(x, w, bias)
+    z = y * 3
+    y += torch.einsum("br,bor->bo", torch.einsum("bi,boi->bo", x, a[index]), b[index])
+    return y + z
+
+
+def two_names(x, w, bias, a, b, gains, index):
+    y = F.linear(x, w, bias)
+    z = y.add_(torch.einsum("br,bor->bo", torch.einsum("bi,boi->bo", x, a[index]), b[index]))
+    return y * 2, z * 3
+
+
+def crossed_letters(x, w, bias, a, b, gains, index):
+    h = torch.einsum("bi,boi->bo", x, a[index])
+    return F.linear(x, w, bias) + torch.einsum("br,cor->co", h, b[index])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [wider, other_index, other_input, some_columns, read_early, two_names, crossed_letters],
+    ids=lambda form: form.__name__,
+)
+def test_forms_that_compute_something_else_stay(form):
+    args = operands()
+    assert "adapters" not in rules(form, args)[0]
+    torch.testing.assert_close(compiled(form)(*args), form(*args))
+
+
+def test_base_and_branches_that_are_faster_apart_stay(monkeypatch):
+    cost = {"adapters": 90.0}
+    monkeypatch.setitem(PRICES, "closed_form", lambda spec, target: cost.get(spec.family, 2.0))
+    matches, declined = rules(served, operands())
+    assert matches == []
+    assert any("one call for 6 tokens: 90.0 us on trn2, smaller calls 10.0" in d for d in declined)
+
+
+def test_trn1_takes_no_adapters_that_an_index_chooses():
+    torch._dynamo.reset()
+    (result,) = nmm.explain(served, operands(), options={"target": "trn1"}).results
+    assert result.matches == []
+    assert any("trn1" in str(one) for one in result.declined)

@@ -6,12 +6,15 @@ PEFT's mixed batches, `model(x, adapter_names=[...])`:
     y[rows_i] += linear(linear(x[rows_i], a_i), b_i) * scale_i       for each adapter i of the batch
       ->   nmm.adapters_matmul(x, index, cat(a), cat(b), scales, bias, w)
 
-and gathered weights, as servers of many adapters spell them:
+and gathered weights, as servers of many adapters spell them, with bmm, matmul or einsum:
 
     linear(x, w, b) + bmm(b[index], bmm(a[index], x[.., None]))[.., 0] * scales[index][.., None]
       ->   nmm.adapters_matmul(x, index, a, b, scales, bias, w)
 
-The index of a mixed batch is a constant of its graph. Ranks that differ are filled with zeros.
+The branch may be added in place, and its first product may be written to a buffer, as vLLM does.
+The index of a mixed batch is a constant of its graph. Ranks that differ are filled with zeros. A
+negative index counts from the end, as it does in PyTorch. One call is taken unless base, shrink and
+expand apart are predicted to be faster.
 """
 
 from __future__ import annotations
@@ -23,11 +26,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from nmm_compiler.passes.chains.safety import DTYPES, Refusal, unsafe
+from nmm_compiler.errors import NmmError
+from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
+from nmm_compiler.passes.chains.safety import (
+    DTYPES,
+    Refusal,
+    call_ways,
+    slower,
+    tokens_to_judge,
+    unsafe,
+)
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical
 from nmm_compiler.passes.rules.base import Match, Rule
-from nmm_compiler.passes.rules.experts import counted_from_end, name_of
+from nmm_compiler.passes.rules.experts import RESHAPES, counted_from_end, name_of
 
 aten = torch.ops.aten
 _CASTS = ("to", "_to_copy", "contiguous")
@@ -44,13 +56,35 @@ class _Branch:
     nodes: tuple[fx.Node, ...]
 
 
+@dataclass
+class _Gathered:
+    """A branch of gathered factors, as far as it has been read from its end.
+
+    factors: of the last product, then of the first, each with whether it lies [out, in]. gains:
+    of each adapter; scale: of all of them.
+    """
+
+    nodes: list[fx.Node]
+    factors: list[tuple[fx.Node, bool]]
+    index: fx.Node | None = None
+    gains: fx.Node | None = None
+    scale: float = 1.0
+    x: Any = None
+
+
 @dataclass(frozen=True)
 class _Call:
     x: Any
     w: fx.Node
     bias: fx.Node | None
     branches: tuple[_Branch, ...] = ()
-    gathered: tuple[fx.Node, fx.Node, fx.Node, fx.Node | None] | None = None
+    gathered: _Gathered | None = None
+
+    def operands(self) -> list[Any]:
+        """Return the floating-point operands but for gains."""
+        pairs = [one for branch in self.branches for one in (branch.a, branch.b)]
+        pairs += [factor for factor, _ in self.gathered.factors] if self.gathered else []
+        return [one for one in (self.x, self.w, self.bias, *pairs) if one is not None]
 
 
 class Adapters(Rule):
@@ -61,15 +95,16 @@ class Adapters(Rule):
 
     def pattern(self, graph: Canonical, node: Any) -> Iterator[Any]:
         """Propose linears whose rows are written, and sums of a linear and gathered branches."""
-        if (name_of(node) == "linear" and any(map(_writes_rows, node.users))) or (
-            name_of(node) == "add" and len(node.all_input_nodes) == 2 and not node.kwargs
-        ):
+        name = name_of(node)
+        writes_rows = name == "linear" and any(map(_writes_rows, node.users))
+        adds = name in ("add", "add_") and len(node.all_input_nodes) == 2
+        if writes_rows or adds or (name == "setitem_" and name_of(node.args[0]) == "linear"):
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the branches, which together write each row once at most."""
         node = candidate
-        if name_of(node) == "add":
+        if name_of(node) != "linear":
             return self._gathered(graph, node)
         x, w, bias = (*node.args, *node.kwargs.values(), None)[:3]
         branches: list[_Branch] = []
@@ -90,51 +125,84 @@ class Adapters(Rule):
                  and graph.effects.position[user] < graph.effects.position[last]]  # fmt: skip
         if early:
             return Refusal("other_user", f"{early[0].name} reads it before all branches", node)
-        factors = [one for branch in branches for one in (branch.a, branch.b)]
-        call = _Call(x, w, bias, tuple(branches))
-        return self._made(graph, node, inner, last, (x, w, bias, *factors), call, len(branches))
+        return self._matched(graph, node, inner, last, _Call(x, w, bias, tuple(branches)))
 
     def _gathered(self, graph: Canonical, node: Any) -> Match | Refusal | None:
-        """Read linear(x, w, b) + branches of gathered factors."""
-        for base, other in (node.args, node.args[::-1]):
-            if name_of(base) != "linear":
-                continue
-            found = _gathered_branch(other)
-            if found is None or found[0] is not base.args[0]:
-                return None
-            x, w, bias = (*base.args, *base.kwargs.values(), None)[:3]
-            _, index, a, b, gains, nodes = found
-            shapes = [graph.shape(one) or () for one in (x, index, a, b)]
-            if [len(shape) for shape in shapes] != [2, 1, 3, 3]:
-                return Refusal("shape", f"operands of shapes {shapes}", node)
-            inner = {node, base, *nodes}
-            reads = (x, w, bias, index, a, b, gains)
-            call = _Call(x, w, bias, gathered=(index, a, b, gains))
-            return self._made(graph, node, inner, node, reads, call, int(shapes[2][0]))
-        return None
+        """Read linear(x, w, b) + branches of gathered factors, which may be added in place."""
+        base, more, own = _base_and_branch(graph, node)
+        branch = None if base is None else _gathered_branch(graph, more)
+        if branch is None or branch.x is not base.args[0]:
+            return None
+        x, w, bias = (*base.args, *base.kwargs.values(), None)[:3]
+        inner = {base, *own, *branch.nodes}
+        call = _Call(x, w, bias, gathered=branch)
+        if name_of(node) != "setitem_" and inner.issuperset(base.users):
+            return self._matched(graph, node, inner, node, call)
+        if node.users:  # two names of one sum
+            return Refusal("mutation", "the base is read under two names", node)
+        position = graph.effects.position
+        early = [
+            user for user in base.users if user not in inner and position[user] < position[node]
+        ]
+        if early:
+            return Refusal("other_user", f"{early[0].name} reads it before its branch", node)
+        late = [one for one in (*call.operands(), branch.index, branch.gains)
+                if one is not None and position[one] > position[base]]  # fmt: skip
+        if late:
+            why = f"{late[0].name} is made behind the linear to which its branch is added in place"
+            return Refusal("mutation", why, node, remedy="add the branch out of place")
+        return self._matched(graph, base, inner, node, call)
 
-    def _made(
-        self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, reads: Any,
-        call: _Call, groups: int,
-    ) -> Match | Refusal:  # fmt: skip
-        held = [one for one in reads if one is not None]
-        apart = (None, None) if call.gathered is None else (call.gathered[0], call.gathered[3])
-        floats = {graph.dtype(one) for one in held if one not in apart}
+    def _matched(
+        self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, call: _Call
+    ) -> Match | Refusal:
+        """Return the match of one call, or why there is none."""
+        floats = {graph.dtype(one) for one in call.operands()}
         if len(floats) != 1 or not floats <= {*DTYPES} or graph.dtype(node) not in floats:
             names = ", ".join(sorted(str(one).removeprefix("torch.") for one in floats))
             return Refusal("dtype", f"x, weights and factors are {names}", node)
+        reads = call.operands()
+        if call.gathered is not None:
+            reads += [one for one in (call.gathered.index, call.gathered.gains) if one is not None]
         writes = [one for one in inner if one in graph.effects.writers]
         also = () if last is node else (node,)
-        why = unsafe(graph, inner, last, held, allowed=writes, also_final=also)
-        shape = graph.shape(call.w) or (0, 0)
-        return why or Match(
+        why = unsafe(graph, inner, last, reads, allowed=writes, also_final=also)
+        if why is not None:
+            return why
+        try:
+            spec = self._spec(graph, call)
+            spec.check(graph.chip)
+        except (NmmError, TypeError) as error:
+            return Refusal("no_kernel", str(error), node)
+        times = call_ways(graph, spec)
+        sizes = {name: getattr(spec, name) for name in ("m", "k", "r", "n", "groups")}
+        return slower(times, node) or Match(
             rule=self.name,
             node=node,
             nodes=frozenset(inner),
             data=call,
-            info={"k": shape[1], "n": shape[0], "groups": groups},
-            length=int(shape[1]) if isinstance(shape[1], int) else 0,
+            info={**sizes, "predicted": times.to_dict()},
+            length=spec.k,
         )
+
+    def _spec(self, graph: Canonical, call: _Call) -> AdaptersSpec:
+        """Return the spec of the call."""
+        n, k = graph.shape(call.w) or (0, 0)
+        tokens = 1
+        for size in (graph.shape(call.x) or ())[:-1]:
+            tokens *= size
+        if call.gathered is None:
+            groups = len(call.branches)
+            rank = max((graph.shape(one.a) or (0,))[0] for one in call.branches)
+        else:
+            factor, turned = call.gathered.factors[1]
+            sizes = graph.shape(factor) or ()
+            groups, rank = sizes[0], sizes[-2 if turned else -1]
+        return AdaptersSpec(
+            m=tokens_to_judge(tokens), k=k, r=rank, n=n, groups=groups,
+            dtype=str(graph.dtype(call.x)).removeprefix("torch."), bias=call.bias is not None,
+            w_layout="col", v_layout="col" if call.gathered is None else "row",
+        )  # fmt: skip
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the stacked factors, the index and the call."""
@@ -142,14 +210,7 @@ class Adapters(Rule):
         x, w = editor.c.values[call.x], editor.c.values[call.w]
         result = x.new_empty((*x.shape[:-1], w.shape[0]))
         if call.gathered is not None:
-            index, a, b, gains = call.gathered
-            groups, r, k = editor.c.values[a].shape
-            index = counted_from_end(editor, index, groups)
-            u = editor.reshape(a, (groups * r, k))
-            v = editor.reshape(editor.permute(b, (0, 2, 1)), (groups * r, w.shape[0]))
-            gains = gains or editor.call(
-                aten.full.default, [groups], 1.0, dtype=torch.float32, device=x.device
-            )
+            index, u, v, gains = _gathered_operands(editor, call.gathered, call.x)
             layout = "row"
         else:
             rows = _constant(editor, _rows_index(call, x), torch.int32, x)
@@ -262,36 +323,220 @@ def _plain_linear(node: Any) -> Any:
     return node if bias is None else None
 
 
-def _gathered_branch(node: Any) -> tuple[Any, ...] | None:
-    """Return (x, index, a, b, gains, nodes) of a branch of gathered factors, or None."""
-    nodes, gains, index = [], None, None
-    if name_of(node) == "mul":
-        spread = [one for one in node.args if name_of(one) == "unsqueeze"]
-        if len(spread) != 1 or len(node.all_input_nodes) != 2:
-            return None
-        held = spread[0].args[0]
-        if name_of(held) != "getitem":
-            return None
-        nodes += [node, spread[0], held]
-        gains, index = held.args
-        node = next(one for one in node.args if one is not spread[0])
-    if not isinstance(node, fx.Node) or name_of(node) != "squeeze":
-        return None
-    outer: Any = node.args[0]
-    nodes += [node, outer]
-    factors = []
+def _base_and_branch(graph: Canonical, node: Any) -> tuple[Any, Any, list[fx.Node]]:
+    """Return the linear, the branch and the nodes of a sum of both; None for the linear if none.
+
+    The sum may be in place: base += branch, or base[:, :n] += branch, of all of its columns.
+    """
+    own = [node]
+    if name_of(node) == "setitem_":
+        base, place, total = node.args[:3]
+        adds = name_of(total) in ("add", "add_") and not total.kwargs
+        if not adds or not _whole(graph, base, place):
+            return None, None, []
+        before, more = total.args[:2]
+        if name_of(before) != "getitem" or tuple(before.args) != (base, place):
+            return None, None, []
+        return base, more, [node, total, before]
+    pairs = [node.args[:2]] if name_of(node) == "add_" else [node.args[:2], node.args[1::-1]]
+    if node.kwargs:
+        return None, None, []
+    found = [(base, more) for base, more in pairs if name_of(base) == "linear"]
+    return (*found[0], own) if len(found) == 1 else (None, None, [])
+
+
+def _whole(graph: Canonical, value: Any, place: Any) -> bool:
+    """Return whether a place is all of a value: slices from the start to the end."""
+    sizes = graph.shape(value) or ()
+    slices = place if isinstance(place, tuple) else (place,)
+    if len(slices) > len(sizes) or not all(isinstance(one, slice) for one in slices):
+        return False
+    return all(
+        one.start in (None, 0) and one.step in (None, 1) and (one.stop is None or one.stop == size)
+        for one, size in zip(slices, sizes, strict=False)
+    )
+
+
+def _gathered_branch(graph: Canonical, node: Any) -> _Gathered | None:
+    """Return a branch of gathered factors that ends at a node, or None."""
+    branch = _Gathered([], [])
     for _ in range(2):
-        if name_of(outer) not in ("bmm", "matmul"):
+        node = _scaled(graph, node, branch)
+        node = None if node is None else _gathered_product(graph, node, branch)
+        if node is None:
             return None
-        held, outer = outer.args[:2]
-        if name_of(held) != "getitem" or (index is not None and held.args[1] is not index):
+    branch.x = _plain(graph, node, branch)
+    sizes = [graph.shape(one) or () for one in (branch.x, branch.index)]
+    if len(sizes[0]) not in (2, 3) or len(sizes[1]) != 1 or sizes[0][0] != sizes[1][0]:
+        return None
+    return branch
+
+
+def _scaled(graph: Canonical, node: Any, branch: _Gathered) -> Any:
+    """Return what is behind products with a number and with the gain of each token's adapter."""
+    node = _plain(graph, node, branch)
+    while name_of(node) == "mul":
+        branch.nodes.append(node)
+        sides = list(node.args)
+        numbers = [one for one in sides if isinstance(one, (int, float))]
+        spread = [one for one in sides if name_of(one) == "unsqueeze"]
+        if len(numbers) == 1:
+            branch.scale *= float(numbers[0])
+            sides.remove(numbers[0])
+        elif len(spread) == 1 and branch.gains is None and len(graph.shape(node) or ()) == 2:
+            held = spread[0].args[0]
+            if name_of(held) != "getitem" or spread[0].args[1] not in (-1, 1):
+                return None
+            if not _same_index(graph, held.args[1], branch):
+                return None
+            branch.nodes += [spread[0], held]
+            branch.gains = held.args[0]
+            sides.remove(spread[0])
+        else:
             return None
-        index = held.args[1]
-        factors.append(held.args[0])
-        nodes += [held, outer]
-    if name_of(outer) != "unsqueeze" or outer.args[1] not in (-1, 2):
+        node = _plain(graph, sides[0], branch)
+    return node
+
+
+def _plain(graph: Canonical, node: Any, branch: _Gathered) -> Any:
+    """Return what is behind casts that change nothing, whole slices, and a buffer."""
+    while isinstance(node, fx.Node):
+        name, before = name_of(node), node.args[0] if node.args else None
+        same = isinstance(before, fx.Node) and graph.shape(before) == graph.shape(node)
+        same = same and graph.dtype(before) == graph.dtype(node)
+        cut = name == "getitem" and same and _whole(graph, before, node.args[1])
+        if cut or (name in _CASTS and same):
+            branch.nodes.append(node)
+            node = before
+        elif name in ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"):
+            writes = [one for one in node.users if (name_of(one) or "").endswith("_")]
+            if len(writes) != 1 or name_of(writes[0]) != "setitem_":
+                return None
+            into, place, value = writes[0].args[:3]
+            kinds = [(graph.shape(one), graph.dtype(one)) for one in (node, value)]
+            if into is not node or not _whole(graph, node, place) or kinds[0] != kinds[1]:
+                return None
+            if min(node.users, key=graph.effects.position.__getitem__) is not writes[0]:
+                return None  # something reads the buffer before the write
+            branch.nodes += [node, writes[0]]
+            node = value
+        else:
+            break
+    return node
+
+
+def _same_index(graph: Canonical, index: Any, branch: _Gathered) -> bool:
+    """Return whether an index is a tensor, and that of the branch if it has one."""
+    if not isinstance(index, fx.Node) or branch.index not in (None, index):
+        return False
+    dtype = graph.dtype(index)
+    branch.index = index
+    return dtype is not None and not dtype.is_floating_point and dtype != torch.bool
+
+
+def _gathered_product(graph: Canonical, node: Any, branch: _Gathered) -> Any:
+    """Return what a product with gathered weights multiplies, None if a node is no such product."""
+    if name_of(node) == "einsum":
+        return _gathered_einsum(graph, node, branch)
+    flat = _flattened(graph, node)
+    if flat is not None:
+        branch.nodes.append(node)
+        node = flat
+    if name_of(node) not in ("bmm", "matmul") or len(node.args) != 2:
         return None
-    if not isinstance(index, fx.Node):
+    branch.nodes.append(node)
+    left, right = node.args[:2]
+    column = (graph.shape(right) or ())[-1:] == (1,) and _is_gathered(left)
+    weight, token = (left, right) if column else (right, left)
+    if not _weights(graph, weight, branch, column):
         return None
-    b, a = factors
-    return outer.args[0], index, a, b, gains, nodes
+    if name_of(token) in RESHAPES and len(graph.shape(token.args[0]) or ()) == 2:
+        branch.nodes.append(token)
+        token = token.args[0]
+    return token
+
+
+def _flattened(graph: Canonical, node: Any) -> Any:
+    """Return the one row or the one column for each token that a node is without its dimension."""
+    if name_of(node) not in RESHAPES or len(graph.shape(node) or ()) != 2:
+        return None
+    sizes = graph.shape(node.args[0]) or ()
+    return node.args[0] if len(sizes) == 3 and 1 in sizes[1:] else None
+
+
+def _gathered_einsum(graph: Canonical, node: Any, branch: _Gathered) -> Any:
+    """Return x of einsum("bi,boi->bo", x, weights) or of another order of its letters."""
+    equation, *pair = node.args
+    if len(pair) == 1 and isinstance(pair[0], (list, tuple)):
+        pair = list(pair[0])
+    inputs, _, out = str(equation).replace(" ", "").partition("->")
+    labels = inputs.split(",")
+    if len(pair) != 2 or len(labels) != 2:
+        return None
+    branch.nodes.append(node)
+    place = next((i for i, one in enumerate(pair) if _is_gathered(one)), 1)
+    x, held = labels[1 - place], labels[place]
+    head, k, n = x[:-1], x[-1:], out[-1:]
+    fits = out[:-1] == head and len(head) in (1, 2) and len({*head, k, n}) == len(head) + 2
+    turned = held == head[:1] + n + k
+    if not fits or not (turned or held == head[:1] + k + n):
+        return None
+    return pair[1 - place] if _weights(graph, pair[place], branch, turned) else None
+
+
+def _is_gathered(node: Any) -> bool:
+    """Return whether a node gathers weights, behind casts and permutations."""
+    while name_of(node) in (*_CASTS, "squeeze", "mT", "transpose"):
+        node = node.args[0]
+    by_index = name_of(node) == "getitem" and isinstance(node.args[1], fx.Node)
+    return by_index or name_of(node) == "index_select"
+
+
+def _weights(graph: Canonical, node: Any, branch: _Gathered, turned: bool) -> bool:
+    """Note the factors that are gathered; turned: whether the product reads them [out, in]."""
+    while isinstance(node, fx.Node):
+        name = name_of(node)
+        if name == "mT" or (name == "transpose" and {d % 3 for d in node.args[1:]} == {1, 2}):
+            turned = not turned
+        elif name == "squeeze":
+            if node.args[1:] not in ((1,), (-3,)) and node.kwargs != {"dim": 1}:
+                return False
+        elif name not in _CASTS or graph.dtype(node.args[0]) != graph.dtype(node):
+            break
+        branch.nodes.append(node)
+        node = node.args[0]
+    if name_of(node) == "index_select" and node.args[1] == 0:
+        weight, index = node.args[0], node.args[2]
+    elif name_of(node) == "getitem":
+        weight, index = node.args
+    else:
+        return False
+    sizes = graph.shape(weight) or ()
+    stacked = len(sizes) == 3 or (len(sizes) == 4 and sizes[1] == 1)
+    branch.nodes.append(node)
+    branch.factors.append((weight, turned))
+    return stacked and _same_index(graph, index, branch)
+
+
+def _gathered_operands(editor: Editor, branch: _Gathered, x: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the index of each token, the factors of all adapters, u [out, in], and their gains."""
+    flat = []
+    for factor, turned in reversed(branch.factors):
+        sizes = editor.shape(factor)
+        groups = sizes[0]
+        one = editor.reshape(factor, (groups, *sizes[-2:]))
+        wants = not flat  # u as [r, k] and v as [r, n]
+        if turned != wants:
+            one = editor.permute(one, (0, 2, 1))
+        sizes = editor.shape(one)
+        flat.append(editor.reshape(one, (groups * sizes[1], sizes[2])))  # type: ignore[operator]
+    index = counted_from_end(editor, branch.index, groups)
+    gains = branch.gains
+    if gains is None:
+        gains = editor.call(
+            aten.full.default, [groups], branch.scale, dtype=torch.float32,
+            device=editor.c.values[x].device,
+        )  # fmt: skip
+    elif branch.scale != 1.0:
+        gains = editor.call(aten.mul.Scalar, gains, branch.scale)
+    return _of_tokens(editor, index, x), *flat, gains

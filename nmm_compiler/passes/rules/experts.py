@@ -144,7 +144,7 @@ class Experts(Rule):
         if _begins_loop(node):
             return Refusal(
                 "no_kernel", "a loop over the experts that tokens chose breaks the graph", node,
-                remedy='load the model with experts_implementation="grouped_mm"',
+                remedy='load the model with experts_implementation="grouped_mm", if it has that',
             )  # fmt: skip
         try:
             by_pick = _given(node, 1, "dim") in (1, [1], (1,))
