@@ -66,7 +66,7 @@ class _Gathered:
 
     nodes: list[fx.Node]
     factors: list[tuple[fx.Node, bool]]
-    index: fx.Node | None = None
+    index: Any = None
     gains: fx.Node | None = None
     scale: float = 1.0
     x: Any = None
@@ -401,7 +401,8 @@ def _scaled(graph: Canonical, node: Any, branch: _Gathered) -> Any:
 def _plain(graph: Canonical, node: Any, branch: _Gathered) -> Any:
     """Return what is behind casts that change nothing, whole slices, and a buffer."""
     while isinstance(node, fx.Node):
-        name, before = name_of(node), node.args[0] if node.args else None
+        name = name_of(node)
+        before: Any = node.args[0] if node.args else None
         same = isinstance(before, fx.Node) and graph.shape(before) == graph.shape(node)
         same = same and graph.dtype(before) == graph.dtype(node)
         cut = name == "getitem" and same and _whole(graph, before, node.args[1])
@@ -412,7 +413,8 @@ def _plain(graph: Canonical, node: Any, branch: _Gathered) -> Any:
             writes = [one for one in node.users if (name_of(one) or "").endswith("_")]
             if len(writes) != 1 or name_of(writes[0]) != "setitem_":
                 return None
-            into, place, value = writes[0].args[:3]
+            write: Any = writes[0]
+            into, place, value = write.args[:3]
             kinds = [(graph.shape(one), graph.dtype(one)) for one in (node, value)]
             if into is not node or not _whole(graph, node, place) or kinds[0] != kinds[1]:
                 return None
@@ -494,7 +496,7 @@ def _is_gathered(node: Any) -> bool:
 
 def _weights(graph: Canonical, node: Any, branch: _Gathered, turned: bool) -> bool:
     """Note the factors that are gathered; turned: whether the product reads them [out, in]."""
-    while isinstance(node, fx.Node):
+    while name_of(node) is not None:
         name = name_of(node)
         if name == "mT" or (name == "transpose" and {d % 3 for d in node.args[1:]} == {1, 2}):
             turned = not turned
@@ -520,7 +522,7 @@ def _weights(graph: Canonical, node: Any, branch: _Gathered, turned: bool) -> bo
 
 def _gathered_operands(editor: Editor, branch: _Gathered, x: Any) -> tuple[Any, Any, Any, Any]:
     """Return the index of each token, the factors of all adapters, u [out, in], and their gains."""
-    flat = []
+    flat: list[Any] = []
     for factor, turned in reversed(branch.factors):
         sizes = editor.shape(factor)
         groups = sizes[0]
@@ -529,7 +531,7 @@ def _gathered_operands(editor: Editor, branch: _Gathered, x: Any) -> tuple[Any, 
         if turned != wants:
             one = editor.permute(one, (0, 2, 1))
         sizes = editor.shape(one)
-        flat.append(editor.reshape(one, (groups * sizes[1], sizes[2])))  # type: ignore[operator]
+        flat.append(editor.reshape(one, (groups * sizes[1], sizes[2])))
     index = counted_from_end(editor, branch.index, groups)
     gains = branch.gains
     if gains is None:
@@ -539,4 +541,5 @@ def _gathered_operands(editor: Editor, branch: _Gathered, x: Any) -> tuple[Any, 
         )  # fmt: skip
     elif branch.scale != 1.0:
         gains = editor.call(aten.mul.Scalar, gains, branch.scale)
-    return _of_tokens(editor, index, x), *flat, gains
+    u, v = flat
+    return _of_tokens(editor, index, x), u, v, gains

@@ -273,7 +273,7 @@ def _begins_loop(node: Any) -> bool:
     if name_of(node) not in ("gt", "greater") or node.args[1] != 0:
         return False
     counts = node.args[0]
-    mask = counts.args[0] if name_of(counts) == "sum" else None
+    mask: Any = counts.args[0] if name_of(counts) == "sum" else None
     return name_of(mask) == "permute" and name_of(mask.args[0]) == "one_hot"
 
 
@@ -301,7 +301,7 @@ def _of_picks(graph: Canonical, node: Any) -> _Mixture:
     up = _linear(_region(down.rows)[1], kind)
     read = _batched_picks if inverse is None else _grouped_picks
     mixture = read(graph, up, down, gates, inverse, shape)
-    own = (mixture.index, mixture.gates)
+    own: tuple[Any, ...] = (mixture.index, mixture.gates)
     if any(tuple(graph.shape(one) or ()) != tuple(shape[:2]) for one in own):
         raise NotExpertsError
     if tuple(graph.shape(mixture.x) or ()) != (shape[0], shape[2]):
@@ -309,7 +309,7 @@ def _of_picks(graph: Canonical, node: Any) -> _Mixture:
     return mixture
 
 
-def _times_gates(product: Any) -> tuple[fx.Node, fx.Node]:
+def _times_gates(product: Any) -> tuple[Any, Any]:
     """Return y and the gates of y * gates[.., None]."""
     both = _named(product, ("mul",)).args
     sides = [one for one in both if isinstance(one, fx.Node)]
@@ -381,7 +381,8 @@ def _batched_picks(
     rows = _named(up.rows, ("repeat_interleave",))
     if rows.args[1] != shape[1] or _given(rows, 2, "dim") != 0:
         raise NotExpertsError
-    picks, other = (_chosen(one) for one in (up, down))
+    picks: Any = _chosen(up)
+    other = _chosen(down)
     if picks is None or picks is not other or not _same_biases(picks, up, down):
         raise NotExpertsError
     groups = (graph.shape(down.weight) or (0,))[0]
@@ -436,7 +437,8 @@ def _grouped_picks(
 
 def _of_all(graph: Canonical, node: Any) -> _Mixture:
     """Read a sum over experts of a product of all tokens with all of them."""
-    made, scores = node.args[0], None
+    made: Any = node.args[0]
+    scores: Any = None
     outer = made
     while name_of(outer) in RESHAPES:
         outer = outer.args[0]
@@ -508,7 +510,7 @@ def _sparse(scores: Any) -> fx.Node:
     return index
 
 
-def _chosen(linear: _Linear) -> fx.Node | None:
+def _chosen(linear: _Linear) -> Any:
     """Return the picks by which a batched product gathers its weights, and its biases."""
     found: set[Any] = {one.args[1] for one in _gathers(linear)}
     return found.pop() if len(found) == 1 else None
