@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from nmm_compiler import targets
-from nmm_compiler.errors import NmmError, UnknownNameError
+from nmm_compiler.errors import NeuronSetupError, NmmError, UnknownNameError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
 from nmm_compiler.nki_api.lint import oldest_version
@@ -279,13 +279,19 @@ def climb(
     """Run every rung and return the verdicts; no rung's failure stops the others.
 
     executor: one of EXECUTORS, by default the closest to a device; target: by default the device's,
-    else trn2. on_rung is called before each rung. Raises UnknownNameError for a wrong name; every
-    rung fails where the executor is not to be had.
+    else trn2. on_rung is called before each rung. Raises NeuronSetupError where the executor is not
+    to be had, UnknownNameError for a wrong name.
     """
     found = machine.probe()
     executor = executor or best_executor()
     if executor not in EXECUTORS:
         raise UnknownNameError("executor", executor, EXECUTORS)
+    if executor != "simulator" and found.dialect == "neuronxcc":
+        raise NeuronSetupError(str(machine.nki_problem()))
+    if executor == "neuron" and (not found.devices or found.problem):
+        raise NeuronSetupError(found.problem or "no /dev/neuron* device")
+    if executor == "nki_simulate" and found.path == "none":
+        raise NeuronSetupError(str(found.problem))
     hardware = targets.get(target or found.target or "trn2")
     verdicts: list[Verdict] = []
     lost = ""
