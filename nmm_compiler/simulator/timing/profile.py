@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -350,8 +351,13 @@ def minimal_hbm_bytes(trace: Trace) -> int:
 
 def _is_chosen(access: Access) -> bool:
     """Return whether an index chooses the address: then the bounds are those of the tensor."""
-    steps = sum(abs(step) * (count - 1) for step, count in access.pattern)
-    return steps + access.item_bytes < access.byte_stop - access.byte_start
+    return _steps(access.pattern) + access.item_bytes < access.byte_stop - access.byte_start
+
+
+@functools.lru_cache(4096)
+def _steps(pattern: tuple[tuple[int, int], ...]) -> int:
+    """Return the bytes from the first element of a pattern to the last."""
+    return sum(abs(step) * (count - 1) for step, count in pattern)
 
 
 def _transposes_on(instruction: Instruction) -> str:
