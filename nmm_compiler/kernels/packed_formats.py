@@ -19,6 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from nmm_compiler.errors import ShapeError
+
 _BLOCK_ELEMENTS = 1 << 20
 """Elements that are quantized at a time: 4 MiB of float32."""
 
@@ -206,3 +208,14 @@ def rounding_of_x(x: np.ndarray) -> np.ndarray:
     exponents = np.where(blocks == 0, -200, np.frexp(blocks)[1] - 1)
     least = exponents.max(-1, keepdims=True) - 7 - 10
     return np.asarray(np.ldexp(1.0, np.maximum(exponents - 4, least)).reshape(x.shape))
+
+
+def check_blocks(k: int, format: str, name: str) -> PackedFormat:
+    """Return a format; raise ShapeError where its blocks do not divide k input features."""
+    form = FORMATS[format]
+    if form.block and k % form.block:
+        raise ShapeError(
+            f"{name} has {k} input features, which blocks of {form.block} of {format} do not "
+            f"divide: pass a rank or exclude= that leaves it out, or int8 or fp8 for all"
+        )
+    return form

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest
+from nmm_compiler.kernels.packed_formats import check_blocks
 from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.config import CompressionConfig
@@ -19,7 +20,7 @@ from nmm_compiler.lowrank_models.factorize import spectrum
 from nmm_compiler.lowrank_models.moments import Moments, regularize
 from nmm_compiler.lowrank_models.predicted_time import Prices
 from nmm_compiler.lowrank_models.progress import steps
-from nmm_compiler.lowrank_models.quantize import check_blocks, stored_bytes
+from nmm_compiler.lowrank_models.quantize import stored_bytes
 from nmm_compiler.lowrank_models.report import LayerReport
 from nmm_compiler.lowrank_models.select import Site, matches
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nmm_compiler.errors import ModelError, ShapeError, UnknownNameError
-from nmm_compiler.kernels.packed_formats import FORMATS, PackedFormat, quantize
+from nmm_compiler.errors import ModelError, UnknownNameError
+from nmm_compiler.kernels.packed_formats import FORMATS, check_blocks, quantize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.ops import corrected as corrected  # defines nmm.dequantize
 
@@ -34,17 +34,6 @@ def read_format(format: str) -> str:
     if found not in FORMATS:
         raise UnknownNameError("format", format, FORMAT_NAMES)
     return found
-
-
-def check_blocks(k: int, format: str, name: str) -> PackedFormat:
-    """Return a format; raise ShapeError where its blocks do not divide k input features."""
-    form = FORMATS[format]
-    if form.block and k % form.block:
-        raise ShapeError(
-            f"{name} has {k} input features, which blocks of {form.block} of {format} do not "
-            f"divide: pass a rank or exclude= that leaves it out, or int8 or fp8 for all"
-        )
-    return form
 
 
 class QuantizedLinear(nn.Module):

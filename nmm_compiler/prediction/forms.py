@@ -19,8 +19,7 @@ from typing import Any
 
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.kernels.packed_formats import FORMATS
-from nmm_compiler.lowrank_models.quantize import check_blocks
+from nmm_compiler.kernels.packed_formats import FORMATS, check_blocks
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
