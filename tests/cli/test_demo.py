@@ -9,7 +9,6 @@ import time
 from concurrent.futures import Executor, Future
 
 import pytest
-from toy_models import llama
 
 from nmm_compiler.cli import demo
 from nmm_compiler.codegen.check_against_float64 import Proof
@@ -62,14 +61,21 @@ class SameProcess(Executor):
 
 @pytest.mark.parametrize(("form", "target"), [("fp8+32", "trn2"), ("mxfp4+32", "trn3")])
 def test_every_step_is_checked(form, target, monkeypatch, nmm):
-    model = llama(256, 512, num_key_value_heads=4, eos_token_id=0)
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=64, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
     monkeypatch.setattr(demo.models, "language_model", lambda: (model, Letters()))
     monkeypatch.setattr(demo.concurrent.futures, "ProcessPoolExecutor", SameProcess)
     monkeypatch.setattr(demo.models, "LANGUAGE_MODEL", "toy")
     # predictions take a public name, a path or a config
     predicted = demo.predicted_forms
     monkeypatch.setattr(
-        demo, "predicted_forms", lambda name, *more: predicted(model.config.to_dict(), *more)
+        demo, "predicted_forms", lambda name, *more: predicted(config.to_dict(), *more)
     )
     run = json.loads(nmm("demo", "--form", form, "--target", target, "--json", code=0).out)
     assert run["form"] == form

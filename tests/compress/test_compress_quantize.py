@@ -110,9 +110,8 @@ def test_an_unknown_format_is_refused_before_any_work():
 def test_fp8_factors_are_priced_as_the_kernels_that_read_them(size, rank):
     """A decode step reads half of the bytes; int8 factors are dequantized, and priced so.
 
-    At most the loads get shorter, by the halved bytes over the bandwidth (reached at 4096). At 2048
-    products, which fp8 does not shorten, hide part of it: 0.65 is left. Half is asked for, and is
-    not derived.
+    The loads get shorter, by the halved bytes over the bandwidth. Products, which fp8 does not
+    shorten, may hide a part: half is asked for, and is not derived. No time is below its bytes'.
     """
     times = {}
     for factors in (None, "float8_e4m3", "int8"):
@@ -120,7 +119,9 @@ def test_fp8_factors_are_priced_as_the_kernels_that_read_them(size, rank):
         report = compress(model, rank=rank, workload=1, factors=factors)
         times[factors] = report.workload[0].us
     halved_us = 1e6 * rank * 2 * size / get("trn2").memory_bytes_per_second
-    assert 0.5 * halved_us <= times[None] - times["float8_e4m3"] <= 1.001 * halved_us
+    assert 0.5 * halved_us <= times[None] - times["float8_e4m3"]
+    assert halved_us < times["float8_e4m3"]
+    assert 2 * halved_us < times[None]
     assert times["int8"] == times[None]
 
 
