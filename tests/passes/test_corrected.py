@@ -1,5 +1,7 @@
 """Few-bit weights with low-rank branches, as `compress(base=)` and adapters spell them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -308,3 +310,26 @@ def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, targ
     assert found.count("corrected_mlp") == 1
     # one layer: each product's x is rounded to three bits of mantissa beside MX weights
     assert (got - want).norm() <= (2**-3 if format == "mxfp4" else 2**-6) * want.norm()
+
+
+@pytest.mark.parametrize("written", ["weight", "scale"])
+def test_blocks_that_are_written_in_place_are_not_read_as_stored(written):
+    class Written(Corrected):
+        def forward(self, x):
+            weight = self.base.dequantized(x.dtype)
+            if written == "weight":
+                weight.mul_(2)
+            else:
+                self.base.scale.add_(1)
+            whole = nn.functional.linear(x, weight)
+            return whole + self.up(self.down(x))
+
+    model, data = Written(**MX, format="mxfp4", bias=False), x(8, 512)
+    made = nmm.explain(model, data, options={"target": "trn3"})
+    notes = [note for result in made.results for match in result.matches for note in match.notes]
+    assert not any("read as stored" in note for note in notes)
+    want = copy.deepcopy(model)(data)
+    torch._dynamo.reset()
+    options = {"target": "trn3", "inner": "eager", "kernels": "lazy"}
+    got = torch.compile(model, backend="nmm", options=options)(data)
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6 * want.abs().max().item())

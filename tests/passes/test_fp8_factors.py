@@ -4,6 +4,8 @@ Where a kernel cannot read them the report says why: the target, the dtype of x,
 steps around the products, other weights in the call, int8.
 """
 
+import copy
+
 import pytest
 import torch
 from models import Backend, Model
@@ -159,3 +161,40 @@ def test_compressed_models_are_predicted_with_the_bytes_they_have():
         result = rewrite(model, (torch.randn(1, 2048, dtype=BF16),))
         times[format] = result.matches[0].info["predicted"]["fused"]
     assert times["fp8"] < 0.75 * times[None]
+
+
+def doubled(value):
+    value.mul_(2)
+    return value
+
+
+WRITES = {
+    "the cast": lambda w, scale: doubled(w.to(BF16)).clamp(-240, 240) * scale,
+    "the clamped": lambda w, scale: doubled(w.to(BF16).clamp(-240, 240)) * scale,
+    "the weight": lambda w, scale: doubled(w.to(BF16).clamp(-240, 240) * scale),
+    "its scale": lambda w, scale: w.to(BF16).clamp(-240, 240) * doubled(scale),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_factors_that_are_written_in_place_are_not_read_as_stored(name):
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for at, shape in (("u", (R, K)), ("v", (N, R))):
+                stored = (40 * torch.randn(*shape)).to(torch.float8_e4m3fn)
+                self.register_buffer(at, stored)
+                self.register_buffer(f"{at}_scale", torch.rand(shape[0], 1, dtype=BF16))
+
+        def forward(self, x):
+            u = WRITES[name](self.u, self.u_scale)
+            v = self.v.to(BF16).clamp(-240, 240) * self.v_scale
+            return nn.functional.linear(nn.functional.linear(x, u), v)
+
+    results = Backend({"strict": True})  # to verify would write twice
+    model, x = Written(), torch.randn(8, K, dtype=BF16)
+    with torch.no_grad():
+        want = copy.deepcopy(model)(x)
+        torch.testing.assert_close(torch.compile(model, backend=results)(x), want)
+    notes = [note for match in results[0].matches for note in match.notes]
+    assert not any("are read as stored" in note for note in notes), notes

@@ -118,3 +118,25 @@ def test_what_is_no_such_checkpoint_is_refused_with_the_values():
     with pytest.raises(ModelError, match="load the checkpoint of this model"):
         load_static_fp8(other, state)
     assert load_static_fp8(nn.Sequential(nn.SiLU()), state) == ()
+
+
+@pytest.mark.parametrize("place", ["steps", "rounded", "weight"])
+def test_numbers_that_are_written_in_place_are_not_read_as_stored(place):
+    class Written(StaticFP8Linear):
+        def forward(self, x):
+            made = {"steps": (x.float() / self.input_scale).clamp(-240.0, 240.0)}
+            if place == "steps":
+                made["steps"].mul_(2)
+            made["rounded"] = made["steps"].to(torch.float8_e4m3fn).float()
+            made["weight"] = self.weight.float().clamp(-240.0, 240.0)
+            if place != "steps":
+                made[place].mul_(3)
+            left = (made["rounded"] * self.input_scale).to(x.dtype)
+            return nn.functional.linear(left, (made["weight"] * self.weight_scale).to(x.dtype))
+
+    _, x, state = loaded(16, False)
+    written = Written(state["0.weight"], state["0.weight_scale"], state["0.input_scale"])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(written, backend="nmm", options={**OPTIONS, "inner": "eager"})
+        torch.testing.assert_close(compiled(x), written(x), rtol=2**-6, atol=2**-6)

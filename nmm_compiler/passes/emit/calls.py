@@ -98,14 +98,19 @@ PLAIN = Kept()
 """Of a call without weights of eight bits."""
 
 
+WRITTEN = "the graph writes to it, or to what is made of it, in place"
+
+
 def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
     """Return (format, how a weight of eight bits is stored or why no kernel reads it so).
 
     None for a weight of another kind.
     """
     key, scale, bound = weight.key, None, False
+    written = False
     for _ in range(_BYTES_STEPS):
         form = c.forms.get(key)
+        written = written or c.effects.is_written(owner_of(key))
         if isinstance(form, Leaf):
             break
         inner: Key | None = None
@@ -126,6 +131,8 @@ def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
     dtype = c.dtype(key)
     if not isinstance(c.forms.get(key), Leaf) or dtype not in NAMES:
         return None
+    if written or (scale is not None and c.effects.is_written(owner_of(scale))):
+        return NAMES[dtype], WRITTEN
     return NAMES[dtype], _stored(c, weight, key, scale, bound)
 
 

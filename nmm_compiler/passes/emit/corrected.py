@@ -24,6 +24,7 @@ from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_SHARED
 from nmm_compiler.passes.chains.chain import Chain, Weight
 from nmm_compiler.passes.emit.calls import (
+    WRITTEN,
     Bytes,
     Kept,
     LowRankCall,
@@ -66,6 +67,8 @@ def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: st
     leaves = ("get_attr", "placeholder")
     if not all(isinstance(one, fx.Node) and one.op in leaves for one in (values, scale)):
         why = "its bytes or its scales are no stored tensors"
+    elif any(c.effects.is_written(one) for one in (node, values, scale)):  # type: ignore[arg-type]
+        why = WRITTEN
     elif is_distributed(c.tensor(values)):  # type: ignore[arg-type]
         why = "its bytes are cut over devices"
     elif format not in MX:
@@ -83,6 +86,8 @@ def _read_subclass(c: Canonical, weight: Weight, node: fx.Node, why: str) -> Kep
     if kind != _TORCHAO_MX or form is None or value.block_size != MX[form].block:
         why = "no kernel reads it; take torchao's MX formats, or compress(base='mxfp4' or 'fp8')"
         return Kept(kind, (), why)
+    if c.effects.is_written(node):
+        why = WRITTEN
     if weight.layout != "col" or tuple(value.qdata.shape[:1]) != weight.stored[:1]:
         why = "it is read transposed, or in part"
     return Kept(form, () if why else (Bytes(node, node),), why)

@@ -80,7 +80,7 @@ class StaticFP8(KernelRule):
         if isinstance(graph.forms.get(candidate), Opaque):
             why = (
                 "the numbers of _scaled_mm may lie beyond 240, where NKI's float8_e4m3 ends; "
-                "load the checkpoint with load_static_fp8"
+                "load the checkpoint with nmm_compiler.lowrank_models.static_fp8.load_static_fp8"
             )
             return Refusal("few_bits", why, candidate)
         chain = read_projection(graph, candidate)
@@ -110,7 +110,7 @@ def _rounded(c: Canonical, x: Key) -> _Rounded | None:
     """Return the fp8 numbers and the scale that x is made of; None for any other x."""
     key, scale, number = x, None, 1.0
     for _ in range(_STEPS):
-        if not c.is_whole(key):
+        if not c.is_whole(key) or c.effects.is_written(owner_of(key)):
             return None
         key = c.base(key)[0]
         if c.dtype(key) == STORED_FP8:
@@ -138,6 +138,8 @@ def _bounded(c: Canonical, value: Key) -> bool:
     if not isinstance(clamp, Opaque) or clamp.name not in ("clamp", "clip"):
         return False
     assert isinstance(inner, fx.Node)
+    if c.effects.is_written(inner):
+        return False
     limits = [*inner.args[1:], inner.kwargs.get("min"), inner.kwargs.get("max")]
     return [limit for limit in limits if limit is not None] == [-FP8_MAX, FP8_MAX]
 
