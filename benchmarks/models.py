@@ -6,8 +6,9 @@ came later, when all constants stood: of each model and instance of AWS's tables
 Inferentia that was not there yet, the shortest and the longest run of one sequence. A run marked
 "apart" is not one of dense production kernels and is only shown. The context is the length that a
 program was compiled for where the source names one. "reading" says what a source's figure stands
-for where it is not plainly a model's time per token. "stack" is what ran it, where that is not one
-that `own` was set by: its runs are predicted with it and judged apart.
+for where it is not plainly a model's time per token. "stack" is what ran it: its
+runs are predicted with it and judged apart; those without one are of Transformers-NeuronX and kiln,
+by which `own` was set.
 
     python benchmarks/models.py [--only calibrate|"held out"|added|apart] [--json FILE]
         [--price closed_form]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,11 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.show import show, write_html
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
+
+
+def _stack(name: str) -> str:
+    """Return the name of a stack, without a version that no figure is told apart by."""
+    return str(pkgutil.resolve_name("nmm_compiler.prediction.stacks:stack_named")(name).name)
 
 
 def plan(
@@ -56,11 +62,7 @@ def plan(
     ] = "simulated",
     stack: Annotated[
         str,
-        values.choice_option(
-            "stack",
-            "nmm_compiler.prediction.stacks:STACKS",
-            "what runs the programs: launch gaps, host time",
-        ),
+        values.option(_stack, "NAME", "what runs the programs: launch gaps, host time"),
     ] = "own",
     measured: Annotated[
         Path | None,

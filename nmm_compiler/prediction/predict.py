@@ -36,7 +36,7 @@ from nmm_compiler.prediction.meta_models import (
 from nmm_compiler.prediction.model import Memory, ModelPrediction
 from nmm_compiler.prediction.phase import Line, Phase
 from nmm_compiler.prediction.prices import BANDS, Machine, Price, fastest, stored_bytes
-from nmm_compiler.prediction.stacks import STACKS
+from nmm_compiler.prediction.stacks import STACKS, stack_named
 from nmm_compiler.prediction.tensor_parallel import shard
 from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
 from nmm_compiler.prices.kernel import PRICES
@@ -119,10 +119,10 @@ def predict(
     for kind, value, known in (
         ("dtype", dtype, DTYPES),
         ("price", price, tuple(PRICES)),
-        ("stack", stack, tuple(STACKS)),
     ):
         if value not in known:
             raise UnknownNameError(kind, value, known)
+    stack = stack_named(stack).name
     if weights not in DTYPES:
         form = read_form("fp8" if weights == FP8 else weights)
         if not form.base:

@@ -1,13 +1,16 @@
 """What runs the programs of a model on a device: launch gaps and host time, as published.
 
-Kernels are ours in every stack. What differs is how many programs compute a token, how long the
-next one waits, and what the host adds.
+Every stack is priced with our kernels: `kernels` says which ones it calls itself, and the error of
+its runs holds that difference. What is priced apart is how many programs compute a token, how long
+the next one waits, and what the host adds.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 from nmm_compiler.records import Record
 
@@ -19,7 +22,8 @@ HOST_CALL_US = 133.0
 class Stack(Record):
     """A stack: gap between two launches in a program, host time a token, and its programs.
 
-    host_from: where the host's time comes from, one of the sources of `prices`.
+    kernels: what multiplies in it. host_from: where the host's time comes from, one of the sources
+    of `prices`.
     programs: "token", one for the whole pass, or "layer", one for each layer and two for embedding
     and head. program_gap_us: the wait between two programs. judged: the published decodes that
     this stack ran and that nothing was chosen on, and the mean and largest error of their
@@ -28,6 +32,7 @@ class Stack(Record):
 
     name: str
     source: str
+    kernels: str = "ours"
     launch_gap_us: float = LAUNCH_GAP_US
     host_us: float = HOST_CALL_US
     host_from: str = "published law"
@@ -36,12 +41,15 @@ class Stack(Record):
     judged: tuple[int, float, float] | None = None
 
     def __str__(self) -> str:
+        said = f"stack {self.name}: {self.source}"
+        if self.kernels != "ours":
+            said += f"; it calls {self.kernels}, priced as ours"
         if self.judged is None:
-            return f"stack {self.name}: {self.source}; no run of it that could judge it"
+            return f"{said}; no run of it that could judge it"
         runs, mean, worst = self.judged
         return (
-            f"stack {self.name}: {self.source}; {runs} published decodes of it predicted within "
-            f"{mean:.0%} in the mean, {worst:.0%} at worst"
+            f"{said}; {runs} published decodes of it predicted within {mean:.0%} in the mean, "
+            f"{worst:.0%} at worst"
         )
 
     def programs_of(self, layers: int) -> int:
@@ -56,6 +64,8 @@ _SERVING_US = 1600.0
 # eight cores of inf2, where the prediction without a server is 16.2 and 19.5.
 _OPTIMUM_US = 5500.0
 
+_NXDI_KERNELS = "nki-library for attention, q/k/v and MLP, and the compiler's products"
+
 STACKS = {
     stack.name: stack
     for stack in (
@@ -63,25 +73,35 @@ STACKS = {
             name="own",
             source="one program a token; the gap between launches was chosen on published decodes "
             "of Transformers-NeuronX and NxD Inference",
-            judged=(21, 0.12, 0.39),
+            judged=(19, 0.10, 0.35),
         ),
         Stack(
             name="nxdi",
             source="NxD Inference decodes with one program a token (aws-neuron-sdk, nxd-inference)",
+            kernels=_NXDI_KERNELS,
+            judged=(2, 0.23, 0.39),
         ),
         Stack(
             name="vllm-neuron",
             source="NxD Inference under vLLM: 22.1 ms where it takes 20.5 alone "
             "(neuronx-distributed-inference, contrib/models/DeepSeek-V3)",
+            kernels=_NXDI_KERNELS,
             host_us=HOST_CALL_US + _SERVING_US,
         ),
         Stack(
             name="vllm-optimum",
             source="optimum-neuron under vLLM, each step computed for the compiled batch; the time "
             "of the host was chosen on two of its decodes (optimum-neuron, benchmark/vllm)",
+            kernels="the Neuron compiler's own products",
             host_from="fitted",
             host_us=HOST_CALL_US + _OPTIMUM_US,
             judged=(3, 0.09, 0.21),
+        ),
+        Stack(
+            name="torchneuron",
+            source='torch.compile(model, backend="neuron"): a graph a token, no latency published '
+            "(aws-neuron-sdk, pytorch-native-overview)",
+            kernels="the Neuron compiler's own products",
         ),
         Stack(
             name="pjrt-2.30",
@@ -98,3 +118,15 @@ STACKS = {
         ),
     )
 }
+
+
+def stack_named(name: str) -> Stack:
+    """Return a stack. Figures do not tell the versions of one apart: nxdi-2.27 is nxdi.
+
+    Raises:
+        UnknownNameError: no stack is called so.
+    """
+    known = STACKS.get(name) or STACKS.get(re.sub(r"-\d[\d.]*$", "", name))
+    if known is None:
+        raise UnknownNameError("stack", name, tuple(STACKS))
+    return known

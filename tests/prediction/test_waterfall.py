@@ -48,7 +48,8 @@ def test_every_stack_is_priced_and_a_program_a_layer_costs_its_gaps():
     assert "stack pjrt-2.31" in made["pjrt-2.31"].headline()
     assert "stack own" in made["own"].headline()
     assert made["vllm-optimum"].tpot_us == pytest.approx(own + 5500)
-    assert all(stack.source for stack in STACKS.values())
+    assert all(stack.source and stack.kernels for stack in STACKS.values())
+    assert predict(CONFIG, stack="nxdi-2.27", price="closed_form") == made["nxdi"]
     with pytest.raises(NmmError, match="vllm-neuron"):
         predict(CONFIG, stack="vlm-neuron")
 
@@ -69,7 +70,8 @@ def test_what_would_change_it_is_predicted_again():
     assert not found["stack nxdi"].told_apart
     assert found["one launch a layer"].us < base.tpot_us
     assert "what would change it" in str(made)
-    assert "no run of it that could judge it" in str(STACKS["nxdi"])
+    assert "no run of it that could judge it" in str(STACKS["torchneuron"])
+    assert "nki-library for attention, q/k/v and MLP" in str(STACKS["nxdi"])
     assert "stack own: one program a token" in str(made)
     assert "3 published decodes of it predicted within 9%" in str(STACKS["vllm-optimum"])
     assert plan(CONFIG, forms=("bf16",), batches=(1, 2), price="closed_form").changes == ()
