@@ -10,7 +10,7 @@ import libcst as cst
 from nmm_compiler.codegen.dialects import TITLES, in_dialect
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import HEADS, QUERY_HEADS, TOKENS, WEIGHTS, KernelSpec
+from nmm_compiler.kernels.base import GROUPS, HEADS, QUERY_HEADS, TOKENS, WEIGHTS, KernelSpec
 from nmm_compiler.targets import Target
 
 _WIDTH = 98
@@ -23,6 +23,7 @@ _CORES = {
         "launched on two cores: each computes half of the outputs of every weight; what both need "
         "of intermediates crosses between them.",
     ),
+    GROUPS: ("launched on two cores: each goes through half of the groups, as follows.",),
     HEADS: ("launched on two cores: each computes half of the groups of heads, as follows.",),
     QUERY_HEADS: (
         "launched on two cores: each computes half of the query heads of each group, as follows.",

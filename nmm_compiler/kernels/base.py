@@ -32,6 +32,9 @@ PACKAGE = "nmm_compiler.kernels"
 # need of intermediates exchanged.
 TOKENS, WEIGHTS = SPLITS = ("tokens", "weights")
 
+# The same for experts: half of the groups each.
+GROUPS = "groups"
+
 # The same for attention: half of the heads of keys each, with the query heads that share them; or
 # half of the query heads of each group, with the keys whole.
 HEADS, QUERY_HEADS = "heads", "query_heads"

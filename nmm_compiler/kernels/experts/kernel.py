@@ -30,7 +30,7 @@ from ..pieces.chosen_groups import (
 from ..pieces.group_mlp import add_groups, make_blocks, store_sums, turn_tokens
 from ..pieces.groups import check_index
 from ..pieces.token_blocks import sort_tokens, sum_rows_of_picks, tokens_of_turn
-from ..pieces.two_cores import add_other_half
+from ..pieces.two_cores import add_other_half, own
 
 
 @nki.jit
@@ -52,22 +52,27 @@ def experts(x, spec, schedule, **others):
 def compute_blocks(out, x, index, gates, operands, core, spec):
     """Compute y of tokens in blocks of one group each."""
     groups, tokens, rows = sort_tokens(index, spec)
-    bound = turns_of(groups, spec.at_once, spec.turn_bits)
+    turn = spec.at_once * spec.cores
+    bound = turns_of(groups, turn, spec.turn_bits)
     each = spec.blocks * spec.tokens + 1
-    if spec.split != "":
-        made = nl.ndarray((2 * each, spec.k), dtype=x.dtype, buffer=nl.shared_hbm)
-    else:
+    if spec.split == "":
         made = nl.ndarray((each, spec.k), dtype=x.dtype, buffer=nl.private_hbm)
+    else:
+        # the other core's zero, which nobody reads, is behind the rows of all blocks
+        made = nl.ndarray((each + 1, spec.k), dtype=x.dtype, buffer=nl.shared_hbm)
     zero = nl.ndarray((1, spec.k), dtype=x.dtype, buffer=nl.sbuf)
     nisa.memset(dst=zero, value=0.0)
     nisa.dma_copy(dst=made[core * each : core * each + 1, 0 : spec.k], src=zero)
-    mine = made[core * each + 1 : core * each + each, 0 : spec.k]
-    turns = mine.reshape_dim(0, (spec.blocks // spec.at_once, spec.at_once * spec.tokens))
+    mine = made[1:each, 0 : spec.k]
+    turns = mine.reshape_dim(0, (spec.blocks // turn, turn * spec.tokens))
+    first = core % spec.cores * spec.at_once * spec.tokens
+    last = first + spec.at_once * spec.tokens
 
     def body(i):
-        some = within(listed_in_turn(groups, i, spec.at_once), spec.count)
-        chosen = tokens_of_turn(tokens, i, spec)
-        make_blocks(turns.select(0, i), x, chosen, some, operands, core, spec)
+        some = within(listed_in_turn(groups, i, core, spec), spec.count)
+        chosen = tokens_of_turn(tokens, i, core, spec)
+        own_rows = turns.select(0, i)[first:last, 0 : spec.k]
+        make_blocks(own_rows, x, chosen, some, operands, spec)
 
     # as many turns as the blocks need: known on the device only
     nl.fori_loop(0, bound, body)
@@ -80,6 +85,10 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
     """Compute y of a tile of tokens at most."""
     tokens = spec.m
     picks = tokens * spec.top_k
+    half = core if spec.split == "weights" else 0
+    if spec.way == "picks" and spec.split == "groups":
+        index = own(index, 1, core)
+        gates = own(gates, 1, core)
     numbers = read_picks(index, picks, nl.int32)
     weights = read_picks(gates, picks, nl.float32)
     x_tiles = (spec.k + 127) // 128
@@ -91,23 +100,23 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
     nisa.memset(dst=total, value=0.0)
     if spec.way == "picks":
         ones = chosen_of_token(numbers, weights)
-        add_groups(total, x_sb, ones, numbers, weights, operands, core, tokens, spec)
+        add_groups(total, x_sb, ones, numbers, weights, operands, half, tokens, spec)
     else:
         table = operands[1].reshape((spec.count, spec.k * spec.width))
         check_index(index.reshape((picks,)), table[0 : spec.count, 0:1], 0, picks)
         if spec.way == "distinct":
-            chosen = list_groups(numbers, spec.count, spec.at_once)
-            bound = turns_of(chosen, spec.at_once, spec.turn_bits)
+            chosen = list_groups(numbers, spec.count, spec.at_once * spec.cores)
+            bound = turns_of(chosen, spec.at_once * spec.cores, spec.turn_bits)
 
             def body(i):
-                some = groups_of_turn(chosen, i, spec.count, spec.at_once)
-                add_groups(total, x_sb, some, numbers, weights, operands, core, tokens, spec)
+                some = groups_of_turn(chosen, i, core, spec)
+                add_groups(total, x_sb, some, numbers, weights, operands, half, tokens, spec)
 
             # as many turns as the chosen groups need: known on the device only
             nl.fori_loop(0, bound, body)
         else:
-            every = all_groups(spec.count)
-            add_groups(total, x_sb, every, numbers, weights, operands, core, tokens, spec)
+            every = all_groups(core % spec.cores * spec.at_once, spec.at_once)
+            add_groups(total, x_sb, every, numbers, weights, operands, half, tokens, spec)
     if spec.split != "":
         both = nl.ndarray((128, x_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
         add_other_half(both, total, core)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from nmm_compiler.errors import CapacityError, SpecError
-from nmm_compiler.kernels.base import Family, Schedule, check_name
+from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_name
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.tiling import (
@@ -63,7 +63,12 @@ class ExpertsPlan(Record):
     @property
     def one_load(self) -> bool:
         """Whether a load brings whole rows of gate and up."""
-        return self.step == 1 and self.up.block >= self.n and not self.split
+        return self.step == 1 and self.up.block >= self.n and self.split != WEIGHTS
+
+    @property
+    def cores(self) -> int:
+        """Cores that take turns of the loop."""
+        return 2 if self.split == GROUPS else 1
 
     @property
     def has_down_bias(self) -> bool:
@@ -87,8 +92,8 @@ class ExpertsPlan(Record):
 
     @property
     def turn_bits(self) -> int:
-        """The power of two that the groups, or blocks, of a turn are."""
-        return self.at_once.bit_length() - 1
+        """The power of two that the groups, or blocks, of a turn of all cores are."""
+        return (self.at_once * self.cores).bit_length() - 1
 
     @property
     def up_panels(self) -> int:
@@ -111,7 +116,8 @@ class ExpertsSchedule(Schedule):
     w_load: how the contraction index of weights stored [outputs, inputs] gets onto the partitions.
     block, down_block: outputs of a panel of gate and up, and of down. load_bytes: of a load, for
         each partition. banks: of PSUM, for sums.
-    split: how two cores share the kernel: "weights", half of the features of h each.
+    split: how two cores share the kernel: "groups", half of the groups or blocks each, or
+        "weights", half of the features of h each.
     """
 
     way: str
@@ -126,10 +132,10 @@ class ExpertsSchedule(Schedule):
 
     def plan(self, spec: ExpertsSpec) -> ExpertsPlan:
         """Return what the kernel reads of a core's share."""
-        width = spec.n * (2 if self.split else 1)
+        width = spec.n * (2 if self.split == WEIGHTS else 1)
         interleaved = spec.halves == "interleaved"
         both = interleaved or self.block >= spec.n
-        slots = {"picks": spec.top_k, "all": spec.groups}.get(self.way, self.at_once)
+        slots = {"picks": spec.top_k, "all": spec.groups // self.cores}.get(self.way, self.at_once)
         down = min(tiles(self.tokens, 128), self.banks)
         w_load = "rows" if spec.weight_layout == "row" else self.w_load
 
@@ -154,6 +160,11 @@ class ExpertsSchedule(Schedule):
             limit=spec.limit, slope=spec.slope, plus=spec.plus,
         )  # fmt: skip
 
+    @property
+    def cores(self) -> int:
+        """Cores that take turns of the loop."""
+        return 2 if self.split == GROUPS else 1
+
     def most_blocks(self, spec: ExpertsSpec) -> int:
         """Return the most blocks that tokens can need, in whole turns; 0 where there are none."""
         if self.way != "blocks":
@@ -161,7 +172,8 @@ class ExpertsSchedule(Schedule):
         picks = spec.m * spec.top_k
         groups = min(spec.groups, picks)
         most = groups + (picks - groups) // self.tokens
-        return self.at_once * tiles(most, self.at_once)
+        turn = self.at_once * self.cores
+        return turn * tiles(most, turn)
 
     def sbuf_bytes(self, spec: ExpertsSpec) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer: two panels of each weight at most."""
@@ -215,6 +227,8 @@ class ExpertsSchedule(Schedule):
             )
         if self.way == "blocks":
             self._check_blocks(part, target)
+        if self.way == "all" and spec.groups % self.cores:
+            raise SpecError(f"{spec.short()}: two cores cannot share {spec.groups} groups evenly")
         for name in ("block", "down_block"):
             if getattr(self, name) < 1 or getattr(self, name) % 128:
                 raise SpecError(f"schedule: {name} is {getattr(self, name)}; pass multiples of 128")
@@ -242,9 +256,10 @@ class ExpertsSchedule(Schedule):
 
     def turns(self, spec: ExpertsSpec) -> int | None:
         """Return the expected turns of the loop whose bound the device computes."""
+        turn = self.at_once * self.cores
         if self.way == "blocks":
-            return tiles(round(self.expected_blocks(spec)), self.at_once)
-        return tiles(round(spec.expected), self.at_once) if self.way == "distinct" else None
+            return tiles(round(self.expected_blocks(spec)), turn)
+        return tiles(round(spec.expected), turn) if self.way == "distinct" else None
 
     def expected_blocks(self, spec: ExpertsSpec) -> float:
         """Return the blocks that tokens are expected to need: half of a last block is empty."""
@@ -284,7 +299,7 @@ def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
     ways = []
     if spec.m <= TOKENS:
         ways.append(("all", 1, 0))
-        if picks < 3 * spec.groups:
+        if picks < 3 * spec.groups or spec.groups % 2:
             ways += [("distinct", at_once, 0) for at_once in (4, 2, 1, 8)]
     if spec.m > FEW:
         each = picks / spec.expected
@@ -302,7 +317,7 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     """Return the passes, reads of PSUM and DMAs of a kernel, or of one of two cores."""
     made, tally, size = schedule.plan(spec), Tally(), item_bytes(spec.dtype)
     expected = (schedule.turns(spec) or 1) * schedule.at_once
-    groups = {"picks": spec.top_k, "all": spec.groups}.get(schedule.way, expected)
+    groups = expected if schedule.turns(spec) else made.at_once
     few = schedule.tokens or spec.m
     for weight, count in ((made.up, 2), (made.down, 1)):
         columns = min(weight.block, weight.n)

@@ -16,6 +16,7 @@ import numpy as np
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import (
     ACTIVATIONS,
+    GROUPS,
     LAYOUTS,
     WEIGHTS,
     Array,
@@ -126,13 +127,20 @@ class ExpertsSpec(KernelSpec):
         check_gathers(self, target)
 
     def splits(self) -> tuple[str, ...]:
-        """Return the ways in which the cores can share the work: by features of h."""
-        even = self.n % 2 == 0 and self.k % 2 == 0
-        return ("",) if self.lnc == 1 else (WEIGHTS,) * even
+        """Return how the cores share the work: by groups; by features of h where picks are odd."""
+        if self.lnc == 1:
+            return ("",)
+        if self.k % 2:
+            return ()
+        if self.m > 1 or self.top_k % 2 == 0:
+            return (GROUPS,)
+        return (WEIGHTS,) * (self.n % 2 == 0)
 
     def half_of(self, split: str) -> dict[str, Any]:
-        """Return the features of h of each of two cores."""
-        return {"n": self.n // 2}
+        """Return the features of h, or the picks of the only token, of each of two cores."""
+        if split == WEIGHTS:
+            return {"n": self.n // 2}
+        return {"top_k": self.top_k // 2} if self.m == 1 else {}
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return x, the weights and biases of all groups, the index and the gates."""
@@ -213,17 +221,8 @@ class ExpertsSpec(KernelSpec):
         else:
             made = scaled(activated(gate, self.activation), up, typical)
         h = rounded(made, self.dtype, typical)
-        bias = of.get("down_bias")
-        if self.m <= FEW:
-            return self._biased(times_weight(h, of["down"], typical), bias, typical)
-        value, error = np.zeros(()), np.zeros(())
-        for part in np.split(np.arange(self.n), self.lnc):  # each core stores what it adds
-            some = h[0][:, part], np.asarray(h[1])[:, part]
-            added = times_weight(some, of["down"][part], typical)
-            added = self._biased(added, None if bias is None else bias / self.lnc, typical)
-            added = rounded(added, self.dtype, typical)
-            value, error = value + added[0], combine(error, added[1], typical)
-        return value, error
+        made = self._biased(times_weight(h, of["down"], typical), of.get("down_bias"), typical)
+        return made if self.m <= FEW else rounded(made, self.dtype, typical)
 
     def _biased(self, left: Estimate, bias: Array | None, typical: bool) -> Estimate:
         return left if bias is None else plus_bias(left, bias, typical)

@@ -31,12 +31,12 @@ def chosen_of_token(numbers, weights):
     return [some, None]
 
 
-def all_groups(count):
-    """Return all groups."""
+def all_groups(first, count):
+    """Return groups from a number on."""
     one = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.iota(dst=one, pattern=[[1, count]], offset=0)
+    nisa.iota(dst=one, pattern=[[1, count]], offset=first)
     wide = nl.ndarray((128, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=wide, pattern=[[1, count]], offset=0)
+    nisa.iota(dst=wide, pattern=[[1, count]], offset=first)
     return [one, wide]
 
 
@@ -97,12 +97,14 @@ def turns_of(listed, at_once, bits):
     return bound
 
 
-def listed_in_turn(listed, i, at_once):
-    """Return what is listed for turn i of the loop, int32 [1, at_once]."""
-    turns = (listed.shape[1] - 1) // at_once
-    mine = nl.ndarray((1, at_once), dtype=nl.int32, buffer=nl.sbuf)
-    lists = listed[0:1, 0 : turns * at_once].reshape_dim(1, (turns, at_once))
-    nisa.tensor_copy(dst=mine, src=lists.select(1, i))
+def listed_in_turn(listed, i, core, spec):
+    """Return what is listed for this core in turn i of the loop, int32 [1, at_once]."""
+    turn = spec.at_once * spec.cores
+    turns = (listed.shape[1] - 1) // turn
+    first = core % spec.cores * spec.at_once
+    mine = nl.ndarray((1, spec.at_once), dtype=nl.int32, buffer=nl.sbuf)
+    lists = listed[0:1, 0 : turns * turn].reshape_dim(1, (turns, turn))
+    nisa.tensor_copy(dst=mine, src=lists.select(1, i)[0:1, first : first + spec.at_once])
     return mine
 
 
@@ -113,10 +115,11 @@ def within(mine, count):
     return some
 
 
-def groups_of_turn(listed, i, count, at_once):
-    """Return the groups of turn i of the loop."""
-    mine = listed_in_turn(listed, i, at_once)
-    one = within(mine, count)  # first: loads of weights wait for it
+def groups_of_turn(listed, i, core, spec):
+    """Return the groups of this core in turn i of the loop."""
+    at_once = spec.at_once
+    mine = listed_in_turn(listed, i, core, spec)
+    one = within(mine, spec.count)  # first: loads of weights wait for it
     row = nl.ndarray((1, at_once), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=row, src=mine)
     ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)

@@ -29,7 +29,7 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, m, spec):
         biases = up_biases(operands, groups[0][0:1, s : s + 1], core, spec)
         if spec.has_down_bias:
             down_bias = bias_of(operands[3].select(0, groups[0][0:1, s : s + 1]), 0, spec.k, 1, 0)
-            if spec.split != "":
+            if spec.split == "weights":
                 # each of two cores adds half of it
                 nisa.tensor_scalar(dst=down_bias, data=down_bias, op0=nl.multiply, operand0=0.5)
         else:
@@ -54,7 +54,7 @@ def add_groups(total, x_sb, groups, numbers, weights, operands, core, m, spec):
             add_tiles(y_part, made, outputs)
 
 
-def make_blocks(out, x, tokens, groups, operands, core, spec):
+def make_blocks(out, x, tokens, groups, operands, spec):
     """Store what the groups of some blocks make of their tokens, rows [blocks tokens, k].
 
     The tokens of a block are gathered before the products of the block before it, and turned behind
@@ -65,15 +65,15 @@ def make_blocks(out, x, tokens, groups, operands, core, spec):
     flats = []
     m = spec.tokens
     ones = nl.ndarray((1, 1, m), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=0.5 if spec.split != "" else 1.0)
+    nisa.memset(dst=ones, value=1.0)
     flats.append(gather_block(x, tokens, 0, spec))
-    ups.append(load_up(operands[0].select(0, groups[0:1, 0:1]), 0, core, spec))
+    ups.append(load_up(operands[0].select(0, groups[0:1, 0:1]), 0, 0, spec))
     x_sb = turn_block(flats[0], spec)
     for s in range(spec.at_once):
         if s + 1 < spec.at_once:
             flats.append(gather_block(x, tokens, s + 1, spec))
-        biases = up_biases(operands, groups[0:1, s : s + 1], core, spec)
-        h_sb = make_h(ups, downs, x_sb, biases, groups, s, operands, core, spec)
+        biases = up_biases(operands, groups[0:1, s : s + 1], 0, spec)
+        h_sb = make_h(ups, downs, x_sb, biases, groups, s, operands, 0, spec)
         if s + 1 < spec.at_once:
             x_sb = turn_block(flats[s + 1], spec)
         for k0 in range(0, spec.k, spec.down.block):
@@ -82,13 +82,13 @@ def make_blocks(out, x, tokens, groups, operands, core, spec):
                 bias = [bias_row(operands[3], groups[0:1, s : s + 1], k0, outputs)]
             else:
                 bias = []
-            load_following(ups, downs, groups, s, k0, operands, core, spec)
+            load_following(ups, downs, groups, s, k0, operands, 0, spec)
             make_rows(
                 Result(out, None, False, False, None, False),
                 Term(Left(h_sb, None, "none"), None, spec.down),
                 downs[s * spec.down_panels + k0 // spec.down.block],
                 Term(Left(ones, None, "none"), None, spec.down_bias), bias,
-                Panel(k0, outputs, spec.down.group, spec.down.down), Block(s * m, m, core),
+                Panel(k0, outputs, spec.down.group, spec.down.down), Block(s * m, m, 0),
                 Epilogue(
                     None, "", None, False, "identity", nl.copy, None, False, None, False,
                 ),

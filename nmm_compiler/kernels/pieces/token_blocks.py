@@ -231,7 +231,7 @@ def keep_rows(rows, behind, index, m0, spec):
     beyond = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=beyond, data=given, op0=nl.not_equal, operand0=-1.0, op1=nl.multiply,
-        operand1=spec.blocks * spec.tokens + 1,
+        operand1=spec.blocks * spec.tokens + 2,
     )  # fmt: skip
     nisa.scalar_tensor_tensor(
         dst=beyond, data=behind, op0=nl.equal, operand0=0.0, op1=nl.multiply, operand1=beyond
@@ -239,20 +239,22 @@ def keep_rows(rows, behind, index, m0, spec):
     nisa.tensor_tensor(dst=rows[0:count, 0 : spec.top_k], data1=behind, data2=beyond, op=nl.add)
 
 
-def tokens_of_turn(tokens, i, spec):
-    """Return the tokens of the blocks of turn i of the loop, int32 [128, tiles, at_once]."""
+def tokens_of_turn(tokens, i, core, spec):
+    """Return the tokens of this core in turn i of the loop, int32 [128, tiles, at_once]."""
     high = tokens.shape[0]
+    turn = spec.at_once * spec.cores
+    first = core % spec.cores * spec.at_once
     mine = nl.ndarray((high, spec.token_tiles, spec.at_once), dtype=nl.int32, buffer=nl.sbuf)
-    turns = tokens.reshape_dim(2, (spec.blocks // spec.at_once, spec.at_once))
-    nisa.tensor_copy(dst=mine, src=turns.select(2, i))
+    turns = tokens.reshape_dim(2, (spec.blocks // turn, turn))
+    own = turns.select(2, i)[0:high, 0 : spec.token_tiles, first : first + spec.at_once]
+    nisa.tensor_copy(dst=mine, src=own)
     return mine
 
 
 def sum_rows_of_picks(out, made, rows, gates, core, spec):
     """Store the rows of y: those of the picks of each token times their gates."""
-    cores = 2 if spec.split != "" else 1
-    part = spec.k // cores
-    each = spec.blocks * spec.tokens + 1
+    part = spec.k // 2 if spec.split != "" else spec.k
+    table = made[0 : spec.blocks * spec.tokens + 1, core * part : core * part + part]
     for m0 in range(0, spec.m, 128):
         count = min(128, spec.m - m0)
         own = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.sbuf)
@@ -262,14 +264,12 @@ def sum_rows_of_picks(out, made, rows, gates, core, spec):
         for j in range(spec.top_k):
             chosen = nl.ndarray((count, 1), dtype=nl.int32, buffer=nl.sbuf)
             nisa.tensor_copy(dst=chosen, src=rows[m0 // 128][0:count, j : j + 1])
-            for other in range(cores):
-                table = made[other * each : other * each + each, core * part : core * part + part]
-                row = nl.ndarray((count, part), dtype=made.dtype, buffer=nl.sbuf)
-                nisa.dma_copy(dst=row, src=table.vector_select(0, chosen))
-                nisa.scalar_tensor_tensor(
-                    dst=total, data=row, op0=nl.multiply, operand0=own[0:count, j : j + 1],
-                    op1=nl.add, operand1=total,
-                )  # fmt: skip
+            row = nl.ndarray((count, part), dtype=made.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=row, src=table.vector_select(0, chosen))
+            nisa.scalar_tensor_tensor(
+                dst=total, data=row, op0=nl.multiply, operand0=own[0:count, j : j + 1],
+                op1=nl.add, operand1=total,
+            )  # fmt: skip
         y = nl.ndarray((count, part), dtype=out.dtype, buffer=nl.sbuf)
         nisa.tensor_copy(dst=y, src=total)
         store(out[m0 : m0 + count, core * part : core * part + part], y, False)
