@@ -1,7 +1,8 @@
 """One core of a tensor-parallel group: a model's linears cut, with the collectives between them.
 
 `shard` cuts by the plan that transformers gives for the model: "colwise" linears (q, k, gate, up)
-by output features, "rowwise" ones (o, down) by input features, after which the cores sum. Heads
+by output features, "rowwise" ones (o, down) by input features, after which the cores sum. What a
+plan of experts leaves out (their attention, their shared experts) is cut by its usual name. Heads
 stay whole. A low-rank linear y = (x u) v is cut as the backend cuts it (`tensor_parallel_plan`):
 
     colwise: u on every core, v cut by columns             nothing to exchange
@@ -16,6 +17,7 @@ products and a collective.
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,13 @@ from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines torch.ops.nmm)
 
 COLLECTIVES = ("all_reduce", "all_gather")
+
+# How serving stacks cut the linears of a layer that they are usually called by.
+_USUAL = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "colwise"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "colwise"),
+    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+}
 
 _library = torch.library.Library("nmm_prediction", "DEF")
 _library.define("all_reduce(Tensor x) -> Tensor")
@@ -69,6 +78,8 @@ def shard(model: MetaModel, tp: int) -> None:
     if tp == 1:
         return
     found = linear_roles(model.module)
+    if getattr(model.module, "_tp_plan", None):
+        found = {**_usual_roles(model.module), **found}
     parents = {name: model.module.get_submodule(name.rpartition(".")[0]) for name in found}
     heads = {parent: _Heads.of(parent) for parent in parents.values()}  # before any is cut
     for name, role in found.items():
@@ -77,6 +88,13 @@ def shard(model: MetaModel, tp: int) -> None:
         raise ModelError(
             f"{model.name} has no tensor-parallel plan that says how its linears are cut; use tp=1"
         )
+
+
+def _usual_roles(model: nn.Module) -> dict[str, str]:
+    """Return how the linears inside of layers are cut that are called as everybody calls them."""
+    layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    roles = {name: _USUAL.get(name.rpartition(".")[2], "") for name in layers}
+    return {name: role for name, role in roles.items() if role and re.search(r"\.\d+\.", name)}
 
 
 @dataclass(frozen=True)
