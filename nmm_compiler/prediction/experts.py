@@ -34,8 +34,8 @@ class ExpertsCall(nn.Module):
     def __init__(self, old: nn.Module, config: Any, tp: int) -> None:
         super().__init__()
         given: Any = old
-        turned = not getattr(given, "is_transposed", hasattr(given, "limit"))
         up, down = given.gate_up_proj, given.down_proj
+        turned = up.shape[1] == 2 * down.shape[2]  # stored [outputs, inputs]
         (groups, _, k), n = down.shape, down.shape[2 if turned else 1]
         k = down.shape[1 if turned else 2]
         if n % tp and groups % tp:
@@ -44,6 +44,7 @@ class ExpertsCall(nn.Module):
                 "experts evenly; use another tp"
             )
         self.tp, self.by_groups = tp, bool(n % tp)
+        self.every, self.top_k = groups, getattr(config, "num_experts_per_tok", 1)
         n, groups = (n, groups // tp) if self.by_groups else (n // tp, groups)
         dtype = up.dtype
 
@@ -61,11 +62,25 @@ class ExpertsCall(nn.Module):
                 "slope": float(given.alpha), "plus": 1.0,
             }  # fmt: skip
 
-    def forward(self, x: Tensor, index: Tensor, gates: Tensor) -> Tensor:
-        """Return what the experts of this core add to y, summed over the cores."""
+    def forward(
+        self, x: Tensor, index: Tensor | None = None, gates: Tensor | None = None
+    ) -> Tensor:
+        """Return what the experts of this core add to y, summed over the cores.
+
+        Without an index x has every token once for each expert, as Llama 4's have it; the experts
+        that a token did not choose multiply zeros, and are not read.
+        """
+        if index is None or gates is None:
+            return self._of_repeated(x)
         biases = self.gate_up_bias, self.down_bias
         y = torch.ops.nmm.experts(x, self.gate_up, self.down, index, gates, *biases, **self.said)
         return torch.ops.nmm_prediction.all_reduce(y) if self.tp > 1 else y
+
+    def _of_repeated(self, x: Tensor) -> Tensor:
+        tokens = x.shape[0] // self.every
+        index = x.new_zeros(tokens, self.top_k, dtype=torch.int64)
+        y = self(x[:tokens], index, x.new_zeros(tokens, self.top_k))
+        return torch.cat([y, x[tokens:]])
 
 
 def _activation(config: Any) -> str:

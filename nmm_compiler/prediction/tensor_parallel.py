@@ -134,6 +134,9 @@ def _cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None)
         part_k = heads.size * queries
         if hasattr(parent, "num_key_value_groups"):
             setattr(parent, "num_key_value_groups", queries // keys)  # noqa: B010
+        for own, numbers in list(parent.named_parameters(recurse=False)):
+            if numbers.shape == (heads.queries,):  # one a head, as an attention sink
+                setattr(parent, own, nn.Parameter(numbers[:queries], False))
     sizes = (part_k, n) if role == "rowwise" else (k, part_n)
     new: nn.Module
     if isinstance(old, LowRankLinear):
