@@ -195,7 +195,7 @@ def experts(draw):
     return ExpertsSpec(
         m=draw(st.sampled_from((1, 2, 5, 17, 64, 136))),
         k=draw(st.sampled_from((1, 64, 128, 200, 256, 320))),
-        n=draw(st.sampled_from((1, 64, 128, 150, 256))),
+        n=draw(st.sampled_from((1, 24, 64, 128, 150, 256))),
         groups=groups,
         top_k=draw(st.integers(1, min(groups, 4))),
         dtype=draw(dtypes),

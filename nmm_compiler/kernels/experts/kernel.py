@@ -29,6 +29,7 @@ from ..pieces.chosen_groups import (
 )
 from ..pieces.group_mlp import add_groups, make_blocks, store_sums, turn_tokens
 from ..pieces.groups import check_index
+from ..pieces.narrow_groups import add_narrow_groups
 from ..pieces.token_blocks import sort_tokens, sum_rows_of_picks, tokens_of_turn
 from ..pieces.two_cores import add_other_half, own
 
@@ -100,7 +101,7 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
     nisa.memset(dst=total, value=0.0)
     if spec.way == "picks":
         ones = chosen_of_token(numbers, weights)
-        add_groups(total, x_sb, ones, numbers, weights, operands, half, tokens, spec)
+        add_some(total, x_sb, ones, numbers, weights, operands, half, tokens, spec)
     else:
         table = operands[1].reshape((spec.count, spec.k * spec.width))
         check_index(index.reshape((picks,)), table[0 : spec.count, 0:1], 0, picks)
@@ -110,16 +111,24 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
 
             def body(i):
                 some = groups_of_turn(chosen, i, core, spec)
-                add_groups(total, x_sb, some, numbers, weights, operands, half, tokens, spec)
+                add_some(total, x_sb, some, numbers, weights, operands, half, tokens, spec)
 
             # as many turns as the chosen groups need: known on the device only
             nl.fori_loop(0, bound, body)
         else:
             every = all_groups(core % spec.cores * spec.at_once, spec.at_once)
-            add_groups(total, x_sb, every, numbers, weights, operands, half, tokens, spec)
+            add_some(total, x_sb, every, numbers, weights, operands, half, tokens, spec)
     if spec.split != "":
         both = nl.ndarray((128, x_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
         add_other_half(both, total, core)
         store_sums(out, both, spec.k, tokens, core, 2)
     else:
         store_sums(out, total, spec.k, tokens, 0, 1)
+
+
+def add_some(total, x_sb, some, numbers, weights, operands, half, tokens, spec):
+    """Add to y^T what some groups make: in stacks where they are narrow."""
+    if spec.stack > 1:
+        add_narrow_groups(total, x_sb, some, numbers, weights, operands, tokens, spec)
+    else:
+        add_groups(total, x_sb, some, numbers, weights, operands, half, tokens, spec)

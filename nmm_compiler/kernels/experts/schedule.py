@@ -30,10 +30,11 @@ BLOCKS = (32, 64, 128, 256, 512)
 class ExpertsPlan(Record):
     """What the kernel's function reads: sizes of one core, and how each weight arrives.
 
-    way, at_once: of the schedule, of all groups or picks where there is no loop. tokens, blocks: of
-    a block, and the most blocks there can be, in whole turns. width: features of h of all cores.
-    up, down: the weights; of gate_up the outputs of a half are `step` apart, and those of up begin
-    at up_first. down_bias: one row of weights, none without a bias.
+    way, at_once: of the schedule, of all groups or picks where there is no loop. stack: groups that
+    are computed as one, 1 where they are wide. tokens, blocks: of a block, and the most blocks
+    there can be, in whole turns. width: features of h of all cores. up, down: the weights; of
+    gate_up the outputs of a half are `step` apart, and those of up begin at up_first. down_bias:
+    one row of weights, none without a bias.
     """
 
     m: int
@@ -44,6 +45,7 @@ class ExpertsPlan(Record):
     top_k: int
     way: str
     at_once: int
+    stack: int
     tokens: int
     blocks: int
     up: Weight
@@ -150,7 +152,8 @@ class ExpertsSchedule(Schedule):
 
         return ExpertsPlan(
             m=spec.m, k=spec.k, n=spec.n, width=width, count=spec.groups, top_k=spec.top_k,
-            way=self.way, at_once=slots, tokens=self.tokens, blocks=self.most_blocks(spec),
+            way=self.way, at_once=slots, stack=self.stack(spec, slots),
+            tokens=self.tokens, blocks=self.most_blocks(spec),
             up=weight(spec.k, spec.n, self.block, 2 if both else 1, ORDERS[w_load != "rows"]),
             down=weight(spec.n, spec.k, self.down_block, 1, ORDERS[1], max(1, down)),
             down_bias=Weight(k=1 if spec.down_bias else 0, ahead=True),
@@ -164,6 +167,16 @@ class ExpertsSchedule(Schedule):
     def cores(self) -> int:
         """Cores that take turns of the loop."""
         return 2 if self.split == GROUPS else 1
+
+    def stack(self, spec: ExpertsSpec, slots: int) -> int:
+        """Return how many groups of a turn are computed as one of at most 128 features."""
+        plain = not (spec.limit or spec.gate_up_bias or spec.down_bias)
+        if self.way == "blocks" or self.split == WEIGHTS or not plain:
+            return 1
+        if spec.halves != "joined" or spec.weight_layout != "row" or spec.activation == "identity":
+            return 1
+        return max(some for some in range(1, slots + 1) if not slots % some and
+                   (some == 1 or some * spec.n <= 128))  # fmt: skip
 
     def most_blocks(self, spec: ExpertsSpec) -> int:
         """Return the most blocks that tokens can need, in whole turns; 0 where there are none."""
@@ -183,6 +196,11 @@ class ExpertsSchedule(Schedule):
         down = wide * made.down.block * size
         more = 2 * up if made.up_panels > 1 else up
         behind = 2 * down if made.down_panels > 1 else down
+        if made.stack > 1:
+            more = made.at_once * deep * 2 * spec.n * size
+            behind = made.at_once // made.stack * spec.k * size
+            up = down = 0
+            more += behind
         held = {
             "panels": max(more, up + down, behind),
             "h": 2 * wide * m * size,
@@ -322,7 +340,7 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     for weight, count in ((made.up, 2), (made.down, 1)):
         columns = min(weight.block, weight.n)
         loads = groups * count * tiles(weight.k, weight.chunk) * tiles(weight.n, columns)
-        squares = groups * count * tiles(weight.k, 128) * tiles(weight.n, 128)
+        squares = groups * count * tiles(weight.k, 128) * tiles(weight.n, 128) // made.stack
         total = groups * count * weight.k * weight.n * size
         turned = squares, loads * tiles(columns, 128), min(weight.chunk, weight.k) * size
         tally.load(weight.load, total, loads, columns * size, turned)
@@ -363,11 +381,17 @@ def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:
         "blocks": f"blocks of {schedule.tokens} tokens, {schedule.at_once} a turn of a loop",
     }[schedule.way]
     takes = "sorted by group" if schedule.tokens else "each takes all tokens, gates of 0 leave out"
+    stack = schedule.plan(spec).stack
+    weights = (
+        f"{schedule.block} outputs of gate and up, then {schedule.down_block} of down at a time, "
+        "each loaded before the products of the panel before it"
+    )
+    if stack > 1:
+        weights = f"all of a turn's groups first; {stack} groups are one product of all features"
     return (
         f"groups: {which}; {takes}.",
         "x^T, h^T and y^T have features on the partitions: weights stationary, tokens moving.",
-        f"weights: {schedule.block} outputs of gate and up, then {schedule.down_block} of down at "
-        "a time, each loaded before the products of the panel before it.",
+        f"weights: {weights}.",
     )
 
 
