@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
+from nmm_compiler.prediction.tensor_parallel import HOOK
 from nmm_compiler.prediction.walk import Piece
 
 _ACTIVATIONS = {
@@ -62,6 +63,9 @@ class ExpertsCall(nn.Module):
                 "slope": float(given.alpha), "plus": 1.0,
             }  # fmt: skip
 
+    # whether this call sums over the cores, or what it is added to
+    alone = True
+
     def forward(
         self, x: Tensor, index: Tensor | None = None, gates: Tensor | None = None
     ) -> Tensor:
@@ -74,7 +78,7 @@ class ExpertsCall(nn.Module):
             return self._of_repeated(x)
         biases = self.gate_up_bias, self.down_bias
         y = torch.ops.nmm.experts(x, self.gate_up, self.down, index, gates, *biases, **self.said)
-        return torch.ops.nmm_prediction.all_reduce(y) if self.tp > 1 else y
+        return torch.ops.nmm_prediction.all_reduce(y) if self.tp > 1 and self.alone else y
 
     def _of_repeated(self, x: Tensor) -> Tensor:
         tokens = x.shape[0] // self.every
@@ -108,6 +112,27 @@ def experts_as_calls(model: MetaModel, tp: int) -> None:
         text = getattr(config, "text_config", config)
         parent = model.module.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], ExpertsCall(module, text, tp))
+
+
+def sum_shared_once(model: MetaModel, tp: int) -> None:
+    """Sum over the cores once where a layer adds its shared experts to those that tokens chose."""
+    for block in list(model.module.modules()) if tp > 1 else ():
+        calls = [one for one in block.children() if isinstance(one, ExpertsCall)]
+        shared = [one for name, one in block.named_children() if name.startswith("shared_expert")]
+        ends = [end for one in shared for end in one.modules() if hasattr(end, HOOK)]
+        if calls and ends:
+            for end in ends:
+                getattr(end, HOOK).remove()
+            for call in calls:
+                call.alone = False
+            block.register_forward_hook(_sum_of_block)
+
+
+def _sum_of_block(block: nn.Module, given: Any, made: Any) -> Any:
+    """Sum the tokens of a block over the cores; a router's numbers behind them are on each core."""
+    if isinstance(made, tuple):
+        return (torch.ops.nmm_prediction.all_reduce(made[0]), *made[1:])
+    return torch.ops.nmm_prediction.all_reduce(made)
 
 
 def routed(pieces: list[Piece], routing: tuple[float, ...], model: MetaModel) -> list[Piece]:

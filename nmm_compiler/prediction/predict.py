@@ -25,7 +25,12 @@ from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES, WEIGHTS
-from nmm_compiler.prediction.experts import check_routing, experts_as_calls, routed
+from nmm_compiler.prediction.experts import (
+    check_routing,
+    experts_as_calls,
+    routed,
+    sum_shared_once,
+)
 from nmm_compiler.prediction.forms import read_form
 from nmm_compiler.prediction.meta_models import (
     dense_config,
@@ -252,6 +257,7 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     experts_as_calls(model, tp)
     shorten(model)
     shard(model, tp)
+    sum_shared_once(model, tp)
     return Prepared(model, ranks, parameters)
 
 

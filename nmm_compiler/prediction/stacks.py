@@ -79,7 +79,7 @@ STACKS = {
             name="nxdi",
             source="NxD Inference decodes with one program a token (aws-neuron-sdk, nxd-inference)",
             kernels=_NXDI_KERNELS,
-            judged=(2, 0.23, 0.39),
+            judged=(7, 0.20, 0.39),
         ),
         Stack(
             name="vllm-neuron",
@@ -95,7 +95,7 @@ STACKS = {
             kernels="the Neuron compiler's own products",
             host_from="fitted",
             host_us=HOST_CALL_US + _OPTIMUM_US,
-            judged=(3, 0.09, 0.21),
+            judged=(5, 0.16, 0.45),
         ),
         Stack(
             name="torchneuron",

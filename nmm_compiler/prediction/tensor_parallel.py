@@ -31,6 +31,8 @@ from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops import registration as _registered  # noqa: F401  (defines torch.ops.nmm)
 
 COLLECTIVES = ("all_reduce", "all_gather")
+# The attribute of a cut linear that takes its collective away again.
+HOOK = "of_all_cores"
 
 # How serving stacks cut the linears of a layer that they are usually called by.
 _USUAL = {
@@ -147,5 +149,5 @@ def _cut(parent: nn.Module, name: str, role: str, tp: int, heads: _Heads | None)
         new = nn.Linear(*sizes, bias, device="meta", dtype=dtype)
         if role != "colwise":
             after = _sum if role == "rowwise" else functools.partial(_gather, n)
-            new.register_forward_hook(after)
+            setattr(new, HOOK, new.register_forward_hook(after))
     setattr(parent, name, new.requires_grad_(False))

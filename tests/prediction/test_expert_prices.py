@@ -50,6 +50,47 @@ def test_more_tokens_read_more_experts_and_counts_fewer():
     assert expert_line(predicted(QWEN, batch=8, routing=counts)).bytes_us < 0.5 * many
 
 
+def test_shared_experts_are_summed_over_the_cores_with_the_chosen_ones():
+    config = QWEN | {
+        "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1,
+    }  # fmt: skip
+    made = predicted(config, tp=4)
+    sums = [line for line in made.phases[-1].lines if line.kind == "all_reduce"]
+    assert sum(line.calls for line in sums) == 2 * config["num_hidden_layers"]
+
+
+def test_llama_4_repeats_tokens_for_each_expert_and_reads_the_chosen_ones():
+    config = {
+        "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "hidden_size": 512,
+        "intermediate_size": 256, "intermediate_size_mlp": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1000,
+        "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+    }  # fmt: skip
+    few, all_ = (expert_line(predicted(config, batch=batch)) for batch in (1, 64))
+    assert few.what.startswith("experts m1 k512 g16 top1 n256")
+    assert 12 < all_.bytes_us / few.bytes_us < 17
+
+
+def test_attention_that_a_plan_of_experts_leaves_out_is_cut():
+    """Of gpt-oss transformers cuts nothing, of DeepSeek-V3 no attention; sinks follow the heads."""
+    config = {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1, "q_lora_rank": 128, "kv_lora_rank": 128, "vocab_size": 1000,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    }  # fmt: skip
+    for one in (config, GPT_OSS):
+        whole, part = (predicted(one, tp=tp) for tp in (1, 4))
+        attention = [
+            sum(line.bytes_us or 0 for line in made.phases[-1].lines if "o_proj" in line.module)
+            for made in (whole, part)
+        ]
+        assert attention[1] < 0.3 * attention[0]
+
+
 def test_cores_share_each_expert_or_whole_experts():
     whole = expert_line(predicted(QWEN)).bytes_us
     made = predicted(QWEN, tp=4)
