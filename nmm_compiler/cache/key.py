@@ -76,10 +76,7 @@ class Key:
         """Return the key of `entries`; raise CacheError for none, or data it cannot hold."""
         if not isinstance(entries, Mapping) or not entries:
             raise CacheError(f"a cache key needs named entries, got {entries!r:.80}")
-        try:
-            made = plain(entries, "key")
-        except RecursionError:
-            raise CacheError("a cache key's data is nested without end") from None
+        made = plain(entries, "key")
         document = canonical({"format": KEY_FORMAT, "entries": made})
         return cls(tuple(made.items()), hashlib.sha256(document.encode()).hexdigest())
 
