@@ -47,13 +47,13 @@ def _fields(spec: Any, form: Form) -> dict[str, Any]:
 
 def _corrected(spec: Any, form: Form) -> CorrectedSpec:
     """Return the kernel of a dense one in a form; TypeError for one that has none."""
+    if not isinstance(spec, (MatmulSpec, GatedMLPUpSpec)):
+        raise TypeError(f"{spec.short()} is no dense kernel")
     fields = _fields(spec, form)
     if isinstance(spec, GatedMLPUpSpec):
         if any(spec.rank(branch) for branch in spec.branches):
             raise TypeError(f"{spec.short()} is no dense kernel")
         return CorrectedMLPSpec(**fields, n=spec.n, down=isinstance(spec, GatedMLPSpec))
-    if not isinstance(spec, MatmulSpec):
-        raise TypeError(f"{spec.short()} is no dense kernel")
     return CorrectedSpec(**fields, n=spec.n, bias=spec.bias)
 
 

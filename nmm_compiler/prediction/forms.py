@@ -132,8 +132,11 @@ def keeps_quality(name: str) -> bool:
     return all(ratio <= most for ratio, most in zip(found[1], KEEPS, strict=True))
 
 
-def notes_on(names: Sequence[str]) -> list[str]:
-    """Return what a table of these forms has to say of its quality and of its prices."""
+def notes_on(names: Sequence[str], experts: bool = False) -> list[str]:
+    """Return what a table of these forms has to say of its quality and of its prices.
+
+    experts: the model has some.
+    """
     models = {found[0] for name in names if (found := quality_of(name))}
     notes = []
     if models:
@@ -143,4 +146,6 @@ def notes_on(names: Sequence[str]) -> list[str]:
         )
     if any(name.startswith("mx") for name in names):
         notes.append("mx forms: kernels of MX weights with a bfloat16 branch; the head is fp8")
+    if experts and any(read_form(name).base for name in names):
+        notes.append("experts keep the model's dtype in every form: no kernel reads others yet")
     return notes

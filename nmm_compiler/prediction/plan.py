@@ -195,13 +195,16 @@ class Plan(Shown, Record):
         same = [i for i in range(len(SETTING)) if len({row[i] for row in rows}) == 1]
         shown = [i for i in range(len(head)) if i not in same]
         grid = [tuple(row[i] for i in shown) for row in rows]
+        forms = [p.form for p in self.predictions]
+        lines = [line for phase in self.predictions[0].phases for line in phase.lines]
+        experts = any(line.what.startswith("experts ") for line in lines)
         return [
             Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)),
             Grid.of([head[i] for i in shown], grid, [h for h in head if h not in _TEXT]),
             Line("predicted, not measured; gains are over the first form of the setting, our dense "
                  "kernels; by bytes: ms that the kernels' bytes take at the full rate; GiB that a "
                  "core needs, NO where it has less", "note"),
-            *(Line(text, "note") for text in notes_on([p.form for p in self.predictions])),
+            *(Line(text, "note") for text in notes_on(forms, experts)),
             *(Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused),
         ]  # fmt: skip
 

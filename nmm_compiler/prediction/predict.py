@@ -20,6 +20,7 @@ from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.experts import expert_ranks
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
@@ -277,6 +278,11 @@ def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
         model.module, low["ratio"], rank=low["rank"], include=low["include"],
         exclude=low["exclude"], allow_slower=True,
     )  # fmt: skip
+    if expert_ranks(model.module):
+        raise ModelError(
+            f"{model.name} has experts, and no kernel reads low-rank ones yet; leave them out: "
+            'exclude=["*experts*"]'
+        )
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)
 

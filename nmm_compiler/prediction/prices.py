@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
+from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.number_formats import FP8
@@ -156,7 +157,8 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     nearest dtype takes, with their own bytes in place of its, and the products of their branch;
     never less than their roofline.
     """
-    packed = None if isinstance(spec, CorrectedSpec) else machine.packed
+    as_stored = isinstance(spec, (CorrectedSpec, ExpertsSpec))  # experts have no other form yet
+    packed = None if as_stored else machine.packed
     near = FP8 if packed is not None and packed.base != "int8" else machine.weights
     stored = spec if isinstance(spec, CorrectedSpec) else with_weights(spec, near)
     bytes_us, floor = _bounds(stored, machine)

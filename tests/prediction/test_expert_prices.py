@@ -6,6 +6,7 @@ import pytest
 
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.prediction.experts import read_routing
+from nmm_compiler.prediction.plan import plan
 from nmm_compiler.prediction.predict import predict
 
 transformers = pytest.importorskip("transformers")
@@ -48,6 +49,19 @@ def test_more_tokens_read_more_experts_and_counts_fewer():
     assert 4 < many / few < 8  # 10.5 of 16 experts, and 2
     counts = [100.0] * 3 + [0.0] * 13
     assert expert_line(predicted(QWEN, batch=8, routing=counts)).bytes_us < 0.5 * many
+
+
+@pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=lambda config: config["model_type"])
+def test_a_plan_says_which_forms_experts_do_not_take(config):
+    made = plan(config, targets=("trn2", "trn3"), price="closed_form", prompts=(16,))
+    said = str(made)
+    assert {"bf16", "fp8", "mxfp4+64"} == {one.form for one in made.predictions}
+    assert "experts keep the model's dtype in every form" in said
+    (why,) = {one.reason for one in made.refused if "lowrank" in one.setting}
+    assert "no kernel reads low-rank ones yet" in why
+    with pytest.raises(ModelError, match="no kernel reads low-rank ones yet"):
+        predicted(config, ratio=0.2)
+    assert predicted(config, ratio=0.2, exclude=["*experts*"]).ranks
 
 
 def test_shared_experts_are_summed_over_the_cores_with_the_chosen_ones():
