@@ -100,6 +100,11 @@ class KernelSpec(Record):
         """Return the ways in which the cores can share the work; one core has the way ""."""
         raise NotImplementedError
 
+    def on_cores(self, lnc: int) -> Self:
+        """Return the spec for so many physical cores; for one where they cannot share it."""
+        shared = dataclasses.replace(self, lnc=lnc)
+        return shared if shared.splits() else dataclasses.replace(self, lnc=1)
+
     def share(self, split: str) -> Any:
         """Return what one of the cores computes; all of it for one core."""
         if self.lnc == 1:

@@ -62,7 +62,7 @@ def lower(
 ) -> Lowered:
     """Return the launches of op `name` for m tokens.
 
-    lnc: physical cores that run each kernel.
+    lnc: physical cores that run each kernel; one runs what they cannot share.
     Raises SpecError, ShapeError or UnknownNameError where no kernel family can compute the call.
     """
     op = DEFINITIONS.get(name)
@@ -78,7 +78,7 @@ def lower(
             if dtype_name(operand) != tensor.dtype:
                 raise SpecError(f"{name}: operands have dtypes {x.dtype} and {operand.dtype}")
     if lnc > 1:
-        launches = [replace(one, spec=replace(one.spec, lnc=lnc)) for one in launches]
+        launches = [replace(one, spec=one.spec.on_cores(lnc)) for one in launches]
     return Lowered(tuple(launches), lead, x_layout, op.many)
 
 

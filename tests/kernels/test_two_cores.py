@@ -13,7 +13,7 @@ from nmm_compiler.errors import CapacityError, CodegenError, SimulationError, Sp
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import SPLITS
-from nmm_compiler.kernels.linear.specs import MatmulSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
 from nmm_compiler.prices.ways import ways
@@ -86,6 +86,16 @@ def test_the_option_reaches_the_kernels_of_a_call():
     arrays = [tensor.numpy() for tensor in (x, u, v)]
     assert (abs(got.numpy() - spec.reference(*arrays)) <= spec.error_bound(*arrays)).all()
     assert any(kernel.spec == spec for kernel in KERNELS.all())
+
+
+def test_one_core_runs_what_two_cannot_share():
+    """As it is priced: an odd number of outputs, or what tensor parallelism left of an MLP."""
+    executor = executor_name(Options(executor="simulator", lnc=2, buckets=(1,)))
+    got = torch.ops.nmm.matmul(torch.ones(1, 256), torch.ones(256, 127), executor=executor)
+    assert torch.equal(got, torch.full((1, 127), 256.0))
+    narrow = GatedMLPSpec(m=1, k=256, n=128, gate_r=0, up_r=0, down_r=0)
+    assert narrow.on_cores(2) == narrow
+    assert dataclasses.replace(narrow, n=512).on_cores(2).lnc == 2
 
 
 @pytest.mark.parametrize(
