@@ -6,7 +6,7 @@ one of them is an error. Nothing is executed: the text is parsed, imports and al
 names and calls of NKI, in the whole file, and those of `lint_kernels.py` for kernel code.
 
 A new NKI version is an edit of `table.py`. A rule is a generator of findings at a node, an entry of
-its file's RULES, a row in docs/lint.md, and a pair of snippets in tests/nki_api/test_lint.py.
+its file's RULES, and a pair of snippets in tests/nki_api/test_lint.py.
 """
 
 from __future__ import annotations
