@@ -77,7 +77,8 @@ class Plan(Shown, Record):
             return [self._said_of(t) for t in dict.fromkeys(p.target for p in self.predictions)]
         low = [p for p in self.predictions if p.gain]
         if not low:
-            return ["no ratio was asked for: these are the dense times"]
+            why = "could be predicted" if self.refused else "was asked for"
+            return [f"no form to compare: only {self.predictions[0].form} {why}"]
         if self.best is None:
             nearest = max(low, key=lambda p: p.step_gain)
             verb = "is told apart from dense" if nearest.step_gain > 1.0 else "pays"

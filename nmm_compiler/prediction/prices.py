@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import KernelSpec, item_bytes
 from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import CorrectedSpec
@@ -215,11 +216,13 @@ def _kernel_source(machine: Machine) -> str:
 
 
 def with_weights(spec: Any, weights: str) -> Any:
-    """Return the spec for weights of another format, the same where its family has none."""
+    """Return the spec for weights of another format, the same where its kernel takes none, as of
+    factors with a norm between them."""
     names = {f.name for f in dataclasses.fields(spec)}
-    if not weights.startswith("float8") or "scales" not in names:
-        return spec
-    return dataclasses.replace(spec, dtype=weights, scales="channel")
+    if weights.startswith("float8") and "scales" in names:
+        with contextlib.suppress(SpecError):
+            return dataclasses.replace(spec, dtype=weights, scales="channel")
+    return spec
 
 
 def _attention(piece: Piece, machine: Machine) -> Price:

@@ -96,6 +96,7 @@ def test_attention_that_a_plan_of_experts_leaves_out_is_cut():
         "first_k_dense_replace": 1, "q_lora_rank": 128, "kv_lora_rank": 128, "vocab_size": 1000,
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
     }  # fmt: skip
+    assert predicted(config, weights="float8_e4m3").tpot_us  # a norm between factors has no fp8
     for one in (config, GPT_OSS):
         whole, part = (predicted(one, tp=tp) for tp in (1, 4))
         attention = [
