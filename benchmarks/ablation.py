@@ -32,7 +32,9 @@ from nmm_compiler.kernels.linear.specs import (
 from nmm_compiler.targets import get
 
 TOKENS = (1, 16, 512)
-FORMS = ("low rank", "dense")
+FORMS = ("low rank", "dense", "fp8")
+FP8: dict[str, Any] = {"dtype": "float8_e4m3", "x_dtype": "bfloat16", "scales": "channel"}
+"""fp8 weights with a scale for each output, and bfloat16 x."""
 
 
 def rank(k: int, n: int) -> int:
@@ -43,12 +45,13 @@ def rank(k: int, n: int) -> int:
 def layer(model: str, form: str, m: int) -> dict[str, KernelSpec]:
     """Return the kernels of one layer: its products without attention."""
     hidden, wide, q, kv = MODELS[model]
-    if form == "dense":
+    if form != "low rank":
+        fields = dict(FP8) if form == "fp8" else {}
         outputs = {"q": (hidden, q), "k": (hidden, kv), "v": (hidden, kv), "o": (q, hidden)}
         made: dict[str, KernelSpec] = {
-            name: MatmulSpec(m=m, k=k, n=n) for name, (k, n) in outputs.items()
+            name: MatmulSpec(m=m, k=k, n=n, **fields) for name, (k, n) in outputs.items()
         }
-        return made | {"mlp": GatedMLPSpec(m=m, k=hidden, n=wide)}
+        return made | {"mlp": GatedMLPSpec(m=m, k=hidden, n=wide, **fields)}
     pairs = tuple((rank(hidden, n), (n,)) for n in (q, kv, kv))
     return {
         "qkv": LowRankSharedSpec(m=m, k=hidden, pairs=pairs),
