@@ -59,11 +59,12 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
     """
     generator = np.random.default_rng(seed)
     arrays, fan_in = [], {}
-    weights = {one.name: one for one in spec.layer.weights() if one.mx} if _has_mx(spec) else {}
+    weights = spec.mx_weights()
     for tensor in spec.inputs():
         name = tensor.name.removesuffix("_scale")
         if name in weights:  # data and scales of one weight, of few numbers that repeat
-            arrays.append(_mx_weight(weights[name], seed)[tensor.name != name])
+            stack = tensor.shape[0] if len(tensor.shape) == 3 else 0
+            arrays.append(_mx_weight(weights[name], seed, stack)[tensor.name != name])
             continue
         dtype = np.dtype(getattr(ml_dtypes, tensor.dtype, tensor.dtype))
         if tensor.below:
@@ -89,12 +90,13 @@ def random_index(tensor: Any, generator: np.random.Generator) -> np.ndarray:
     return np.where(generator.random(index.shape) < 1 / 8, -1, index).reshape(tensor.shape)
 
 
-def _has_mx(spec: Any) -> bool:
-    return bool(getattr(getattr(spec, "layer", None), "mx", False))
-
-
-def _mx_weight(weight: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes and scales of a random weight of MX blocks, as kernels take them."""
+def _mx_weight(weight: Any, seed: int, stack: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes and scales of a random weight of MX blocks, as kernels take them, or of a
+    stack of so many."""
+    if stack:
+        each = [_mx_weight(weight, seed + 7 * i, 0) for i in range(stack)]
+        data, scales = (np.stack(parts) for parts in zip(*each, strict=True))
+        return data, scales
     generator = np.random.default_rng((seed, *weight.name.encode()))
     values = generator.standard_normal((weight.n, weight.k), dtype=np.float32)
     data, scales = for_nki(*quantize(values / np.sqrt(np.float32(weight.k)), weight.mx), weight.mx)

@@ -155,6 +155,10 @@ class KernelSpec(Record):
         """Return the positional operands of the kernel, as they are passed."""
         raise NotImplementedError
 
+    def mx_weights(self) -> dict[str, Any]:
+        """Return the weights of MX blocks by the names of their operands; most specs have none."""
+        return {}
+
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return the results of the kernel."""
         raise NotImplementedError

@@ -8,7 +8,7 @@ import pytest
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
 from nmm_compiler.codegen.choose import choose, rank
-from nmm_compiler.errors import CapacityError, OutOfBoundsError, SpecError
+from nmm_compiler.errors import CapacityError, NmmError, OutOfBoundsError, SpecError
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.experts.schedule import ExpertsSchedule
 from nmm_compiler.targets import get
@@ -95,6 +95,85 @@ def right(spec, arrays, outputs):
 )
 def test_the_kernel_is_right_against_float64(fields, target):
     assert prove(build_kernel(dataclasses.replace(SMALL, **fields), target)).passed
+
+
+JOINED = {**GPT_OSS, "halves": "joined"}
+STORED = [
+    {"weight": "fp8"},
+    {"weight": "fp8", "k": 200, "n": 200, **GPT_OSS},
+    {"weight": "fp8", "m": 1, "k": 200, "ranks": (16, 8)},
+    {"weight": "fp8", "m": 1, "lnc": 2, "top_k": 3, "n": 320, "ranks": (8, 8), "down_bias": True},
+    {"weight": "fp8", "m": 150, "groups": 5},
+    {"weight": "fp8", "m": 150, "groups": 5, "ranks": (16, 40), **GPT_OSS},
+    {"weight": "factors", "ranks": (16, 24)},
+    {"weight": "factors", "m": 1, "lnc": 2, "top_k": 3, "ranks": (16, 24)},
+    {"weight": "factors", "m": 40, "lnc": 2, "groups": 4, "ranks": (8, 24), **JOINED},
+    {"weight": "factors", "m": 140, "groups": 4, "ranks": (160, 24), "dtype": "float32"},
+    {"ranks": (16, 0)},
+    {"ranks": (0, 24), "weight_layout": "col", "m": 140, "groups": 3, "down_bias": True},
+]
+BLOCKS_OF_32 = [
+    {"weight": "mxfp4"},
+    {"weight": "mxfp4", "m": 1, "k": 480, "n": 320, **JOINED},
+    {"weight": "mxfp4", "m": 1, "lnc": 2, "top_k": 3, "n": 512},
+    {"weight": "mxfp4", "m": 3, "k": 288, "n": 640, "ranks": (16, 40)},
+    {"weight": "mxfp4", "m": 40, "lnc": 2, "groups": 4, "ranks": (8, 0), "dtype": "float16"},
+    {"weight": "mxfp8", "m": 150, "groups": 5, "k": 320, "n": 1100, **JOINED},
+    {
+        "weight": "mxfp8_e5m2",
+        "m": 140,
+        "groups": 4,
+        "k": 288,
+        "n": 644,
+        "ranks": (16, 40),
+        **JOINED,
+    },
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "target"),
+    [(fields, target) for target in ("trn2", "trn3") for fields in STORED]
+    + [(fields, "trn3") for fields in BLOCKS_OF_32],
+    ids=str,
+)
+def test_few_bit_weights_and_thin_factors_are_right_against_float64(fields, target):
+    assert prove(build_kernel(dataclasses.replace(SMALL, **fields), target)).passed
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"weight": "int8"}, "weight"),
+        ({"weight": "factors", "ranks": (8, 0)}, "ranks are"),
+        ({"weight": "fp8", "weight_layout": "col"}, "layout 'row'"),
+        ({"weight": "fp8", "dtype": "float32"}, "bfloat16 or float16"),
+        ({"weight": "mxfp4", "halves": "interleaved"}, "'joined'"),
+        ({"weight": "mxfp4", "k": 250}, "whole 32s"),
+    ],
+    ids=str,
+)
+def test_forms_that_no_kernel_takes_are_refused(fields, said):
+    with pytest.raises(NmmError, match=said):
+        dataclasses.replace(SMALL, **fields)
+
+
+def test_only_trn3_multiplies_blocks():
+    with pytest.raises(SpecError, match="multiplied by trn3"):
+        build_kernel(dataclasses.replace(SMALL, weight="mxfp4"), "trn2")
+
+
+def test_fewer_bytes_are_read_and_take_less_time():
+    """Qwen3-30B-A3B's experts, one token."""
+    times, read = [], []
+    for weight, ranks in (("", (0, 0)), ("fp8", (0, 0)), ("mxfp4", (32, 32)), ("mxfp4", (0, 0))):
+        spec = ExpertsSpec(m=1, k=2048, n=768, groups=128, top_k=8, weight=weight, ranks=ranks)
+        times.append(choose(spec, get("trn3"))[0].simulated_us)
+        read.append(spec.minimal_hbm_bytes())
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < 0.45 * times[0]
+    assert read == sorted(read, reverse=True)
+    assert read[-1] < 0.28 * read[0]
 
 
 @pytest.mark.parametrize("way", [("distinct", 1), ("distinct", 2), ("distinct", 8), ("all", 1)])

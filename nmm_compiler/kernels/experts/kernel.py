@@ -27,7 +27,7 @@ from ..pieces.chosen_groups import (
     turns_of,
     within,
 )
-from ..pieces.group_mlp import add_groups, make_blocks, store_sums, turn_tokens
+from ..pieces.group_mlp import add_groups, make_blocks, store_sums, strips_of
 from ..pieces.groups import check_index
 from ..pieces.narrow_groups import add_narrow_groups
 from ..pieces.token_blocks import sort_tokens, sum_rows_of_picks, tokens_of_turn
@@ -42,6 +42,9 @@ def experts(x, spec, schedule, **others):
     operands = [
         others.get("gate_up"), others.get("down"),
         others.get("gate_up_bias"), others.get("down_bias"),
+        others.get("gate_up_scale"), others.get("down_scale"),
+        others.get("gate_up_u"), others.get("gate_up_v"),
+        others.get("down_u"), others.get("down_v"),
     ]  # fmt: skip
     if spec.way == "blocks":
         compute_blocks(out, x, others.get("index"), others.get("gates"), operands, core, spec)
@@ -92,43 +95,49 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
         gates = own(gates, 1, core)
     numbers = read_picks(index, picks, nl.int32)
     weights = read_picks(gates, picks, nl.float32)
-    x_tiles = (spec.k + 127) // 128
-    x_sb = nl.ndarray((128, x_tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
     flat = nl.ndarray((tokens, spec.k), dtype=x.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=flat, src=x)
-    turn_tokens(x_sb, flat, spec.up.order)
-    total = nl.ndarray((128, x_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    left = strips_of([flat], tokens, spec)
+    y_tiles = (spec.k + 127) // 128
+    total = nl.ndarray((128, y_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=total, value=0.0)
     if spec.way == "picks":
         ones = chosen_of_token(numbers, weights)
-        add_some(total, x_sb, ones, numbers, weights, operands, half, tokens, spec)
+        add_some(total, left, ones, numbers, weights, operands, half, tokens, spec)
     else:
-        table = operands[1].reshape((spec.count, spec.k * spec.width))
-        check_index(index.reshape((picks,)), table[0 : spec.count, 0:1], 0, picks)
+        check_index(
+            index.reshape((picks,)), table_of(operands, spec)[0 : spec.count, 0:1], 0, picks
+        )
         if spec.way == "distinct":
             chosen = list_groups(numbers, spec.count, spec.at_once * spec.cores)
             bound = turns_of(chosen, spec.at_once * spec.cores, spec.turn_bits)
 
             def body(i):
                 some = groups_of_turn(chosen, i, core, spec)
-                add_some(total, x_sb, some, numbers, weights, operands, half, tokens, spec)
+                add_some(total, left, some, numbers, weights, operands, half, tokens, spec)
 
             # as many turns as the chosen groups need: known on the device only
             nl.fori_loop(0, bound, body)
         else:
             every = all_groups(core % spec.cores * spec.at_once, spec.at_once)
-            add_some(total, x_sb, every, numbers, weights, operands, half, tokens, spec)
+            add_some(total, left, every, numbers, weights, operands, half, tokens, spec)
     if spec.split != "":
-        both = nl.ndarray((128, x_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        both = nl.ndarray((128, y_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
         add_other_half(both, total, core)
         store_sums(out, both, spec.k, tokens, core, 2)
     else:
         store_sums(out, total, spec.k, tokens, 0, 1)
 
 
-def add_some(total, x_sb, some, numbers, weights, operands, half, tokens, spec):
+def add_some(total, left, some, numbers, weights, operands, half, tokens, spec):
     """Add to y^T what some groups make: in stacks where they are narrow."""
     if spec.stack > 1:
-        add_narrow_groups(total, x_sb, some, numbers, weights, operands, tokens, spec)
+        add_narrow_groups(total, left[0], some, numbers, weights, operands, tokens, spec)
     else:
-        add_groups(total, x_sb, some, numbers, weights, operands, half, tokens, spec)
+        add_groups(total, left, some, numbers, weights, operands, half, tokens, spec)
+
+
+def table_of(operands, spec):
+    """Return the last weights of all groups, a row each."""
+    last = operands[1] if spec.down.k > 0 else operands[9]
+    return last.reshape((spec.count, last.shape[1] * last.shape[2]))

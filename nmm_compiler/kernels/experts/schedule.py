@@ -10,17 +10,26 @@ from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_name
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
+from nmm_compiler.kernels.linear.schedule import whole_blocks
+from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
+    FOURS,
     ORDERS,
     chunk_rows,
     item_bytes,
     tiles,
+    weight_bytes,
 )
 from nmm_compiler.kernels.work import Tally, Work
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 NOTHING = Weight()
+_FIELDS = {
+    "up": "gate_up", "up_u": "gate_up_u", "up_v": "gate_up_v",
+    "down": "down", "down_u": "down_u", "down_v": "down_v",
+}  # fmt: skip
+"""The fields of a plan that are weights, and the operands that they are of."""
 WAYS = ("picks", "distinct", "all", "blocks")
 AT_ONCE = (1, 2, 4, 8)
 BLOCKS = (32, 64, 128, 256, 512)
@@ -32,9 +41,10 @@ class ExpertsPlan(Record):
 
     way, at_once: of the schedule, of all groups or picks where there is no loop. stack: groups that
     are computed as one, 1 where they are wide. tokens, blocks: of a block, and the most blocks
-    there can be, in whole turns. width: features of h of all cores. up, down: the weights; of
-    gate_up the outputs of a half are `step` apart, and those of up begin at up_first. down_bias:
-    one row of weights, none without a bias.
+    there can be, in whole turns. n: features of h, as they are stored; width: those of all cores.
+    up, down: the weights; of gate_up the outputs of a half are `step` apart, and those of up begin
+    at up_first. up_u .. down_v: the factors. up_block, down_block: outputs of a panel. bias_row:
+    one row of weights, none where no bias of y is added by TensorE. scaled: sums have scales.
     """
 
     m: int
@@ -50,8 +60,19 @@ class ExpertsPlan(Record):
     blocks: int
     up: Weight
     down: Weight
-    down_bias: Weight
+    up_u: Weight
+    up_v: Weight
+    down_u: Weight
+    down_v: Weight
+    up_block: int
+    down_block: int
+    group: int
+    patch: int
+    bias_row: Weight
+    has_down_bias: bool
     has_up_bias: bool
+    scaled: bool
+    mx: bool
     step: int
     up_first: int
     activation: str
@@ -65,7 +86,7 @@ class ExpertsPlan(Record):
     @property
     def one_load(self) -> bool:
         """Whether a load brings whole rows of gate and up."""
-        return self.step == 1 and self.up.block >= self.n and self.split != WEIGHTS
+        return self.step == 1 and self.up_block >= self.n and self.split != WEIGHTS
 
     @property
     def cores(self) -> int:
@@ -73,9 +94,24 @@ class ExpertsPlan(Record):
         return 2 if self.split == GROUPS else 1
 
     @property
-    def has_down_bias(self) -> bool:
-        """Whether each group adds a bias to y."""
-        return self.down_bias.k > 0
+    def scales(self) -> str:
+        """What scales the sums, as an epilogue has it."""
+        return "channel" if self.scaled else ""
+
+    @property
+    def order(self) -> str:
+        """Which features of x share a partition."""
+        return self.up.order if self.up.k else self.up_u.order
+
+    @property
+    def x_tiles(self) -> int:
+        """The tiles of x^T."""
+        return 4 * tiles(self.up.k, 512) if self.mx else tiles(self.k, 128)
+
+    @property
+    def h_tiles(self) -> int:
+        """The tiles of h^T."""
+        return 4 * tiles(self.n, 512) if self.mx else tiles(self.n, 128)
 
     @property
     def clamped(self) -> bool:
@@ -100,12 +136,12 @@ class ExpertsPlan(Record):
     @property
     def up_panels(self) -> int:
         """Panels of gate and up."""
-        return tiles(self.n, self.up.block)
+        return tiles(self.n, self.up_block)
 
     @property
     def down_panels(self) -> int:
         """Panels of down."""
-        return tiles(self.k, self.down.block)
+        return tiles(self.k, self.down_block)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,33 +170,61 @@ class ExpertsSchedule(Schedule):
 
     def plan(self, spec: ExpertsSpec) -> ExpertsPlan:
         """Return what the kernel reads of a core's share."""
-        width = spec.n * (2 if self.split == WEIGHTS else 1)
+        n = spec.features
+        width = n * (2 if self.split == WEIGHTS else 1)
         interleaved = spec.halves == "interleaved"
-        both = interleaved or self.block >= spec.n
         slots = {"picks": spec.top_k, "all": spec.groups // self.cores}.get(self.way, self.at_once)
-        down = min(tiles(self.tokens, 128), self.banks)
-        w_load = "rows" if spec.weight_layout == "row" else self.w_load
-
-        def weight(k: int, n: int, block: int, halves: int, order: str, down: int = 1) -> Weight:
-            columns = min(block, 128 * tiles(n, 128))
-            row_bytes = columns * item_bytes(spec.dtype) * halves
-            return Weight(
-                k=k, n=n, layout=spec.weight_layout, ahead=True, order=order,
-                load=w_load, block=columns, group=self.banks // down, down=down,
-                chunk=chunk_rows(k, row_bytes, self.load_bytes),
-            )  # fmt: skip
-
+        patch = max(1, min(tiles(self.tokens, 128), self.banks))
+        few = (
+            spec.mx and (self.tokens or spec.m) < 64
+        )  # more of their sums fit between two products
+        blocks = [
+            min(self.block, 128 * tiles(n, 128)),
+            min(self.down_block, 128 * tiles(spec.k, 128)),
+        ]
+        group = max(1, self.banks // patch * (2 if few else 1))
+        stored = spec.stored()
+        by_tensor = self.bias_by_tensor(spec)
         return ExpertsPlan(
-            m=spec.m, k=spec.k, n=spec.n, width=width, count=spec.groups, top_k=spec.top_k,
+            m=spec.m, k=spec.k, n=n, width=width, count=spec.groups, top_k=spec.top_k,
             way=self.way, at_once=slots, stack=self.stack(spec, slots),
             tokens=self.tokens, blocks=self.most_blocks(spec),
-            up=weight(spec.k, spec.n, self.block, 2 if both else 1, ORDERS[w_load != "rows"]),
-            down=weight(spec.n, spec.k, self.down_block, 1, ORDERS[1], max(1, down)),
-            down_bias=Weight(k=1 if spec.down_bias else 0, ahead=True),
-            has_up_bias=spec.gate_up_bias,
+            **{field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
+               for field, name in _FIELDS.items()},
+            up_block=blocks[0], down_block=blocks[1], group=group, patch=patch,
+            bias_row=Weight(k=1 if by_tensor else 0, ahead=True),
+            has_down_bias=spec.down_bias, has_up_bias=spec.gate_up_bias,
+            scaled=spec.weight == "fp8", mx=spec.mx,
             step=2 if interleaved else 1, up_first=0 if interleaved else width,
             activation=spec.activation, op=OPS[spec.activation], split=self.split,
             limit=spec.limit, slope=spec.slope, plus=spec.plus,
+        )  # fmt: skip
+
+    def bias_by_tensor(self, spec: ExpertsSpec) -> bool:
+        """Return whether TensorE adds the bias of rows of y to their sums: plain weights alone."""
+        return self.way == "blocks" and spec.down_bias and not spec.weight and not spec.ranks[1]
+
+    def _arriving(self, one: Weight, spec: ExpertsSpec, patch: int, group: int) -> Weight:
+        """Return a weight and how it arrives; gate_up with the outputs of one half."""
+        if not one.k:
+            return one
+        up, base = one.name.startswith("gate_up"), one.name in ("gate_up", "down")
+        first = one.name.endswith("_u")
+        halved = up and not first
+        n = one.n // 2 if halved else one.n
+        columns = min(one.n if first else self.block if up else self.down_block, n)
+        columns = 128 * tiles(columns, 128)
+        layout = spec.weight_layout if base else "row"
+        both = halved and (spec.halves == "interleaved" or self.block >= n)
+        size = weight_bytes(one.format or (FP8 if base and spec.weight == "fp8" else spec.dtype))
+        chunk = chunk_rows(one.k, int(columns * size * (1 + both)), self.load_bytes)
+        fours = spec.mx and (base or first)
+        runs = up and (base or first) and spec.weight_layout == "row"
+        order = ORDERS[0] if runs else ORDERS[1]
+        return dataclasses.replace(
+            one, n=n, layout=layout, ahead=True, order=FOURS if fours else order,
+            load="rows" if layout == "row" else self.w_load, block=columns, group=group, down=patch,
+            chunk=whole_blocks(one, chunk) if fours else chunk, spread=spec.mx and halved,
         )  # fmt: skip
 
     @property
@@ -170,7 +234,8 @@ class ExpertsSchedule(Schedule):
 
     def stack(self, spec: ExpertsSpec, slots: int) -> int:
         """Return how many groups of a turn are computed as one of at most 128 features."""
-        plain = not (spec.limit or spec.gate_up_bias or spec.down_bias)
+        plain = not (spec.limit or spec.gate_up_bias or spec.down_bias or spec.weight)
+        plain = plain and not any(spec.ranks)
         if self.way == "blocks" or self.split == WEIGHTS or not plain:
             return 1
         if spec.halves != "joined" or spec.weight_layout != "row" or spec.activation == "identity":
@@ -191,9 +256,9 @@ class ExpertsSchedule(Schedule):
     def sbuf_bytes(self, spec: ExpertsSpec) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer: two panels of each weight at most."""
         made, size, m = self.plan(spec), item_bytes(spec.dtype), self.tokens or spec.m
-        deep, wide = tiles(spec.k, 128), tiles(spec.n, 128)
-        up = deep * 2 * made.up.block * size
-        down = wide * made.down.block * size
+        deep, wide = made.x_tiles, made.h_tiles
+        up = 2 * self._panel(made.up, spec) + 2 * self._panel(made.up_v, spec)
+        down = self._panel(made.down, spec) + self._panel(made.down_v, spec)
         more = 2 * up if made.up_panels > 1 else up
         behind = 2 * down if made.down_panels > 1 else down
         if made.stack > 1:
@@ -201,12 +266,18 @@ class ExpertsSchedule(Schedule):
             behind = made.at_once // made.stack * spec.k * size
             up = down = 0
             more += behind
+        firsts = self._panel(made.up_u, spec) + self._panel(made.down_u, spec)
+        numbers = spec.gate_up_bias + spec.down_bias + 2 * made.scaled
         held = {
-            "panels": max(more, up + down, behind),
+            "panels": max(more, up + down, behind) + firsts,
             "h": 2 * wide * m * size,
-            "products": 4 * m * (4 * tiles(made.up.block, 128) + 2 * tiles(made.down.block, 128)),
-            "biases": 2 * (4 * (2 * wide + deep) + 1024) * (spec.gate_up_bias or spec.down_bias),
+            "products": 4 * m * (4 * tiles(made.up_block, 128) + 2 * tiles(made.down_block, 128)),
+            "biases": 2 * (4 * (2 * wide + deep) + 1024) * min(2, numbers),
         }  # fmt: skip
+        if any(spec.ranks):
+            held["p"] = 2 * sum(tiles(rank, 128) for rank in spec.ranks) * m * size
+        if spec.mx:  # data and scales of four features, and fours on their way to them
+            held["blocks"] = 5 * (deep + wide) // 4 * (m + 1) * 2 + 4 * 8 * max(512, m)
         if self.way != "blocks":
             return held | {
                 "x": (deep * m + spec.k) * size, "y": 4 * deep * m * (2 if self.split else 1),
@@ -216,9 +287,11 @@ class ExpertsSchedule(Schedule):
         picks, groups = min(spec.m, TOKENS) * spec.top_k, tiles(spec.groups, 128)
         held |= {
             "x": 2 * (deep * m + made.token_tiles * spec.k) * size,
-            "rows": 2 * size * min(made.down.block, 512 * made.down.group) * made.down.down,
-            "bias row": 2 * (made.down.block + m) * size * spec.down_bias,
+            "rows": 2 * size * min(made.down_block, 512 * made.group) * made.patch,
+            "bias row": 2 * (made.down_block + m) * size * spec.down_bias,
         }  # fmt: skip
+        if not made.bias_row.k:  # on every partition, and what is between sums and rows
+            held["spread"] = (made.scaled + spec.down_bias) * 8 * made.down_block + 4 * 512 * 2
         sorting = {
             "picks": 4 * (8 * picks + tiles(spec.m, 128) * spec.top_k + 16 * groups),
             "blocks": 4 * (made.blocks * (4 + made.token_tiles) + 2 * m),
@@ -226,6 +299,16 @@ class ExpertsSchedule(Schedule):
         }  # fmt: skip
         stages = {"sorted": 4 * made.blocks * made.token_tiles} | held, sorting
         return max(stages, key=lambda held: sum(held.values()))
+
+    def _panel(self, one: Weight, spec: ExpertsSpec) -> int:
+        """Return the bytes of a panel of a weight."""
+        if not one.k:
+            return 0
+        fours = one.order == FOURS
+        deep = 4 * tiles(one.k, 512) if fours else tiles(one.k, 128)
+        fp8 = spec.weight == "fp8" and one.name in ("gate_up", "down")
+        each = weight_bytes(one.format or (FP8 if fp8 else spec.dtype), on_chip=True)
+        return int(deep * one.block * each)
 
     def check(self, spec: ExpertsSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
@@ -254,6 +337,11 @@ class ExpertsSchedule(Schedule):
             raise CapacityError(
                 f"{spec.short()}: {self.banks} PSUM banks for sums, and two for what TensorE "
                 f"turns; {target.name} has {target.psum_banks}, lower banks"
+            )
+        if spec.mx and self.block % 512 and self.block < part.features:
+            raise SpecError(
+                f"schedule: block is {self.block}; MX products of h take whole 512s of its "
+                "features, pass a multiple of 512"
             )
         self.check_sbuf(spec.short(), part, target, f"lower block from {self.block}")
 
@@ -297,11 +385,13 @@ def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     ways = _ways(spec)
     col = spec.weight_layout == "col"
     w_load = "tensor" if col else "rows"  # an address of the device has no DMA transpose for it
-    blocks, downs = _sizes(spec.n, (2048, 1024, 512)), _sizes(spec.k, (4096, 2048, 1024, 512))
+    wide = (4096,) if spec.weight else ()  # of few bytes
+    blocks = _sizes(spec.n, (*wide, 2048, 1024, 512))
+    downs = _sizes(spec.k, (4096, 2048, 1024, 512))
     for (way, at_once, tokens), block, down_block, load_bytes in itertools.product(
         ways, blocks, downs, (8192, 4096)
     ):
-        if way == "distinct" and load_bytes < 8192:
+        if (way == "distinct" or spec.mx) and load_bytes < 8192:
             continue  # sizes of panels, and groups a turn, matter more
         yield ExpertsSchedule(
             way=way, at_once=at_once, tokens=tokens, w_load=w_load, block=block,
@@ -337,27 +427,48 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     expected = (schedule.turns(spec) or 1) * schedule.at_once
     groups = expected if schedule.turns(spec) else made.at_once
     few = schedule.tokens or spec.m
-    for weight, count in ((made.up, 2), (made.down, 1)):
+    weights = [getattr(made, field) for field in _FIELDS]
+    for weight in (one for one in weights if one.k):
+        count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
+        fp8 = made.scaled and weight.name in ("gate_up", "down")
+        each = weight_bytes(weight.format or (FP8 if fp8 else spec.dtype))
         columns = min(weight.block, weight.n)
         loads = groups * count * tiles(weight.k, weight.chunk) * tiles(weight.n, columns)
-        squares = groups * count * tiles(weight.k, 128) * tiles(weight.n, 128) // made.stack
-        total = groups * count * weight.k * weight.n * size
+        per = 512 if weight.mx else 128
+        squares = groups * count * tiles(weight.k, per) * tiles(weight.n, 128) // made.stack
+        total = round(groups * count * weight.k * weight.n * each)
         turned = squares, loads * tiles(columns, 128), min(weight.chunk, weight.k) * size
-        tally.load(weight.load, total, loads, columns * size, turned)
-        tally.matmuls.append((squares, max(64, few)))
+        tally.load(weight.load, total, loads, round(columns * each), turned)
+        if weight.mx:  # its scales, to four quadrants
+            tally.load("rows", 4 * loads * columns, 4 * loads, columns, turned)
+        _add_products(tally, schedule, weight, squares, few)
         tally.evictions.append((groups * count * tiles(weight.n, 128), few))
     if schedule.way == "blocks":
         _sorting(tally, spec, made, groups)
     edges = schedule.turns(spec) or 0
-    tally.dmas.append((1 + edges, 2 * made.up.block, made.up.block, "copy"))
+    tally.dmas.append((1 + edges, 2 * made.up_block, made.up_block, "copy"))
     tally.store(spec.m * spec.k * size, 1, spec.k * size)
-    last = tiles(made.down.block, 128) * tiles(spec.n, 128)
+    last = tiles(made.down_block, 128) * tiles(spec.n, 512 if spec.mx else 128)
+    first = made.up if made.up.k else made.up_v
+    lead = first.chunk * made.up_block * weight_bytes(made.up.format or spec.dtype)
     return tally.work(
-        lead_bytes=made.up.chunk * made.up.block * size * (1 + 8 * edges),
+        lead_bytes=int(lead) * (1 + 8 * edges),
         # no load hides the last panel of down in a turn of the loop
         tail_matmuls=(last * (1 + edges), max(64, few)),
         tail_bytes=spec.m * spec.k * size,
     )
+
+
+def _add_products(
+    tally: Tally, schedule: ExpertsSchedule, weight: Weight, squares: int, few: int
+) -> None:
+    """Add the products of a weight: of rows of y tokens are stationary, and outputs move."""
+    if schedule.way == "blocks" and weight.name in ("down", "down_v"):
+        across = tiles(min(weight.block, weight.n), 128)
+        wide = min(512, 128 * across)
+        tally.matmuls.append((squares * tiles(few, 128) * 128 // wide, wide))
+    else:
+        tally.matmuls.append((squares, max(64, few)))
 
 
 def _sorting(tally: Tally, spec: ExpertsSpec, made: ExpertsPlan, blocks: int) -> None:
@@ -382,6 +493,7 @@ def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:
     }[schedule.way]
     takes = "sorted by group" if schedule.tokens else "each takes all tokens, gates of 0 leave out"
     stack = schedule.plan(spec).stack
+    factors = "x u first of every group, then x w + (x u) v; " * any(spec.ranks)
     weights = (
         f"{schedule.block} outputs of gate and up, then {schedule.down_block} of down at a time, "
         "each loaded before the products of the panel before it"
@@ -391,7 +503,7 @@ def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:
     return (
         f"groups: {which}; {takes}.",
         "x^T, h^T and y^T have features on the partitions: weights stationary, tokens moving.",
-        f"weights: {weights}.",
+        f"weights: {factors}{weights}.",
     )
 
 

@@ -3,6 +3,9 @@
     MLP_i(x) = h down_i + down_bias_i,  h = activation(x gate_i + ..) * (x up_i + ..)
     with a limit:  h = g sigmoid(slope g) (min(max(u, -limit), limit) + plus),  g = min(.., limit)
 
+Each weight is a matrix in x's dtype or in few bits, a pair of thin factors, or a matrix and a pair:
+x gate_i is then x w_i + (x u_i) v_i.
+
 An index of -1 is no expert: of a token whose expert is on another device, say.
 """
 
@@ -13,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nmm_compiler.errors import SpecError
+from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
     ACTIVATIONS,
     GROUPS,
@@ -39,14 +42,20 @@ from nmm_compiler.kernels.error_bounds import (
     times_weight,
 )
 from nmm_compiler.kernels.linear.adapters_spec import check_gathers
-from nmm_compiler.kernels.linear.layer import Groups
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED, check_mx_product
+from nmm_compiler.kernels.linear.layer import Groups, Weight
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec
-from nmm_compiler.kernels.tiling import lay
+from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
+from nmm_compiler.kernels.packed_formats import MX, from_nki, rounding_of_x
+from nmm_compiler.kernels.tiling import lay, tiles
 from nmm_compiler.targets import Target
 
 HALVES = ("joined", "interleaved")
+FACTORS = "factors"
+"""The format of weights that are a pair of thin factors alone."""
 # Roundings of fp32 in g sigmoid(slope g) (u + plus).
 _CLAMPED_ROUNDINGS = 24
+_OF_TOKENS = ("x", "index", "gates")
 TOKENS = 128
 """Tokens that may move through every group together; more of them are sorted by group."""
 
@@ -68,8 +77,16 @@ class ExpertsSpec(KernelSpec):
     down [groups, n, k], "col" for both stored [outputs, inputs]. halves: outputs of gate_up are
     gate's then up's, "joined", or take turns, "interleaved". limit: of a clamped product, 0 for
     activation(gate) * up. distinct: groups that tokens are expected to choose, for predictions; 0
-    for those of uniform routing. Operands: x, gate_up, down, gate_up_bias, down_bias, then index
-    [m, top_k], -1 for no expert, and gates [m, top_k].
+    for those of uniform routing.
+
+    weight: format of gate_up and down, "" for x's dtype. "fp8" has scales [groups, outputs] in x's
+    dtype. MX blocks are joined halves, as `for_nki` gives them, of inputs and of features of h that
+    are filled up with zeros to whole 128s. ranks: of the factors of gate_up and of down, 0 for
+    none: u [groups, inputs, rank], v [groups, rank, outputs], v divided by scales of fp8. With
+    weight "factors" they are all there is.
+
+    Operands: x, gate_up, down, their scales, gate_up_u, gate_up_v, down_u, down_v, gate_up_bias,
+    down_bias, those that there are, then index [m, top_k], -1 for no expert, and gates [m, top_k].
     """
 
     m: int
@@ -78,6 +95,8 @@ class ExpertsSpec(KernelSpec):
     groups: int
     top_k: int = 1
     dtype: str = "bfloat16"
+    weight: str = ""
+    ranks: tuple[int, int] = (0, 0)
     weight_layout: str = "row"
     halves: str = "joined"
     activation: str = "silu"
@@ -109,6 +128,25 @@ class ExpertsSpec(KernelSpec):
             raise SpecError(f"experts: top_k is {self.top_k} of {self.groups} groups; lower it")
         if not self.limit and (self.slope != 1.0 or self.plus):
             raise SpecError("experts: slope and plus belong to a limit; pass limit, or drop them")
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        check_name("weight", self.weight, ("", FACTORS, *MULTIPLIED))
+        if self.weight:
+            self._check_stored()
+
+    def _check_stored(self) -> None:
+        """Raise SpecError or ShapeError for few-bit weights, or factors, that no kernel takes."""
+        if self.weight_layout != "row" or (self.weight != FACTORS and self.dtype not in X_DTYPES):
+            raise SpecError(
+                f"experts: {self.weight} weights with layout {self.weight_layout!r} and x in "
+                f"{self.dtype}; pass layout 'row' and x in {' or '.join(X_DTYPES)}"
+            )
+        if self.weight == FACTORS and min(self.ranks) < 1:
+            raise SpecError(f"experts: ranks are {self.ranks} of factors alone; pass 1 or more")
+        if self.weight in MX and (self.halves != "joined" or self.k % 32 or self.n % 4):
+            raise ShapeError(
+                f"experts: {self.weight} weights of {self.k} inputs and {self.n} features, halves "
+                f"{self.halves!r}; blocks take whole 32s of inputs, 4s of features, halves 'joined'"
+            )
 
     @property
     def chosen(self) -> Groups:
@@ -125,6 +163,45 @@ class ExpertsSpec(KernelSpec):
         """Raise SpecError if the target cannot compute the spec with any schedule."""
         super().check(target)
         check_gathers(self, target)
+        check_mx_product(self, target)
+
+    def _dtype(self) -> str:
+        return FP8 if self.weight == "fp8" else self.dtype
+
+    @property
+    def x_format(self) -> str:
+        """The dtype of x."""
+        return self.dtype
+
+    @property
+    def mx(self) -> bool:
+        """Whether weights are of MX blocks."""
+        return self.weight in MX
+
+    @property
+    def inputs_stored(self) -> int:
+        """The inputs of gate_up as they are stored."""
+        return 128 * tiles(self.k, 128) if self.mx else self.k
+
+    @property
+    def features(self) -> int:
+        """The features of h as they are stored."""
+        return 128 * tiles(self.n, 128) if self.mx else self.n
+
+    def stored(self) -> dict[str, Weight]:
+        """Return the matrices of a group: gate_up and down, and the factors of both."""
+        n, form = self.features, self.weight if self.mx else ""
+        sizes = {"gate_up": (self.inputs_stored, 2 * n), "down": (n, self.k)}
+        made = {}
+        for rank, inputs, (name, (k, outputs)) in zip(
+            self.ranks, (self.k, self.n), sizes.items(), strict=True
+        ):
+            if self.weight != FACTORS:
+                made[name] = Weight(name=name, k=k, n=outputs, format=form)
+            if rank:
+                made[f"{name}_u"] = Weight(name=f"{name}_u", k=inputs, n=rank)
+                made[f"{name}_v"] = Weight(name=f"{name}_v", k=rank, n=outputs)
+        return made
 
     def splits(self) -> tuple[str, ...]:
         """Return how the cores share the work: by groups; by features of h where picks are odd."""
@@ -134,7 +211,7 @@ class ExpertsSpec(KernelSpec):
             return ()
         if self.m > 1 or self.top_k % 2 == 0:
             return (GROUPS,)
-        return (WEIGHTS,) * (self.n % 2 == 0)
+        return (WEIGHTS,) * (self.n % (256 if self.mx else 2) == 0)
 
     def half_of(self, split: str) -> dict[str, Any]:
         """Return the features of h, or the picks of the only token, of each of two cores."""
@@ -143,20 +220,39 @@ class ExpertsSpec(KernelSpec):
         return {"top_k": self.top_k // 2} if self.m == 1 else {}
 
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Return x, the weights and biases of all groups, the index and the gates."""
-        up, down = (
-            lay(one, self.weight_layout) for one in ((self.k, 2 * self.n), (self.n, self.k))
-        )
-        made: list[tuple[str, tuple[int, ...]]] = [("x", (self.m, self.k))]
-        made += [("gate_up", (self.groups, *up)), ("down", (self.groups, *down))]
-        made += [("gate_up_bias", (self.groups, 2 * self.n))] * self.gate_up_bias
-        made += [("down_bias", (self.groups, self.k))] * self.down_bias
+        """Return x, the weights, scales, factors and biases of all groups, the index, the gates."""
+        plain: list[tuple[str, tuple[int, ...]]] = []
+        made = [TensorSpec(name="x", shape=(self.m, self.k), dtype=self.dtype)]
+        scales = []
+        for name, one in self.stored().items():
+            base = name in ("gate_up", "down")
+            if base and one.mx:
+                shape: tuple[int, ...] = (self.groups, one.k // 4, one.n * one.mx_bytes)
+                made.append(TensorSpec(name=name, shape=shape, dtype="uint8"))
+                shape = (self.groups, one.k // 32, one.n)
+                scales.append(TensorSpec(name=one.scale, shape=shape, dtype="uint8"))
+            elif base:
+                shape = (self.groups, *lay((one.k, one.n), self.weight_layout))
+                made.append(TensorSpec(name=name, shape=shape, dtype=self._dtype()))
+                if self.weight == "fp8":
+                    shape = (self.groups, one.n)
+                    scales.append(TensorSpec(name=one.scale, shape=shape, dtype=self.dtype))
+            else:
+                plain.append((name, (self.groups, one.k, one.n)))
+        plain += [("gate_up_bias", (self.groups, 2 * self.features))] * self.gate_up_bias
+        plain += [("down_bias", (self.groups, self.k))] * self.down_bias
         picks = (self.m, self.top_k)
         return (
-            *(TensorSpec(name=name, shape=shape, dtype=self.dtype) for name, shape in made),
+            *made,
+            *scales,
+            *(TensorSpec(name=name, shape=shape, dtype=self.dtype) for name, shape in plain),
             TensorSpec(name="index", shape=picks, dtype="int32", below=self.groups),
             TensorSpec(name="gates", shape=picks, dtype="float32"),
         )
+
+    def mx_weights(self) -> dict[str, Weight]:
+        """Return the weights of MX blocks by the names of their operands."""
+        return {name: one for name, one in self.stored().items() if one.mx}
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return y."""
@@ -164,15 +260,25 @@ class ExpertsSpec(KernelSpec):
 
     def flops(self) -> int:
         """Return those of the picks."""
-        return 6 * self.m * self.top_k * self.k * self.n
+        return sum(self.flops_by_dtype().values())
+
+    def flops_by_dtype(self) -> dict[str, int]:
+        """Return those of the picks: of few-bit weights, and of what is in x's dtype."""
+        made: dict[str, int] = {}
+        for name, one in self.stored().items():
+            dtype = self.dtype
+            if name in ("gate_up", "down"):  # fp8 weights multiply x at its own rate
+                dtype = self.weight if self.mx else self.dtype
+            flops = 2 * self.m * self.top_k * one.k * one.n
+            made[dtype] = made.get(dtype, 0) + flops
+        return made
 
     def minimal_hbm_bytes(self) -> int:
         """Return x, y, the picks, and the weights of the groups that tokens are expected to
         choose."""
         whole = {one.name: one.bytes for one in (*self.inputs(), *self.outputs())}
-        weights = ("gate_up", "down", "gate_up_bias", "down_bias")
-        read = sum(whole.pop(name, 0) for name in weights)
-        return sum(whole.values()) + round(read * self.expected / self.groups)
+        rest = sum(whole.pop(name) for name in ("x", "y", "index", "gates"))
+        return rest + round(sum(whole.values()) * self.expected / self.groups)
 
     def reference(self, *arrays: Array) -> Any:
         """Return y in float64."""
@@ -195,23 +301,29 @@ class ExpertsSpec(KernelSpec):
         value, error = np.zeros(x.shape), np.zeros(x.shape)
         for group in (group for group in np.unique(index).astype(int) if group >= 0):
             factor = np.where(index == group, gates, 0.0).sum(1)[:, None]
-            of = {name: np.asarray(array[group], np.float64) for name, array in named.items()
-                  if name not in ("x", "index", "gates")}  # fmt: skip
-            own = scaled(self._mlp(x, of, typical), (factor, 0.0), typical)
+            own = scaled(
+                self._mlp(x, self._of_group(named, group), typical), (factor, 0.0), typical
+            )
             value += own[0]
             error = combine(error, own[1], typical)
             error = combine(error, FP32_ROUNDOFF * (np.abs(value) + error), typical)
         return value, error
 
+    def _of_group(self, named: dict[str, Array], group: int) -> dict[str, Array]:
+        """Return the operands of a group in float64, weights as they multiply."""
+        of = {name: array[group] for name, array in named.items() if name not in _OF_TOKENS}
+        stored = self.stored()
+        for name in ("gate_up", "down"):
+            if self.mx:
+                of[name] = from_nki(of[name], of.pop(f"{name}_scale"), MX[self.weight])
+            elif name in stored and self.weight_layout == "col":
+                of[name] = of[name].T
+        return {name: np.asarray(array, np.float64) for name, array in of.items()}
+
     def _mlp(self, x: Array, of: dict[str, Array], typical: bool) -> Estimate:
         """Return what one group makes of all tokens."""
-        for name in ("gate_up", "down"):
-            of[name] = of[name].T if self.weight_layout == "col" else of[name]
-        gate, up = (
-            self._biased(times_weight((x, 0.0), one, typical), bias, typical)
-            for one, bias in zip(self._halves(of["gate_up"]),
-                                 self._halves(of.get("gate_up_bias")), strict=True)
-        )  # fmt: skip
+        both = self._linear((x, 0.0), "gate_up", of, typical)
+        gate, up = zip(*map(self._halves, both), strict=True)
         if self.limit:
             g, u = np.minimum(gate[0], self.limit), np.clip(up[0], -self.limit, self.limit)
             active = g / (1 + np.exp(-self.slope * g)), 1.1 * gate[1]
@@ -221,18 +333,43 @@ class ExpertsSpec(KernelSpec):
         else:
             made = scaled(activated(gate, self.activation), up, typical)
         h = rounded(made, self.dtype, typical)
-        made = self._biased(times_weight(h, of["down"], typical), of.get("down_bias"), typical)
+        made = self._linear(h, "down", of, typical)
         return made if self.m <= FEW else rounded(made, self.dtype, typical)
 
-    def _biased(self, left: Estimate, bias: Array | None, typical: bool) -> Estimate:
-        return left if bias is None else plus_bias(left, bias, typical)
+    def _linear(self, left: Estimate, name: str, of: dict[str, Array], typical: bool) -> Estimate:
+        """Return the estimate of a product with a weight, its factors or both, and its bias."""
+        total: Estimate = (np.zeros(1), 0.0)
+        u, v, w = (of.get(one) for one in (f"{name}_u", f"{name}_v", name))
+        terms = sum(len(one) for one in (v, w) if one is not None)
+        if u is not None and v is not None:
+            plain = left[0][:, : len(u)], left[1] if np.ndim(left[1]) < 2 else left[1][:, : len(u)]
+            p = rounded(times_weight(plain, u, typical), self.dtype, typical)
+            total = times_weight(p, v, typical, terms)
+        if w is not None:
+            if self.mx:
+                left = self._in_blocks(left, len(w), typical)
+            more = times_weight(left, w, typical, terms)
+            total = total[0] + more[0], combine(total[1], more[1], typical)
+        scale = of.get(f"{name}_scale")
+        if scale is not None:
+            total = scaled(total, (scale, 0.0), typical)
+        bias = of.get(f"{name}_bias")
+        return total if bias is None else plus_bias(total, bias, typical)
 
-    def _halves(self, both: Array | None) -> tuple[Any, Any]:
-        if both is None:
-            return None, None
+    @staticmethod
+    def _in_blocks(left: Estimate, filled: int, typical: bool) -> Estimate:
+        """Return the left factor of an MX product: filled up with zeros, and rounded to MXFP8."""
+        zeros = ((0, 0), (0, filled - left[0].shape[1]))
+        value = np.pad(left[0], zeros)
+        error = np.pad(np.broadcast_to(left[1], left[0].shape), zeros)
+        return value, combine(error, rounding_of_x(np.abs(value) + error), typical)
+
+    def _halves(self, both: Any) -> tuple[Any, Any]:
+        if np.ndim(both) == 0:
+            return both, both
         if self.halves == "interleaved":
             return both[..., ::2], both[..., 1::2]
-        return both[..., : self.n], both[..., self.n :]
+        return both[..., : self.features], both[..., self.features :]
 
     def as_products(self) -> Products:
         """Return a gated MLP of all tokens for each group that they are expected to choose."""
@@ -247,8 +384,7 @@ class ExpertsSpec(KernelSpec):
 
     def short(self) -> str:
         """Return family, sizes and dtype."""
-        clamped = " clamped" * bool(self.limit)
-        return (
-            f"experts m{self.m} k{self.k} g{self.groups} top{self.top_k} n{self.n} "
-            f"{self.dtype}{clamped}"
-        )
+        words = [f"experts m{self.m} k{self.k} g{self.groups} top{self.top_k} n{self.n}"]
+        words += ["r{}_{}".format(*self.ranks)] * any(self.ranks)
+        words += [self.weight, self.dtype, "clamped" * bool(self.limit)]
+        return " ".join(word for word in words if word)

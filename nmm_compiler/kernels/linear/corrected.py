@@ -36,6 +36,16 @@ def operand_name(name: str, end: str) -> str:
     return f"{end}_{name}" if end.isalpha() else name + end
 
 
+def check_mx_product(spec: Any, target: Target) -> None:
+    """Raise SpecError for MX weights on a target that has no product of them."""
+    if spec.weight in MX and MX_PRODUCT in target.absent_instructions:
+        other = "fp8" if target.float8_kernels else "bfloat16, multiplied out, in family matmul"
+        raise SpecError(
+            f"{spec.short()}: {spec.weight} weights are multiplied by trn3, and {target.name} has "
+            f"no such product; take {other}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrectedSpec(LinearSpec):
     """y[m, n] = activation(x w + (x u) v + bias) with x [m, k], u [k, rank], v [rank, n].
@@ -156,12 +166,7 @@ class CorrectedSpec(LinearSpec):
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""
-        if self.weight in MX and MX_PRODUCT in target.absent_instructions:
-            other = "fp8" if target.float8_kernels else "bfloat16, multiplied out, in family matmul"
-            raise SpecError(
-                f"{self.short()}: {self.weight} weights are multiplied by trn3, and "
-                f"{target.name} has no such product; take {other}"
-            )
+        check_mx_product(self, target)
         super().check(target)
 
     def as_products(self) -> Products:

@@ -125,7 +125,7 @@ class LinearSchedule(Schedule):
             order=FOURS if fours else self.order if of_x else "strided_rows",
             load="tensor16" if layer.format_of(weight) == FP8 and load == "tensor" else load,
             block=128 * tiles(columns, 128),
-            chunk=_whole_blocks(weight, chunk) if fours else chunk,
+            chunk=whole_blocks(weight, chunk) if fours else chunk,
             group=max(1, (self.banks if first else self.sums) // across * share),
             down=down,
             ahead=(self.ahead and not first) or (gathered and weight.name != linear.weight.name),
@@ -460,7 +460,7 @@ def _short_ones_first(layer: Layer) -> Layer:
     return dataclasses.replace(layer, linears=tuple(linears))
 
 
-def _whole_blocks(weight: Weight, chunk: int) -> int:
+def whole_blocks(weight: Weight, chunk: int) -> int:
     """Return rows a load of a weight in order "fours": of MX blocks four tiles, whose scales take
     the partitions of two DMA engines a quadrant."""
     least = 2048 if weight.mx else 512

@@ -252,6 +252,10 @@ class LinearSpec(KernelSpec):
         ]
         return (x, *matrices, *biases, *scales, *norm, *residual)
 
+    def mx_weights(self) -> dict[str, Weight]:
+        """Return the weights of MX blocks by the names of their operands."""
+        return {one.name: one for one in self.layer.weights() if one.mx}
+
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return every y."""
         results = self.layer.results

@@ -66,7 +66,7 @@ def expand(
             load_next(ahead.low, low, n0, linear.n, at)
         if spec.mx and linear.n > linear.last.block:
             load_next(ahead.dense, dense, n0, linear.n, at)
-        panel = Panel(n0, columns, linear.last.group, linear.last.down)
+        panel = Panel(n0, columns, linear.last.group, linear.last.down, columns, 0)
         if linear.by_rows:
             make_rows(
                 result, dense, ahead.dense[place] if linear.weight.k > 0 else [], low,
@@ -191,8 +191,8 @@ def combine(
             load_next(up_panels, up_dense, n0, up.n, at)
         if up.low_rank.r > 0 and up.n > up.last.block:
             load_next(up_low_panels, up_low, n0, up.n, at)
-        gate_panel = Panel(n0, columns, gate.last.group, gate.last.down)
-        up_panel = Panel(n0, columns, up.last.group, up.last.down)
+        gate_panel = Panel(n0, columns, gate.last.group, gate.last.down, columns, 0)
+        up_panel = Panel(n0, columns, up.last.group, up.last.down, columns, 0)
         if up.by_rows:
             active = nl.ndarray(
                 (128, (at.tokens + 127) // 128, columns), dtype=nl.float32, buffer=nl.sbuf

@@ -199,18 +199,18 @@ def sum_mx_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
         for kt in range((rows + 511) // 512):
             parts = min(128, (rows - 512 * kt) // 4)
             tile = k0 // 512 + kt
-            data = w_sb[0:parts, kt, 0 : size * group.columns].view(term.element)
+            first_byte = size * group.before
+            data = w_sb[0:parts, kt, first_byte : first_byte + size * group.columns]
+            data = data.view(term.element)
             above = 4 * (kt % 4)
-            w_scales = w_sb[
-                above : above + parts - 28, kt // 4,
-                size * group.columns : (size + 1) * group.columns,
-            ]  # fmt: skip
+            behind = size * group.loaded + group.before
+            w_scales = w_sb[above : above + parts - 28, kt // 4, behind : behind + group.columns]
             for i in range(group.count):
                 place = group.first + i
                 if term.plan.spread:
                     first = 512 * (place // 4) + place % 4
-                    last = 512 * (place // 4) + 512
-                    width = 128
+                    last = min(512 * (place // 4) + 512, group.columns)
+                    width = (last - 512 * (place // 4)) // 4
                     w_tile = data[0:parts, first:last:4]
                     s_tile = w_scales[0 : parts - 28, first:last:4]
                 else:

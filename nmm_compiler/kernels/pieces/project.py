@@ -48,7 +48,7 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
                     [],
                     Term(Left(None, None, "none"), None, spec.nothing),
                     [],
-                    Panel(r0, wide, pair.u.group, 1), at,
+                    Panel(r0, wide, pair.u.group, 1, wide, 0), at,
                     Epilogue(
                         ends.p_scale[pair.place] if pair.scaled else pair.scale,
                         "" if stage.shared else pair.scales, ends.p_bias[pair.place],

@@ -75,12 +75,18 @@ class Term(nl.NKIObject):
 @dataclass
 class Panel(nl.NKIObject):
     """The outputs n0 to n0 + columns of products; group tiles of them, and down tiles of tokens
-    where they lie on the partitions, are summed together."""
+    where they lie on the partitions, are summed together.
+
+    loaded, before: the columns of a chunk of an MX weight, and those before the panel's: where
+    others were loaded with them.
+    """
 
     n0: int
     columns: int
     group: int
     down: int
+    loaded: int
+    before: int
 
 
 @dataclass
@@ -94,12 +100,15 @@ class Loaded(nl.NKIObject):
 
 @dataclass
 class Group(nl.NKIObject):
-    """The outputs of a panel that are summed at a time: `count` tiles from `first` on."""
+    """The outputs of a panel that are summed at a time: `count` tiles from `first` on; loaded,
+    before: as of a panel."""
 
     n0: int
     columns: int
     first: int
     count: int
+    loaded: int
+    before: int
 
 
 @dataclass

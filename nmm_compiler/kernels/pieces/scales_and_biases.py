@@ -119,9 +119,14 @@ def spread_bias(bias, n, parts, own_queue):
         return spread_by_dma(bias, n, parts, own_queue)
     row = nl.ndarray((1, n), dtype=bias.dtype, buffer=nl.sbuf)
     load_vector(row, bias.reshape((1, n)), own_queue)
-    ones = nl.ndarray((1, 128), dtype=bias.dtype, buffer=nl.sbuf)
+    return spread_row(row, n)
+
+
+def spread_row(row, n):
+    """Return a row [1, n] on every partition, [128, n]."""
+    ones = nl.ndarray((1, 128), dtype=row.dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
-    spread = nl.ndarray((128, n), dtype=bias.dtype, buffer=nl.sbuf)
+    spread = nl.ndarray((128, n), dtype=row.dtype, buffer=nl.sbuf)
     for start in range(0, n, 512):
         width = min(512, n - start)
         copies = nl.ndarray((128, width), dtype=nl.float32, buffer=nl.psum)

@@ -63,12 +63,13 @@ def make_columns(
     """Compute a panel of y^T into dst, [128, tiles, tokens]: outputs on the partitions."""
     m_tiles = (at.tokens + 511) // 512
     m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
-    n_tiles = (panel.columns + 127) // 128
+    spread = first.plan.spread or second.plan.spread
+    n_tiles = (panel.columns + 511) // 512 * 4 if spread else (panel.columns + 127) // 128
     wide = min(512, at.tokens)
     per_bank = min(panel.group, 512 // wide) if wide < 64 else 1
     for n1 in range(0, n_tiles, panel.group):
         count = min(panel.group, n_tiles - n1)
-        part = Group(panel.n0, panel.columns, n1, count)
+        part = Group(panel.n0, panel.columns, n1, count, panel.loaded, panel.before)
         sums = []
         for i in range(count * m_tiles):
             if per_bank == 1:
@@ -87,7 +88,10 @@ def make_columns(
             if second.plan.k > 0:
                 sum_columns(sums, second_tiles, second, part, at, first.plan.k > 0)
         for i in range(count):
-            width = min(128, panel.columns - 128 * (n1 + i))
+            if spread:
+                width = min(128, (panel.columns - 512 * ((n1 + i) // 4)) // 4)
+            else:
+                width = min(128, panel.columns - 128 * (n1 + i))
             for mt in range(m_tiles):
                 ms = m_step * mt
                 mw = min(m_step, at.tokens - ms)
@@ -130,14 +134,16 @@ def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun)
         first = 128 * (group.first + i)
         width = min(128, group.columns - first)
         if term.plan.spread:  # every fourth of 512 outputs
-            first = 512 * ((group.first + i) // 4) + (group.first + i) % 4
+            begin = 512 * ((group.first + i) // 4)
+            first = begin + (group.first + i) % 4
+            width = min(128, (group.columns - begin) // 4)
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
             if term.plan.spread:
                 nisa.nc_matmul(
-                    dst=sums[i * m_tiles + mt][0:128, 0:mw],
-                    stationary=w_sb[0 : step.rows, step.kt, first : first + 509 : 4],
+                    dst=sums[i * m_tiles + mt][0:width, 0:mw],
+                    stationary=w_sb[0 : step.rows, step.kt, first : first + 4 * width - 3 : 4],
                     moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
                     accumulate=begun or step.tile > 0,
                 )
