@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.ops.backward_calls import backward_calls
+from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import launches_of, tokens
 from nmm_compiler.ops.registration import is_reference
 from nmm_compiler.options import Options
@@ -45,7 +46,7 @@ def backward_specs(
     calls, by_torch = backward_calls(name, args, kwargs, size)
     for op, operands, keywords in calls:
         call = op, operands, keywords, int(tokens(operands[0], keywords))
-        for launch in launches_of(call, options.target, options, Tensor.t):
+        for launch in launches_of(call, options.target, options, view_turned):
             specs.append(KERNELS.sized(launch, options.target, options, static))
     return specs, by_torch
 

@@ -36,6 +36,7 @@ from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.errors import TO_MEND, UnknownNameError
 from nmm_compiler.ops import registration, sharding
 from nmm_compiler.ops.call_options import executor_name
+from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import fitting, graph_call, lower, op_name, too_large
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.read_operations import local_part
@@ -363,7 +364,7 @@ def _specs(
         work.notes.append("the token count is symbolic: kernels are built per bucket")
     if count == 0:
         return []
-    lowered = lower(name, args, kwargs, count, Tensor.t, lnc=options.lnc)
+    lowered = lower(name, args, kwargs, count, view_turned, lnc=options.lnc)
     launches = lowered.launches
     work.notes += filter(None, (too_large(launch.spec, target, options) for launch in launches))
     each = fitting(launches, target, options)

@@ -2,27 +2,38 @@
 
 transformers 5 keeps the experts of a layer in two parameters, `gate_up_proj` (or `up_proj`) and
 `down_proj`. `split` puts a `SplitExperts` in the place of such a layer, with an `nn.Linear` per
-expert that is a view of its slice, so that experts are selected, calibrated and factorized as any
-linear. `join` stacks the factors again: the layer keeps its name and its biases, its weights become
-`StackedFactors` [experts, r, k] and [experts, n, r], and its forward a chain of batched products.
+expert that is a view of its slice, so that experts are selected, calibrated and compressed as any
+linear. `join` stacks what came out: the layer keeps its name, its weights become `StackedFactors`,
+a `StackedBase`, or both, and its forward one `nmm.experts`.
 
-Tokens are laid out by expert, [experts, capacity, k], padded with zeros. The capacity is the token
-count of the busiest expert. In a traced graph, where shapes are fixed, it is the count of all
-tokens.
+Where that call cannot say what a layer computes (another function between the products, one weight
+dense and the other factors alone) it is a chain of batched products: tokens are laid out by expert,
+[experts, capacity, k], padded with zeros. The capacity is the token count of the busiest expert, in
+a traced graph, where shapes are fixed, the count of all tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from nmm_compiler.kernels.base import ACTIVATIONS
+from nmm_compiler.kernels.experts.spec import FACTORS, HALVES
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED
+from nmm_compiler.kernels.packed_formats import FORMATS, MX
 from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules, put
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.ops import chosen
+from nmm_compiler.ops import registration as registration  # defines torch.ops.nmm
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
+_SAMPLE = (*(0.5 * n for n in range(-24, 25)), 7.3, -7.3, 50.0, -50.0, 1000.0, -1000.0)
 
 
 class ExpertLinear(nn.Linear):
@@ -71,9 +82,31 @@ class StackedFactors(nn.Module):
         """Rank r."""
         return self.down.shape[1]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [experts, tokens, k] to [experts, tokens, n]."""
-        return torch.bmm(torch.bmm(x, self.down.mT), self.up.mT)
+
+class StackedBase(nn.Module):
+    """A weight of few bits of all experts: values [experts, n, k bits / 8], uint8, and scale
+    [experts, n, k / block] or [experts, n, 1], as `QuantizedLinear` has those of one.
+
+    Of MX formats the outputs of each half, and the inputs, are filled up with zeros to whole 128s.
+    """
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, format: str) -> None:
+        super().__init__()
+        self.format = format
+        self.register_buffer("values", values)
+        if scale.is_floating_point():
+            self.scale = nn.Parameter(scale, requires_grad=False)
+        else:
+            self.register_buffer("scale", scale)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights [experts, n, k] in a dtype."""
+        made = torch.ops.nmm.dequantize(self.values, self.scale, self.format, dtype)
+        return cast(torch.Tensor, made)
+
+    def extra_repr(self) -> str:
+        """Show the format."""
+        return self.format
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -96,53 +129,140 @@ def split(model: nn.Module) -> None:
 
 
 def join(model: nn.Module) -> None:
-    """Put the layers back, with stacked factors where all experts are low-rank now.
+    """Put the layers back, with stacks of what all experts of a weight have become.
 
-    A layer with only some low-rank experts, after an interrupt, stays split, and works.
+    A layer whose experts have become different things, after an interrupt, stays split, and works.
     """
     for module, names in distinct_modules(model):
         if not isinstance(module, SplitExperts):
             continue
-        kinds = {
-            name: {isinstance(expert, LowRankLinear) for expert in getattr(module, name)}
-            for name in _projections(module.base)
-        }
-        if any(len(kind) > 1 for kind in kinds.values()):
+        stacks = {name: getattr(module, name) for name in _projections(module.base)}
+        if any(len(set(map(_kind, stack))) > 1 for stack in stacks.values()):
             continue
-        for name, kind in kinds.items():
-            if kind == {True}:
-                install(module.base, name, *_stacked(getattr(module, name)))
+        for name, stack in stacks.items():
+            if not isinstance(stack[0], ExpertLinear):
+                install(module.base, name, *_stacked(stack))
         put(model, names, module.base.train(module.training))
 
 
-def install(base: nn.Module, name: str, down: torch.Tensor, up: torch.Tensor) -> None:
-    """Give a layer of experts factors in the place of one of its weights."""
-    delattr(base, name)
-    base.add_module(factors_name(name), StackedFactors(down, up))
-    if not isinstance(base, LowRankExperts):
-        cast(Any, base).dense_class = type(base)
-        base.__class__ = LowRankExperts  # its attributes and its remaining weights stay
+def _kind(expert: nn.Module) -> tuple[type, str | None]:
+    """Return what an expert's linear is, and the format of its base."""
+    return type(expert), getattr(_base_of(expert), "format", None)
 
 
-def install_empty(base: nn.Module, name: str, rank: int) -> None:
-    """Give a layer of experts factors without values, for weights to be loaded to."""
-    weight = getattr(base, name)
-    experts, n, k = weight.mT.shape if cast(Any, base).is_transposed else weight.shape
+def _base_of(expert: nn.Module) -> QuantizedLinear | None:
+    return expert if isinstance(expert, QuantizedLinear) else getattr(expert, "base", None)
+
+
+def install(
+    layer: nn.Module, name: str, factors: StackedFactors | None, base: StackedBase | None
+) -> None:
+    """Give a layer of experts factors, a base, or both, in the place of one of its weights."""
+    given = cast(Any, layer)
+    if not isinstance(layer, CompressedExperts):
+        given.dense_class = type(layer)
+        given.dense_transposed = given.is_transposed
+        layer.__class__ = CompressedExperts  # its attributes and its remaining weights stay
+        given.said = _gating(layer)
+    delattr(layer, name)
+    if base is not None and base.format in MX and given.said is not None:
+        fill = Filling.of(layer, name)
+        if fill.halved:
+            given.said = given.said | {"halves": HALVES[0]}
+        bias = getattr(layer, f"{name}_bias", None)
+        if bias is not None:
+            filled = fill.outputs(bias.detach().unsqueeze(-1)).squeeze(-1)
+            setattr(layer, f"{name}_bias", nn.Parameter(filled, bias.requires_grad))
+        base = StackedBase(
+            fill.inputs(fill.outputs(base.values), FORMATS[base.format].bits / 8),
+            fill.inputs(fill.outputs(base.scale), 1 / 32), base.format,
+        )  # fmt: skip
+        if factors is not None:
+            down = factors.down if fill.halved else fill.inputs(factors.down.detach(), 1)
+            factors = StackedFactors(
+                down.detach().requires_grad_(factors.down.requires_grad),
+                fill.outputs(factors.up.detach()).requires_grad_(factors.up.requires_grad),
+            )
+    if base is not None:
+        layer.add_module(base_name(name), base)
+    if factors is not None:
+        layer.add_module(factors_name(name), factors)
+
+
+class Filling:
+    """How MX weights of a layer lie: the outputs of gate, then those of up, filled to whole 128s;
+    inputs filled, too.
+
+    halved: whether it is gate_up, whose outputs are of two halves. taking_turns: they do so in the
+    model.
+    """
+
+    def __init__(self, halved: bool, taking_turns: bool) -> None:
+        self.halved, self.taking_turns = halved, taking_turns
+
+    @classmethod
+    def of(cls, layer: Any, name: str) -> Filling:
+        """Return that of one weight."""
+        said = layer.said or {}
+        return cls(name == "gate_up_proj", said.get("halves") == HALVES[1])
+
+    def outputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [experts, n, ..] as they lie; those of down are the model's features."""
+        if not self.halved:
+            return rows
+        halves = (rows[:, ::2], rows[:, 1::2]) if self.taking_turns else rows.chunk(2, 1)
+        return torch.cat([_filled(half, 1, 128) for half in halves], 1)
+
+    def inputs(self, columns: torch.Tensor, each: float) -> torch.Tensor:
+        """Return columns [experts, n, inputs each] as they lie."""
+        return _filled(columns, 2, int(128 * each))
+
+
+def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+    """Return a tensor filled up with zeros along a dimension to whole steps."""
+    more = -tensor.shape[dim] % step
+    zeros = [0, 0] * (tensor.dim() - 1 - dim) + [0, more]
+    return functional.pad(tensor, zeros).contiguous()
+
+
+def install_empty(layer: nn.Module, name: str, rank: int, format: str | None) -> None:
+    """Give a layer of experts factors, or a base, without values, for weights to be loaded to."""
+    weight = getattr(layer, name)
+    transposed = getattr(layer, "dense_transposed", cast(Any, layer).is_transposed)
+    experts, n, k = weight.mT.shape if transposed else weight.shape
     where = {"device": weight.device, "dtype": weight.dtype}
-    install(
-        base, name, torch.empty(experts, rank, k, **where), torch.empty(experts, n, rank, **where)
-    )
+    factors = base = None
+    if rank:
+        down, up = torch.empty(experts, rank, k, **where), torch.empty(experts, n, rank, **where)
+        factors = StackedFactors(down, up)
+    if format is not None:
+        one = QuantizedLinear(k, n, False, format, device="meta", dtype=weight.dtype)
+        values, scale = (
+            torch.zeros(experts, *part.shape, device=weight.device, dtype=part.dtype)
+            for part in (cast(torch.Tensor, one.values), one.scale)
+        )
+        base = StackedBase(values, scale, one.format)
+    install(layer, name, factors, base)
+
+
+def compressed_stacks(model: nn.Module) -> Iterator[tuple[str, StackedFactors | None, Any]]:
+    """Yield (name of the stacked weight, its factors, its base) of compressed experts."""
+    for name, module in model.named_modules():
+        for weight in _PROJECTIONS if isinstance(module, CompressedExperts) else ():
+            factors = getattr(module, factors_name(weight), None)
+            base = getattr(module, base_name(weight), None)
+            if factors is not None or base is not None:
+                yield f"{name}.{weight}", factors, base
 
 
 def expert_ranks(model: nn.Module) -> dict[str, int]:
-    """Return {name of the stacked weight: rank} of the layers with stacked factors."""
-    return {
-        f"{name}.{weight}": getattr(module, factors_name(weight)).rank
-        for name, module in model.named_modules()
-        if isinstance(module, LowRankExperts)
-        for weight in _PROJECTIONS
-        if hasattr(module, factors_name(weight))
-    }
+    """Return {name of the stacked weight: rank} of compressed experts, 0 for a base alone."""
+    return {name: low.rank if low else 0 for name, low, _ in compressed_stacks(model)}
+
+
+def expert_bases(model: nn.Module) -> dict[str, str]:
+    """Return {name of the stacked weight: format} of compressed experts that have a base."""
+    return {name: base.format for name, _, base in compressed_stacks(model) if base is not None}
 
 
 def stacked_home(model_modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
@@ -151,9 +271,8 @@ def stacked_home(model_modules: Mapping[str, nn.Module], name: str) -> nn.Module
     module = model_modules.get(home)
     if module is None or weight not in _PROJECTIONS:
         return None
-    half = isinstance(module, LowRankExperts) and hasattr(
-        module, weight
-    )  # the other one has its factors
+    # the other one has its factors, or its base
+    half = isinstance(module, CompressedExperts) and hasattr(module, weight)
     return module if half or is_stacked(module) else None
 
 
@@ -162,11 +281,18 @@ def factors_name(weight: str) -> str:
     return weight.replace("_proj", "_factors")
 
 
-class LowRankExperts(nn.Module):
-    """A layer of experts with stacked factors, made of a dense one by `install`.
+def base_name(weight: str) -> str:
+    """Return under which name a weight's base is: "gate_up_base" for "gate_up_proj"."""
+    return weight.replace("_proj", "_base")
+
+
+class CompressedExperts(nn.Module):
+    """A layer of experts with stacks of few bits, factors, or both, made of a dense one by
+    `install`.
 
     dense_class: the original class, whose gate it uses. It is no subclass of it, since transformers
-    would then initialize the removed weights.
+    would then initialize the removed weights. said: how `nmm.experts` says its gate, None where it
+    cannot.
     """
 
     def forward(
@@ -175,32 +301,109 @@ class LowRankExperts(nn.Module):
         """Mix the experts: hidden [.., k], index and weights [tokens, experts a token]."""
         base = cast(Any, self)
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        tokens, chosen, experts = hidden.shape[0], index.shape[-1], base.num_experts
+        call = None if base.said is None else _call(base, hidden.dtype)
+        if call is not None:
+            y = torch.ops.nmm.experts(hidden, call.pop("gate_up"), call.pop("down"), index, weights,
+                                      **call, **base.said)  # fmt: skip
+            return cast(torch.Tensor, y).view_as(hidden_states)
+        tokens, chosen_few, experts = hidden.shape[0], index.shape[-1], base.num_experts
         expert = index.reshape(-1)
-        marks = nn.functional.one_hot(expert, experts)
+        marks = functional.one_hot(expert, experts)
         place = (marks.cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
         fixed = torch.compiler.is_compiling()
         capacity = tokens if fixed else int(marks.sum(0).max()) if tokens else 0
         slot = expert * capacity + place
-        rows = hidden.repeat_interleave(chosen, dim=0)
+        rows = hidden.repeat_interleave(chosen_few, dim=0)
         laid = hidden.new_zeros(experts * capacity, hidden.shape[1]).index_copy(0, slot, rows)
         y = laid.view(experts, capacity, -1)
         first, second = _projections(base)
-        y = _gated(base, _product(base, first, y))
+        y = _product(base, first, y)
+        y = _gated(base, y) if base.said is None else chosen.gated(y, **base.said)
         y = _product(base, second, y).reshape(experts * capacity, -1)
         mixed = y[slot] * weights.reshape(-1, 1).to(y.dtype)
-        return mixed.view(tokens, chosen, -1).sum(1).view_as(hidden_states).to(hidden_states.dtype)
+        mixed = mixed.view(tokens, chosen_few, -1).sum(1)
+        return mixed.view_as(hidden_states).to(hidden_states.dtype)
 
 
-def _product(base: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the product of x [experts, tokens, k] with a stacked weight, factors or dense."""
-    factors = getattr(base, factors_name(name), None)
+def _call(layer: Any, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Return the tensors and layouts of a layer's `nmm.experts`, None where there is no such
+    call."""
+    made: dict[str, Any] = {"weight_layout": "col", "factor_layout": "col"}
+    formats = []
+    for name, weight in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+        factors = getattr(layer, factors_name(weight), None)
+        base = getattr(layer, base_name(weight), None)
+        dense = getattr(layer, weight, None)
+        if layer.has_bias:
+            made[f"{name}_bias"] = getattr(layer, f"{weight}_bias")
+        if factors is not None:
+            made[f"{name}_u"] = factors.down
+            made[f"{name}_v" if base is not None or dense is not None else name] = factors.up
+        if base is None and dense is None:
+            formats.append(FACTORS)
+            continue
+        formats.append("" if base is None else base.format)
+        if base is None:
+            made[name] = dense.mT if layer.dense_transposed else dense
+        elif base.format not in MULTIPLIED:
+            formats[-1], made[name] = "", base.dequantized(dtype)
+        elif base.format in MX:
+            made |= {name: base.values, f"{name}_scale": base.scale}
+        else:
+            made[name] = base.values.view(torch.float8_e4m3fn)
+            made[f"{name}_scale"] = base.scale.squeeze(-1)
+    if len(set(formats)) > 1:
+        return None
+    return made | {"format": formats[0]}
+
+
+def _gating(layer: Any) -> dict[str, Any] | None:
+    """Return how `nmm.experts` says what a layer's gate computes, found by its values."""
+    if not layer.has_gate:
+        return None
+    with torch.device("cpu"):  # also where a model without weights is loaded
+        points = torch.tensor(_SAMPLE, dtype=torch.float64)
+        drawn = torch.randint(len(points), (64, 256), generator=torch.Generator().manual_seed(0))
+        sample = points[drawn]
+    try:
+        made = _gated(layer, sample)
+    except (RuntimeError, TypeError):  # a gate that has weights of its own
+        return None
+    plain = {"limit": 0.0, "slope": 1.0, "plus": 0.0}
+    ways = [
+        {"halves": halves, "activation": name, **plain}
+        for halves, name in itertools.product(HALVES, ACTIVATIONS)
+    ]
+    if hasattr(layer, "limit") and hasattr(layer, "alpha"):
+        clamped = {"limit": float(layer.limit), "slope": float(layer.alpha), "plus": 1.0}
+        ways += [{"halves": halves, "activation": "silu", **clamped} for halves in HALVES]
+    for said in ways:
+        wanted = chosen.gated(sample, **said)
+        if wanted.shape == made.shape and torch.allclose(made, wanted, 1e-6, 1e-9):
+            return said
+    return None
+
+
+def _product(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of x [experts, tokens, k] with a stacked weight in any form."""
+    factors = getattr(layer, factors_name(name), None)
+    base = getattr(layer, base_name(name), None)
+    y: Any = 0
+    if base is not None:
+        weight = base.dequantized(x.dtype).mT
+        y = torch.bmm(_fitted(x, weight.shape[1]), weight)
+    elif hasattr(layer, name):
+        weight = getattr(layer, name) if layer.dense_transposed else getattr(layer, name).mT
+        y = torch.bmm(_fitted(x, weight.shape[1]), weight)
     if factors is not None:
-        y = factors(x)
-    else:
-        weight = getattr(base, name)
-        y = torch.bmm(x, weight if base.is_transposed else weight.mT)
-    return y + getattr(base, f"{name}_bias")[:, None] if base.has_bias else y
+        p = torch.bmm(_fitted(x, factors.down.shape[2]), factors.down.mT)
+        y = y + torch.bmm(p, factors.up.mT)
+    return y + getattr(layer, f"{name}_bias")[:, None] if layer.has_bias else y
+
+
+def _fitted(x: torch.Tensor, features: int) -> torch.Tensor:
+    """Return x with so many features, those that only blocks have zeros."""
+    return functional.pad(x, (0, features - x.shape[-1]))
 
 
 def _gated(base: Any, y: torch.Tensor) -> torch.Tensor:
@@ -228,14 +431,24 @@ def _slices(base: Any, name: str) -> list[ExpertLinear]:
     return found
 
 
-def _stacked(layers: nn.ModuleList) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (down, up) of all experts, lower ranks filled up with zeros."""
-    found = [cast(LowRankLinear, layer) for layer in layers]
-    rank = max(layer.rank for layer in found)
-    downs = [layer.down.weight.detach() for layer in found]
-    ups = [layer.up.weight.detach() for layer in found]
-    downs = [nn.functional.pad(d, (0, 0, 0, rank - d.shape[0])) for d in downs]
-    ups = [nn.functional.pad(u, (0, rank - u.shape[1])) for u in ups]
-    wants = found[0].up.weight.requires_grad
-    down, up = torch.stack(downs), torch.stack(ups)
-    return down.requires_grad_(wants), up.requires_grad_(wants)
+def _stacked(layers: nn.ModuleList) -> tuple[StackedFactors | None, StackedBase | None]:
+    """Return the factors of all experts, lower ranks filled up with zeros, and their bases."""
+    factors, base = None, None
+    bases = [one for one in map(_base_of, layers) if one is not None]
+    if bases:
+        values, scale = (
+            torch.stack([cast(torch.Tensor, getattr(one, part)).detach() for one in bases])
+            for part in ("values", "scale")
+        )
+        base = StackedBase(values, scale, bases[0].format)
+    low = [one for one in layers if isinstance(one, LowRankLinear)]
+    if low:
+        rank, wants = max(one.rank for one in low), low[0].up.weight.requires_grad
+        down, up = (
+            torch.stack([_filled(part.detach(), dim, rank) for part in parts])
+            for dim, parts in (
+                (0, [one.down.weight for one in low]), (1, [one.up.weight for one in low])
+            )
+        )  # fmt: skip
+        factors = StackedFactors(down.requires_grad_(wants), up.requires_grad_(wants))
+    return factors, base

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from nmm_compiler.errors import FileError
-from nmm_compiler.lowrank_models.experts import expert_ranks, install_empty, stacked_home
+from nmm_compiler.lowrank_models.experts import (
+    compressed_stacks,
+    expert_bases,
+    expert_ranks,
+    install_empty,
+    stacked_home,
+)
 from nmm_compiler.lowrank_models.modules import lowrank_layers, put
 from nmm_compiler.lowrank_models.quantize import (
     FORMATS,
@@ -50,7 +56,7 @@ class SavedLayers:
         ranks = {name: layer.rank for name, layer in low.items()}
         formats = {name: format_of(layer.down) for name, layer in low.items()}
         bases = {name: format_of(layer.base) for name, layer in low.items()}
-        bases |= {name: layer.format for name, layer in alone.items()}
+        bases |= {name: layer.format for name, layer in alone.items()} | expert_bases(model)
         return cls(
             ranks | dict.fromkeys(alone, 0) | expert_ranks(model),
             *({n: kind for n, kind in one.items() if kind is not None} for one in (formats, bases)),
@@ -111,7 +117,8 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
         rank = saved.ranks[saved_name]
         home = None if name is None else stacked_home(modules, name)
         if home is not None:
-            install_empty(home, str(name).rpartition(".")[2], rank)
+            form = saved.bases.get(saved_name)
+            install_empty(home, str(name).rpartition(".")[2], rank, form)
             continue
         old = modules.get(name) if name is not None else None
         if name is None or not (isinstance(old, nn.Linear) or (old is not None and is_conv1d(old))):
@@ -172,7 +179,10 @@ def check_loaded(model: nn.Module) -> None:
     """
     if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
         return
-    for name, layer in (lowrank_layers(model) | quantized_layers(model)).items():
+    layers: dict[str, nn.Module] = {**lowrank_layers(model), **quantized_layers(model)}
+    for name, *parts in compressed_stacks(model):
+        layers |= {f"{name} ({type(part).__name__})": part for part in parts if part is not None}
+    for name, layer in layers.items():
         for key, tensor in layer.state_dict(keep_vars=True).items():
             if tensor.is_meta:
                 raise FileError(f"the weights have no {name}.{key}; copy the directory again")

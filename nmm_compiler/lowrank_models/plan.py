@@ -15,7 +15,6 @@ from nmm_compiler.kernels.packed_formats import check_blocks
 from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.config import CompressionConfig
-from nmm_compiler.lowrank_models.experts import ExpertLinear
 from nmm_compiler.lowrank_models.factorize import spectrum
 from nmm_compiler.lowrank_models.moments import Moments, regularize
 from nmm_compiler.lowrank_models.predicted_time import Prices
@@ -47,10 +46,6 @@ def check_base(config: CompressionConfig, sites: Sequence[Site]) -> None:
     """Raise OptionTypeError or ShapeError, naming the layer, for what has no such base."""
     form = config.base_format
     for site in sites if form is not None else ():
-        if isinstance(site.module, ExpertLinear):
-            raise OptionTypeError(
-                "base", config.base, f"None, or exclude= {site.group}: experts have no base"
-            )
         check_blocks(site.k, str(form), site.name)
 
 

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest, nearest
-from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedFactors
+from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedBase, StackedFactors
 from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, residual
 from nmm_compiler.lowrank_models.report import Skipped
@@ -200,8 +200,8 @@ def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
     """
     if "expert" not in type(module).__name__.lower() or isinstance(module, ExpertLinear):
         return []
-    if any(isinstance(child, StackedFactors) for child in module.children()):
-        return [p for child in module.children() for p in child.parameters(recurse=False)]
+    if any(isinstance(child, (StackedFactors, StackedBase)) for child in module.children()):
+        return [t for child in module.children() for t in child.state_dict().values()]
     own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
     return own if any(p.dim() == 3 for p in own) or not list(module.children()) else []
 
@@ -235,8 +235,8 @@ def _refusal(
     if isinstance(module, QuantizedLinear):
         return f"already quantized ({module.format})"
     kind = type(module).__name__
-    if any(isinstance(child, StackedFactors) for child in module.children()):
-        return "already low-rank (stacked experts)"
+    if any(isinstance(child, (StackedFactors, StackedBase)) for child in module.children()):
+        return "already compressed (stacked experts)"
     if _stacked_weights(module):
         return f"{kind} stacks its experts in a way that transformers' experts do not (or in bytes)"
     if not isinstance(module, nn.Linear) and not is_conv1d(module):

@@ -5,7 +5,8 @@ Both are differentiated by their references: no kernel computes them backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,21 @@ from torch import Tensor
 
 from nmm_compiler.errors import ShapeError
 from nmm_compiler.kernels.base import check_name
-from nmm_compiler.kernels.experts.spec import HALVES, ExpertsSpec
+from nmm_compiler.kernels.experts.spec import FACTORS, HALVES, ExpertsSpec
 from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED
+from nmm_compiler.kernels.packed_formats import MX
+from nmm_compiler.ops import corrected as corrected  # defines nmm.dequantize
 from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand, Placements
-from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
+from nmm_compiler.ops.launches import (
+    Launch,
+    Transpose,
+    dtype_name,
+    features,
+    mx_weight,
+    turned,
+    weight,
+)
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
@@ -77,8 +89,16 @@ def experts(
     gates: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    gate_up_u: Tensor | None = None,
+    gate_up_v: Tensor | None = None,
+    down_u: Tensor | None = None,
+    down_v: Tensor | None = None,
     *,
+    format: str = "",
     weight_layout: str = "row",
+    factor_layout: str = "row",
     halves: str = "joined",
     activation: str = "silu",
     limit: float = 0.0,
@@ -91,21 +111,34 @@ def experts(
 
     gate_up: [groups, k, 2 n], down: [groups, n, k], or transposed each with weight_layout "col".
     index, gates: [tokens, top_k]; -1 for no expert.
+
+    format: "fp8", float8_e4m3fn numbers up to 240 with scales [groups, outputs] in x's dtype; MX
+    blocks, bytes [groups, outputs, inputs bits / 8] and scales [groups, outputs, inputs / 32],
+    layout "col", halves joined, inputs and features of h filled up with zeros to whole 128s;
+    "factors", where gate_up and down are the second factors. Frozen but for the latter. gate_up_u,
+    down_u: first factors, [groups, inputs, rank]; gate_up_v, down_v: second factors of branches
+    beside gate_up and down, [groups, rank, outputs]; factor_layout: "col" for all of them
+    transposed. With MX blocks they are filled up, too, but for the inputs of gate_up_u.
     """
     if x.is_meta:
         return torch.empty_like(x)
-    if weight_layout == "col":
-        gate_up, down = gate_up.mT, down.mT
     picks, top_k = index.reshape(-1), index.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
+    col = weight_layout == "col"
+    sides = [
+        _Side(gate_up, gate_up_scale, gate_up_u, gate_up_v, gate_up_bias),
+        _Side(down, down_scale, down_u, down_v, down_bias),
+    ]
+    sides = [one.laid(format, col, factor_layout == "col") for one in sides]
 
     def shape(both: Tensor) -> Tensor:
         return gated(both, halves, activation, limit, slope, plus)
 
     if tracing() or torch.compiler.is_compiling():  # each pick's own weights: no shape is data
         some = picks.clamp(min=0)
-        h = _batched(rows.repeat_interleave(top_k, 0), gate_up, gate_up_bias, some)
-        y = _batched(shape(h), down, down_bias, some)
+        first, second = (one.of(some, format, x.dtype) for one in sides)
+        spread = rows.repeat_interleave(top_k, 0).unsqueeze(1)
+        y = second.times(shape(first.times(spread))).squeeze(1)
         each = torch.where(picks < 0, 0, gates.reshape(-1).to(y.dtype)).unsqueeze(-1)
         return (y * each).view(-1, top_k, y.shape[-1]).sum(1).to(x.dtype).reshape(x.shape)
     if rows.shape[0] == 0:
@@ -117,17 +150,57 @@ def experts(
             raise IndexError(f"experts: index {group} is none of {gate_up.shape[0]} experts")
         place = (picks == group).nonzero().squeeze(-1)
         token = torch.div(place, top_k, rounding_mode="floor")
-        h = rows[token] @ gate_up[group]
-        h = shape(h if gate_up_bias is None else h + gate_up_bias[group])
-        y = h @ down[group]
-        y = y if down_bias is None else y + down_bias[group]
+        first, second = (one.of(group, format, x.dtype) for one in sides)
+        y = second.times(shape(first.times(rows[token])))
         total = total.index_add(0, token, (y * gates.reshape(-1, 1)[place]).to(total.dtype))
     return total.to(x.dtype).reshape(x.shape)
 
 
-def _batched(x: Tensor, weights: Tensor, bias: Tensor | None, picks: Tensor) -> Tensor:
-    y = torch.bmm(x.unsqueeze(1), weights[picks]).squeeze(1)
-    return y if bias is None else y + bias[picks]
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """The tensors of gate_up or of down, of all groups or of some: each as it multiplies."""
+
+    w: Tensor | None
+    scale: Tensor | None
+    u: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+
+    def laid(self, format: str, col: bool, factors_col: bool) -> _Side:
+        """Return the tensors as they multiply, but for what is multiplied out only when it is of
+        one group; the second factor of "factors" in its place."""
+        u = self.u.mT if self.u is not None and factors_col else self.u
+        v = self.v.mT if self.v is not None and factors_col else self.v
+        w = self.w
+        if format == FACTORS:
+            w, v = None, w.mT if w is not None and col else w
+        elif not format or format == "fp8":
+            w = w.mT if w is not None and col else w
+        return _Side(w, self.scale, u, v, self.bias)
+
+    def of(self, some: Any, format: str, dtype: torch.dtype) -> _Side:
+        """Return what one group has, or each of some picks, its weight multiplied out."""
+        w, scale, u, v, bias = (
+            None if one is None else one[some]
+            for one in (self.w, self.scale, self.u, self.v, self.bias)
+        )
+        if w is not None and scale is not None:
+            if format in MX:
+                w = torch.ops.nmm.dequantize(w, scale, format, dtype).mT
+            else:
+                w = w.to(dtype) * scale.to(dtype).unsqueeze(-2)
+        if bias is not None and isinstance(some, Tensor):
+            bias = bias.unsqueeze(1)
+        return _Side(w, None, u, v, bias)
+
+    def times(self, x: Tensor) -> Tensor:
+        """Return rows times the weight, or the factors, or both, plus the bias."""
+        y: Any = 0
+        if self.w is not None:
+            y = x @ self.w[..., : x.shape[-1], :]  # blocks are filled up with zeros
+        if self.u is not None and self.v is not None:
+            y = y + (x @ self.u) @ self.v
+        return y if self.bias is None else y + self.bias
 
 
 def gated(
@@ -231,22 +304,76 @@ class ExpertsOp(ChosenOp):
         given = self.bound(args, kw)
         read_layouts(kw)
         check_name("halves", given["halves"], HALVES)
-        x, gate_up, down, layout = (given[n] for n in ("x", "gate_up", "down", "weight_layout"))
-        check_dtypes(x, gate_up, down, given["gate_up_bias"], given["down_bias"])
-        if gate_up.dim() != 3 or down.dim() != 3:
-            raise ShapeError(
-                f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} are not one matrix "
-                "for each expert"
-            )
-        k, both = weight_shape("gate_up", gate_up[0], layout)
-        n, outputs = weight_shape("down", down[0], layout)
-        check_same("features of x and gate_up", x.shape[-1], k)
-        check_same("outputs of gate and up, and two for each input of down", both, 2 * n)
-        check_same("outputs of down and features of x", outputs, k)
-        picks = given["index"]
+        check_name("format", given["format"], ("", FACTORS, *MULTIPLIED))
+        x, picks = given["x"], given["index"]
+        form, dtypes = given["format"], []
+        for name in ("gate_up", "down"):
+            dtypes += [given[name]] if form in ("", FACTORS) else []
+            dtypes += [given[f"{name}_scale"]] if form not in MX else []
+            dtypes += [given[f"{name}_{end}"] for end in ("bias", "u", "v")]
+        check_dtypes(x, *dtypes)
+        gate_up, down = (self._sizes(given, name) for name in ("gate_up", "down"))
+        inputs = 128 * (-(-x.shape[-1] // 128)) if form in MX else x.shape[-1]
+        check_same("features of x and gate_up", inputs, gate_up[0])
+        check_same(
+            "outputs of gate and up, and two for each input of down", gate_up[1], 2 * down[0]
+        )
+        check_same("outputs of down and features of x", down[1], x.shape[-1])
         check_same("shapes of index and gates", tuple(picks.shape), tuple(given["gates"].shape))
         _check_index(picks[..., 0], x.shape[:-1])
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def _sizes(given: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+        """Return (inputs, outputs) of gate_up or down; raise ShapeError for what does not fit."""
+        w, form, layout = given[name], given["format"], given["weight_layout"]
+        u, v, scale = (given[f"{name}_{end}"] for end in ("u", "v", "scale"))
+        if any(one is not None and one.dim() != 3 for one in (w, u, v)):
+            shapes = [tuple(one.shape) for one in (w, u, v) if one is not None]
+            raise ShapeError(f"{name}: shapes {shapes} are not one matrix for each expert")
+        inputs, outputs = weight_shape(name, w[0], "col" if form in MX else layout)
+        wanted: tuple[Any, ...] = (w.shape[0], outputs)
+        if form in MX:
+            inputs = inputs * 8 // MX[form].bits
+            wanted = (*wanted, inputs // 32)
+        if form in ("", FACTORS):
+            wanted = ()
+        check_same(f"shapes of {name}_scale", () if scale is None else tuple(scale.shape), wanted)
+        if u is not None:
+            k, rank = weight_shape(f"{name}_u", u[0], given["factor_layout"])
+            if form == FACTORS:
+                check_same(f"ranks of {name}_u and {name}", rank, inputs)
+                return k, outputs
+            check_same(
+                f"inputs of {name}_u", k, given["x"].shape[-1] if name == "gate_up" else inputs
+            )
+        check_same(f"factors {name}_u and {name}_v", u is None, v is None or form == FACTORS)
+        if v is not None:
+            shape = weight_shape(f"{name}_v", v[0], given["factor_layout"])
+            check_same(f"shapes of {name}_u and {name}_v", shape, (rank, outputs))
+        return inputs, outputs
+
+    def spec_of(self, given: Mapping[str, Any], m: int, dtype: str) -> ExpertsSpec:
+        """Return the spec of a call with m tokens; its stored weights lie as kernels take them."""
+        down, form = given["down"], given["format"]
+        n, rank = down.shape[2 if given["weight_layout"] == "col" else 1], 1
+        ranks = [0, 0]
+        if given["factor_layout"] == "row":
+            rank = 2
+        for place, name in enumerate(("gate_up_u", "down_u")):
+            if given[name] is not None:
+                ranks[place] = given[name].shape[rank]
+        if form in MX:
+            n = down.shape[2] * 8 // MX[form].bits
+        elif form == FACTORS:
+            n = given["down_u"].shape[3 - rank]
+        return ExpertsSpec(
+            m=m, k=given["x"].shape[-1], n=n, groups=down.shape[0],
+            top_k=given["index"].shape[-1], dtype=dtype, weight=form, ranks=tuple(ranks),
+            weight_layout="row" if form else given["weight_layout"],
+            gate_up_bias=given["gate_up_bias"] is not None,
+            down_bias=given["down_bias"] is not None, **{name: given[name] for name in _SAID},
+        )  # fmt: skip
 
     def lower(
         self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
@@ -254,23 +381,44 @@ class ExpertsOp(ChosenOp):
     ) -> list[Launch]:  # fmt: skip
         """Return the launch of a call."""
         given = self.bound(args, kw)
-        up, down, layout = given["gate_up"], given["down"], given["weight_layout"]
-        if layout == "col" and transpose is not None:
-            up, down, layout = up.mT.contiguous(), down.mT.contiguous(), "row"
-        biases = given["gate_up_bias"], given["down_bias"]
-        own = ("halves", "activation", "limit", "slope", "plus")
-        spec = ExpertsSpec(
-            m=m, k=rows.shape[1], n=down.shape[1 if layout == "row" else 2], groups=down.shape[0],
-            top_k=given["index"].shape[-1], dtype=dtype_name(rows), weight_layout=layout,
-            gate_up_bias=biases[0] is not None, down_bias=biases[1] is not None,
-            **{name: given[name] for name in own},
-        )  # fmt: skip
-        index = given["index"].reshape(m, -1).to(torch.int32)
-        operands = (rows, up, down, *biases, index, given["gates"].reshape(m, -1).float())
-        return [Launch(spec, tuple(t for t in operands if t is not None))]
+        if given["weight_layout"] == "col" and not given["format"] and transpose is not None:
+            given |= {name: transpose(given[name]) for name in ("gate_up", "down")}
+            given["weight_layout"] = "row"
+        spec = self.spec_of(given, m, dtype_name(rows))
+        named = {"x": rows, "index": given["index"].reshape(m, -1).to(torch.int32)}
+        named["gates"] = given["gates"].reshape(m, -1).float()
+        for name in ("gate_up", "down"):
+            named |= _as_kernels_take(name, given, transpose or turned)
+        return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
 
 
-_BIASES = Operand("gate_up_bias", "Tensor?"), Operand("down_bias", "Tensor?")
+def _as_kernels_take(name: str, given: Mapping[str, Any], transpose: Transpose) -> dict[str, Any]:
+    """Return the operands of gate_up or of down by a kernel's names."""
+    form, w, scale = given["format"], given[name], given[f"{name}_scale"]
+    made = {f"{name}_{end}": given[f"{name}_{end}"] for end in ("u", "v", "bias")}
+    if given["factor_layout"] == "col":
+        for end in ("u", "v"):
+            one = made[f"{name}_{end}"]
+            made[f"{name}_{end}"] = one if one is None else transpose(one)
+    if form in MX:
+        made[name], made[f"{name}_scale"] = mx_weight(w, scale, MX[form].bits, transpose)
+        return made
+    made[name] = transpose(w) if form and given["weight_layout"] == "col" else w
+    if form == FACTORS:
+        made[f"{name}_v"] = made.pop(name)
+    elif form:
+        made[f"{name}_scale"] = scale
+        v = made[f"{name}_v"]
+        if v is not None:  # the scales of w multiply the sums of both products
+            made[f"{name}_v"] = (v.float() / scale.float().unsqueeze(1)).to(v.dtype)
+    return made
+
+
+_SAID = ("halves", "activation", "limit", "slope", "plus")
+_MORE = (
+    *(f"{name}_{end}" for end in ("bias", "scale") for name in ("gate_up", "down")),
+    *(f"{name}_{end}" for name in ("gate_up", "down") for end in ("u", "v")),
+)
 ADAPTERS = AdaptersOp(
     name="adapters_matmul",
     operands=(
@@ -284,9 +432,14 @@ ADAPTERS = AdaptersOp(
 )  # fmt: skip
 EXPERTS = ExpertsOp(
     name="experts",
-    operands=(*map(Operand, ("x", "gate_up", "down", "index", "gates")), *_BIASES),
+    operands=(
+        *map(Operand, ("x", "gate_up", "down", "index", "gates")),
+        *(Operand(name, "Tensor?") for name in _MORE),
+    ),
     keywords={
+        "format": "",
         "weight_layout": "row",
+        "factor_layout": "row",
         "halves": "joined",
         "activation": "silu",
         "limit": 0.0,

@@ -33,7 +33,15 @@ from nmm_compiler.kernels.linear.corrected import (
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
 from nmm_compiler.ops import references
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand, Placements
-from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, features, weight
+from nmm_compiler.ops.launches import (
+    Launch,
+    Transpose,
+    dtype_name,
+    features,
+    mx_weight,
+    turned,
+    weight,
+)
 from nmm_compiler.ops.linear import LinearOp, Product, check_norm_of
 from nmm_compiler.ops.operands import (
     check_dtypes,
@@ -55,24 +63,24 @@ _ARGUMENTS = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "b
 def dequantize(
     values: torch.Tensor, scale: torch.Tensor, format: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weight [n, k] in a dtype, of a format with blocks of elements."""
+    """Return the weight [.., n, k] in a dtype; scale: [.., n, k / block], or [.., n, 1]."""
     form = FORMATS[format]
     if form.bits == 4:
-        codes = torch.stack((values & 0xF, values >> 4), -1).flatten(1)
+        codes = torch.stack((values & 0xF, values >> 4), -1).flatten(-2)
         table = torch.from_numpy(element_values(form)).to(values.device, dtype)
         elements = table[codes.int()]
     else:
         elements = values.view(getattr(torch, form.element_name)).to(dtype)
     if form.power_scales:
         scale = scale.view(torch.float8_e8m0fnu)
-    blocks = elements.unflatten(1, (-1, form.block)) * scale.to(dtype)[..., None]
-    return blocks.flatten(1)
+    blocks = elements.unflatten(-1, (scale.shape[-1], -1)) * scale.to(dtype)[..., None]
+    return blocks.flatten(-2)
 
 
 @dequantize.register_fake
 def _(values: torch.Tensor, scale: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
-    n, k = values.shape
-    return values.new_empty(n, k * 8 // FORMATS[format].bits, dtype=dtype)
+    *rows, k = values.shape
+    return values.new_empty(*rows, k * 8 // FORMATS[format].bits, dtype=dtype)
 
 
 def dequantize_placements(values: Any, scale: Any, format: str, dtype: Any) -> Placements:
@@ -247,11 +255,11 @@ class CorrectedOp(LinearOp):
     ) -> list[Launch]:
         """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
         given = self.bound(args, kw)
-        turned = transpose or (lambda t: t.t().contiguous())
+        transpose = transpose or turned
         named, form = {"x": rows}, given["format"]
         ks, ns, ranks, biases = [], [], [], []
         for end, one in self.linears(given):
-            operands = _operands(one, given, turned)
+            operands = _operands(one, given, transpose)
             named |= {operand_name(name, end): tensor for name, tensor in operands.items()}
             k, n = _weight_sizes(one, form, given["w_layout"])
             ks.append(k)
@@ -311,20 +319,18 @@ class CorrectedOp(LinearOp):
 
 
 def _operands(
-    one: Mapping[str, Any], given: Mapping[str, Any], turned: Transpose
+    one: Mapping[str, Any], given: Mapping[str, Any], transpose: Transpose
 ) -> dict[str, Tensor]:
     """Return the operands of one linear as a kernel takes them, by their names without an end."""
     form, w = given["format"], one["w"]
     made = {name: one[name] for name in ("u", "v", "bias") if one[name] is not None}
     for name in "uv":
         if name in made:
-            made[name] = weight(made[name], given[f"{name}_layout"], turned)[0]
+            made[name] = weight(made[name], given[f"{name}_layout"], transpose)[0]
     if form in MX:
-        four = torch.int16 if MX[form].bits == 4 else torch.int32
-        made["w"] = turned(w.contiguous().view(four)).contiguous().view(torch.uint8)
-        made["w_scale"] = turned(one["w_scale"])
+        made["w"], made["w_scale"] = mx_weight(w, one["w_scale"], MX[form].bits, transpose)
         return made
-    made["w"] = weight(w, given["w_layout"], turned)[0]
+    made["w"] = weight(w, given["w_layout"], transpose)[0]
     made["w_scale"] = one["w_scale"].float().expand(features(made["w"], "row")[1])
     if "v" in made:  # the scales of w multiply the sums of both products
         made["v"] = (made["v"].float() / made["w_scale"]).to(made["v"].dtype)

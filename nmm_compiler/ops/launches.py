@@ -70,6 +70,24 @@ def weight(w: Tensor, layout: str, transpose: Transpose | None) -> tuple[Tensor,
     return w, layout
 
 
+def view_turned(w: Tensor) -> Tensor:
+    """Return a weight, or a stack of them, transposed: a view, where only specs are asked for."""
+    return w.mT
+
+
+def turned(w: Tensor) -> Tensor:
+    """Return a weight, or a stack of them, transposed: a copy."""
+    return w.mT.contiguous()
+
+
+def mx_weight(
+    values: Tensor, scale: Tensor, bits: int, transpose: Transpose
+) -> tuple[Tensor, Tensor]:
+    """Return bytes [.., n, k bits / 8] and scales of MX blocks as kernels take them, k first."""
+    four = values.contiguous().view(torch.int16 if bits == 4 else torch.int32)
+    return transpose(four).contiguous().view(torch.uint8), transpose(scale)
+
+
 def features(w: Tensor, layout: str) -> tuple[int, int]:
     """Return (inputs, outputs) of a weight."""
     rows, columns = w.shape

@@ -20,6 +20,7 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
+from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import fitting, graph_call, lower
 from nmm_compiler.options import DTYPES, FACTOR_SPLITS, LADDER, Options
 from nmm_compiler.passes.graph.capture import all_graphs
@@ -93,7 +94,7 @@ def _launched(
             values = collect_values(made, inputs)
             for node in made.graph.nodes:
                 called = graph_call(node, values.__getitem__)
-                lowered = () if called is None else lower(*called, torch.Tensor.t).launches
+                lowered = () if called is None else lower(*called, view_turned).launches
                 for launch in fitting(lowered, target):
                     yield launch.spec, target
 

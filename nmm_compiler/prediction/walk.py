@@ -24,7 +24,7 @@ from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
-from nmm_compiler.ops.launches import dtype_name
+from nmm_compiler.ops.launches import dtype_name, view_turned
 from nmm_compiler.ops.lower import graph_call, lower, op_name
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
@@ -196,7 +196,7 @@ class _Walk:
     def _our_call(self, node: fx.Node) -> None:
         called = graph_call(node, self.c.values.__getitem__)
         assert called is not None
-        lowered = lower(*called, transpose=lambda w: w.t())
+        lowered = lower(*called, transpose=view_turned)
         specs = tuple(launch.spec for launch in lowered.launches)
         (spec, *others) = specs
         self._add("kernel", node, ways=(specs,), weights=self._weights(node))

@@ -41,14 +41,14 @@ class Packs:
         self._lock = threading.Lock()
 
     def transposed(self, w: Tensor, *, freeze: bool = False) -> Tensor:
-        """Return w.t() [inputs, outputs] as a contiguous tensor, for w [outputs, inputs].
+        """Return w.mT [.., inputs, outputs] as a contiguous tensor, for w [.., outputs, inputs].
 
         freeze: the caller promises that w never changes; its cached copy is used without a check.
         """
-        if w.t().is_contiguous():
-            return w.detach().t()
+        if w.mT.is_contiguous():
+            return w.detach().mT
         if not has_own_memory(w):
-            return w.detach().t().contiguous()
+            return w.detach().mT.contiguous()
         storage = StorageWeakRef(w.untyped_storage())
         key = (storage.cdata, w.storage_offset(), w.shape, w.stride(), w.dtype)
         version = 0 if w.is_inference() else w._version
@@ -58,7 +58,7 @@ class Packs:
                 self._packs.move_to_end(key)
         if pack is not None and (freeze or (pack.version == version and _same_bits(w, pack.copy))):
             return pack.copy
-        copy = w.detach().t().contiguous()
+        copy = w.detach().mT.contiguous()
         with self._lock:
             self.made += 1
             self._packs[key] = _Pack(storage, version, copy)
@@ -92,7 +92,7 @@ def _same_bits(w: Tensor, copy: Tensor) -> bool:
     if w.device.type != "cpu":
         return True
     integers = _INTEGERS[w.element_size()]
-    return torch.equal(w.detach().t().view(integers), copy.view(integers))
+    return torch.equal(w.detach().mT.view(integers), copy.view(integers))
 
 
 PACKS = Packs()

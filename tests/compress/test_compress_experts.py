@@ -3,8 +3,11 @@
 import copy
 
 import pytest
+import safetensors.torch as safetensors_torch
 import torch
 
+import nmm_compiler
+from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models.apply import calibrate, compress
 from nmm_compiler.lowrank_models.ranks import Shape, allocate_global
@@ -19,11 +22,17 @@ KINDS = {
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 8},
     "GptOss": {"num_local_experts": 4, "head_dim": 8},
 }
+DEEPSEEK = {
+    "n_routed_experts": 4, "moe_intermediate_size": 96, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
 
 
-def make(kind):
+def make(kind, **sizes):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind]})
+    own = KINDS.get(kind, DEEPSEEK)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **own, **sizes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter in model.parameters():  # biases too
         torch.nn.init.normal_(parameter, std=0.15)
@@ -131,3 +140,108 @@ def test_a_compiled_layer_gives_the_same():
         traced = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)
         got = traced(x, index, weights)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+BASES = {
+    "fp8": {"base": "fp8", "rank": 0},
+    "fp8+8": {"base": "fp8", "rank": 8},
+    "mxfp4+8": {"base": "mxfp4", "rank": 8},
+    "mxfp8": {"base": "mxfp8", "rank": 0},
+    "factors": {"rank": 8},
+}
+
+
+def wide(kind):
+    """Return a model whose experts' sizes MX blocks divide, in bfloat16."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    if kind == "Qwen3Moe":
+        sizes["moe_intermediate_size"] = 96
+    return make(kind, **sizes).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(kind, form) for kind in (*KINDS, "DeepseekV3") for form in ("fp8", "mxfp4+8")]
+    + [("GptOss", form) for form in ("fp8+8", "mxfp8", "factors")],
+)
+def test_experts_of_few_bits_are_one_call_a_layer(kind, form, tmp_path):
+    """Compressed, saved, loaded, compiled: the kernel gives what plain PyTorch does."""
+    model = wide(kind)
+    before = logits(model)
+    compress(model, include="experts", **BASES[form])
+    expected = logits(model)
+    assert (expected - before).norm() < (0.9 if "8" in form else 2) * before.norm()
+    hf.save(model, tmp_path / "a")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto")
+    near = 0.01 * expected.norm()  # its rotary embeddings are not rounded
+    assert (logits(loaded) - expected).norm() <= near
+    target = "trn3" if form.startswith("mx") else "trn2"
+    torch._dynamo.reset()
+    options = {"target": target, "executor": "simulator", "strict": True}
+    compiled = torch.compile(loaded, backend="nmm", options=options)
+    got = logits(compiled)
+    report = nmm_compiler.explain(loaded, ids(), options={"target": target})
+    assert [match.rule for match in report.matches].count("experts") == len(layers(model))
+    x_too = 0.1 if form.startswith("mx") else 0.02  # kernels of blocks round x, too
+    assert (got - expected).float().norm() <= x_too * expected.float().norm()
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_a_base_is_as_near_as_its_format_allows(kind):
+    """int8 of every expert alone, and with the branch that mends it."""
+    model, alone, mended = (wide(kind).float() for _ in range(3))
+    expected = logits(model)
+    compress(alone, include="experts", base="int4", rank=0)
+    data = [{"input_ids": ids(s)} for s in (2, 3)]
+    compress(mended, include="experts", base="int4", rank=16, calibration=data)
+    errors = [(logits(one) - expected).norm() / expected.norm() for one in (alone, mended)]
+    assert errors[1] < 0.8 * errors[0]
+    for layer in layers(alone).values():
+        assert layer.gate_up_base.values.dtype == torch.uint8
+        assert not hasattr(layer, "gate_up_proj")
+
+
+def test_a_budget_of_bytes_gives_the_experts_of_a_weight_one_rank():
+    model = make("Mixtral", hidden_size=128, intermediate_size=256).to(torch.bfloat16)
+    data = [{"input_ids": ids(s)} for s in (2, 3)]
+    report = compress(model, 0.5, base="mxfp4", include="experts", calibration=data)
+    ranks = {}
+    for layer in report.layers:
+        ranks.setdefault(layer.name.rpartition(".")[0], set()).add(layer.rank)
+    assert len(ranks) == 4
+    assert all(len(found) == 1 for found in ranks.values())
+    assert any(found != {0} for found in ranks.values())
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_one_weight_of_few_bits_beside_a_dense_one():
+    """No single call says this: batched products, through blocks that are filled up."""
+    model = wide("GptOss").float()
+    whole = copy.deepcopy(model)
+    compress(model, include="experts.down_proj", base="mxfp8", rank=0)
+    compress(whole, include="experts", base="mxfp8", rank=0)
+    expected = logits(wide("GptOss").float())
+    for one in (model, whole):
+        assert (logits(one) - expected).norm() <= 0.2 * expected.norm()
+
+
+def test_factors_of_experts_have_gradients():
+    model = wide("Mixtral").float()
+    compress(model, include="experts", base="fp8", rank=8)
+    layer = model.model.layers[0].mlp.experts
+    model(ids()).logits.square().mean().backward()
+    for factors in (layer.gate_up_factors, layer.down_factors):
+        assert factors.down.grad.norm() > 0
+        assert factors.up.grad.norm() > 0
+
+
+def test_a_missing_stack_is_named(tmp_path):
+    model = wide("Mixtral")
+    compress(model, include="experts", base="fp8", rank=8)
+    hf.save(model, tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    del tensors[max(name for name in tensors if name.endswith("experts.down_base.values"))]
+    safetensors_torch.save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(FileError, match=r"layers\.1\.mlp\.experts\.down_proj.*values"):
+        nmm_compiler.load(tmp_path / "a")

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nmm_compiler.errors import ShapeError, SpecError
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.ops import registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.runtime import executor  # noqa: F401  (the executors)
 
@@ -25,17 +26,17 @@ def adapters(dtype=torch.float32, groups=3, tokens=(2, 4)):
     return x, index, u, v, gains, torch.randn(96, dtype=dtype), torch.randn(64, 96, dtype=dtype) / 8
 
 
-def experts(dtype=torch.float32, groups=4, tokens=5, top_k=2, layout="row"):
+def experts(dtype=torch.float32, groups=4, tokens=5, top_k=2, layout="row", n=48):
     """Return x, gate_up, down, index, gates, gate_up_bias, down_bias."""
     torch.manual_seed(0)
     x = torch.randn(tokens, 64, dtype=dtype)
-    up, down = (torch.randn(groups, a, b, dtype=dtype) / 8 for a, b in ((64, 96), (48, 64)))
+    up, down = (torch.randn(groups, a, b, dtype=dtype) / 8 for a, b in ((64, 2 * n), (n, 64)))
     if layout == "col":
         up, down = up.mT.contiguous(), down.mT.contiguous()
     index = torch.rand(tokens, groups).argsort(-1)[:, :top_k]
     index[0, 0] = -1
     gates = torch.rand(tokens, top_k)
-    biases = torch.randn(groups, 96, dtype=dtype), torch.randn(groups, 64, dtype=dtype)
+    biases = torch.randn(groups, 2 * n, dtype=dtype), torch.randn(groups, 64, dtype=dtype)
     return x, up, down, index, gates, *biases
 
 
@@ -71,6 +72,66 @@ def test_the_experts_kernel_in_the_simulator(layout, clamped, tokens):
         said |= {"halves": "interleaved", "limit": 7.0, "slope": 1.702, "plus": 1.0}
     made = EXPERTS(*args, **said, executor="simulator")
     torch.testing.assert_close(made, EXPERTS(*args, **said), rtol=0.03, atol=0.2)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("form", ["fp8", "mxfp4", "factors", "fp8+8", "mxfp8+8", "+8"])
+def test_experts_in_other_forms(form, clamped):
+    """Alike in eager PyTorch, traced, and in the simulator, as the weights multiplied out."""
+    x, up, down, index, gates, *biases = experts(torch.bfloat16, layout="col", n=32)
+    form, _, rank = form.partition("+")
+    kept, call = {}, {"format": form, "weight_layout": "col", "factor_layout": "col"}
+    for name, weight in (("gate_up", up), ("down", down)):
+        groups, n, k = weight.shape
+        if rank or form == "factors":
+            u, v = torch.randn(groups, 8, k) / 8, torch.randn(groups, n, 8) / 8
+            call[f"{name}_u"] = u.bfloat16()
+            call[f"{name}_v" if rank else name] = v.bfloat16()
+            kept[name] = v.bfloat16().float() @ u.bfloat16().float()
+        if form != "factors":
+            base = [QuantizedLinear.of(one, form) for one in weight] if form else []
+            wide = torch.stack([one.dequantized(torch.float32) for one in base]) if form else weight
+            kept[name] = wide.float() + kept.get(name, 0)
+            values = torch.stack([one.values for one in base]) if form else weight
+            scales = torch.stack([one.scale for one in base]) if form else None
+            if form == "fp8":
+                values, scales = values.view(torch.float8_e4m3fn), scales.squeeze(-1)
+            call |= {name: values} | ({f"{name}_scale": scales} if form else {})
+    said = {"limit": 7.0, "slope": 1.702, "plus": 1.0} if clamped else {}
+    if form.startswith("mx"):
+        call = {name: filled(one, name, biases) for name, one in call.items()}
+        biases[0] = filled(biases[0].unsqueeze(-1), "gate_up_bias", biases).squeeze(-1)
+    names = ("gate_up_bias", "down_bias")
+    call |= dict(zip(names, biases, strict=True))
+    first, second = call.pop("gate_up"), call.pop("down")
+    args = (x, first, second, index, gates)
+    wide = dict(zip(names, experts(torch.bfloat16, layout="col", n=32)[5:], strict=True))
+    wanted = EXPERTS(x.float(), kept["gate_up"], kept["down"], index, gates,
+                     **{name: one.float() for name, one in wide.items()},
+                     weight_layout="col", **said)  # fmt: skip
+    made = EXPERTS(*args, **call, **said)
+    traced = torch.compile(lambda *a: EXPERTS(*a, **call, **said), backend="eager")(*args)
+    target = "trn3" if form.startswith("mx") else "trn2"
+    simulated = EXPERTS(*args, **call, **said, target=target, executor="simulator")
+    for one, limit in (
+        (made, 0.02),
+        (traced, 0.02),
+        (simulated, 0.08 if target == "trn3" else 0.02),
+    ):
+        assert (one.float() - wanted).norm() <= limit * wanted.norm()
+
+
+def filled(one, name, biases):
+    """Fill up with zeros what MX weights take in whole 128s."""
+    if not isinstance(one, torch.Tensor):
+        return one
+    if name in ("gate_up", "gate_up_scale", "gate_up_v", "gate_up_bias"):
+        one = torch.cat([torch.nn.functional.pad(h, (0, 0, 0, 96)) for h in one.chunk(2, 1)], 1)
+    inputs = {"gate_up": 64, "gate_up_scale": 64, "down": 32, "down_scale": 32, "down_u": 32}
+    if name in inputs:
+        whole = one.shape[-1] * 128 // inputs[name]
+        one = torch.nn.functional.pad(one, (0, whole - one.shape[-1]))
+    return one.contiguous()
 
 
 def test_gradients_of_adapters():

@@ -17,6 +17,8 @@ scores of experts that a token did not choose are 0, becomes a call for the chos
 The function between the products is recognized by its values: an activation of the gate times up,
 or gpt-oss's clamped product. A Python loop over the experts breaks the graph; its beginning is
 recognized and refused. One call is taken unless the experts one by one are predicted to be faster.
+A call of `nmm.experts` that the model makes itself, as compressed experts do, becomes a call for
+the target.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +36,7 @@ from torch import fx
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.experts.spec import HALVES, ExpertsSpec
-from nmm_compiler.ops.chosen import gated
+from nmm_compiler.ops.chosen import EXPERTS, gated
 from nmm_compiler.passes.chains.safety import (
     DTYPES,
     Refusal,
@@ -135,12 +137,14 @@ class Experts(Rule):
         """Propose sums over the picks of tokens or over experts, and beginnings of loops."""
         summed = name_of(node) == "sum" and not set(node.kwargs) - {"dim"} and len(node.args) <= 2
         summed = summed and _given(node, 1, "dim") in (0, [0], (0,), 1, [1], (1,))
-        if summed or _begins_loop(node):
+        if summed or _begins_loop(node) or _is_own(node):
             yield node
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the picks, both products and what stands between them."""
         node = candidate
+        if _is_own(node):
+            return self._called(graph, node)
         if _begins_loop(node):
             return Refusal(
                 "no_kernel", "a loop over the experts that tokens chose breaks the graph", node,
@@ -162,6 +166,35 @@ class Experts(Rule):
         groups = int(graph.shape(mixture.down.weight)[0])  # type: ignore[index]
         made = replace(mixture, said=said, groups=groups)
         return self._matched(graph, node, made)
+
+    def _called(self, graph: Canonical, node: fx.Node) -> Match | Refusal:
+        """Return the match of a call that the model makes, whatever its weights are stored as."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), graph.values.__getitem__)
+        given = EXPERTS.bound(args, kwargs)
+        dtype = given["x"].dtype
+        if dtype not in DTYPES:
+            return Refusal("dtype", f"no kernel computes experts in {dtype}", node)
+        try:
+            tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
+            spec = EXPERTS.spec_of(given, tokens, str(dtype).removeprefix("torch."))
+            spec.check(graph.chip)
+        except NmmError as error:
+            return Refusal("no_kernel", str(error), node)
+        why_not = unsafe(graph, (node,), node, node.all_input_nodes)
+        return why_not or self._match(spec, node, (node,), None, call_ways(graph, spec))
+
+    def _match(
+        self, spec: ExpertsSpec, node: fx.Node, nodes: Iterable[fx.Node], data: Any, times: Any
+    ) -> Match:
+        sizes = {name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")}
+        return Match(
+            rule=self.name,
+            node=node,
+            nodes=frozenset(nodes),
+            data=data,
+            info={**sizes, "chains": 0, "predicted": times.to_dict()},  # its products are dense
+            length=spec.k + spec.n,
+        )
 
     def _matched(self, graph: Canonical, node: Any, mixture: _Mixture) -> Match | Refusal:
         """Return the match of one call, or why there is none."""
@@ -186,15 +219,7 @@ class Experts(Rule):
         except NmmError as error:
             return Refusal("no_kernel", str(error), node)
         times = call_ways(graph, spec)
-        sizes = {name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")}
-        return slower(times, node) or Match(
-            rule=self.name,
-            node=node,
-            nodes=frozenset(inner),
-            data=mixture,
-            info={**sizes, "chains": 0, "predicted": times.to_dict()},  # its products are dense
-            length=spec.k + spec.n,
-        )
+        return slower(times, node) or self._match(spec, node, inner, mixture, times)
 
     def _spec(self, graph: Canonical, mixture: _Mixture) -> ExpertsSpec | Refusal:
         """Return the spec of the call."""
@@ -218,8 +243,16 @@ class Experts(Rule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
-        mixture: _Mixture = match.data
         values = editor.c.values
+        where = {"target": editor.options.target, "executor": editor.options.executor}
+        if match.data is None:
+            old = match.node
+            new = editor.call(
+                torch.ops.nmm.experts.default, *old.args, meta_value=values[old],
+                **{**old.kwargs, **where},
+            )  # fmt: skip
+            return editor.like(new, old)
+        mixture: _Mixture = match.data
         x, index, gates = mixture.x, mixture.index, mixture.gates
         if mixture.scores is not None:
             gates = editor.call(aten.gather.default, mixture.scores, 1, index)
@@ -244,7 +277,7 @@ class Experts(Rule):
             x, mixture.up.weight, mixture.down.weight, index, gates,
             mixture.up.bias, mixture.down.bias,
             meta_value=values[x].new_empty(values[x].shape), **layout, **(mixture.said or {}),
-            target=editor.options.target, executor=editor.options.executor,
+            **where,
         )  # fmt: skip
         if mixture.scaled:
             new = editor.reshape(new, (tokens, top_k, features))
@@ -266,6 +299,11 @@ def counted_from_end(editor: Editor, index: Any, groups: Any) -> fx.Node:
 def _is_top_k(index: Any) -> bool:
     """Return whether an index is that of `topk`, which is never negative."""
     return name_of(index) == "getitem" and name_of(index.args[0]) == "topk"
+
+
+def _is_own(node: Any) -> bool:
+    """Return whether a node is a call of `nmm.experts`."""
+    return str(getattr(node.target, "overloadpacket", node.target)) == "nmm.experts"
 
 
 def _begins_loop(node: Any) -> bool:
