@@ -173,10 +173,9 @@ def install(
         if bias is not None:
             filled = fill.outputs(bias.detach().unsqueeze(-1)).squeeze(-1)
             setattr(layer, f"{name}_bias", nn.Parameter(filled, bias.requires_grad))
-        base = StackedBase(
-            fill.inputs(fill.outputs(base.values), FORMATS[base.format].bits / 8),
-            fill.inputs(fill.outputs(base.scale), 1 / 32), base.format,
-        )  # fmt: skip
+        values, scale = (cast(torch.Tensor, getattr(base, part)) for part in ("values", "scale"))
+        values = fill.inputs(fill.outputs(values), FORMATS[base.format].bits / 8)
+        base = StackedBase(values, fill.inputs(fill.outputs(scale), 1 / 32), base.format)
         if factors is not None:
             down = factors.down if fill.halved else fill.inputs(factors.down.detach(), 1)
             factors = StackedFactors(
@@ -333,7 +332,7 @@ def _call(layer: Any, dtype: torch.dtype) -> dict[str, Any] | None:
     for name, weight in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
         factors = getattr(layer, factors_name(weight), None)
         base = getattr(layer, base_name(weight), None)
-        dense = getattr(layer, weight, None)
+        dense: Any = getattr(layer, weight, None)
         if layer.has_bias:
             made[f"{name}_bias"] = getattr(layer, f"{weight}_bias")
         if factors is not None:
@@ -369,13 +368,17 @@ def _gating(layer: Any) -> dict[str, Any] | None:
         made = _gated(layer, sample)
     except (RuntimeError, TypeError):  # a gate that has weights of its own
         return None
-    plain = {"limit": 0.0, "slope": 1.0, "plus": 0.0}
+    plain: dict[str, Any] = {"limit": 0.0, "slope": 1.0, "plus": 0.0}
     ways = [
         {"halves": halves, "activation": name, **plain}
         for halves, name in itertools.product(HALVES, ACTIVATIONS)
     ]
     if hasattr(layer, "limit") and hasattr(layer, "alpha"):
-        clamped = {"limit": float(layer.limit), "slope": float(layer.alpha), "plus": 1.0}
+        clamped: dict[str, Any] = {
+            "limit": float(layer.limit),
+            "slope": float(layer.alpha),
+            "plus": 1.0,
+        }
         ways += [{"halves": halves, "activation": "silu", **clamped} for halves in HALVES]
     for said in ways:
         wanted = chosen.gated(sample, **said)

@@ -369,7 +369,7 @@ class ExpertsOp(ChosenOp):
             n = given["down_u"].shape[3 - rank]
         return ExpertsSpec(
             m=m, k=given["x"].shape[-1], n=n, groups=down.shape[0],
-            top_k=given["index"].shape[-1], dtype=dtype, weight=form, ranks=tuple(ranks),
+            top_k=given["index"].shape[-1], dtype=dtype, weight=form, ranks=(ranks[0], ranks[1]),
             weight_layout="row" if form else given["weight_layout"],
             gate_up_bias=given["gate_up_bias"] is not None,
             down_bias=given["down_bias"] is not None, **{name: given[name] for name in _SAID},

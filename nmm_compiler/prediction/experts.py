@@ -17,16 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmm_compiler.errors import ModelError, OptionTypeError
-from nmm_compiler.kernels.experts.spec import ExpertsSpec
+from nmm_compiler.errors import ModelError, OptionTypeError, ShapeError, SpecError
+from nmm_compiler.kernels.experts.spec import FACTORS, ExpertsSpec
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED
+from nmm_compiler.lowrank_models.experts import CompressedExperts
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.prediction.tensor_parallel import HOOK
 from nmm_compiler.prediction.walk import Piece
+from nmm_compiler.targets import Target
 
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
+
+
+def in_form(spec: ExpertsSpec, base: tuple[str, int], target: Target) -> ExpertsSpec:
+    """Return the spec of experts whose weights have a format, and a branch of a rank; the same
+    where no kernel of the target takes it."""
+    form, rank = base
+    if form not in MULTIPLIED or spec.weight:
+        return spec
+    try:
+        made = dataclasses.replace(
+            spec, weight=form, ranks=(rank, rank), halves="joined", weight_layout="row"
+        )
+        made.check(target)
+    except (ShapeError, SpecError):
+        return spec
+    return made
 
 
 class ExpertsCall(nn.Module):
@@ -35,27 +54,42 @@ class ExpertsCall(nn.Module):
     def __init__(self, old: nn.Module, config: Any, tp: int) -> None:
         super().__init__()
         given: Any = old
-        up, down = given.gate_up_proj, given.down_proj
-        turned = up.shape[1] == 2 * down.shape[2]  # stored [outputs, inputs]
-        (groups, _, k), n = down.shape, down.shape[2 if turned else 1]
-        k = down.shape[1 if turned else 2]
+        ranks = [0, 0]
+        if isinstance(old, CompressedExperts):
+            up, down = given.gate_up_factors, given.down_factors
+            ranks = [up.rank, down.rank]
+            groups, k, n, dtype = (
+                down.up.shape[0],
+                down.up.shape[1],
+                down.down.shape[2],
+                up.up.dtype,
+            )
+        else:
+            up, down = given.gate_up_proj, given.down_proj
+            turned = up.shape[1] == 2 * down.shape[2]  # stored [outputs, inputs]
+            groups, n, dtype = down.shape[0], down.shape[2 if turned else 1], up.dtype
+            k = down.shape[1 if turned else 2]
         if n % tp and groups % tp:
             raise ModelError(
                 f"{type(old).__name__}: {tp} cores share neither {n} features nor {groups} "
                 "experts evenly; use another tp"
             )
-        self.tp, self.by_groups = tp, bool(n % tp)
+        # each share of the features would have the first factors whole
+        self.tp, self.by_groups = tp, bool(n % tp) or (any(ranks) and not groups % tp)
         self.every, self.top_k = groups, getattr(config, "num_experts_per_tok", 1)
         n, groups = (n, groups // tp) if self.by_groups else (n // tp, groups)
-        dtype = up.dtype
 
         def made(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), False)
 
-        self.gate_up, self.down = made(groups, k, 2 * n), made(groups, n, k)
+        first, second = (rank or inputs for rank, inputs in zip(ranks, (k, n), strict=True))
+        self.gate_up, self.down = made(groups, first, 2 * n), made(groups, second, k)
+        self.gate_up_u = made(groups, k, first) if any(ranks) else None
+        self.down_u = made(groups, n, second) if any(ranks) else None
         biased = getattr(given, "gate_up_proj_bias", None) is not None
         self.gate_up_bias = made(groups, 2 * n) if biased else None
         self.down_bias = made(groups, k) if biased else None
+        self.form = FACTORS if any(ranks) else ""
         self.said: dict[str, Any] = {"activation": _activation(config)}
         if hasattr(given, "limit") and hasattr(given, "alpha"):
             self.said = {
@@ -76,8 +110,10 @@ class ExpertsCall(nn.Module):
         """
         if index is None or gates is None:
             return self._of_repeated(x)
-        biases = self.gate_up_bias, self.down_bias
-        y = torch.ops.nmm.experts(x, self.gate_up, self.down, index, gates, *biases, **self.said)
+        y = torch.ops.nmm.experts(
+            x, self.gate_up, self.down, index, gates, self.gate_up_bias, self.down_bias,
+            gate_up_u=self.gate_up_u, down_u=self.down_u, format=self.form, **self.said,
+        )  # fmt: skip
         return torch.ops.nmm_prediction.all_reduce(y) if self.tp > 1 and self.alone else y
 
     def _of_repeated(self, x: Tensor) -> Tensor:
@@ -103,7 +139,13 @@ def experts_as_calls(model: MetaModel, tp: int) -> None:
         if isinstance(module, nn.Linear) or name.rpartition(".")[2].startswith("shared_expert"):
             continue
         stacked = [getattr(module, one, None) for one in ("gate_up_proj", "down_proj")]
-        if not all(isinstance(one, nn.Parameter) and one.dim() == 3 for one in stacked):
+        low = isinstance(module, CompressedExperts)
+        if low and not all(hasattr(module, f"{one}_factors") for one in ("gate_up", "down")):
+            raise ModelError(
+                f"{model.name} has experts ({name}) of which one weight is low-rank and another is "
+                "not: no kernel computes them in one call; include both, or leave both out"
+            )
+        if not low and not all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in stacked):
             if any(isinstance(one, ExpertsCall) for one in module.modules()):
                 continue
             if any(isinstance(p, nn.Parameter) and p.dim() == 3 for p in module.parameters(False)):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.errors import OptionTypeError
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import FORMATS, check_blocks
 from nmm_compiler.records import Record
@@ -146,6 +147,7 @@ def notes_on(names: Sequence[str], experts: bool = False) -> list[str]:
         )
     if any(name.startswith("mx") for name in names):
         notes.append("mx forms: kernels of MX weights with a bfloat16 branch; the head is fp8")
-    if experts and any(read_form(name).base for name in names):
-        notes.append("experts keep the model's dtype in every form: no kernel reads others yet")
+    kept = [name for name in names if name.partition("+")[0] in set(FORMATS) - set(MULTIPLIED)]
+    if experts and kept:
+        notes.append(f"experts keep the model's dtype in {', '.join(kept)}: no kernel reads it")
     return notes

@@ -18,9 +18,11 @@ from torch import nn
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.base import CORES
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.experts import expert_ranks
+from nmm_compiler.lowrank_models.experts import StackedBase, expert_ranks
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
@@ -253,7 +255,8 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     if low is not None:
         _compress(model, low)
     factors = lowrank_layers(model.module)
-    ranks = tuple(sorted({layer.rank for layer in factors.values()}))
+    every = [layer.rank for layer in factors.values()] + [*expert_ranks(model.module).values()]
+    ranks = tuple(sorted(set(every)))
     parameters = sum(p.numel() for p in model.module.parameters())
     experts_as_calls(model, tp)
     shorten(model)
@@ -265,7 +268,8 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
 def _refuse_packed(model: MetaModel) -> None:
     """Raise ModelError for weights that no kernel here reads: they would count as dense ones."""
     for name, module in model.module.named_modules():
-        if isinstance(module, QuantizedLinear) and module.format != "fp8":
+        packed = isinstance(module, QuantizedLinear) and module.format != "fp8"
+        if packed or isinstance(module, StackedBase):
             raise ModelError(
                 f"{model.name} has {module.format} weights ({name}), which no kernel here reads: "
                 "each call would multiply them out; predict it with base 'fp8', or the dense model"
@@ -278,11 +282,6 @@ def _compress(model: MetaModel, low: Mapping[str, Any]) -> None:
         model.module, low["ratio"], rank=low["rank"], include=low["include"],
         exclude=low["exclude"], allow_slower=True,
     )  # fmt: skip
-    if expert_ranks(model.module):
-        raise ModelError(
-            f"{model.name} has experts, and no kernel reads low-rank ones yet; leave them out: "
-            'exclude=["*experts*"]'
-        )
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)
 
@@ -368,7 +367,12 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
     total = 0
     for name, parameter in model.module.named_parameters():
         size = parameter.numel() * parameter.element_size()
-        if parameter.dim() == 2 and "embed" not in name:
+        stacked = parameter.dim() == 3 and name.endswith((".gate_up", ".down"))
+        if stacked and machine.base[0] in MULTIPLIED:
+            form = read_form(machine.weights if machine.packed else "fp8")
+            groups, k, n = parameter.shape
+            size = groups * form.stored_bytes(32 * tiles(k, 32), n)
+        elif parameter.dim() == 2 and "embed" not in name:
             here = machine.of_head if name == f"{head}.weight" else machine
             n, k = parameter.shape
             if here.packed is None:

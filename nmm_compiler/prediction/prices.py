@@ -32,6 +32,7 @@ from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.options import DTYPES
 from nmm_compiler.prediction.corrected import corrected_rows
+from nmm_compiler.prediction.experts import in_form
 from nmm_compiler.prediction.forms import Form, read_form
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
@@ -80,6 +81,13 @@ class Machine:
     def packed(self) -> Form | None:
         """The form of weights that are no dtype, None for a dtype."""
         return None if self.weights in (*DTYPES, FP8) else read_form(self.weights)
+
+    @property
+    def base(self) -> tuple[str, int]:
+        """The format of few bits that the weights have, "" for none, and the rank of a branch."""
+        if self.weights == FP8:
+            return "fp8", 0
+        return ("", 0) if self.packed is None else (self.packed.base, self.packed.rank)
 
     @property
     def of_head(self) -> Machine:
@@ -158,10 +166,11 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     nearest dtype takes, with their own bytes in place of its, and the products of their branch;
     never less than their roofline.
     """
-    as_stored = isinstance(spec, (CorrectedSpec, ExpertsSpec))  # experts have no other form yet
-    packed = None if as_stored else machine.packed
+    packed = None if isinstance(spec, (CorrectedSpec, ExpertsSpec)) else machine.packed
     near = FP8 if packed is not None and packed.base != "int8" else machine.weights
     stored = spec if isinstance(spec, CorrectedSpec) else with_weights(spec, near)
+    if isinstance(spec, ExpertsSpec):
+        stored = in_form(spec, machine.base, machine.target)
     bytes_us, floor = _bounds(stored, machine)
     source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
     try:

@@ -231,6 +231,15 @@ def test_one_token_with_picks_of_none(n):
         assert right(spec, *run(spec, index))
 
 
+def test_one_token_with_most_picks_elsewhere_reads_those_that_are_here():
+    spec = ExpertsSpec(m=1, k=256, n=128, groups=12, top_k=4, distinct=1.0)
+    schedule = choose(spec)[0].schedule
+    assert schedule.way == "distinct"
+    for index in ([[3, -1, -1, -1]], [[-1] * 4], [[4, 4, 2, 0]]):
+        assert right(spec, *run(spec, index, schedule))
+    assert choose(dataclasses.replace(spec, lnc=2))[0].schedule.way == "picks"
+
+
 @pytest.mark.parametrize("beyond", [-2, 12])
 def test_an_index_out_of_range_is_an_error(beyond):
     one = dataclasses.replace(SMALL, m=1)

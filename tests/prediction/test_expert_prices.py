@@ -34,34 +34,29 @@ def expert_line(prediction):
 
 
 @pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=lambda config: config["model_type"])
-def test_a_config_gives_a_total_with_one_call_of_experts_a_layer(config):
-    made = predicted(config)
-    assert made.tpot_us > 0
-    line = expert_line(made)
-    assert line.what.startswith("experts m1 ")
-    heavy = config.get("num_experts", config.get("num_local_experts"))
-    one = 3 * 512 * config.get("moe_intermediate_size", config["intermediate_size"]) * 2
-    assert made.memory.weight_bytes > heavy * one
+def test_a_plan_prices_experts_in_every_form(config):
+    forms = ("bf16", "fp8", "mxfp4", "mxfp4+32", "int8", "lowrank:0.2")
+    made = plan(config, targets=("trn3",), price="closed_form", prompts=(16,), forms=forms)
+    lines = {one.form: expert_line(one) for one in made.predictions}
+    assert set(lines) == set(forms)
+    moved = {form: line.bytes_us for form, line in lines.items()}
+    assert 0.49 < moved["fp8"] / moved["bf16"] < 0.52
+    assert 0.25 < moved["mxfp4"] / moved["bf16"] < 0.32  # features are filled up to whole 128s
+    assert moved["mxfp4"] < moved["mxfp4+32"] < moved["fp8"]
+    assert moved["int8"] == moved["bf16"]
+    assert "experts keep the model's dtype in int8: no kernel reads it" in str(made)
+    assert "factors" in lines["lowrank:0.2"].what
+    held = {one.form: one.memory.weight_bytes for one in made.predictions}
+    assert held["mxfp4"] < held["mxfp4+32"] < held["fp8"] < held["bf16"]
 
 
-def test_more_tokens_read_more_experts_and_counts_fewer():
-    few, many = (expert_line(predicted(QWEN, batch=batch)).bytes_us for batch in (1, 8))
-    assert 4 < many / few < 8  # 10.5 of 16 experts, and 2
-    counts = [100.0] * 3 + [0.0] * 13
-    assert expert_line(predicted(QWEN, batch=8, routing=counts)).bytes_us < 0.5 * many
-
-
-@pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=lambda config: config["model_type"])
-def test_a_plan_says_which_forms_experts_do_not_take(config):
-    made = plan(config, targets=("trn2", "trn3"), price="closed_form", prompts=(16,))
-    said = str(made)
-    assert {"bf16", "fp8", "mxfp4+64"} == {one.form for one in made.predictions}
-    assert "experts keep the model's dtype in every form" in said
-    (why,) = {one.reason for one in made.refused if "lowrank" in one.setting}
-    assert "no kernel reads low-rank ones yet" in why
-    with pytest.raises(ModelError, match="no kernel reads low-rank ones yet"):
-        predicted(config, ratio=0.2)
-    assert predicted(config, ratio=0.2, exclude=["*experts*"]).ranks
+def test_low_rank_experts_are_shared_out_whole():
+    """The first factors of a share of the features would be on every core."""
+    one, four = (expert_line(predicted(QWEN, tp=tp, ratio=0.2)) for tp in (1, 4))
+    assert f"g{QWEN['num_experts'] // 4} " in four.what
+    assert four.bytes_us < 0.3 * one.bytes_us
+    with pytest.raises(ModelError, match="low-rank and another is not"):
+        predicted(QWEN, ratio=0.2, include=["*experts.down_proj*"])
 
 
 def test_shared_experts_are_summed_over_the_cores_with_the_chosen_ones():

@@ -315,11 +315,12 @@ class ExpertsSchedule(Schedule):
         part = spec.share(self.split)
         check_name("way", self.way, WAYS)
         check_name("w_load", self.w_load, ("tensor" if spec.weight_layout == "col" else "rows",))
-        if (self.way == "picks") != (spec.m == 1) or self.at_once not in AT_ONCE:
+        of_one = ("picks", "distinct")[: 1 if self.split else 2]  # two cores have half of the picks
+        if self.way not in (of_one if spec.m == 1 else WAYS[1:]) or self.at_once not in AT_ONCE:
             raise SpecError(
                 f"schedule: way {self.way!r}, {self.at_once} at once, for {spec.m} tokens; one "
-                "token has 'picks', several 'distinct' groups, 'all' or 'blocks', 1, 2, 4 or 8 at "
-                "once"
+                "token has 'picks' or 'distinct' groups, several 'distinct' ones, 'all' or "
+                "'blocks', 1, 2, 4 or 8 at once"
             )
         if self.way != "blocks" and (self.tokens or spec.m > TOKENS):
             raise SpecError(
@@ -401,8 +402,9 @@ def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
 
 def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
     """Return ways, what they take a turn, and the tokens of their blocks."""
-    if spec.m == 1:
-        return [("picks", 1, 0)]
+    if spec.m == 1:  # where most picks are on other devices, those that are here
+        few = 2 * spec.expected <= spec.top_k
+        return [("picks", 1, 0), *(("distinct", at_once, 0) for at_once in (1, 2) if few)]
     picks = spec.m * spec.top_k
     ways = []
     if spec.m <= TOKENS:

@@ -342,8 +342,9 @@ class ExpertsSpec(KernelSpec):
         u, v, w = (of.get(one) for one in (f"{name}_u", f"{name}_v", name))
         terms = sum(len(one) for one in (v, w) if one is not None)
         if u is not None and v is not None:
-            plain = left[0][:, : len(u)], left[1] if np.ndim(left[1]) < 2 else left[1][:, : len(u)]
-            p = rounded(times_weight(plain, u, typical), self.dtype, typical)
+            plain = np.broadcast_arrays(*left)
+            p = times_weight((plain[0][:, : len(u)], plain[1][:, : len(u)]), u, typical)
+            p = rounded(p, self.dtype, typical)
             total = times_weight(p, v, typical, terms)
         if w is not None:
             if self.mx:
