@@ -104,12 +104,14 @@ def kernel(
 
 
 def _of_linear(family: str, words: Sequence[str]) -> str:
-    """Return the family of a linear layer: "linear" is few-bit weights with a --weight format, with
-    --groups adapters, where it has a rank, or experts; else it is a matmul."""
+    """Return the family of a linear layer: with --groups adapters, where it has a rank, or experts;
+    "linear" is few-bit weights with a --weight format; else it is a matmul."""
     names = {name for name, _ in _options(words)}
-    if family != "linear" or "weight" in names:
+    if family != "linear":
         return family
-    return "adapters" if {"groups", "r"} <= names else "experts" if "groups" in names else "matmul"
+    if "groups" in names:
+        return "adapters" if "r" in names else "experts"
+    return "linear" if "weight" in names else "matmul"
 
 
 def _fields(family: str) -> dict[str, dataclasses.Field[Any]]:

@@ -43,7 +43,8 @@ class ExpertsPlan(Record):
     are computed as one, 1 where they are wide. tokens, blocks: of a block, and the most blocks
     there can be, in whole turns. n: features of h, as they are stored; width: those of all cores.
     up, down: the weights; of gate_up the outputs of a half are `step` apart, and those of up begin
-    at up_first. up_u .. down_v: the factors. up_block, down_block: outputs of a panel. bias_row:
+    at up_first. up_u .. down_v: the factors. down_tail: the last 64 rows of down, where h has them
+    on both halves of the partitions. up_block, down_block: outputs of a panel. bias_row:
     one row of weights, none where no bias of y is added by TensorE. scaled: sums have scales.
     """
 
@@ -64,6 +65,7 @@ class ExpertsPlan(Record):
     up_v: Weight
     down_u: Weight
     down_v: Weight
+    down_tail: Weight
     up_block: int
     down_block: int
     group: int
@@ -185,12 +187,21 @@ class ExpertsSchedule(Schedule):
         group = max(1, self.banks // patch * (2 if few else 1))
         stored = spec.stored()
         by_tensor = self.bias_by_tensor(spec)
+        arriving = {
+            field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
+            for field, name in _FIELDS.items()
+        }
+        tail = NOTHING
+        if self.twice(spec):
+            down = arriving["down"]
+            tail = dataclasses.replace(down, k=64, chunk=128)
+            whole = dataclasses.replace(down, k=down.k - 64, chunk=min(down.chunk, down.k - 64))
+            arriving |= {"up": dataclasses.replace(arriving["up"], twice=True), "down": whole}
         return ExpertsPlan(
             m=spec.m, k=spec.k, n=n, width=width, count=spec.groups, top_k=spec.top_k,
             way=self.way, at_once=slots, stack=self.stack(spec, slots),
             tokens=self.tokens, blocks=self.most_blocks(spec),
-            **{field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
-               for field, name in _FIELDS.items()},
+            **arriving, down_tail=tail,
             up_block=blocks[0], down_block=blocks[1], group=group, patch=patch,
             bias_row=Weight(k=1 if by_tensor else 0, ahead=True),
             has_down_bias=spec.down_bias, has_up_bias=spec.gate_up_bias,
@@ -199,6 +210,12 @@ class ExpertsSchedule(Schedule):
             activation=spec.activation, op=OPS[spec.activation], split=self.split,
             limit=spec.limit, slope=spec.slope, plus=spec.plus,
         )  # fmt: skip
+
+    def twice(self, spec: ExpertsSpec) -> bool:
+        """Return whether the last 64 features of h lie on both halves of the partitions."""
+        plain = not (spec.mx or any(spec.ranks)) and spec.weight_layout == "row"
+        alone = self.way != "blocks" and self.stack(spec, self.at_once) == 1
+        return plain and alone and spec.n > 128 and spec.n % 128 == 64
 
     def bias_by_tensor(self, spec: ExpertsSpec) -> bool:
         """Return whether TensorE adds the bias of rows of y to their sums: plain weights alone."""

@@ -39,7 +39,8 @@ class Weight(Record):
     tiles of tokens that are, where the weight moves; ahead, a panel is loaded before the results of
     the one before it are stored; double_row, two tiles of an fp8 contraction a pass; spread,
     a tile of outputs has every fourth of 512; halves, the second half of a panel lies on the second
-    half of the partitions, so that all DMA engines load it; few_sums, its sums are several at once.
+    half of the partitions, so that all DMA engines load it; twice, a last tile of 64 outputs comes
+    out on both halves of the partitions; few_sums, its sums are several at once.
     """
 
     name: str = ""
@@ -58,6 +59,7 @@ class Weight(Record):
     double_row: bool = False
     spread: bool = False
     halves: bool = False
+    twice: bool = False
     few_sums: bool = False
 
     @property

@@ -42,7 +42,16 @@ def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
         down_scale = numbers_of(operands[5], one, 0, spec.k, 1, 0) if spec.scaled else None
         h = make_h(ups, downs, left, groups[0], s, operands, core, spec)
         from_h = stored_term(h, spec.down)
-        from_q = plain_term(h[3], spec.down_v)
+        last_h = h[1].shape[1] - 1
+        from_q = Term(
+            Left(
+                h[1][64 * (s % 2) : 64 * (s % 2) + 64, last_h : last_h + 1, 0:m]
+                if spec.up.twice
+                else h[3],
+                None, "none",
+            ),
+            None, spec.down_tail if spec.up.twice else spec.down_v,
+        )  # fmt: skip
         for k0 in range(0, spec.k, spec.down_block):
             outputs = min(spec.down_block, spec.k - k0)
             load_following(ups, downs, groups[0], s, k0, operands, core, spec)
@@ -192,7 +201,7 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
         if n0 + spec.up_block < spec.n:
             ups.append(load_up(operands, one, n0 + spec.up_block, core, spec))
         else:
-            downs.append(load_down(operands, one, 0, core, spec))
+            downs.append(load_down(operands, one, 0, s, core, spec))
         panel = ups[s * spec.up_panels + n0 // spec.up_block]
         tiles = (columns + 511) // 512 * 4 if spec.mx else (columns + 127) // 128
         active = nl.ndarray((128, tiles, m), dtype=nl.float32, buffer=nl.sbuf)
@@ -248,7 +257,7 @@ def load_following(ups, downs, groups, s, k0, operands, core, spec):
     """Load the panel behind one of down: the next of down, or the first of the next group."""
     if k0 + spec.down_block < spec.k:
         one = groups[0:1, s : s + 1]
-        downs.append(load_down(operands, one, k0 + spec.down_block, core, spec))
+        downs.append(load_down(operands, one, k0 + spec.down_block, s, core, spec))
     elif s + 1 < spec.at_once:
         ups.append(load_up(operands, groups[0:1, s + 1 : s + 2], 0, core, spec))
 
@@ -262,6 +271,10 @@ def halves_of(vectors, one, first, spec):
         gate = numbers_of(vectors, one, first, spec.n, spec.step, 0)
         up_first = spec.up_first + first
         both = [gate, numbers_of(vectors, one, up_first, spec.n, spec.step, spec.step - 1)]
+        if spec.up.twice:
+            for half in both:
+                last = half.shape[1] - 1
+                nisa.tensor_copy(dst=half[64:128, last : last + 1], src=half[0:64, last : last + 1])
     return both
 
 
@@ -443,9 +456,13 @@ def load_halves(matrix, plan: Plan, first, columns, spec):
     return [gate, up]
 
 
-def load_down(operands, one, k0, core, spec):
+def load_down(operands, one, k0, s, core, spec):
     """Return a panel of a group's down: the rows of this core's features of h, the second factor,
-    and with the first panel the first factor."""
+    and with the first panel the first factor.
+
+    Where h has its last 64 features on both halves of the partitions, the panel's rows of these are
+    in the place of a second factor, on the halves in turn, so that all DMA engines load them.
+    """
     columns = min(spec.down_block, spec.k - k0)
     first = core * spec.n
     if spec.down_u.k > 0 and k0 == 0:
@@ -455,6 +472,14 @@ def load_down(operands, one, k0, core, spec):
         u = []
     if spec.down_v.k > 0:
         v = load_columns(operands[9].select(0, one), spec.down_v, k0, columns)
+    elif spec.up.twice:
+        low = 64 * (s % 2)
+        tail = nl.ndarray((128, 1, columns), dtype=operands[1].dtype, buffer=nl.sbuf)
+        own_rows = operands[1].select(0, one)[
+            first + spec.down.k : first + spec.n, k0 : k0 + columns
+        ]
+        nisa.dma_copy(dst=tail[low : low + 64, 0, 0:columns], src=own_rows)
+        v = [tail[low : low + 64, 0:1, 0:columns]]
     else:
         v = []
     if spec.mx:
@@ -469,9 +494,9 @@ def load_down(operands, one, k0, core, spec):
     elif spec.down.k > 0:
         matrix = operands[1].select(0, one)
         if spec.down.layout == "row":
-            own = matrix[first : first + spec.n, 0 : spec.k]
+            own = matrix[first : first + spec.down.k, 0 : spec.k]
         else:
-            own = matrix[0 : spec.k, first : first + spec.n]
+            own = matrix[0 : spec.k, first : first + spec.down.k]
         part = load_columns(own, spec.down, k0, columns)
     else:
         part = []
@@ -503,8 +528,9 @@ def load_columns(matrix, plan: Plan, first, columns):
 def clamp_tiles(dst, gate, up, columns, spec):
     """Write g sigmoid(slope g) (u + plus) for g = min(gate, limit), u within both limits."""
     m = dst.shape[2]
-    tiles = columns // 512 * 4 if spec.mx else columns // 128
-    rest = columns % 512 // 4 if spec.mx else columns % 128
+    features = (columns + 127) // 128 * 128 if spec.up.twice else columns
+    tiles = features // 512 * 4 if spec.mx else features // 128
+    rest = features % 512 // 4 if spec.mx else features % 128
     last = dst.shape[1]
     if tiles > 0:
         clamped_product(
