@@ -5,7 +5,8 @@
 Experts stand beside the time of their bytes at the full rate, and beside `moe_tkg` of a clone of
 aws-neuron/nki-library: the faster of its two ways, all experts or those of each token, for up to
 128 tokens. Its features divide by 128, so that gpt-oss is padded for it, as AWS does, and for us in
-the same row. Adapters stand beside the base alone, and beside base, shrink and expand as kernels of
+the same row. Then their times with weights of few bits, and the share of the time of those bytes.
+Adapters stand beside the base alone, and beside base, shrink and expand as kernels of
 their own. Exits with 1 where experts take more than 1.05 of the library's time.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.codegen.choose import choose
-from nmm_compiler.errors import KernelFailedError
+from nmm_compiler.errors import KernelFailedError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.kernels.linear import AdaptersSpec, MatmulSpec
@@ -44,6 +45,12 @@ LAYERS = {
 MOST = 1.05
 """Of the library's time that experts may take."""
 LIBRARY = "src/nkilib_src"
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"weight": "fp8"},
+    "mxfp4": {"weight": "mxfp4", "halves": "joined"},
+    "mxfp4+32": {"weight": "mxfp4", "halves": "joined", "ranks": (32, 32)},
+}
 
 
 def us(spec: KernelSpec, target: str) -> float:
@@ -93,6 +100,25 @@ def library_us(library: PrivateModules, spec: ExpertsSpec, target: str) -> float
     return min(times, default=None)
 
 
+def in_forms(target: str, tokens: tuple[int, ...]) -> None:
+    """Print the times of experts with weights in each form that the target multiplies."""
+    print(f"\nexperts in forms on {target}, simulated, one core: us, and the share of their bytes'")
+    print(f"{'layer':20} {'tokens':>6}" + "".join(f" {form:>9} {'':5}" for form in FORMS))
+    for name, fields in EXPERTS.items():
+        for m in () if "padded" in name else tokens:
+            row = f"{name:20} {m:6}"
+            for form in FORMS.values():
+                spec = ExpertsSpec(m=m, **fields | form)
+                try:
+                    spec.check(get(target))
+                except SpecError:  # the target multiplies no MX blocks
+                    row += f" {'-':>9} {'':5}"
+                    continue
+                time = us(spec, target)
+                row += f" {time:9.1f} {spec.roofline_us(get(target)) / time:5.2f}"
+            print(row, flush=True)
+
+
 def main() -> int:
     """Print both tables; return 1 where the bar beside the library is not held."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -119,6 +145,7 @@ def main() -> int:
             row = f"{name:20} {m:6} {spec.expected:8.1f} {ours:9.1f} {share:6.2f}"
             row += f" {'-' if theirs is None else format(theirs, '.1f'):>9}"
             print(f"{row}  {best.schedule.short()}{'  MISSED' * bad}", flush=True)
+    in_forms(target, (1,) if quick else (1, 8, 512))
     print(f"\nadapters on {target}, simulated, one core: over the base, and over three kernels")
     print(
         f"{'layer':10} {'tokens':>6} {'adapters':>8} {'rank':>5} {'us':>9} {'base':>6} {'three':>6}"

@@ -16,13 +16,14 @@ import nki.language as nl
 from ..pieces.between_ranks import sum_results
 from ..pieces.expand import combine, dense_term, epilogue_of, expand, low_rank_term
 from ..pieces.groups import (
-    check_index,
     gather_gains,
     gather_second,
     gathered_rows,
     group_mask,
+    index_tiles,
     panels_of,
     project_gathered,
+    read_rows,
 )
 from ..pieces.loads_and_stores import position, split
 from ..pieces.mx import quantize_strip
@@ -173,10 +174,9 @@ def compute_block(
                 columns = gathered_rows(chosen, pair, at)
                 gains = gather_gains(others.get("row_scale"), columns, pair.u.n)
             else:
-                table = others.get("row_scale").reshape((pair.groups.count, pair.groups.rank))
-                check_index(chosen, table, at.m0, at.tokens)
+                stacked = index_tiles(chosen, at.m0, at.tokens)
                 gains = ends.p_scale[pair.place]
-            p_factors.append(group_mask(chosen, gains, pair, at))
+            p_factors.append(group_mask(chosen, gains, pair, at, schedule.own_queue))
         else:
             p_factors.append(ends.p_scale[pair.place])
     p_type = getattr(nl, spec.kept_dtype) if spec.fp8 else x.dtype
@@ -250,6 +250,11 @@ def compute_block(
                 low_panels[one.turn].append(load_panel(from_p, 0, wide, at))
             if spec.mx:
                 panels[one.turn].append(load_panel(from_x, 0, wide, at))
+        for pair in spec.pairs:
+            if pair.groups.count > 0 and pair.groups.slots == 0:
+                # behind the first loads of weights, which do not wait for the index
+                table = others.get("row_scale").reshape((pair.groups.count, pair.groups.rank))
+                read_rows(stacked, table)
         for one in spec.in_turn:
             if one.normed:
                 factor = inverse_roots(

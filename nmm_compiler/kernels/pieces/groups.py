@@ -9,6 +9,7 @@ import nki.language as nl
 
 from .loads_and_stores import evict
 from .records import Block, Epilogue, Left, Panel, Term
+from .scales_and_biases import load_vector
 from .sums import make_columns
 
 
@@ -25,14 +26,25 @@ def index_columns(index, m0, tokens):
 
 def check_index(index, table, m0, tokens):
     """Read a row of a table [groups, ...] for each token: there must be one."""
+    read_rows(index_tiles(index, m0, tokens), table)
+
+
+def index_tiles(index, m0, tokens):
+    """Return the index of tokens in columns of 128 at most, as index_columns."""
+    columns = []
     for first in range(0, tokens, 128):
-        count = min(128, tokens - first)
-        chosen = index_columns(index, m0 + first, count)
-        row = nl.ndarray((count, table.shape[1]), dtype=table.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=row, src=table.vector_select(0, chosen))
+        columns.append(index_columns(index, m0 + first, min(128, tokens - first)))
+    return columns
 
 
-def group_mask(index, gains, pair, at: Block):
+def read_rows(columns, table):
+    """Read the rows of a table that columns of an index name."""
+    for i in range(len(columns)):
+        row = nl.ndarray((columns[i].shape[0], table.shape[1]), dtype=table.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=row, src=table.vector_select(0, columns[i]))
+
+
+def group_mask(index, gains, pair, at: Block, own_queue):
     """Return what multiplies p^T, [128, tiles, tokens]: the gain of a row of p, 0 for a token whose
     group is another one.
 
@@ -43,7 +55,7 @@ def group_mask(index, gains, pair, at: Block):
     tiles = (pair.u.n + 127) // 128
     on_all = nl.ndarray((128, at.tokens), dtype=nl.int32, buffer=nl.sbuf)
     span = index[at.m0 : at.m0 + at.tokens].reshape((1, at.tokens))
-    nisa.dma_copy(dst=on_all, src=span.broadcast(0, 128))
+    load_vector(on_all, span.broadcast(0, 128), own_queue)
     begin = nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
     if pair.groups.slots > 0:
         nisa.iota(dst=begin, pattern=[[-rank, at.tokens]], offset=0)
