@@ -133,12 +133,13 @@ def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun)
     m_tiles = (tokens + 511) // 512
     m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
     for i in range(group.count):
-        first = 128 * (group.first + i)
-        width = min(128, group.columns - first)
         if term.plan.spread:  # every fourth of 512 outputs
             begin = 512 * ((group.first + i) // 4)
             first = begin + (group.first + i) % 4
             width = min(128, (group.columns - begin) // 4)
+        else:
+            first = 128 * (group.first + i)
+            width = min(128, group.columns - first)
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
