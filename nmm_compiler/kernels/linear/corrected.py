@@ -6,7 +6,8 @@
 The weight is MX blocks (mxfp4, mxfp8), for which trn3's kernels round the left factor to MXFP8,
 or fp8 with a scale an output. The branch is plain, and corrects what rounding the weight lost. MX
 scales act inside of the products, so that both are one sum; beside fp8 weights v comes divided by
-their scales, which multiply the sum.
+their scales, which multiply the sum. A branch of fp8 numbers has one scale a rank, which multiplies
+x u: those of u and of v are one.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ class CorrectedSpec(LinearSpec):
     n: outputs, or those of each of several linears, whose operands then end in their numbers; rank,
     bias, activation and out_layout may have a value for each, too. rank 0: no branch. weight: the
     format of w. MX: w is bytes [k / 4, n size] and w_scale [k / 32, n], as `for_nki` gives them.
-    fp8: w is [k, n], w_scale [n], and v comes divided by it.
+    fp8: w is [k, n], w_scale [n], and v comes divided by it. branch: "fp8" for a u and a v of such
+    numbers; "" for those of x's dtype. Behind the other scales branch_scale then has a row for each
+    pair, the scales of its ranks filled up with ones to as many whole 128s as the widest has.
     """
 
     n: int | tuple[int, ...]
     rank: int | tuple[int, ...] = 0
     weight: str = "mxfp4"
+    branch: str = ""
     dtype: str = "bfloat16"
     x_layout: str = "row"
     out_layout: str | tuple[str, ...] = "row"
@@ -71,6 +75,7 @@ class CorrectedSpec(LinearSpec):
 
     def __post_init__(self) -> None:
         check_name("weight", self.weight, tuple(FORMATS))
+        check_name("branch", self.branch, ("", "fp8"))
         if self.weight not in MULTIPLIED:
             raise SpecError(
                 f"{self.family}: no product takes {self.weight} weights; pass weight "
@@ -104,7 +109,7 @@ class CorrectedSpec(LinearSpec):
                 f"{self.k}; make the norm before the kernel"
             )
         stored = FORMATS[self.weight].stored_bytes(n, k, 4)
-        most = (2 * k * n - stored) // (2 * (k + n))
+        most = (2 * k * n - stored) // ((1 if self.branch else 2) * (k + n))
         if r > most:
             raise SpecError(
                 f"{self.family}: a branch of rank {r} beside {self.weight} [{k}, {n}] stores more "
@@ -146,7 +151,7 @@ class CorrectedSpec(LinearSpec):
         """Return a linear with its branch."""
         k, n, r, end = sizes
         names = {name: operand_name(name, end) for name in "wuv"}
-        plain = self.dtype if self.weight == "fp8" else ""
+        plain = FP8 if self.branch else self.dtype if self.weight == "fp8" else ""
         form = "" if self.weight == "fp8" else self.weight
         pair = LowRank(
             u=Weight(name=names["u"], k=k, n=r, format=plain),
@@ -168,6 +173,8 @@ class CorrectedSpec(LinearSpec):
         """Raise SpecError if the target cannot compute the spec with any schedule."""
         check_mx_product(self, target)
         super().check(target)
+        if self.branch and not target.float8_kernels:
+            raise SpecError(f"{self.short()}: {target.name} has no fp8 kernels; leave branch out")
 
     def as_products(self) -> Products:
         """Return (every product, every linear dense), each a kernel of its own."""
@@ -193,7 +200,8 @@ class CorrectedSpec(LinearSpec):
 
     def _ranks(self) -> str:
         ranks = [r for _, _, r, _ in self._linears()]
-        return str(ranks[0]) if len(set(ranks)) == 1 else "_".join(map(str, ranks))
+        shown = str(ranks[0]) if len(set(ranks)) == 1 else "_".join(map(str, ranks))
+        return shown + self.branch
 
     def short(self) -> str:
         """Return family, sizes, the weight's format and the rank."""

@@ -136,7 +136,14 @@ class Estimates:
         """Return sums times the scales of the fp8 numbers that they are of."""
         if self.layer.format_of(weight) != FP8:
             return made
-        scales = [self.operands[weight.scale]]
+        if weight.format:  # a branch, of which one scale a rank multiplies x u
+            pairs = {pair.u.name: (place, pair) for place, pair in enumerate(self.layer.pairs)}
+            if weight.name not in pairs:
+                return made
+            place, pair = pairs[weight.name]
+            scales = [self.operands["branch_scale"][place, : pair.r]]
+        else:
+            scales = [self.operands[weight.scale]]
         scales += [self.operands["x_scale"]] if of_x and self.layer.fp8_x else []
         factor = np.prod(np.broadcast_arrays(*scales), axis=0)
         value, error = made[0] * factor, made[1] * np.abs(factor)

@@ -98,6 +98,10 @@ def linear(x, spec, schedule, **others):
             )  # fmt: skip
         else:
             scale_sb.append(None)
+    if spec.branch_tiles > 0:
+        every = others.get("branch_scale")
+        numbers = every.shape[0] * every.shape[1]
+        branch_sb = scale_columns(every.reshape((numbers,)), numbers, schedule.own_queue)
     p_bias = []
     p_scale = []
     for factors in spec.pairs:
@@ -111,6 +115,10 @@ def linear(x, spec, schedule, **others):
             p_scale.append(None)
         elif factors.groups.count > 0:
             p_scale.append(scale_columns(others.get("row_scale"), factors.u.n, schedule.own_queue))
+        elif factors.u.format == "float8_e4m3":
+            first_column = len(p_scale) * spec.branch_tiles
+            last_column = first_column + spec.branch_tiles
+            p_scale.append(branch_sb[0:128, first_column:last_column])
         elif factors.scaled:
             p_scale.append(
                 product_scales(

@@ -292,6 +292,11 @@ class Layer(Record):
         return sum(pair.tiles for pair in self.factors)
 
     @property
+    def branch_tiles(self) -> int:
+        """Tiles of the rank that each pair of fp8 factors has in the scales of all, 0 without."""
+        return max((one.tiles for one in self.pairs if one.u.format == FP8), default=0)
+
+    @property
     def in_turn(self) -> tuple[Linear, ...]:
         """The linears of x in the order in which they are computed."""
         return tuple(sorted(self.linears, key=lambda one: one.turn))
@@ -318,7 +323,7 @@ class Layer(Record):
         """Whether plain factors of a linear stand beside a weight of few bits."""
         pair = linear.low_rank
         stored = bool(linear.weight.mx) or (self.fp8 and linear.weight.k > 0)
-        plain = pair.r > 0 and not pair.shaped and not pair.scales
+        plain = pair.r > 0 and not pair.shaped and (not pair.scales or pair.u.format == FP8)
         return stored and plain and not self.exchanges_down
 
     @property
@@ -443,7 +448,8 @@ def placed(layer: Layer) -> Layer:
             known = seen.setdefault(
                 pair.u.name, dataclasses.replace(pair, tile=tile, place=len(seen))
             )
-            scales = "" if pair.u.format else layer.scales
+            own = "channel" if pair.u.format == FP8 else ""
+            scales = own if pair.u.format else layer.scales
             scales = "channel" if pair.gain else scales or "factor" * (pair.scale != 1.0)
             scales = "group" if linear.groups.count else scales
             pair = dataclasses.replace(

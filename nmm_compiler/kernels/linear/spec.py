@@ -242,6 +242,9 @@ class LinearSpec(KernelSpec):
             for one in weights
             if one.mx
         ]
+        if layer.branch_tiles:
+            rows = len(layer.pairs), 128 * layer.branch_tiles
+            scales.append(TensorSpec(name="branch_scale", shape=rows, dtype="float32"))
         norm = [
             TensorSpec(name=name, shape=(self.k,), dtype=dtype)
             for name in ("norm_gain", "norm_bias")
