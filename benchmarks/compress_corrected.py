@@ -37,7 +37,8 @@ from nmm_compiler.outputs import write_text
 from nmm_compiler.prediction.forms import QUALITY, read_form
 
 FORMS = (
-    "bf16", "fp8", "mxfp4+64", "mxfp4+32", "mxfp4:0.67", "mxfp4+32 in mxfp8", "int4+16", "int4+32",
+    "bf16", "fp8", "mxfp4+64", "mxfp4+32", "mxfp4:0.67", "mxfp4+32fp8", "mxfp4+64fp8",
+    "mxfp4+32 in mxfp8", "int4+16", "int4+32",
     "mxfp4", "int4", "fp8+32",
 )  # fmt: skip
 ROUNDED = ", mxfp8 x"

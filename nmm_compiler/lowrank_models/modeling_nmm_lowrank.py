@@ -21,14 +21,17 @@ NIBBLES = {
 
 
 class FewBitLinear(nn.Module):
-    """A linear of few bits, with a scale for each output or for 32 elements of it."""
+    """A linear of few bits, with a scale for each output, 32 elements of it, or each input."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, kind: str) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, kind: str, by_input: bool = False
+    ) -> None:
         super().__init__()
         self.kind = kind
         width = inputs if kind in BYTES else inputs // 2
         self.register_buffer("values", torch.zeros(outputs, width, dtype=torch.uint8))
         scales = torch.ones(outputs, 1 if kind in ("int8", "fp8") else inputs // 32)
+        scales = torch.ones(1, inputs) if by_input else scales
         if kind.startswith("mx"):
             self.register_buffer("scale", scales.to(torch.uint8))
         else:
@@ -64,7 +67,8 @@ class LowRankLinear(nn.Module):
             self.down, self.up = nn.Linear(inputs, rank, False), nn.Linear(rank, outputs, bias)
         else:
             self.down = FewBitLinear(inputs, rank, False, kind)
-            self.up = FewBitLinear(rank, outputs, bias, kind)
+            beside = kind == "fp8" and base is not None and base.startswith("mx")
+            self.up = FewBitLinear(rank, outputs, bias, kind, beside)
         self.base = None if base is None else FewBitLinear(inputs, outputs, False, base)
 
     def forward(self, x: torch.Tensor) -> Any:

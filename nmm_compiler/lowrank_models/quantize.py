@@ -5,6 +5,10 @@ the weight out and calls `linear`. This is what graph passes find, in a traced g
 
     formats with a scale a row (fp8, int8)   values.view(dtype).to(float) * scale, clamped for fp8
     formats with blocks (MX, int4)           torch.ops.nmm.dequantize(values, scale, format, dtype)
+    fp8 with a scale an input                the same
+
+The last is the second factor of a branch of fp8 numbers beside MX blocks: its scales are those of
+the rank, as are the first factor's, so that a kernel multiplies x u by both.
 
 With a low-rank branch (`LowRankLinear.base`) a layer is linear(x, dequantized, None) +
 linear(linear(x, down), up, bias).
@@ -20,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from nmm_compiler.errors import ModelError, UnknownNameError
-from nmm_compiler.kernels.packed_formats import FORMATS, check_blocks, quantize
+from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks, quantize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.ops import corrected as corrected  # defines nmm.dequantize
 
@@ -40,7 +44,7 @@ class QuantizedLinear(nn.Module):
     """A linear of few bits: x [.., k] -> x dequantized^T + bias [.., n].
 
     values: uint8 [n, k bits / 8]. scale: [n, 1] or [n, k / block], in the dtype of the model, or
-    uint8 for powers of two.
+    uint8 for powers of two; by_input: [1, k].
     """
 
     def __init__(
@@ -50,16 +54,18 @@ class QuantizedLinear(nn.Module):
         bias: bool,
         format: str,
         *,
+        by_input: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.format = read_format(format)
+        self.format, self.by_input = read_format(format), by_input
         form = check_blocks(in_features, self.format, "a quantized linear")
         self.in_features, self.out_features = in_features, out_features
         shape = (out_features, in_features * form.bits // 8)
         self.register_buffer("values", torch.zeros(shape, dtype=torch.uint8, device=device))
         scales = (out_features, in_features // form.block if form.block else 1)
+        scales = (1, in_features) if by_input else scales
         if form.power_scales:
             self.register_buffer("scale", torch.zeros(scales, dtype=torch.uint8, device=device))
         else:
@@ -76,17 +82,20 @@ class QuantizedLinear(nn.Module):
         format: str,
         bias: nn.Parameter | None = None,
         spread: np.ndarray | None = None,
+        by_input: bool = False,
     ) -> QuantizedLinear:
         """Return the linear of a weight [n, k] rounded to a format, with this bias.
 
         Scales of floats have the weight's dtype. spread: as `packed_formats.quantize` takes it.
         """
         n, k = weight.shape
-        made = cls(k, n, False, format, device=weight.device, dtype=weight.dtype)
+        made = cls(k, n, False, format, by_input=by_input, device=weight.device, dtype=weight.dtype)
         if not weight.is_meta:
             wide = weight.detach().float().cpu().numpy()
             scale_dtype = str(weight.dtype).removeprefix("torch.")
-            values, scale = quantize(wide, FORMATS[made.format], scale_dtype, spread)
+            rows = wide.T if by_input else wide
+            values, scale = quantize(rows, FORMATS[made.format], scale_dtype, spread)
+            values, scale = (values.T, scale.T) if by_input else (values, scale)
             cast(torch.Tensor, made.values).copy_(torch.from_numpy(values))
             made.scale.data.copy_(torch.from_numpy(scale))
         made.bias = bias
@@ -101,7 +110,7 @@ class QuantizedLinear(nn.Module):
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight [n, k] in a dtype."""
         values, form = cast(torch.Tensor, self.values), FORMATS[self.format]
-        if form.block:
+        if form.block or self.by_input:
             return cast(
                 torch.Tensor, torch.ops.nmm.dequantize(values, self.scale, self.format, dtype)
             )
@@ -170,9 +179,11 @@ def quantize_factors(model: nn.Module, format: str = "int8") -> tuple[str, ...]:
 
 def round_factors(layer: LowRankLinear, format: str) -> None:
     """Put linears of a format in the place of a layer's factors; on the meta device empty ones."""
+    beside = format == "fp8" and format_of(layer.base) in MX
     for name in ("down", "up"):
         linear = cast(nn.Linear, getattr(layer, name))
-        made = QuantizedLinear.of(linear.weight, format, linear.bias)
+        by_input = beside and name == "up"
+        made = QuantizedLinear.of(linear.weight, format, linear.bias, by_input=by_input)
         setattr(layer, name, made.train(linear.training))
 
 

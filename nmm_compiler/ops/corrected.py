@@ -6,9 +6,11 @@
 
 The weights are frozen. In MX formats they are bytes [n, k bits / 8] and scales [n, k / 32] of
 `kernels/packed_formats.py`; in fp8 they are float8_e4m3fn numbers up to 240, [n, k], and scales [n]
-or [1]. The references multiply them out, so that gradients reach x and the branches. A kernel
-rounds x to MXFP8 beside MX weights. Kernels take weights with the features first: a copy that is
-kept, as that of any weight is.
+or [1]. The references multiply them out, so that gradients reach x and the branches. A branch may
+be fp8 numbers, too, frozen, with branch_scale [rank]; beside fp8 weights v is then relative to
+w_scale. Of several, an empty branch_scale is of a linear without a branch. A kernel rounds x to
+MXFP8 beside MX weights. Kernels take weights with the features first: a copy that is kept, as that
+of any weight is.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ from nmm_compiler.ops.scaled import FP8_DTYPE, refuse_gradients
 from nmm_compiler.ops.sharding import Part, placements
 
 MLP_ENDS = ("gate", "up", "down")
-_ARGUMENTS = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases"}
+_ARGUMENTS = {
+    "w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases",
+    "branch_scale": "branch_scales",
+}  # fmt: skip
 """The arguments of one linear, and the lists that have those of several."""
 
 
@@ -207,12 +212,23 @@ class CorrectedOp(LinearOp):
             yield "", {name: given[name] for name in _ARGUMENTS}
             return
         count = 3 if self.gated else len(given["ws"])
-        lists = {name: given.get(many, [None] * count) for name, many in _ARGUMENTS.items()}
+        lists = {name: given.get(many) or [None] * count for name, many in _ARGUMENTS.items()}
         for name, values in lists.items():
             check_same(f"numbers of linears and {_ARGUMENTS[name]}", count, len(values))
         for i in range(count):
             end = MLP_ENDS[i] if self.gated else str(i)
             yield end, {name: values[i] for name, values in lists.items()}
+
+    def reference(self, *args: Any, **kw: Any) -> Any:
+        """Return what the op computes, branches of fp8 numbers multiplied out."""
+        given = self.bound(args, kw)
+        each = [one for _, one in self.linears(given)]
+        plain = [_plain_branch(given["x"], one, given) for one in each]
+        us, vs = ([pair[i] for pair in plain] for i in (0, 1))
+        given |= {"us": us, "vs": vs, "u": us[0], "v": vs[0]}
+        scales = ("branch_scale", "branch_scales")
+        own = [given[one.name] for one in self.operands if one.name not in scales]
+        return super().reference(*own, **{name: kw[name] for name in kw if name not in scales})
 
     def fake(self, *args: Any, **kw: Any) -> Any:
         """Return empty results; raises NmmError for operands that do not fit."""
@@ -220,8 +236,11 @@ class CorrectedOp(LinearOp):
         read_layouts(kw)
         check_name("format", given["format"], MULTIPLIED)
         x, each = given["x"], [one for _, one in self.linears(given)]
-        plain = [one[name] for one in each for name in ("u", "v", "bias")]
-        check_dtypes(x, *plain, *(given.get(one.name) for one in _ENDS))
+        for one in each:
+            _check_branch(one, given["u_layout"])
+            branch = () if _in_fp8(one) else (one["u"], one["v"])
+            check_dtypes(x, *branch, one["bias"])
+        check_dtypes(x, *(given.get(one.name) for one in _ENDS))
         tokens, k = tokens_of(x, given["x_layout"])
         if self.own:
             check_norm_of(given, k)
@@ -257,7 +276,7 @@ class CorrectedOp(LinearOp):
         given = self.bound(args, kw)
         transpose = transpose or turned
         named, form = {"x": rows}, given["format"]
-        ks, ns, ranks, biases = [], [], [], []
+        ks, ns, ranks, biases, scales = [], [], [], [], []
         for end, one in self.linears(given):
             operands = _operands(one, given, transpose)
             named |= {operand_name(name, end): tensor for name, tensor in operands.items()}
@@ -266,6 +285,7 @@ class CorrectedOp(LinearOp):
             ns.append(n)
             ranks.append(operands["u"].shape[1] if "u" in operands else 0)
             biases.append("bias" in operands)
+            scales += [one["branch_scale"].float()] if _in_fp8(one) else []
         named |= {one.name: given[one.name] for one in _ENDS if given.get(one.name) is not None}
         if "residual" in named and given["out_layout"] == "row":
             named["residual"] = references.as_matrix(named["residual"])
@@ -273,6 +293,14 @@ class CorrectedOp(LinearOp):
         fields = {name: given[name] for name in self.keywords if name in known}
         fields |= {one.name: one.name in named for one in _ENDS}
         fields |= {"m": m, "k": ks[0], "n": ns[0], "weight": form, "dtype": dtype_name(rows)}
+        if scales:
+            if len(scales) < sum(rank > 0 for rank in ranks):
+                raise SpecError("branches of one call are all fp8 numbers, or none is")
+            fields["branch"] = "fp8"
+            wide = 128 * (-(-max(ranks) // 128))
+            pad = torch.nn.functional.pad
+            filled = [pad(one, (0, wide - one.shape[0]), value=1.0) for one in scales]
+            named["branch_scale"] = torch.stack(filled)
         if self.gated:
             fields["rank"] = tuple(ranks)
         elif self.many:
@@ -318,6 +346,42 @@ class CorrectedOp(LinearOp):
         return rows
 
 
+def _in_fp8(one: Mapping[str, Any]) -> bool:
+    """Return whether a linear has a branch of fp8 numbers."""
+    return one["branch_scale"] is not None and one["u"] is not None
+
+
+def _check_branch(one: Mapping[str, Any], u_layout: str) -> None:
+    """Raise SpecError or ShapeError for a branch that has scales and is no fp8 numbers of them."""
+    if not _in_fp8(one):
+        return
+    kinds = {one["u"].dtype, one["v"].dtype}
+    if kinds != {FP8_DTYPE}:
+        raise SpecError(f"u and v are {kinds} and have a branch_scale; pass both in {FP8_DTYPE}")
+    rank = features(one["u"], u_layout)[1]
+    if tuple(one["branch_scale"].shape) != (rank,):
+        raise ShapeError(
+            f"branch_scale has shape {tuple(one['branch_scale'].shape)}; pass [{rank}]"
+        )
+
+
+def _plain_branch(
+    x: Tensor, one: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return u and v as they multiply x, fp8 numbers multiplied out."""
+    u, v = one["u"], one["v"]
+    if not _in_fp8(one):
+        return u, v
+    refuse_gradients(x, [u, v], [one["branch_scale"]])
+    scale = one["branch_scale"].to(x.dtype)
+    u = u.to(x.dtype) * (scale if given["u_layout"] == "row" else scale.unsqueeze(1))
+    v = v.to(x.dtype)
+    if given["format"] not in MX:
+        scale = one["w_scale"].to(x.dtype)
+        v = v * (scale if given["v_layout"] == "row" else scale.unsqueeze(1))
+    return u, v
+
+
 def _operands(
     one: Mapping[str, Any], given: Mapping[str, Any], transpose: Transpose
 ) -> dict[str, Tensor]:
@@ -332,7 +396,7 @@ def _operands(
         return made
     made["w"] = weight(w, given["w_layout"], transpose)[0]
     made["w_scale"] = one["w_scale"].float().expand(features(made["w"], "row")[1])
-    if "v" in made:  # the scales of w multiply the sums of both products
+    if "v" in made and not _in_fp8(one):  # the scales of w multiply the sums of both products
         made["v"] = (made["v"].float() / made["w_scale"]).to(made["v"].dtype)
     return made
 
@@ -345,12 +409,14 @@ _LISTS = (
     Operand("ws", "Tensor[]", "dense", "w_layout"), Operand("w_scales", "Tensor[]", "scales"),
     Operand("us", "Tensor?[]", "first", "u_layout"), Operand("vs", "Tensor?[]", "last", "v_layout"),
 )  # fmt: skip
+_BRANCHES = Operand("branch_scales", "Tensor[]?")
 CORRECTED = CorrectedOp(
     name="corrected_matmul", bare=corrected_matmul, spec=CorrectedSpec, own=6,
     operands=(
         Operand("x", role="x"), Operand("w", role="dense", layout="w_layout"),
         Operand("w_scale", role="scales"), Operand("u", "Tensor?", "first", "u_layout"),
         Operand("v", "Tensor?", "last", "v_layout"), Operand("bias", "Tensor?", "bias"), *_ENDS,
+        Operand("branch_scale", "Tensor?"),
     ),
     keywords={**NORM, "format": "mxfp4", "activation": "identity", **_WAYS},
 )  # fmt: skip
@@ -358,6 +424,7 @@ CORRECTED_SHARED = CorrectedOp(
     name="corrected_matmul_shared_x", bare=corrected_matmul_shared_x, spec=CorrectedSpec, own=6,
     operands=(
         Operand("x", role="x"), *_LISTS, Operand("biases", "Tensor?[]", "bias"), *_ENDS[:2],
+        _BRANCHES,
     ),
     keywords={
         **NORM, "format": "mxfp4", "activations": None, "out_layouts": None, **_WAYS,
@@ -365,6 +432,6 @@ CORRECTED_SHARED = CorrectedOp(
 )  # fmt: skip
 CORRECTED_MLP = CorrectedOp(
     name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec,
-    operands=(Operand("x", role="x"), *_LISTS),
+    operands=(Operand("x", role="x"), *_LISTS, _BRANCHES),
     keywords={"format": "mxfp4", "activation": "silu", **_WAYS},
 )  # fmt: skip

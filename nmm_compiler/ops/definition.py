@@ -83,7 +83,7 @@ class Op:
     def schema(self) -> str:
         """Arguments and results as PyTorch writes them."""
         made = [
-            f"{one.kind} {one.name}" + ("=None" if one.kind == "Tensor?" else "")
+            f"{one.kind} {one.name}" + ("=None" if one.kind.endswith("?") else "")
             for one in self.operands
         ]
         made.append("*")

@@ -4,6 +4,7 @@ bf16             the weights in the model's own dtype
 fp8, int8        eight bits with a scale a row
 mxfp4, mxfp8     MX blocks of trn3, whose products round x to mxfp8, too
 mxfp4+64         the same with a low-rank branch of rank 64 that mends what rounding lost
+mxfp4+64fp8      the same, the branch in fp8 numbers
 mxfp4:0.67       the same with branches of the ranks that remove 0.67 of the bytes
 lowrank:0.2      factors in place of the weights, with that share of the parameters removed
 """
@@ -20,7 +21,7 @@ from typing import Any
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.kernels.packed_formats import FORMATS, check_blocks
+from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
@@ -34,7 +35,8 @@ _MX_PRODUCT = "nc_matmul_mx"
 
 @dataclass(frozen=True, kw_only=True)
 class Form(Record):
-    """One form. base: the format of the weights, "" for their own dtype. rank: of the branch.
+    """One form. base: the format of the weights, "" for their own dtype. rank: of the branch, and
+    branch the format of its numbers, "" for the model's dtype.
 
     ratio: the share of parameters that factors remove, of bytes with a base; None with neither.
     """
@@ -42,6 +44,7 @@ class Form(Record):
     name: str
     base: str = ""
     rank: int = 0
+    branch: str = ""
     ratio: float | None = None
 
     @property
@@ -54,7 +57,7 @@ class Form(Record):
         size = {"rank": self.rank} if self.ratio is None else {"ratio": self.ratio}
         if not self.base:
             return {} if self.ratio is None else size
-        return {"base": self.base, **size}
+        return {"base": self.base, **size, **({"factors": self.branch} if self.branch else {})}
 
     def predicted(self) -> dict[str, Any]:
         """Return what `predict` is given for the form."""
@@ -81,7 +84,8 @@ class Form(Record):
     def stored_bytes(self, k: int, n: int) -> int:
         """Return the bytes of a weight [n, k] in this form, scales and branch included."""
         made = check_blocks(k, self.base, f"a weight [{n}, {k}]").stored_bytes(n, k, 2)
-        return made + 2 * self.rank * (k + n)
+        each = FORMATS[self.branch].bits // 8 if self.branch else 2
+        return made + each * self.rank * (k + n) + 4 * self.rank * bool(self.branch)
 
 
 def _forms_of(target: Target) -> list[str]:
@@ -93,6 +97,8 @@ def read_form(name: str) -> Form:
     """Return the form of a name; raise OptionTypeError for any other."""
     sign = next((one for one in "+:" if one in name), "")
     base, _, size = name.partition(sign or "+")
+    branch = "fp8" if sign == "+" and size.endswith("fp8") and base in MX else ""
+    size = size.removesuffix(branch)
     try:
         rank, ratio = int(size) if sign == "+" else 0, float(size) if sign == ":" else None
     except ValueError:
@@ -105,7 +111,7 @@ def read_form(name: str) -> Form:
     if FORMATS.get(base) is not None and rank % 32 and FORMATS[base].power_scales:
         near = max(32, rank // 32 * 32)
         raise OptionTypeError("form", name, f"a rank of whole MX blocks of 32, e.g. {base}+{near}")
-    return Form(name=name, base=base if based else "", rank=rank, ratio=ratio)
+    return Form(name=name, base=base if based else "", rank=rank, branch=branch, ratio=ratio)
 
 
 @functools.cache
@@ -146,7 +152,7 @@ def notes_on(names: Sequence[str], experts: bool = False) -> list[str]:
             f"measured on {', '.join(models)}; to keep is at most {KEEPS[0]} and {KEEPS[1]}"
         )
     if any(name.startswith("mx") for name in names):
-        notes.append("mx forms: kernels of MX weights with a bfloat16 branch; the head is fp8")
+        notes.append("mx forms: kernels of MX weights with their branch; the head is fp8")
     kept = [name for name in names if name.partition("+")[0] in set(FORMATS) - set(MULTIPLIED)]
     if experts and kept:
         notes.append(f"experts keep the model's dtype in {', '.join(kept)}: no kernel reads it")

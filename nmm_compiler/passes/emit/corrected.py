@@ -3,14 +3,17 @@
     linear(x, nmm.dequantize(values, scale, "mxfp4", dtype), b) + s * linear(linear(x, A), B)
       ->   nmm.corrected_matmul(x, values, scale, A, s B, b, format="mxfp4")
 
-fp8 weights are those of `calls.py`. torchao's MXTensor is read as stored, too: the graph takes its
-data, and its scales, which lie in blocks of 128 rows and are put in order at each call. Where no
-kernel reads the bytes, the weight is multiplied out at each call, and the report says why.
+Where A is fp8 numbers with a scale a row, and B nmm.dequantize of such with a scale a column, the
+call reads both as they are stored. fp8 weights are those of `calls.py`. torchao's MXTensor is read
+as stored, too: the graph takes its data, and its scales, which lie in blocks of 128 rows and are
+put in order at each call. Where no kernel reads the bytes, the weight is multiplied out at each
+call, and the report says why.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +38,7 @@ from nmm_compiler.passes.emit.calls import (
     keep,
     one_dim,
     plus,
+    read_bytes,
     scales_of,
     times,
     weight_nodes,
@@ -44,6 +48,7 @@ from nmm_compiler.passes.graph.canonical import Canonical, Key, Opaque, owner_of
 from nmm_compiler.passes.graph.read_operations import is_distributed
 
 _DEQUANTIZE = "nmm::dequantize"
+_LEAVES = ("get_attr", "placeholder")
 _TORCHAO_MX = "MXTensor"
 _TORCHAO_FORMATS = {
     "float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2",
@@ -64,8 +69,7 @@ def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: st
             why = why or "x is float16; cast the model to bfloat16"
         return keep(c, (weight,), dtype, why)
     values, scale, format, _ = node.args
-    leaves = ("get_attr", "placeholder")
-    if not all(isinstance(one, fx.Node) and one.op in leaves for one in (values, scale)):
+    if not all(isinstance(one, fx.Node) and one.op in _LEAVES for one in (values, scale)):
         why = "its bytes or its scales are no stored tensors"
     elif any(c.effects.is_written(one) for one in (node, values, scale)):  # type: ignore[arg-type]
         why = WRITTEN
@@ -123,6 +127,29 @@ def with_base(c: Canonical, call: LowRankCall) -> LowRankCall:
     return _read(c, call, chain.base.weight, kept) if kept.format else call
 
 
+def _fp8_branch(c: Canonical, chain: Chain) -> tuple[Bytes, Bytes] | None:
+    """Return u and v of a branch of fp8 numbers as they are stored; None for any other."""
+    plain = chain.second is not None and not chain.more and not chain.middle
+    steps = [step for step in chain.after if step.kind != "bias"]
+    if not plain or any(step.key is not None for step in steps):
+        return None
+    first = read_bytes(c, chain.u)
+    last = c.forms.get(c.base(chain.v.key)[0])
+    if first is None or not isinstance(first[1], Bytes) or first[0] != "fp8":
+        return None
+    if not isinstance(last, Opaque) or last.name != _DEQUANTIZE or chain.v.layout != "col":
+        return None
+    node = owner_of(c.base(chain.v.key)[0])
+    values, scale, format, _ = node.args
+    leaves = all(isinstance(one, fx.Node) and one.op in _LEAVES for one in (values, scale))
+    written = any(c.effects.is_written(one) for one in (node, values, scale))  # type: ignore[arg-type]
+    if format != "fp8" or not leaves or written:
+        return None
+    alike = c.shape(node) == chain.v.stored and c.shape(scale) == (1, chain.r)  # type: ignore[arg-type]
+    of_rows = c.shape(first[1].scale) in ((chain.r, 1), (chain.r,))
+    return (first[1], Bytes(values, scale)) if alike and of_rows else None  # type: ignore[arg-type]
+
+
 def alone(c: Canonical, chain: Chain) -> LowRankCall | None:
     """Return the call of one product with a weight of few bits; None for any other.
 
@@ -149,6 +176,9 @@ def _read(c: Canonical, call: LowRankCall, weight: Weight, kept: Kept) -> LowRan
         fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(LowRankCall)}
         fields["op"] = CORRECTED.name
         made = CorrectedCall(**fields, format=kept.format, blocks=kept.stored[0], weight=weight)
+        if kept.format in MX and call.chain is not None:
+            made.branch = _fp8_branch(c, call.chain)
+            made.kept = call.kept if made.branch is None else Kept()
         try:
             made.spec(c).check(c.chip)
             return made
@@ -164,6 +194,7 @@ class CorrectedCall(LowRankCall):
     format: str = ""
     blocks: Bytes | None = None
     weight: Weight | None = None
+    branch: tuple[Bytes, Bytes] | None = None
 
     @property
     def single(self) -> bool:
@@ -184,6 +215,7 @@ class CorrectedCall(LowRankCall):
         said = {"format": self.format, "w_layout": self.weight.layout}
         if not self.single:
             said |= {"u_layout": self.chain.u.layout, "v_layout": self.chain.v.layout}
+            said["branch"] = "fp8" if self.branch else ""  # no keyword: what two calls have alike
         return said
 
     def info(self) -> dict[str, Any]:
@@ -200,7 +232,8 @@ class CorrectedCall(LowRankCall):
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
-        notes: tuple[str, ...] = () if self.single else super().notes()
+        notes: tuple[str, ...] = () if self.single or self.branch else super().notes()
+        notes += ("the fp8 branch is read as stored: a byte an element",) * bool(self.branch)
         if self.format not in MX:
             return (*notes, f"the {self.format} weight is read as stored: a byte an element")
         bits = MX[self.format].bits
@@ -217,6 +250,7 @@ class CorrectedCall(LowRankCall):
         return CorrectedSpec(
             **self._common(c, chain.u), n=self.n, rank=0 if self.single else chain.r,
             weight=self.format, activation=chain.activation, bias=self._biased,
+            branch="fp8" if self.branch else "",
         )  # fmt: skip
 
     def operands(self, editor: Editor) -> dict[str, Any]:
@@ -234,7 +268,9 @@ class CorrectedCall(LowRankCall):
         else:
             (made["w"],) = weight_nodes(editor, (self.weight,), (blocks,))
             (made["w_scale"],) = scales_of(editor, Kept(self.format, (blocks,)))
-        if not self.single:
+        if self.branch is not None:
+            made |= self._branch_operands(editor)
+        elif not self.single:
             folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
             v = times(editor, folded.v, folded.scale)
             return made | {"u": folded.u, "v": v, "bias": folded.bias}
@@ -243,6 +279,18 @@ class CorrectedCall(LowRankCall):
                 own = one_dim(editor, step.key, self.n)
                 made["bias"] = plus(editor, made.get("bias"), own, step.number)
         return made
+
+    def _branch_operands(self, editor: Editor) -> dict[str, Any]:
+        """Emit u and v as they are stored, and the scales of the rank: their product, times what
+        stands behind the branch."""
+        chain, branch = self.chain, self.branch
+        assert chain is not None
+        assert branch is not None
+        u, v = weight_nodes(editor, (chain.u, chain.v), branch)
+        first, last = (one_dim(editor, one.scale, chain.r) for one in branch)
+        scale = editor.call(aten.mul.Tensor, first, last)
+        number = math.prod(step.number for step in chain.after if step.kind != "bias")
+        return {"u": u, "v": v, "branch_scale": times(editor, scale, number)}
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
@@ -282,9 +330,11 @@ class SharedCorrectedCall(SharedCall):
         editor.hoist([key for one in stored for key in (one.values, one.scale)])
         made = [one.operands(editor) for one in self.each]
         lists = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases"}
-        return {
-            many: [operands.get(name) for operands in made] for name, many in lists.items()
-        }, dict(self.each[0].ways)
+        named = {many: [one.get(name) for one in made] for name, many in lists.items()}
+        scales = [one["branch_scale"] for one in made if "branch_scale" in one]
+        if scales:  # all have a branch alike
+            named["branch_scales"] = scales
+        return named, dict(self.each[0].ways)
 
 
 def several(c: Canonical, rule: str, calls: Sequence[LowRankCall]) -> SharedCall:
@@ -306,6 +356,8 @@ def made_of_leaves(calls: Sequence[LowRankCall]) -> set[Key]:
     for call in calls:
         if isinstance(call, CorrectedCall) and call.weight is not None:
             found.add(call.weight.key)
+            if call.branch is not None and call.chain is not None:
+                found |= {call.chain.u.key, call.chain.v.key}
         elif stored and call.chain is not None:
             found |= {call.chain.u.key, call.chain.v.key}
     return found

@@ -29,11 +29,13 @@ from nmm_compiler.passes.rules.base import Match, Rule
 from nmm_compiler.passes.rules.inside_calls import KernelCall, kernel_call
 
 _SAME = ("format", "u_layout", "v_layout", "w_layout")
+_BRANCHES = ("branch_scale", "branch_scales")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Linear:
-    """One linear of a call: w, w_scale, u and v; what stands behind it; the nodes it goes with.
+    """One linear of a call: w, w_scale, u, v and branch_scale; what stands behind it; the nodes it
+    goes with.
 
     out_layout: of its result.
     """
@@ -48,8 +50,10 @@ class _Linear:
     @property
     def plain(self) -> bool:
         """Whether the call has nothing beside weights, branches and activations."""
-        more = self.call.args[self.call.gain :]
-        alone = self.bias is None and all(value is None for value in more)
+        gain, names = self.call.gain, [one.name for one in self.call.op.operands]
+        more = dict(zip(names[gain:], self.call.args[gain:], strict=False))
+        alone = all(value is None for name, value in more.items() if name not in _BRANCHES)
+        alone = alone and self.bias is None
         return alone and "norm" not in self.call.node.kwargs
 
 
@@ -100,7 +104,12 @@ class CorrectedMLP(Rule):
             return None
         if gate.operands[0] is up.operands[0]:
             return None
-        args = (gate.call.args[0], *map(list, zip(*(one.operands for one in linears), strict=True)))
+        *lists, scales = map(list, zip(*(one.operands for one in linears), strict=True))
+        args = (gate.call.args[0], *lists)
+        if any(scale is not None for scale in scales):
+            if any(scale is None for scale in scales):
+                return None  # of fp8 branches and others
+            args = (*args, scales)
         own = ("target", "executor", "out_layout")
         kwargs = said | {"activation": gate.activation}
         kwargs |= {n: value for n, value in down.call.node.kwargs.items() if n in own}
@@ -143,12 +152,20 @@ def _linear(key: Key) -> _Linear | None:
     layout = kwargs.get("out_layout", "row")
     if place is None:
         activation = kwargs.get("activation", "identity")
-        return _Linear(call, call.args[1:5], call.args[5], activation, layout, frozenset({node}))
-    *operands, bias = (values[place] for values in call.args[1:6])
+        operands = (*call.args[1:5], _branch_scale(call))
+        return _Linear(call, operands, call.args[5], activation, layout, frozenset({node}))
+    *own, bias = (values[place] for values in call.args[1:6])
+    scales = _branch_scale(call)
+    operands = (*own, None if scales is None else scales[place])
     activation = (kwargs.get("activations") or ["identity"] * (place + 1))[place]
     layout = (kwargs.get("out_layouts") or [layout] * (place + 1))[place]
     nodes = frozenset({node, call.node})
-    return _Linear(call, tuple(operands), bias, activation, layout, nodes)
+    return _Linear(call, operands, bias, activation, layout, nodes)
+
+
+def _branch_scale(call: KernelCall) -> Any:
+    """Return the scales of the branches of a call, None where it has none: its last operand."""
+    return call.args[-1] if len(call.args) == len(call.op.operands) else None
 
 
 def _whole(c: Canonical, key: Key) -> Key | None:
