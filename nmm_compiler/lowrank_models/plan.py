@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest
-from nmm_compiler.kernels.packed_formats import check_blocks
+from nmm_compiler.kernels.packed_formats import MX, check_blocks
 from nmm_compiler.lowrank_models import ranks as allocation
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.config import CompressionConfig
@@ -146,6 +146,8 @@ def layer_bytes(site: Site, rank: int | None, config: CompressionConfig) -> int:
 def _factor_bytes(site: Site, rank: int, config: CompressionConfig) -> int:
     dtype = config.dtype or site.weight.dtype
     down = stored_bytes(rank, site.k, config.format, dtype)
+    if config.format == "fp8" and config.base_format in MX:  # its scales are those of the rank
+        return down + stored_bytes(rank, site.n, config.format, dtype)
     return down + stored_bytes(site.n, rank, config.format, dtype)
 
 

@@ -23,7 +23,11 @@ from nmm_compiler.lowrank_models import hf, rounding
 from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
 from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear, quantized_layers
+from nmm_compiler.lowrank_models.quantize import (
+    QuantizedLinear,
+    quantized_layers,
+    round_factors,
+)
 from nmm_compiler.lowrank_models.tensor_parallel import tensor_parallel_plan
 
 IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -105,6 +109,7 @@ def test_a_branch_mends_more_where_it_knows_the_inputs():
         ("mxfp4", None, torch.bfloat16),
         ("mxfp4", "mxfp8", torch.float32),
         ("int4", "fp8", torch.bfloat16),
+        ("mxfp4", "fp8", torch.bfloat16),
         ("int8", None, torch.float32),
     ],
 )
@@ -184,7 +189,13 @@ def test_a_base_is_rounded_for_its_inputs_and_its_branch(base, rank, monkeypatch
 
 @pytest.mark.parametrize(
     ("base", "rank", "factors"),
-    [("mxfp4", 8, None), ("mxfp4", 32, "mxfp8"), ("int4", 0, None), ("fp8", {"mlp": 8}, None)],
+    [
+        ("mxfp4", 8, None),
+        ("mxfp4", 32, "mxfp8"),
+        ("mxfp4", 8, "fp8"),
+        ("int4", 0, None),
+        ("fp8", {"mlp": 8}, None),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_are_saved_and_loaded_bit_for_bit(base, rank, factors, dtype, tmp_path):
@@ -211,6 +222,13 @@ def test_the_code_beside_the_weights_computes_the_same(tmp_path):
         twin = alone.FewBitLinear(64, 24, True, name)
         twin.load_state_dict(made.state_dict())
         assert torch.equal(twin(x), made(x))
+    made = LowRankLinear.from_factors(torch.randn(8, 64), torch.randn(24, 8), linear.bias,
+                                      QuantizedLinear.of(linear.weight, "mxfp4"))  # fmt: skip
+    round_factors(made, "fp8")
+    assert made.up.scale.shape == (1, 8)
+    twin = alone.LowRankLinear(64, 8, 24, True, "fp8", "mxfp4")
+    twin.load_state_dict(made.state_dict())
+    assert torch.equal(twin(x), made(x))
 
 
 def test_adapters_go_on_top_of_a_branch():

@@ -32,6 +32,9 @@ OF_FP8 = CorrectedSpec(m=1, k=384, n=512, rank=32, weight="fp8")
         dataclasses.replace(ONE, **QKV, bias=(True, False, True)),
         dataclasses.replace(ONE, n=(4096, 1024, 1024), rank=(64, 32, 8), k=512),
         dataclasses.replace(ONE, **QKV, m=40, norm="layer"),
+        dataclasses.replace(ONE, **QKV, branch="fp8", m=40, norm="layer"),
+        dataclasses.replace(ONE, rank=130, branch="fp8", m=300, bias=True, weight="mxfp8", lnc=2),
+        dataclasses.replace(MLP, branch="fp8", rank=(32, 72, 16), lnc=2),
         MLP,
         dataclasses.replace(MLP, lnc=2, residual=True),
         dataclasses.replace(MLP, m=130, rank=(32, 8, 0), weight="mxfp8", norm="rms"),
@@ -45,7 +48,8 @@ def test_kernels_of_mx_blocks_are_right_against_float64(spec):
     assert prove(kernel).passed
     counts = kernel.profile().instructions
     assert counts["tensor"]["nc_matmul_mx"]
-    assert "float32" not in {t.dtype for t in spec.inputs()}
+    wide = [t.name for t in spec.inputs() if t.dtype == "float32"]
+    assert wide == ["branch_scale"] * bool(spec.branch)
 
 
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
@@ -55,6 +59,8 @@ def test_kernels_of_mx_blocks_are_right_against_float64(spec):
         dataclasses.replace(ONE, n=(512, 128), rank=(64, 16), activation=("silu", "identity")),
         dataclasses.replace(OF_FP8, k=200, n=200, residual=True),
         dataclasses.replace(OF_FP8, m=64, out_layout="col"),
+        dataclasses.replace(OF_FP8, k=200, n=(200, 72), rank=(20, 0), branch="fp8"),
+        dataclasses.replace(OF_FP8, m=130, rank=100, branch="fp8", activation="gelu", lnc=2),
         dataclasses.replace(OF_FP8, m=130, rank=100, bias=True, activation="gelu", x_layout="col"),
         dataclasses.replace(OF_FP8, k=512, n=2048, rank=64),
         dataclasses.replace(OF_FP8, m=300, dtype="float16", activation="silu"),

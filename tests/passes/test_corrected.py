@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import nmm_compiler as nmm
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear, round_factors
 from nmm_compiler.ops.corrected import CORRECTED
 
 OPTIONS = {"rules": ["lora"]}
@@ -289,8 +290,11 @@ def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, 
         assert (leaves[name].grad - want).norm() <= bound * want.norm(), name
 
 
-@pytest.mark.parametrize(("format", "target"), [("mxfp4", "trn3"), ("fp8", "trn2")])
-def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, target):
+@pytest.mark.parametrize(
+    ("format", "target", "factors"),
+    [("mxfp4", "trn3", None), ("mxfp4", "trn3", "fp8"), ("fp8", "trn2", None)],
+)
+def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, target, factors):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -298,7 +302,7 @@ def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, targ
         num_key_value_heads=2, vocab_size=64,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).bfloat16().eval()
-    nmm.compress(model, base=format, rank=16)
+    nmm.compress(model, base=format, rank=16, factors=factors)
     given = {"input_ids": torch.arange(5)[None], "use_cache": False}
     options = {"target": target, "executor": "simulator", "inner": "eager", "strict": True}
     with torch.no_grad():
@@ -308,8 +312,39 @@ def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, targ
     found = sorted(match.rule for match in made.matches if match.rule not in ("norm", "residual"))
     assert found.count("shared_x") == 2  # q, k and v; gate and up, which the MLP takes in
     assert found.count("corrected_mlp") == 1
+    said = [note for match in made.matches for note in match.notes if "fp8 branch is read" in note]
+    assert len(said) == (0 if factors is None else 4)  # qkv, o; gate and up, down before the MLP
     # one layer: each product's x is rounded to three bits of mantissa beside MX weights
     assert (got - want).norm() <= (2**-3 if format == "mxfp4" else 2**-6) * want.norm()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("written", [False, True])
+def test_an_fp8_branch_is_read_as_stored_unless_it_is_written(factor, written):
+    class Branched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            weight, down, up = (torch.randn(s) / 16 for s in ((256, 512), (32, 512), (256, 32)))
+            base = QuantizedLinear.of(weight.bfloat16(), "mxfp4")
+            self.low = LowRankLinear.from_factors(down.bfloat16(), up.bfloat16(), None, base)
+            round_factors(self.low, "fp8")
+
+        def forward(self, x):
+            if written:
+                self.low.up.scale.mul_(2)
+            return self.low.base(x) + factor * self.low.up(self.low.down(x))
+
+    model, data = Branched(), x(8, 512)
+    want = copy.deepcopy(model)(data)
+    made = nmm.explain(copy.deepcopy(model), data, options={"target": "trn3"})
+    notes = [note for match in made.matches for note in match.notes]
+    assert any("fp8 branch is read as stored" in note for note in notes) != written
+    torch._dynamo.reset()
+    options = {"target": "trn3", "inner": "eager", "executor": "simulator"}
+    with torch.no_grad():
+        got = torch.compile(model, backend="nmm", options=options)(data)
+    assert (got - want).norm() <= 2**-4 * want.norm()
 
 
 @pytest.mark.parametrize("written", ["weight", "scale"])
