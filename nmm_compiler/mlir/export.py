@@ -9,19 +9,16 @@ the goldens anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from nmm_compiler.errors import ModelError, UnknownNameError
-from nmm_compiler.mlir import importer, lower, verify
-from nmm_compiler.mlir.bindings import context, load
-from nmm_compiler.mlir.calls import KernelCall, calls_of
-from nmm_compiler.mlir.describe import describe
-from nmm_compiler.mlir.module import ExportedKernel, MLIRModule
-from nmm_compiler.mlir.program import export_program, exported_module, quiet
+from nmm_compiler.mlir import lower
+from nmm_compiler.mlir import program as importer
+from nmm_compiler.mlir.module import ExportedKernel, KernelCall, MLIRModule, calls_of
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.capture import arguments
 
@@ -71,26 +68,29 @@ def export_mlir(
         if value not in known:
             raise UnknownNameError(kind, value, known)
     options = Options.make(options)
-    load()  # a missing package is reported before any work
+    lower.load()  # a missing package is reported before any work
     args, kwargs = arguments(example_inputs)
     rewritten = _rewritten(model_or_graph, args, kwargs, dynamic_shapes, options)
-    program = export_program(rewritten, args, kwargs, dynamic_shapes, weights)
+    program = importer.export_program(rewritten, args, kwargs, dynamic_shapes, weights)
     calls = calls_of(program.graph)
-    found = _distinct(calls, options, (kernels == "call") if sources is None else sources)
-    names = {signature: kernel.name for signature, kernel in found.items()}
+    served: dict[str, list[KernelCall]] = {}
+    for call in calls:
+        served.setdefault(call.signature(), []).append(call)
+    written = (kernels == "call") if sources is None else sources
+    found = {one: ExportedKernel.of(same, options, written) for one, same in served.items()}
+    if len({kernel.name for kernel in found.values()}) < len(found):
+        raise ModelError("two kernels have one name; this is a bug in mlir/module.py")
 
-    made = context()
-    module = importer.import_graph(program, made)
-    importer.insert_calls(module, calls, lambda call: names[call.signature()])
+    module = importer.import_graph(program, lower.context())
+    importer.insert_calls(module, calls, lambda call: found[call.signature()].name)
     if kernels == "inline":
-        first = {call.signature(): call for call in reversed(calls)}
-        for signature, name in names.items():
-            importer.give_body(module, name, first[signature])
+        for signature, kernel in found.items():
+            importer.give_body(module, kernel.name, served[signature][0])
     lower.lower(module, dialect)
     importer.describe_kernels(module, tuple(found.values()))
     if dialect == "stablehlo" and kernels == "call":
         lower.to_custom_calls(module)
-    verify.verify(module, dialect, len(calls))
+    lower.verify(module, dialect, len(calls))
     return MLIRModule(
         text=str(module),
         dialect=dialect,
@@ -113,25 +113,7 @@ def _rewritten(
 
     exported = model
     if not isinstance(model, ExportedProgram):
-        exported = exported_module(model, args, kwargs, dynamic_shapes)
-    with quiet():
+        exported = importer.exported_module(model, args, kwargs, dynamic_shapes)
+    with importer.quiet():
         result = rewrite(exported.module(check_guards=False), options=options)
     return result.graph_module
-
-
-def _distinct(
-    calls: Sequence[KernelCall], options: Options, sources: bool
-) -> dict[str, ExportedKernel]:
-    """Return signature -> kernel in the order of first use, each with the nodes that it serves."""
-    served: dict[str, list[KernelCall]] = {}
-    for call in calls:
-        served.setdefault(call.signature(), []).append(call)
-    found = {
-        signature: describe(same[0], tuple(call.node for call in same), options, sources)
-        for signature, same in served.items()
-    }
-    names = [kernel.name for kernel in found.values()]
-    for name in names:
-        if names.count(name) > 1:
-            raise ModelError(f"two kernels are called {name}; this is a bug in mlir/describe.py")
-    return found

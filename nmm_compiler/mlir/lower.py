@@ -1,18 +1,22 @@
-"""From the torch dialect with kernel calls to torch (backend form), linalg or StableHLO.
+"""torch-mlir: its package, its pipelines from the torch dialect, and the check of what they made.
 
-torch-mlir's own pipelines do the work, without two steps. One is the check that no call is left,
-since we keep calls (`verify.py` checks our contract instead). The other is StableHLO's refinement
-of shapes, which crashes on a module that calls one declaration twice, and is not needed after
-torch.export. The pass lists come from torch-mlir itself, so that they follow the installed version.
+The package is loaded when first needed: `pip install 'nmm-compiler[mlir]'` brings it. Its wheel has
+the StableHLO dialect and passes compiled in but does not load them by itself; `context()` does. The
+pipelines to torch (backend form), linalg or StableHLO are torch-mlir's own, read from it so that
+they follow the installed version, without two steps. One is the check that no call is left, since
+we keep calls (`verify` checks our contract instead). The other is StableHLO's refinement of shapes,
+which crashes on a module that calls one declaration twice, and is not needed after torch.export.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import types
+from collections.abc import Sequence
 from typing import Any
 
-from nmm_compiler.errors import ModelError
-from nmm_compiler.mlir.bindings import load, text_attribute, walk
+from nmm_compiler.errors import MissingPackageError, ModelError
 
 DIALECTS = ("torch", "linalg", "stablehlo")
 MODES = ("call", "inline")
@@ -26,6 +30,74 @@ _FROM_TORCH = {
 }
 _CONTRACT_CHECK = re.compile(r",torch-verify-[\w-]+-backend-contract")
 _REFINEMENT = ",stablehlo-refine-shapes"
+
+ALLOWED = {
+    "torch": {"builtin", "func", "torch"},
+    "linalg": {
+        *("builtin", "func", "linalg", "tensor", "arith", "math", "complex", "affine"),
+        *("cf", "scf", "shape", "ml_program", "memref", "tm_tensor"),
+    },
+    "stablehlo": {"builtin", "func", "stablehlo", "chlo", "tensor", "arith", "shape"},
+}
+"""Dialects that may appear in each form (torch-mlir's backend contracts, plus func calls)."""
+
+REQUIRED = ("nmm.family", "nmm.spec", "nmm.target", "nmm.x_layout", "nmm.out_layout")
+"""Attributes of every kernel function, or of every custom_call's backend_config."""
+
+
+@functools.cache
+def load() -> types.SimpleNamespace:
+    """Return torch-mlir's modules: ir, passmanager, FxImporter, ContextCache, decompositions.
+
+    Raises MissingPackageError when torch-mlir is not installed.
+    """
+    try:
+        from torch_mlir import ir, passmanager
+        from torch_mlir._mlir_libs import _stablehlo
+        from torch_mlir.dialects import func, torch
+        from torch_mlir.extras.fx_decomp_util import get_decomposition_table
+        from torch_mlir.extras.fx_importer import ContextCache, FxImporter
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch_mlir":
+            raise
+        raise MissingPackageError("torch-mlir", "export to MLIR", "mlir") from None
+    _stablehlo.register_stablehlo_passes()
+    return types.SimpleNamespace(
+        ir=ir,
+        passmanager=passmanager,
+        func=func,
+        torch=torch,
+        stablehlo=_stablehlo,
+        FxImporter=FxImporter,
+        ContextCache=ContextCache,
+        decompositions=get_decomposition_table,
+    )
+
+
+def context() -> Any:
+    """Return a fresh MLIR context with the torch, StableHLO and upstream dialects."""
+    bindings = load()
+    made = bindings.ir.Context()
+    made.enable_multithreading(False)  # diagnostics reach Python, which has one thread at a time
+    bindings.torch.register_dialect(made)
+    bindings.stablehlo.register_dialect(made)
+    return made
+
+
+def walk(operation: Any) -> list[Any]:
+    """Return every operation inside `operation`, in order, as plain Operations."""
+    found: list[Any] = []
+    for region in operation.regions:
+        for block in region:
+            for child in block.operations:
+                found.append(child.operation)
+                found.extend(walk(child.operation))
+    return found
+
+
+def text_attribute(operation: Any, name: str) -> str:
+    """Return the value of a string or symbol attribute of an operation."""
+    return str(operation.attributes[name].value)
 
 
 def lower(module: Any, dialect: str) -> None:
@@ -74,64 +146,60 @@ def _fold_constants(module: Any) -> None:
     """Write arith constants of tensors as StableHLO's, and convert scalars while compiling.
 
     `convert(constant 1.0e-05 : f64) : f32` becomes `constant 1.0e-05 : f32`: torch-mlir keeps
-    Python's float64 scalars, which no Trainium engine computes with.
+    Python's float64 scalars, which no Trainium engine computes with. What an operation reads stands
+    before it, and is folded before it.
     """
-    ir = load().ir
     with module.context:
         for operation in walk(module.operation):
-            if operation.name == "arith.constant" and "tensor" in str(operation.results[0].type):
-                _replace(operation, operation.attributes["value"])
-        changed = True
-        while changed:
-            changed = False
-            for operation in walk(module.operation):
-                value = _constant_of(operation)
-                folded = None if value is None else _folded(operation, value, ir)
-                if folded is not None:
-                    _replace(operation, folded)
-                    changed = True
+            value = _constant(operation)
+            if value is not None:
+                replace(operation, "stablehlo.constant", {"value": value})
 
 
-def _constant_of(operation: Any) -> Any:
-    """Return the value of the constant that a convert or reshape reads, or None."""
+def _constant(operation: Any) -> Any:
+    """Return the value of a constant of arith, or of a convert or reshape of one; else None."""
+    ir, kind = load().ir, operation.results[0].type if len(operation.results) else None
+    if operation.name == "arith.constant" and "tensor" in str(kind):
+        return operation.attributes["value"]
     if operation.name not in ("stablehlo.convert", "stablehlo.reshape"):
         return None
-    source = operation.operands[0].owner
-    source = getattr(source, "operation", source)
+    source = getattr(operation.operands[0].owner, "operation", None)
     if getattr(source, "name", "") != "stablehlo.constant":
         return None
-    return source.attributes["value"]
-
-
-def _folded(operation: Any, value: Any, ir: Any) -> Any:
-    kind = operation.results[0].type
-    if (
-        not isinstance(value, ir.DenseElementsAttr)
-        or not value.is_splat
-        or not kind.has_static_shape
-    ):
+    value = source.attributes["value"]
+    splat = isinstance(value, ir.DenseElementsAttr) and value.is_splat
+    if not (splat and kind.has_static_shape):
         return None
-    scalar = value.get_splat_value()
-    element = kind.element_type
+    scalar, element = value.get_splat_value(), kind.element_type
     if scalar.type == element:
         return ir.DenseElementsAttr.get_splat(kind, scalar)
-    if isinstance(element, (ir.F32Type, ir.F16Type, ir.BF16Type, ir.F64Type)):
-        with operation.location:
-            number = ir.FloatAttr.get(element, float(scalar.value))
-        return ir.DenseElementsAttr.get_splat(kind, number)
-    return None
+    if not isinstance(element, (ir.F32Type, ir.F16Type, ir.BF16Type, ir.F64Type)):
+        return None
+    with operation.location:
+        number = ir.FloatAttr.get(element, float(scalar.value))
+    return ir.DenseElementsAttr.get_splat(kind, number)
 
 
-def _replace(operation: Any, value: Any) -> None:
-    ir = load().ir
-    with ir.InsertionPoint(operation), operation.location:
+def replace(
+    operation: Any,
+    name: str,
+    attributes: dict[str, Any],
+    operands: Sequence[Any] = (),
+    unpack: Any = None,
+) -> None:
+    """Put a new operation in the place of one, or of it and of the one that unpacks its list."""
+    ir, last = load().ir, unpack or operation
+    old = list(last.results)
+    types = [result.type for result in old]
+    with ir.InsertionPoint(last), operation.location:
         made = ir.Operation.create(
-            "stablehlo.constant",
-            results=[operation.results[0].type],
-            attributes={"value": value},
+            name, results=types, operands=list(operands), attributes=attributes
         )
-    operation.results[0].replace_all_uses_with(made.results[0])
-    operation.erase()
+    for before, after in zip(old, made.results, strict=True):
+        before.replace_all_uses_with(after)
+    last.erase()
+    if unpack is not None:
+        operation.erase()
 
 
 def to_custom_calls(module: Any) -> None:
@@ -151,25 +219,50 @@ def to_custom_calls(module: Any) -> None:
             name = text_attribute(operation, "callee") if operation.name == "func.call" else ""
             if name not in declarations:
                 continue
-            attributes = declarations[name].attributes
-            with ir.InsertionPoint(operation), operation.location:
-                made = ir.Operation.create(
-                    "stablehlo.custom_call",
-                    results=[result.type for result in operation.results],
-                    operands=list(operation.operands),
-                    attributes={
-                        "call_target_name": ir.StringAttr.get(name),
-                        "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4),
-                        "backend_config": ir.DictAttr.get(kernel_attributes(attributes)),
-                    },
-                )
-            for old, new in zip(operation.results, made.results, strict=True):
-                old.replace_all_uses_with(new)
-            operation.erase()
+            given = declarations[name].attributes
+            attributes = {
+                "call_target_name": ir.StringAttr.get(name),
+                "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4),
+                "backend_config": ir.DictAttr.get(
+                    {one: given[one] for one in given if one.startswith("nmm.")}
+                ),
+            }
+            replace(operation, "stablehlo.custom_call", attributes, operation.operands)
         for declaration in declarations.values():
             declaration.erase()
 
 
-def kernel_attributes(attributes: Any) -> dict[str, Any]:
-    """Return the attributes of an operation whose names start with "nmm."."""
-    return {name: attributes[name] for name in attributes if name.startswith("nmm.")}
+def verify(module: Any, dialect: str, calls: int) -> None:
+    """Raise ModelError unless the module keeps the contract; `calls` kernel calls are expected."""
+    ir = load().ir
+    try:
+        module.operation.verify()
+    except ir.MLIRError as error:
+        raise ModelError(f"the module does not verify: {error}") from None
+    found = 0
+    described = set()
+    for function in module.body.operations:
+        if any(name.startswith("nmm.") for name in function.attributes):
+            described.add(_checked(text_attribute(function, "sym_name"), function.attributes))
+    for operation in walk(module.operation):
+        home = operation.name.partition(".")[0]
+        if home not in ALLOWED[dialect]:
+            raise ModelError(f"{operation.name} has no place in a {dialect} module")
+        if operation.name == "torch.operator":
+            name = text_attribute(operation, "name")
+            raise ModelError(f"torch-mlir does not know the operator {name}")
+        if operation.name == "func.call":
+            found += text_attribute(operation, "callee") in described
+        elif operation.name == "stablehlo.custom_call" and "backend_config" in operation.attributes:
+            _checked("a kernel call", operation.attributes["backend_config"])
+            found += 1
+    if found != calls:
+        raise ModelError(f"{found} kernel calls left of {calls} in the graph")
+
+
+def _checked(name: str, attributes: Any) -> str:
+    """Return the name of a kernel whose attributes are complete."""
+    missing = [required for required in REQUIRED if required not in attributes]
+    if missing:
+        raise ModelError(f"{name} lacks {', '.join(missing)}")
+    return name

@@ -1,16 +1,132 @@
-"""The result of an export: MLIR text, the kernels it calls, and how both are written to disk."""
+"""What an export holds: MLIR text, the kernels that it calls with their NKI sources, and files.
+
+A `KernelCall` is a `torch.ops.nmm.*` node as plain data: which op, which tensors it takes
+(flattened in schema order, absent ones left out), every other argument, and the shapes. Calls with
+the same `signature` are served by one `ExportedKernel`. Its specs come from the function that
+serves a compiled model (`ops.lower.lower`), so that an exported call and a compiled one mean the
+same kernels. A call is one launch; where the target has no room for one, projections that share an
+input are one launch each.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
 from nmm_compiler import outputs
-from nmm_compiler.mlir.program import Argument
+from nmm_compiler.errors import ModelError, NmmError
+from nmm_compiler.ops import lower as lowering
+from nmm_compiler.options import Options
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape (None for a size known at run time only) and dtype of an operand or an argument."""
+
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorType:
+        """Return the type of a (fake) tensor."""
+        shape = tuple(int(s) if isinstance(s, int) else None for s in tensor.shape)
+        return cls(shape, str(tensor.dtype).removeprefix("torch."))
+
+    def __str__(self) -> str:
+        return f"{'x'.join('?' if s is None else str(s) for s in self.shape)}x{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of tensor number `index` among an op's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a fused kernel.
+
+    node: the FX node's name. op: the op's name in namespace nmm. args, kwargs: the op's arguments
+    in schema order with a Slot for each tensor, defaults filled in; executor is left out. operands:
+    the types of the tensors.
+    """
+
+    node: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[TensorType, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node, op: str) -> KernelCall:
+        """Return the call of a node that calls this op and whose operands have meta["val"]."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        tensors: list[Tensor] = []
+
+        def slot(operand: fx.Node) -> Slot:
+            tensors.append(operand.meta["val"])
+            return Slot(len(tensors) - 1)
+
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for position, parameter in enumerate(node.target._schema.arguments):
+            if parameter.name == "executor":
+                continue
+            value = node.kwargs.get(parameter.name, parameter.default_value)
+            value = node.args[position] if position < len(node.args) else value
+            value = pytree.tree_map_only(fx.Node, slot, value)
+            value = tuple(value) if isinstance(value, list) else value
+            if parameter.kwarg_only:
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return cls(node.name, op, tuple(args), kwargs, tuple(map(TensorType.of, tensors)))
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether a size of an operand is known at run time only."""
+        return any(None in operand.shape for operand in self.operands)
+
+    def signature(self) -> str:
+        """Return canonical JSON of everything that identifies the kernel, without the node."""
+        args, kwargs = self.rebuild("%{}".format)
+        operands = [str(operand) for operand in self.operands]
+        parts = {"op": self.op, "args": args, "kwargs": kwargs, "operands": operands}
+        return json.dumps(parts, sort_keys=True)
+
+    def rebuild(self, of: Callable[[int], Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the op's positional and keyword arguments with `of(index)` in each slot."""
+        given: Any = (list(self.args), self.kwargs)
+        args, kwargs = pytree.tree_map_only(Slot, lambda slot: of(slot.index), given)
+        return args, kwargs
+
+    def tensors(self) -> list[Tensor]:
+        """Return tensors without data for the operands; a size known at run time only is 1."""
+        return [
+            torch.empty(
+                [1 if size is None else size for size in operand.shape],
+                dtype=getattr(torch, operand.dtype),
+                device="meta",
+            )
+            for operand in self.operands
+        ]
+
+
+def calls_of(graph: fx.Graph) -> list[KernelCall]:
+    """Return the kernel calls of a graph in order."""
+    named = ((node, lowering.op_name(node.target)) for node in graph.nodes)
+    return [KernelCall.of(node, name) for node, name in named if name is not None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +184,41 @@ class ExportedKernel:
     calls: tuple[str, ...]
     launches: tuple[KernelLaunch, ...]
 
+    @classmethod
+    def of(cls, calls: Sequence[KernelCall], options: Options, sources: bool) -> ExportedKernel:
+        """Return the kernel that serves these calls, which have one signature.
+
+        sources: build the NKI source of every launch, for the calls' token count or, when that is
+        known at run time only, for each of options.buckets. Raises ModelError when no kernel family
+        computes the calls, or there are no buckets.
+        """
+        call, keywords = calls[0], calls[0].kwargs
+        digest = hashlib.sha256(call.signature().encode()).hexdigest()[:8]
+        found: list[tuple[Any, tuple[int, ...], list[KernelSource]]] = []
+        for tokens in _token_counts(call, options, sources):
+            for index, (spec, order) in enumerate(_launches(call, tokens, options, sources)):
+                if index == len(found):
+                    found.append((spec, order, []))
+                if sources:
+                    found[index][2].append(_source(spec, tokens, keywords["target"], options))
+        return cls(
+            name=f"nmm_{call.op}_{digest}",
+            op=call.op,
+            x_layout=keywords["x_layout"],
+            out_layout=",".join(keywords.get("out_layouts") or [keywords["out_layout"]]),
+            target=keywords["target"],
+            calls=tuple(one.node for one in calls),
+            launches=tuple(
+                KernelLaunch(
+                    spec.family,
+                    spec.to_dict() | ({"m": None} if call.dynamic else {}),
+                    order,
+                    tuple(built),
+                )
+                for spec, order, built in found
+            ),
+        )
+
     @property
     def sources(self) -> tuple[KernelSource, ...]:
         """The NKI sources of all launches."""
@@ -98,6 +249,65 @@ class ExportedKernel:
 
 def _one_or_all(entries: list[Any]) -> Any:
     return entries[0] if len(entries) == 1 else entries
+
+
+def _token_counts(call: KernelCall, options: Options, sources: bool) -> tuple[int, ...]:
+    if not call.dynamic:
+        return (int(lowering.tokens(call.tensors()[0], call.kwargs)),)
+    if not sources:
+        return (1,)
+    if not options.buckets:
+        raise ModelError(
+            f"{call.node} has a token count known at run time only, and an NKI kernel has a fixed "
+            "one; pass options={'buckets': (1, 128, ...)} to write a source per count, or "
+            "kernels='inline', or sources=False"
+        )
+    return options.buckets
+
+
+def _launches(
+    call: KernelCall, tokens: int, options: Options, sources: bool
+) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return the spec of each launch and, for its operands in order, their numbers in the call.
+
+    sources: whether the target has to be able to build each launch, under these options.
+    """
+    tensors = call.tensors()
+    args, keywords = call.rebuild(tensors.__getitem__)
+    try:
+        launches = lowering.lower(call.op, args, keywords, tokens).launches
+        if sources:
+            launches = lowering.fitting(launches, keywords["target"], options)
+    except NmmError as error:
+        raise ModelError(f"no kernel computes {call.node}: {error}") from error
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    # The first operand of a launch is x seen as a matrix; the others are the call's own tensors.
+    return [
+        (launch.spec, (0, *(numbers[id(tensor)] for tensor in launch.operands[1:])))
+        for launch in launches
+    ]
+
+
+def _source(spec: Any, tokens: int, target: str, options: Options) -> KernelSource:
+    from nmm_compiler.codegen.build import build_kernel
+
+    kernel = build_kernel(spec, target, options=options)
+    digest = hashlib.sha256(kernel.source.encode()).hexdigest()
+    return KernelSource(tokens, f"{kernel.name}.py", digest, kernel.source)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of the exported function, in order.
+
+    kind "weight": the parameter or buffer `name` of the model; kind "input": a tensor that the
+    caller passes. shape has None for a size known at run time only.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int | None, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,25 @@
-"""From a model to an exported graph of ATen and nmm ops, ready for torch-mlir.
+"""From a model to an MLIR module of the torch dialect, with every fused op as a call of a function.
 
-    model -> rewrite (the passes) -> torch.export -> torch-mlir's decompositions
+    model -> rewrite (the passes) -> torch.export -> torch-mlir's decompositions -> torch dialect
+
+    %r = torch.operator "torch.nmm.lowrank_matmul"(%x, %u, %v, %none, ..., %str, ...)
+      ->
+    %r = func.call @lowrank_...(%x, %u, %v)
 
 LayerNorm is decomposed here, in float32 as PyTorch computes it: the table's own way ends in
 float64, which no Trainium engine has. Programs that change their inputs or buffers are refused:
-MLIR values do not change.
+MLIR values do not change. torch-mlir imports our ops under their own names; its pipelines refuse
+names that they do not know, and lower a call of a private function like any other code. The
+function gets a body traced from the op's PyTorch reference, or stays a declaration.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +28,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from nmm_compiler.errors import ModelError
-from nmm_compiler.mlir.bindings import load
+from nmm_compiler.mlir.lower import load, replace, text_attribute, walk
+from nmm_compiler.mlir.module import Argument, ExportedKernel, KernelCall, TensorType
+from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.passes.graph.capture import export
 
-
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """One argument of the exported function, in order.
-
-    kind "weight": the parameter or buffer `name` of the model; kind "input": a tensor that the
-    caller passes. shape has None for a size known at run time only.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int | None, ...]
-    dtype: str
+MAIN = "main"
+_OPERATOR = "torch.nmm."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,20 +185,185 @@ def _program(exported: ExportedProgram, weights: str) -> Program:
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and weights == "args":
             kind, name = "weight", target
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            literals[node.name] = _state(exported, target)
+            found = exported.state_dict.get(target)
+            literals[node.name] = exported.constants[target] if found is None else found.detach()
             continue
         else:
             raise ModelError(f"input {node.name!r} of kind {spec.kind.name} cannot be exported")
         value = node.meta["val"]
         if not isinstance(value, Tensor):
             raise ModelError(f"input {node.name!r} is {value!r}; only tensors can be inputs")
-        shape = tuple(int(s) if isinstance(s, int) else None for s in value.shape)
-        arguments.append(Argument(name, kind, shape, str(value.dtype).removeprefix("torch.")))
+        like = TensorType.of(value)
+        arguments.append(Argument(name, kind, like.shape, like.dtype))
     return Program(graph, tuple(arguments), literals, len(signature.user_outputs))
 
 
-def _state(exported: ExportedProgram, name: str) -> Tensor:
-    found = exported.state_dict.get(name)
-    if found is None:
-        found = exported.constants[name]
-    return found.detach()
+def import_graph(program: Program, context: Any) -> Any:
+    """Return an MLIR module (torch dialect) with the program as the public function @main."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        literal = program.literals.get(node.name) if node.op == "placeholder" else None
+        if literal is not None:
+            # torch-mlir writes a tensor that stands in for a node as a resource.
+            node.replace_all_uses_with(literal)
+            graph.erase_node(node)
+    module = _import(graph, context, MAIN, None)
+    function = _function(module, MAIN)
+    ir = load().ir
+    with context:
+        entries = [
+            ir.DictAttr.get({f"nmm.{argument.kind}": ir.StringAttr.get(argument.name)})
+            for argument in program.arguments
+        ]
+        function.attributes["arg_attrs"] = ir.ArrayAttr.get(entries)
+    return module
+
+
+def insert_calls(
+    module: Any, calls: list[KernelCall], name_of: Callable[[KernelCall], str]
+) -> None:
+    """Replace each imported nmm operator by a call of the private function that serves it.
+
+    calls: the graph's kernel calls in order, as many as the module has operators. One declaration
+    is made per name; the module verifies afterwards.
+    """
+    ir = load().ir
+    operators = [
+        operation
+        for operation in walk(module.operation)
+        if operation.name == "torch.operator"
+        and text_attribute(operation, "name").startswith(_OPERATOR)
+    ]
+    if len(operators) != len(calls):
+        raise ModelError(f"torch-mlir imported {len(operators)} of {len(calls)} kernel calls")
+    declared: set[str] = set()
+    with module.context:
+        for operator, call in zip(operators, calls, strict=True):
+            name, operands, unpack = name_of(call), _operands(operator), _unpack(operator)
+            results = (unpack or operator).results
+            types = ir.FunctionType.get([o.type for o in operands], [r.type for r in results])
+            if name not in declared:
+                declared.add(name)
+                _declare(module, name, types)
+            callee = {"callee": ir.FlatSymbolRefAttr.get(name)}
+            replace(operator, "func.call", callee, operands, unpack)
+
+
+def give_body(module: Any, name: str, call: KernelCall) -> None:
+    """Replace the declaration of a kernel by a function with the op's PyTorch reference as body."""
+    sizes = itertools.count(7, 4)  # sizes that differ, so that none equals another
+    automatic = torch.export.Dim.AUTO
+    examples, free = [], []
+    for operand in call.operands:
+        shape = [next(sizes) if size is None else size for size in operand.shape]
+        examples.append(torch.zeros(shape, dtype=getattr(torch, operand.dtype)))
+        free.append({d: automatic for d, size in enumerate(operand.shape) if size is None})
+    with quiet():
+        exported = torch.export.export(
+            _Reference(call),
+            tuple(examples),
+            dynamic_shapes=(tuple(free),) if call.dynamic else None,
+            strict=False,
+        )
+        graph = exported.run_decompositions(decompositions()).graph
+    old = _function(module, name)
+    wanted = str(old.attributes["function_type"])
+    old.erase()
+    _import(graph, module.context, name, module)
+    function = _function(module, name)
+    function.attributes["no_inline"] = load().ir.UnitAttr.get(module.context)
+    got = str(function.attributes["function_type"])
+    if got != wanted:
+        raise ModelError(f"the reference of {call.op} has type {got}, its call {wanted}")
+
+
+def describe_kernels(module: Any, kernels: Sequence[ExportedKernel]) -> None:
+    """Put the description of each kernel on its function, as attributes that start with "nmm."."""
+    with module.context:
+        for kernel in kernels:
+            function = _function(module, kernel.name)
+            for name, value in kernel.attributes().items():
+                function.attributes[f"nmm.{name}"] = _attribute(value)
+
+
+def _attribute(value: Any) -> Any:
+    ir = load().ir
+    if isinstance(value, (list, tuple)):
+        return ir.ArrayAttr.get([_attribute(item) for item in value])
+    if isinstance(value, int):
+        return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
+    return ir.StringAttr.get(value)
+
+
+class _Reference(torch.nn.Module):
+    """The reference of one call as a module of its tensors."""
+
+    def __init__(self, call: KernelCall) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *tensors: Tensor) -> Any:
+        args, kwargs = self.call.rebuild(tensors.__getitem__)
+        return DEFINITIONS[self.call.op].reference(*args, **kwargs)
+
+
+def _import(graph: torch.fx.Graph, context: Any, name: str, module: Any) -> Any:
+    """Import a graph as function `name` into `module` (or a new one) and return the module."""
+    bindings = load()
+
+    class NodeLocations(bindings.ContextCache):  # type: ignore[name-defined]
+        """Puts the FX node's name in front of the source line of every operation."""
+
+        def get_node_location(self, node: torch.fx.Node) -> Any:
+            line = super().get_node_location(node)
+            return bindings.ir.Location.name(node.name, childLoc=line, context=context)
+
+    where = {"context": context} if module is None else {"module": module}
+    importer = bindings.FxImporter(**where)
+    importer._cc = NodeLocations(context)
+    try:
+        importer.import_stateless_graph(
+            graph, func_name=name, func_visibility=None if module is None else "private"
+        )
+    except Exception as error:  # the importer raises many types; the error has the reason
+        raise ModelError(f"torch-mlir cannot import {name}: {error}") from error
+    function = _function(importer.module, name)
+    function.attributes["torch.assume_strict_symbolic_shapes"] = bindings.ir.UnitAttr.get(context)
+    return importer.module
+
+
+def _function(module: Any, name: str) -> Any:
+    return load().ir.SymbolTable(module.operation)[name].operation
+
+
+def _declare(module: Any, name: str, types: Any) -> None:
+    bindings = load()
+    ir = bindings.ir
+    with ir.InsertionPoint(module.body), ir.Location.name(name):
+        function = bindings.func.FuncOp(name, types, visibility="private")
+    function.attributes["no_inline"] = ir.UnitAttr.get()
+
+
+def _operands(operator: Any) -> list[Any]:
+    """Return the tensor operands of an imported operator, lists of tensors opened."""
+    found = []
+    for operand in operator.operands:
+        kind = str(operand.type)
+        if kind.startswith("!torch.vtensor"):
+            found.append(operand)
+        elif kind.startswith("!torch.list"):
+            made_by = operand.owner
+            found += [o for o in made_by.operands if str(o.type).startswith("!torch.vtensor")]
+    return found
+
+
+def _unpack(operator: Any) -> Any:
+    """Return the operation that unpacks the list that an imported operator makes, if it does."""
+    only = operator.results[0]
+    if not str(only.type).startswith("!torch.list"):
+        return None
+    users = [use.owner.operation for use in only.uses]
+    if len(users) != 1 or users[0].name != "torch.prim.ListUnpack":
+        used_by = ", ".join(user.name for user in users) or "nothing"
+        raise ModelError(f"the list that {operator.name} makes is used by {used_by}")
+    return users[0]

@@ -18,10 +18,10 @@ from toy_models import Model
 
 import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.errors import MissingPackageError, ModelError, OptionTypeError, UnknownNameError
-from nmm_compiler.mlir import bindings
+from nmm_compiler.mlir import lower as bindings
 from nmm_compiler.mlir.export import export_mlir
+from nmm_compiler.mlir.lower import verify
 from nmm_compiler.mlir.module import MLIRModule
-from nmm_compiler.mlir.verify import verify
 from nmm_compiler.passes.pipeline import rewrite
 
 pytest.importorskip("torch_mlir")
