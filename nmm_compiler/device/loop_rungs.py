@@ -35,10 +35,9 @@ def device_loop(x):
 def device_loop_register(x):
     """Copy x in a loop on the device whose bound is a register."""
     rows, columns = x.shape
+    turns = rows // 128
     out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    blocks = x.reshape_dim(0, (rows // 128, 128))
-    results = out.reshape_dim(0, (rows // 128, 128))
-    turns = nisa.register_alloc(rows // 128)
+    blocks, results = x.reshape_dim(0, (turns, 128)), out.reshape_dim(0, (turns, 128))
 
     def body(i):
         at = position(i)
@@ -46,7 +45,7 @@ def device_loop_register(x):
         nisa.dma_copy(dst=held, src=blocks.select(0, at))
         nisa.dma_copy(dst=results.select(0, at), src=held)
 
-    nl.fori_loop(0, turns, body)
+    nl.fori_loop(0, nisa.register_alloc(turns), body)
     return out
 
 
@@ -55,8 +54,7 @@ def device_loop_dma_transpose(x):
     """Return x transposed by DMA, 16 rows in each turn of a loop on the device."""
     rows, columns = x.shape
     out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
-    blocks = x.reshape_dim(0, (rows // 16, 16))
-    results = out.reshape_dim(1, (rows // 16, 16))
+    blocks, results = x.reshape_dim(0, (rows // 16, 16)), out.reshape_dim(1, (rows // 16, 16))
     turns = nisa.register_alloc(rows // 16)
 
     def body(i):

@@ -9,69 +9,62 @@ import nki.isa as nisa
 import nki.language as nl
 
 
+def in_sbuf(x):
+    """Return x, a tensor or a view of one, in SBUF."""
+    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=x)
+    return held
+
+
+def in_hbm(held):
+    """Return what SBUF holds as a tensor in HBM."""
+    out = nl.ndarray(held.shape, dtype=held.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=held)
+    return out
+
+
+def in_tiles(x):
+    """Return a view of x, rows in tiles of 128: [128, rows / 128, columns]."""
+    return x.reshape_dim(0, (x.shape[0] // 128, 128)).permute((1, 0, 2))
+
+
 @nki.jit
 def copy(x):
     """Copy x through SBUF."""
-    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
-    nisa.dma_copy(dst=out, src=held)
-    return out
+    return in_hbm(in_sbuf(x))
 
 
 @nki.jit
 def permuted_copy(x):
     """Copy x by tiles of 128 rows in SBUF."""
-    rows, columns = x.shape
     out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray((128, rows // 128, columns), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x.reshape_dim(0, (rows // 128, 128)).permute((1, 0, 2)))
-    nisa.dma_copy(dst=out.reshape_dim(0, (rows // 128, 128)).permute((1, 0, 2)), src=held)
+    nisa.dma_copy(dst=in_tiles(out), src=in_sbuf(in_tiles(x)))
     return out
 
 
 @nki.jit
 def strided_copy(x):
     """Return x transposed by a DMA that reads single elements."""
-    rows, columns = x.shape
-    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x.permute((1, 0)))
-    nisa.dma_copy(dst=out, src=held)
-    return out
+    return in_hbm(in_sbuf(x.permute((1, 0))))
 
 
 @nki.jit
 def broadcast_copy(scale):
     """Return a number on every partition."""
-    out = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.shared_hbm)
-    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=column, src=scale.reshape((1, 1)).broadcast(0, 128))
-    nisa.dma_copy(dst=out, src=column)
-    return out
-
-
-def loaded(x):
-    """Return x in SBUF, rows in tiles of 128: [128, rows / 128, columns]."""
-    rows, columns = x.shape
-    held = nl.ndarray((128, rows // 128, columns), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x.reshape_dim(0, (rows // 128, 128)).permute((1, 0, 2)))
-    return held
+    return in_hbm(in_sbuf(scale.reshape((1, 1)).broadcast(0, 128)))
 
 
 def stored(sums, dtype):
     """Return sums, which are in PSUM, as a tensor in HBM."""
-    out = nl.ndarray(sums.shape, dtype=dtype, buffer=nl.shared_hbm)
     held = nl.ndarray(sums.shape, dtype=dtype, buffer=nl.sbuf)
     nisa.tensor_copy(dst=held, src=sums, engine=nisa.engine.vector)
-    nisa.dma_copy(dst=out, src=held)
-    return out
+    return in_hbm(held)
 
 
 @nki.jit
 def matmul(a, b):
     """Return the product of the transpose of a with b, in fp32."""
-    left, right = loaded(a), loaded(b)
+    left, right = in_sbuf(in_tiles(a)), in_sbuf(in_tiles(b))
     tiles, n = right.shape[1], b.shape[1]
     sums = nl.ndarray((a.shape[1], n), dtype=nl.float32, buffer=nl.psum)
     for i in range(tiles):
@@ -85,7 +78,7 @@ def matmul(a, b):
 @nki.jit
 def double_row(a, b):
     """Return the product of fp8 operands, two rows a pass."""
-    left, right = loaded(a), loaded(b)
+    left, right = in_sbuf(in_tiles(a)), in_sbuf(in_tiles(b))
     tiles, n = right.shape[1], b.shape[1]
     sums = nl.ndarray((a.shape[1], n), dtype=nl.float32, buffer=nl.psum)
     for i in range(0, tiles - 1, 2):
@@ -105,8 +98,7 @@ def double_row(a, b):
 @nki.jit
 def tensor_transpose(x):
     """Return x transposed on TensorE."""
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
+    held = in_sbuf(x)
     turned = nl.ndarray((x.shape[1], x.shape[0]), dtype=x.dtype, buffer=nl.psum)
     nisa.nc_transpose(dst=turned, data=held, engine=nisa.engine.tensor)
     return stored(turned, x.dtype)
@@ -116,8 +108,7 @@ def tensor_transpose(x):
 def tensor_transpose_fp8(x):
     """Return fp8 numbers transposed on TensorE, which writes 16 bits for each."""
     rows, columns = x.shape
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
+    held = in_sbuf(x)
     turned = nl.ndarray((columns, rows, 2), dtype=x.dtype, buffer=nl.psum)
     nisa.nc_transpose(dst=turned[0:columns, 0:rows, 0], data=held, engine=nisa.engine.tensor)
     return stored(turned[0:columns, 0:rows, 0], x.dtype)
@@ -127,12 +118,10 @@ def tensor_transpose_fp8(x):
 def dma_transpose(x):
     """Return x transposed by DMA; rows of the result are 32 bytes apart."""
     rows, columns = x.shape
-    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
     pitch = (rows + 15) // 16 * 16
     turned = nl.ndarray((columns, pitch), dtype=x.dtype, buffer=nl.sbuf)
     nisa.dma_transpose(dst=turned[0:columns, 0:rows], src=x, axes=(1, 0))
-    nisa.dma_copy(dst=out, src=turned[0:columns, 0:rows])
-    return out
+    return in_hbm(turned[0:columns, 0:rows])
 
 
 @nki.jit
@@ -142,34 +131,25 @@ def dma_transpose_tiles(x):
     out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
     turned = nl.ndarray((128, columns // 128, rows), dtype=x.dtype, buffer=nl.sbuf)
     nisa.dma_transpose(dst=turned, src=x.reshape_dim(1, (columns // 128, 128)), axes=(2, 1, 0))
-    nisa.dma_copy(dst=out.reshape_dim(0, (columns // 128, 128)).permute((1, 0, 2)), src=turned)
+    nisa.dma_copy(dst=in_tiles(out), src=turned)
     return out
 
 
 @nki.jit
 def epilogue(x, bias):
     """Return silu(x + bias) * x."""
-    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
-    nisa.dma_copy(dst=column, src=bias.reshape((1, 128)).permute((1, 0)))
+    held, column = in_sbuf(x), in_sbuf(bias.reshape((1, 128)).permute((1, 0)))
     gated = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=gated, op=nl.silu, data=held, bias=column)
     product = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=product, data1=gated, data2=held, op=nl.multiply)
-    nisa.dma_copy(dst=out, src=product)
-    return out
+    return in_hbm(product)
 
 
 @nki.jit
 def saturate_fp8(x, scale):
     """Return 4000 x * scale in the fp8 format of x, which frameworks name differently by target."""
-    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
-    nisa.dma_copy(dst=column, src=scale.reshape((1, 1)).broadcast(0, 128))
+    held, column = in_sbuf(x), in_sbuf(scale.reshape((1, 1)).broadcast(0, 128))
     scaled = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=scaled, op=nl.copy, data=held, scale=column)
     large = nl.ndarray(x.shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -178,30 +158,21 @@ def saturate_fp8(x, scale):
     nisa.tensor_scalar(
         dst=narrow, data=large, op0=nl.minimum, operand0=240.0, op1=nl.maximum, operand1=-240.0
     )
-    nisa.dma_copy(dst=out, src=narrow)
-    return out
+    return in_hbm(narrow)
 
 
 @nki.jit
 def two_results(x):
     """Return x and 2 x."""
-    first = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    second = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
+    held = in_sbuf(x)
     twice = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=twice, data=held, op0=nl.multiply, operand0=2.0)
-    nisa.dma_copy(dst=first, src=held)
-    nisa.dma_copy(dst=second, src=twice)
-    return first, second
+    return in_hbm(held), in_hbm(twice)
 
 
 def matmuls(a, b, passes):
     """Return passes times the product of a, turned, and b: TensorE is busy all the time."""
-    left = nl.ndarray(a.shape, dtype=a.dtype, buffer=nl.sbuf)
-    right = nl.ndarray(b.shape, dtype=b.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=left, src=a)
-    nisa.dma_copy(dst=right, src=b)
+    left, right = in_sbuf(a), in_sbuf(b)
     sums = nl.ndarray((a.shape[1], b.shape[1]), dtype=nl.float32, buffer=nl.psum)
     for i in range(passes):
         nisa.nc_matmul(dst=sums, stationary=left, moving=right, accumulate=i > 0)
@@ -222,15 +193,12 @@ def matmuls_many(a, b):
 
 def additions(x, passes):
     """Return (1 + passes) x: VectorE is busy all the time."""
-    out = nl.ndarray((x.shape[0], 8), dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    held = in_sbuf(x)
     total = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
     nisa.tensor_copy(dst=total, src=held, engine=nisa.engine.vector)
     for _ in range(passes):
         nisa.tensor_tensor(dst=total, data1=total, data2=held, op=nl.add, engine=nisa.engine.vector)
-    nisa.dma_copy(dst=out, src=total[0 : x.shape[0], 0:8])
-    return out
+    return in_hbm(total[0 : x.shape[0], 0:8])
 
 
 @nki.jit
@@ -247,13 +215,10 @@ def additions_many(x):
 
 def activations(x, passes):
     """Return x, copied on ScalarE, which is busy all the time."""
-    out = nl.ndarray((x.shape[0], 8), dtype=x.dtype, buffer=nl.shared_hbm)
-    held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
+    held = in_sbuf(x)
     for _ in range(passes):
         nisa.activation(dst=held, op=nl.copy, data=held)
-    nisa.dma_copy(dst=out, src=held[0 : x.shape[0], 0:8])
-    return out
+    return in_hbm(held[0 : x.shape[0], 0:8])
 
 
 @nki.jit
@@ -273,27 +238,22 @@ def long_loads(x):
     """Return the first 8 columns of every tile of x; whole tiles are loaded."""
     rows, columns = x.shape
     tiles = rows // 128
-    out = nl.ndarray((128, tiles, 8), dtype=x.dtype, buffer=nl.shared_hbm)
     kept = nl.ndarray((128, tiles, 8), dtype=x.dtype, buffer=nl.sbuf)
     for i in range(tiles):
-        held = nl.ndarray((128, columns), dtype=x.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=held, src=x[128 * i : 128 * (i + 1), 0:columns])
+        held = in_sbuf(x[128 * i : 128 * (i + 1), 0:columns])
         nisa.tensor_copy(dst=kept[0:128, i, 0:8], src=held[0:128, 0:8], engine=nisa.engine.vector)
-    nisa.dma_copy(dst=out, src=kept)
-    return out
+    return in_hbm(kept)
 
 
 @nki.jit
 def short_loads(x):
     """Return x; each row is loaded by a DMA of its own."""
     rows, columns = x.shape
-    out = nl.ndarray((64, rows // 64, columns), dtype=x.dtype, buffer=nl.shared_hbm)
     held = nl.ndarray((64, rows // 64, columns), dtype=x.dtype, buffer=nl.sbuf)
     for i in range(rows):
         place = i % 64
         nisa.dma_copy(dst=held[place : place + 1, i // 64, 0:columns], src=x[i : i + 1, 0:columns])
-    nisa.dma_copy(dst=out, src=held)
-    return out
+    return in_hbm(held)
 
 
 @nki.jit
@@ -301,7 +261,6 @@ def transposing_loads(x):
     """Return the first 8 rows of every tile of x, turned; whole tiles are."""
     rows, columns = x.shape
     tiles = rows // 2048
-    out = nl.ndarray((columns, tiles, 8), dtype=x.dtype, buffer=nl.shared_hbm)
     kept = nl.ndarray((columns, tiles, 8), dtype=x.dtype, buffer=nl.sbuf)
     for i in range(tiles):
         turned = nl.ndarray((columns, 2048), dtype=x.dtype, buffer=nl.sbuf)
@@ -309,5 +268,4 @@ def transposing_loads(x):
         nisa.tensor_copy(
             dst=kept[0:columns, i, 0:8], src=turned[0:columns, 0:8], engine=nisa.engine.vector
         )
-    nisa.dma_copy(dst=out, src=kept)
-    return out
+    return in_hbm(kept)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -100,6 +102,19 @@ def test_the_closest_executor_to_a_device_is_taken(monkeypatch):
     assert ladder.best_executor() == "simulator"
     with pytest.raises(UnknownNameError, match="executor"):
         ladder.climb("device")
+
+
+def test_a_rung_is_loaded_as_every_kernel_is(monkeypatch):
+    """Loading asks a kernel for its check, its source and its file; OwnNki loads nothing."""
+    install(monkeypatch)
+    for name in ("isa", "language"):
+        monkeypatch.setitem(sys.modules, f"nki.{name}", types.ModuleType(name))
+    loaded = []
+    monkeypatch.setattr(neuron, "_loaded", {})
+    monkeypatch.setattr(neuron, "simulate", lambda kernel, x: loaded.append(neuron.load(kernel)))
+    with pytest.raises(TypeError, match="NoneType"):  # no result was simulated
+        ladder._run(ladder.RUNGS[0], "nki_simulate", targets.get("trn2"), [], 1)
+    assert [kernel.fn.__name__ for kernel in loaded] == ["copy"]
 
 
 class OwnNki:
