@@ -24,8 +24,7 @@ from torch._dynamo.aot_compile_types import (
     SerializableCallable,
 )
 
-from nmm_compiler.backend.publish import publish
-from nmm_compiler.backend.report import CompileReport
+from nmm_compiler.backend.report import CompileReport, publish
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key

@@ -24,28 +24,46 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
-from nmm_compiler.backend import ahead_of_time, publish
-from nmm_compiler.backend.backward_kernels import backward_notes, backward_specs
+from nmm_compiler.backend import ahead_of_time
 from nmm_compiler.backend.inner import check_mode, compile_inner, inner_name
-from nmm_compiler.backend.publish import last_report as last_report
-from nmm_compiler.backend.publish import reports as reports
-from nmm_compiler.backend.report import CompileReport, KernelLine, Refusal
+from nmm_compiler.backend.report import (
+    CompileReport,
+    KernelLine,
+    Refusal,
+    forget_reports,
+    last_report,
+    publish,
+    reports,
+)
 from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.errors import TO_MEND, UnknownNameError
 from nmm_compiler.ops import registration, sharding
+from nmm_compiler.ops.backward_calls import backward_calls
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.launches import view_turned
-from nmm_compiler.ops.lower import fitting, graph_call, lower, op_name, too_large
+from nmm_compiler.ops.lower import (
+    GraphCall,
+    fitting,
+    graph_call,
+    lower,
+    op_name,
+    tokens,
+    too_large,
+)
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.read_operations import local_part
 from nmm_compiler.passes.result import could_bring, graph_parts, slower_than_dense
+from nmm_compiler.report.text import counted
 from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS, without_kernel
 from nmm_compiler.runtime.weights import PACKS
 
 _GRAPHS = itertools.count(1)
+_SHOWN = 4  # backward products that PyTorch computes
+__all__ = ["last_report", "nmm", "reports", "reset"]
 OLDEST, NEWEST = (2, 9), (2, 13)
 """The minor versions of torch that the tests pass with, both included."""
 
@@ -90,7 +108,7 @@ def nmm(
         compiled = ahead_of_time.AheadOfTime.of(compiled, work.compiled_graph, chosen, report)
     elif work.unverified is not None:
         compiled = _verified_at_first_call(work.unverified, compiled)
-    publish.publish(report, chosen, work.gm, rewritten)
+    publish(report, chosen, work.gm, rewritten)
     return compiled
 
 
@@ -112,7 +130,7 @@ def reset() -> None:
     KERNELS.clear()
     PACKS.clear()
     neuron.forget()
-    publish.forget()
+    forget_reports()
 
 
 nmm.reset = reset  # type: ignore[attr-defined]
@@ -303,7 +321,11 @@ def _build_all(work: Compilation, rewritten: fx.GraphModule) -> None:
 
 
 def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
-    """Build the kernels that the graph's calls will launch, one per distinct spec."""
+    """Build the kernels that the graph's calls will launch, one per distinct spec.
+
+    Those of the backward pass, too, so that no kernel is built in the middle of the first training
+    step: a graph reaches the backend before autograd, and `backward_calls` says what follows.
+    """
     if work.options.kernels == "lazy":
         work.notes.append("kernels are built when a call first needs them (kernels='lazy')")
         return
@@ -314,9 +336,10 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
         try:
             called = graph_call(node, meta_value)
             assert called is not None
-            counts.update(_specs(work, *called))
-            specs, products = backward_specs(*called[:3], work.options, _size_or_one)
-            backward.update(specs)
+            counts.update(_specs(work, called))
+            calls, products = _backward(called)
+            for call in calls:
+                backward.update(_launched(work, call, _is_static(called)))
             by_torch.update(products)
         except Exception as error:  # a call without a kernel runs in PyTorch
             if work.options.strict:
@@ -326,6 +349,7 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     target, device = work.options.target, _kernel_device(work)
     origins = KERNELS.origins(list(counts), target, work.options)
     fill_cache([spec for spec in counts if origins[spec] == "built"], target, options=work.options)
+    backward_us = 0.0
     for spec, calls in counts.items():
         kernel = KERNELS.get_or_warn(spec, target, work.options)
         if kernel is None:
@@ -336,7 +360,36 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
                 raise neuron.failed_first_run(kernel)
             work.notes.append(f"{kernel.name} failed its first run; PyTorch computes its calls")
         work.note_kernel(kernel, calls, origins[spec], backward[spec])
-    work.notes += backward_notes(backward, by_torch, target, work.options)
+        backward_us += backward[spec] * work.lines[-1].predicted_us
+    if by_torch:
+        many = ", ".join(f"{count} x {what}" for what, count in by_torch.most_common(_SHOWN))
+        more = f" and {len(by_torch) - _SHOWN} more" if len(by_torch) > _SHOWN else ""
+        work.notes.append(f"PyTorch, no kernel, computes backward products: {many}{more}")
+    if backward:
+        work.notes.append(
+            f"the backward pass has {counted(sum(backward.values()), 'launch', 'launches')} of "
+            f"{counted(len(backward), 'kernel')} for its products, {backward_us:,.1f} us predicted"
+        )
+
+
+def _backward(called: GraphCall) -> tuple[list[GraphCall], list[str]]:
+    """Return the calls in the backward pass of a call, and the products that PyTorch computes.
+
+    Both are empty where nothing is trained. A size that is symbolic is what it is in this call.
+    """
+    name, args, kwargs, _ = called
+    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return [], []
+    if registration.is_reference(str(kwargs["executor"]), tensors[0]):
+        return [], [f"all of {name}"]
+    calls, products = backward_calls(name, args, kwargs, lambda size: _size(size) or 1)
+    return [(op, given, more, int(tokens(given[0], more))) for op, given, more in calls], products
+
+
+def _is_static(called: GraphCall) -> bool:
+    tensors = (t for t in tree_leaves(called[1]) if isinstance(t, Tensor))
+    return all(type(n) is int for t in tensors for n in t.shape)
 
 
 def _kernel_device(work: Compilation) -> torch.device | None:
@@ -350,25 +403,26 @@ def _kernel_device(work: Compilation) -> torch.device | None:
     return next((x.device for x in tensors if x.device.type in registration.NEURON_DEVICES), None)
 
 
-def _specs(
-    work: Compilation, name: str, args: Sequence[Any], kwargs: dict[str, Any], m: Any
-) -> list[Any]:
+def _specs(work: Compilation, called: GraphCall) -> list[Any]:
     """Return the specs a call launches: for its token count, or the bucket of a symbolic one."""
-    options = work.options
-    target = options.target
-    static, count = isinstance(m, int), _size(m)
+    *call, m = called
+    count = _size(m)
     if count is None:
         work.notes.append("a token count depends on data: its kernels are built when a call runs")
         return []
-    if not static:
+    if not isinstance(m, int):
         work.notes.append("the token count is symbolic: kernels are built per bucket")
-    if count == 0:
-        return []
-    lowered = lower(name, args, kwargs, count, view_turned, lnc=options.lnc)
-    launches = lowered.launches
-    work.notes += filter(None, (too_large(launch.spec, target, options) for launch in launches))
-    each = fitting(launches, target, options)
-    return [KERNELS.sized(launch, target, options, static) for launch in each]
+    return _launched(work, (*call, count), isinstance(m, int)) if count else []
+
+
+def _launched(work: Compilation, call: GraphCall, static: bool) -> list[Any]:
+    """Return the specs that a call with a token count launches on the target."""
+    options = work.options
+    launches = lower(*call, view_turned, lnc=options.lnc).launches
+    large = (too_large(launch.spec, options.target, options) for launch in launches)
+    work.notes += filter(None, large)
+    each = fitting(launches, options.target, options)
+    return [KERNELS.sized(launch, options.target, options, static) for launch in each]
 
 
 def meta_value(node: fx.Node) -> Any:
@@ -384,10 +438,6 @@ def _size(size: Any) -> int | None:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None
-
-
-def _size_or_one(size: Any) -> int:
-    return size if isinstance(size, int) else _size(size) or 1
 
 
 def _compile_inner(

@@ -90,7 +90,7 @@ def _compiled(loaded: Any, inputs: dict[str, Any], options: dict[str, Any]) -> l
     """Compile and run a model; return what the page says of its graphs and kernels."""
     import torch
 
-    from nmm_compiler.backend.publish import compile_parts
+    from nmm_compiler.backend.report import compile_parts
 
     reports: list[CompileReport] = []
     torch._dynamo.reset()

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends import registry
 
 from nmm_compiler.backend.compile_graph import Compilation, calls_of, meta_value, rewrite
-from nmm_compiler.backend.publish import publish
+from nmm_compiler.backend.report import publish
 from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.codegen.emitted_file import with_static_argument
 from nmm_compiler.errors import NeuronSetupError, NmmError

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from nmm_compiler.backend.publish import compile_parts
+from nmm_compiler.backend.report import compile_parts
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US
 from nmm_compiler.prices.ways import alternatives, dense_rows
@@ -46,7 +46,7 @@ def test_a_call_has_one_price_and_the_simulator_agrees_with_the_verdict(
 ):
     built = {}
     monkeypatch.setattr(
-        "nmm_compiler.backend.publish.compile_parts",
+        "nmm_compiler.backend.report.compile_parts",
         lambda reports: (
             built.update({one.spec.short(): one.spec for made in reports for one in made.built})
             or compile_parts(reports)
