@@ -88,7 +88,7 @@ def plan(
     Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+64
     """
     from nmm_compiler.cli import models
-    from nmm_compiler.prediction.measured import read_measured
+    from nmm_compiler.prediction.plan import read_measured
 
     if forms and ratio:
         raise OptionTypeError("ratio", ratio, "it as a form, e.g. --forms bf16,lowrank:0.2")

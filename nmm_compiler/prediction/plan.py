@@ -1,23 +1,32 @@
 """`plan`: predictions of one model in many settings, and which form of its weights pays where.
 
 Every model is traced first with the closed form of its kernels; each distinct kernel is then
-simulated once, in several processes, before the settings are predicted by the simulated times.
+simulated once, in several processes, before the settings are predicted by the simulated times. Of a
+single setting a plan also says what would change it: the same model predicted again with one thing
+changed.
+
+A user's own figures go beside the predicted steps, so that it shows which step is slower than it
+should be. A file is one number, the milliseconds of a token, or the JSON summary of Neuron Explorer
+or neuron-profile (`--output-format summary-json`, or `json`). Of a summary these fields count, as
+its reference describes them: total_time and cc_op_active_time in seconds, hbm_read_bytes and
+hbm_write_bytes. The device's total leaves the host out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import ModelError, NmmError
+from nmm_compiler.errors import ModelError, NmmError, OptionTypeError
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.lowrank_models.select import Patterns
-from nmm_compiler.prediction.changes import Change, changes
 from nmm_compiler.prediction.forms import (
     DEFAULT,
     Form,
@@ -26,9 +35,7 @@ from nmm_compiler.prediction.forms import (
     quality_of,
     read_form,
 )
-from nmm_compiler.prediction.measured import Difference, Measured, differences, verdict
-from nmm_compiler.prediction.model import ModelPrediction
-from nmm_compiler.prediction.phase import Phase
+from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.stacks import STACKS
 from nmm_compiler.prices.kernel import noted_kernels
@@ -44,6 +51,203 @@ DENSE = read_form("bf16")
 _TEXT = ("target", "weights", "quality")  # columns that hold words
 SETTING = ("target", "tp", "batch", "prompt", "context")
 """Arguments of `predict` that a plan crosses, and fields of what it returns."""
+Again = Callable[..., ModelPrediction]
+"""Predicts the same setting with some arguments of `predict` changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """One change, the time of a step with it, and how many times more tokens a second it gives.
+
+    us: microseconds per token, or of the pass. gain: of the tokens a second of all sequences, so
+    that a larger batch counts for what it brings. told_apart: whether the gain is beyond the error
+    of the prices. fits: whether a core's memory holds the model then.
+    """
+
+    name: str
+    us: float
+    gain: float
+    told_apart: bool
+    fits: bool
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row of a table."""
+        note = "" if self.told_apart else "not told apart"
+        return (
+            self.name, f"{self.us / 1e3:.2f}", f"{self.gain:.2f}x",
+            note if self.fits else "DOES NOT FIT",
+        )  # fmt: skip
+
+
+def settings(base: ModelPrediction) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each change of one thing: its name, and what `predict` is given instead."""
+    for form in ("bf16", "fp8", "int8", "mxfp4+64"):
+        if form != base.form:
+            yield f"weights {form}", {"weights": base.dtype, **read_form(form).predicted()}
+    other = 1 if base.lnc > 1 else 2
+    yield f"{other} physical core{'s' * (other > 1)} a logical one", {"lnc": other}
+    for tp in (2 * base.tp, base.tp // 2):
+        yield f"tp {tp}", {"tp": tp}
+    yield f"batch {4 * base.batch}", {"batch": 4 * base.batch}
+    size = "prompt" if base.phase("decode") is None else "context"
+    half = max(1, getattr(base, size) // 2)
+    yield f"a bucket of {half:,} tokens", {size: half}
+    for name in STACKS:
+        if name != base.stack:
+            yield f"stack {name}", {"stack": name}
+
+
+def changes(
+    base: ModelPrediction, again: Again, low_rank: Mapping[float, ModelPrediction]
+) -> tuple[Change, ...]:
+    """Return what each change would bring, the largest gain first.
+
+    low_rank: predictions at other ratios, which are at hand. What cannot be predicted, as a format
+    that the target lacks, is left out.
+    """
+    others = [(f"low rank, ratio {ratio:g}", one) for ratio, one in low_rank.items()]
+    for name, changed in settings(base):
+        with contextlib.suppress(NmmError):
+            others.append((name, again(**changed)))
+    made = []
+    for name, other in others:
+        gain = base.step_us / other.step_us * other.batch / base.batch
+        if other.prompt != base.prompt:  # a pass over fewer tokens
+            gain *= other.prompt / base.prompt
+        made.append(_change(base, name, other.step_us, gain, other.memory.fits))
+    lines = base.phases[-1].lines
+    launches = [line for line in lines if line.module == "(program)" and line.source == "fitted"]
+    layers = max((line.calls for line in lines if "*" in line.module), default=0)
+    if launches and 0 < layers < launches[0].calls:  # the gaps between a layer's launches saved
+        us = base.step_us - (launches[0].calls - layers) * launches[0].each_us
+        gain = base.step_us / us
+        made.append(_change(base, "one launch a layer", us, gain, base.memory.fits))
+    return tuple(sorted(made, key=lambda change: -change.gain))
+
+
+def _change(base: ModelPrediction, name: str, us: float, gain: float, fits: bool) -> Change:
+    told = told_apart(gain, ERRORS[base.price])
+    return Change(name=name, us=us, gain=gain, told_apart=told, fits=fits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Record):
+    """What a file says of one pass, in microseconds; None where it does not.
+
+    us: of the pass. collectives_us: in which at least one collective was active. hbm_bytes: read
+    and written by one core. with_host: whether the pass has the host's part in it.
+    """
+
+    us: float
+    with_host: bool
+    collectives_us: float | None = None
+    hbm_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Record):
+    """A step as predicted and as measured; measured_us is None where a file does not say."""
+
+    step: str
+    predicted_us: float
+    measured_us: float | None
+    note: str = ""
+
+    @property
+    def lost_us(self) -> float:
+        """How much longer than predicted the step took."""
+        return (self.measured_us or 0.0) - self.predicted_us
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row of a table."""
+        measured = "-" if self.measured_us is None else f"{self.measured_us / 1e3:.3f}"
+        return (self.step, f"{self.predicted_us / 1e3:.3f}", measured, self.note)
+
+
+_NEEDED = "a number of milliseconds, or the summary JSON of Neuron Explorer with total_time"
+
+
+def read_measured(text: str, name: str) -> Measured:
+    """Return what a file says; raises OptionTypeError where it is neither form."""
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        raise OptionTypeError("measured", name, _NEEDED) from None
+    if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0:
+        return Measured(us=1e3 * found, with_host=True)
+    while isinstance(found, (dict, list)) and "total_time" not in found:
+        found = found.get("summary") if isinstance(found, dict) else (found or [None])[0]
+    if not isinstance(found, dict):
+        raise OptionTypeError("measured", name, _NEEDED)
+    numbers = {
+        key: value for key, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    }  # fmt: skip
+    if not numbers.get("total_time"):
+        raise OptionTypeError("measured", name, _NEEDED)
+    moved = [numbers[key] for key in ("hbm_read_bytes", "hbm_write_bytes") if key in numbers]
+    collectives = numbers.get("cc_op_active_time")
+    return Measured(
+        us=1e6 * numbers["total_time"],
+        with_host=False,
+        collectives_us=None if collectives is None else 1e6 * collectives,
+        hbm_bytes=int(sum(moved)) if moved else None,
+    )
+
+
+def differences(phase: Phase, measured: Measured, bytes_per_second: float) -> list[Difference]:
+    """Return the pass, its bytes, its collectives and the rest, predicted and measured.
+
+    bytes_per_second: of one logical core, by which measured bytes become time.
+    """
+    steps = {step.name: step.us for step in phase.steps}
+    host = 0.0 if measured.with_host else steps.get("host and stack", 0.0)
+    rows = {
+        "bytes at the full rate": (
+            None if measured.hbm_bytes is None else 1e6 * measured.hbm_bytes / bytes_per_second
+        ),
+        "collectives": measured.collectives_us,
+    }
+    made = [
+        Difference(
+            step="the pass" if measured.with_host else "the pass on the device",
+            predicted_us=phase.us - host, measured_us=measured.us,
+        )
+    ]  # fmt: skip
+    made += [
+        Difference(step=name, predicted_us=steps.get(name, 0.0), measured_us=us)
+        for name, us in rows.items()
+        if us is not None
+    ]
+    known = {one.step for one in made} | (set() if measured.with_host else {"host and stack"})
+    left = [name for name in steps if name not in known]
+    if len(made) > 1:
+        told = sum(one.measured_us or 0.0 for one in made[1:])
+        made.append(
+            Difference(
+                step="the rest", predicted_us=sum(steps[name] for name in left),
+                measured_us=max(0.0, measured.us - told), note=", ".join(left),
+            )
+        )  # fmt: skip
+    return made
+
+
+def verdict(made: Sequence[Difference], band: tuple[float, float]) -> str:
+    """Return what the differences say; band: how much less and more published runs took."""
+    whole, *steps = made
+    assert whole.measured_us is not None
+    ratio = whole.measured_us / whole.predicted_us
+    inside = 1.0 + band[0] <= ratio <= 1.0 + band[1]
+    said = (
+        f"measured is {ratio:.2f}x of predicted, "
+        f"{'within' if inside else 'beyond'} what published runs took"
+    )
+    worst = max(steps, key=lambda one: one.lost_us, default=None)
+    if worst is None:
+        return said + "; a profiler's summary would tell which step"
+    if worst.lost_us <= 0.0:
+        return said + "; no step is slower than predicted"
+    return said + f"; slowest against its prediction: {worst.step}, {worst.lost_us / 1e3:+.3f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)

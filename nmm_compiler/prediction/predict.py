@@ -41,8 +41,7 @@ from nmm_compiler.prediction.meta_models import (
     read_config,
     saved_ranks,
 )
-from nmm_compiler.prediction.model import Memory, ModelPrediction
-from nmm_compiler.prediction.phase import Line, Phase
+from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import BANDS, Machine, Price, fastest, stored_bytes
 from nmm_compiler.prediction.stacks import STACKS, stack_named
 from nmm_compiler.prediction.tensor_parallel import shard

@@ -106,7 +106,7 @@ class Machine:
 class Price:
     """Microseconds of one piece, computed once; their source; the specs that were priced.
 
-    bytes_us, floor_us: as in `phase.Line`.
+    bytes_us, floor_us: as in `model.Line`.
     """
 
     us: float

@@ -10,8 +10,7 @@ from nmm_compiler.cli import plan as plan_command
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.prediction import forms as forms_module
 from nmm_compiler.prediction.forms import read_form
-from nmm_compiler.prediction.model import Memory, ModelPrediction
-from nmm_compiler.prediction.phase import Line, Phase
+from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.plan import Plan, layer_gains, plan
 from nmm_compiler.prices import kernel as latency
 from nmm_compiler.prices import many

@@ -7,9 +7,8 @@ import transformers
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import NmmError
-from nmm_compiler.prediction.measured import differences, read_measured, verdict
-from nmm_compiler.prediction.phase import Line, Phase
-from nmm_compiler.prediction.plan import plan
+from nmm_compiler.prediction.model import Line, Phase
+from nmm_compiler.prediction.plan import differences, plan, read_measured, verdict
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.stacks import STACKS
 
