@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import Answer, write_html
+from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import NmmError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
+from nmm_compiler.report.page import write_page
 from nmm_compiler.report.parts import Line, Part, Section
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def explain(
     if result.opportunities and (Path(model) / "config.json").is_file():
         said.append(f"next: nmm plan {model} says what low rank would gain, for whole models")
     if html is not None:
-        write_html(f"{model} on {target}", page, html)
+        said.append(f"report: {write_page(f'{model} on {target}', page, html)}")
     return Answer(result.to_dict(), said)
 
 

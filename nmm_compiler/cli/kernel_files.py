@@ -5,6 +5,7 @@ A file is executed as Python, in a process of its own whose time and memory are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,11 +13,18 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.kernel_arguments import Arguments, arguments_of, save, variants
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.cli.show import Answer
 
-_MODULES = ("ml_dtypes", "nmm_compiler.simulator.run", "nmm_compiler.simulator.timing.profile")
+_MODULES = ("nmm_compiler.cli.kernel_runs",)
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--arg",
+        help="NAME=SHAPE:DTYPE, a random array; NAME=@FILE.npy; or NAME=VALUE, a constant",
+    ),
+]
 
 
 def simulate(
@@ -44,20 +52,20 @@ def simulate(
     """
 
     def work() -> dict[str, Any]:
-        from nmm_compiler.cli import reference_check as check
+        from nmm_compiler.cli import kernel_runs as runs
 
-        arguments = arguments_of(arg or [], 0, data=True)
-        wanted = None if reference is None else check.reference_of(reference, arguments)
-        result = _run(kernel, arguments, target, grid)
+        arguments = runs.arguments_of(arg or [], 0, data=True)
+        wanted = None if reference is None else runs.reference_of(reference, arguments)
+        result = runs.run(kernel, arguments, target, grid)
         agreements = []
         if wanted is not None:
             arrays = [v for v in arguments.values() if hasattr(v, "dtype")]
-            agreements = check.compare(result.outputs, wanted, arrays)
+            agreements = runs.compare(result.outputs, wanted, arrays)
         if save_to is not None:
-            save(save_to, result.outputs)
+            runs.save(save_to, result.outputs)
         return {
             "data": result.to_dict() | {"reference": agreements},
-            "shown": [result.overview(), *map(check.said, agreements)],
+            "shown": [result.overview(), *map(runs.said, agreements)],
             "passed": all(one["passed"] for one in agreements),
         }
 
@@ -95,19 +103,19 @@ def profile(
     ]
 
     def work() -> dict[str, Any]:
-        from nmm_compiler.cli.comparison import comparison_parts
+        from nmm_compiler.cli import kernel_runs
         from nmm_compiler.report.page import write_page
         from nmm_compiler.report.text import as_text
         from nmm_compiler.simulator.timing.profile import write_trace
 
         profiles: dict[str, Any] = {}
         for label, name, texts in runs:
-            shapes = arguments_of(texts, 0, data=False)
-            profiles[label] = _run(name, shapes, target, grid, mode="timing").profile
+            shapes = kernel_runs.arguments_of(texts, 0, data=False)
+            profiles[label] = kernel_runs.run(name, shapes, target, grid, mode="timing").profile
         first, *others = profiles.values()
         data: Any = {label: one.to_dict() | one.where() for label, one in profiles.items()}
         if others:
-            parts = page = comparison_parts(profiles)
+            parts = page = kernel_runs.comparison_parts(profiles)
         else:
             ranked = first.advice()
             parts, page = first.parts(ranked), first.page_parts(ranked)
@@ -124,12 +132,20 @@ def profile(
     return Answer(answer["data"], [answer["shown"], *written])
 
 
-def _run(kernel: str, arguments: dict[str, Any], target: str, grid: int, **more: Any) -> Any:
-    """Return the simulation of a kernel."""
-    from nmm_compiler.simulator.run import simulate as run
+def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
+    """Return (label, arguments) of each combination of the values that commas separate.
 
-    settings = {"target": target, "grid": grid, "max_instructions": values.MOST, **more}
-    return run(kernel, named=arguments, **settings)
+    `block=128,512` gives two runs, labelled `block=128` and `block=512`.
+    """
+    choices = []
+    for text in texts:
+        name, _, value = text.partition("=")
+        several = "," in value and not value.startswith("@")
+        choices.append([f"{name}={one}" for one in value.split(",")] if several else [text])
+    many = [i for i, choice in enumerate(choices) if len(choice) > 1]
+    return [
+        (" ".join(picked[i] for i in many), list(picked)) for picked in itertools.product(*choices)
+    ]
 
 
 def _limited(work: Callable[[], Any], what: str, seconds: float, gigabytes: float) -> Any:

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from nmm_compiler.cli import values
-from nmm_compiler.cli.show import show, write_html
+from nmm_compiler.cli import models, values
+from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
+from nmm_compiler.report.page import write_page
 
 
 def _stack(name: str) -> str:
@@ -80,14 +81,12 @@ def plan(
             help="how often each expert was chosen: a file of a JSON list of counts",
         ),
     ] = None,
-    as_json: values.AsJson = False,
     html: values.Html = None,
-) -> None:
+) -> Answer:
     """Predict a model's latency in each form of its weights, without weights or a device.
 
     Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+64
     """
-    from nmm_compiler.cli import models
     from nmm_compiler.prediction.plan import read_measured
 
     if forms and ratio:
@@ -121,6 +120,7 @@ def plan(
             routing=None if routing is None else read_routing(routing),
             progress=step,
         )
-    print(planned.to_json(indent=2)) if as_json else show(str(planned))
+    said = [str(planned)]
     if html is not None:
-        write_html(f"plan of {planned.name}", planned.parts(), html, said=not as_json)
+        said.append(f"report: {write_page(f'plan of {planned.name}', planned.parts(), html)}")
+    return Answer(planned.to_dict(), said)

@@ -1,16 +1,14 @@
-"""What commands answer, and how it is printed: wrapped text, JSON for scripts, HTML pages."""
+"""What commands answer, and how it is printed: wrapped text, or JSON for scripts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from nmm_compiler.report.page import write_page
 from nmm_compiler.report.parts import Part
 from nmm_compiler.report.text import as_text, fitted
 
@@ -29,7 +27,7 @@ class Answer:
     def say(self, as_json: bool) -> None:
         """Print the answer."""
         if as_json:
-            show_json(self.data)
+            print(json.dumps(self.data, indent=2))
             return
         for what in self.shown:
             show(what)
@@ -39,15 +37,3 @@ def show(what: str | Sequence[Part], *, stderr: bool = False) -> None:
     """Print text or parts, no wider than the terminal: no markup is read, no word is broken."""
     console = Console(markup=False, highlight=False, stderr=stderr)
     console.print(fitted(what) if isinstance(what, str) else as_text(what), soft_wrap=True)
-
-
-def show_json(data: Any) -> None:
-    """Print plain JSON data."""
-    print(json.dumps(data, indent=2))
-
-
-def write_html(title: str, parts: Sequence[Part], path: Path, *, said: bool = True) -> None:
-    """Write a page and say where it is. Raises OutputError."""
-    write_page(title, parts, path)
-    if said:
-        show(f"report: {path}")

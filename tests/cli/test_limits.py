@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nmm_compiler.cli.kernel_arguments import arguments_of
+from nmm_compiler.cli.kernel_runs import arguments_of
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import NmmError, ShapeError, WorkerError, simulator_fault
 from nmm_compiler.nki_api.lint import lint_source
