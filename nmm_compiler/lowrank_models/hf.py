@@ -34,7 +34,7 @@ from nmm_compiler.errors import FileError, MissingPackageError, OptionTypeError,
 from nmm_compiler.lowrank_models.experts import expert_ranks
 from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers
 from nmm_compiler.lowrank_models.modules import lowrank_layers
-from nmm_compiler.lowrank_models.replace import replace_directory
+from nmm_compiler.outputs import replace_directory
 
 _CODE = "modeling_nmm_lowrank"
 
@@ -142,7 +142,7 @@ def save(
 ) -> Path:
     """Save a compressed transformers model for `load`, and for transformers without this package.
 
-    As `model.save_pretrained`, but all or nothing (`replace.py`), and with the code that
+    As `model.save_pretrained`, but all or nothing (`outputs.py`), and with the code that
     `from_pretrained(directory, trust_remote_code=True)` runs. Further files in `directory` are
     kept.
 

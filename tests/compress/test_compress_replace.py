@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nmm_compiler.lowrank_models.replace import replace_directory
+from nmm_compiler.outputs import replace_directory
 
 OLD = {"config.json": "old", "model-1.safetensors": "old", "model-2.safetensors": "old"}
 NEW = {"config.json": "new", "model-1.safetensors": "new", "tokenizer.json": "new"}
