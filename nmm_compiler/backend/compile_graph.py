@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.backend import ahead_of_time
-from nmm_compiler.backend.inner import check_mode, compile_inner, inner_name
+from nmm_compiler.backend.inner import calls_of, check_mode, compile_inner, graphs_in, inner_name
 from nmm_compiler.backend.report import (
     CompileReport,
     KernelLine,
@@ -49,7 +49,6 @@ from nmm_compiler.ops.lower import (
     fitting,
     graph_call,
     lower,
-    op_name,
     tokens,
     too_large,
 )
@@ -245,7 +244,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     executor = executor_name(work.options)
     for node in calls_of(rewritten):
         node.kwargs = {**node.kwargs, "executor": executor}
-    for child in _graphs(rewritten):
+    for child in graphs_in(rewritten):
         child.recompile()
     if work.options.verify and all(map(is_real, work.example_inputs)):
         result.check(*work.example_inputs)
@@ -289,20 +288,6 @@ def _carry_over(old: fx.GraphModule, new: fx.GraphModule) -> None:
 def _match_line(match: Any) -> str:
     sizes = ", ".join(f"{k}={match.info[k]}" for k in ("m", "k", "r", "n") if k in match.info)
     return f"{str(match).partition(' at ')[0]} {sizes} at {match.module or match.name}"
-
-
-def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    return [child for child in gm.modules() if isinstance(child, fx.GraphModule)]
-
-
-def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return the op calls in the graph and in the graphs of its higher-order operators."""
-    return [
-        node
-        for child in _graphs(gm)
-        for node in child.graph.nodes
-        if node.op == "call_function" and op_name(node.target) is not None
-    ]
 
 
 def _build_all(work: Compilation, rewritten: fx.GraphModule) -> None:

@@ -14,12 +14,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo.backends.registry import lookup_backend
 
 from nmm_compiler.errors import OptionTypeError, UnknownNameError
 from nmm_compiler.ops import registration
+from nmm_compiler.ops.lower import op_name
 from nmm_compiler.ops.references import as_matrix, layouts_of
 
 # Raise the number when a decomposition changes: inductor's caches do not look inside of it.
@@ -85,7 +85,7 @@ def _warn_of_eager() -> None:
 
 
 def compile_inner(
-    name: str, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None
+    name: str, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None
 ) -> Callable[..., Any]:
     """Compile `gm` with the backend `name`.
 
@@ -98,20 +98,25 @@ def compile_inner(
 
     _decompose_in_inductor()
     patches = None if mode is None else torch._inductor.list_mode_options(mode)
-    tag = f"{torch.compiler.config.cache_key_tag}{_CACHE_TAG}" if _calls_ops(gm) else None
+    tag = f"{torch.compiler.config.cache_key_tag}{_CACHE_TAG}" if calls_of(gm) else None
     config: Any = torch.compiler.config
     with config.patch(cache_key_tag=tag) if tag else contextlib.nullcontext():
         return backend(gm, example_inputs, config_patches=patches)  # type: ignore[call-arg, arg-type]
 
 
-def _calls_ops(gm: torch.fx.GraphModule) -> bool:
-    """Return whether the graph, or one nested in it, calls an op of this package."""
-    return any(
-        node.op == "call_function" and str(node.target).startswith("nmm.")
-        for child in gm.modules()
-        if isinstance(child, torch.fx.GraphModule)
+def graphs_in(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph and the graphs of its higher-order operators."""
+    return [child for child in gm.modules() if isinstance(child, fx.GraphModule)]
+
+
+def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the op calls in the graph and in the graphs of its higher-order operators."""
+    return [
+        node
+        for child in graphs_in(gm)
         for node in child.graph.nodes
-    )
+        if node.op == "call_function" and op_name(node.target) is not None
+    ]
 
 
 def _as_col(y: Tensor) -> Tensor:

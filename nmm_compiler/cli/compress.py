@@ -81,12 +81,10 @@ def compress(
         "target": target, "factors": factors, "base": base,
     }  # fmt: skip
     CompressionConfig.make(None, {**settings, "calibration": text})
-    if factors and recover_steps:
-        raise OptionTypeError(
-            "factors", factors, "it without --recover: rounded factors are not trained"
-        )
-    if base and recover_steps:
-        raise OptionTypeError("base", base, "it without --recover: a base is not trained")
+    for name, rounded in (("factors", factors), ("base", base)):
+        if rounded and recover_steps:
+            wanted = "it without --recover: what is rounded is not trained"
+            raise OptionTypeError(name, rounded, wanted)
     if recover_steps and text is None:
         raise ModelError("--recover needs text to train on; pass --text FILE")
     with steps(f"loading {model}"):

@@ -6,7 +6,6 @@ A file is executed as Python, in a process of its own whose time and memory are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +14,6 @@ import typer
 from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.cli.show import Answer
-
-_MODULES = ("nmm_compiler.cli.kernel_runs",)
 
 Arguments = Annotated[
     list[str] | None,
@@ -50,10 +47,9 @@ def simulate(
     Example: nmm simulate add.py:add_kernel --arg a=128x512:bf16 --arg b=@b.npy
     --reference add.py:add_in_numpy --save out.npz
     """
+    from nmm_compiler.cli import kernel_runs as runs
 
     def work() -> dict[str, Any]:
-        from nmm_compiler.cli import kernel_runs as runs
-
         arguments = runs.arguments_of(arg or [], 0, data=True)
         wanted = None if reference is None else runs.reference_of(reference, arguments)
         result = runs.run(kernel, arguments, target, grid)
@@ -69,7 +65,7 @@ def simulate(
             "passed": all(one["passed"] for one in agreements),
         }
 
-    answer = _limited(work, kernel, time_limit, memory_limit)
+    answer = run_limited(work, what=kernel, seconds=time_limit, gigabytes=memory_limit)
     saved = [] if save_to is None else [f"outputs: {save_to}"]
     return Answer(answer["data"], [*answer["shown"], *saved], answer["passed"])
 
@@ -96,6 +92,11 @@ def profile(
     Example: nmm profile add.py:add_kernel --arg a=128x4096:bf16 --arg b=128x4096:bf16
     --arg block=128,512,2048
     """
+    from nmm_compiler.cli import kernel_runs
+    from nmm_compiler.report.page import write_page
+    from nmm_compiler.report.text import as_text
+    from nmm_compiler.simulator.timing.profile import write_trace
+
     runs = [
         (" ".join(filter(None, (name if len(kernels) > 1 else "", label))), name, texts)
         for name in kernels
@@ -103,11 +104,6 @@ def profile(
     ]
 
     def work() -> dict[str, Any]:
-        from nmm_compiler.cli import kernel_runs
-        from nmm_compiler.report.page import write_page
-        from nmm_compiler.report.text import as_text
-        from nmm_compiler.simulator.timing.profile import write_trace
-
         profiles: dict[str, Any] = {}
         for label, name, texts in runs:
             shapes = kernel_runs.arguments_of(texts, 0, data=False)
@@ -126,7 +122,7 @@ def profile(
             write_trace(profiles, trace)
         return {"data": data, "shown": as_text(parts)}
 
-    answer = _limited(work, kernels[0], time_limit, memory_limit)
+    answer = run_limited(work, what=kernels[0], seconds=time_limit, gigabytes=memory_limit)
     written = [] if html is None else [f"\nreport: {html}"]
     written += [] if trace is None else [f"trace: {trace} (open it at ui.perfetto.dev)"]
     return Answer(answer["data"], [answer["shown"], *written])
@@ -146,7 +142,3 @@ def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
     return [
         (" ".join(picked[i] for i in many), list(picked)) for picked in itertools.product(*choices)
     ]
-
-
-def _limited(work: Callable[[], Any], what: str, seconds: float, gigabytes: float) -> Any:
-    return run_limited(work, what=what, seconds=seconds, gigabytes=gigabytes, modules=_MODULES)

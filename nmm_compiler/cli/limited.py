@@ -9,7 +9,6 @@ the user may do.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 from nmm_compiler.errors import InternalFaultError, NmmError, WorkerError
 
 _GIB = 1 << 30
-_START_SECONDS, _LONGEST_SECONDS = 60.0, 1e6
+_LONGEST_SECONDS = 1e6
 _LARGEST_ANSWER_BYTES = 64 << 20
 _OUT_OF_MEMORY = -1  # in the place of an exit code
 
@@ -36,12 +35,11 @@ def run_limited(
     what: str,
     seconds: float,
     gigabytes: float,
-    modules: Sequence[str] = (),
 ) -> Any:
     """Return what `work` returns (a value that JSON holds), computed in a child process.
 
-    what: the file, for messages. modules: imported before the memory limit is set, which counts
-    the address space that is added from then on (Linux; macOS does not enforce it).
+    what: the file, for messages. gigabytes: of address space that the child adds to what is mapped
+    here (Linux; macOS does not enforce it). Import what the work needs before: that counts neither.
     Raises NmmError with the message and exit code of an error of the catalogue; WorkerError
     when the child ran too long, asked for too much memory, or ended in any other way.
     """
@@ -52,16 +50,14 @@ def run_limited(
     sys.stdout.flush()
     sys.stderr.flush()
     here, there = multiprocessing.Pipe(duplex=False)
-    given = (work, there, what, gigabytes, modules)
+    given = (work, there, what, gigabytes)
     child = multiprocessing.get_context("fork").Process(target=_answer, args=given)
     child.start()
     there.close()
     answer, in_time = b"", False
     try:
-        # An empty message says that the modules are imported; the time counts from there.
-        for limit in (_START_SECONDS, min(seconds, _LONGEST_SECONDS)):
-            in_time = here.poll(limit)
-            answer = here.recv_bytes(_LARGEST_ANSWER_BYTES) if in_time else b""
+        in_time = here.poll(min(seconds, _LONGEST_SECONDS))
+        answer = here.recv_bytes(_LARGEST_ANSWER_BYTES) if in_time else b""
     except (EOFError, OSError):
         in_time = True
     finally:
@@ -115,18 +111,13 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _answer(
-    work: Callable[[], Any], there: Connection, what: str, gigabytes: float, modules: Sequence[str]
-) -> None:
+def _answer(work: Callable[[], Any], there: Connection, what: str, gigabytes: float) -> None:
     """Run in the child: do the work, send (value, 0) or (message, exit code)."""
     os.setsid()
     _limit(resource.RLIMIT_CORE, 0)
     value, code = "", _OUT_OF_MEMORY
     try:
-        for module in modules:
-            importlib.import_module(module)
         _limit(resource.RLIMIT_AS, _address_space() + int(min(gigabytes, 1 << 20) * _GIB))
-        there.send_bytes(b"")
         value, code = json.dumps(work()), 0
     except NmmError as error:
         if not isinstance(error.__cause__, MemoryError):
