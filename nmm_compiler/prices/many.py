@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Iterable
 
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build_many import request_of, request_text
+from nmm_compiler.codegen.build_many import each, request_of, request_text
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.codegen.workers import cores, on_processes, run
+from nmm_compiler.codegen.workers import cores
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.options import Options
@@ -37,22 +37,21 @@ def price_many(
     """
     missing = _missing(requests)
     count = min(jobs or cores(), len(missing))
-
-    def step(said: str, done: int) -> None:
+    if count >= 2 and len(missing) >= _WORTH_WORKERS and Store.for_kernels().mode == "rw":
+        each(
+            price_one, missing, _text, lambda one, _: f"simulated {one[0].short()} on {one[1]}",
+            whole=len(missing), executor=None, jobs=count, progress=progress,
+        )  # fmt: skip
+        return len(missing)
+    for done, (spec, target) in enumerate(missing):
         if progress is not None:
-            progress(said, done, len(missing))
-
-    if count < 2 or len(missing) < _WORTH_WORKERS or Store.for_kernels().mode != "rw":
-        for done, (spec, target) in enumerate(missing):
-            step(f"simulating {spec.short()} on {target}", done)
-            price_one(request_text(spec, target, Options()))
-    else:
-        step(f"simulating in {count} processes", 0)
-        texts = [request_text(spec, target, Options()) for spec, target in missing]
-        with on_processes(count) as workers:
-            for done, (i, _) in enumerate(run(workers, price_one, texts), 1):
-                step(f"simulated {missing[i][0].short()} on {missing[i][1]}", done)
+            progress(f"simulating {spec.short()} on {target}", done, len(missing))
+        price_one(_text(spec, target))
     return len(missing)
+
+
+def _text(spec: KernelSpec, target: str) -> str:
+    return request_text(spec, target, Options())
 
 
 def price_one(text: str) -> str:
