@@ -19,12 +19,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import math
 import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 from torch._dynamo.backends import registry
@@ -137,25 +136,20 @@ def _replace(
 ) -> None:
     """Put calls of kernels in the place of a call of an op."""
     nodes = {id(meta_value(operand)): operand for operand in node.all_input_nodes}
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
     results: list[fx.Node] = []
     with gm.graph.inserting_before(node):
         for launch in launches:
-            x, *weights = launch.operands
-            operands = [_rows(gm, source, x)]
-            for tensor, w in zip(launch.spec.inputs()[1:], weights, strict=True):
-                if tensor.name == "residual":  # the op's last operand, with its token dimensions
-                    operands.append(_rows(gm, node.args[-1], w))  # type: ignore[arg-type]
-                else:
-                    operands.append(_contiguous(gm, nodes[id(w)], w))
-            results += _kernel_call(work, gm, launch.spec, operands, x)
+            names = [tensor.name for tensor in launch.spec.inputs()]
+            operands = []
+            for i, (name, tensor) in enumerate(zip(names, launch.operands, strict=True)):
+                # x and the residual, the op's last operand, have its token dimensions in the graph
+                source = node.args[-1] if name == "residual" else nodes.get(id(tensor))
+                operands.append(_matrix(gm, node.args[0] if i == 0 else source, tensor.shape))
+            results += _kernel_call(work, gm, launch.spec, operands, launch.operands[0])
         given = meta_value(node)
         many = isinstance(given, (list, tuple))
-        shaped = [
-            _shaped(gm, y, value)
-            for y, value in zip(results, given if many else [given], strict=True)
-        ]
+        values = given if many else [given]
+        shaped = [_matrix(gm, y, value.shape) for y, value in zip(results, values, strict=True)]
     if not many:
         node.replace_all_uses_with(shaped[0])
     else:
@@ -184,11 +178,11 @@ def _kernel_call(
             "report the versions of vllm-neuron and libtorch-neuronx-lite"
         )
     outputs = [like.new_empty(result.shape) for result in spec.outputs()]
-    if len(outputs) == 1:
-        made.node.meta["example_value"] = outputs[0]
-        return [made.node]
-    made.node.meta["example_value"] = tuple(outputs)
-    parts = [gm.graph.call_function(operator.getitem, (made.node, i)) for i in range(len(outputs))]
+    parts = [made.node]
+    if len(outputs) > 1:
+        made.node.meta["example_value"] = tuple(outputs)
+        count = range(len(outputs))
+        parts = [gm.graph.call_function(operator.getitem, (made.node, i)) for i in count]
     for part, value in zip(parts, outputs, strict=True):
         part.meta["example_value"] = value
     return parts
@@ -215,27 +209,13 @@ def _wrap_nki() -> Callable[[Any], Any]:
     )
 
 
-def _added(gm: fx.GraphModule, method: str, node: fx.Node, value: Tensor, *args: Any) -> fx.Node:
-    made: fx.Node = gm.graph.call_method(method, (node, *args))
-    made.meta["example_value"] = getattr(value, method)(*args)
-    return made
-
-
-def _contiguous(gm: fx.GraphModule, node: fx.Node, value: Tensor) -> fx.Node:
-    return node if value.is_contiguous() else _added(gm, "contiguous", node, value)
-
-
-def _rows(gm: fx.GraphModule, node: fx.Node, rows: Tensor) -> fx.Node:
-    """Return x as the matrix that a kernel takes."""
+def _matrix(gm: fx.GraphModule, node: Any, shape: Sequence[int]) -> fx.Node:
+    """Return a node's tensor in a shape and contiguous, as kernels take it; the node if it is."""
     value = meta_value(node)
-    if value.shape != rows.shape:
-        node = _added(gm, "reshape", node, value, *rows.shape)
-        value = node.meta["example_value"]
-    return _contiguous(gm, node, value)
-
-
-def _shaped(gm: fx.GraphModule, y: fx.Node, like: Tensor) -> fx.Node:
-    """Return a result with the token dimensions that the op gave it."""
-    value = y.meta["example_value"]
-    assert math.prod(value.shape) == math.prod(like.shape)
-    return y if value.shape == like.shape else _added(gm, "reshape", y, value, *like.shape)
+    reshaped = [("reshape", tuple(shape))] if tuple(value.shape) != tuple(shape) else []
+    for method, args in (*reshaped, ("contiguous", ())):
+        if method == "reshape" or not value.is_contiguous():
+            value = getattr(value, method)(*args)
+            node = gm.graph.call_method(method, (node, *args))
+            node.meta["example_value"] = value
+    return cast(fx.Node, node)
