@@ -179,7 +179,7 @@ class CompileReport(Shown, Record):
 
     def page_parts(self) -> list[Part]:
         """Return `parts`, the graph before and after, and of each kernel where its time goes."""
-        return [*self.parts(), *self.pictures, *kernel_parts(self.built)]
+        return compile_parts([self])
 
     def __repr__(self) -> str:
         return f"<CompileReport: {self.summary()}>"

@@ -96,8 +96,7 @@ def collect(
                 generator = torch.Generator().manual_seed(0)
                 for i, batch in enumerate(batches):
                     step("calibrating", i, len(batches))
-                    listener.begin(i, batch)
-                    listener.run(model, batch, generator)
+                    listener.run(model, i, batch, generator)
                     check_fits(sites, listener.bytes(), free)
             break
         except _NotSharedError:
@@ -148,22 +147,25 @@ class Collector:
             handle.remove()
         self._last = None
 
-    def begin(self, index: int, batch: Any) -> None:
-        """Start a batch: which one, and its padding."""
+    def run(self, model: nn.Module, index: int, batch: Any, generator: torch.Generator) -> None:
+        """Run one batch forward, and backward when gradients are wanted.
+
+        Raises ModelError for a model that cannot be differentiated.
+        """
         self._index, self._last = index, None
         self._mask = padding_mask(batch)
-
-    def run(self, model: nn.Module, batch: Any, generator: torch.Generator) -> None:
-        """Run one batch forward, and backward when gradients are wanted."""
-        if not self.want_gradients:
-            with torch.no_grad():
-                call(model, batch)
-            return
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.want_gradients):
             result = call(model, batch)
-            loss = sensitivity_loss(result, batch, generator)
-            if loss.requires_grad:
-                backward(model, loss)
+            loss = sensitivity_loss(result, batch, generator) if self.want_gradients else None
+            if loss is None or not loss.requires_grad:
+                return
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                raise ModelError(
+                    f"{type(model).__name__} cannot be differentiated ({error}); pass "
+                    'method="whitened", which needs no gradients'
+                ) from error
 
     def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
         def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:
@@ -235,17 +237,6 @@ class Collector:
         """Return the bytes of all moments."""
         kept = {id(m): m for kind in (self.inputs, self.gradients) for m in kind.values()}
         return sum(moment.bytes() for moment in kept.values())
-
-
-def backward(model: nn.Module, result: torch.Tensor) -> None:
-    """Backpropagate; raise ModelError for a model that cannot be differentiated."""
-    try:
-        result.backward()
-    except RuntimeError as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be differentiated ({error}); pass "
-            'method="whitened", which needs no gradients'
-        ) from error
 
 
 def padding_mask(batch: Any) -> torch.Tensor | None:

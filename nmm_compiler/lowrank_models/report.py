@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,10 +172,6 @@ class CompressionReport(Shown, Record):
     def slower(self) -> tuple[LayerReport, ...]:
         """The layers whose calls low rank makes slower (allow_slower=True)."""
         return tuple(layer for layer in self.layers if layer.slower)
-
-    def with_headline(self, whole: Callable[[str], tuple[str, str]]) -> CompressionReport:
-        """Return the report with a function that predicts the whole model."""
-        return dataclasses.replace(self, whole=whole)
 
     def headline(self, quality: str = "") -> str:
         """Return what low rank gains: in the whole model where it is known, else in its layers.

@@ -120,9 +120,8 @@ def _check_heads(model: nn.Module, devices: int) -> None:
 
 
 def _check(name: str, module: Any, role: str, split: str, devices: int) -> None:
-    sizes = {"in_features": module.in_features} if role == "rowwise" else {}
-    if role != "rowwise":
-        sizes = {"out_features": module.out_features}
+    cut = "in_features" if role == "rowwise" else "out_features"
+    sizes = {cut: getattr(module, cut)}
     if isinstance(module, LowRankLinear) and split == "rank":
         sizes["rank"] = module.rank
     for what, size in sizes.items():

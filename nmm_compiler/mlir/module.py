@@ -381,27 +381,21 @@ class MLIRModule:
 def _write_all(wanted: dict[Path, str], module: Path) -> tuple[Path, ...]:
     """Write every text beside its place, then move all of them; on failure delete the new files."""
     staged: dict[Path, Path] = {}
-    made: list[Path] = []
-    current = module
+    path = module
     try:
         if module.exists() and not module.is_file():
             raise OSError(0, "a manifest is written beside it, so it must be a file")
         for path, text in wanted.items():
-            current = path
-            if not path.parent.exists() and path.parent != module.parent:
-                path.parent.mkdir()
-                made.append(path.parent)
+            if path.parent != module.parent:
+                path.parent.mkdir(exist_ok=True)
             staged[path] = outputs.stage(path, outputs.utf8(text))
-        for path in wanted:
-            current = path
-            os.replace(staged[path], path)
-            del staged[path]
+        for path, temporary in staged.items():
+            os.replace(temporary, path)
     except OSError as error:
-        for temporary in staged.values():
-            with contextlib.suppress(OSError):  # only the first error is reported
-                temporary.unlink()
-        for directory in made:
-            with contextlib.suppress(OSError):  # not empty if files were moved into it before
-                directory.rmdir()
-        raise outputs.cannot_write(current, error) from error
+        with contextlib.suppress(OSError):  # only the first error is reported
+            for temporary in staged.values():
+                temporary.unlink(missing_ok=True)
+            for folder in {one.parent for one in wanted} - {module.parent}:
+                folder.rmdir()  # it stays where it has other files
+        raise outputs.cannot_write(path, error) from error
     return tuple(wanted)

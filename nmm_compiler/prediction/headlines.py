@@ -7,6 +7,7 @@ exception of this package while it predicts is told as a fault, not as "not pred
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import traceback
 import warnings
@@ -44,7 +45,7 @@ def compress(
     before = _copied(model)
     report = apply.compress(model, ratio, **keywords)
     said = functools.partial(_model_headline, before, _copied(model), report)
-    return report.with_headline(functools.cache(said))
+    return dataclasses.replace(report, whole=functools.cache(said))
 
 
 def _copied(model: nn.Module) -> nn.Module | ModelError:
