@@ -19,7 +19,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from nmm_compiler.cli import (
-    build,
     cache,
     compress,
     demo,
@@ -29,7 +28,6 @@ from nmm_compiler.cli import (
     export,
     kernel,
     kernel_files,
-    lint,
     plan,
     values,
 )
@@ -111,8 +109,8 @@ app = _group(
     name="nmm",
 )
 for one in (
-    demo.demo, kernel.kernel, explain.explain, plan.plan, build.build, kernel_files.simulate,
-    kernel_files.profile, lint.lint, compress.compress,
+    demo.demo, kernel.kernel, explain.explain, plan.plan, cache.build, kernel_files.simulate,
+    kernel_files.profile, kernel_files.lint, compress.compress,
 ):  # fmt: skip
     _add(app, one)
 _add(app, evaluate.evaluate, "eval")

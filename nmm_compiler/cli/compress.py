@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
 
@@ -65,7 +64,7 @@ def compress(
         typer.Option("--recover", min=0, help="steps of fine-tuning against the original"),
     ] = 0,
     target: values.Target = "trn2",
-) -> Answer:
+) -> values.Answer:
     """Factorize a model's linear layers and save it for from_pretrained.
 
     OUT_DIR/compression.json has all figures. `nmm explain OUT_DIR --html FILE` makes a page of it.
@@ -103,7 +102,7 @@ def compress(
         figures["recovery"] = recovery.to_dict()
     files = {"compression.json": json.dumps(figures, indent=2)}
     hf.save(loaded, out_dir, tokenizer=tokenizer, files=files)
-    return Answer(figures, ["\n".join((*said, f"saved     {out_dir}"))])
+    return values.Answer(figures, ["\n".join((*said, f"saved     {out_dir}"))])
 
 
 def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch.Tensor]]:

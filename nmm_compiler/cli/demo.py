@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import Answer, show
 from nmm_compiler.errors import CacheWarning, ModelError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.options import let_threads_sleep
@@ -36,7 +35,7 @@ def demo(
         str | None, typer.Option(metavar="FORM", help="of the weights; default: the best one")
     ] = None,
     target: values.Target = "trn2",
-) -> Answer:
+) -> values.Answer:
     """Compress a real model, prove its kernels, and show what is gained and what is lost.
 
     It takes about a minute on two free cores, and some minutes more where a branch is fitted.
@@ -49,7 +48,7 @@ def demo(
     forms = tuple(dict.fromkeys((*DEFAULT, form or DEFAULT[0])))
     for name in forms:
         read_form(name)
-    show(
+    values.show(
         f"{models.LANGUAGE_MODEL} on {target}: about a minute on two free cores, and some minutes "
         "more if the best form has a branch, which is fitted to data",
         stderr=True,
@@ -66,7 +65,7 @@ def demo(
     passed = bool(figures["passed"])  # no kernel, or one that is wrong, fails it
     said = "every kernel passed its check" if passed else "a check FAILED"
     parts = [*figures.pop("parts"), Line(f"took {time.monotonic() - started:.0f} s; {said}")]
-    return Answer(figures, [parts], passed=passed)
+    return values.Answer(figures, [parts], passed=passed)
 
 
 def _run(

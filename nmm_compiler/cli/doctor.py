@@ -13,7 +13,6 @@ import typer
 
 from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
-from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import CacheError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid, Line
@@ -47,7 +46,7 @@ def doctor(
             "--out", "-o", help_="of --device: the verdicts; of --fit: the target, a .json"
         ),
     ] = None,
-) -> Answer:
+) -> values.Answer:
     """Print versions, targets, the cache directory and the Neuron packages found.
 
     With --device on a Neuron device the verdicts are kept beside the kernel cache, and kernels do
@@ -86,7 +85,7 @@ def doctor(
     ]  # fmt: skip
     table = Grid.of(("what", "found"), rows)
     said = Line(f"nmm_compiler {VERSION}")
-    return Answer({"nmm_compiler": VERSION, **dict(rows)}, [[said, table]])
+    return values.Answer({"nmm_compiler": VERSION, **dict(rows)}, [[said, table]])
 
 
 def _without() -> str:
@@ -101,7 +100,7 @@ def _without() -> str:
     return f"{options.verdict_file() or 'off'}: {', '.join(found) or 'nothing differs'}"
 
 
-def _fit(verdicts: Path, out: Path | None) -> Answer:
+def _fit(verdicts: Path, out: Path | None) -> values.Answer:
     """Fit a target's constants to the times of a device; write and print them."""
     from nmm_compiler.device.calibrated_target import calibrate
     from nmm_compiler.targets.this_machine import FILE
@@ -112,10 +111,10 @@ def _fit(verdicts: Path, out: Path | None) -> Answer:
     if out is not None:
         outputs.write_text(out, json.dumps(found.file(), indent=1) + "\n")
     use = [Line(f"use it with --target {out}")] if out is not None else []
-    return Answer(found.to_dict(), [[*found.parts(), *use]])
+    return values.Answer(found.to_dict(), [[*found.parts(), *use]])
 
 
-def _climb(out: Path | None) -> Answer:
+def _climb(out: Path | None) -> values.Answer:
     """Run the device checks with progress; one that does not pass is no success."""
     from nmm_compiler.device.ladder import RUNGS, climb
     from nmm_compiler.targets.this_machine import DEVICE
@@ -129,7 +128,7 @@ def _climb(out: Path | None) -> Answer:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         outputs.write_text(place, ladder.to_json() + "\n")
     kept = [Line(f"verdicts written to {place}")] if place is not None else []
-    return Answer(ladder.to_dict(), [[*ladder.parts(), *kept]], passed=ladder.passed)
+    return values.Answer(ladder.to_dict(), [[*ladder.parts(), *kept]], passed=ladder.passed)
 
 
 def _version(package: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import NmmError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.outputs import write_text
@@ -41,7 +40,7 @@ def explain(
         Path | None,
         values.output_option(help_="write a script that rewrites the first match and checks it"),
     ] = None,
-) -> Answer:
+) -> values.Answer:
     """Dry run of the passes over every graph of a model; nothing is compiled.
 
     With --html the model is compiled too, for a page: graphs, kernels, timelines, sources,
@@ -84,7 +83,7 @@ def explain(
         said.append(f"next: nmm plan {model} says what low rank would gain, for whole models")
     if html is not None:
         said.append(f"report: {write_page(f'{model} on {target}', page, html)}")
-    return Answer(result.to_dict(), said)
+    return values.Answer(result.to_dict(), said)
 
 
 def _compiled(loaded: Any, inputs: dict[str, Any], options: dict[str, Any]) -> list[Part]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid
@@ -37,7 +36,7 @@ def export(
     ] = "args",
     tokens: values.Tokens = 64,
     target: values.Target = "trn2",
-) -> Answer:
+) -> values.Answer:
     """Rewrite a model and write it as MLIR, with a manifest and the NKI source of each kernel.
 
     Example: nmm export all-MiniLM-L6-v2 --dialect stablehlo -o encoder.mlir
@@ -69,4 +68,4 @@ def export(
     table = Grid.of(("kernel", "calls", "sources", "family"), rows, right=("calls", "sources"))
     nothing = f"nothing was fused; `nmm explain {model}` says why"
     files = [f"wrote {path}" for path in written]
-    return Answer(module.manifest(), [[table] if rows else nothing, *files])
+    return values.Answer(module.manifest(), [[table] if rows else nothing, *files])

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.report.parts import Code, Line, Section
 
@@ -47,7 +46,7 @@ def kernel(
     schedules: Annotated[
         bool, typer.Option("--schedules", help="print the chosen schedule and runners-up")
     ] = False,
-) -> Answer:
+) -> values.Answer:
     """Write the NKI kernel of one shape; print where it is, its schedule and predicted profile.
 
     Every field of the family's spec is an option: sizes (--m tokens, --k inputs, --r rank, --n
@@ -81,7 +80,7 @@ def kernel(
         ("predicted", profile.summary()), *(("note", note) for note in spec.notes()),
         ("check", proof),
     ]  # fmt: skip
-    return Answer(
+    return values.Answer(
         {
             "name": built.name, "dialect": built.dialect, "spec": built.spec.to_dict(),
             "schedule": built.schedule.to_dict(), "profile": profile.to_dict(), "path": path,

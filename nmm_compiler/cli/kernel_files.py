@@ -1,10 +1,12 @@
-"""`nmm simulate` and `nmm profile`: any NKI kernel file on a CPU, its results or its time.
+"""NKI kernel files: `nmm simulate` for results, `nmm profile` for time, `nmm lint` for errors.
 
-A file is executed as Python, in a process of its own whose time and memory are limited.
+A file is executed as Python (not by lint), in a process of its own whose time and memory are
+limited.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +15,13 @@ import typer
 
 from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.cli.show import Answer
+from nmm_compiler.errors import FileError, NmmError
+from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
+from nmm_compiler.report.parts import Code
+from nmm_compiler.report.text import counted
+
+_SECONDS, _GIGABYTES = 10, 2
+"""Limits of one file."""
 
 Arguments = Annotated[
     list[str] | None,
@@ -37,7 +45,7 @@ def simulate(
     ] = None,
     time_limit: values.TimeLimit = 15,
     memory_limit: values.MemoryLimit = 4,
-) -> Answer:
+) -> values.Answer:
     """Run FILE.py:kernel in the simulator and print outputs, profile and warnings.
 
     What the kernel prints is shown. The file is executed as Python, with all rights of the user,
@@ -67,7 +75,7 @@ def simulate(
 
     answer = run_limited(work, what=kernel, seconds=time_limit, gigabytes=memory_limit)
     saved = [] if save_to is None else [f"outputs: {save_to}"]
-    return Answer(answer["data"], [*answer["shown"], *saved], answer["passed"])
+    return values.Answer(answer["data"], [*answer["shown"], *saved], answer["passed"])
 
 
 def profile(
@@ -79,7 +87,7 @@ def profile(
     trace: values.Trace = None,
     time_limit: values.TimeLimit = 60,
     memory_limit: values.MemoryLimit = 4,
-) -> Answer:
+) -> values.Answer:
     """Say where the time of FILE.py:kernel goes: by engine, source line and instruction.
 
     The kernel runs without data, so arrays need shape and type only. "critical us" is a line's
@@ -125,7 +133,7 @@ def profile(
     answer = run_limited(work, what=kernels[0], seconds=time_limit, gigabytes=memory_limit)
     written = [] if html is None else [f"\nreport: {html}"]
     written += [] if trace is None else [f"trace: {trace} (open it at ui.perfetto.dev)"]
-    return Answer(answer["data"], [answer["shown"], *written])
+    return values.Answer(answer["data"], [answer["shown"], *written])
 
 
 def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
@@ -142,3 +150,52 @@ def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
     return [
         (" ".join(picked[i] for i in many), list(picked)) for picked in itertools.product(*choices)
     ]
+
+
+def lint(
+    files: Annotated[list[Path], typer.Argument(help="kernel files", metavar="FILE.py...")],
+    nki: Annotated[
+        str,
+        values.choice_option(
+            "NKI version",
+            "nmm_compiler.nki_api.lint:VERSIONS",
+            f"NKI version, one of {', '.join(VERSIONS)}",
+        ),
+    ] = API_VERSION,
+    strict: Annotated[bool, typer.Option(help="count warnings as errors")] = False,
+) -> values.Answer:
+    """Check kernel files against the documented NKI API and the Python its compiler accepts.
+
+    Nothing of a file is executed. Exit code: 0 clean (warnings are shown), 1 errors found, 2 a file
+    or version that cannot be read, or a file that is past a limit.
+
+    Example: nmm lint my_kernel.py --nki 0.6
+    """
+    findings: list[tuple[Path, Finding]] = []
+    for path in files:
+
+        def work(path: Path = path) -> list[list[Any]]:
+            return [list(dataclasses.astuple(finding)) for finding in lint_file(path, nki=nki)]
+
+        try:
+            rows = run_limited(work, what=str(path), seconds=_SECONDS, gigabytes=_GIGABYTES)
+        except NmmError as error:
+            raise FileError(f"cannot lint {path}: {error}") from None
+        findings += [(path, Finding(*fields)) for fields in rows]
+    errors = sum(finding.is_error for _, finding in findings)
+    warnings = len(findings) - errors
+    said = f"{counted(len(files), 'file')}, NKI {nki}: {counted(errors, 'error')}"
+    return values.Answer(
+        [
+            {"file": str(path), "severity": "error" if one.is_error else "warning",
+             **{name: getattr(one, name) for name in ("line", "column", "code", "message")}}
+            for path, one in findings
+        ],
+        [
+            # a finding is one line, for editors
+            *([Code(f"{path}:{one.line}:{one.column} {one.code} {one.message}")]
+              for path, one in findings),
+            f"{said}, {counted(warnings, 'warning')}",
+        ],
+        passed=not (errors or (strict and warnings)),
+    )  # fmt: skip

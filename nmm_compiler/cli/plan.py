@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.cli.show import Answer
 from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.page import write_page
@@ -82,7 +81,7 @@ def plan(
         ),
     ] = None,
     html: values.Html = None,
-) -> Answer:
+) -> values.Answer:
     """Predict a model's latency in each form of its weights, without weights or a device.
 
     Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+64
@@ -123,4 +122,4 @@ def plan(
     said = [str(planned)]
     if html is not None:
         said.append(f"report: {write_page(f'plan of {planned.name}', planned.parts(), html)}")
-    return Answer(planned.to_dict(), said)
+    return values.Answer(planned.to_dict(), said)

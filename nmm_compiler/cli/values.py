@@ -1,24 +1,30 @@
-"""Types of command arguments, which check each value when it is read.
+"""What commands take and what they answer: types of arguments, and an `Answer`.
 
 A wrong value is refused before any work, with the option's name, the value and what would be right.
-Commands annotate their arguments with these types and do not check again.
+Commands annotate their arguments with these types and do not check again. An answer is printed as
+wrapped text, or as JSON for scripts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from nmm_compiler import outputs, targets
 from nmm_compiler.cli import models
 from nmm_compiler.errors import NmmError, OptionTypeError, OutputError, UnknownNameError
+from nmm_compiler.report.parts import Part
+from nmm_compiler.report.text import as_text, fitted
 from nmm_compiler.targets.this_machine import FILE
 
 LARGEST_SIZE = 1 << 20
@@ -198,3 +204,29 @@ TimeLimit = Annotated[float, typer.Option(help="seconds that the run may take", 
 MemoryLimit = Annotated[float, typer.Option(help="GiB that the run may add", min=0)]
 Grid = Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")]
 Trace = Annotated[Path | None, output_option(help_="write a Chrome/Perfetto trace here")]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command has to say: data with --json, else texts and parts, in this order.
+
+    passed: whether what it checked is right; otherwise the exit code is 1.
+    """
+
+    data: Any
+    shown: Sequence[str | Sequence[Part]] = ()
+    passed: bool = True
+
+    def say(self, as_json: bool) -> None:
+        """Print the answer."""
+        if as_json:
+            print(json.dumps(self.data, indent=2))
+            return
+        for what in self.shown:
+            show(what)
+
+
+def show(what: str | Sequence[Part], *, stderr: bool = False) -> None:
+    """Print text or parts, no wider than the terminal: no markup is read, no word is broken."""
+    console = Console(markup=False, highlight=False, stderr=stderr)
+    console.print(fitted(what) if isinstance(what, str) else as_text(what), soft_wrap=True)

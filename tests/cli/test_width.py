@@ -5,7 +5,7 @@ import io
 import pytest
 
 from nmm_compiler.cli import main
-from nmm_compiler.cli.show import show
+from nmm_compiler.cli.values import show
 from nmm_compiler.report.parts import Grid
 from nmm_compiler.report.text import columns
 
