@@ -35,6 +35,12 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
+def one_line(error: object, most: int = 300) -> str:
+    """Return the text of an error, which may be of any library, on one line and not without end."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 class NmmError(Exception):
     """Base of every error this package raises on purpose.
 
@@ -226,8 +232,8 @@ TO_MEND = (BrokenRuleError, CacheMissError, FileError, NeuronSetupError, OptionT
 def user_file_error(path: str, what: str, cause: BaseException, line: int = 0) -> FileError:
     """Return the error of a user's file that ran or loaded, and raised; names it and the line."""
     place = f"{path}:{line}" if line else path
-    text = " ".join(str(cause).split())[:400]
-    return FileError(f"{place}: {what}: {type(cause).__name__}: {text}; mend it there")
+    text = f"{type(cause).__name__}: {one_line(cause, 400)}"
+    return FileError(f"{place}: {what}: {text}; mend it there")
 
 
 def timeline_missing() -> SimulationError:
@@ -299,10 +305,9 @@ def simulator_fault(call: str, cause: BaseException, place: str) -> InternalFaul
 
     call: the function with its arguments, as far as they can be shown; place: the kernel's line.
     """
-    text = " ".join(str(cause).split())[:300]
     return InternalFaultError(
-        f"a fault of the simulator in {call}: {type(cause).__name__}: {text}; please report it "
-        f"with this line, and pass other arguments meanwhile [{place}]"
+        f"a fault of the simulator in {call}: {type(cause).__name__}: {one_line(cause)}; please "
+        f"report it with this line, and pass other arguments meanwhile [{place}]"
     )
 
 

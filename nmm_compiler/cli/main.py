@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from nmm_compiler import options
-from nmm_compiler.errors import NmmError
+from nmm_compiler.errors import NmmError, one_line
 
 FAILED, REFUSED, FAULT, INTERRUPTED, NO_READER = 1, 2, 70, 130, 141
 
@@ -111,7 +111,7 @@ def _verdict(error: BaseException, given: list[str]) -> tuple[int, str]:
         return REFUSED, "error: a file that this command ran closed standard output; remove that"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
+    text = f"{type(error).__name__}: {one_line(error)}{place}"
     # A user's file may also raise SystemExit and other classes that are no Exception.
     if not isinstance(error, Exception) or (frames and _is_the_users(frames[-1].filename)):
         return REFUSED, f"error: a file that this command ran raised {text}; mend it there"

@@ -294,9 +294,8 @@ def _package(name: str, model: str, install: str, reader: str = "transformers") 
 
 def require_transformers(purpose: str, extra: str = "hf") -> Any:
     """Import and return transformers, or raise MissingPackageError. extra: the one that has all."""
-    try:
-        import transformers
-    except ImportError:
-        raise MissingPackageError("transformers", purpose, extra) from None
+    from nmm_compiler.lowrank_models import hf
+
+    transformers = hf.require_transformers(purpose, extra)
     transformers.utils.logging.disable_progress_bar()  # commands show their own progress
     return transformers

@@ -44,11 +44,16 @@ def register() -> None:
 
     Raises MissingPackageError without transformers.
     """
-    try:
-        importlib.import_module("transformers")
-    except ImportError:
-        raise MissingPackageError("transformers", "loading a saved low-rank model", "hf") from None
+    require_transformers("loading a saved low-rank model")
     importlib.import_module("nmm_compiler.lowrank_models.hf_quantizer")
+
+
+def require_transformers(purpose: str, extra: str = "hf") -> Any:
+    """Import and return transformers, or raise MissingPackageError. extra: the one that has all."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise MissingPackageError("transformers", purpose, extra) from None
 
 
 def attach(model: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nmm_compiler.errors import FileError, NmmError
+from nmm_compiler.errors import FileError, NmmError, one_line
 from nmm_compiler.lowrank_models import hf, hf_layers
 
 _INDEX = "model.safetensors.index.json"
@@ -28,7 +28,6 @@ _LARGEST_JSON = 64 << 20
 _LARGEST = {"_size": 1 << 24, "n_embd": 1 << 24, "layers": 4096, "n_layer": 4096, "experts": 65536}
 # Elements of the dense model per element that is stored; more than that is not a low-rank model.
 _MOST_DENSE = 1000
-_LINE = 300
 
 
 def load(directory: str | Path) -> Any:
@@ -48,10 +47,10 @@ def load(directory: str | Path) -> Any:
         check_files(directory)
         return _load(directory)
     except NmmError as error:
-        raise FileError(f"{directory} cannot be loaded: {_one_line(error)}") from error
+        raise FileError(f"{directory} cannot be loaded: {one_line(error)}") from error
     except Exception as error:  # whatever transformers raises for what is in the files
         raise FileError(
-            f"{directory} cannot be loaded ({type(error).__name__}: {_one_line(error)}); copy the "
+            f"{directory} cannot be loaded ({type(error).__name__}: {one_line(error)}); copy the "
             "whole directory again, or save the model anew"
         ) from error
 
@@ -200,10 +199,5 @@ def load_tokenizer(directory: str | Path) -> Any:
     except Exception as error:  # whatever transformers raises for what is in the files
         raise FileError(
             f"the tokenizer in {directory} cannot be loaded ({type(error).__name__}: "
-            f"{_one_line(error)}); copy the whole directory again"
+            f"{one_line(error)}); copy the whole directory again"
         ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= _LINE else f"{text[:_LINE]}..."

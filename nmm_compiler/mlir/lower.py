@@ -155,12 +155,13 @@ def _fold_constants(module: Any) -> None:
 
 def _constant(operation: Any) -> Any:
     """Return the value of a constant of arith, or of a convert or reshape of one; else None."""
-    ir, kind = load().ir, operation.results[0].type if len(operation.results) else None
+    ir: Any = load().ir
+    kind: Any = operation.results[0].type if len(operation.results) else None
     if operation.name == "arith.constant" and "tensor" in str(kind):
         return operation.attributes["value"]
     if operation.name not in ("stablehlo.convert", "stablehlo.reshape"):
         return None
-    source = getattr(operation.operands[0].owner, "operation", None)
+    source: Any = getattr(operation.operands[0].owner, "operation", None)
     if getattr(source, "name", "") != "stablehlo.constant":
         return None
     value = source.attributes["value"]

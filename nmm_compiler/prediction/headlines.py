@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.errors import ModelError, NmmError, internal_fault
+from nmm_compiler.errors import ModelError, NmmError, internal_fault, one_line
 from nmm_compiler.lowrank_models import apply
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.meta_copies import without_data
@@ -53,8 +53,8 @@ def _copied(model: nn.Module) -> nn.Module | ModelError:
     try:
         return without_data(model)
     except Exception as error:  # a module may hold what no copy can be made of
-        text = " ".join(str(error).split())[:120]
-        return ModelError(f"it cannot be copied: {type(error).__name__}: {text}")
+        text = f"{type(error).__name__}: {one_line(error, 120)}"
+        return ModelError(f"it cannot be copied: {text}")
 
 
 def _model_headline(
@@ -152,8 +152,8 @@ def _said_or_why(say: Callable[[], str], *, strict: bool = False) -> tuple[str, 
         frame = traceback.extract_tb(error.__traceback__)[-1]
         path = Path(frame.filename)
         place = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path
-        text = " ".join(str(error).split())[:120]
-        what = f"{type(error).__name__} while predicting at {place}:{frame.lineno}: {text}"
+        where = f"{type(error).__name__} while predicting at {place}:{frame.lineno}"
+        what = f"{where}: {one_line(error, 120)}"
         if strict:
             raise internal_fault(what) from error
         said = f"{_FAULT}, {what}; please report it"

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmm_compiler.errors import MissingPackageError, ModelError, UnknownNameError
+from nmm_compiler.errors import ModelError, UnknownNameError, one_line
 from nmm_compiler.lowrank_models import hf_layers
+from nmm_compiler.lowrank_models.hf import require_transformers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, without_data
 
 _NAMES = Path(__file__).parent / "public_models.json"
@@ -39,13 +40,13 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
         return MetaModel(without_data(model_or_config), type(model_or_config).__name__)
     config = read_config(model_or_config)
     name, ranks = str(config.name_or_path) or str(config.model_type), saved_ranks(config)
-    transformers = _transformers()
+    transformers = require_transformers("a model without its code")
     with torch.device("meta"):
         try:
             kind = _auto_class(transformers, config)
             module = kind.from_config(dense_config(config), dtype=dtype)
         except Exception as error:  # a model's code meets the sizes of any file here
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            text = f"{type(error).__name__}: {one_line(error)}"
             raise ModelError(f"transformers makes no model of the config: {text}") from error
         if ranks:
             hf_layers.prepare(module, hf_layers.SavedLayers(ranks, {}, {}))
@@ -79,7 +80,7 @@ def dense_config(config: Any) -> Any:
 
 def read_config(given: Any) -> Any:
     """Return the transformers config of a config, a dict, a path or a public name."""
-    transformers = _transformers()
+    transformers = require_transformers("a model without its code")
     if isinstance(given, transformers.PreTrainedConfig):
         return copy.deepcopy(given)
     name = ""
@@ -103,8 +104,7 @@ def read_config(given: Any) -> Any:
     try:
         config = transformers.AutoConfig.for_model(given["model_type"], **fields)
     except Exception as error:  # each config class has checks, and errors, of its own
-        text = " ".join(str(error).split())
-        raise ModelError(f"transformers refuses the config: {text}") from error
+        raise ModelError(f"transformers refuses the config: {one_line(error)}") from error
     if name:
         config.name_or_path = name
     return config
@@ -115,14 +115,6 @@ def _json_object(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # brackets may nest without end
         raise ModelError(f"{path} is no config that can be read: {error}") from error
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MissingPackageError("transformers", "a model without its code", "hf") from None
-    return transformers
 
 
 def _auto_class(transformers: Any, config: Any) -> Any:

@@ -117,17 +117,17 @@ def _shares(
         if role is None or sizes in seen:
             continue
         seen.add(sizes)
-        summed = split == "row" and role == "rowwise"
-        field, size = ("r", layer.rank) if split == "rank" else ("n", layer.out_features)
-        if summed:
-            field, size = "k", layer.in_features
+        axis = role if split == "row" else split
+        field, size = {
+            "rank": ("r", layer.rank), "rowwise": ("k", layer.in_features),
+        }.get(axis, ("n", layer.out_features))  # fmt: skip
         if size % tp:
             raise ModelError(f"{name} has {field} {size}, which does not divide by {tp} cores")
         x = torch.empty(1, m, layer.in_features, dtype=layer.up.weight.dtype, device="meta")
         for spec, target in _launched(layer, (x,), {}, targets):
             if not isinstance(spec, LowRankSpec):
                 continue
-            if not summed:
+            if axis != "rowwise":
                 yield LowRankSpec.from_dict({**spec.to_dict(), field: size // tp}), target
                 continue
             shard = spec.sharded(tp, "rows")

@@ -416,7 +416,7 @@ def _phase(
     lines += [_line("(program)", "gaps", launches, gap), _line("(host)", "call", 1, host)]
     if stack.program_gap_us:
         between = Price(stack.program_gap_us, "published law", "from one program to the next")
-        lines.append(_line("(program)", "gaps", stack.programs_of(layers) - 1, between))
+        lines.append(_line("(program)", "gaps", layers + 1, between))
     return Phase(name=name, lines=tuple(lines), tokens=batch)
 
 

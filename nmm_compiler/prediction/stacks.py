@@ -20,14 +20,13 @@ HOST_CALL_US = 133.0
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Record):
-    """A stack: gap between two launches in a program, host time a token, and its programs.
+    """A stack: gap between two launches in a program, host time a token, gap between programs.
 
     kernels: what multiplies in it. host_from: where the host's time comes from, one of the sources
-    of `prices`.
-    programs: "token", one for the whole pass, or "layer", one for each layer and two for embedding
-    and head. program_gap_us: the wait between two programs. judged: the published decodes that
-    this stack ran and that nothing was chosen on, and the mean and largest error of their
-    predictions as `make bench-models` prints them; None where there are none.
+    of `prices`. program_gap_us: the wait between two programs of a stack that runs one for each
+    layer and two for embedding and head; 0 of one that runs one for the whole pass. judged: the
+    published decodes that this stack ran and that nothing was chosen on, and the mean and largest
+    error of their predictions as `make bench-models` prints them; None where there are none.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Stack(Record):
     launch_gap_us: float = LAUNCH_GAP_US
     host_us: float = HOST_CALL_US
     host_from: str = "published law"
-    programs: str = "token"
     program_gap_us: float = 0.0
     judged: tuple[int, float, float] | None = None
 
@@ -51,10 +49,6 @@ class Stack(Record):
             f"{said}; {runs} published decodes of it predicted within {mean:.0%} in the mean, "
             f"{worst:.0%} at worst"
         )
-
-    def programs_of(self, layers: int) -> int:
-        """Return the programs that one pass of a model of so many layers runs."""
-        return layers + 2 if self.programs == "layer" else 1
 
 
 # DeepSeek-V3 on 64 cores takes 20.5 ms a token as NxD Inference runs it and 22.1 ms served.
@@ -106,14 +100,12 @@ STACKS = {
         Stack(
             name="pjrt-2.30",
             source="a program a layer through PJRT, 10 to 13 us between two (aws-neuron-sdk#1370)",
-            programs="layer",
             program_gap_us=11.5,
         ),
         Stack(
             name="pjrt-2.31",
             source="a program a layer through PJRT, 170 to 190 us between two "
             "(aws-neuron-sdk#1370)",
-            programs="layer",
             program_gap_us=180.0,
         ),
     )

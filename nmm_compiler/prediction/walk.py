@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.errors import ModelError, NmmError
+from nmm_compiler.errors import ModelError, NmmError, one_line
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
@@ -79,7 +79,7 @@ def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
     except NmmError:
         raise
     except Exception as error:  # the model's own code may not run without data
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)
         raise ModelError(
             f"{model.name} cannot be traced without data: {type(error).__name__}: {text}"
         ) from error

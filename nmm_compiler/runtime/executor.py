@@ -91,8 +91,10 @@ class KernelExecutor:
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
             raise _NoKernelError from error
         results = self._run(lowered.launches, kwargs.get("target", "trn2"), options)
-        laid = zip(results, lowered.out_layouts, strict=True)
-        shaped = [_shaped(y, layout, lowered.lead) for y, layout in laid]
+        shaped = [
+            y.reshape(*lowered.lead, y.shape[-1]) if layout == "row" else y.contiguous()
+            for y, layout in zip(results, lowered.out_layouts, strict=True)
+        ]
         return shaped if lowered.many else shaped[0]
 
     def _run(self, launches: Sequence[Launch], target: str, options: Options) -> list[Tensor]:
@@ -160,11 +162,6 @@ class KernelExecutor:
 @functools.lru_cache(maxsize=256)
 def _with_executor(options: Options, executor: str) -> Options:
     return dataclasses.replace(options, executor=executor)
-
-
-def _shaped(y: Tensor, layout: str, lead: Sequence[Any]) -> Tensor:
-    """Return a result in the op's shape: its token dimensions restored, contiguous."""
-    return y.reshape(*lead, y.shape[-1]) if layout == "row" else y.contiguous()
 
 
 def _padded(x: Tensor, dim: int, rows: int) -> Tensor:

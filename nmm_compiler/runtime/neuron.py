@@ -21,6 +21,7 @@ kernel's, is refused (machine.py).
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import inspect
 import threading
@@ -225,7 +226,8 @@ def registered_op(kernel: Any, operands: int) -> Any:
     that function on fake and functional tensors, as `torch.library.triton_op` does: `wrap_nki`
     makes of the kernel's call a higher-order operator there, and plain execution elsewhere.
     """
-    name = f"nmm_kernels::{kernel.name}_{_digest(kernel)}"
+    digest = hashlib.sha256(kernel.source.encode()).hexdigest()[:32]
+    name = f"nmm_kernels::{kernel.name}_{digest}"
     with _lock:
         found = _registered.get(name)
         if found is not None:
@@ -312,9 +314,3 @@ def _results(out: Any) -> tuple[Tensor, ...]:
 
 def _target_name(kernel: Any) -> str:
     return str(getattr(kernel.target, "name", kernel.target))
-
-
-def _digest(kernel: Any) -> str:
-    import hashlib
-
-    return hashlib.sha256(kernel.source.encode()).hexdigest()[:32]
