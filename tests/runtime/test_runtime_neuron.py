@@ -320,7 +320,6 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
         monkeypatch.setattr(compile_graph, "calls_of", lambda gm: ["a call"])
         monkeypatch.setattr(compile_graph, "graph_call", lambda *given: ("op", (), {}, 1))
         monkeypatch.setattr(compile_graph, "_specs", lambda *given: [SPEC])
-        monkeypatch.setattr(compile_graph, "backward_specs", lambda *given: ([], []))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             monkeypatch.setattr(StandInKernel, "profile", lambda self: PROFILE, raising=False)
