@@ -322,8 +322,8 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             called = graph_call(node, meta_value)
             assert called is not None
             counts.update(_specs(work, called))
-            calls, products = _backward(called)
-            for call in calls:
+            after, products = _backward(called)
+            for call in after:
                 backward.update(_launched(work, call, _is_static(called)))
             by_torch.update(products)
         except Exception as error:  # a call without a kernel runs in PyTorch
