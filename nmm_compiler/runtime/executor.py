@@ -108,7 +108,8 @@ class KernelExecutor:
             _warn_once(f"nmm: {whole}")
             return self._run(launch.split(), target, options)
         if launch.token_axis == "k":
-            launch = _with_more_terms(launch, KERNELS.terms(launch.spec, target, options))
+            (terms,) = KERNELS.plan(launch.spec, target, options, "k")
+            launch = _with_more_terms(launch, terms)
         if launch.token_axis == "k" or not launch.spec.splits_tokens:
             return self._launch(launch.spec, launch.operands, target, options)
         dims = launch.token_dims()

@@ -110,35 +110,25 @@ class Kernels:
             return dataclasses.replace(spec, **{axis: whole})
         return spec
 
-    def plan(self, spec: Any, target: str, options: Options) -> tuple[int, ...]:
-        """Return the token counts to launch for a call of spec.m tokens.
+    def plan(self, spec: Any, target: str, options: Options, axis: str = "m") -> tuple[int, ...]:
+        """Return the token counts to launch for a call; axis: "k" of one that sums over its tokens.
 
-        Exactly spec.m for the shape of a static graph, unless the user set buckets; else buckets,
-        split in two launches where that is predicted to beat padding by a tile or more.
+        Exactly these for the shape of a static graph, unless the user set buckets; else buckets,
+        those of rows split in two launches where that is predicted to beat padding by a tile or
+        more.
         """
+        tokens = int(getattr(spec, axis))
         if options.buckets is None and (spec, target) in self._static:
-            return (spec.m,)
+            return (tokens,)
+        whole = buckets.bucket(tokens, options.buckets)
+        if axis == "k" or whole - tokens < _WORTH_SPLITTING_TOKENS:
+            return (whole,)
         key = (_key(spec, target, options), options.buckets)
-        found = self._plans.get(key)
-        if found is None:
-            whole = buckets.bucket(spec.m, options.buckets)
-            if whole - spec.m < _WORTH_SPLITTING_TOKENS:
-                found = (whole,)
-            else:
-                found = buckets.plan(
-                    spec.m, options.buckets, lambda m: self._launch_us(spec, m, target, options)
-                )
-            self._plans[key] = found
-        return found
-
-    def terms(self, spec: Any, target: str, options: Options) -> int:
-        """Return how many tokens a kernel that sums over spec.k of them is built for.
-
-        As in `plan`, exactly these in a static graph and else the bucket that holds them.
-        """
-        if options.buckets is None and (spec, target) in self._static:
-            return int(spec.k)
-        return buckets.bucket(spec.k, options.buckets)
+        if key not in self._plans:
+            self._plans[key] = buckets.plan(
+                tokens, options.buckets, lambda m: self._launch_us(spec, m, target, options)
+            )
+        return self._plans[key]
 
     def _launch_us(self, spec: Any, m: int, target: str, options: Options) -> float:
         kernel = self.get_or_warn(dataclasses.replace(spec, m=m), target, options)

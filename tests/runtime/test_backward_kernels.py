@@ -183,10 +183,10 @@ def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(laun
     (dv,) = (spec for spec in launched if (spec.m, spec.n) == (R, N))
     assert dv.k == 8
     kept = type(dv)(**{**dv.to_dict(), "k": 6})
-    assert KERNELS.terms(kept, "trn2", Options()) == 8
+    assert KERNELS.plan(kept, "trn2", Options(), "k") == (8,)
     KERNELS.keep_static(kept, "trn2")
-    assert KERNELS.terms(kept, "trn2", Options()) == 6
-    assert KERNELS.terms(kept, "trn2", Options(buckets=(4, 7))) == 7
+    assert KERNELS.plan(kept, "trn2", Options(), "k") == (6,)
+    assert KERNELS.plan(kept, "trn2", Options(buckets=(4, 7)), "k") == (7,)
 
 
 @pytest.mark.long
