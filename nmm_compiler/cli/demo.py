@@ -139,7 +139,7 @@ def _run(
 
 def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
     """Return those of the priced kernels that the times of a prediction are made of."""
-    chosen = {line.what for phase in prediction.phases for line in phase.lines}
+    chosen = {line.what for line in prediction.lines}
     return [spec for spec in priced if spec.short() in chosen]
 
 

@@ -7,7 +7,8 @@ and how wrong such figures have been. A pass is also shown as steps from its byt
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -114,12 +115,13 @@ class Phase(Record):
         """Build the phase again from the data of `to_dict`."""
         return super().from_dict({name: data[name] for name in data if name != "steps"})
 
-    def by(self, field: str) -> dict[str, float]:
-        """Return microseconds per value of a field of the lines: module, kind or source."""
+    def by(self, field: str | Callable[[Line], str]) -> dict[str, float]:
+        """Return microseconds per value of a field of the lines (module, kind, source), or per
+        what a function says of a line."""
+        key = operator.attrgetter(field) if isinstance(field, str) else field
         made: dict[str, float] = {}
         for line in self.lines:
-            key = str(getattr(line, field))
-            made[key] = made.get(key, 0.0) + line.us
+            made[key(line)] = made.get(key(line), 0.0) + line.us
         return made
 
 

@@ -35,6 +35,7 @@ from nmm_compiler.prediction.forms import (
     quality_of,
     read_form,
 )
+from nmm_compiler.prediction.model import Line as PhaseLine
 from nmm_compiler.prediction.model import ModelPrediction, Phase
 from nmm_compiler.prediction.predict import predict
 from nmm_compiler.prediction.stacks import STACKS
@@ -401,8 +402,7 @@ class Plan(Shown, Record):
         shown = [i for i in range(len(head)) if i not in same]
         grid = [tuple(row[i] for i in shown) for row in rows]
         forms = [p.form for p in self.predictions]
-        lines = [line for phase in self.predictions[0].phases for line in phase.lines]
-        experts = any(line.what.startswith("experts ") for line in lines)
+        experts = any(line.what.startswith("experts ") for line in self.predictions[0].lines)
         return [
             Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)),
             Grid.of([head[i] for i in shown], grid, [h for h in head if h not in _TEXT]),
@@ -503,27 +503,18 @@ def plan(
     return priced(price)
 
 
-def layer_gains(prediction: ModelPrediction, phase: str | None = None) -> dict[str, float]:
-    """Return how much faster each kind of layer's kernels are than dense.
-
-    phase: its name, by default the last one.
-    """
+def layer_gains(prediction: ModelPrediction) -> dict[str, float]:
+    """Return how much faster each kind of layer's kernels are than dense, in the last phase."""
     if prediction.dense is None:
         return {}
-    name = phase or prediction.phases[-1].name
-    found = [p.phase(name) for p in (prediction.dense, prediction)]
-    before, after = (_by_layer(one) for one in found if one is not None)
-    return {name: before[name] / after[name] for name in before if after.get(name)}
+    before, after = (p.phases[-1].by(_layer_of) for p in (prediction.dense, prediction))
+    return {name: before[name] / after[name] for name in before if name and after.get(name)}
 
 
-def _by_layer(phase: Phase) -> dict[str, float]:
-    """Return microseconds of kernels by the layer that they belong to: self_attn, mlp, ..."""
-    made: dict[str, float] = {}
-    for line in phase.lines:
-        inner = line.module.rpartition("*.")[2].split(".")[0] if "*." in line.module else ""
-        if line.kind in ("kernel", "all_reduce", "all_gather") and inner:
-            made[inner] = made.get(inner, 0.0) + line.us
-    return made
+def _layer_of(line: PhaseLine) -> str:
+    """Return the layer that a kernel or a collective belongs to: self_attn, mlp, ..., else ""."""
+    inside = "*." in line.module and line.kind in ("kernel", "all_reduce", "all_gather")
+    return line.module.rpartition("*.")[2].split(".")[0] if inside else ""
 
 
 def _sizes(p: ModelPrediction) -> tuple[str, ...]:
