@@ -393,16 +393,7 @@ def cache_dir(options: Options | None = None) -> Path:
     Raises CacheTrustError when that needs a home directory and there is none.
     """
     _, named = _mode_and_directory(options.cache if options else None)
-    given = named or _environment("NMM_CACHE_DIR")
-    if given and not given.startswith("~"):
-        return _cache_dir(given, None, None)
-    return _cache_dir(given, _environment("XDG_CACHE_HOME"), os.environ.get("HOME"))
-
-
-@functools.lru_cache(maxsize=64)
-def _cache_dir(given: str | None, base: str | None, home: str | None) -> Path:
-    """Return `cache_dir` for these settings; each built kernel calls this. home: the directory
-    "~"."""
+    given, base = named or _environment("NMM_CACHE_DIR"), _environment("XDG_CACHE_HOME")
     try:
         if given:
             return Path(given).expanduser()

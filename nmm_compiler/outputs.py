@@ -31,8 +31,6 @@ def check_writable(path: str | Path) -> None:
     """Raise OutputError when no file can be written at `path`; before work that takes a while."""
     path = Path(path)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
         if _in_place(path):
             if not os.access(path, os.W_OK):
                 raise PermissionError(0, "no permission to write there")
@@ -61,8 +59,6 @@ def write(path: str | Path, fill: Fill) -> Path:
     """
     path = Path(path)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
         if _in_place(path):
             with path.open("wb") as file:
                 fill(file)
@@ -108,7 +104,12 @@ def cannot_write(path: str | Path, error: OSError) -> OutputError:
 
 
 def _in_place(path: Path) -> bool:
-    """Return whether `path` is a device, a pipe, or a name that another process's file may have."""
+    """Return whether `path` is a device, a pipe, or a name that another process's file may have.
+
+    Raises IsADirectoryError for a directory.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(0, "it is a directory")
     if os.path.abspath(path).startswith(("/dev/", "/proc/")) and path.exists():
         return True
     try:

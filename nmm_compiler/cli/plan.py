@@ -66,18 +66,14 @@ def plan(
     ] = "own",
     measured: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="your time a token: a file of milliseconds, or a profiler's JSON",
+        values.option(
+            values.input_file, "FILE", "your time a token: milliseconds, or a profiler's JSON"
         ),
     ] = None,
     routing: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="how often each expert was chosen: a file of a JSON list of counts",
+        values.option(
+            values.input_file, "FILE", "how often each expert was chosen: a JSON list of counts"
         ),
     ] = None,
     html: values.Html = None,
