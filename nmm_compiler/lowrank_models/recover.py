@@ -136,14 +136,13 @@ def recover(
         )
     train, held_out = _split(data, validation, steps)
     started = time.monotonic()
-    distance = Distance(teacher)
     generator = torch.Generator().manual_seed(seed)
     models = (model,) if teacher is None else (model, teacher)
     with _training(models, layers) as parameters, progress("recovering") as step:
-        run = _Run(model, parameters, distance, held_out)
+        run = _Run(model, teacher, parameters, held_out)
         run.train(_shuffled(train, steps, generator), steps, lr, step)
     return RecoveryReport(
-        objective=distance.objective,
+        objective=run.objective,
         steps=steps,
         kept_step=run.best_step,
         trained_parameters=sum(p.numel() for p in parameters),
@@ -156,20 +155,25 @@ def recover(
 
 
 class _Run:
-    """The training loop, and the best factors so far."""
+    """The training loop, and the best factors so far.
+
+    objective: what a loss is: "labels", "logits" or "features" of the teacher.
+    """
 
     def __init__(
         self,
         model: nn.Module,
+        teacher: nn.Module | None,
         parameters: Sequence[nn.Parameter],
-        distance: Distance,
         held_out: Sequence[Any],
     ) -> None:
-        self.model, self.parameters = model, parameters
-        self.distance, self.held_out = distance, held_out
+        self.model, self.teacher = model, teacher
+        self.parameters, self.held_out = parameters, held_out
+        self.objective = "labels"
         self.history: list[tuple[int, float]] = []
         self.best, self.best_step = math.inf, 0
         self._best_values: list[torch.Tensor] = []
+        self._targets: dict[int, torch.Tensor] = {}
 
     def train(self, batches: Iterator[Any], steps: int, lr: float, show: Step) -> None:
         """Train, evaluating now and then; end with the best factors.
@@ -186,7 +190,7 @@ class _Run:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * _schedule(step - 1, steps)
                 optimizer.zero_grad(set_to_none=True)
-                loss = self.distance(self.model, batch)
+                loss = self.loss(batch)
                 if not torch.isfinite(loss):
                     raise ModelError(
                         f"the loss is {float(loss.detach())} at step {step}; the factors are those "
@@ -213,7 +217,7 @@ class _Run:
     @torch.no_grad()
     def evaluate(self, step: int) -> bool:
         """Measure the held-out loss; keep the factors and return True if they are the best yet."""
-        losses = [float(self.distance(self.model, batch)) for batch in self.held_out]
+        losses = [float(self.loss(batch)) for batch in self.held_out]
         loss = sum(losses) / len(losses)
         if not math.isfinite(loss) and step == 0:
             raise ModelError(
@@ -225,6 +229,37 @@ class _Run:
             self.best, self.best_step = loss, step
             self._best_values = [parameter.detach().clone() for parameter in self.parameters]
         return better
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return how far the output for a batch is from the teacher's, or from labels, a scalar."""
+        found, is_logits = main_output(call(self.model, batch))
+        if self.teacher is None:
+            return label_loss(found, batch)
+        self.objective = "logits" if is_logits else "features"
+        target, mask = self._target(self.teacher, batch), padding_mask(batch)
+        if found.shape != target.shape:
+            raise ModelError(
+                f"the model's output is {list(found.shape)} and the teacher's "
+                f"{list(target.shape)}; pass the model that was compressed as teacher"
+            )
+        rows, wanted = (rows_of(one, mask).float() for one in (found, target))
+        if is_logits:
+            chances = rows.log_softmax(-1)
+            return nn.functional.kl_div(
+                chances, wanted.log_softmax(-1), reduction="batchmean", log_target=True
+            )
+        scale = wanted.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
+        return (rows - wanted).square().mean() / scale
+
+    def _target(self, teacher: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the teacher's output, computed once per batch while the cache has room."""
+        if id(batch) in self._targets:
+            return self._targets[id(batch)]
+        with torch.no_grad():
+            found = main_output(call(teacher, batch))[0].detach()
+        if sum(t.nbytes for t in (found, *self._targets.values())) <= _CACHE_BYTES:
+            self._targets[id(batch)] = found
+        return found
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -299,52 +334,6 @@ def _training(
                 parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
             for parameter in trained:
                 parameter.grad = None
-
-
-class Distance:
-    """The loss of one batch: how far the student's output is from the teacher's, or from labels.
-
-    objective: "labels", "logits" or "features"; "" before the first batch shows which.
-    """
-
-    def __init__(self, teacher: nn.Module | None) -> None:
-        self.teacher = teacher
-        self.objective = "labels" if teacher is None else ""
-        self._cache: dict[int, torch.Tensor] = {}
-        self._cached_bytes = 0
-
-    def __call__(self, student: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of the student's output for a batch, a scalar."""
-        found, is_logits = main_output(call(student, batch))
-        if self.teacher is None:
-            return label_loss(found, batch)
-        self.objective = "logits" if is_logits else "features"
-        target, mask = self._target(self.teacher, batch), padding_mask(batch)
-        if found.shape != target.shape:
-            raise ModelError(
-                f"the model's output is {list(found.shape)} and the teacher's "
-                f"{list(target.shape)}; pass the model that was compressed as teacher"
-            )
-        rows, wanted = (rows_of(one, mask).float() for one in (found, target))
-        if is_logits:
-            chances = rows.log_softmax(-1)
-            return nn.functional.kl_div(
-                chances, wanted.log_softmax(-1), reduction="batchmean", log_target=True
-            )
-        scale = wanted.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
-        return (rows - wanted).square().mean() / scale
-
-    def _target(self, teacher: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the teacher's output, computed once per batch while the cache has room."""
-        if id(batch) in self._cache:
-            return self._cache[id(batch)]
-        with torch.no_grad():
-            found = main_output(call(teacher, batch))[0].detach()
-        size = found.numel() * found.element_size()
-        if self._cached_bytes + size <= _CACHE_BYTES:
-            self._cache[id(batch)] = found
-            self._cached_bytes += size
-        return found
 
 
 def label_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
