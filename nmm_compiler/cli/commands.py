@@ -23,7 +23,6 @@ from nmm_compiler.cli import (
     compress,
     demo,
     doctor,
-    evaluate,
     explain,
     export,
     kernel,
@@ -113,7 +112,7 @@ for one in (
     kernel_files.profile, kernel_files.lint, compress.compress,
 ):  # fmt: skip
     _add(app, one)
-_add(app, evaluate.evaluate, "eval")
+_add(app, compress.evaluate, "eval")
 _add(app, export.export)
 _add(app, doctor.doctor)
 cache_group = _group(

@@ -1,16 +1,22 @@
-"""`nmm compress`: makes a transformers model low-rank; writes it with its report as JSON."""
+"""`nmm compress` makes a transformers model low-rank; `nmm eval` judges a saved one by lm-eval.
+
+The model is written with its report as JSON; lm-eval loads such directories itself.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nmm_compiler.cli import models, values
-from nmm_compiler.errors import ModelError, OptionTypeError
+from nmm_compiler.errors import MissingPackageError, ModelError, NmmError, OptionTypeError
 from nmm_compiler.lowrank_models.progress import steps
 
 if TYPE_CHECKING:
@@ -135,3 +141,21 @@ def read_batches(path: Path, tokenizer: Any, model: Any) -> list[dict[str, torch
         tokenizer.pad_token = tokenizer.eos_token
     options = {"padding": True, "truncation": True, "max_length": _LENGTH, "return_tensors": "pt"}
     return [dict(tokenizer(lines[i : i + _BATCH], **options)) for i in range(0, len(lines), _BATCH)]
+
+
+def evaluate(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="DIRECTORY of the model", metavar="DIRECTORY")],
+) -> None:
+    """Evaluate a causal language model with EleutherAI's lm-eval; what follows is lm-eval's.
+
+    Example: nmm eval ./llama-lowrank --tasks arc_easy,wikitext --limit 200 --batch_size 8
+    """
+    models.check(model, directory=True)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise MissingPackageError("lm_eval", "nmm eval", "eval")
+    given = f"pretrained={model},trust_remote_code=True"
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", given]
+    code = subprocess.run([*command, *context.args], check=False).returncode
+    if code:
+        raise NmmError(f"lm-eval ended with exit code {code}; what it said is above")
