@@ -146,20 +146,20 @@ def calibrate(path: Path) -> Calibration:
 def _factor(name: str, times: dict[str, float | None], target: Target) -> EngineFactor:
     engine = ENGINES[name][0]
     pair = [rung for rung in ladder.RUNGS if rung.name in (f"{name}, few", f"{name}, many")]
-    given = [t for t in (times.get(rung.name) for rung in pair) if t is not None]
-    if len(given) < 2:
+    few, many = (times.get(rung.name) for rung in pair)
+    if few is None or many is None:
         return EngineFactor(
             engine=engine, measured_us=None, predicted_us=None, factor=None,
             why="its rungs did not both pass",
         )  # fmt: skip
-    few, many = (ladder.predicted_us(rung, target) for rung in pair)
-    assert few is not None
-    assert many is not None
-    measured, predicted = given[1] - given[0], many - few
-    said: dict[str, Any] = {"engine": engine, "measured_us": measured, "predicted_us": predicted}
-    factor = measured / predicted
+    less, more = (ladder.predicted_us(rung, target) or 0.0 for rung in pair)
+    measured, predicted = many - few, more - less
+    factor, why = measured / predicted if predicted else 0.0, ""
     if predicted < BUSY_US:
-        return EngineFactor(**said, factor=None, why=f"the pair differs by under {BUSY_US} us")
-    if not TRUSTED[0] <= factor <= TRUSTED[1]:
-        return EngineFactor(**said, factor=None, why=f"a factor of {factor:.3g} is not believed")
-    return EngineFactor(**said, factor=factor)
+        why = f"the pair differs by under {BUSY_US} us"
+    elif not TRUSTED[0] <= factor <= TRUSTED[1]:
+        why = f"a factor of {factor:.3g} is not believed"
+    return EngineFactor(
+        engine=engine, measured_us=measured, predicted_us=predicted,
+        factor=None if why else factor, why=why,
+    )  # fmt: skip
