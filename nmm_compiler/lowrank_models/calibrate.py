@@ -18,11 +18,12 @@ tokens, is the loss that an error dW causes, to second order.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -92,7 +93,11 @@ def collect(
     for share in (True, False):
         listener = Collector(sites, gradients, share, whole)
         try:
-            with frozen(model), listener, steps("calibrating") as step:
+            with frozen(model), ExitStack() as hooks, steps("calibrating") as step:
+                for site in sites:
+                    hooks.callback(
+                        site.module.register_forward_hook(partial(listener.take, site)).remove
+                    )
                 generator = torch.Generator().manual_seed(0)
                 for i, batch in enumerate(batches):
                     step("calibrating", i, len(batches))
@@ -133,19 +138,6 @@ class Collector:
         self._last: tuple[str, torch.Tensor] | None = None
         self._index = 0
         self._mask: torch.Tensor | None = None
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Collector:
-        for site in self.sites:
-            self._handles.append(
-                site.module.register_forward_hook(self._hook(site), with_kwargs=False)
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._last = None
 
     def run(self, model: nn.Module, index: int, batch: Any, generator: torch.Generator) -> None:
         """Run one batch forward, and backward when gradients are wanted.
@@ -167,25 +159,24 @@ class Collector:
                     'method="whitened", which needs no gradients'
                 ) from error
 
-    def _hook(self, site: Site) -> Callable[[nn.Module, Any, Any], torch.Tensor | None]:
-        def hook(module: nn.Module, arguments: Any, result: Any) -> torch.Tensor | None:
-            self._take_input(site, arguments[0])
-            if not self.want_gradients:
-                return None
-            if not result.requires_grad:
-                result = result + torch.zeros(
-                    (), dtype=result.dtype, device=result.device, requires_grad=True
-                )
-            result.register_hook(lambda gradient: self._take_gradient(site, gradient))
-            return result
-
-        return hook
+    def take(
+        self, site: Site, module: nn.Module, arguments: Any, result: Any
+    ) -> torch.Tensor | None:
+        """Take the input of a layer that has run, and its gradient once that comes; its hook."""
+        self._take_input(site, arguments[0])
+        if not self.want_gradients:
+            return None
+        if not result.requires_grad:
+            result = result + torch.zeros(
+                (), dtype=result.dtype, device=result.device, requires_grad=True
+            )
+        result.register_hook(lambda gradient: self._take_gradient(site, gradient))
+        return cast(torch.Tensor, result)
 
     def _take_input(self, site: Site, x: torch.Tensor) -> None:
         name = site.name
-        reader = self._last[0] if self._last is not None and self._last[1] is x else None
-        if not self.share:
-            reader = None
+        last, tensor = self._last if self.share and self._last is not None else (None, None)
+        reader = last if tensor is x else None
         if name not in self.leader:
             self.leader[name] = reader or name
             if site.n < site.k and not self.whole:
