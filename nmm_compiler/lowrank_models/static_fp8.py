@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from nmm_compiler.errors import ModelError
 from nmm_compiler.kernels.number_formats import FP8_MAX
+from nmm_compiler.lowrank_models.modules import put
 
 _CHECKPOINT = ("weight", "weight_scale", "input_scale")
 
@@ -77,8 +78,7 @@ def load_static_fp8(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tupl
         bias = linear.bias
         if bias is not None and f"{name}.bias" in state:
             bias = nn.Parameter(state[f"{name}.bias"].to(bias.dtype), requires_grad=False)
-        parent, _, last = name.rpartition(".")
         new = StaticFP8Linear(weight, weight_scale, input_scale, bias).train(linear.training)
-        setattr(model.get_submodule(parent), last, new)
+        put(model, (name,), new)
         made.append(name)
     return tuple(made)

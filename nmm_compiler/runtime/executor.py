@@ -48,6 +48,7 @@ class _NoKernelError(Exception):
     """No kernel of a call may be used, and PyTorch may compute it."""
 
 
+@dataclasses.dataclass(eq=False)
 class KernelExecutor:
     """Runs op calls through kernels with one launcher.
 
@@ -55,10 +56,9 @@ class KernelExecutor:
     ops, which the device's compiler knows, instead of staying one opaque op.
     """
 
-    def __init__(self, name: str, launcher: Launcher, traced_device: str | None = None) -> None:
-        self.name = name
-        self.launcher = launcher
-        self.traced_device = traced_device
+    name: str
+    launcher: Launcher
+    traced_device: str | None = None
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run op `name`: by its kernels; with executor "auto" by PyTorch where there are none.
