@@ -35,6 +35,7 @@ class LowRankQuantizer(HfQuantizer):
     """Puts empty low-rank layers into the skeleton of a model that is being loaded."""
 
     requires_calibration = True
+    is_trainable = is_compileable = True  # low-rank layers are floats, which train and compile
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         saved = cast(LowRankConfig, self.quantization_config).saved
@@ -45,16 +46,6 @@ class LowRankQuantizer(HfQuantizer):
         """Return what is stored; called before the config is written."""
         cast(Any, model).config.quantization_config.saved = hf_layers.SavedLayers.of(model)
         return hf_layers.guarded(model), {}
-
-    @property
-    def is_trainable(self) -> bool:
-        """Low-rank layers are floats, which train."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """They compile, too."""
-        return True
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return that `save_pretrained` may be called."""
