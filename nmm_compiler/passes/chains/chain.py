@@ -674,29 +674,27 @@ def join_stages(
     features = [a for _, dim in sorted(pieces, key=lambda p: -int(p[0])) for a in dim]
     if not is_whole_feature(tuple(features), r):
         return mismatch
-    tokens: dict[int, views.Dim] = {}
-    for i, dim in enumerate(second.x_dims):
-        if dim and dim[0].axis != FEATURE:
-            if any(a.axis < 0 for a in data_dims[i]):
-                return mismatch
-            tokens[dim[0].axis] = data_dims[i]
-    out_dims = tuple(
-        dim if not dim or dim[0].axis == FEATURE else tokens[dim[0].axis] for dim in second.out_dims
-    )
-    steps: list[Step] = []
-    for step in reversed(walk.steps):
-        moved = views.compose(step.dims, first.out_dims)
-        if moved is None or (
-            step.kind != "scale" and not is_whole_feature(tuple(a for d in moved for a in d), r)
-        ):
-            return Refusal(
-                "between",
-                "a constant between the products varies along tokens",
-                step.key or walk.key,
-            )
-        steps.append(step)
+    tokens = _tokens_over(second, data_dims)
+    out_dims = views.compose(second.out_dims, tokens)
+    if out_dims is None or any(a.axis < 0 for dim in tokens.values() for a in dim):
+        return mismatch
+    steps = tuple(reversed(walk.steps))
+    odd = _along_tokens(steps, first.out_dims, r)
+    if odd is not None:
+        why = "a constant between the products varies along tokens"
+        return Refusal("between", why, odd.key or walk.key)
     nodes = frozenset(walk.nodes) | first.nodes | second.nodes
-    return Chain(first, second, tuple(steps), second.key, out_dims, nodes)
+    return Chain(first, second, steps, second.key, out_dims, nodes)
+
+
+def _along_tokens(steps: Sequence[Step], dims: Dims, n: int) -> Step | None:
+    """Return the first step with a vector that is not over all n features of a value with dims."""
+    for step in steps:
+        moved = views.compose(step.dims, dims)
+        whole = moved is not None and is_whole_feature(tuple(itertools.chain(*moved)), n)
+        if not whole and step.kind != "scale":
+            return step
+    return None
 
 
 def read_with_function(
@@ -897,16 +895,9 @@ def _after_steps(
     found = affine(c, reader, form)
     if found is None or found[0] != key:
         return None
-    steps: list[Step] = []
-    for step in reversed(found[1]):
-        if step.kind == "vector" or (step.kind == "scale" and step.key is not None):
-            return None
-        if step.kind == "bias":
-            moved = views.compose(step.dims, dims)
-            if moved is None or not is_whole_feature(tuple(a for d in moved for a in d), n):
-                return None
-        steps.append(step)
-    return steps
+    steps = found[1][::-1]
+    tensor = any(step.kind != "bias" and step.key is not None for step in steps)
+    return None if tensor or _along_tokens(steps, dims, n) else steps
 
 
 def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | None:
@@ -931,17 +922,12 @@ def _projection(c: Canonical, key: Key, inputs: bool) -> Chain | None:
     out_dims = None if chain is None else views.compose(walk.dims, chain.out_dims)
     if chain is None or out_dims is None:
         return None
-    after: list[Step] = []
-    for step in reversed(walk.steps):
-        moved = views.compose(step.dims, chain.out_dims)
-        if moved is None or step.kind == "vector":
-            return None
-        atoms = tuple(a for d in moved for a in d)
-        if step.kind == "bias" and not is_whole_feature(atoms, chain.n):
-            return None
-        after.append(step)
+    after = tuple(reversed(walk.steps))
+    vector = any(step.kind == "vector" for step in after)
+    if vector or _along_tokens(after, chain.out_dims, chain.n):
+        return None
     nodes = chain.nodes | frozenset(walk.nodes) | path_nodes(c, key)
-    return dataclasses.replace(chain, after=tuple(after), out=key, out_dims=out_dims, nodes=nodes)
+    return dataclasses.replace(chain, after=after, out=key, out_dims=out_dims, nodes=nodes)
 
 
 def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:
@@ -959,10 +945,14 @@ def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:
 
 def over_base(c: Canonical, stage: Stage, dims: Dims) -> Dims | None:
     """Express dims over a stage's tokens by the axes of the value that x is a view of."""
-    pairs = zip(stage.x_dims, c.base(stage.x)[1], strict=True)
-    tokens = {own[0].axis: over for own, over in pairs if own and own[0].axis != FEATURE}
-    found = views.compose(dims, tokens)
+    found = views.compose(dims, _tokens_over(stage, c.base(stage.x)[1]))
     return None if found is None else tuple(map(views.coalesce, found))
+
+
+def _tokens_over(stage: Stage, dims: Dims) -> dict[int, Dim]:
+    """Return the token axes of a stage by the axes of a value that x has these dims over."""
+    pairs = zip(stage.x_dims, dims, strict=True)
+    return {own[0].axis: over for own, over in pairs if own and own[0].axis != FEATURE}
 
 
 def features_over_base(c: Canonical, stage: Stage) -> Dim:

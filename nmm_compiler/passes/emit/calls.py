@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -489,13 +489,9 @@ class Call:
     def prepare_x(self, editor: Editor) -> fx.Node:
         """Emit the operand in the x layout and fix the order of tokens."""
         node, source = self._resolve(editor)
-        if self.x_layout == "col":
-            assert self.lead is not None
-            return editor.arrange(node, source.dims, (feature_axis(source.k), *self.lead))
-        assert self.lead is not None
-        if source.is_row():
+        if self.x_layout == "row" and source.is_row():
             return node
-        return editor.arrange(node, source.dims, (*self.lead, feature_axis(source.k)))
+        return editor.arrange(node, source.dims, self._dims(source.k, self.x_layout))
 
     def _resolve(self, editor: Editor) -> tuple[fx.Node, Source]:
         """Return the operand's node and its dimensions, and set `lead`."""
@@ -537,10 +533,14 @@ class Call:
 
     def result_dims(self, n: int) -> Dims:
         """Return the dimensions of a result as the kernel makes it."""
+        return self._dims(n, self.out_layout)
+
+    def _dims(self, features: int, layout: str) -> Dims:
+        """Return the dimensions of an operand or a result in a layout."""
         assert self.lead is not None
-        if self.out_layout == "row":
-            return (*self.lead, feature_axis(n))
-        return (feature_axis(n), tuple(a for d in self.lead for a in d))
+        if layout == "row":
+            return (*self.lead, feature_axis(features))
+        return (feature_axis(features), tuple(a for d in self.lead for a in d))
 
     def finish(self, editor: Editor, y: fx.Node, want: Dims) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces."""
@@ -632,7 +632,7 @@ class LowRankCall(Call):
     sum between the products.
     """
 
-    chain: Chain | None = None
+    chain: Chain = field(kw_only=True)
     made: bool = False
     tp: int = 1
     group: str = ""
@@ -640,7 +640,6 @@ class LowRankCall(Call):
     @property
     def is_whole(self) -> bool:
         """Return whether nothing outside of the kernel is added to its result."""
-        assert self.chain is not None
         return self.chain.addend is None
 
     @classmethod
@@ -664,7 +663,6 @@ class LowRankCall(Call):
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
-        assert self.chain is not None
         m = self.tokens_count()
         u, v = self.chain.u, self.chain.v
         return {
@@ -686,7 +684,6 @@ class LowRankCall(Call):
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
         chain = self.chain
-        assert chain is not None
         parts = (chain, *chain.more)
         kinds = {s.kind for part in parts for s in part.middle}
         scales = [s for p in parts for s in (*p.middle, *p.after) if s.kind == "scale"]
@@ -712,7 +709,6 @@ class LowRankCall(Call):
     def _keywords(self) -> dict[str, Any]:
         """Return the keywords that the op and the spec share."""
         chain = self.chain
-        assert chain is not None
         keywords: dict[str, Any] = {"activation": chain.activation}
         if self.tp > 1:
             keywords |= {"tp": self.tp, "tp_axis": "rows"}
@@ -725,7 +721,6 @@ class LowRankCall(Call):
     def spec(self, c: Canonical) -> KernelSpec:
         """Return the spec of one low-rank product."""
         chain = self.chain
-        assert chain is not None
         r = chain.r if chain.more else _sizes(c, chain.u)[1]
         return LowRankSpec(
             **self._common(c, chain.u),
@@ -740,7 +735,6 @@ class LowRankCall(Call):
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
         chain = self.chain
-        assert chain is not None
         x = self.prepare_x(editor)
         stored = self.kept.stored
         folded = join(editor, [fold_chain(editor, part, stored) for part in (chain, *chain.more)])
@@ -758,7 +752,6 @@ class LowRankCall(Call):
     def surrounded(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Emit what stays outside of the kernel, the addend."""
         chain = self.chain
-        assert chain is not None
         if chain.addend is not None:
             other = editor.node(chain.addend[0])
             more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
@@ -793,7 +786,7 @@ class SharedCall(Call):
     @property
     def chains(self) -> list[Chain]:
         """Return the chains of the members."""
-        return [member.chain for member in self.members if member.chain is not None]
+        return [member.chain for member in self.members]
 
     @property
     def firsts(self) -> list[Chain]:
@@ -874,7 +867,7 @@ class SharedCall(Call):
 class GatedCall(Call):
     """nmm.gated_mlp_up for a gate and an up projection, nmm.gated_mlp with the down projection."""
 
-    gated: Any = None
+    gated: Any = field(kw_only=True)
 
     @classmethod
     def of(cls, c: Canonical, gated: Any) -> GatedCall:

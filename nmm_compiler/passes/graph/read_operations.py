@@ -23,9 +23,10 @@ tensor again, are rearrangements that rearrange nothing. Every other one moves d
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from nmm_compiler.passes.graph.canonical import (
     Result,
     Scale,
     Softmax,
+    View,
     Virtual,
     owner_of,
 )
@@ -93,17 +95,17 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args = fx.node.map_aggregate(
-        fx.node.map_arg(node.args, values.__getitem__), lambda value: _on_cpu(value)
-    )
-    kwargs = fx.node.map_aggregate(
-        fx.node.map_arg(node.kwargs, values.__getitem__), lambda value: _on_cpu(value)
-    )
+    given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = fx.node.map_aggregate(given, _on_cpu)  # type: ignore[misc]
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
+    return _apply(node, args, kwargs)
+
+
+def _apply(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Return what a function or a method of the graph returns for other arguments."""
     if node.op == "call_method":
-        own, *rest = args
-        return getattr(own, str(node.target))(*rest, **kwargs)
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
 
@@ -184,6 +186,33 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
+def _of_one(read: Callable[[Canonical, Call, fx.Node], Result], kept: bool = False) -> Handler:
+    """Return the handler of a function of one tensor; kept: which the result is like."""
+
+    @functools.wraps(read)
+    def handler(c: Canonical, call: Call) -> Result:
+        source = call.get(0, "input", "self", "a", "x")
+        if not isinstance(source, fx.Node) or c.shape(source) is None:
+            return None
+        return None if kept and not _kept(c, source, call.node) else read(c, call, source)
+
+    return handler
+
+
+_of_kept = functools.partial(_of_one, kept=True)
+
+
+def _of_two(read: Callable[[Canonical, Call, Key, Key], Result]) -> Handler:
+    """Return the handler of a function of two tensors."""
+
+    @functools.wraps(read)
+    def handler(c: Canonical, call: Call) -> Result:
+        a, b = call.get(0, "input", "self", "a"), call.get(1, "weight", "other", "b")
+        return read(c, call, a, b) if _is_tensor(c, a) and _is_tensor(c, b) else None
+
+    return handler
+
+
 def matmul_labels(a: int, b: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the labels of both operands and the result of a matmul of ranks a and b."""
     batch_a = tuple(BATCH + i for i in range(a - 2))[::-1]
@@ -209,16 +238,14 @@ def _matmul(c: Canonical, call: Call) -> Result:
     return _contract(c, a, call.get(1, "other", "mat2", "vec", "tensor"))
 
 
-def _linear(c: Canonical, call: Call) -> Result:
-    x, w, bias = call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias")
-    if not _is_tensor(c, x) or not _is_tensor(c, w):
-        return None
+@_of_two
+def _linear(c: Canonical, call: Call, x: Key, w: Key) -> Result:
     shape = c.shape(x) or ()
     if len(c.shape(w) or ()) != 2 or not shape:
         return None
     tokens = tuple(BATCH + i for i in range(len(shape) - 1))
     result = Product(x, w, (*tokens, K), (N, K), (*tokens, N))
-    return with_addend(c, call.node, result, bias)
+    return with_addend(c, call.node, result, call.get(2, "bias"))
 
 
 def with_addend(
@@ -368,10 +395,8 @@ def _multi_dot(c: Canonical, call: Call) -> Result:
     return chain(c, call.node, operands, labels, out)
 
 
-def _tensordot(c: Canonical, call: Call) -> Result:
-    a, b = call.get(0, "a", "self"), call.get(1, "b", "other")
-    if not _is_tensor(c, a) or not _is_tensor(c, b):
-        return None
+@_of_two
+def _tensordot(c: Canonical, call: Call, a: Key, b: Key) -> Result:
     rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
     dims: Any = call.get(2, "dims", "dims_self", default=2)
     if call.get(3, "dims_other") is not None:
@@ -421,10 +446,8 @@ def _pointwise_convolution(c: Canonical, node: fx.Node, x: Key, w: Key, bias: An
     return with_addend(c, node, form, bias)
 
 
-def _convolution(c: Canonical, call: Call) -> Result:
-    x, w, bias = call.get(0, "input"), call.get(1, "weight"), call.get(2, "bias")
-    if not _is_tensor(c, x) or not _is_tensor(c, w):
-        return None
+@_of_two
+def _convolution(c: Canonical, call: Call, x: Key, w: Key) -> Result:
     padding = call.get(4, "padding", default=0)
     plain = _all(call.get(3, "stride", default=1), 1) and (
         _all(padding, 0) or padding in ("same", "valid")
@@ -435,13 +458,11 @@ def _convolution(c: Canonical, call: Call) -> Result:
         groups = call.get(8, "groups", default=1)
     if not plain or groups != 1:
         return None
-    return _pointwise_convolution(c, call.node, x, w, bias)
+    return _pointwise_convolution(c, call.node, x, w, call.get(2, "bias"))
 
 
-def _inner(c: Canonical, call: Call) -> Result:
-    a, b = call.get(0, "input", "self"), call.get(1, "other")
-    if not _is_tensor(c, a) or not _is_tensor(c, b):
-        return None
+@_of_two
+def _inner(c: Canonical, call: Call, a: Key, b: Key) -> Result:
     rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
     whole = rank_a and rank_b
     return _dot(a, b, rank_a, rank_b, [(rank_a - 1, rank_b - 1)]) if whole else None
@@ -540,50 +561,36 @@ DECOMPOSED: dict[str, Handler] = {
 }
 
 
-def _first(c: Canonical, call: Call) -> fx.Node | None:
-    source = call.get(0, "input", "self", "a", "x")
-    return source if isinstance(source, fx.Node) and c.shape(source) is not None else None
-
-
-def _same(c: Canonical, source: fx.Node) -> Result:
-    shape = c.shape(source)
-    return None if shape is None else (source, views.identity(shape))
+def _same(c: Canonical, source: fx.Node) -> View:
+    return source, views.identity(c.shape(source) or ())
 
 
 # -- rearrangements -------------------------------------------------------------------------
 
 
-def _regroup(c: Canonical, call: Call) -> Result:
+@_of_one
+def _regroup(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Read view, reshape, flatten, squeeze, ...: the target shape is in the metadata."""
-    source = _first(c, call)
-    if source is None or c.dtype(source) != c.dtype(call.node):
+    if c.dtype(source) != c.dtype(call.node):
         return None
-    shape, new = c.shape(source), c.shape(call.node)
-    if shape is None or new is None:
-        return None
-    dims = views.reshape(views.identity(shape), new)
+    dims = views.reshape(_same(c, source)[1], c.shape(call.node) or ())
     return None if dims is None else (source, dims)
 
 
-def _turned(c: Canonical, call: Call) -> Result:
+@_of_one
+def _turned(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Read permute, transpose, .T and the like: the order of sizes that are all different.
 
     The operation runs on a tensor of these sizes, which has no data.
     """
-    source, node = _first(c, call), call.node
-    shape = c.shape(source) if source is not None else None
-    if source is None or shape is None or len(shape) > len(_DIFFERENT):
+    node, dims = call.node, _same(c, source)[1]
+    if len(dims) > len(_DIFFERENT):
         return None
-    sizes = _DIFFERENT[: len(shape)]
+    sizes = _DIFFERENT[: len(dims)]
     with _disable_current_modes():
         probe = torch.empty(sizes, device="meta")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)
-        if node.op == "call_method":
-            turned = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            turned = node.target(*args, **kwargs)  # type: ignore[operator]
-    order = [sizes.index(size) for size in turned.shape]
-    return source, views.permute(views.identity(shape), order)
+        turned = _apply(node, *fx.map_arg((node.args, node.kwargs), lambda _: probe))
+    return source, views.permute(dims, [sizes.index(size) for size in turned.shape])
 
 
 _DIFFERENT = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -600,20 +607,15 @@ def _getattr(c: Canonical, call: Call) -> Result:
     return _turned(c, call) if name in ("T", "mT", "H", "mH") else None
 
 
-def _expand(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    shape, new = (c.shape(source) if source is not None else None), c.shape(call.node)
-    if source is None or shape is None or new is None:
-        return None
-    dims = views.expand(views.identity(shape), new)
+@_of_one
+def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
+    dims = views.expand(_same(c, source)[1], c.shape(call.node) or ())
     return None if dims is None else (source, dims)
 
 
-def _getitem(c: Canonical, call: Call) -> Result:
+@_of_one
+def _getitem(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Indexing by full slices, None and Ellipsis only adds dimensions."""
-    source = _first(c, call)
-    if source is None:
-        return None
     index = call.get(1, "key")
     entries = list(index) if isinstance(index, tuple) else [index]
     cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or _is_full(e))]
@@ -634,10 +636,10 @@ def _is_full(entry: Any) -> bool:
 _FULL = ((None, None, None), (None, None, 1), (0, None, None), (0, None, 1))
 
 
-def _slice(c: Canonical, call: Call) -> Result:
-    source, axis = _first(c, call), call.get(1, "dim", default=0)
+@_of_one
+def _slice(c: Canonical, call: Call, source: fx.Node) -> Result:
     ends = (call.get(2, "start"), call.get(3, "end"), call.get(4, "step"))
-    return None if source is None else _part(c, call, source, axis, ends)
+    return _part(c, call, source, call.get(1, "dim", default=0), ends)
 
 
 def _part(c: Canonical, call: Call, source: fx.Node, axis: Any, ends: tuple[Any, ...]) -> Result:
@@ -661,41 +663,38 @@ def _concatenate(c: Canonical, call: Call) -> Result:
     return Concatenation(call.name, tuple(parts), axis % max(len(c.shape(call.node) or ()), 1))
 
 
-def _repeat(c: Canonical, call: Call) -> Result:
+@_of_one
+def _repeat(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Read repeat_interleave: each element of an axis several times."""
-    source, times, axis = _first(c, call), call.get(1, "repeats"), call.get(2, "dim")
-    if source is None or not isinstance(times, int) or not isinstance(axis, int):
+    times, axis = call.get(1, "repeats"), call.get(2, "dim")
+    if not isinstance(times, int) or not isinstance(axis, int):
         return None
-    dims = list(views.identity(c.shape(source) or ()))
+    dims = list(_same(c, source)[1])
     dims[axis] = (*dims[axis], views.Atom(views.BROADCAST, times, 0))
     return source, tuple(dims)
 
 
-def _softmax(c: Canonical, call: Call) -> Result:
-    source, axis = _first(c, call), call.get(1, "dim")
-    rank = len(c.shape(call.node) or ())
-    last = source is not None and isinstance(axis, int) and axis in (-1, rank - 1)
+@_of_one
+def _softmax(c: Canonical, call: Call, source: fx.Node) -> Result:
+    axis, rank = call.get(1, "dim"), len(c.shape(call.node) or ())
+    last = isinstance(axis, int) and axis in (-1, rank - 1)
     return Softmax(call.name, (source,)) if last else None
 
 
 # -- copies, casts, and what does nothing -----------------------------------------------------
 
 
-def _identity(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    if source is None or c.shape(source) != c.shape(call.node):
-        return None
-    return _same(c, source)
+@_of_one
+def _identity(c: Canonical, call: Call, source: fx.Node) -> Result:
+    return _same(c, source) if c.shape(source) == c.shape(call.node) else None
 
 
 def _detach(c: Canonical, call: Call) -> Result:
     return None if c.trains else _identity(c, call)
 
 
-def _to(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    if source is None:
-        return None
+@_of_one
+def _to(c: Canonical, call: Call, source: fx.Node) -> Result:
     old, new = c.tensor(source), c.tensor(call.node)
     if old is None or new is None or old.device != new.device or type(old) is not type(new):
         return None
@@ -741,9 +740,9 @@ def _divide(c: Canonical, call: Call) -> Result:
     return Scale(a, 1.0 / float(b))
 
 
-def _negate(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    return None if source is None or not _kept(c, source, call.node) else Scale(source, -1.0)
+@_of_kept
+def _negate(c: Canonical, call: Call, source: fx.Node) -> Result:
+    return Scale(source, -1.0)
 
 
 def _sum(c: Canonical, call: Call, sign: float = 1.0) -> Result:
@@ -766,17 +765,10 @@ def _subtract(c: Canonical, call: Call) -> Result:
     return _sum(c, call, -1.0)
 
 
-def _activation(name: str) -> Handler:
-    def read(c: Canonical, call: Call) -> Result:
-        source = _first(c, call)
-        if source is None or not _kept(c, source, call.node):
-            return None
-        shown = name
-        if name == "gelu" and call.get(1, "approximate", default="none") == "tanh":
-            shown = "gelu_tanh"
-        return Activation(source, shown)
-
-    return read
+@_of_kept
+def _activation(c: Canonical, call: Call, source: fx.Node) -> Result:
+    by_tanh = call.name == "gelu" and call.get(1, "approximate", default="none") == "tanh"
+    return Activation(source, "gelu_tanh" if by_tanh else call.name)
 
 
 _ACTIVATIONS = (
@@ -785,29 +777,27 @@ _ACTIVATIONS = (
 )  # fmt: skip
 
 
-def _clamp(c: Canonical, call: Call) -> Result:
+@_of_kept
+def _clamp(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Read a clamp from below at zero, and nothing else, as relu."""
-    source = _first(c, call)
+    low, high = call.get(1, "min", "threshold"), call.get(2, "max", "value")
     if call.name == "threshold":
-        low, high = call.get(1, "threshold"), call.get(2, "value") or None
-    else:
-        low, high = call.get(1, "min"), call.get(2, "max")
-    if source is None or not _kept(c, source, call.node) or not _number(low) or low != 0:
-        return None
-    return Activation(source, "relu") if high is None else None
+        high = high or None
+    return Activation(source, "relu") if _number(low) and low == 0 and high is None else None
 
 
 # -- the rest -------------------------------------------------------------------------------
 
 
-def _norm(c: Canonical, call: Call) -> Result:
+@_of_kept
+def _norm(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Read rms_norm and layer_norm over the last dimension alone."""
-    source, layer = _first(c, call), call.name == "layer_norm"
-    shape = call.get(1, "normalized_shape")
-    dtype = None if source is None else c.dtype(source)
-    if source is None or dtype is None or not _kept(c, source, call.node):
-        return None
-    if not isinstance(shape, (list, tuple)) or len(shape) != 1:
+    layer, shape, dtype = (
+        call.name == "layer_norm",
+        call.get(1, "normalized_shape"),
+        c.dtype(source),
+    )
+    if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) != 1:
         return None
     gain, bias = call.get(2, "weight"), call.get(3, "bias") if layer else None
     eps = call.get(4 if layer else 3, "eps", default=1e-5 if layer else None)
@@ -816,14 +806,10 @@ def _norm(c: Canonical, call: Call) -> Result:
     return Norm(source, "layer" if layer else "rms", gain, bias, eps if _number(eps) else None)
 
 
-def _diagonal(c: Canonical, call: Call) -> Result:
-    source = _first(c, call)
-    shape = None if source is None else c.shape(source)
-    if source is None or shape is None or len(shape) != 1:
-        return None
-    if any(call.get(i, n, default=0) not in (0, d) for i, n, d in _DIAGONAL_DEFAULTS):
-        return None
-    return Diagonal(source)
+@_of_one
+def _diagonal(c: Canonical, call: Call, source: fx.Node) -> Result:
+    plain = all(call.get(i, n, default=0) in (0, d) for i, n, d in _DIAGONAL_DEFAULTS)
+    return Diagonal(source) if plain and len(c.shape(source) or ()) == 1 else None
 
 
 _DIAGONAL_DEFAULTS = ((1, "diagonal", 0), (2, "dim1", -2), (3, "dim2", -1))
@@ -868,7 +854,7 @@ TABLE: dict[str, Handler] = {
     # an in-place sum reads as the sum; the rules decide whether it may be fused
     "add_": _sum,
     "sub_": _subtract,
-    **{name: _activation(name) for name in _ACTIVATIONS},
+    **dict.fromkeys(_ACTIVATIONS, _activation),
     **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
-from nmm_compiler.passes.chains.safety import Refusal, call_ways, crossed, readings, refuse
+from nmm_compiler.passes.chains.safety import Refusal, crossed, readings, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.corrected import CorrectedCall, made_of_leaves, several
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
@@ -35,7 +35,7 @@ def only_bias(chain: Chain) -> bool:
     return chain.only_bias() and alone and chain.inner is None
 
 
-def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
+def group(c: Canonical, rule: KernelRule, calls: list[LowRankCall]) -> Match | None:
     """Return the match of calls that become one, None when they may not move together."""
     position = c.effects.position
     calls = sorted(calls, key=lambda call: position[call.final])
@@ -46,8 +46,8 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         return None
     if len(set(finals)) != len(finals) or len({c.dtype(f) for f in finals}) > 1:
         return None
-    keys = [key for call in calls if call.chain for key in call.chain.operands]
-    own_x = {call.chain.first.x for call in calls if call.chain}
+    keys = [key for call in calls for key in call.chain.operands]
+    own_x = {call.chain.first.x for call in calls}
     own_x |= made_of_leaves(calls)  # the leaves are hoisted
     for key in [*(k for k in keys if k not in own_x), calls[0].source.key]:
         owner = owner_of(key)
@@ -57,19 +57,8 @@ def group(c: Canonical, rule: str, calls: list[LowRankCall]) -> Match | None:
         return None
     if crossed(c, set(nodes), finals[-1], keys) is not None:
         return None
-    call = several(c, rule, calls)
-    spec = call.spec(c)
-    times = call_ways(c, spec)
-    if times.fused > times.separate:
-        return None
-    return Match(
-        rule=rule,
-        node=finals[0],
-        nodes=nodes,
-        data=call,
-        info=call.info() | {"predicted": times.to_dict()},
-        notes=call.notes(),
-    )
+    match = rule.matched(c, finals[0], nodes, several(c, rule.name, calls))
+    return match if isinstance(match, Match) else None
 
 
 class SharedX(KernelRule):
@@ -88,10 +77,8 @@ class SharedX(KernelRule):
         alike: tuple[Any, ...]
         for match in matches:
             call = match.data
-            if not isinstance(call, LowRankCall) or call.chain is None:
-                continue
-            if call.tp > 1:  # no kernel of several chains sums over devices
-                continue
+            if not isinstance(call, LowRankCall) or call.tp > 1:
+                continue  # no kernel of several chains sums over devices
             if isinstance(call, CorrectedCall):
                 plain, alike = call.is_whole, tuple(call.ways.items())
             else:
@@ -103,7 +90,7 @@ class SharedX(KernelRule):
         out = list(matches)
         for members in groups.values():
             for near in _near(graph, members):
-                whole = group(graph, self.name, [m.data for m in near])
+                whole = group(graph, self, [m.data for m in near])
                 if whole is not None:
                     joined = {id(m) for m in near}
                     out = [m for m in out if id(m) not in joined] + [whole]
@@ -153,7 +140,7 @@ class SharedU(KernelRule):
         k, r, n = chains[0].u.k, chains[0].u.n, sum(chain.v.n for chain in chains)
         if r * (k + n) >= k * n:
             return None
-        return group(graph, self.name, [LowRankCall.of(graph, c) for c in chains])
+        return group(graph, self, [LowRankCall.of(graph, c) for c in chains])
 
 
 def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:

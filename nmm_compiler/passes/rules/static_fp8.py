@@ -148,8 +148,8 @@ def _bounded(c: Canonical, value: Key) -> bool:
 class StaticCall(Call):
     """nmm.matmul_scaled of x and a weight of fp8 numbers."""
 
-    chain: Chain | None = None
-    rounded: _Rounded | None = None
+    chain: Chain = dataclasses.field(kw_only=True)
+    rounded: _Rounded = dataclasses.field(kw_only=True)
 
     @classmethod
     def of_chain(cls, c: Canonical, chain: Chain, rounded: _Rounded, kept: Kept) -> StaticCall:
@@ -175,7 +175,6 @@ class StaticCall(Call):
     @property
     def biased(self) -> bool:
         """Whether something is added to the product."""
-        assert self.chain is not None
         return any(step.kind == "bias" for step in (*self.chain.middle, *self.chain.after))
 
     def info(self) -> dict[str, Any]:
@@ -192,15 +191,13 @@ class StaticCall(Call):
 
     def spec(self, c: Canonical) -> KernelSpec:
         """Return the spec of the product."""
-        fields = self._common(c, self.chain.u)  # type: ignore[union-attr]
+        fields = self._common(c, self.chain.u)
         dtype = fields.pop("x_dtype")
         return MatmulSpec(**fields, n=self.n, bias=self.biased, out_dtype=dtype)
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call; return the node with the final value."""
         chain, rounded = self.chain, self.rounded
-        assert chain is not None
-        assert rounded is not None
         self.x_layout = self.out_layout = "row"
         self.lead = self.source.dims[:-1]
         (w,) = weight_nodes(editor, (chain.u,), self.kept.stored)
