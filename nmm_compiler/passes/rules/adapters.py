@@ -19,6 +19,7 @@ expand apart are predicted to be faster.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
+from nmm_compiler.passes.chains.chain import path_nodes
 from nmm_compiler.passes.chains.safety import (
     DTYPES,
     Refusal,
@@ -37,12 +39,14 @@ from nmm_compiler.passes.chains.safety import (
     unsafe,
 )
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import Canonical, Cast, Key, Product, Scale, owner_of
+from nmm_compiler.passes.graph.views import Dim
 from nmm_compiler.passes.rules.base import Match, Rule
-from nmm_compiler.passes.rules.experts import RESHAPES, counted_from_end, name_of
+from nmm_compiler.passes.rules.experts import counted_from_end, name_of
 
 aten = torch.ops.aten
-_CASTS = ("to", "_to_copy", "contiguous")
+_BUFFERS = ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty")
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class _Branch:
     """One adapter of a batch: its rows of the batch, both factors [out, in], and what scales it."""
 
     rows: tuple[int, ...]
-    a: fx.Node
-    b: fx.Node
+    a: Any
+    b: Any
     scale: float
-    nodes: tuple[fx.Node, ...]
+    nodes: set[fx.Node]
 
 
 @dataclass
@@ -64,12 +68,11 @@ class _Gathered:
     of each adapter; scale: of all of them.
     """
 
-    nodes: list[fx.Node]
+    nodes: set[fx.Node]
     factors: list[tuple[fx.Node, bool]]
     index: Any = None
     gains: fx.Node | None = None
     scale: float = 1.0
-    x: Any = None
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,8 @@ class Adapters(Rule):
     def _gathered(self, graph: Canonical, node: Any) -> Match | Refusal | None:
         """Read linear(x, w, b) + branches of gathered factors, which may be added in place."""
         base, more, own = _base_and_branch(graph, node)
-        branch = None if base is None else _gathered_branch(graph, more)
-        if branch is None or branch.x is not base.args[0]:
+        branch = None if base is None else _gathered_branch(graph, more, base.args[0])
+        if branch is None:
             return None
         x, w, bias = (*base.args, *base.kwargs.values(), None)[:3]
         inner = {base, *own, *branch.nodes}
@@ -279,48 +282,28 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
         return None
     if name_of(total) not in ("add", "add_") or total.kwargs:
         return None
-    before, more = total.args[:2]
+    before, key = total.args[:2]
     if name_of(before) != "getitem" or tuple(before.args) != (base, rows):
         return None
-    nodes, scale = [write, total, before], 1.0
-    node = more
-    while isinstance(node, fx.Node) and name_of(node) in (*_CASTS, "mul"):
-        nodes.append(node)
-        if name_of(node) == "mul":
-            numbers = [one for one in node.args if isinstance(one, (int, float))]
-            if len(numbers) != 1:
-                return None
-            scale *= float(numbers[0])
-        node = node.all_input_nodes[0]
-    second = _plain_linear(node)
-    first = _plain_linear(second.args[0]) if second is not None else None
-    if first is None or second is None:
-        return None
-    nodes += [second, first]
-    node = first.args[0]
-    while isinstance(node, fx.Node) and (name_of(node) in _CASTS or _off(node)):
-        nodes.append(node)
-        node = node.args[0]
-    if name_of(node) != "getitem" or tuple(node.args) != (x, rows):
-        return None
-    nodes.append(node)
-    return _Branch(tuple(rows), first.args[1], second.args[1], scale, tuple(nodes))
-
-
-def _off(node: Any) -> bool:
-    """Return whether a node is dropout that does nothing."""
-    if name_of(node) != "dropout":
-        return False
-    p, training = (*node.args[1:], node.kwargs.get("p"), node.kwargs.get("training"))[:2]
-    return training is False or node.kwargs.get("training") is False or p == 0.0
-
-
-def _plain_linear(node: Any) -> Any:
-    """Return a linear without bias."""
-    if not isinstance(node, fx.Node) or name_of(node) != "linear":
-        return None
-    bias = node.kwargs.get("bias", node.args[2] if len(node.args) > 2 else None)
-    return node if bias is None else None
+    nodes, factors, scale = {write, total, before}, list[Any](), 1.0
+    while isinstance(key, fx.Node) and graph.is_whole(key):
+        made = graph.base(key)[0]
+        form = graph.forms[made]
+        nodes |= {owner_of(made), *path_nodes(graph, key)}
+        if name_of(made) == "getitem" and tuple(owner_of(made).args) == (x, rows):
+            found = len(factors) == 2
+            return _Branch(tuple(rows), *factors[::-1], scale, nodes) if found else None
+        if isinstance(form, Product) and name_of(made) == "linear" and len(factors) < 2:
+            key = form.lhs
+            factors.append(form.rhs)
+        elif isinstance(form, Scale) and isinstance(form.factor, float) and not factors:
+            key = form.value
+            scale *= form.factor
+        elif isinstance(form, Cast) and len(factors) != 1:
+            key = form.value
+        else:
+            return None
+    return None
 
 
 def _base_and_branch(graph: Canonical, node: Any) -> tuple[Any, Any, list[fx.Node]]:
@@ -357,167 +340,127 @@ def _whole(graph: Canonical, value: Any, place: Any) -> bool:
     )
 
 
-def _gathered_branch(graph: Canonical, node: Any) -> _Gathered | None:
-    """Return a branch of gathered factors that ends at a node, or None."""
-    branch = _Gathered([], [])
+def _gathered_branch(graph: Canonical, node: Any, x: Any) -> _Gathered | None:
+    """Return a branch of gathered factors of x that ends at a node, or None."""
+    branch = _Gathered(set(), [])
+    key: Key | None = node if isinstance(node, fx.Node) else None
     for _ in range(2):
-        node = _scaled(graph, node, branch)
-        node = None if node is None else _gathered_product(graph, node, branch)
-        if node is None:
+        key = None if key is None else _gathered_product(graph, key, branch)
+        if key is None:
             return None
-    branch.x = _plain(graph, node, branch)
-    sizes = [graph.shape(one) or () for one in (branch.x, branch.index)]
+    assert key is not None
+    key = _filled(graph, key, branch)
+    sizes = [graph.shape(one) or () for one in (x, branch.index)]
     if len(sizes[0]) not in (2, 3) or len(sizes[1]) != 1 or sizes[0][0] != sizes[1][0]:
         return None
-    return branch
+    taken = itertools.takewhile(lambda one: one is not x, graph.through(key))
+    branch.nodes.update(map(owner_of, taken))
+    return branch if _elements(graph, key) == _elements(graph, x) else None
 
 
-def _scaled(graph: Canonical, node: Any, branch: _Gathered) -> Any:
-    """Return what is behind products with a number and with the gain of each token's adapter."""
-    node = _plain(graph, node, branch)
-    while name_of(node) == "mul":
-        branch.nodes.append(node)
-        sides = list(node.args)
-        numbers = [one for one in sides if isinstance(one, (int, float))]
-        spread = [one for one in sides if name_of(one) == "unsqueeze"]
-        if len(numbers) == 1:
-            branch.scale *= float(numbers[0])
-            sides.remove(numbers[0])
-        elif len(spread) == 1 and branch.gains is None and len(graph.shape(node) or ()) == 2:
-            held = spread[0].args[0]
-            if name_of(held) != "getitem" or spread[0].args[1] not in (-1, 1):
-                return None
-            if not _same_index(graph, held.args[1], branch):
-                return None
-            branch.nodes += [spread[0], held]
-            branch.gains = held.args[0]
-            sides.remove(spread[0])
-        else:
-            return None
-        node = _plain(graph, sides[0], branch)
-    return node
+def _elements(graph: Canonical, key: Key) -> tuple[Key, list[Dim]]:
+    """Return the base of a value and its dims over it, but for dimensions of one element."""
+    base, dims = graph.base(key)
+    return base, [dim for dim in dims if dim]
 
 
-def _plain(graph: Canonical, node: Any, branch: _Gathered) -> Any:
-    """Return what is behind casts that change nothing, whole slices, and a buffer."""
-    while isinstance(node, fx.Node):
-        name = name_of(node)
-        before: Any = node.args[0] if node.args else None
-        same = isinstance(before, fx.Node) and graph.shape(before) == graph.shape(node)
-        same = same and graph.dtype(before) == graph.dtype(node)
-        cut = name == "getitem" and same and _whole(graph, before, node.args[1])
-        if cut or (name in _CASTS and same):
-            branch.nodes.append(node)
-            node = before
-        elif name in ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"):
-            writes = [one for one in node.users if (name_of(one) or "").endswith("_")]
-            if len(writes) != 1 or name_of(writes[0]) != "setitem_":
-                return None
-            write: Any = writes[0]
-            into, place, value = write.args[:3]
-            kinds = [(graph.shape(one), graph.dtype(one)) for one in (node, value)]
-            if into is not node or not _whole(graph, node, place) or kinds[0] != kinds[1]:
-                return None
-            if min(node.users, key=graph.effects.position.__getitem__) is not writes[0]:
-                return None  # something reads the buffer before the write
-            branch.nodes += [node, writes[0]]
-            node = value
-        else:
-            break
-    return node
+def _read(graph: Canonical, key: Key, branch: _Gathered) -> Any:
+    """Return the base that a value is, with more or fewer dimensions of one element, or None."""
+    key = _filled(graph, key, branch)
+    base = graph.base(key)[0]
+    branch.nodes |= path_nodes(graph, key) | {owner_of(base)}
+    return base if _elements(graph, key) == _elements(graph, base) else None
+
+
+def _filled(graph: Canonical, key: Key, branch: _Gathered) -> Key:
+    """Return what is written to a buffer, all of it, that a value is; else the value."""
+    node: Any = graph.base(key)[0]
+    if name_of(node) not in _BUFFERS or not graph.is_whole(key):
+        return key
+    writes = [one for one in node.users if (name_of(one) or "").endswith("_")]
+    if len(writes) != 1 or name_of(writes[0]) != "setitem_":
+        return key
+    into, place, value = writes[0].args[:3]
+    kinds = [(graph.shape(one), graph.dtype(one)) for one in (node, value)]
+    first = min(node.users, key=graph.effects.position.__getitem__)  # else it is read before
+    if into is not node or not _whole(graph, node, place) or first is not writes[0]:
+        return key
+    if kinds[0] != kinds[1]:
+        return key
+    branch.nodes |= {node, *path_nodes(graph, key), writes[0]}
+    return _filled(graph, value, branch)
+
+
+def _gathered_product(graph: Canonical, key: Key, branch: _Gathered) -> Key | None:
+    """Return what a product with gathered weights multiplies, None if a value is no such product.
+
+    Numbers and gains that multiply the product are noted.
+    """
+    base = _read(graph, key, branch)
+    form = graph.forms.get(base)
+    while isinstance(form, Scale):
+        base = _scaled(graph, base, form, branch)
+        form = graph.forms.get(base)
+    if not isinstance(form, Product):
+        return None
+    sides = ((form.lhs, form.lhs_labels), (form.rhs, form.rhs_labels))
+    for (token, labels), (held, held_labels) in (sides, sides[::-1]):
+        made, dims = graph.base(held)
+        sizes, index = graph.shape(made) or (), _gather(made)
+        if index is None or not _same_index(graph, index[1], branch):
+            continue
+        pairs = [(labels, graph.shape(token)), (form.out_labels, graph.shape(base))]
+        own, out = ([x for x, s in zip(*one, strict=True) if s != 1] for one in pairs)  # type: ignore[arg-type]
+        axes = {x: views.whole_axis(d, sizes) for x, d in zip(held_labels, dims, strict=True) if d}
+        head, k = ([x for x in own if (x in out) == kept] for kept in (True, False))
+        n = [x for x in out if x not in own]
+        which = [x for x in head if x in axes]
+        orders = own == head + k and out == head + n and which in ([], head[:1])
+        if not orders or set(axes) != {*which, *k, *n} or len(k) > 1 or len(n) > 1:
+            continue
+        last, inner = len(sizes) - 1, [axes[x] for x in k] + [axes[x] for x in n]
+        whole = [axes[x] for x in which] in ([], [0]) and {*inner} <= {last - 1, last}
+        if whole and (last == 2 or (last == 3 and sizes[1] == 1)):
+            turned = [axes[x] for x in k] == [last] or [axes[x] for x in n] == [last - 1]
+            branch.factors.append((index[0], turned))
+            branch.nodes |= {owner_of(made), *path_nodes(graph, held)}
+            return token
+    return None
+
+
+def _scaled(graph: Canonical, key: Key, form: Scale, branch: _Gathered) -> Any:
+    """Return what is multiplied by a number, or by the gain of each token's adapter, or None."""
+    if isinstance(form.factor, float):
+        branch.scale *= form.factor
+        return _read(graph, form.value, branch)
+    for value, factor in form.orders if len(graph.shape(key) or ()) == 2 else ():
+        made, dims = graph.base(factor)
+        held = _gather(made)
+        spread = (*views.identity(graph.shape(made) or ()), ())
+        if held is None or branch.gains is not None or dims != spread:
+            continue
+        if graph.shape(value) == graph.shape(key) and _same_index(graph, held[1], branch):
+            branch.nodes |= {owner_of(made), *path_nodes(graph, factor)}
+            branch.gains = held[0]
+            return _read(graph, value, branch)
+    return None
+
+
+def _gather(node: Any) -> tuple[Any, ...] | None:
+    """Return (weights, index) of a node that gathers weights along their first axis."""
+    if name_of(node) == "getitem" and isinstance(node.args[1], fx.Node):
+        return tuple(node.args)
+    chosen = name_of(node) == "index_select" and len(node.args) == 3 and node.args[1] == 0
+    return tuple(node.args[::2]) if chosen else None
 
 
 def _same_index(graph: Canonical, index: Any, branch: _Gathered) -> bool:
     """Return whether an index is a tensor, and that of the branch if it has one."""
-    if not isinstance(index, fx.Node) or branch.index not in (None, index):
-        return False
     dtype = graph.dtype(index)
-    branch.index = index
-    return dtype is not None and not dtype.is_floating_point and dtype != torch.bool
-
-
-def _gathered_product(graph: Canonical, node: Any, branch: _Gathered) -> Any:
-    """Return what a product with gathered weights multiplies, None if a node is no such product."""
-    if name_of(node) == "einsum":
-        return _gathered_einsum(graph, node, branch)
-    flat = _flattened(graph, node)
-    if flat is not None:
-        branch.nodes.append(node)
-        node = flat
-    if name_of(node) not in ("bmm", "matmul") or len(node.args) != 2:
-        return None
-    branch.nodes.append(node)
-    left, right = node.args[:2]
-    column = (graph.shape(right) or ())[-1:] == (1,) and _is_gathered(left)
-    weight, token = (left, right) if column else (right, left)
-    if not _weights(graph, weight, branch, column):
-        return None
-    if name_of(token) in RESHAPES and len(graph.shape(token.args[0]) or ()) == 2:
-        branch.nodes.append(token)
-        token = token.args[0]
-    return token
-
-
-def _flattened(graph: Canonical, node: Any) -> Any:
-    """Return the one row or the one column for each token that a node is without its dimension."""
-    if name_of(node) not in RESHAPES or len(graph.shape(node) or ()) != 2:
-        return None
-    sizes = graph.shape(node.args[0]) or ()
-    return node.args[0] if len(sizes) == 3 and 1 in sizes[1:] else None
-
-
-def _gathered_einsum(graph: Canonical, node: Any, branch: _Gathered) -> Any:
-    """Return x of einsum("bi,boi->bo", x, weights) or of another order of its letters."""
-    equation, *pair = node.args
-    if len(pair) == 1 and isinstance(pair[0], (list, tuple)):
-        pair = list(pair[0])
-    inputs, _, out = str(equation).replace(" ", "").partition("->")
-    labels = inputs.split(",")
-    if len(pair) != 2 or len(labels) != 2:
-        return None
-    branch.nodes.append(node)
-    place = next((i for i, one in enumerate(pair) if _is_gathered(one)), 1)
-    x, held = labels[1 - place], labels[place]
-    head, k, n = x[:-1], x[-1:], out[-1:]
-    fits = out[:-1] == head and len(head) in (1, 2) and len({*head, k, n}) == len(head) + 2
-    turned = held == head[:1] + n + k
-    if not fits or not (turned or held == head[:1] + k + n):
-        return None
-    return pair[1 - place] if _weights(graph, pair[place], branch, turned) else None
-
-
-def _is_gathered(node: Any) -> bool:
-    """Return whether a node gathers weights, behind casts and permutations."""
-    while name_of(node) in (*_CASTS, "squeeze", "mT", "transpose"):
-        node = node.args[0]
-    by_index = name_of(node) == "getitem" and isinstance(node.args[1], fx.Node)
-    return by_index or name_of(node) == "index_select"
-
-
-def _weights(graph: Canonical, node: Any, branch: _Gathered, turned: bool) -> bool:
-    """Note the factors that are gathered; turned: whether the product reads them [out, in]."""
-    while name_of(node) is not None:
-        name = name_of(node)
-        if name == "mT" or (name == "transpose" and {d % 3 for d in node.args[1:]} == {1, 2}):
-            turned = not turned
-        elif name == "squeeze":
-            if node.args[1:] not in ((1,), (-3,)) and node.kwargs != {"dim": 1}:
-                return False
-        elif name not in _CASTS or graph.dtype(node.args[0]) != graph.dtype(node):
-            break
-        branch.nodes.append(node)
-        node = node.args[0]
-    if name_of(node) == "index_select" and node.args[1] == 0:
-        weight, index = node.args[0], node.args[2]
-    elif name_of(node) == "getitem":
-        weight, index = node.args
-    else:
+    if dtype is None or dtype.is_floating_point or dtype == torch.bool:
         return False
-    sizes = graph.shape(weight) or ()
-    stacked = len(sizes) == 3 or (len(sizes) == 4 and sizes[1] == 1)
-    branch.nodes.append(node)
-    branch.factors.append((weight, turned))
-    return stacked and _same_index(graph, index, branch)
+    branch.index = branch.index or index
+    return branch.index is index
 
 
 def _gathered_operands(editor: Editor, branch: _Gathered, x: Any) -> tuple[Any, Any, Any, Any]:
