@@ -91,6 +91,12 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
             return
 
 
+def transposes(node: fx.Node) -> bool:
+    """Return whether a node transposes what it reads."""
+    name = node.args[1] if node.target is getattr else target_name(node)
+    return name in TRANSPOSES
+
+
 def count_transposes(c: Canonical) -> int:
     """Return the transposes in a graph that move an activation's data.
 
@@ -100,10 +106,7 @@ def count_transposes(c: Canonical) -> int:
     for node in c.graph.nodes:
         if all(user.op == "output" for user in node.users):
             continue
-        name = target_name(node)
-        if name == "getattr" and len(node.args) > 1:
-            name = str(node.args[1])
-        if name not in TRANSPOSES or node in c.constant or node in c.derived:
+        if not transposes(node) or node in c.constant or node in c.derived:
             continue
         source = c.sources.get(node)
         over = None if source is None else c.base(source)

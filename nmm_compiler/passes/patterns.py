@@ -55,6 +55,7 @@ from nmm_compiler.passes.graph.canonical import (
     Part,
     Product,
     Scale,
+    Side,
     Softmax,
     Virtual,
     describe,
@@ -219,20 +220,14 @@ class Labels:
 
     @classmethod
     def of(
-        cls,
-        c: Canonical,
-        lhs: Key,
-        rhs: Key,
-        lhs_labels: tuple[int, ...],
-        rhs_labels: tuple[int, ...],
-        form: Product,
+        cls, c: Canonical, sides: tuple[Side, Side], out_labels: tuple[int, ...]
     ) -> Labels | None:
         """Sort the labels; None where a sum runs over what only one operand has."""
-        own, other = _real(c, lhs, lhs_labels), _real(c, rhs, rhs_labels)
+        own, other = (_real(c, *side) for side in sides)
         if own is None or other is None:
             return None
-        out = [x for x in form.out_labels if x in own or x in other]
-        inner = [x for x in lhs_labels if x in own and x not in out]
+        out = [x for x in out_labels if x in own or x in other]
+        inner = [x for x in sides[0][1] if x in own and x not in out]
         if any(x not in own for x in other if x not in out) or any(x not in other for x in inner):
             return None
         return cls(
@@ -607,24 +602,17 @@ class Unifier:
 
     def _product(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
         (key, form), (other, there) = own, theirs
-        mine = Labels.of(self.p, form.lhs, form.rhs, form.lhs_labels, form.rhs_labels, form)
-        for turned in (False, True):
-            left, right = (there.lhs, there.lhs_labels), (there.rhs, there.rhs_labels)
-            if turned:
-                left, right = right, left
-            labels = Labels.of(self.c, left[0], right[0], left[1], right[1], there)
+        mine = Labels.of(self.p, form.orders[0], form.out_labels)
+        for sides in there.orders:
+            labels = Labels.of(self.c, sides, there.out_labels)
             if mine is None or labels is None:
                 return
             paired = self._paired(form, mine, there, other, labels, seen)
             if paired is None:
                 continue
-            places = []
-            for side, labelled, operand, its in (
-                (form.lhs, form.lhs_labels, *left),
-                (form.rhs, form.rhs_labels, *right),
-            ):
-                places.append(self._over(side, labelled, operand, its, paired))
-            if places[0] is None or places[1] is None:
+            pairs = list(zip(form.orders[0], sides, strict=True))
+            first, second = (self._over(*own, *its, paired) for own, its in pairs)
+            if first is None or second is None:
                 continue
             out = tuple(
                 tuple(axis_of(there, other, self.c, x) for x in paired[label])
@@ -633,12 +621,11 @@ class Unifier:
             if any(atom is None for dim in out for atom in dim):
                 continue
             done = _bound(found, key, other, tuple(views.coalesce(dim) for dim in out))  # type: ignore[arg-type]
-            nodes = done.nodes | self._between(self.p.base(form.lhs)[0], left[0])
-            nodes |= self._between(self.p.base(form.rhs)[0], right[0])
+            lhs, rhs = ((self.p.base(own)[0], its) for (own, _), (its, _) in pairs)
+            nodes = done.nodes | self._between(*lhs) | self._between(*rhs)
             done = dataclasses.replace(done, nodes=nodes)
-            first, second = self.p.base(form.lhs)[0], self.p.base(form.rhs)[0]
-            for one in self._placed(first, self.c.base(left[0])[0], places[0], done):
-                yield from self._placed(second, self.c.base(right[0])[0], places[1], one)
+            for one in self._placed(lhs[0], self.c.base(lhs[1])[0], first, done):
+                yield from self._placed(rhs[0], self.c.base(rhs[1])[0], second, one)
 
     def _paired(
         self,

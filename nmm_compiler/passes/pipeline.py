@@ -305,28 +305,30 @@ class _Search:
                 near = (found.agreed, f"at {found.node.name} {found.reason}")
                 count.nearest = max(count.nearest, near)
                 continue
+            moving = set[fx.Node]()
+            if isinstance(found, Match):
+                if c.faults.is_dropped(rule.name, found.name):
+                    continue
+                moving = _moving(c, found)
+                places = [c.effects.position[n] for n in (*moving, found.node)]
+                if c.effects.crossed_transform(min(places), max(places)):
+                    found = in_transform(node)
             if isinstance(found, Refusal):
                 count.refused += 1
                 if found.reason:
                     self.declined.append(Declined.of(rule.name, found, node))
                     self.kept += self.declined[-1:] if found.report_even_if_superseded else []
-                continue
-            if c.faults.is_dropped(rule.name, found.name):
-                continue
-            leaves = (n for n in found.nodes if c.is_weight(n) or isinstance(c.forms.get(n), Leaf))
-            moving = found.nodes - set(leaves)
-            places = [c.effects.position[n] for n in (*moving, found.node)]
-            inside = c.effects.crossed_transform(min(places), max(places))
-            if inside:
-                self.declined.append(Declined.of(rule.name, in_transform(node), node))
-                count.refused += 1
-                continue
-            if moving & self.taken:
-                continue
-            self.taken |= moving
-            self.matches.append(found)
-            count.matched += 1
-            return
+            elif not moving & self.taken:
+                self.taken |= moving
+                self.matches.append(found)
+                count.matched += 1
+                return
+
+
+def _moving(c: Canonical, match: Match) -> set[fx.Node]:
+    """Return the nodes that only one match may take over: all but weights and inputs."""
+    nodes = (n for n in match.nodes if not c.is_weight(n))
+    return {n for n in nodes if not isinstance(c.forms.get(n), Leaf)}
 
 
 def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match]:
@@ -361,9 +363,7 @@ def matches_are_apart(attempt: Attempt) -> None:
     c = attempt.c
     owners: dict[fx.Node, Any] = {}
     for match in attempt.matches:
-        for node in match.nodes:
-            if c.is_weight(node) or isinstance(c.forms.get(node), Leaf):
-                continue
+        for node in _moving(c, match):
             other = owners.setdefault(node, match)
             if other is not match:
                 both = f"{match} and {other} both take over node {node.name}"
@@ -845,10 +845,8 @@ def _holds_graphs(module: fx.GraphModule) -> bool:
 
 
 def _set_attribute(module: torch.nn.Module, path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for part in parents:
-        module = getattr(module, part)
-    setattr(module, last, value)
+    parent, _, last = path.rpartition(".")
+    setattr(module.get_submodule(parent), last, value)
 
 
 def check_rule(

@@ -27,6 +27,7 @@ from nmm_compiler.passes.chains.chain import read_stage
 from nmm_compiler.passes.chains.safety import Refusal
 from nmm_compiler.passes.graph.canonical import Canonical, owner_of
 from nmm_compiler.passes.graph.torch_names import target_name
+from nmm_compiler.passes.layout import transposes
 from nmm_compiler.passes.reproduce import reproducer
 from nmm_compiler.passes.rules.base import Declined, Match, module_path
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -183,7 +184,6 @@ def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
     return found
 
 
-_TRANSPOSES = {"t", "transpose", "permute", "mT", "T", "swapaxes", "movedim", "adjoint"}
 _MOST_NODES = 40
 _MOST_PICTURES = 12
 
@@ -242,17 +242,11 @@ def _picture(
             node.name,
             _what(node),
             tuple(n.name for n in node.all_input_nodes),
-            kind if node.name in marked and not _turns(node) else
-            "transpose" if _turns(node) else "",
+            "transpose" if transposes(node) else kind if node.name in marked else "",
             _stored_path(node),
         )
         for node in shown
     ]  # fmt: skip
-
-
-def _turns(node: fx.Node) -> bool:
-    name = node.args[1] if node.target is getattr else target_name(node)
-    return name in _TRANSPOSES
 
 
 def _stored_path(node: fx.Node) -> str:

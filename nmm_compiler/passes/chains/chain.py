@@ -113,10 +113,7 @@ def read_stage(
 
     computed: the weight need not be constant; the caller checks what it is made of.
     """
-    x, w = (form.lhs, form.rhs) if weight_is_rhs else (form.rhs, form.lhs)
-    x_labels, w_labels = form.lhs_labels, form.rhs_labels
-    if not weight_is_rhs:
-        x_labels, w_labels = w_labels, x_labels
+    (x, x_labels), (w, w_labels) = form.orders[not weight_is_rhs]
     if not computed and not c.is_weight(w):
         return Refusal(
             "weight",

@@ -120,11 +120,9 @@ def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
             scale = form.factor if inner is form.value else form.value
         elif isinstance(form, Cast):
             inner = form.value
-        elif isinstance(form, Opaque) and isinstance(key, fx.Node):
-            limits = [key.kwargs.get("min"), key.kwargs.get("max")]
-            limits = [a for a in (*key.args[1:], *limits) if a is not None]
-            if form.name in ("clamp", "clip") and limits == [-FP8_MAX, FP8_MAX]:
-                inner, bound = form.inputs[0], True
+        else:
+            inner = clamped(c, key)
+            bound = bound or inner is not None
         if inner is None or c.base(inner)[1] != views.identity(c.shape(key) or ()):
             return None
         key = c.base(inner)[0]
@@ -134,6 +132,16 @@ def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
     if written or (scale is not None and c.effects.is_written(owner_of(scale))):
         return NAMES[dtype], WRITTEN
     return NAMES[dtype], _stored(c, weight, key, scale, bound)
+
+
+def clamped(c: Canonical, key: Key) -> Key | None:
+    """Return what a value is where it lies in the range of NKI's float8_e4m3, else None."""
+    form = c.forms.get(key)
+    if not isinstance(key, fx.Node) or not isinstance(form, Opaque):
+        return None
+    limits = [*key.args[1:], key.kwargs.get("min"), key.kwargs.get("max")]
+    whole = [limit for limit in limits if limit is not None] == [-FP8_MAX, FP8_MAX]
+    return form.inputs[0] if whole and form.name in ("clamp", "clip") else None
 
 
 def _stored(

@@ -175,20 +175,17 @@ class Editor:
     def _size_arguments(self, shape: Sequence[Size], near: fx.Node) -> list[Any]:
         """Return ints, one -1 at most, and nodes for further symbolic sizes."""
         symbolic = [s for s in shape if not isinstance(s, int)]
-        known = {s: d for d, s in enumerate(self.shape(near)) if not isinstance(s, int)}
-        inputs = self._symbolic_sizes() if len(symbolic) > 1 else {}
-        unknown = [s for s in symbolic if s not in known and s not in inputs]
-        free = unknown[0] if unknown else (symbolic[0] if symbolic else None)
+        known = self._symbolic_sizes() if len(symbolic) > 1 else {}
+        sizes = enumerate(self.shape(near))
+        known |= {size: (near, dim) for dim, size in sizes if not isinstance(size, int)}
+        free = next((size for size in symbolic if size not in known), (*symbolic, None)[0])
         arguments: list[Any] = []
         for size in shape:
             if isinstance(size, int):
                 arguments.append(size)
             elif size == free and -1 not in arguments:
                 arguments.append(-1)
-            elif size in known:
-                value = self.c.values[near].shape[known[size]]
-                arguments.append(self.call(aten.sym_size.int, near, known[size], meta_value=value))
-            elif size not in inputs:
+            elif size not in known:
                 raise NotEmittedError(
                     Refusal(
                         "shape",
@@ -197,7 +194,7 @@ class Editor:
                     )
                 )
             else:
-                node, dim = inputs[size]
+                node, dim = known[size]
                 if dim is not None:
                     value = self.c.values[node].shape[dim]
                     node = self.call(aten.sym_size.int, node, dim, meta_value=value)

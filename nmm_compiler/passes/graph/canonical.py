@@ -59,6 +59,8 @@ class Virtual:
 
 
 Key = fx.Node | Virtual
+Side = tuple[Key, tuple[int, ...]]
+"""An operand of a product, and a label for each of its dimensions."""
 
 
 def owner_of(key: Key) -> fx.Node:
@@ -89,6 +91,12 @@ class Product:
     lhs_labels: tuple[int, ...]
     rhs_labels: tuple[int, ...]
     out_labels: tuple[int, ...]
+
+    @property
+    def orders(self) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
+        """Return both orders of the operands, each with its labels."""
+        one, two = (self.lhs, self.lhs_labels), (self.rhs, self.rhs_labels)
+        return (one, two), (two, one)
 
 
 @dataclass(frozen=True)
@@ -368,9 +376,7 @@ class Canonical:
         """Return a product with diag(s) as the scale that it is; other forms as they are."""
         if not isinstance(form, Product):
             return form
-        sides = [(form.lhs, form.lhs_labels, form.rhs, form.rhs_labels),
-                 (form.rhs, form.rhs_labels, form.lhs, form.lhs_labels)]  # fmt: skip
-        for value, own, other, labels in sides:
+        for (value, own), (other, labels) in form.orders:
             diagonal = self.form(other)
             inside = [label for label in labels if label in own]
             if not isinstance(diagonal, Diagonal) or len(inside) != 1 or len(labels) != 2:

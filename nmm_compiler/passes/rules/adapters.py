@@ -403,8 +403,7 @@ def _gathered_product(graph: Canonical, key: Key, branch: _Gathered) -> Key | No
         form = graph.forms.get(base)
     if not isinstance(form, Product):
         return None
-    sides = ((form.lhs, form.lhs_labels), (form.rhs, form.rhs_labels))
-    for (token, labels), (held, held_labels) in (sides, sides[::-1]):
+    for (token, labels), (held, held_labels) in form.orders:
         made, dims = graph.base(held)
         sizes, index = graph.shape(made) or (), _gather(made)
         if index is None or not _same_index(graph, index[1], branch):

@@ -21,7 +21,6 @@ from torch import fx
 
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.specs import MatmulSpec
-from nmm_compiler.kernels.number_formats import FP8_MAX
 from nmm_compiler.passes.chains.chain import Chain, read_projection
 from nmm_compiler.passes.chains.safety import Refusal, crossed, refuse
 from nmm_compiler.passes.emit.calls import (
@@ -29,6 +28,7 @@ from nmm_compiler.passes.emit.calls import (
     Call,
     Kept,
     best_source,
+    clamped,
     keep,
     one_dim,
     plus,
@@ -134,14 +134,9 @@ def _bounded(c: Canonical, value: Key) -> bool:
     """Return whether fp8 numbers are made of what is clamped to those of NKI."""
     form = c.forms.get(value)
     inner = c.base(form.value)[0] if isinstance(form, Cast) else None
-    clamp = c.forms.get(inner) if isinstance(inner, fx.Node) else None
-    if not isinstance(clamp, Opaque) or clamp.name not in ("clamp", "clip"):
+    if not isinstance(inner, fx.Node) or c.effects.is_written(inner):
         return False
-    assert isinstance(inner, fx.Node)
-    if c.effects.is_written(inner):
-        return False
-    limits = [*inner.args[1:], inner.kwargs.get("min"), inner.kwargs.get("max")]
-    return [limit for limit in limits if limit is not None] == [-FP8_MAX, FP8_MAX]
+    return clamped(c, inner) is not None
 
 
 @dataclasses.dataclass
