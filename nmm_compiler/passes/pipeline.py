@@ -13,6 +13,7 @@ what is wrong, which is such a fault.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Leaf, Product, owner_of
+from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Leaf, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
@@ -55,7 +56,7 @@ from nmm_compiler.passes.rules.experts import Experts
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
 from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside, kernel_call
 from nmm_compiler.passes.rules.lora import LoRA
-from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank
+from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank, products_at
 from nmm_compiler.passes.rules.quantized import Quantized
 from nmm_compiler.passes.rules.shared import SharedU, SharedX
 from nmm_compiler.passes.rules.static_fp8 import StaticFP8
@@ -230,12 +231,10 @@ def _places(match: Match) -> list[str]:
 def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
     """Return how many terms the products of some nodes sum up, one product after the other."""
     total = 0
-    for key in (key for node in nodes for key in (node, *c.virtuals.get(node, ()))):
-        form = c.forms.get(key)
-        if isinstance(form, Product):
-            labelled = zip(form.lhs_labels, c.shape(form.lhs) or (), strict=False)
-            sizes = [size for label, size in labelled if label not in form.out_labels]
-            total += sum(size if isinstance(size, int) else TYPICAL_TOKENS for size in sizes)
+    for _, form in (product for node in nodes for product in products_at(c, node)):
+        labelled = zip(form.lhs_labels, c.shape(form.lhs) or (), strict=False)
+        sizes = [size for label, size in labelled if label not in form.out_labels]
+        total += sum(size if isinstance(size, int) else TYPICAL_TOKENS for size in sizes)
     return total
 
 
@@ -427,16 +426,12 @@ class Dump:
             return
         base = Path(directory).expanduser()
         base.mkdir(parents=True, exist_ok=True)
-        number = len(list(base.glob("graph*")))
-        while True:
-            name = f"graph{number:03d}" + (f"_{path}" if path else "")
-            try:
-                (base / name).mkdir()
-            except FileExistsError:
-                number += 1
-                continue
-            self._folder = base / name
-            return
+        for number in itertools.count(len(list(base.glob("graph*")))):
+            folder = base / (f"graph{number:03d}" + (f"_{path}" if path else ""))
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                self._folder = folder
+                return
 
     def write(self, step: str, module: fx.GraphModule, findings: Iterable[str]) -> None:
         """Write `<number>_<step>.py`: the findings as comments, then the code of the graph."""

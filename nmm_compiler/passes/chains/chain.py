@@ -477,8 +477,7 @@ def read_chain(
         sides = (False, True)
     refusal: Refusal | None = None
     for weight_is_rhs in sides:
-        weight = form.rhs if weight_is_rhs else form.lhs
-        data = form.lhs if weight_is_rhs else form.rhs
+        (data, _), (weight, _) = form.orders[not weight_is_rhs]
         if c.is_constant(data):
             continue
         walk, inner = trace_back(c, data)

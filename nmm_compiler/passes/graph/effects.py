@@ -8,6 +8,7 @@ view operation keeps. An unknown Python callable counts as a writer of all its a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -157,15 +158,12 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     name = target_name(node)
     if name is None:
         return inputs
-    written: list[fx.Node] = []
+    written = [node.kwargs.get("out")]
     if is_inplace_name(name) or inplace_flag(node):  # `_foreach_add_` takes a list
-        written.extend(a for a in _flatten(_first(node)) if isinstance(a, fx.Node))
-    out = node.kwargs.get("out")
-    if out is not None:
-        written.extend(a for a in _flatten(out) if isinstance(a, fx.Node))
+        written.insert(0, node.args[0] if node.args else node.kwargs.get("input"))
     if name in ("batch_norm", "instance_norm") and _updates_statistics(node):
-        written.extend(a for a in node.args[1:3] if isinstance(a, fx.Node))
-    return written
+        written += node.args[1:3]
+    return _nodes(written)
 
 
 def _updates_statistics(node: fx.Node) -> bool:
@@ -174,26 +172,20 @@ def _updates_statistics(node: fx.Node) -> bool:
     return bool(node.args[5] if len(node.args) > 5 else given)
 
 
-def _first(node: fx.Node) -> Any:
-    return node.args[0] if node.args else node.kwargs.get("input")
-
-
-def _flatten(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, (tuple, list)) else (value,)
+def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+    """Return the nodes among values and lists of values."""
+    lists = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
+    return [one for one in itertools.chain.from_iterable(lists) if isinstance(one, fx.Node)]
 
 
 def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
     if not target._schema.is_mutable:
         return []
-    written: list[fx.Node] = []
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.kwargs.get(argument.name)
-        if index < len(node.args):
-            value = node.args[index]
-        written.extend(a for a in _flatten(value) if isinstance(a, fx.Node))
-    return written
+    return _nodes(
+        node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        for index, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def graph_writes(module: fx.GraphModule) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.errors import no_shapes
 from nmm_compiler.passes.graph.effects import fetch_attribute, region_edge
@@ -63,14 +64,6 @@ def collect_values(
     return _Propagation(module, known, silent, inputs).values
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
 class _Propagation(fx.Interpreter):
     """Computes the missing values on fake tensors, in the fake mode of the known ones.
 
@@ -88,7 +81,7 @@ class _Propagation(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.values: dict[fx.Node, Any] = dict(known)
         self.silent = silent
-        fake = (v for v in _leaves([*known.values(), *inputs]) if isinstance(v, FakeTensor))
+        fake = (v for v in tree_leaves([*known.values(), *inputs]) if isinstance(v, FakeTensor))
         mode = next((v.fake_mode for v in fake), None)
         # Sizes that depend on data (x[mask]) become symbols of the environment.
         self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())

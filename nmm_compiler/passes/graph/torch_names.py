@@ -129,12 +129,9 @@ def target_name(node: fx.Node) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _function_name(target: Any) -> str | None:
-    if isinstance(target, torch._ops.OpOverload):
-        space, name = target._schema.name.split("::", 1)
-        if space not in ("aten", "prims"):
-            return f"{space}::{name}"
-    elif isinstance(target, torch._ops.OpOverloadPacket):
-        space, name = str(target._qualified_op_name).split("::", 1)
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet: Any = getattr(target, "overloadpacket", target)
+        space, name = str(packet._qualified_op_name).split("::", 1)
         if space not in ("aten", "prims"):
             return f"{space}::{name}"
     elif isinstance(target, torch._ops.HigherOrderOperator):

@@ -48,13 +48,10 @@ ONE_PROCESS = ("simulator", "nki_simulate")
 
 def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
     """Yield the products that a node computes, its own value last."""
-    for key in c.virtuals.get(node, ()):
+    for key in (*c.virtuals.get(node, ()), node):
         form = c.forms.get(key)
         if isinstance(form, Product):
             yield key, form
-    form = c.forms.get(node)
-    if isinstance(form, Product):
-        yield node, form
 
 
 def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:

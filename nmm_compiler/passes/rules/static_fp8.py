@@ -29,12 +29,10 @@ from nmm_compiler.passes.emit.calls import (
     Kept,
     best_source,
     clamped,
+    fold_chain,
     keep,
-    one_dim,
-    plus,
     scales_of,
     times,
-    weight_nodes,
 )
 from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph.canonical import (
@@ -195,19 +193,15 @@ class StaticCall(Call):
         chain, rounded = self.chain, self.rounded
         self.x_layout = self.out_layout = "row"
         self.lead = self.source.dims[:-1]
-        (w,) = weight_nodes(editor, (chain.u,), self.kept.stored)
+        folded = fold_chain(editor, chain, self.kept.stored)
         (scale,) = scales_of(editor, self.kept)
         if rounded.scale is not None:
             own = editor.reshape(editor.node(rounded.scale), (1,))
             scale = editor.call(aten.mul.Tensor, scale, own)
         scale = times(editor, scale, rounded.number)
-        bias: fx.Node | None = None
-        for step in (*chain.middle, *chain.after):
-            if step.key is not None:  # else times one
-                bias = plus(editor, bias, one_dim(editor, step.key, self.n), step.number)
         y = editor.call(
             torch.ops.nmm.matmul_scaled.default,
-            editor.node(self.source.key), [scale], w, bias, x_scale=1.0,
+            editor.node(self.source.key), [scale], folded.u, folded.bias, x_scale=1.0,
             out_dtype=str(editor.dtype).removeprefix("torch."), w_layout=chain.u.layout,
             target=editor.options.target, executor=editor.options.executor,
         )  # fmt: skip
