@@ -611,7 +611,7 @@ class Unifier:
             if paired is None:
                 continue
             pairs = list(zip(form.orders[0], sides, strict=True))
-            first, second = (self._over(*own, *its, paired) for own, its in pairs)
+            first, second = (self._over(own, its, paired) for own, its in pairs)
             if first is None or second is None:
                 continue
             out = tuple(
@@ -660,14 +660,10 @@ class Unifier:
         return paired
 
     def _over(
-        self,
-        own: Key,
-        own_labels: tuple[int, ...],
-        theirs: Key,
-        labels: tuple[int, ...],
-        paired: dict[int, tuple[int, ...]],
+        self, mine: Side, its: Side, paired: dict[int, tuple[int, ...]]
     ) -> dict[int, views.Dim] | None:
         """Return the axes of the pattern's operand as dims over the graph's operand."""
+        (own, own_labels), (theirs, labels) = mine, its
         base, dims = self.p.base(own)
         over = self.c.base(theirs)[1]
         place: dict[int, views.Dim] = {}

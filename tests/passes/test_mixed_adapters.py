@@ -220,7 +220,13 @@ def sequences(x, w, bias, a, b, gains, index):
     return F.linear(x, w, bias) + torch.einsum("bij,bjk->bik", h, b.mT[index])
 
 
-GATHERED = [einsum, rows, in_place, without_a_name, buffered, sequences]
+def sequences_of_rank_one(x, w, bias, a, b, gains, index):
+    x = x.reshape(6, 1, 32).expand(6, 3, 32) * torch.arange(1.0, 4.0)[:, None]
+    h = torch.matmul(x, a[:, :1][index].mT) / 4
+    return torch.matmul(h, b[:, :, :1][index].mT) + F.linear(x, w, bias)
+
+
+GATHERED = [einsum, rows, in_place, without_a_name, buffered, sequences, sequences_of_rank_one]
 
 
 @pytest.mark.parametrize("form", GATHERED, ids=lambda form: form.__name__)

@@ -96,7 +96,7 @@ def constant_value(graph: Canonical, node: fx.Node) -> torch.Tensor | fx.Node:
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    args, kwargs = fx.node.map_aggregate(given, _on_cpu)  # type: ignore[misc]
+    args, kwargs = fx.node.map_aggregate(given, _on_cpu)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     return _apply(node, args, kwargs)

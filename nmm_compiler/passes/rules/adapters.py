@@ -291,8 +291,9 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
         form = graph.forms[made]
         nodes |= {owner_of(made), *path_nodes(graph, key)}
         if name_of(made) == "getitem" and tuple(owner_of(made).args) == (x, rows):
-            found = len(factors) == 2
-            return _Branch(tuple(rows), *factors[::-1], scale, nodes) if found else None
+            if len(factors) != 2:
+                return None
+            return _Branch(tuple(rows), factors[1], factors[0], scale, nodes)
         if isinstance(form, Product) and name_of(made) == "linear" and len(factors) < 2:
             key = form.lhs
             factors.append(form.rhs)
