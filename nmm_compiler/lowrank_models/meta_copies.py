@@ -52,11 +52,14 @@ def shorten(model: MetaModel) -> None:
 
     Layers are of a kind when their parameters have the same names and shapes and their settings are
     the same. The addition to the residual between two layers is then counted as the one after the
-    last layer. Models whose config does not give the layers as one list keep all layers.
+    last layer. Models whose config does not give the layers as one list, or computes their types
+    (Jamba), keep all layers.
     """
     config = getattr(model.module, "config", None)
     count = getattr(config, "num_hidden_layers", None)
-    if config is None or count is None:
+    own_name = getattr(config, "attribute_map", {}).get("layer_types", "layer_types")
+    computed = isinstance(getattr(type(config), own_name, None), property)
+    if config is None or count is None or computed:
         return
     stacks = [
         (name, stack)

@@ -123,3 +123,16 @@ def test_a_file_of_counts(tmp_path):
         path.write_text(text)
         with pytest.raises(OptionTypeError, match="routing"):
             read_routing(path)
+
+
+def test_a_hybrid_whose_config_computes_the_kinds_of_its_layers_is_priced_whole():
+    """Jamba: attention, a state space model and experts take turns."""
+    config = transformers.JambaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=1000, num_experts=4, attn_layer_period=2,
+        attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+    )  # fmt: skip
+    made = predicted(config)
+    lines = made.phases[-1].lines
+    assert {"kernel", "attention", "pointwise"} <= {line.kind for line in lines}
+    assert [one.module.split(".")[2] for one in lines if ".experts" in one.module] == ["1", "3"]
