@@ -301,10 +301,15 @@ class Plan(Shown, Record):
         return said
 
     def best_form(self, target: str) -> str | None:
-        """Return the fastest form of a target that fits and keeps the quality."""
+        """Return the fastest form of a target that fits and keeps the quality; of equally fast
+        ones that with the least memory."""
         gains, fitting = self._gains_on(target)
         keep = [form for form in fitting if keeps_quality(form)]
-        return max(keep, key=gains.__getitem__, default=None)
+        return max(
+            keep,
+            key=lambda form: (round(gains[form], 2), -self._gib_of(form, target)),
+            default=None,
+        )
 
     def _gains_on(self, target: str) -> tuple[dict[str, float], list[str]]:
         """Return the mean gain of each form over the first one, and the forms that always fit."""

@@ -170,6 +170,13 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
     assert saved > 0.4 * fp8.memory.weight_bytes * 0.9
 
 
+def test_of_equally_fast_forms_the_one_with_the_least_memory_is_taken():
+    """A tiny model's time is gaps: its weights gain nothing in any form."""
+    shown = plan(TINY, targets=("trn1",), forms=("bf16", "int8"), price="closed_form")
+    assert [round(shown.over_first(p), 2) for p in shown.predictions] == [1.0, 1.0]
+    assert shown.best_form("trn1") == "int8"
+
+
 @pytest.mark.parametrize(
     "name", ["fp9", "mxfp4+", "mxfp4+0", "mxfp4+48", "bf16+8", "lowrank", "lowrank:1.5", "fp8:x"]
 )
