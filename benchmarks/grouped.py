@@ -2,17 +2,20 @@
 
     python benchmarks/grouped.py trn2 --checkout nki-library
 
-Experts stand beside the time of their bytes at the full rate, and beside `moe_tkg` of a clone of
-aws-neuron/nki-library: the faster of its two ways, all experts or those of each token, for up to
-128 tokens. Its features divide by 128, so that gpt-oss is padded for it, as AWS does, and for us in
-the same row. Then their times with weights of few bits, and the share of the time of those bytes.
-Adapters stand beside the base alone, and beside base, shrink and expand as kernels of
-their own. Exits with 1 where experts take more than 1.05 of the library's time.
+Experts stand beside the time of their bytes at the full rate, and beside a clone of
+aws-neuron/nki-library: `moe_tkg` for up to 128 tokens (its `moe_block_tkg` is a norm, a router and
+a call of it), `moe_cte` for more, which is for two cores. Their features divide by 128, so that
+gpt-oss is padded for them, as AWS does, and for us in the same row. Then their times with weights
+of few bits, and the share of the time of those bytes. Adapters stand beside the base alone, and
+beside base, shrink and expand as kernels of their own. Exits with 1 where experts take more than
+1.05 of the library's time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,12 +61,44 @@ def us(spec: KernelSpec, target: str) -> float:
     return float(choose(spec, target)[0].simulated_us or 0.0)
 
 
-def library_us(library: PrivateModules, spec: ExpertsSpec, target: str) -> float | None:
-    """Return the time of moe_tkg, in the faster of its ways; None if it does not know the shape."""
-    if spec.m > 128 or spec.k % 128:
-        return None
-    kernel: Any = library.load("nkilib.core.moe.moe_tkg.moe_tkg")
+def operands_of(spec: ExpertsSpec, library: PrivateModules) -> dict[str, Any]:
+    """Return what the library's kernels of few and of many tokens name alike."""
     types: Any = library.load("nkilib.core.utils.common_types")
+    named: dict[str, Any] = {
+        "expert_affinities_scaling_mode": types.ExpertAffinityScaleMode.POST_SCALE
+    }
+    if spec.limit:
+        named["gate_clamp_upper_limit"] = named["up_clamp_upper_limit"] = spec.limit
+        named["up_clamp_lower_limit"] = -spec.limit
+    return named
+
+
+def fastest_us(kernel: Any, ways: list[dict[str, Any]], target: str, cores: int) -> float | None:
+    """Return the time of a kernel in the fastest of its ways; None if none takes the shape."""
+    times = []
+    for named in ways:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # they print what they choose
+                run = simulate(
+                    kernel, target=target, mode="timing", strict=False, named=named, grid=cores
+                )
+        except KernelFailedError as error:  # an assertion of the library: not for this shape
+            print(f"  {kernel.__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+            continue
+        assert run.profile is not None
+        times.append(float(run.profile.latency_us))
+    return min(times, default=None)
+
+
+def library_us(library: PrivateModules, spec: ExpertsSpec, target: str) -> float | None:
+    """Return the time of the library's kernel; None if it has none for the shape and the cores."""
+    if spec.k % 128 or (spec.m > 128) != (spec.lnc == 2):
+        return None
+    return (many_tokens_us if spec.lnc == 2 else few_tokens_us)(library, spec, target)
+
+
+def few_tokens_us(library: PrivateModules, spec: ExpertsSpec, target: str) -> float | None:
+    """Return the time of moe_tkg in the faster of its ways, all experts or those of each token."""
     shapes = {
         "hidden_input": (spec.m, spec.k),
         "expert_gate_up_weights": (spec.groups, spec.k, 2, spec.n),
@@ -75,29 +110,48 @@ def library_us(library: PrivateModules, spec: ExpertsSpec, target: str) -> float
     named: dict[str, Any] = {name: ArraySpec(shape, "bfloat16") for name, shape in shapes.items()}
     named["expert_affinities"] = ArraySpec((spec.m, spec.groups), "float32")
     named["expert_index"] = ArraySpec((spec.m, spec.top_k), "int32")
-    named["expert_affinities_scaling_mode"] = types.ExpertAffinityScaleMode.POST_SCALE
+    named |= operands_of(spec, library)
+    types: Any = library.load("nkilib.core.utils.common_types")
     if spec.limit:
         named["activation_fn"] = types.ActFnType.Swish
-        named["gate_clamp_upper_limit"] = named["up_clamp_upper_limit"] = spec.limit
-        named["up_clamp_lower_limit"] = -spec.limit
     picks = {"expert_affinities_eager": ArraySpec((spec.m, spec.top_k), "float32")}
-    ways: list[dict[str, Any]] = [{"is_all_expert": True, "rank_id": ArraySpec((1, 1), "int32")}]
+    ways = [named | {"is_all_expert": True, "rank_id": ArraySpec((1, 1), "int32")}]
     if spec.m * spec.top_k <= 2 * spec.groups:
-        ways.append({"is_all_expert": False} | picks)
-    times = []
-    for way in ways:
-        try:
-            run = simulate(
-                kernel.moe_tkg, target=target, mode="timing", strict=False, named=named | way
-            )
-        except KernelFailedError as error:  # an assertion of the library: not for this shape
-            print(
-                f"  moe_tkg {way['is_all_expert']}: {str(error).splitlines()[0]}", file=sys.stderr
-            )
-            continue
-        assert run.profile is not None
-        times.append(float(run.profile.latency_us))
-    return min(times, default=None)
+        ways.append(named | {"is_all_expert": False} | picks)
+    return fastest_us(library.load("nkilib.core.moe.moe_tkg.moe_tkg").moe_tkg, ways, target, 1)
+
+
+def many_tokens_us(library: PrivateModules, spec: ExpertsSpec, target: str) -> float | None:
+    """Return the time of moe_cte on two cores, blocks shared out, in the best size of a block.
+
+    It computes as many blocks as tokens can need at most, filled or not.
+    """
+    module: Any = library.load("nkilib.core.moe.moe_cte.moe_cte")
+    types: Any = library.load("nkilib.core.utils.common_types")
+    shapes = {
+        "hidden_states": (spec.m + 1, spec.k),
+        "expert_affinities_masked": ((spec.m + 1) * spec.groups, 1),
+        "gate_up_proj_weight": (spec.groups, spec.k, 2, spec.n),
+        "down_proj_weight": (spec.groups, spec.n, spec.k),
+    }
+    if spec.gate_up_bias:
+        shapes["gate_and_up_proj_bias"] = (spec.groups, 2, spec.n)
+        shapes["down_proj_bias"] = (spec.groups, spec.k)
+    named: dict[str, Any] = {name: ArraySpec(shape, "bfloat16") for name, shape in shapes.items()}
+    named["spec"] = module.MoECTESpec(implementation=module.MoECTEImplementation.shard_on_block)
+    named["activation_function"] = types.ActFnType.Swish if spec.limit else types.ActFnType.SiLU
+    named |= operands_of(spec, library)
+    ways = []
+    for size in (128, 256, 512):
+        blocks = spec.groups - 1 + -(-(spec.m * spec.top_k - spec.groups + 1) // size)
+        blocks += blocks % 2
+        sorted_tokens = {
+            "block_size": size,
+            "token_position_to_id": ArraySpec((blocks * size,), "int32"),
+            "block_to_expert": ArraySpec((blocks, 1), "int32"),
+        }
+        ways.append(named | sorted_tokens)
+    return fastest_us(module.moe_cte, ways, target, 2)
 
 
 def in_forms(target: str, tokens: tuple[int, ...]) -> None:
@@ -129,20 +183,22 @@ def main() -> int:
     target, quick, missed = given.target, given.quick, 0
     library = PrivateModules([given.checkout / LIBRARY]) if given.checkout else None
     tokens = (1, 8) if quick else (1, 8, 32)
-    print(f"experts on {target}, simulated, one core: us, share of the bytes' time, moe_tkg's us")
+    print(f"experts on {target}, simulated: us, share of the bytes' time, the library's us")
     print(
-        f"{'layer':20} {'tokens':>6} {'experts':>8} {'us':>9} {'share':>6} {'library':>9}  schedule"
+        f"{'layer':20} {'tokens':>6} {'cores':>5} {'experts':>8} {'us':>9} {'share':>6} "
+        f"{'library':>9}  schedule"
     )
+    many = [] if quick else [(512, 1), (512, 2), (4096, 2)]
     for name, fields in list(EXPERTS.items())[: 2 if quick else None]:
-        for m in tokens if quick else (*tokens, 512):
-            spec = ExpertsSpec(m=m, **fields)
+        for m, cores in [(m, 1) for m in tokens] + many:
+            spec = ExpertsSpec(m=m, lnc=cores, **fields)
             best = choose(spec, target)[0]
             ours = best.simulated_us or 1.0
             share = spec.roofline_us(get(target)) / ours
             theirs = library_us(library, spec, target) if library is not None else None
             bad = theirs is not None and ours > MOST * theirs
             missed += bad
-            row = f"{name:20} {m:6} {spec.expected:8.1f} {ours:9.1f} {share:6.2f}"
+            row = f"{name:20} {m:6} {cores:5} {spec.expected:8.1f} {ours:9.1f} {share:6.2f}"
             row += f" {'-' if theirs is None else format(theirs, '.1f'):>9}"
             print(f"{row}  {best.schedule.short()}{'  MISSED' * bad}", flush=True)
     in_forms(target, (1,) if quick else (1, 8, 512))
