@@ -123,34 +123,78 @@ def quantize_tiles(data, scales, strip, count, tokens, columns, turn):
 
 
 def load_mx_chunk(term: Term, k0, n0, columns):
-    """Return a chunk of a panel of an MX weight, data and scales, loaded."""
+    """Return a chunk of a panel of an MX weight, data and scales, loaded.
+
+    Of a large one two tiles come first, then the scales: they have products before the others are
+    there.
+    """
     rows = min(term.plan.chunk, term.plan.k - k0)
     whole = rows // 512
     rest = rows % 512
     size = term.plan.mx_bytes
     width = size * columns + (columns + 3) // 4 * 4  # whole elements from one tile to the next
     tile = nl.ndarray((128, (rows + 511) // 512, width), dtype=nl.uint8, buffer=nl.sbuf)
-    if whole > 0:
-        data = term.weight[k0 // 4 : k0 // 4 + 128 * whole, size * n0 : size * (n0 + columns)]
-        nisa.dma_copy(
-            dst=tile[0:128, 0:whole, 0 : size * columns],
-            src=data.reshape_dim(0, (whole, 128)).permute((1, 0, 2)),
-        )
+    early = min(2, whole) if size * columns >= 2048 else whole
+    load_tiles(tile, term, k0, n0, columns, 0, early)
+    for group in range((rows + 2047) // 2048):
+        deep = min(2048, rows - 2048 * group)
+        place = tile[0:128, group, size * columns : (size + 1) * columns]
+        first = k0 // 32 + 64 * group
+        scales = term.weight_scales[first : first + deep // 32, n0 : n0 + columns]
+        if deep == 2048 and columns % 8 == 0:
+            load_scales_by_all(place, scales)
+        else:
+            for quadrant in range(min(4, (deep + 127) // 128)):
+                load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128, True)
+    load_tiles(tile, term, k0, n0, columns, early, whole)
     if rest > 0:
         first = k0 // 4 + 128 * whole
         data = term.weight[first : first + rest // 4, size * n0 : size * (n0 + columns)]
         nisa.dma_copy(dst=tile[0 : rest // 4, whole, 0 : size * columns], src=data)
-    for group in range((rows + 2047) // 2048):
-        deep = min(2048, rows - 2048 * group)
-        for quadrant in range(min(4, (deep + 127) // 128)):
-            load_scales(
-                tile[0:128, group, size * columns : (size + 1) * columns],
-                term.weight_scales[
-                    k0 // 32 + 64 * group : k0 // 32 + 64 * group + deep // 32, n0 : n0 + columns
-                ],
-                quadrant, deep // 512, (deep % 512) // 128, True,
-            )  # fmt: skip
     return tile
+
+
+def load_tiles(dst, term: Term, k0, n0, columns, start, stop):
+    """Load the data of tiles of 512 features of a chunk."""
+    size = term.plan.mx_bytes
+    if stop > start:
+        first = k0 // 4 + 128 * start
+        count = stop - start
+        data = term.weight[first : first + 128 * count, size * n0 : size * (n0 + columns)]
+        nisa.dma_copy(
+            dst=dst[0:128, start:stop, 0 : size * columns],
+            src=data.reshape_dim(0, (count, 128)).permute((1, 0, 2)),
+        )
+
+
+def load_scales_by_all(dst, src):
+    """Load the scales of four tiles, [64, n], by all DMA engines, which belong to partitions.
+
+    Those of the second half of the outputs arrive on the other partitions of each quadrant.
+    """
+    half = src.shape[1] // 2
+    rows = src.reshape_dim(0, (4, 4, 4))
+    for quadrant in range(4):
+        part = rows[0:4, quadrant, 0:4, 0 : 2 * half].reshape_dim(2, (2, half))
+        load_few(dst[32 * quadrant : 32 * quadrant + 32, 0:half], part.permute((2, 0, 1, 3)), True)
+
+
+def move_scales(w_sb, rows, size, columns):
+    """Move the scales of a chunk that arrived beside their partitions to where products read them.
+
+    Just before the first product: VectorE would wait for the load with what stands behind.
+    """
+    moved = []
+    for p in range(32):
+        moved.append(16 + p if p < 16 else 255)
+    half = columns // 2
+    for group in range(rows // 2048 if columns % 8 == 0 else 0):
+        scales = w_sb[0:128, group, size * columns : size * columns + 2 * half]
+        nisa.nc_stream_shuffle(
+            dst=scales[0:128, half : 2 * half].view(nl.uint32),
+            src=scales[0:128, 0:half].view(nl.uint32),
+            shuffle_mask=moved,
+        )
 
 
 def load_scales(dst, src, quadrant, whole, rest, own_queue):
@@ -196,6 +240,8 @@ def sum_mx_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
         if group.first == 0 and not term.plan.ahead:
             load_mx_ahead(tiles, term, k0, group.n0, group.columns)
         w_sb = tiles[k0 // term.plan.chunk]
+        if group.first + group.before == 0:
+            move_scales(w_sb, rows, size, group.loaded)
         for kt in range((rows + 511) // 512):
             parts = min(128, (rows - 512 * kt) // 4)
             tile = k0 // 512 + kt
@@ -239,29 +285,33 @@ def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
         if patch.top + patch.left == 0 and not term.plan.ahead:
             load_mx_ahead(tiles, term, k0, patch.n0, patch.columns)
         w_sb = tiles[k0 // term.plan.chunk]
+        if patch.top + patch.left == 0:
+            move_scales(w_sb, rows, size, patch.columns)
+        deep = (rows + 511) // 512
         for a in range(patch.height):
             ms = 128 * (patch.top + a)
             mw = min(128, at.tokens - ms)
             mw = mw + mw % 2
-            for b in range(across):
-                ns = patch.left + 512 * b
-                nw = min(512, patch.left + patch.width - ns)
-                for kt in range((rows + 511) // 512):
-                    parts = min(128, (rows - 512 * kt) // 4)
-                    tile = k0 // 512 + kt
-                    data = w_sb[0:parts, kt, size * ns : size * (ns + nw)]
-                    above = 4 * (kt % 4)
-                    behind = size * patch.columns + ns
-                    nisa.nc_matmul_mx(
-                        dst=sums[a * across + b][0:mw, 0:nw],
-                        stationary=term.left.strip[0:parts, tile, ms : ms + mw],
-                        moving=data.view(term.element),
-                        stationary_scale=term.left.left_scales[0:parts, tile, ms : ms + mw],
-                        moving_scale=w_sb[
-                            above : above + parts - 28, kt // 4, behind : behind + nw
-                        ],
-                        accumulate=tile > 0,
-                    )
+            for t in range(0, deep, 2):
+                for b in range(across):
+                    ns = patch.left + 512 * b
+                    nw = min(512, patch.left + patch.width - ns)
+                    for kt in range(t, min(t + 2, deep)):
+                        parts = min(128, (rows - 512 * kt) // 4)
+                        tile = k0 // 512 + kt
+                        data = w_sb[0:parts, kt, size * ns : size * (ns + nw)]
+                        above = 4 * (kt % 4)
+                        behind = size * patch.columns + ns
+                        nisa.nc_matmul_mx(
+                            dst=sums[a * across + b][0:mw, 0:nw],
+                            stationary=term.left.strip[0:parts, tile, ms : ms + mw],
+                            moving=data.view(term.element),
+                            stationary_scale=term.left.left_scales[0:parts, tile, ms : ms + mw],
+                            moving_scale=w_sb[
+                                above : above + parts - 28, kt // 4, behind : behind + nw
+                            ],
+                            accumulate=tile > 0,
+                        )
 
 
 def add_halves(sums, w_sb, term: Term, group: Group, tokens, begun):
