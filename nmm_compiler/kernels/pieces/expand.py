@@ -96,7 +96,7 @@ def expand(
 
 def store_turned(result: Result, y_sb, n0, columns, at: Block):
     """Store rows of y for a tile of tokens at most; y^T is in SBUF, and TensorE turns it."""
-    if at.tokens == 1 and columns % 128 == 0 and not result.has_residual:
+    if at.tokens == 1 and columns % 128 == 0:
         store_one_turned(result, y_sb, n0, columns, at)
     else:
         store_rows_turned(result, y_sb, n0, columns, at)
@@ -113,6 +113,11 @@ def store_one_turned(result: Result, y_sb, n0, columns, at: Block):
         rows_sb = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
         evict(rows_sb, turned, first // 128)
         left = n0 + 128 * first
+        if result.has_residual:
+            more = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
+            lies = result.residual[at.m0 : at.m0 + 1, left : left + 128 * count]
+            nisa.dma_copy(dst=more, src=lies.reshape_dim(1, (count, 128)))
+            nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
         place = result.out[at.m0 : at.m0 + 1, left : left + 128 * count]
         store(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
 
