@@ -126,7 +126,7 @@ def test_attention_is_shared_by_heads(sizes, split, loop):
 
 def test_attention_of_two_cores_takes_about_half_as_long():
     """Whole groups need no exchange, so only starts and ends of a kernel do not shrink."""
-    for sizes in ({"m": 1, "context": 4096}, {"m": 256}):
+    for sizes in ({"m": 1, "context": 16384}, {"m": 256}):
         one = AttentionSpec(heads=8, kv_heads=4, d=64, **sizes)
         taken = [
             simulated(spec, rank(spec, TRN2)[0].schedule, TRN2)[0]

@@ -29,9 +29,13 @@ def attention(q, k, v, spec, schedule, **others):
         core = nl.program_id(0)
         part = half_of_heads(out, groups, core)
         q = half_of_heads(q, groups, core)
+    sets = groups  # a decode step takes several groups at a time
+    if spec.decode and not schedule.loop and schedule.split != "query_heads":
+        sets = groups // spec.at_once
     if spec.decode:
-        q_groups = q.reshape((groups, spec.columns, spec.d))
-        out_groups = part.reshape((groups, spec.columns, spec.d))
+        rows = groups // sets * spec.columns
+        q_groups = q.reshape((sets, rows, spec.d))
+        out_groups = part.reshape((sets, rows, spec.d))
     else:
         q_groups = q.reshape((groups, spec.group, spec.m, spec.d))
         out_groups = part.reshape((groups, spec.group, spec.m, spec.d))
@@ -56,9 +60,10 @@ def attention(q, k, v, spec, schedule, **others):
         qs = []
         ks = []
         vs = []
+        for i in range(sets):
+            outs.append(out_groups.select(0, i))
+            qs.append(q_groups.select(0, i))
         for g in range(groups):
-            outs.append(out_groups.select(0, g))
-            qs.append(q_groups.select(0, g))
             ks.append(k.select(0, g))
             vs.append(v.select(0, g))
         compute(outs, qs, ks, vs, others.get("rope"), spec, schedule)

@@ -72,11 +72,12 @@ class AttentionSchedule(Schedule):
         if spec.decode:
             chunk = min(_CHUNK, keys)
             turned = 0 if self.k_load == "rows" else chunk * parts * 128 * size
+            columns = spec.columns * (1 if self.loop else spec.at_once)
             return {
                 "k": chunk * spec.d * size + turned,
                 "v": chunk * spec.d * size,
-                "scores": keys * spec.columns * 4,
-                "weights": keys * spec.columns * size,
+                "scores": keys * columns * 4,
+                "weights": keys * columns * size,
                 "q": self._query_bytes(spec),
                 "y": 4 * 4 * spec.d,
             }

@@ -209,6 +209,15 @@ class AttentionSpec(KernelSpec):
         return self.group * self.m
 
     @property
+    def at_once(self) -> int:
+        """Groups of a decode step in a set: up to half of them, 128 columns, and 8 kB of scores
+        and weights a partition."""
+        groups = self.batch * self.kv_heads
+        room = (1 << 13) // (self.cache_tiles * self.columns * (4 + item_bytes(self.dtype)))
+        most = max(1, min(groups // 2, 128 // self.columns, room))
+        return next(count for count in range(most, 0, -1) if groups % count == 0)
+
+    @property
     def first_key(self) -> int:
         """The first key that a query sees."""
         return max(0, self.context - self.m - self.window + 1) if self.window else 0

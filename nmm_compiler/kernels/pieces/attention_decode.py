@@ -5,6 +5,8 @@ of a product: each tile of the cache is stationary once. Partition p holds neigh
 chunk, so that keys [context, d] and values arrive in long runs; keys [d, context] are read with a
 stride to the same order. Scores of the whole context stay in SBUF: the maximum is exact.
 
+Groups come in sets: the maxima and sums over the partitions are those of all columns of a set.
+
 Heads of 64 or 32 fill half or a quarter of TensorE's rows, so one pass takes 2 or 4 tiles of the
 cache, a pack: their keys are transposed together, q^T stands on the diagonal of zeros once for each
 tile, and of the weighted values the blocks on the diagonal are added up. Tiles that fill no pack
@@ -19,16 +21,18 @@ from .loads_and_stores import evict, store
 
 
 def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
-    """Compute the heads of several groups, each [heads of a group, m, d]."""
-    steps = list_chunks(len(qs), spec)
+    """Compute the heads of several groups, each [heads of a group, m, d]; queries come in sets."""
+    each = len(ks) // len(qs)
+    steps = list_chunks(len(ks), each, spec)
     identity = make_identity()
-    angles = spread_angles(rope, spec) if spec.rope != "none" else None
+    angles = spread_angles(rope, each * spec.group, spec) if spec.rope != "none" else None
     loaded = []
     fetched = []
     queries = []
     scores = []
     weights = []
     sums = []
+    made = []
     for t in range(len(steps)):
         # loads of the next four chunks start early
         for place in range(len(loaded), min(t + 5, len(steps))):
@@ -36,38 +40,49 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             if step[1]:
                 loaded.append(load_rows_of(vs[step[0]], step))
             else:
-                if step[2] == spec.first_key:
-                    fetched.append(fetch_columns(qs[step[0]], spec))
+                if step[2] == spec.first_key and step[0] % each == 0:
+                    fetched.append(fetch_columns(qs[step[0] // each], spec))
                 loaded.append(load_keys_of(ks[step[0]], step, schedule))
         step = steps[t]
         g = step[0]
+        begins = step[2] == spec.first_key
         if step[1]:
-            if step[2] == spec.first_key:
+            if begins:
                 sums.append(make_sums(spec, schedule))
+                if g % each == 0:
+                    made.append(make_results(each, spec, schedule))
             weigh_cache(sums[g], weights[g], loaded[t], step, spec, schedule)
             if step[6]:
-                finish_group(outs[g], sums[g], sum_weights(weights[g], spec), spec, schedule)
+                total = sum_weights(weights[g + 1 - each : g + 1], spec)
+            if step[2] + step[3] * step[5] == spec.context:
+                add_sums(made[g // each], sums[g], g % each, spec, schedule)
+            if step[6]:
+                finish_set(outs[g // each], made[g // each], total, spec, schedule)
         else:
-            if step[2] == spec.first_key:
-                queries.append(turn_columns(fetched[g], angles, spec, schedule))
+            if begins:
+                if g % each == 0:
+                    queries.append(turn_columns(fetched[g // each], angles, spec, schedule))
                 scores.append(make_scores(spec))
-            score_chunk(scores[g], loaded[t], queries[g], step, spec, schedule)
+            q_t = columns_of(queries[g // each], g % each, spec, schedule)
+            score_chunk(scores[g], loaded[t], q_t, step, spec, schedule)
         if step[6] and len(weights) < len(scores):
-            # while the scores of the group after it are computed
+            # while the scores of the set after it are computed
             ready = len(weights)
-            if spec.capped:
-                cap_scores(scores[ready], spec)
-            for i in range(len(steps)):
-                if steps[i][0] == ready and not steps[i][1]:
-                    hide_chunk(scores[ready], steps[i], spec)
-            weights.append(soften(scores[ready], identity, qs[0].dtype, spec))
+            for i in range(ready, ready + each):
+                if spec.capped:
+                    cap_scores(scores[i], spec)
+                for j in range(len(steps)):
+                    if steps[j][0] == i and not steps[j][1]:
+                        hide_chunk(scores[i], steps[j], spec)
+            soften(weights, scores[ready : ready + each], identity, qs[0].dtype, spec)
 
 
-def list_chunks(groups, spec):
+def list_chunks(groups, each, spec):
     """Return chunks of keys and of values, in the order of their use.
 
     Each is (group, whether it is of values, first key, tiles, tiles before it, keys of a tile,
-    whether weights can be made after it). Keys of a group come before the values of the one before.
+    whether weights of a set can be made after it). Keys of a set come before the values of the set
+    before.
     """
     whole = (spec.context - spec.first_key) // 128
     rest = (spec.context - spec.first_key) % 128
@@ -78,17 +93,17 @@ def list_chunks(groups, spec):
     if rest > 0:
         chunks.append((spec.context - rest, 1, whole, rest))
     steps = []
-    for g in range(groups + 1):
-        for i in range(len(chunks)):
-            chunk = chunks[i]
-            last = i == len(chunks) - 1
-            if g < groups:
-                steps.append((g, False, chunk[0], chunk[1], chunk[2], chunk[3], last and g == 0))
-        for i in range(len(chunks)):
-            chunk = chunks[i]
-            last = i == len(chunks) - 1
-            if g > 0:
-                steps.append((g - 1, True, chunk[0], chunk[1], chunk[2], chunk[3], last))
+    for start in range(0, groups + each, each):
+        for g in range(start, min(start + each, groups)):
+            for i in range(len(chunks)):
+                chunk = chunks[i]
+                last = start == 0 and g == each - 1 and i == len(chunks) - 1
+                steps.append((g, False, chunk[0], chunk[1], chunk[2], chunk[3], last))
+        for g in range(max(0, start - each), start):
+            for i in range(len(chunks)):
+                chunk = chunks[i]
+                last = g == start - 1 and i == len(chunks) - 1
+                steps.append((g, True, chunk[0], chunk[1], chunk[2], chunk[3], last))
     return steps
 
 
@@ -120,27 +135,42 @@ def list_passes(step, schedule):
 
 
 def make_sums(spec, schedule):
-    """Return room for sums of weighted values, up to four: [128, parts of d, columns].
+    """Return room for sums of weighted values, up to four: [128, parts of d, tiles, columns].
 
     Those of packs have the columns of each tile; the last is of single tiles, where there are some.
     """
     single = single_tiles(spec, schedule)
     packs = (spec.cache_tiles - single) // schedule.pack
     parts = (spec.d + 127) // 128
+    count = min(3 if single > 0 else 4, packs) + (1 if single > 0 else 0)
     sums = []
-    for _ in range(min(3 if single > 0 else 4, packs)):
-        wide = schedule.pack * spec.columns
-        sums.append(nl.ndarray((128, parts, wide), dtype=nl.float32, buffer=nl.psum))
-    if single > 0:
-        sums.append(nl.ndarray((128, parts, spec.columns), dtype=nl.float32, buffer=nl.psum))
+    for _ in range(count):
+        sums.append(
+            nl.ndarray((128, parts, schedule.pack, spec.columns), dtype=nl.float32, buffer=nl.psum)
+        )
     return sums
 
 
-def spread_angles(rope, spec):
+def make_results(each, spec, schedule):
+    """Return room for the weighted values of a set, [128, parts of d, tiles, columns]."""
+    parts = (spec.d + 127) // 128
+    return nl.ndarray(
+        (128, parts, blocks_of(spec, schedule), each * spec.columns),
+        dtype=nl.float32,
+        buffer=nl.sbuf,
+    )
+
+
+def blocks_of(spec, schedule):
+    """Return the tiles whose sums come out beside each other."""
+    return schedule.pack if spec.cache_tiles > single_tiles(spec, schedule) else 1
+
+
+def spread_angles(rope, heads, spec):
     """Return the angles of each query, [columns, 2, d / 2]."""
     half = spec.d // 2
-    angles = nl.ndarray((spec.columns, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
-    for h in range(spec.group):
+    angles = nl.ndarray((heads * spec.m, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
+    for h in range(heads):
         nisa.dma_copy(
             dst=angles[spec.m * h : spec.m * (h + 1), 0:2, 0:half],
             src=rope[0:2, 0 : spec.m, 0:half].permute((1, 0, 2)),
@@ -149,42 +179,55 @@ def spread_angles(rope, spec):
 
 
 def fetch_columns(q, spec):
-    """Load the queries of a group as they lie, [columns, 1, d]."""
-    natural = nl.ndarray((spec.columns, 1, spec.d), dtype=q.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=natural[0 : spec.columns, 0, 0 : spec.d], src=q[0 : spec.columns, 0 : spec.d])
+    """Load the queries of a set as they lie, [columns, 1, d]."""
+    columns = q.shape[0]
+    natural = nl.ndarray((columns, 1, spec.d), dtype=q.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=natural[0:columns, 0, 0 : spec.d], src=q[0:columns, 0 : spec.d])
     return natural
 
 
 def turn_columns(natural, angles, spec, schedule):
     """Return q^T [128, parts of d, columns], rotated; for packs as `spread_queries` says."""
-    columns = spec.columns
+    columns = natural.shape[0]
     parts = (spec.d + 127) // 128
     turned = natural
     if spec.rope != "none":
         turned = rotate(natural, angles, columns, spec)
     if schedule.pack > 1:
-        return spread_queries(turned, spec, schedule)
+        return spread_queries(turned, columns, spec, schedule)
     q_t = nl.ndarray((128, parts, columns), dtype=natural.dtype, buffer=nl.sbuf)
     turn_tile(q_t, turned, columns, spec)
     return q_t
 
 
-def spread_queries(natural, spec, schedule):
-    """Return q^T on the diagonal of [pack d, 1, pack columns], once for each tile of a pack."""
-    columns = spec.columns
+def spread_queries(natural, columns, spec, schedule):
+    """Return q^T on diagonals, [pack d, groups, pack columns], once for each tile of a pack."""
     pack = schedule.pack
+    groups = columns // spec.columns
     copies = nl.ndarray((columns, pack * spec.d), dtype=natural.dtype, buffer=nl.sbuf)
     for i in range(pack):
         copy = copies[0:columns, spec.d * i : spec.d * (i + 1)]
         nisa.tensor_copy(dst=copy, src=natural[0:columns, 0, 0 : spec.d])
     flipped = nl.ndarray((pack * spec.d, columns), dtype=natural.dtype, buffer=nl.psum)
     nisa.nc_transpose(dst=flipped, data=copies, engine=nisa.engine.tensor)
-    q_t = nl.ndarray((pack * spec.d, 1, pack * columns), dtype=natural.dtype, buffer=nl.sbuf)
+    q_t = nl.ndarray(
+        (pack * spec.d, groups, pack * spec.columns), dtype=natural.dtype, buffer=nl.sbuf
+    )
     nisa.memset(dst=q_t, value=0.0)
-    for i in range(pack):
-        block = q_t[spec.d * i : spec.d * (i + 1), 0, columns * i : columns * (i + 1)]
-        evict(block, flipped[spec.d * i : spec.d * (i + 1), 0:columns], i)
+    for slot in range(groups):
+        own = spec.columns * slot
+        for i in range(pack):
+            left = spec.columns * i
+            block = q_t[spec.d * i : spec.d * (i + 1), slot, left : left + spec.columns]
+            evict(block, flipped[spec.d * i : spec.d * (i + 1), own : own + spec.columns], i)
     return q_t
+
+
+def columns_of(q_t, slot, spec, schedule):
+    """Return q^T of a group of a set, [128, parts of d, columns]."""
+    if schedule.pack > 1:
+        return q_t[0 : schedule.pack * spec.d, slot : slot + 1, 0 : schedule.pack * spec.columns]
+    return q_t[0:128, 0 : (spec.d + 127) // 128, spec.columns * slot : spec.columns * (slot + 1)]
 
 
 def load_rows_of(rows, step):
@@ -339,13 +382,15 @@ def cap_scores(scores, spec):
     nisa.activation(dst=scores, op=nl.tanh, data=scores, scale=spec.tanh_scale)
 
 
-def soften(scores, identity, dtype, spec):
-    """Return exp of the scores less their maximum, [128, tiles, columns]."""
-    columns = spec.columns
-    tiles = scores.shape[1]
+def soften(weights, scores, identity, dtype, spec):
+    """Add exp of the scores of each group of a set less their maximum, [128, tiles, columns]."""
+    columns = len(scores) * spec.columns
+    tiles = scores[0].shape[1]
     tops = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
-    by_column = scores[0:128, 0:tiles, 0:columns].permute((0, 2, 1))
-    nisa.tensor_reduce(dst=tops, op=nl.maximum, data=by_column, axis=2)
+    for i in range(len(scores)):
+        own = tops[0:128, spec.columns * i : spec.columns * (i + 1)]
+        by_column = scores[i][0:128, 0:tiles, 0 : spec.columns].permute((0, 2, 1))
+        nisa.tensor_reduce(dst=own, op=nl.maximum, data=by_column, axis=2)
     # the maximum over the partitions: transpose, reduce, spread by a product with ones
     turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_transpose(dst=turned, data=tops, engine=nisa.engine.tensor)
@@ -359,20 +404,22 @@ def soften(scores, identity, dtype, spec):
     nisa.memset(dst=ones, value=1.0)
     spread = nl.ndarray((128, 1, columns), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=spread[0:128, 0, 0:columns], stationary=ones, moving=diagonal)
-    weights = nl.ndarray((128, tiles, columns), dtype=dtype, buffer=nl.sbuf)
-    at_once = max(1, 2048 // columns)
-    for first in range(0, tiles, at_once):
-        count = min(at_once, tiles - first)
-        part = scores[0:128, first : first + count, 0:columns]
-        top = spread[0:128, 0:1, 0:columns].broadcast(1, count)
-        nisa.tensor_tensor(dst=part, data1=part, data2=top, op=nl.subtract)
-        nisa.activation(
-            dst=weights[0:128, first : first + count, 0:columns],
-            op=nl.exp,
-            data=part,
-            scale=spec.factor,
-        )
-    return weights
+    at_once = max(1, 2048 // spec.columns)
+    for i in range(len(scores)):
+        own_weights = nl.ndarray((128, tiles, spec.columns), dtype=dtype, buffer=nl.sbuf)
+        own = spread[0:128, 0:1, spec.columns * i : spec.columns * (i + 1)]
+        for first in range(0, tiles, at_once):
+            count = min(at_once, tiles - first)
+            part = scores[i][0:128, first : first + count, 0 : spec.columns]
+            top = own.broadcast(1, count)
+            nisa.tensor_tensor(dst=part, data1=part, data2=top, op=nl.subtract)
+            nisa.activation(
+                dst=own_weights[0:128, first : first + count, 0 : spec.columns],
+                op=nl.exp,
+                data=part,
+                scale=spec.factor,
+            )
+        weights.append(own_weights)
 
 
 def weigh_cache(sums, weights, v_sb, step, spec, schedule):
@@ -401,11 +448,14 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
                 values = values.reshape((wide, count * deep))
                 moving = weights[0:wide, tile : tile + count, 0 : spec.columns]
                 moving = moving.reshape((wide, count * spec.columns))
+                place_of = into[0 : count * deep, part, 0:count, 0 : spec.columns]
+                place_of = place_of.reshape((count * deep, count * spec.columns))
             else:
                 values = v_sb[0:wide, first, 128 * part : 128 * part + deep]
                 moving = weights[0:wide, tile, 0 : spec.columns]
+                place_of = into[0:deep, part, 0, 0 : spec.columns]
             nisa.nc_matmul(
-                dst=into[0 : count * deep, part, 0 : count * spec.columns],
+                dst=place_of,
                 stationary=values,
                 moving=moving,
                 accumulate=place >= adds_from,
@@ -413,45 +463,57 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
 
 
 def sum_weights(weights, spec):
-    """Return the sum of the weights of each column, [columns, 1] in PSUM."""
-    each = nl.ndarray((128, spec.columns), dtype=nl.float32, buffer=nl.sbuf)
-    by_column = weights[0:128, 0 : spec.cache_tiles, 0 : spec.columns].permute((0, 2, 1))
-    nisa.tensor_reduce(dst=each, op=nl.add, data=by_column, axis=2)
+    """Return the sum of the weights of each column of a set, [columns, 1] in PSUM."""
+    columns = len(weights) * spec.columns
+    each = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
+    for i in range(len(weights)):
+        by_column = weights[i][0:128, 0 : spec.cache_tiles, 0 : spec.columns].permute((0, 2, 1))
+        own = each[0:128, spec.columns * i : spec.columns * (i + 1)]
+        nisa.tensor_reduce(dst=own, op=nl.add, data=by_column, axis=2)
     ones = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
-    total = nl.ndarray((spec.columns, 1), dtype=nl.float32, buffer=nl.psum)
+    total = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=each, moving=ones)
     return total
 
 
-def finish_group(out, sums, total, spec, schedule):
-    """Add up the sums, turn them, divide by those of the weights, and store y of a group."""
-    columns = spec.columns
+def add_sums(made, sums, slot, spec, schedule):
+    """Add up the sums of a group, in the columns of its set."""
     single = single_tiles(spec, schedule) > 0
     turns = len(sums) - 1 if single else len(sums)
-    blocks = schedule.pack if turns > 0 else 1
+    blocks = blocks_of(spec, schedule)
+    first = spec.columns * slot
+    last = first + spec.columns
+    for part in range((spec.d + 127) // 128):
+        deep = min(128, spec.d - 128 * part)
+        height = blocks * deep
+        each = made[0:height, part, 0:blocks, first:last]
+        evict(each, sums[0][0:height, part, 0:blocks, 0 : spec.columns], 0)
+        for i in range(1, turns):
+            more = sums[i][0:height, part, 0:blocks, 0 : spec.columns]
+            nisa.tensor_tensor(dst=each, data1=each, data2=more, op=nl.add)
+        if single and turns > 0:
+            one = made[0:deep, part, 0, first:last]
+            more = sums[turns][0:deep, part, 0, 0 : spec.columns]
+            nisa.tensor_tensor(dst=one, data1=one, data2=more, op=nl.add)
+
+
+def finish_set(out, made, total, spec, schedule):
+    """Turn the weighted values, divide by the sums of the weights, and store y of a set."""
+    columns = made.shape[3]
+    blocks = made.shape[2]
     inverse = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.reciprocal(dst=inverse, data=total)
     y_sb = nl.ndarray((columns, spec.d), dtype=out.dtype, buffer=nl.sbuf)
     for part in range((spec.d + 127) // 128):
         deep = min(128, spec.d - 128 * part)
         height = blocks * deep
-        whole = nl.ndarray((128, blocks * columns), dtype=nl.float32, buffer=nl.sbuf)
-        each = whole[0:height, 0 : blocks * columns]
-        evict(each, sums[0][0:height, part, 0 : blocks * columns], 0)
-        for i in range(1, turns):
-            more = sums[i][0:height, part, 0 : blocks * columns]
-            nisa.tensor_tensor(dst=each, data1=each, data2=more, op=nl.add)
-        if single and turns > 0:
-            first = whole[0:deep, 0:columns]
-            more = sums[turns][0:deep, part, 0:columns]
-            nisa.tensor_tensor(dst=first, data1=first, data2=more, op=nl.add)
-        made = None
+        before = None
         for i in range(blocks):
             turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
             nisa.nc_transpose(
                 dst=turned[0:columns, 0:height],
-                data=whole[0:height, columns * i : columns * (i + 1)],
+                data=made[0:height, part, i, 0:columns],
                 engine=nisa.engine.tensor,
             )
             block = turned[0:columns, deep * i : deep * (i + 1)]
@@ -464,7 +526,7 @@ def finish_group(out, sums, total, spec, schedule):
             else:
                 nisa.scalar_tensor_tensor(
                     dst=result, data=block, op0=nl.multiply, operand0=inverse, op1=nl.add,
-                    operand1=made,
+                    operand1=before,
                 )  # fmt: skip
-            made = result
+            before = result
     store(out[0:columns, 0 : spec.d], y_sb, schedule.own_queue)
