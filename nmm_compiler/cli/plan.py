@@ -25,7 +25,7 @@ def plan(
     target: values.Targets = ("trn2",),
     forms: Annotated[
         Sequence[str] | None,
-        values.listed(str, "FORMS", "of the weights: bf16, fp8, lowrank:0.2, mxfp4+64, ..."),
+        values.listed(str, "FORMS", "of the weights: bf16, fp8, lowrank:0.2, mxfp4+32fp8, ..."),
     ] = None,
     ratio: Annotated[
         Sequence[float] | None,
@@ -80,7 +80,7 @@ def plan(
 ) -> values.Answer:
     """Predict a model's latency in each form of its weights, without weights or a device.
 
-    Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+64
+    Example: nmm plan llama-3.1-8b --target trn2,trn3 --forms bf16,fp8,lowrank:0.2,mxfp4+32fp8
     """
     from nmm_compiler.prediction.plan import read_measured
 

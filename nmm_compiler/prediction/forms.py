@@ -27,7 +27,7 @@ from nmm_compiler.targets import Target
 
 QUALITY = Path(__file__).with_name("form_quality.json")
 """What `make bench-compress` measured: {model: {form: figures}}, perplexities over that of bf16."""
-DEFAULT = ("bf16", "fp8", "lowrank:0.2", "mxfp4+64")
+DEFAULT = ("bf16", "fp8", "lowrank:0.2", "mxfp4+32fp8")
 KEEPS = (1.1, 1.18)
 """Perplexity over that of bf16, in and out of the calibration's domain, of a form to recommend."""
 _MX_PRODUCT = "nc_matmul_mx"
@@ -90,7 +90,7 @@ class Form(Record):
 
 def _forms_of(target: Target) -> list[str]:
     made = ["bf16", "int8", *(["fp8"] if target.float8_kernels else [])]
-    return made if _MX_PRODUCT in target.absent_instructions else [*made, "mxfp8", "mxfp4+64"]
+    return made if _MX_PRODUCT in target.absent_instructions else [*made, "mxfp8", "mxfp4+32fp8"]
 
 
 def read_form(name: str) -> Form:

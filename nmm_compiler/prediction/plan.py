@@ -82,7 +82,7 @@ class Change(Record):
 
 def settings(base: ModelPrediction) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each change of one thing: its name, and what `predict` is given instead."""
-    for form in ("bf16", "fp8", "int8", "mxfp4+64"):
+    for form in ("bf16", "fp8", "int8", "mxfp4+32fp8"):
         if form != base.form:
             yield f"weights {form}", {"weights": base.dtype, **read_form(form).predicted()}
     other = 1 if base.lnc > 1 else 2
