@@ -11,6 +11,8 @@
     ranks     a product shared by a tensor-parallel group: as one kernel, and with collectives
     backward  the backward pass of a layer beside that of a dense one
     cliffs    one more token: it may not cost more than a tenth of the kernel
+    attention attention kernels beside published times and nki-library's (attention.py)
+    neuronmm  the paper's own kernels beside dense ones and ours (neuronmm.py)
 
 A table is a list of named specs and a judge. A judge returns the figures of a kernel and the bars
 that it misses. Ratios are times of the other way over ours. Every time is predicted by the
@@ -22,17 +24,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attention
+import neuronmm
 import torch
+from kernel_specs import MODELS, Named, listed, rank
 from kernel_timings import Timings
-from model_sizes import MODELS, rank
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.errors import ShapeError, SpecError
-from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -67,17 +71,17 @@ GROUPS = (4, 16)  # ranks of a tensor-parallel group
 
 COL: dict[str, Any] = {"x_layout": "col"}
 FP8: dict[str, Any] = {"dtype": "float8_e4m3", "scales": "channel", **COL}
-Named = Iterator[tuple[str, Any]]
 Judged = tuple[dict[str, float], list[str]]
 
 
-def mlp_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+def mlp_specs(models: Sequence[str], sizes: Sequence[int], x_layout: str = "col") -> Named:
     """Yield the low-rank up (or gate) and down projections."""
     for model in models:
         for part in ("up", "down"):
             k, n = MODELS[model].mlp(part)
             for m in sizes:
-                yield f"{model} {part} m={m}", LowRankSpec(m=m, k=k, r=rank(k, n), n=n, **COL)
+                spec = LowRankSpec(m=m, k=k, r=rank(k, n), n=n, x_layout=x_layout)
+                yield f"{model} {part} m={m}", spec
 
 
 def mlp(spec: Any, target: str, timings: Timings) -> Judged:
@@ -175,40 +179,6 @@ def _most_of_the_roofline(spec: Any, target: str, timings: Timings) -> Judged:
     return _roofline(spec, target, timings, 0.80)
 
 
-def small_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield small kernels of every family."""
-    few = ((256, (2048,)), (128, (512,)), (128, (512,)))
-    wide = ((256, (4096,)), (128, (1024,)), (128, (1024,)))
-    makers: list[tuple[Any, dict[str, Any], int]] = [
-        (MatmulSpec, {"k": 2048, "n": 512}, 512),
-        (MatmulSpec, {"k": 2048, "n": 2048}, 128),
-        (LowRankSpec, {"k": 2048, "r": 256, "n": 2048}, 512),
-        (LowRankSpec, {"k": 1024, "r": 128, "n": 1024}, 512),
-        (LowRankSpec, {"k": 1024, "r": 128, "n": 1024, "dtype": "float32"}, 512),
-        (LowRankSpec, {"k": 1021, "r": 127, "n": 1021}, 512),
-        (LowRankSpec, {"k": 4096, "r": 16, "n": 4096}, 512),
-        (LowRankSpec, {"k": 2048, "r": 1, "n": 2048}, 512),
-        (LowRankSpec, {"k": 2048, "r": 16, "n": 2048, "base": True}, 128),
-        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048, "dtype": "float32"}, 128),
-        (LowRankSharedSpec, {"k": 2048, "pairs": few}, 512),
-        (LowRankSharedSpec, {"k": 4096, "pairs": wide}, 512),
-        (GatedMLPSpec, {"k": 1024, "n": 2048, "r": 256}, 512),
-    ]
-    for kind, fields, most in makers:
-        for m in (1, 16, 100, 128, 333, 512):
-            if m <= most:
-                yield "", kind(m=m, **fields, **COL)
-    yield "", LowRankSpec(m=17, k=1021, r=61, n=509, **COL)
-    yield "", LowRankSpec(m=101, k=509, r=31, n=1021, **COL)
-
-
-def fp8_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield products of one token."""
-    for k, n, r in ((2048, 8192, 1280), (4096, 14336, 2560), (8192, 2048, 1280)):
-        yield "", LowRankSpec(m=1, k=k, r=r, n=n, **FP8)
-        yield "", MatmulSpec(m=1, k=k, n=n, **FP8)
-
-
 def formats_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
     """Yield up projections in fp8; with x in bf16 they are what compress(factors=) runs."""
     for model in models:
@@ -256,38 +226,12 @@ def shared(spec: Any, target: str, timings: Timings) -> Judged:
     return {"roofline": roofline, "three": gain, "reads of x saved": reads}, missed
 
 
-def cores_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield kernels on two cores, of Llama-3.2-1B and, for q, k and v, of Llama-3.1-8B too."""
-    up: dict[str, Any] = {"k": 2048, "r": 1280, "n": 8192, **COL}
-    makers: list[tuple[Any, dict[str, Any]]] = [
-        (LowRankSpec, up), (LowRankSpec, {**up, "k": 8192, "n": 2048}),
-        (LowRankSharedSpec,
-         {"k": 2048, "pairs": ((768, (2048,)), (256, (512,)), (256, (512,))), **COL}),
-        (LowRankSharedSpec,
-         {"k": 4096, "pairs": ((1664, (4096,)), (640, (1024,)), (640, (1024,))), **COL}),
-        (GatedMLPSpec, up), (GatedMLPUpSpec, up), (MatmulSpec, {"k": 2048, "n": 8192, **COL}),
-        (AttentionSpec, {"context": 8192, "heads": 32, "kv_heads": 8, "d": 64}),
-    ]  # fmt: skip
-    for kind, fields in makers:
-        for m in sizes:
-            yield "", kind(m=m, lnc=2, **fields)
-
-
 def cores(spec: Any, target: str, timings: Timings) -> Judged:
     """Judge two cores beside one: 1.85x for prefill (1,024 tokens), 1.8x for decode (to 16)."""
     one = timings.us(dataclasses.replace(spec, lnc=1), target)
     gain = one / timings.us(spec, target)
     bar = 1.85 if spec.m >= 1024 else 1.8 if spec.m <= 16 else 0.0
     return {"one core": gain}, [f"gains less than {bar}x"] * (one >= CORES_LEAST_US and gain < bar)
-
-
-def ranks_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield down (row-parallel) and up (column-parallel) projections, whole."""
-    for model in models:
-        for part in ("down", "up"):
-            k, n = MODELS[model].mlp(part)
-            for m in sizes:
-                yield f"{model} {part} m={m}", LowRankSpec(m=m, k=k, r=rank(k, n), n=n)
 
 
 def ranks(spec: Any, target: str, timings: Timings) -> Judged:
@@ -299,17 +243,6 @@ def ranks(spec: Any, target: str, timings: Timings) -> Judged:
             found[f"{tp} by {axis}"] = us / way.fused
             found[f"{tp} by {axis}, separate"] = us / way.separate
     return found, []
-
-
-def backward_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield layers of Llama-3.2-1B, the last two with a frozen dense weight (LoRA)."""
-    layers = ((2048, 768, 2048), (2048, 384, 512), (2048, 1280, 8192), (8192, 1280, 2048),
-              (2048, 512, 8192), (8192, 512, 2048))  # fmt: skip
-    for m in (m for m in sizes if m >= 512):
-        for k, r, n in layers:
-            yield "", LowRankSpec(m=m, k=k, r=r, n=n)
-        for n in (2048, 8192):
-            yield "", LowRankSpec(m=m, k=2048, r=16, n=n, base=True)
 
 
 def backward(spec: Any, target: str, timings: Timings) -> Judged:
@@ -353,24 +286,6 @@ def _empty(*shape: int, grad: bool = True) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=grad)
 
 
-def cliffs_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield token counts whose next one is likely to cost: few, and those about whole tiles."""
-    pairs = ((256, (2048,)), (128, (512,)), (128, (512,)))
-    makers: list[tuple[Any, dict[str, Any]]] = [
-        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048, **COL}),
-        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048}),
-        (MatmulSpec, {"k": 2048, "n": 2048, **COL}),
-        (LowRankSharedSpec, {"k": 2048, "pairs": pairs, **COL}),
-        (GatedMLPUpSpec, {"k": 2048, "n": 4096, "r": 512, "out_layout": "col", **COL}),
-        (GatedMLPSpec, {"k": 2048, "n": 4096, "r": 512, **COL}),
-    ]
-    few = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96}
-    ends = {m + d for m in range(128, 1100, 128) for d in (-1, 0, 1, 2, 64)}
-    for kind, fields in makers:
-        for m in sorted(few | ends):
-            yield "", kind(m=m, **fields)
-
-
 def cliffs(spec: Any, target: str, timings: Timings) -> Judged:
     """Judge one more token."""
     step = timings.us(dataclasses.replace(spec, m=spec.m + 1), target) / timings.us(spec, target)
@@ -379,24 +294,43 @@ def cliffs(spec: Any, target: str, timings: Timings) -> Judged:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table: its kernels by models and token counts, its judge, bars on means of figures."""
+    """A table: its kernels by models and token counts, its judge, bars on means of figures.
 
-    specs: Callable[[Sequence[str], Sequence[int]], Named]
+    specs: a function of models and token counts; without one data/kernel_specs.toml has them.
+    """
+
     judge: Callable[[Any, str, Timings], Judged]
+    specs: Callable[[Sequence[str], Sequence[int]], Named] | None = None
     sizes: tuple[int, ...] = (1, 16, 128, 512, 1024, 2048, 4096)
     means: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-TABLES = {
-    "mlp": Table(mlp_specs, mlp, means={"dense": 1.35, "NeuronMM": 1.15}),
-    "gated": Table(gated_specs, gated),
-    "dense": Table(dense_specs, dense, (1, 16, 128, 256, 512, 1024, 2048)),
-    "small": Table(small_specs, _most_of_the_roofline),
-    "fp8": Table(fp8_specs, _most_of_the_roofline),
-    "formats": Table(formats_specs, formats, (1, 16, 512)),
-    "shared": Table(shared_specs, shared),
-    "cores": Table(cores_specs, cores, (1, 16, 128, 512, 1024, 2048)),
-    "ranks": Table(ranks_specs, ranks, (1, 512)),
-    "backward": Table(backward_specs, backward, (512, 2048)),
-    "cliffs": Table(cliffs_specs, cliffs),
+# Token counts whose next one is likely to cost: few, and those about whole tiles.
+STEPS = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96} | {
+    m + d for m in range(128, 1100, 128) for d in (-1, 0, 1, 2, 64)
 }
+TABLES = {
+    "mlp": Table(mlp, mlp_specs, means={"dense": 1.35, "NeuronMM": 1.15}),
+    "gated": Table(gated, gated_specs),
+    "dense": Table(dense, dense_specs, (1, 16, 128, 256, 512, 1024, 2048)),
+    "small": Table(_most_of_the_roofline, sizes=(1, 16, 100, 128, 333, 512)),
+    "fp8": Table(_most_of_the_roofline),
+    "formats": Table(formats, formats_specs, (1, 16, 512)),
+    "shared": Table(shared, shared_specs),
+    "cores": Table(cores, sizes=(1, 16, 128, 512, 1024, 2048)),
+    "ranks": Table(ranks, partial(mlp_specs, x_layout="row"), (1, 512)),
+    "backward": Table(backward, sizes=(512, 2048)),
+    "cliffs": Table(cliffs, sizes=tuple(sorted(STEPS))),
+    "attention": Table(attention.judge),
+    "neuronmm": Table(neuronmm.judge, mlp_specs, (1, 128, 512, 1024, 2048, 4096)),
+}
+
+
+def named_specs(table: str, models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield the kernels of a table, with its own token counts where none are given."""
+    one = TABLES[table]
+    sizes = sizes or one.sizes
+    if one.specs:
+        yield from one.specs(models, sizes)
+    else:
+        yield from ((spec.short(), spec) for spec in listed(table, sizes))

@@ -55,8 +55,10 @@ def templates(folder: str) -> str:
 class Timings:
     """The times in a file, and those that this process adds to it."""
 
-    def __init__(self, path: Path = FILE) -> None:
+    def __init__(self, path: Path = FILE, checkout: Path | None = None) -> None:
+        """checkout: a clone with kernels of others."""
         self.file = RowFile(path, "key")
+        self.checkout = checkout
 
     def of(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return the value of a key, computed and kept if the file has none."""
@@ -106,7 +108,7 @@ class Timings:
         self, path: Path, name: str, target: str, shapes: list[tuple[int, int]], **values: int
     ) -> float:
         """Return the simulated microseconds of a bfloat16 kernel in a file."""
-        text = path.read_text(encoding="utf-8")
+        text = [file.read_text(encoding="utf-8") for file in sorted(path.parent.glob("*.py"))]
 
         def run() -> float:
             arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
@@ -121,6 +123,6 @@ class Timings:
 
 
 @functools.cache
-def timings_of(path: Path) -> Timings:
+def timings_of(path: Path, checkout: Path | None) -> Timings:
     """Return the times of a file, read once in a process."""
-    return Timings(path)
+    return Timings(path, checkout)
