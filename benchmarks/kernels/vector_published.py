@@ -7,32 +7,10 @@ instructions: tile sizes, engines left to the compiler and loads are those of th
 import nki
 import nki.isa as nisa
 import nki.language as nl
+from pieces import COLUMNS as HALF
+from pieces import P, both, load, new, scaled, spread
 
-P = 128
 WIDE = 1024
-HALF = 512
-
-
-def new(rows, columns, dtype=nl.float32, buffer=nl.sbuf):
-    return nl.ndarray((rows, columns), dtype=dtype, buffer=buffer)
-
-
-def load(source, rows, columns):
-    tile = new(rows, columns, source.dtype)
-    nisa.dma_copy(dst=tile, src=source)
-    return tile
-
-
-def scaled(data, op, number, columns=HALF, rows=P):
-    out = new(rows, columns)
-    nisa.tensor_scalar(dst=out, data=data, op0=op, operand0=number)
-    return out
-
-
-def both(left, right, op, columns=HALF, rows=P):
-    out = new(rows, columns)
-    nisa.tensor_tensor(dst=out, data1=left, data2=right, op=op)
-    return out
 
 
 @nki.jit
@@ -48,9 +26,8 @@ def silu(x):
             out = new(P, WIDE)
             for at in range(0, WIDE, HALF):
                 part = tile[:, at : at + HALF]
-                power = new(P, HALF)
+                power, inverse = new(P, HALF), new(P, HALF)
                 nisa.activation(dst=power, op=nl.exp, data=part, scale=-1.0)
-                inverse = new(P, HALF)
                 nisa.reciprocal(dst=inverse, data=scaled(power, nl.add, 1.0))
                 nisa.tensor_tensor(
                     dst=out[:, at : at + HALF], data1=part, data2=inverse, op=nl.multiply
@@ -83,9 +60,8 @@ def adamw(theta, gradient, first, second):
                 kept = scaled(v, nl.multiply, 0.999, rows=rows)
                 square = both(scaled(g, nl.multiply, 0.001, rows=rows), g, nl.multiply, rows=rows)
                 moment = both(kept, square, nl.add, rows=rows)
-                root = new(rows, HALF)
+                root, inverse = new(rows, HALF), new(rows, HALF)
                 nisa.activation(dst=root, op=nl.sqrt, data=moment, scale=1000.0)
-                inverse = new(rows, HALF)
                 nisa.reciprocal(dst=inverse, data=scaled(root, nl.add, 1e-8, rows=rows))
                 nisa.tensor_tensor(
                     dst=out[:, at : at + HALF],
@@ -112,10 +88,9 @@ def rope(x, cos, sin):
         odd = new(half, HALF)
         nisa.tensor_copy(dst=odd, src=tile[half:, :])
         even_by, odd_by = new(d, HALF), new(d, HALF)
-        for by, of in ((even_by, tile[:half, :]), (odd_by, odd)):
-            nisa.tensor_tensor(dst=by[:half, :], data1=of, data2=factors[:half, :], op=nl.multiply)
-        for by, of in ((even_by, tile[:half, :]), (odd_by, odd)):
-            nisa.tensor_tensor(dst=by[half:, :], data1=of, data2=factors[half:, :], op=nl.multiply)
+        for of in (slice(half), slice(half, d)):
+            for by, side in ((even_by, tile[:half, :]), (odd_by, odd)):
+                nisa.tensor_tensor(dst=by[of, :], data1=side, data2=factors[of, :], op=nl.multiply)
         out = new(d, HALF)
         nisa.tensor_tensor(
             dst=out[:half, :], data1=even_by[:half, :], data2=odd_by[half:, :], op=nl.subtract
@@ -155,18 +130,6 @@ def depthwise_conv(image, taps, in_psum):
                 nisa.tensor_reduce(dst=out[:, at : at + 1], op=nl.add, data=product, axis=1)
             nisa.dma_copy(dst=result[one, rows, :], src=out)
     return result
-
-
-def spread(row, columns):
-    """Return an SBUF tile with one row in all partitions, by products with ones."""
-    ones = new(1, P)
-    nisa.memset(dst=ones, value=1.0)
-    wide = new(P, columns)
-    for at in range(0, columns, HALF):
-        product = new(P, HALF, buffer=nl.psum)
-        nisa.nc_matmul(dst=product, stationary=ones, moving=row[:, at : at + HALF])
-        nisa.tensor_copy(dst=wide[:, at : at + HALF], src=product)
-    return wide
 
 
 @nki.jit
