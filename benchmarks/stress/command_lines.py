@@ -35,15 +35,11 @@ from benchmarks.stress.line_values import (
     DEVICES,
     ENVIRONMENT,
     FIELDS,
+    FILES,
     GOOD,
     INPUTS,
-    KERNEL,
-    MODEL,
-    OTHER,
     OUTPUT_NAMES,
     PROCESS_ENVIRONMENT,
-    RAISING,
-    SPECS,
     STREAMS,
 )
 
@@ -136,26 +132,17 @@ def _value(choose: random.Random, command: str, name: str, wrong: float) -> str:
 
 def make_workshop(place: Path, with_model: bool = True) -> None:
     """Fill an empty directory with the files that the lines name; the model takes a few seconds."""
-    for name, text in {"add": KERNEL, "model": MODEL, **RAISING}.items():
-        (place / f"{name}.py").write_text(text)
-    (place / "latin.py").write_bytes(b"x = '\xe9'\n")
-    (place / "nul.py").write_bytes(b"x = 1\0\n")
-    (place / "text.txt").write_text("one line of text\n" * 40)
-    (place / "key.json").write_text('{"family": "toy", "spec": {"m": 8}}')
-    (place / "deep.json").write_text("[" * 100_000)
-    (place / "noise.tar").write_bytes(b"noise" * 500)
-    (place / "other.json").write_text(OTHER)
-    (place / "specs.jsonl").write_text(SPECS)
+    for name, text in FILES.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_bytes(text.encode("latin-1"))
     (place / "link").symlink_to("old.json")
+    (place / "directory").mkdir()
+    (place / "cache").mkdir(mode=0o700)
     for name, number in DEVICES.items():
         try:
             os.mknod(place / name, stat.S_IFCHR | 0o666, os.makedev(1, number))
         except PermissionError:  # a user who cannot make a device cannot replace one either
             (place / name).symlink_to(f"/dev/{name}")
-    (place / "directory").mkdir()
-    (place / "broken").mkdir()
-    (place / "broken" / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
-    (place / "cache").mkdir(mode=0o700)
     if with_model:
         with contextlib.suppress(ImportError):  # compress then says which package is missing
             _save_tiny_model(place / "tiny")
@@ -169,18 +156,14 @@ def _save_verdicts(path: Path, target: Path) -> None:
     from nmm_compiler.device.calibrated_target import calibrate
     from nmm_compiler.runtime import machine
 
-    verdicts = []
-    for rung in ladder.RUNGS:
-        predicted = None if rung.compiled else ladder.predicted_us(rung, targets.get("trn2"))
-        if predicted is not None:
-            time_us = 1.2 * predicted
-            verdicts.append(
-                ladder.Verdict(
-                    rung=rung.name, construct=rung.construct, verdict="passed", time_us=time_us
-                )
-            )
+    timed = [rung for rung in ladder.RUNGS if not rung.compiled]
+    predicted = [(rung, ladder.predicted_us(rung, targets.get("trn2"))) for rung in timed]
+    verdicts = tuple(
+        ladder.Verdict(rung=rung.name, construct=rung.construct, verdict="passed", time_us=1.2 * us)
+        for rung, us in predicted if us is not None
+    )  # fmt: skip
     found = ladder.Ladder(
-        executor="neuron", target="trn2", machine=machine.probe(), verdicts=tuple(verdicts)
+        executor="neuron", target="trn2", machine=machine.probe(), verdicts=verdicts
     )
     path.write_text(json.dumps(found.to_dict()))
     target.write_text(json.dumps(calibrate(path).file()))
