@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import simulator
 import torch
 import transformers
@@ -39,6 +41,7 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen import build, choose
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.passes.pipeline import run
+from nmm_compiler.simulator.run import ArraySpec, simulate
 
 SPECS = [
     LowRankSpec(m=512, k=2048, r=1280, n=8192, x_layout="col"),
@@ -240,8 +243,19 @@ def cpu_rows() -> Iterator[Row]:
 
 
 def simulator_rows() -> Iterator[Row]:
-    for what, value, unit in simulator.figures():
-        yield Row(what, value, unit)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text, reference, small, large in simulator.KERNELS:
+            path = Path(folder) / f"{name.replace(' ', '_')}.py"
+            path.write_text(text)
+            specs, runs = [ArraySpec(shape, "bfloat16") for shape in large], []
+            seconds = min(times(lambda: runs.append(simulate(path, *specs, mode="timing")), 3))  # noqa: B023
+            yield Row(f"{name}: timing mode", len(runs[0].trace.instructions) / seconds, "i/s")
+            draw = np.random.default_rng(0).standard_normal
+            wide = [draw(shape, dtype=np.float32) for shape in small]
+            arrays = [array.astype(ml_dtypes.bfloat16) for array in wide]
+            ours = min(times(lambda: simulate(path, *arrays, mode="functional"), 3))  # noqa: B023
+            plain = min(times(lambda: reference(*wide), 3))  # noqa: B023
+            yield Row("  functional mode over NumPy's products", ours / plain, "x")
 
 
 PARTS = {
