@@ -34,14 +34,12 @@ from typing import Annotated, Any
 import timing_texts
 import typer
 from timing_hash import constants_hash
-from timing_texts import RECORD, Point, points, side, texts
+from timing_texts import RECORD, TABLES, Point, Result, points, texts
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.evidence import CLASSES, HELD_OUT, ErrorBand
 from nmm_compiler.simulator.timing.profile import Profile
 
-TABLES = ("constants", "held out", "texts that set laws", "texts as published")
-"""What set constants and what is held out: points that are written anew, and texts."""
 _ENGINES = {"tensor": "TensorE busy, theirs / ours", "vector": "VectorE", "scalar": "ScalarE"}
 BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 
@@ -76,37 +74,6 @@ FIGURES: dict[str, Callable[[Profile], float]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A point or text and what was predicted for it, NaN where it does not run.
-
-    more: predictions of its further counters. shares: by engine, its busy time by the log of a text
-    over the busy time of the run.
-    """
-
-    point: Point
-    predicted: float
-    kind: str
-    more: tuple[float, ...] = ()
-    shares: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def error(self) -> float:
-        """Signed relative error."""
-        return self.predicted / self.point.measured - 1.0
-
-    @property
-    def table(self) -> str:
-        """Which of TABLES has it."""
-        held = side(self.point.repository) == "held out"
-        return TABLES[held + 2 * isinstance(self.point, timing_texts.Text)]
-
-    @property
-    def held_out(self) -> bool:
-        """Whether it counts among what no constant was set from."""
-        return self.point.counted and side(self.point.repository) == "held out"
-
-
 def predict(point: Point) -> Result:
     """Simulate a point."""
     profile = timing_texts.simulated(point).profile
@@ -135,11 +102,7 @@ def text_results(
         for text in chosen if text.clone in clones
     }  # fmt: skip
     known = {result.point.name: result for result in recorded(chosen)}
-    for text in chosen:
-        if text.name in waiting:
-            run = waiting[text.name].result()
-            predicted = math.nan if run.predicted is None else run.predicted
-            known[text.name] = Result(text, predicted, run.kind, (), run.shares)
+    known |= {name: one.result() for name, one in waiting.items()}
     return [known[text.name] for text in chosen if text.name in known]
 
 

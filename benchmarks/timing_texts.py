@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ from nmm_compiler.simulator.timing.profile import Profile
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"
 RECORD = DATA / "timing_record.json"
+TABLES = ("constants", "held out", "texts that set laws", "texts as published")
+"""What set constants and what is held out: points that are written anew, and texts."""
 SEARCHED, PROFILED = "ucb-bar/autocomp", "zhang677/AccelOpt"
 LOGGED = "Jerry2423/kda-for-trainium"
 PUBLISHED_SPILLS = "spills in the published profile", "the log says that it spills"
@@ -149,17 +152,34 @@ def clones_of(autocomp: Path | None, accelopt: Path | None, kda: Path | None) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
-    """What a run says: device us, class, why it does not count, if so.
+class Result:
+    """A point or text and what was predicted for it, NaN where it does not run.
 
-    kind: the class of its profile, "" if it does not run.
-    shares: by engine, its busy time by the log over the busy time of the run.
+    more: predictions of its further counters. shares: by engine, its busy time by the log of a text
+    over the busy time of the run.
     """
 
-    predicted: float | None
+    point: Point
+    predicted: float
     kind: str
-    left_out: str = ""
+    more: tuple[float, ...] = ()
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def error(self) -> float:
+        """Signed relative error."""
+        return self.predicted / self.point.measured - 1.0
+
+    @property
+    def table(self) -> str:
+        """Which of TABLES has it."""
+        held = side(self.point.repository) == "held out"
+        return TABLES[held + 2 * isinstance(self.point, Text)]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it counts among what no constant was set from."""
+        return self.point.counted and side(self.point.repository) == "held out"
 
 
 def digest(text: str) -> str:
@@ -211,7 +231,7 @@ def simulated(point: Point, clones: Mapping[str, Path] | None = None) -> Simulat
         )
 
 
-def ran(text: Text, clones: Mapping[str, Path]) -> Ran:
+def ran(text: Text, clones: Mapping[str, Path]) -> Result:
     """Simulate a text; SystemExit if its row says something else of it than the run.
 
     That a publisher's log or profile has spills is not to be seen in a run.
@@ -219,21 +239,20 @@ def ran(text: Text, clones: Mapping[str, Path]) -> Ran:
     try:
         profile = simulated(text, clones).profile
     except (NmmError, SyntaxError) as error:
-        found = Ran(None, "", f"{type(error).__name__}: {error}")
+        found, left_out = Result(text, math.nan, ""), f"{type(error).__name__}: {error}"
     else:
         assert profile is not None
         said = text.remark if text.remark.endswith(PUBLISHED_SPILLS) else ""
-        busy = profile.engine_busy_us
+        left_out, busy = said or _has_no_room(profile), profile.engine_busy_us
         shares = {
             engine: round(share * text.measured / busy[engine], 3)
             for engine, share in text.busy.items() if busy[engine] > _BUSY
         }  # fmt: skip
-        kind = kernel_class(busy)
-        found = Ran(round(profile.device_us, 3), kind, said or _has_no_room(profile), shares)
-    if bool(found.left_out) == text.counted:
+        found = Result(text, round(profile.device_us, 3), kernel_class(busy), (), shares)
+    if bool(left_out) == text.counted:
         raise SystemExit(
             f"{text.name}: timing_texts.toml says counted = {text.counted}; the run says "
-            f"{found.left_out or 'nothing that leaves it out'}"
+            f"{left_out or 'nothing that leaves it out'}"
         )
     return found
 
