@@ -204,11 +204,17 @@ def statistics() -> Any:
 def by_compress(ratio: float, **keywords: Any) -> Made:
     """Compress as `nmm.compress` does; the default method, if none is named."""
     model = copy.deepcopy(smollm()[0])
-    if ratio:
-        keywords = {"ratio": ratio, "method": "two-sided", "align": ALIGN, **keywords}
-        keywords["calibration"] = None if keywords["method"] == "svd" else statistics()
-    report = compress(model, **keywords) if keywords else None
-    return model, 1.0 - report.achieved_ratio if report else 1.0
+    keywords = {"ratio": ratio, "method": "two-sided", "align": ALIGN, **keywords}
+    keywords["calibration"] = None if keywords["method"] == "svd" else statistics()
+    report = compress(model, **keywords)  # whose ratio is of parameters
+    factors = keywords.get("factors")
+    return model, (1.0 - report.achieved_ratio) * (FORMATS[factors].bits / 16 if factors else 1.0)
+
+
+def whole(_: float, form: str) -> Made:
+    """Return the dense model in a form, without a branch."""
+    model, keywords = copy.deepcopy(smollm()[0]).bfloat16(), read_form(form).keywords()
+    return model, 1.0 - compress(model, **keywords).achieved_ratio if keywords else 1.0
 
 
 def uniform(ratio: float, moments: Callable[[SecondMoment], Moment]) -> Made:
@@ -258,10 +264,10 @@ METHODS: dict[str, Callable[[float], Made]] = {
     "default + int8 factors": partial(by_compress, factors="int8"),
 }
 WHOLE: dict[str, Callable[[float], Made]] = {
-    "dense": by_compress,
-    "dense, int8": partial(by_compress, base="int8"),
-    "dense, fp8": partial(by_compress, base="fp8"),
-    "dense, int4": partial(by_compress, base="int4"),
+    "dense": partial(whole, form="bf16"),
+    "dense, int8": partial(whole, form="int8"),
+    "dense, fp8": partial(whole, form="fp8"),
+    "dense, int4": partial(whole, form="int4"),
 }
 
 
