@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,14 +29,9 @@ class Sizes(NamedTuple):
         return both if part != "down" else (both[1], both[0])
 
 
-MODELS = {
-    "Llama-3.2-1B": Sizes(2048, 8192, 2048, 512),
-    "Llama-3.2-3B": Sizes(3072, 8192, 3072, 1024),
-    "Llama-3.1-8B": Sizes(4096, 14336, 4096, 1024),
-    "Qwen3-1.7B": Sizes(2048, 6144, 2048, 1024),
-    "Qwen3-4B": Sizes(2560, 9728, 4096, 1024),
-    "Qwen3-8B": Sizes(4096, 12288, 4096, 1024),
-}
+_FILE = Path(__file__).parent / "data" / "kernel_specs.toml"
+_TABLES: dict[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+MODELS = {name: Sizes(*sizes) for name, sizes in _TABLES["models"].items()}
 
 
 def rank(k: int, n: int, tile: int = 128) -> int:
@@ -45,16 +39,10 @@ def rank(k: int, n: int, tile: int = 128) -> int:
     return tile * round(k * n * (1 - RATIO) / ((k + n) * tile))
 
 
-@functools.cache
-def _listed() -> dict[str, Any]:
-    file = Path(__file__).parent / "data" / "kernel_specs.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
 def listed(table: str, sizes: Sequence[int] = (), **more: Any) -> list[KernelSpec]:
     """Return the specs of a table; one without m with each of `sizes`, `more` for all."""
     found = []
-    for row in _listed()[table]:
+    for row in _TABLES[table]:
         fields = {**more, **row}
         kind = FAMILIES[fields.pop("family")].spec_class
         most = fields.pop("at_most", max(sizes, default=0))

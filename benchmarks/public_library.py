@@ -232,20 +232,14 @@ def range_sets(private: PrivateModules, function: Any) -> list[tuple[str, dict[s
     assert harness is not None
     random.seed(0)
     config = getattr(function, harness.RANGE_TEST_CONFIG_ATTR_KEY)
-    names, cases = harness.RangeTestHarness(config).get_unique_test_cases()
-    ranked = sorted(
-        (
-            (
-                math.prod(v for d in case.tensors.values() for v in d.values()
-                          if isinstance(v, int) and v > 0),
-                name, case,
-            )
-            for name, case in zip(names, cases, strict=True)
-            if not case.is_negative_test_case
-        ),
-        key=lambda entry: entry[:2],
-    )  # fmt: skip
-    return [(name, {"range_test_options": case}) for _, name, case in ranked]
+    both = zip(*harness.RangeTestHarness(config).get_unique_test_cases(), strict=True)
+    cases = {name: case for name, case in both if not case.is_negative_test_case}
+
+    def size(name: str) -> tuple[int, str]:
+        sides = (v for tensor in cases[name].tensors.values() for v in tensor.values())
+        return math.prod(v for v in sides if isinstance(v, int) and v > 0), name
+
+    return [(name, {"range_test_options": cases[name]}) for name in sorted(cases, key=size)]
 
 
 def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
