@@ -31,7 +31,7 @@ from typing import Any
 
 import neuronmm
 import torch
-from kernel_specs import MODELS, Named, listed, rank
+from kernel_specs import MODELS, TABLES_OF_SPECS, Named, listed, rank
 from kernel_timings import Timings
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
@@ -55,12 +55,6 @@ from nmm_compiler.targets import get
 HERE = Path(__file__).parent / "kernels_nki"
 DENSE = HERE / "dense_blocked.py", "dense_blocked"
 NEURONMM = HERE / "neuronmm_chain.py", "neuronmm_chain"
-# NeuronMM's tiles per block for (k, r, tokens, n), by the most tokens (its table for x^T).
-NEURONMM_BLOCKS = {
-    255: (8, 2, 1, 4), 511: (4, 2, 2, 4), 512: (4, 4, 4, 4), 1023: (4, 2, 4, 4),
-    1024: (4, 4, 8, 1), 1 << 30: (4, 2, 8, 4),
-}  # fmt: skip
-BLOCK_NAMES = ("k_in_block", "r_in_block", "m_in_block", "n_in_block")
 
 SHORT_US = 45  # a kernel with a roofline below it is mostly its first load and last store
 BYTES_BAR, DMA_BAR = 1.10, 0.60  # HBM traffic over the least; DMA time over TensorE's
@@ -89,8 +83,7 @@ def mlp_specs(models: Sequence[str], sizes: Sequence[int], x_layout: str = "col"
 def mlp(spec: Any, target: str, timings: Timings) -> Judged:
     """Judge a low-rank projection; none of the other ways may be NeuronMM's and faster."""
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
-    blocks = next(blocks for most, blocks in NEURONMM_BLOCKS.items() if m <= most)
-    chain = dict(zip(BLOCK_NAMES, blocks, strict=True))
+    chain = next(row["blocks"] for row in TABLES_OF_SPECS["neuronmm_blocks"] if m <= row["most"])
     us = timings.us(spec, target)
     two = timings.file_us(*DENSE, target, [(k, r), (k, m)]) + timings.file_us(
         *DENSE, target, [(r, m), (r, n)]

@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
 
 
 _FILE = Path(__file__).parent / "data" / "kernel_specs.toml"
-_TABLES: dict[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
-MODELS = {name: Sizes(*sizes) for name, sizes in _TABLES["models"].items()}
+TABLES_OF_SPECS: dict[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+MODELS = {name: Sizes(*sizes) for name, sizes in TABLES_OF_SPECS["models"].items()}
 
 
 def rank(k: int, n: int, tile: int = 128) -> int:
@@ -42,7 +42,7 @@ def rank(k: int, n: int, tile: int = 128) -> int:
 def listed(table: str, sizes: Sequence[int] = (), **more: Any) -> list[KernelSpec]:
     """Return the specs of a table; one without m with each of `sizes`, `more` for all."""
     found = []
-    for row in _TABLES[table]:
+    for row in TABLES_OF_SPECS[table]:
         fields = {**more, **row}
         kind = FAMILIES[fields.pop("family")].spec_class
         most = fields.pop("at_most", max(sizes, default=0))

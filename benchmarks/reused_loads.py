@@ -28,11 +28,8 @@ Key = tuple[object, ...]
 def without_repeated_loads(trace: Trace, target: Target) -> Trace:
     """Return the trace without the loads whose data an earlier tile still holds."""
     dropped = _reused_loads(trace, target)
-    same: dict[int, int] = {}  # a tile -> the earlier one that it is
-    for index, source in dropped.items():
-        if index != source:
-            tile = trace.instructions[index].writes[0].storage
-            same[tile] = trace.instructions[source].writes[0].storage
+    tiles = [i.writes[0].storage if i.writes else -1 for i in trace.instructions]
+    same = {tiles[index]: tiles[source] for index, source in dropped.items() if index != source}
 
     def kept(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
         return tuple(
@@ -49,15 +46,18 @@ def without_repeated_loads(trace: Trace, target: Target) -> Trace:
             instructions[-1].kind = instruction.kind
         places.append(len(instructions))
     ordered = [(places[first], places[stop]) for first, stop in trace.ordered]
+    written = {a.storage: index for index, i in enumerate(instructions) for a in i.writes}
+    used = {
+        a.storage: index
+        for index, i in enumerate(instructions) for a in (*i.reads, *i.writes)
+    }  # fmt: skip
     allocations = {
-        identity: dataclasses.replace(allocation, first_index=-1, last_index=-1, last_write=-1)
+        identity: dataclasses.replace(
+            allocation, first_index=-1, last_index=used.get(identity, -1),
+            last_write=written.get(identity, -1),
+        )
         for identity, allocation in trace.allocations.items()
-    }
-    for index, instruction in enumerate(instructions):
-        for access in (*instruction.reads, *instruction.writes):
-            allocations[access.storage].last_index = index
-        for access in instruction.writes:
-            allocations[access.storage].last_write = index
+    }  # fmt: skip
     return dataclasses.replace(
         trace, instructions=instructions, allocations=allocations, ordered=ordered
     )

@@ -141,16 +141,12 @@ def layer_norm(x, gamma, beta):
     shift = spread(load(beta, 1, width), width)
     for row in range(0, height, P):
         tile = load(x[row : row + P, :], P, width)
-        mean, square_mean = new(P, 1), new(P, 1)
-        total, square_total = new(P, 1), new(P, 1)
+        total, square_total, squares = new(P, 1), new(P, 1), new(P, width)
         nisa.tensor_reduce(dst=total, op=nl.add, data=tile, axis=1)
-        nisa.tensor_scalar(dst=mean, data=total, op0=nl.multiply, operand0=1.0 / width)
-        squares = new(P, width)
+        mean = scaled(total, nl.multiply, 1.0 / width, 1)
         nisa.activation(dst=squares, op=nl.square, data=tile)
         nisa.tensor_reduce(dst=square_total, op=nl.add, data=squares, axis=1)
-        nisa.tensor_scalar(
-            dst=square_mean, data=square_total, op0=nl.multiply, operand0=1.0 / width
-        )
+        square_mean = scaled(square_total, nl.multiply, 1.0 / width, 1)
         variance = both(square_mean, both(mean, mean, nl.multiply, 1), nl.subtract, 1)
         root = new(P, 1)
         nisa.activation(dst=root, op=nl.rsqrt, data=scaled(variance, nl.add, 1e-5, 1))

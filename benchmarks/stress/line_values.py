@@ -81,45 +81,35 @@ FILES = {
     "broken/config.json": '{"model_type": "llama", "hidden_size": "x"}',
 }
 """What the directory of the lines has."""
-INPUTS = (
-    *(f"{name}.py" for name in RAISING), "add.py", "model.py", "latin.py", "nul.py", "text.txt",
-    "key.json", "deep.json", "noise.tar", "directory", "none.py", "verdicts.json", "mine.json",
-    "other.json",
-)  # fmt: skip
-BAD = (
-    "", " ", "-1", "0", "-0", "1", "3.5", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000,
-    "0x10", "1_0", "٣", "²", "true", "None", "=", "a=b", "a:b", ":", "::", "x", "[red]",
-    "[/red]", "{}", "\\", "'", '"', "*", "/proc", "-", "--", "~", "~nobody_here/x", "$HOME", "é",
-    "\udcff", "\u202e", "\x1b[31m", "a\nb", "x" * 300, "x/" * 3000, "null", "full",
-    "/proc/self/mem", "null/x", "directory", "none/none", "empty", "trn22", "--json", "--help",
-)  # fmt: skip
-SMALL = ("1", "8", "16", "64", "128")
-OUTPUTS = ("new.json", "old.json", "made/new.json", "null", "full", "directory", "link")
 OUTPUT_NAMES = ("archive", "html", "out", "output", "repro", "save_to", "to_list", "trace")
+_DATA = Path(__file__).resolve().parents[1] / "data" / "command_lines.toml"
+_TABLES = tomllib.loads(_DATA.read_text(encoding="utf-8"))
+INPUTS = tuple(_TABLES["inputs"])
 _LISTS = {
-    "@small": SMALL,
+    "@small": tuple(_TABLES["small"]),
     "@inputs": INPUTS,
-    "@outputs": OUTPUTS,
+    "@outputs": tuple(_TABLES["outputs"]),
     "@add": tuple(f"{name}.py:add" for name in RAISING),
     "@model": tuple(f"{name}.py:model" for name in RAISING),
+    "@number": ("9" * 30,),
     "@digits": ("9" * 5000,),
+    "@surrogate": ("\udcff",),
     "@name": ("x" * 300,),
     "@path": ("x/" * 3000,),
 }
 
 
-def _values(table: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    return {
-        name: tuple(value for word in words for value in _LISTS.get(word, (word,)))
-        for name, words in table.items()
-    }
+def _values(words: list[str]) -> tuple[str, ...]:
+    return tuple(value for word in words for value in _LISTS.get(word, (word,)))
 
 
-_DATA = Path(__file__).resolve().parents[1] / "data" / "command_lines.toml"
-_TABLES = tomllib.loads(_DATA.read_text(encoding="utf-8"))
-GOOD = _values(_TABLES["good"])
-ENVIRONMENT = _values(_TABLES["environment"])
-PROCESS_ENVIRONMENT = {**ENVIRONMENT, **_values(_TABLES["process_environment"])}
+BAD = _values(_TABLES["bad"])
+GOOD = {name: _values(words) for name, words in _TABLES["good"].items()}
+ENVIRONMENT = {name: _values(words) for name, words in _TABLES["environment"].items()}
+PROCESS_ENVIRONMENT = {
+    **ENVIRONMENT,
+    **{name: _values(words) for name, words in _TABLES["process_environment"].items()},
+}
 # Devices of the workshop's own: a line that replaced one of /dev would harm the whole machine.
 DEVICES = {"null": 3, "full": 7}
 STREAMS = ("plain",) * 12 + ("ascii", "full", "gone", "closed")
