@@ -120,6 +120,11 @@ def of_problems(results: Iterable[Result]) -> dict[str, list[Result]]:
     return groups
 
 
+def middle(found: Sequence[float]) -> list[str]:
+    """Return mean and median."""
+    return [f"{statistics.mean(found):.1%}", f"{statistics.median(found):.1%}"]
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table."""
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
@@ -152,8 +157,7 @@ def by_problem(results: list[Result]) -> list[str]:
         span = " to ".join(f"{us:,.5g}" for us in dict.fromkeys((times[0], times[-1])))
         kinds = ", ".join(k for k in CLASSES if errors(group, k))
         busy = [[r.shares[engine] for r in group if engine in r.shares] for engine in _ENGINES]
-        rows.append((name, str(len(found)), span, f"{statistics.mean(found):.1%}",
-                     f"{statistics.median(found):.1%}", f"{worst:+.1%}", kinds,
+        rows.append((name, str(len(found)), span, *middle(found), f"{worst:+.1%}", kinds,
                      *(f"{statistics.median(b):.2f}" if b else "-" for b in busy)))  # fmt: skip
     lines = markdown(("kernel", "texts", "measured, us", "mean error", "median", "worst", "class",
                       *_ENGINES.values()), rows)  # fmt: skip
@@ -195,9 +199,7 @@ def summary(results: list[Result]) -> list[str]:
         if found := errors(part):
             kinds = [errors(part, kind) for kind in CLASSES]
             cells = [f"{statistics.mean(e):.1%} of {len(e)}" if e else "-" for e in kinds]
-            figures = statistics.mean(found), statistics.median(found), max(found)
-            shown = (f"{figure:.1%}" for figure in figures)
-            rows.append((name, str(len(found)), *shown, *cells))
+            rows.append((name, str(len(found)), *middle(found), f"{max(found):.1%}", *cells))
     return markdown(("errors", "points", "mean", "median", "worst", *CLASSES), rows)
 
 
@@ -233,9 +235,10 @@ def gains(results: list[Result]) -> str:
     pairs = [abs((1 + one.error) / (1 + other.error) - 1) for one, other in both]
     if not pairs:
         return ""
+    mean, median = middle(pairs)
     return (
-        f"gains of a held-out text over another of its problem: {len(pairs)} pairs, off by "
-        f"{statistics.mean(pairs):.1%} in the mean, {statistics.median(pairs):.1%} in the median"
+        f"gains of a held-out text over another of its problem: {len(pairs)} pairs, off by {mean} "
+        f"in the mean, {median} in the median"
     )
 
 
@@ -306,7 +309,13 @@ def main(
         for result in pool.map(predict, (point for point in points() if only in point.name)):
             results.append(result)
             print(f"{result.point.name}: {result.error:+.1%}", file=sys.stderr, flush=True)
-        results += text_results([text for text in texts() if only in text.name], clones, pool)
+        chosen = [text for text in texts() if only in text.name]
+        found = text_results(chosen, clones, pool)
+        results += found
+    old = sum(text.clone not in clones for text in chosen)
+    if old:
+        print(f"{old} texts not run, for no clone is given (--autocomp, --accelopt, --kda): "
+              f"{len(chosen) - len(found)} left out, recorded with other constants")  # fmt: skip
     results = [result for result in results if table_name in ("", result.table)]
     for name in TABLES:
         found = [result for result in results if result.table == name]
