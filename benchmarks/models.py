@@ -23,7 +23,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -61,14 +61,14 @@ def shown(us: float | None, measured_ms: float | None) -> str:
 
 
 def main(
-    only: str = "",
-    price: str = "simulated",
+    only: Literal["", "calibrate", "held out", "added", "apart"] = "",
+    price: Literal["simulated", "closed_form", "tuned"] = "simulated",
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Print one line a run and the bars; exit with 1 where runs that nothing was chosen on miss
     them.
 
-    ONLY: calibrate, "held out", added or apart. PRICE: simulated or closed_form. JSON: a file.
+    ONLY: runs of one use. JSON: a file of the rows.
     """
     rows = []
     head = f"{'use':10} {'model':15} {'on':5} {'tp':>3} {'batch':>5} {'context':>7}"

@@ -300,6 +300,8 @@ def main(
     Only points and texts whose name contains ONLY, or of one table; AUTOCOMP, ACCELOPT, KDA: clones
     whose texts run, else they are as recorded.
     """
+    if table_name not in ("", *TABLES):
+        raise typer.BadParameter(f"no table is named {table_name}: {', '.join(TABLES)}")
     if show_constants:
         print("\n".join(constants()))
         return
