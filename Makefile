@@ -105,10 +105,6 @@ $(DEV_READY): $(DEMO_READY)
 bench-public: $(DEV_READY)
 	$(RUN) benchmarks/public_kernels.py --all $(ARGS)
 
-# Beside nki-library's kernels: make bench-attention ARGS="--checkout ../nki-library"
-bench-attention: $(DEV_READY)
-	$(RUN) benchmarks/attention.py $(ARGS)
-
 # Experts and adapters: make bench-grouped ARGS="trn3 --checkout ../nki-library"
 bench-grouped: $(DEV_READY)
 	$(RUN) benchmarks/grouped.py $(ARGS)
@@ -122,10 +118,11 @@ bench-laws: $(DEV_READY)
 
 # Needs the paper's kernels: make bench-neuronmm ARGS="--checkout ../NeuronMM --m 1,512"
 bench-neuronmm: $(DEV_READY)
-	$(RUN) benchmarks/neuronmm.py $(ARGS)
+	$(RUN) benchmarks/kernels.py --tables neuronmm --targets trn1 --checkout NeuronMM $(ARGS)
 
-# Kernels of two physical cores (lnc=2), a product shared by a group of ranks, and training.
-bench-cores bench-ranks bench-backward bench-shared bench-formats: $(DEV_READY)
+# Kernels of two physical cores (lnc=2), a product shared by a group of ranks, training, and attention
+# beside nki-library's: make bench-attention ARGS="--checkout ../nki-library"
+bench-cores bench-ranks bench-backward bench-shared bench-formats bench-attention: $(DEV_READY)
 	$(RUN) benchmarks/kernels.py --tables $(@:bench-%=%) --targets trn2 $(ARGS)
 
 clean:

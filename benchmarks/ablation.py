@@ -8,15 +8,14 @@ stays if a model of 1B or more gains 2 %, or where correctness or capacity need 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from model_sizes import MODELS, RATIO
+import typer
+from kernel_specs import MODELS, rank
 from rich.console import Console
 from rich.table import Table
 
@@ -33,40 +32,26 @@ from nmm_compiler.targets import get
 
 TOKENS = (1, 16, 512)
 FORMS = ("low rank", "dense", "fp8")
+TILE = 32
+"""Ranks are multiples of it."""
 FP8: dict[str, Any] = {"dtype": "float8_e4m3", "x_dtype": "bfloat16", "scales": "channel"}
 """fp8 weights with a scale for each output, and bfloat16 x."""
 
 
-def rank(k: int, n: int) -> int:
-    """Return the rank that keeps 1 - RATIO of the parameters, a multiple of 32."""
-    return 32 * max(1, round(k * n * (1 - RATIO) / ((k + n) * 32)))
-
-
-def layer(model: str, form: str, m: int) -> dict[str, KernelSpec]:
+def layer(model: str, form: str, m: int) -> list[KernelSpec]:
     """Return the kernels of one layer: its products without attention."""
     hidden, wide, q, kv = MODELS[model]
     if form != "low rank":
         fields = dict(FP8) if form == "fp8" else {}
-        outputs = {"q": (hidden, q), "k": (hidden, kv), "v": (hidden, kv), "o": (q, hidden)}
-        made: dict[str, KernelSpec] = {
-            name: MatmulSpec(m=m, k=k, n=n, **fields) for name, (k, n) in outputs.items()
-        }
-        return made | {"mlp": GatedMLPSpec(m=m, k=hidden, n=wide, **fields)}
-    pairs = tuple((rank(hidden, n), (n,)) for n in (q, kv, kv))
-    return {
-        "qkv": LowRankSharedSpec(m=m, k=hidden, pairs=pairs),
-        "o": LowRankSpec(m=m, k=q, r=rank(q, hidden), n=hidden),
-        "mlp": GatedMLPSpec(m=m, k=hidden, n=wide, r=rank(hidden, wide)),
-    }
-
-
-def rows(models: list[str], tokens: list[int]) -> Iterator[tuple[str, str, int, str, KernelSpec]]:
-    """Yield (model, form, tokens, part, spec) of every kernel."""
-    for model in models:
-        for form in FORMS:
-            for m in tokens:
-                for part, spec in layer(model, form, m).items():
-                    yield model, form, m, part, spec
+        sizes = (hidden, q), (hidden, kv), (hidden, kv), (q, hidden)
+        products = [MatmulSpec(m=m, k=k, n=n, **fields) for k, n in sizes]
+        return [*products, GatedMLPSpec(m=m, k=hidden, n=wide, **fields)]
+    pairs = tuple((rank(hidden, n, TILE), (n,)) for n in (q, kv, kv))
+    return [
+        LowRankSharedSpec(m=m, k=hidden, pairs=pairs),
+        LowRankSpec(m=m, k=q, r=rank(q, hidden, TILE), n=hidden),
+        GatedMLPSpec(m=m, k=hidden, n=wide, r=rank(hidden, wide, TILE)),
+    ]
 
 
 Change = Callable[[Any], Any]
@@ -118,34 +103,30 @@ def time_of(spec: KernelSpec, target: str, change: Change) -> float:
     return min(tried, default=math.inf)
 
 
-def main() -> int:
-    """Print the table; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="Llama-3.2-1B,Llama-3.1-8B,Qwen3-8B")
-    parser.add_argument("--m", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--axes", default=",".join(AXES))
-    parser.add_argument("--target", default="trn2")
-    given = parser.parse_args()
-    cases = list(rows(given.models.split(","), [int(m) for m in given.m.split(",")]))
-    names = list(dict.fromkeys((model, form, m) for model, form, m, _, _ in cases))
-    table = Table("axis off", "worst row", *(f"{a} {b} m={m}" for a, b, m in names))
+def main(
+    models: str = "Llama-3.2-1B,Llama-3.1-8B,Qwen3-8B",
+    m: str = ",".join(map(str, TOKENS)),
+    axes: str = ",".join(AXES),
+    target: str = "trn2",
+) -> None:
+    """Print what each axis is worth for the layers of models, with M tokens."""
+    sizes = [int(count) for count in m.split(",")]
+    layers = {
+        f"{model} {form} m={count}": layer(model, form, count)
+        for model in models.split(",") for form in FORMS for count in sizes
+    }  # fmt: skip
+    specs = list(dict.fromkeys(spec for parts in layers.values() for spec in parts))
+    table = Table("axis off", "worst row", *layers)
     plain: dict[KernelSpec, float] = {}
-    for axis in dict.fromkeys(["all", *given.axes.split(",")]):
-        seen: dict[KernelSpec, float] = {}
-        for *_, spec in cases:
-            if spec not in seen:
-                seen[spec] = time_of(spec, given.target, AXES[axis])
+    for axis in dict.fromkeys(["all", *axes.split(",")]):
+        seen = {spec: time_of(spec, target, AXES[axis]) for spec in specs}
         plain = plain or seen
-        worst = max(seen[spec] / plain[spec] for spec in seen)
-        shares = []
-        for name in names:
-            own = [spec for *key, _, spec in cases if tuple(key) == name]
-            total = sum(map(seen.__getitem__, own)) / sum(map(plain.__getitem__, own))
-            shares.append(f"{100 * (total - 1):.1f} %")
-        table.add_row(axis, f"{100 * (worst - 1):.1f} %", *shares)
+        shares = [max(seen[spec] / plain[spec] for spec in specs)]
+        for parts in layers.values():
+            shares.append(sum(map(seen.__getitem__, parts)) / sum(map(plain.__getitem__, parts)))
+        table.add_row(axis, *(f"{100 * (share - 1):.1f} %" for share in shares))
     Console(width=200).print(table)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -9,12 +9,11 @@ tanh one; it knows no fp8, and fp32 has no DMA transposes.
 
 Needs a clone of github.com/Deep-Learning-Profiling-Tools/triton-viz; nothing of it is installed.
 
-Usage: python benchmarks/beta1_interpreter.py --checkout DIR [--target trn1]
+Usage: python benchmarks/beta1_interpreter.py CHECKOUT [--target trn1]
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import operator
 import sys
@@ -24,65 +23,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import typer
+from beta1_kernels import unpacked
+from kernel_specs import listed
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.beta1_kernels import unpacked
 from nmm_compiler.codegen.build import Kernel, build_kernel
 from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
-from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.linear.specs import (
-    GatedMLPSpec,
-    GatedMLPUpSpec,
-    LowRankSharedSpec,
-    LowRankSpec,
-    MatmulSpec,
-)
 from nmm_compiler.options import Options
 
-F = {"dtype": "float32"}
-SPECS = (
-    LowRankSpec(m=200, k=300, r=200, n=700, bias=True, activation="silu", **F),
-    LowRankSpec(m=1, k=512, r=128, n=512, **F),
-    LowRankSpec(m=130, k=256, r=129, n=300, base=True, scale=0.5, x_layout="col", out_layout="col",
-                **F),
-    LowRankSharedSpec(m=100, k=300, pairs=((128, (256, 300)), (200, (300,))),
-                      bias=(True, False, True), activation=("identity", "silu", "relu"),
-                      out_layout=("row", "col", "row"), **F),
-    MatmulSpec(m=200, k=500, n=300, out_layout="col", bias=True, w_layout="col", **F),
-    MatmulSpec(m=513, k=257, n=515, activation="relu", **F),
-    GatedMLPUpSpec(m=100, k=300, n=300, gate_r=100, up_r=0, gate_bias=True, **F),
-    GatedMLPSpec(m=100, k=300, n=300, gate_r=100, up_r=200, down_r=129, down_bias=True, **F),
-    AttentionSpec(m=140, context=700, heads=2, kv_heads=1, d=64, window=300, **F),
-    AttentionSpec(m=130, context=200, d=192, soft_cap=3.0, rope="qk", **F),
-    AttentionSpec(m=1, context=700, heads=8, kv_heads=2, d=128, **F),
-    AttentionSpec(m=3, context=300, heads=4, kv_heads=2, d=64, window=200, k_layout="col",
-                  rope="q", **F),
-    # heads of 32 and 64: on trn2 several tiles of keys share a pass
-    AttentionSpec(m=2, context=600, heads=4, kv_heads=2, d=64, **F),
-    AttentionSpec(m=1, context=300, heads=6, kv_heads=3, d=32, **F),
-    # norms, residuals
-    LowRankSpec(m=100, k=300, r=64, n=200, norm="rms", norm_gain=True, **F),
-    LowRankSpec(m=100, k=300, r=64, n=200, norm="layer", norm_gain=True, norm_bias=True,
-                norm_offset=1.0, x_layout="col", **F),
-    LowRankSpec(m=4, k=256, r=300, n=512, inner_norm=True, **F),
-    LowRankSpec(m=1, k=512, r=128, n=512, norm="rms", norm_gain=True, residual=True, **F),
-    LowRankSharedSpec(m=100, k=300, pairs=((128, (256, 300)), (200, (300,))), norm="rms",
-                      norm_gain=True, **F),
-    MatmulSpec(m=30, k=600, n=640, norm="layer", norm_gain=True, residual=True, **F),
-    GatedMLPUpSpec(m=100, k=300, n=300, r=64, norm="rms", norm_gain=True, **F),
-    GatedMLPSpec(m=1, k=256, n=512, r=128, norm="rms", norm_gain=True, residual=True, **F),
-    # tokens beyond whole tiles move; few tokens move past panels of weights
-    LowRankSpec(m=257, k=140, r=300, n=256, residual=True, **F),
-    GatedMLPSpec(m=257, k=256, n=384, gate_r=0, up_r=0, down_r=0, **F),
-    MatmulSpec(m=3, k=512, n=512, w_layout="col", **F),
-    # an activation and a bias between the products
-    LowRankSpec(m=9, k=256, r=100, n=300, inner_bias=True, inner_activation="silu",
-                u_layout="col", v_layout="col", **F),
-)  # fmt: skip
-LOOPED = (
-    LowRankSpec(m=4200, k=256, r=128, n=512, **F),
-    AttentionSpec(m=1, context=300, heads=6, kv_heads=3, d=32, **F),
-)
+FLOAT32 = {"dtype": "float32"}
 
 
 def interpreter(checkout: Path) -> tuple[Any, Any]:
@@ -211,18 +160,18 @@ def run(kernel: Kernel, viz: Any, transform: Any) -> tuple[str, bool]:
     return f"{'right' if proof.passed else 'WRONG'}, {share}", proof.passed
 
 
-def main() -> int:
-    """Build every kernel, run it in the interpreter, print a line each; 1 unless all are right."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkout", type=Path, required=True, help="clone of triton-viz")
-    parser.add_argument("--target", default="trn1")
-    given = parser.parse_args()
+def main(checkout: Path, target: str = "trn1") -> None:
+    """Build every kernel, run it in the interpreter, print a line each; 1 unless all are right.
+
+    CHECKOUT: a clone of triton-viz.
+    """
     plain, small = Options(cache="off"), Options(cache="off", instruction_budget=100)
     kernels = [
-        build_kernel(spec, given.target, dialect="neuronxcc", options=options)
-        for spec, options in [*((s, plain) for s in SPECS), *((s, small) for s in LOOPED)]
+        build_kernel(spec, target, dialect="neuronxcc", options=options)
+        for table, options in (("interpreted", plain), ("looped", small))
+        for spec in listed(table, **FLOAT32)
     ]
-    viz, transform = interpreter(given.checkout)
+    viz, transform = interpreter(checkout)
     good = True
     for kernel in kernels:
         said, right = run(kernel, viz, transform)
@@ -230,8 +179,8 @@ def main() -> int:
         schedule = kernel.schedule.to_dict()
         loop = ", a loop" if schedule.get("m_loop") or schedule.get("loop") else ""
         print(f"{kernel.spec}{loop}: {said}")
-    return not good
+    sys.exit(not good)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    typer.run(main)

@@ -4,9 +4,9 @@ Parts, each under 25 minutes on two free cores; exit code 1 when a part does not
   encoder      all-MiniLM-L6-v2 (trained weights): mean cosine of its sentence embeddings to the
                original's, over held-out sentences; each step of the ladder has to be better
   smollm-R     SmolLM2-135M at ratio R, 0 for the dense model: perplexity of every method
-               (`compress_lm.py`); resumable, one (method, ratio) at a time
+               (`compress_quality.py`); resumable, one (method, ratio) at a time
   corrected    few-bit weights with low-rank branches: perplexity over that in 16 bits, of
-               SmolLM2-135M and of a decoder trained here (`compress_corrected.py`); resumable
+               SmolLM2-135M and of a decoder trained here (`compress_quality.py`); resumable
   llama        a Llama-3.2-1B-shaped model with random bf16 weights, without calibration: at most 8
                minutes
   llama-data   the same calibrated with 16 x 512 random tokens, compressed at 0.2: at most 30
@@ -15,65 +15,57 @@ Parts, each under 25 minutes on two free cores; exit code 1 when a part does not
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import resource
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
+import compress_quality
 import torch
-from compress_text import embed, encoder_batches
+import typer
+from compress_quality import embed, encoder_batches
 from rich.console import Console
 from rich.table import Table
 
+from nmm_compiler.cli import models
 from nmm_compiler.lowrank_models.apply import calibrate, compress
 from nmm_compiler.lowrank_models.recover import recover
 
-RATIOS = (0.1, 0.2, 0.4)
-STEPS = ("plain SVD", "whitened", "two-sided", "+ recovery")
+STEPS = {"plain SVD": "svd", "whitened": "whitened", "two-sided": "two-sided"}
 LM_RATIOS = (0, 0.05, 0.1, 0.2, 0.4)
+PARTS = (
+    "encoder", *(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "corrected", "llama", "llama-data",
+)  # fmt: skip
 console = Console(width=110)
 
 
-def ladder(
-    model: torch.nn.Module,
-    batches: list[Any],
-    quality: Callable[[torch.nn.Module], float],
-    higher_is_better: bool,
-    ratios: tuple[float, ...],
-    steps: int,
-    lr: float,
-    align: int,
-    title: str,
-    **selection: Any,
-) -> bool:
+def encoder(ratios: list[float], steps: int) -> bool:
     """Print the quality of every step at every ratio; return whether each step improves."""
-    started = time.monotonic()
-    statistics = calibrate(model, batches, **selection)
-    table = Table(title=title, title_justify="left")
-    table.add_column("ratio")
-    table.add_column("removed (uniform, by loss)")
-    for name in STEPS:
-        table.add_column(name, justify="right")
-    ordered = True
+    model, tokenizer = models.with_weights(models.ENCODER)
+    batches, judged = encoder_batches(tokenizer)
+    original, started, ordered = embed(model, judged), time.monotonic(), True
+    statistics = calibrate(model, batches, exclude="pooler")
+    title = f"{models.ENCODER}: mean cosine to the original, {len(original)} held-out sentences"
+    heads = ("ratio", "removed (uniform, by loss)", *STEPS, "+ recovery")
+    table = Table(*heads, title=title, title_justify="left")
+
+    def cosine(candidate: torch.nn.Module) -> float:
+        return float(torch.cosine_similarity(embed(candidate, judged), original).mean())
+
     for ratio in ratios:
         figures, removed = [], []
-        for keywords in (
-            {"method": "svd"},
-            {"method": "whitened", "calibration": statistics},
-            {"method": "two-sided", "calibration": statistics},
-        ):
+        for method in STEPS.values():
             candidate = copy.deepcopy(model)
-            report = compress(candidate, ratio, align=align, **keywords, **selection)
-            figures.append(quality(candidate))
+            data = None if method == "svd" else statistics
+            report = compress(
+                candidate, ratio, align=32, method=method, calibration=data, exclude="pooler"
+            )
+            figures.append(cosine(candidate))
             removed.append(report.achieved_ratio)
-        recovery = recover(candidate, batches, teacher=model, steps=steps, lr=lr)
-        figures.append(quality(candidate))
-        sign = 1 if higher_is_better else -1
-        rising = all(sign * b > sign * a for a, b in itertools.pairwise(figures))
+        recovery = recover(candidate, batches, teacher=model, steps=steps, lr=1e-4)
+        figures.append(cosine(candidate))
+        rising = all(after > before for before, after in itertools.pairwise(figures))
         ordered &= rising
         table.add_row(
             f"{ratio:g}",
@@ -88,21 +80,6 @@ def ladder(
         f"{'is' if ordered else 'is NOT'} better than the one before it at each ratio"
     )
     return ordered
-
-
-def encoder(ratios: tuple[float, ...], steps: int) -> bool:
-    """The trained sentence encoder."""
-    from nmm_compiler.cli import models
-
-    model, tokenizer = models.with_weights(models.ENCODER)
-    batches, judged = encoder_batches(tokenizer)
-    original = embed(model, judged)
-
-    def cosine(candidate: torch.nn.Module) -> float:
-        return float(torch.cosine_similarity(embed(candidate, judged), original).mean())
-
-    title = f"all-MiniLM-L6-v2: mean cosine to the original, {len(original)} held-out sentences"
-    return ladder(model, batches, cosine, True, ratios, steps, 1e-4, 32, title, exclude="pooler")
 
 
 def llama(data: bool) -> bool:
@@ -139,52 +116,36 @@ def llama(data: bool) -> bool:
     return cpu <= 1800 and after <= 14 * 1024 if data else report.seconds <= 480
 
 
-def smollm(ratio: float, methods: list[str], fresh: bool) -> bool:
-    """SmolLM2-135M at one ratio."""
-    import compress_lm
+def main(
+    parts: list[str] = typer.Argument(None, help=f"{', '.join(PARTS)}; default all"),  # noqa: B008
+    ratios: list[float] = [0.1, 0.2, 0.4],  # noqa: B006
+    steps: int = 60,
+    methods: list[str] = [],  # noqa: B006
+    model_names: list[str] = typer.Option([], "--models"),  # noqa: B008
+    forms: list[str] = [],  # noqa: B006
+    fresh: bool = False,
+) -> None:
+    """Measure quality and cost of compression.
 
-    compress_lm.run(ratio, methods, fresh)
-    return True
-
-
-def corrected(models: list[str], forms: list[str], fresh: bool) -> bool:
-    """Few-bit weights with branches."""
-    import compress_corrected
-
-    return compress_corrected.run(models, forms, fresh)
-
-
-PARTS = (
-    "encoder", *(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "corrected", "llama", "llama-data",
-)  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default all")
-    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="of the encoder")
-    parser.add_argument("--steps", type=int, default=60, help="the encoder's recovery steps")
-    parser.add_argument("--methods", nargs="+", default=[], help="of smollm; default all")
-    parser.add_argument("--models", nargs="+", default=[], help="of corrected; default all")
-    parser.add_argument("--forms", nargs="+", default=[], help="of corrected; default all")
-    parser.add_argument("--fresh", action="store_true", help="measure known entries anew")
-    arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(PARTS)
+    RATIOS and recovery STEPS are the encoder's, METHODS smollm's, MODELS and FORMS of corrected:
+    all if not given, and each may be repeated. FRESH measures known entries anew.
+    """
+    unknown = set(parts or ()) - set(PARTS)
     if unknown:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}: pass {', '.join(PARTS)}")
-    results = []
-    for part in arguments.parts or PARTS:
+        raise typer.BadParameter(f"unknown part {min(unknown)}: pass {', '.join(PARTS)}")
+    held = []
+    for part in parts or PARTS:
         if part.startswith("smollm-"):
             ratio = float(part.removeprefix("smollm-"))
-            results.append(smollm(ratio, arguments.methods, arguments.fresh))
+            held.append(compress_quality.run_methods(ratio, methods, fresh))
         elif part == "corrected":
-            results.append(corrected(arguments.models, arguments.forms, arguments.fresh))
+            held.append(compress_quality.run_forms(model_names, forms, fresh))
         elif part == "encoder":
-            results.append(encoder(tuple(arguments.ratios), arguments.steps))
+            held.append(encoder(ratios, steps))
         else:
-            results.append(llama(data=part == "llama-data"))
-    sys.exit(0 if all(results) else 1)
+            held.append(llama(data=part == "llama-data"))
+    sys.exit(not all(held))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

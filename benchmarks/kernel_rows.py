@@ -11,6 +11,8 @@
     ranks     a product shared by a tensor-parallel group: as one kernel, and with collectives
     backward  the backward pass of a layer beside that of a dense one
     cliffs    one more token: it may not cost more than a tenth of the kernel
+    attention attention kernels beside published times and nki-library's
+    neuronmm  the paper's own kernels beside dense ones and ours (neuronmm.py)
 
 A table is a list of named specs and a judge. A judge returns the figures of a kernel and the bars
 that it misses. Ratios are times of the other way over ours. Every time is predicted by the
@@ -21,14 +23,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import neuronmm
 import torch
+from kernel_specs import MODELS, TABLES_OF_SPECS, Named, listed, rank
 from kernel_timings import Timings
-from model_sizes import MODELS, rank
 
 import nmm_compiler.runtime.executor  # noqa: F401  (registers the executors)
 from nmm_compiler.errors import ShapeError, SpecError
@@ -44,17 +48,13 @@ from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.ops.backward_calls import backward_calls
 from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.prices.ways import ways
+from nmm_compiler.simulator.loading.private_modules import PrivateModules
+from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 
 HERE = Path(__file__).parent / "kernels_nki"
 DENSE = HERE / "dense_blocked.py", "dense_blocked"
 NEURONMM = HERE / "neuronmm_chain.py", "neuronmm_chain"
-# NeuronMM's tiles per block for (k, r, tokens, n), by the most tokens (its table for x^T).
-NEURONMM_BLOCKS = {
-    255: (8, 2, 1, 4), 511: (4, 2, 2, 4), 512: (4, 4, 4, 4), 1023: (4, 2, 4, 4),
-    1024: (4, 4, 8, 1), 1 << 30: (4, 2, 8, 4),
-}  # fmt: skip
-BLOCK_NAMES = ("k_in_block", "r_in_block", "m_in_block", "n_in_block")
 
 SHORT_US = 45  # a kernel with a roofline below it is mostly its first load and last store
 BYTES_BAR, DMA_BAR = 1.10, 0.60  # HBM traffic over the least; DMA time over TensorE's
@@ -67,24 +67,23 @@ GROUPS = (4, 16)  # ranks of a tensor-parallel group
 
 COL: dict[str, Any] = {"x_layout": "col"}
 FP8: dict[str, Any] = {"dtype": "float8_e4m3", "scales": "channel", **COL}
-Named = Iterator[tuple[str, Any]]
 Judged = tuple[dict[str, float], list[str]]
 
 
-def mlp_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
+def mlp_specs(models: Sequence[str], sizes: Sequence[int], x_layout: str = "col") -> Named:
     """Yield the low-rank up (or gate) and down projections."""
     for model in models:
         for part in ("up", "down"):
             k, n = MODELS[model].mlp(part)
             for m in sizes:
-                yield f"{model} {part} m={m}", LowRankSpec(m=m, k=k, r=rank(k, n), n=n, **COL)
+                spec = LowRankSpec(m=m, k=k, r=rank(k, n), n=n, x_layout=x_layout)
+                yield f"{model} {part} m={m}", spec
 
 
 def mlp(spec: Any, target: str, timings: Timings) -> Judged:
     """Judge a low-rank projection; none of the other ways may be NeuronMM's and faster."""
     m, k, r, n = spec.m, spec.k, spec.r, spec.n
-    blocks = next(blocks for most, blocks in NEURONMM_BLOCKS.items() if m <= most)
-    chain = dict(zip(BLOCK_NAMES, blocks, strict=True))
+    chain = next(row["blocks"] for row in TABLES_OF_SPECS["neuronmm_blocks"] if m <= row["most"])
     us = timings.us(spec, target)
     two = timings.file_us(*DENSE, target, [(k, r), (k, m)]) + timings.file_us(
         *DENSE, target, [(r, m), (r, n)]
@@ -175,40 +174,6 @@ def _most_of_the_roofline(spec: Any, target: str, timings: Timings) -> Judged:
     return _roofline(spec, target, timings, 0.80)
 
 
-def small_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield small kernels of every family."""
-    few = ((256, (2048,)), (128, (512,)), (128, (512,)))
-    wide = ((256, (4096,)), (128, (1024,)), (128, (1024,)))
-    makers: list[tuple[Any, dict[str, Any], int]] = [
-        (MatmulSpec, {"k": 2048, "n": 512}, 512),
-        (MatmulSpec, {"k": 2048, "n": 2048}, 128),
-        (LowRankSpec, {"k": 2048, "r": 256, "n": 2048}, 512),
-        (LowRankSpec, {"k": 1024, "r": 128, "n": 1024}, 512),
-        (LowRankSpec, {"k": 1024, "r": 128, "n": 1024, "dtype": "float32"}, 512),
-        (LowRankSpec, {"k": 1021, "r": 127, "n": 1021}, 512),
-        (LowRankSpec, {"k": 4096, "r": 16, "n": 4096}, 512),
-        (LowRankSpec, {"k": 2048, "r": 1, "n": 2048}, 512),
-        (LowRankSpec, {"k": 2048, "r": 16, "n": 2048, "base": True}, 128),
-        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048, "dtype": "float32"}, 128),
-        (LowRankSharedSpec, {"k": 2048, "pairs": few}, 512),
-        (LowRankSharedSpec, {"k": 4096, "pairs": wide}, 512),
-        (GatedMLPSpec, {"k": 1024, "n": 2048, "r": 256}, 512),
-    ]
-    for kind, fields, most in makers:
-        for m in (1, 16, 100, 128, 333, 512):
-            if m <= most:
-                yield "", kind(m=m, **fields, **COL)
-    yield "", LowRankSpec(m=17, k=1021, r=61, n=509, **COL)
-    yield "", LowRankSpec(m=101, k=509, r=31, n=1021, **COL)
-
-
-def fp8_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield products of one token."""
-    for k, n, r in ((2048, 8192, 1280), (4096, 14336, 2560), (8192, 2048, 1280)):
-        yield "", LowRankSpec(m=1, k=k, r=r, n=n, **FP8)
-        yield "", MatmulSpec(m=1, k=k, n=n, **FP8)
-
-
 def formats_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
     """Yield up projections in fp8; with x in bf16 they are what compress(factors=) runs."""
     for model in models:
@@ -256,38 +221,12 @@ def shared(spec: Any, target: str, timings: Timings) -> Judged:
     return {"roofline": roofline, "three": gain, "reads of x saved": reads}, missed
 
 
-def cores_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield kernels on two cores, of Llama-3.2-1B and, for q, k and v, of Llama-3.1-8B too."""
-    up: dict[str, Any] = {"k": 2048, "r": 1280, "n": 8192, **COL}
-    makers: list[tuple[Any, dict[str, Any]]] = [
-        (LowRankSpec, up), (LowRankSpec, {**up, "k": 8192, "n": 2048}),
-        (LowRankSharedSpec,
-         {"k": 2048, "pairs": ((768, (2048,)), (256, (512,)), (256, (512,))), **COL}),
-        (LowRankSharedSpec,
-         {"k": 4096, "pairs": ((1664, (4096,)), (640, (1024,)), (640, (1024,))), **COL}),
-        (GatedMLPSpec, up), (GatedMLPUpSpec, up), (MatmulSpec, {"k": 2048, "n": 8192, **COL}),
-        (AttentionSpec, {"context": 8192, "heads": 32, "kv_heads": 8, "d": 64}),
-    ]  # fmt: skip
-    for kind, fields in makers:
-        for m in sizes:
-            yield "", kind(m=m, lnc=2, **fields)
-
-
 def cores(spec: Any, target: str, timings: Timings) -> Judged:
     """Judge two cores beside one: 1.85x for prefill (1,024 tokens), 1.8x for decode (to 16)."""
     one = timings.us(dataclasses.replace(spec, lnc=1), target)
     gain = one / timings.us(spec, target)
     bar = 1.85 if spec.m >= 1024 else 1.8 if spec.m <= 16 else 0.0
     return {"one core": gain}, [f"gains less than {bar}x"] * (one >= CORES_LEAST_US and gain < bar)
-
-
-def ranks_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield down (row-parallel) and up (column-parallel) projections, whole."""
-    for model in models:
-        for part in ("down", "up"):
-            k, n = MODELS[model].mlp(part)
-            for m in sizes:
-                yield f"{model} {part} m={m}", LowRankSpec(m=m, k=k, r=rank(k, n), n=n)
 
 
 def ranks(spec: Any, target: str, timings: Timings) -> Judged:
@@ -299,17 +238,6 @@ def ranks(spec: Any, target: str, timings: Timings) -> Judged:
             found[f"{tp} by {axis}"] = us / way.fused
             found[f"{tp} by {axis}, separate"] = us / way.separate
     return found, []
-
-
-def backward_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield layers of Llama-3.2-1B, the last two with a frozen dense weight (LoRA)."""
-    layers = ((2048, 768, 2048), (2048, 384, 512), (2048, 1280, 8192), (8192, 1280, 2048),
-              (2048, 512, 8192), (8192, 512, 2048))  # fmt: skip
-    for m in (m for m in sizes if m >= 512):
-        for k, r, n in layers:
-            yield "", LowRankSpec(m=m, k=k, r=r, n=n)
-        for n in (2048, 8192):
-            yield "", LowRankSpec(m=m, k=2048, r=16, n=n, base=True)
 
 
 def backward(spec: Any, target: str, timings: Timings) -> Judged:
@@ -353,50 +281,131 @@ def _empty(*shape: int, grad: bool = True) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=grad)
 
 
-def cliffs_specs(models: Sequence[str], sizes: Sequence[int]) -> Named:
-    """Yield token counts whose next one is likely to cost: few, and those about whole tiles."""
-    pairs = ((256, (2048,)), (128, (512,)), (128, (512,)))
-    makers: list[tuple[Any, dict[str, Any]]] = [
-        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048, **COL}),
-        (LowRankSpec, {"k": 2048, "r": 512, "n": 2048}),
-        (MatmulSpec, {"k": 2048, "n": 2048, **COL}),
-        (LowRankSharedSpec, {"k": 2048, "pairs": pairs, **COL}),
-        (GatedMLPUpSpec, {"k": 2048, "n": 4096, "r": 512, "out_layout": "col", **COL}),
-        (GatedMLPSpec, {"k": 2048, "n": 4096, "r": 512, **COL}),
-    ]
-    few = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96}
-    ends = {m + d for m in range(128, 1100, 128) for d in (-1, 0, 1, 2, 64)}
-    for kind, fields in makers:
-        for m in sorted(few | ends):
-            yield "", kind(m=m, **fields)
-
-
 def cliffs(spec: Any, target: str, timings: Timings) -> Judged:
     """Judge one more token."""
     step = timings.us(dataclasses.replace(spec, m=spec.m + 1), target) / timings.us(spec, target)
     return {"next token": step}, [f"one more token over {CLIFF_BAR}x"] * (step > CLIFF_BAR)
 
 
+PUBLISHED_US = {AttentionSpec(m=512): 28.0, AttentionSpec(m=2048): 188.0}
+LEAST_SHARE = 0.8
+LONG_US = 40.0
+LARGEST_HEAD = 128
+LARGEST_CACHE = 32_768  # that attention_tkg is compared at
+
+
+def attention(spec: AttentionSpec, target: str, timings: Timings) -> Judged:
+    """Hold a kernel to its roofline, the published figures and nki-library's time.
+
+    `attention_cte` (prefill) and `attention_tkg` (decode) are those of a clone of
+    aws-neuron/nki-library. The published figures are of a fused bf16 kernel with d 128, on a
+    device, for 512 and 2048 tokens; their source gives neither heads nor mask, and they are taken
+    as one head. All else is simulated, on one core. attention_tkg knows one head of keys: more are
+    sequences to it. Its window is a mask over the whole cache, and its RoPE rotates the new key
+    too. Neither knows a soft cap or heads above 128, and attention_cte has no RoPE: such rows have
+    no figure of the library. A kernel of ours misses its bar where it is slower than the library's,
+    slower than a published figure, or where a decode kernel with a roofline of 40 us and more is
+    not within 1 / 0.8 of it. Below that the start of the first load, the softmax between the two
+    products and the last store, about 10 us, are the larger part.
+    """
+    ours, bound = timings.us(spec, target), spec.roofline_us(get(target))
+    found = {"roofline us": bound}
+    if timings.checkout and theirs_knows(spec):
+        found["library us"] = library_us(timings.checkout, spec, target)
+    if spec in PUBLISHED_US and target == "trn2":
+        found["published us"] = PUBLISHED_US[spec]
+    missed = [f"over {name}" for name, us in found.items() if name != "roofline us" and ours > us]
+    if spec.m == 1 and bound > LONG_US and ours > bound / LEAST_SHARE:
+        missed.append(f"below {LEAST_SHARE} of its roofline")
+    return found, missed
+
+
+def theirs_knows(spec: AttentionSpec) -> bool:
+    """Return whether the library's kernel computes the same, as far as it is run here."""
+    if spec.soft_cap or spec.d > LARGEST_HEAD:
+        return False
+    return spec.rope == "none" if spec.m > 1 else spec.context <= LARGEST_CACHE
+
+
+@functools.cache
+def library(checkout: Path) -> PrivateModules:
+    """Return the modules of a clone, and the launcher of attention_tkg."""
+    return PrivateModules([checkout / "src/nkilib_src", HERE])
+
+
+def library_us(checkout: Path, spec: AttentionSpec, target: str) -> float:
+    """Return the simulated time of attention_cte, k with the head size first, or attention_tkg."""
+    if spec.m > 1:
+        module: Any = library(checkout).load("nkilib.core.attention.attention_cte")
+        kernel = module.attention_cte
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (spec.heads, spec.m, spec.d),
+            "k": (spec.kv_heads, spec.d, spec.context),
+            "v": (spec.kv_heads, spec.context, spec.d),
+        }
+        more: dict[str, Any] = {"scale": spec.scale, "causal_mask": spec.causal}
+        if spec.window:  # which takes queries that are scaled already
+            more |= {"sliding_window": spec.window, "scale": 1.0}
+    else:
+        module = library(checkout).load("attention_tkg")
+        kernel, batch = module.decode, spec.batch * spec.kv_heads
+        shapes = {
+            "q": (spec.d, batch * spec.group),
+            "k_active": (spec.d, batch),
+            "v_active": (batch, 1, 1, spec.d),
+            "k_prior": (batch, 1, spec.d, spec.context),
+            "v_prior": (batch, 1, spec.context, spec.d),
+            "positions": (batch, 1),
+        }
+        shapes |= {"starts": (batch, 1)} if spec.window else {}
+        shapes |= {"inv_freqs": (spec.d // 2, 1)} if spec.rope != "none" else {}
+        more = {"heads": spec.group}
+    wide = dict.fromkeys(("positions", "starts", "inv_freqs"), "float32")
+    arrays = {n: ArraySpec(shape, wide.get(n, "bfloat16")) for n, shape in shapes.items()}
+    run = simulate(kernel, target=target, mode="timing", strict=False, named={**arrays, **more})
+    assert run.profile is not None
+    return float(run.profile.latency_us)
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table: its kernels by models and token counts, its judge, bars on means of figures."""
+    """A table: its kernels by models and token counts, its judge, bars on means of figures.
 
-    specs: Callable[[Sequence[str], Sequence[int]], Named]
+    specs: a function of models and token counts; without one data/kernel_specs.toml has them.
+    """
+
     judge: Callable[[Any, str, Timings], Judged]
+    specs: Callable[[Sequence[str], Sequence[int]], Named] | None = None
     sizes: tuple[int, ...] = (1, 16, 128, 512, 1024, 2048, 4096)
     means: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-TABLES = {
-    "mlp": Table(mlp_specs, mlp, means={"dense": 1.35, "NeuronMM": 1.15}),
-    "gated": Table(gated_specs, gated),
-    "dense": Table(dense_specs, dense, (1, 16, 128, 256, 512, 1024, 2048)),
-    "small": Table(small_specs, _most_of_the_roofline),
-    "fp8": Table(fp8_specs, _most_of_the_roofline),
-    "formats": Table(formats_specs, formats, (1, 16, 512)),
-    "shared": Table(shared_specs, shared),
-    "cores": Table(cores_specs, cores, (1, 16, 128, 512, 1024, 2048)),
-    "ranks": Table(ranks_specs, ranks, (1, 512)),
-    "backward": Table(backward_specs, backward, (512, 2048)),
-    "cliffs": Table(cliffs_specs, cliffs),
+# Token counts whose next one is likely to cost: few, and those about whole tiles.
+STEPS = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96} | {
+    m + d for m in range(128, 1100, 128) for d in (-1, 0, 1, 2, 64)
 }
+TABLES = {
+    "mlp": Table(mlp, mlp_specs, means={"dense": 1.35, "NeuronMM": 1.15}),
+    "gated": Table(gated, gated_specs),
+    "dense": Table(dense, dense_specs, (1, 16, 128, 256, 512, 1024, 2048)),
+    "small": Table(_most_of_the_roofline, sizes=(1, 16, 100, 128, 333, 512)),
+    "fp8": Table(_most_of_the_roofline),
+    "formats": Table(formats, formats_specs, (1, 16, 512)),
+    "shared": Table(shared, shared_specs),
+    "cores": Table(cores, sizes=(1, 16, 128, 512, 1024, 2048)),
+    "ranks": Table(ranks, functools.partial(mlp_specs, x_layout="row"), (1, 512)),
+    "backward": Table(backward, sizes=(512, 2048)),
+    "cliffs": Table(cliffs, sizes=tuple(sorted(STEPS))),
+    "attention": Table(attention),
+    "neuronmm": Table(neuronmm.judge, mlp_specs, (1, 128, 512, 1024, 2048, 4096)),
+}
+
+
+def named_specs(table: str, models: Sequence[str], sizes: Sequence[int]) -> Named:
+    """Yield the kernels of a table, with its own token counts where none are given."""
+    one = TABLES[table]
+    sizes = sizes or one.sizes
+    if one.specs:
+        yield from one.specs(models, sizes)
+    else:
+        yield from ((spec.short(), spec) for spec in listed(table, sizes))

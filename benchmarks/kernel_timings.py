@@ -52,11 +52,18 @@ def templates(folder: str) -> str:
     return digest({path.name: path.read_text(encoding="utf-8") for path in files})
 
 
+def _key(what: str, spec: KernelSpec, schedule: Any, target: Target) -> str:
+    text = templates(FAMILIES[spec.family].folder)
+    return digest(what, rooms(), text, spec.family, spec.to_dict(), schedule.to_dict(), target)
+
+
 class Timings:
     """The times in a file, and those that this process adds to it."""
 
-    def __init__(self, path: Path = FILE) -> None:
+    def __init__(self, path: Path = FILE, checkout: Path | None = None) -> None:
+        """checkout: a clone with kernels of others."""
         self.file = RowFile(path, "key")
+        self.checkout = checkout
 
     def of(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return the value of a key, computed and kept if the file has none."""
@@ -66,9 +73,7 @@ class Timings:
 
     def timed(self, spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
         """Return what `choose.simulated` returns."""
-        read = schedule.to_dict()
-        folder = FAMILIES[spec.family].folder
-        key = digest(rooms(), templates(folder), spec.family, spec.to_dict(), read, target)
+        key = _key("times", spec, schedule, target)
         latency, count, in_order = self.of(key, lambda: simulated(spec, schedule, target))
         return latency, count, in_order
 
@@ -85,8 +90,6 @@ class Timings:
 
     def profile(self, spec: KernelSpec, target: str) -> dict[str, float]:
         """Return figures of the simulated kernel that `build_kernel` makes."""
-        schedule = self.choose(spec, target).schedule.to_dict()
-        parts = rooms(), templates(FAMILIES[spec.family].folder), spec.family, spec.to_dict()
 
         def run() -> dict[str, float]:
             ran = build_kernel(spec, target, options=Options(cache="off")).profile()
@@ -99,14 +102,15 @@ class Timings:
                 "mbu": ran.mbu,
             }
 
-        found: dict[str, float] = self.of(digest("profile", *parts, schedule, get(target)), run)
+        key = _key("profile", spec, self.choose(spec, target).schedule, get(target))
+        found: dict[str, float] = self.of(key, run)
         return found
 
     def file_us(
         self, path: Path, name: str, target: str, shapes: list[tuple[int, int]], **values: int
     ) -> float:
         """Return the simulated microseconds of a bfloat16 kernel in a file."""
-        text = path.read_text(encoding="utf-8")
+        text = [file.read_text(encoding="utf-8") for file in sorted(path.parent.glob("*.py"))]
 
         def run() -> float:
             arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
@@ -121,6 +125,6 @@ class Timings:
 
 
 @functools.cache
-def timings_of(path: Path) -> Timings:
+def timings_of(path: Path, checkout: Path | None) -> Timings:
     """Return the times of a file, read once in a process."""
-    return Timings(path)
+    return Timings(path, checkout)

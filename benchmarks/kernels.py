@@ -5,29 +5,38 @@ names the tables, their kernels and their bars. A run that was interrupted goes 
 and a second one simulates only what changed since. The exit code is 1 when a bar is missed.
 
     python benchmarks/kernels.py [--tables mlp,dense] [--targets trn2,trn3] [--models Llama-3.2-1B]
-        [--m 1,512] [--limit 4] [--workers 2] [--json FILE] [--timings FILE]
+        [--m 1,512] [--only TEXT] [--limit 4] [--workers 2] [--json FILE] [--timings FILE]
     python benchmarks/kernels.py --against CHECKOUT ...     each kernel beside another version's
+    python benchmarks/kernels.py --tables attention --checkout nki-library
+    python benchmarks/kernels.py --tables neuronmm --targets trn1 --checkout NeuronMM
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernel_rows import TABLES
+import typer
+from kernel_rows import TABLES, named_specs
+from kernel_specs import MODELS
 from kernel_timings import FILE, timings_of
-from kernels_against import main_against
-from model_sizes import MODELS
 from rich.console import Console
 from rich.table import Table
+
+import nmm_compiler
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.options import Options
+from nmm_compiler.simulator.run import ArraySpec, simulate
 
 DEFAULT = ("mlp", "gated", "dense", "small", "fp8", "cliffs")
 LONGEST = 80  # lines of a table that is shown whole
@@ -55,23 +64,12 @@ class Line:
     missed: list[str]
 
 
-def line_of(path: Path, job: Job) -> Line:
+def line_of(path: Path, checkout: Path | None, job: Job) -> Line:
     """Return the line of a job."""
-    timings = timings_of(path)
+    timings = timings_of(path, checkout)
     us = timings.us(job.spec, job.target)
     figures, missed = TABLES[job.table].judge(job.spec, job.target, timings)
     return Line(job.table, job.target, job.name, us, figures, missed)
-
-
-def jobs_of(given: argparse.Namespace) -> list[Job]:
-    """Return the kernels that are asked for."""
-    jobs: list[Job] = []
-    for name in given.tables.split(","):
-        sizes = tuple(map(int, given.m.split(","))) if given.m else TABLES[name].sizes
-        for target in given.targets.split(","):
-            named = list(TABLES[name].specs(given.models.split(","), sizes))[: given.limit]
-            jobs += [Job(name, target, words or spec.short(), spec) for words, spec in named]
-    return jobs
 
 
 def show(console: Console, lines: list[Line]) -> int:
@@ -98,36 +96,113 @@ def show(console: Console, lines: list[Line]) -> int:
     return missed
 
 
-def main() -> int:
-    """Print the tables; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tables", default=",".join(DEFAULT), help=", ".join(TABLES))
-    parser.add_argument("--targets", default="trn2,trn3")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--m", help="token counts of the tables that have a choice")
-    parser.add_argument("--limit", type=int, help="kernels of each table and target")
-    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--json", type=Path, help="the lines, in a file")
-    parser.add_argument("--timings", type=Path, default=FILE, help="where times are kept")
-    parser.add_argument("--against", help="a checkout of another version")
-    given = parser.parse_args()
-    unknown = set(given.tables.split(",")) - set(TABLES)
+LONGER = 1.005
+# Reads a spec a line, writes its kernel, and answers with the version's folder and the function.
+_BUILDER = """
+import json, sys
+import nmm_compiler
+from nmm_compiler.kernels import FAMILIES
+for line in sys.stdin:
+    family, fields, target, path = json.loads(line)
+    kernel = nmm_compiler.build_kernel(FAMILIES[family].spec_class(**fields), target)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(kernel.source)
+    print(nmm_compiler.__file__, kernel.name, sep="\\t")
+"""
+
+
+def beside(console: Console, jobs: Sequence[Job], checkout: Path, workers: int) -> int:
+    """Print each kernel's time beside that of another version's; return the exit code.
+
+    The other version builds its kernels in a process of its own that imports it from its checkout;
+    its text is then simulated here like today's, so that a change of the timing model counts for
+    neither. 1 when a kernel of today takes more than 0.5 % longer.
+    """
+    slower = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o700)
+        paths = [os.path.join(folder, f"kernel_{index}.py") for index in range(len(jobs))]
+        asked = [json.dumps([job.spec.family, _fields(job.spec), job.target, path])
+                 for job, path in zip(jobs, paths, strict=True)]  # fmt: skip
+        built = subprocess.run(  # -c looks for modules in its folder first
+            [sys.executable, "-c", _BUILDER], input="\n".join(asked), stdout=subprocess.PIPE,
+            text=True, check=True, cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(checkout), "NMM_CACHE": "off"},
+        ).stdout.splitlines()  # fmt: skip
+        versions, names = zip(*(line.split("\t") for line in built), strict=True)
+        assert nmm_compiler.__file__ not in versions, "both versions are this one"
+        kernels = [f"{path}:{name}" for path, name in zip(paths, names, strict=True)]
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            times = pool.imap(_both, zip(jobs, kernels, strict=True))
+            for job, (then, now) in zip(jobs, times, strict=True):
+                slower += now > LONGER * then
+                console.print(
+                    f"{job.target}  {job.name:40} {then:10.1f} us then  {now:10.1f} us now  "
+                    f"{now / then:.3f}x",
+                    highlight=False,
+                )
+    console.print(f"{slower} of {len(jobs)} kernels take more than {LONGER:.3f}x as long")
+    return int(slower > 0)
+
+
+def _fields(spec: Any) -> dict[str, Any]:
+    """Return the fields that a spec of another version needs: those that are not the default."""
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    plain = {field.name: field.default for field in dataclasses.fields(spec)}
+    return {name: value for name, value in fields.items() if value != plain[name]}
+
+
+def _both(asked: tuple[Any, str]) -> tuple[float, float]:
+    """Return the microseconds of the other version's kernel and of today's."""
+    job, kernel = asked
+    arrays = [ArraySpec(t.shape, t.dtype) for t in job.spec.inputs()]
+    then = simulate(kernel, *arrays, target=job.target, mode="timing").profile
+    assert then is not None
+    now = build_kernel(job.spec, job.target, options=Options(cache="off")).profile()
+    return then.latency_us, now.latency_us
+
+
+def main(
+    tables: str = ",".join(DEFAULT),
+    targets: str = "trn2,trn3",
+    models: str = ",".join(MODELS),
+    m: str = "",
+    only: str = "",
+    limit: int | None = None,
+    workers: int = min(2, os.cpu_count() or 1),
+    json_file: Path | None = typer.Option(None, "--json"),  # noqa: B008
+    timings: Path = FILE,
+    checkout: Path | None = None,
+    against: Path | None = None,
+) -> None:
+    """Judge kernels by the simulator.
+
+    M: token counts; only kernels whose name contains ONLY, at most LIMIT of each table and target;
+    TIMINGS: where times are kept; CHECKOUT: a clone with the kernels of others that a table has;
+    AGAINST: a checkout of another version of this project.
+    """
+    unknown = set(tables.split(",")) - set(TABLES)
     if unknown:
-        parser.error(f"no table is named {min(unknown)}; there are {', '.join(TABLES)}")
+        raise typer.BadParameter(f"no table is named {min(unknown)}; there are {', '.join(TABLES)}")
     console = Console(width=None if sys.stdout.isatty() else 160)
-    jobs = jobs_of(given)
-    if given.against:
-        return main_against(console, jobs, given.against, given.workers)
-    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
-        lines = list(pool.imap(partial(line_of, given.timings), jobs))
+    sizes = [int(count) for count in m.split(",") if count]
+    jobs = []
+    for table in tables.split(","):
+        for target in targets.split(","):
+            named = [x for x in named_specs(table, models.split(","), sizes) if only in x[0]]
+            jobs += [Job(table, target, name, spec) for name, spec in named[:limit]]
+    if against:
+        sys.exit(beside(console, jobs, against, workers))
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        lines = list(pool.imap(partial(line_of, timings, checkout), jobs))
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         groups.setdefault((line.table, line.target), []).append(line)
     missed = sum(show(console, group) for group in groups.values())
-    if given.json:
-        given.json.write_text(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
-    return int(missed > 0)
+    if json_file:
+        json_file.write_text(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
+    sys.exit(missed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

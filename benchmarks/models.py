@@ -19,16 +19,17 @@ seconds a run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import typer
 
 from nmm_compiler.prediction.meta_models import public_models
 from nmm_compiler.prediction.model import ModelPrediction
 from nmm_compiler.prediction.predict import predict
-from nmm_compiler.prices.kernel import PRICES
 
 RUNS = Path(__file__).parent / "data" / "model_runs.json"
 TARGETS = {"inf2": "trn1"}  # the same NeuronCore-v2
@@ -53,73 +54,62 @@ def predicted(run: dict[str, Any], price: str = "simulated") -> ModelPrediction:
     )
 
 
-def has_experts(model: str) -> bool:
-    """Return whether a public model has experts that an index chooses."""
-    return "num_experts_per_tok" in public_models()[model]
+def shown(us: float | None, measured_ms: float | None) -> str:
+    """Return an error as a percentage, "-" where nothing was published."""
+    error = None if us is None or not measured_ms else us / 1e3 / measured_ms - 1
+    return "-" if error is None else f"{100 * error:+.0f} %"
 
 
-def error(us: float | None, measured_ms: float | None) -> float | None:
-    """Return the relative error, None where nothing was published."""
-    return None if us is None or measured_ms is None else us / 1e3 / measured_ms - 1
+def main(
+    only: Literal["", "calibrate", "held out", "added", "apart"] = "",
+    price: Literal["simulated", "closed_form", "tuned"] = "simulated",
+    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Print one line a run and the bars; exit with 1 where runs that nothing was chosen on miss
+    them.
 
-
-def shown(value: float | None) -> str:
-    """Return an error as a percentage."""
-    return "-" if value is None else f"{100 * value:+.0f} %"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Print one line a run and the bars; return 1 where runs that nothing was chosen on miss
-    them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("calibrate", "held out", "added", "apart"))
-    parser.add_argument("--price", choices=tuple(PRICES), default="simulated")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
+    ONLY: runs of one use. JSON: a file of the rows.
+    """
     rows = []
     head = f"{'use':10} {'model':15} {'on':5} {'tp':>3} {'batch':>5} {'context':>7}"
     print(
         f"{head} {'TPOT ms':>8} {'published':>9} {'error':>7} {'TTFT ms':>8} {'published':>9} error"
     )
+    errors: dict[tuple[str, str], list[float]] = {}
     for run in json.loads(RUNS.read_text(encoding="utf-8")):
-        if given.only not in (None, run["use"]):
+        if only not in ("", run["use"]):
             continue
-        made = predicted(run, given.price)
+        made = predicted(run, price)
         assert made.tpot_us is not None
-        row = {
-            **run,
-            "predicted_tpot_ms": made.tpot_us / 1e3,
-            "predicted_ttft_ms": made.ttft_us / 1e3,
-            "tpot_error": error(made.tpot_us, run["tpot_ms"]),
-            "ttft_error": error(made.ttft_us, run["ttft_ms"]) if run["prompt"] else None,
-            "kinds_ms": {k: v / 1e3 for k, v in made.phases[-1].by("kind").items()},
-        }
-        rows.append(row)
+        kinds = {kind: us / 1e3 for kind, us in made.phases[-1].by("kind").items()}
+        rows.append({**run, "predicted_tpot_ms": made.tpot_us / 1e3,
+                     "predicted_ttft_ms": made.ttft_us / 1e3, "kinds_ms": kinds})  # fmt: skip
+        experts = "num_experts_per_tok" in public_models()[run["model"]]
+        stack = "with experts" if experts else f"stack {run.get('stack', 'own')}"
+        error = abs(made.tpot_us / 1e3 / run["tpot_ms"] - 1)
+        errors.setdefault((stack, run["use"]), []).append(error)
+        ttft = shown(made.ttft_us if run["prompt"] else None, run["ttft_ms"])
         print(
             f"{run['use']:10} {run['model']:15} {run['hardware']:5} {run['tp']:3} "
-            f"{run['batch']:5} {run['context']:7} {row['predicted_tpot_ms']:8.2f} "
-            f"{run['tpot_ms']:9.2f} {shown(row['tpot_error']):>7} {row['predicted_ttft_ms']:8.1f} "
-            f"{run['ttft_ms'] or 0:9.1f} {shown(row['ttft_error'])}",
+            f"{run['batch']:5} {run['context']:7} {made.tpot_us / 1e3:8.2f} "
+            f"{run['tpot_ms']:9.2f} {shown(made.tpot_us, run['tpot_ms']):>7} "
+            f"{made.ttft_us / 1e3:8.1f} {run['ttft_ms'] or 0:9.1f} {ttft}",
             flush=True,
         )
     missed = False
-    kinds: dict[tuple[str, ...], list[float]] = {}
-    for row in rows:
-        stack = "with experts" if has_experts(row["model"]) else f"stack {row.get('stack', 'own')}"
-        kinds.setdefault((stack, row["use"]), []).append(abs(row["tpot_error"]))
-    for (kind, use), errors in kinds.items():
-        median, mean, worst = statistics.median(errors), statistics.mean(errors), max(errors)
+    for (kind, use), found in errors.items():
+        median, mean, worst = statistics.median(found), statistics.mean(found), max(found)
         name, most, worst_bar = BARS["experts" if kind == "with experts" else "dense"]
         print(
             f"{kind}, {use}: decode median {median:.0%}, mean {mean:.0%}, worst {worst:.0%} of "
-            f"{len(errors)} runs; bars of {name} and worst {most:.0%} and {worst_bar:.0%}"
+            f"{len(found)} runs; bars of {name} and worst {most:.0%} and {worst_bar:.0%}"
         )
         middle = median if name == "median" else mean
         missed |= use in JUDGED and (middle > most or worst > worst_bar)
-    if given.json is not None:
-        given.json.write_text(json.dumps({"runs": rows}, indent=1))
-    return int(missed)
+    if json_file:
+        json_file.write_text(json.dumps({"runs": rows}, indent=1))
+    sys.exit(missed)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    typer.run(main)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from public_outcomes import WrongError
+from public_outcomes import Case, WrongError
 
 from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.tensors import dtypes
+
+BF16 = ml_dtypes.bfloat16
 
 
 def close(actual: np.ndarray, wanted: np.ndarray, terms: int = 1) -> None:
@@ -25,7 +28,7 @@ def close(actual: np.ndarray, wanted: np.ndarray, terms: int = 1) -> None:
         return
     unit = float(ml_dtypes.finfo(actual.dtype).eps)
     bound = 2 * unit * np.abs(wanted) + 4 * terms * 2.0**-24 * max(float(np.abs(wanted).max()), 1)
-    if actual.dtype == np.dtype(ml_dtypes.bfloat16):
+    if actual.dtype == np.dtype(BF16):
         bound = bound + unit * np.sqrt(terms)
     excess = np.abs(actual.astype(np.float64) - wanted) - bound
     if not (excess <= 0).all():
@@ -36,92 +39,17 @@ def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
-def matmul_cases(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    path = folder / "matrix_multiplication" / "matrix_multiplication_nki_kernels.py"
-    if not path.is_file():
-        return
-    for name, shape in (
-        ("nki_matmul_basic_", (128, 64, 512)),
-        ("nki_matmul_tiled_", (1024, 512, 1024)),
-        ("nki_matmul_hoist_load_", (1024, 512, 1024)),
-        ("nki_matmul_block_free_dimension_", (1024, 512, 1024)),
-        ("nki_matmul_fully_optimized_", (1024, 2048, 1024)),
-    ):
-
-        def run(name: str = name, shape: tuple[int, int, int] = shape) -> None:
-            k, m, n = shape
-            a, b = normal(k, m, dtype=ml_dtypes.bfloat16), normal(k, n, dtype=ml_dtypes.bfloat16)
-            wanted = a.astype(np.float64).T @ b.astype(np.float64)
-            close(simulate(f"{path}:{name}", a, b, mode="functional").output, wanted, k)
-
-        yield f"matmul {name}", run
+MATMULS = {
+    "nki_matmul_basic_": (128, 64, 512), "nki_matmul_tiled_": (1024, 512, 1024),
+    "nki_matmul_hoist_load_": (1024, 512, 1024),
+    "nki_matmul_block_free_dimension_": (1024, 512, 1024),
+    "nki_matmul_fully_optimized_": (1024, 2048, 1024),
+}  # fmt: skip
+"""Kernels of the tutorial on matrix products, with k, m and n."""
 
 
-def mx_cases(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the MXFP tutorial's kernels (trn3), with the tutorial's own golden functions."""
-    folder = folder / "mxfp-matmul"
-    path = folder / "mx_kernels.py"
-    if not path.is_file():
-        return
-    golden = PrivateModules([folder]).load("mx_cpu_utils")
-    kinds = {
-        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-        "float8_e5m2": ml_dtypes.float8_e5m2,
-        "float4_e2m1fn": ml_dtypes.float4_e2m1fn,
-    }
-
-    def check(output: np.ndarray, wanted: np.ndarray) -> None:
-        if not np.allclose(output.astype(np.float32), wanted, rtol=5e-2, atol=5e-2):
-            raise WrongError("outside the tutorial's tolerance, rtol = atol = 0.05")
-
-    def offline(kind: str) -> None:
-        np.random.seed(0)
-        _, _, a, a_scale = golden.generate_stabilized_mx_data(kinds[kind], (128, 512))  # type: ignore[union-attr]
-        _, _, b, b_scale = golden.generate_stabilized_mx_data(kinds[kind], (128, 2048))  # type: ignore[union-attr]
-        name = f"{path}:kernel_offline_quantized_mx_matmul"
-        result = simulate(name, a, a_scale, b, b_scale, dtypes.ALL[f"{kind}_x4"],
-                          target="trn3", mode="functional")  # fmt: skip
-        wanted = golden.nc_matmul_mx_golden(a, b, a_scale, b_scale, kinds[kind], kinds[kind])  # type: ignore[union-attr]
-        check(result.output, wanted)
-
-    def on_device(kind: str) -> None:
-        np.random.seed(0)
-        _, _, a, a_scale = golden.generate_stabilized_mx_data(kinds[kind], (128, 512))  # type: ignore[union-attr]
-        data, _, _, _ = golden.generate_stabilized_mx_data(kinds["float8_e4m3fn"], (128, 2048))  # type: ignore[union-attr]
-        x4 = dtypes.ALL[f"{kind}_x4"], dtypes.float8_e4m3fn_x4
-        name = f"{path}:kernel_on_device_quantize_matmul_mx"
-        result = simulate(name, a, a_scale, data.astype(ml_dtypes.bfloat16), *x4, target="trn3",
-                          mode="functional")  # fmt: skip
-        b, b_scale = golden.quantize_mx_golden(data, kinds["float8_e4m3fn"])  # type: ignore[union-attr]
-        wanted = golden.nc_matmul_mx_golden(  # type: ignore[union-attr]
-            a, b, a_scale, b_scale, kinds[kind], kinds["float8_e4m3fn"]
-        )
-        check(result.output, wanted)
-
-    def strided(use_tensor_copy: bool) -> None:
-        a, b = (
-            normal(512, 128, dtype=ml_dtypes.bfloat16),
-            normal(512, 512, dtype=ml_dtypes.bfloat16),
-        )
-        name = f"{path}:kernel_copy_strided_quantize_matmul_mx"
-        result = simulate(name, a, b, dtypes.float8_e4m3fn_x4, use_tensor_copy, target="trn3",
-                          mode="functional")  # fmt: skip
-        x, y = a.astype(np.float64), b.astype(np.float64)
-        # two factors rounded to 3 mantissa bits, the largest of a block to 2, and bfloat16
-        bound = 2.2 * 2.0**-3 * (np.abs(x).T @ np.abs(y))
-        if not (np.abs(result.output - x.T @ y) <= bound).all():
-            raise WrongError("outside the rounding of MXFP8")
-
-    for kind in kinds:
-        yield f"mx offline {kind}", lambda kind=kind: offline(kind)  # type: ignore[misc]
-        yield f"mx on device {kind}", lambda kind=kind: on_device(kind)  # type: ignore[misc]
-    for flag in (True, False):
-        how = "tensor_copy" if flag else "dma"
-        yield f"mx strided {how}", lambda flag=flag: strided(flag)  # type: ignore[misc]
-
-
-def example_cases(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the other tutorials that have a file under `folder` and use `import nki`."""
+def example_cases(folder: Path) -> Iterator[Case]:
+    """Yield the tutorials that have a file under `folder`; but for products, by `import nki`."""
     x4 = normal(4, 8, 8)
     ints = np.arange(60, dtype=np.int8).reshape(5, 12)
     a, b = normal(256, 1024), normal(256, 1024)
@@ -162,24 +90,69 @@ def example_cases(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     ]  # fmt: skip
     for file, name, arrays, wanted in table:
         path = folder / file
-        if not path.is_file() or "import nki" not in path.read_text().replace(
-            "import neuronxcc.nki", ""
-        ):
-            continue
+        text = path.read_text() if path.is_file() else ""
+        if "import nki" in text.replace("import neuronxcc.nki", ""):
+            run = functools.partial(_example, f"{path}:{name}", arrays, wanted, 2048)
+            yield f"{Path(file).parent.name or Path(file).stem} {name}", run
+    path = folder / "matrix_multiplication" / "matrix_multiplication_nki_kernels.py"
+    for name, (k, m, n) in MATMULS.items() if path.is_file() else ():
+        left, right = normal(k, m, dtype=BF16), normal(k, n, dtype=BF16)
+        product = functools.partial(np.matmul, left.T.astype(np.float64), right.astype(np.float64))
+        run = functools.partial(_example, f"{path}:{name}", (left, right), product, k)
+        yield f"matmul {name}", run
 
-        def run(
-            path: Path = path,
-            name: str = name,
-            arrays: tuple[Any, ...] = arrays,
-            wanted: Callable[[], Any] = wanted,
-        ) -> None:
-            outputs = simulate(f"{path}:{name}", *arrays, mode="functional").outputs or ()
-            references = wanted()
-            references = references if isinstance(references, tuple) else (references,)
-            for output, reference in zip(outputs, references, strict=True):
-                close(output, reference, 2048)
 
-        yield f"{Path(file).parent.name or Path(file).stem} {name}", run
+def _example(kernel: str, arrays: tuple[Any, ...], wanted: Callable[[], Any], terms: int) -> None:
+    outputs = simulate(kernel, *arrays, mode="functional").outputs or ()
+    references = wanted()
+    references = references if isinstance(references, tuple) else (references,)
+    for output, reference in zip(outputs, references, strict=True):
+        close(output, reference, terms)
+
+
+def mx_cases(folder: Path) -> Iterator[Case]:
+    """Yield the MXFP tutorial's kernels (trn3), with the tutorial's own golden functions."""
+    path = folder / "mxfp-matmul" / "mx_kernels.py"
+    if not path.is_file():
+        return
+    for kind in ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"):
+        yield f"mx offline {kind}", functools.partial(_mx_product, path, kind, True)
+        yield f"mx on device {kind}", functools.partial(_mx_product, path, kind, False)
+    for how in ("tensor_copy", "dma"):
+        yield f"mx strided {how}", functools.partial(_mx_strided, path, how)
+
+
+def _mx_product(path: Path, kind: str, offline: bool) -> None:
+    golden: Any = PrivateModules([path.parent]).load("mx_cpu_utils")
+    np.random.seed(0)
+    dtype = getattr(ml_dtypes, kind)
+    other = dtype if offline else ml_dtypes.float8_e4m3fn
+    _, _, a, a_scale = golden.generate_stabilized_mx_data(dtype, (128, 512))
+    wide, _, b, b_scale = golden.generate_stabilized_mx_data(other, (128, 2048))
+    if offline:
+        name, given = "kernel_offline_quantized_mx_matmul", [b, b_scale]
+    else:
+        name, given = "kernel_on_device_quantize_matmul_mx", [wide.astype(BF16)]
+        b, b_scale = golden.quantize_mx_golden(wide, other)
+    types = [dtypes.ALL[f"{kind}_x4"], *([] if offline else [dtypes.float8_e4m3fn_x4])]
+    result = simulate(f"{path}:{name}", a, a_scale, *given, *types, target="trn3",
+                      mode="functional")  # fmt: skip
+    wanted = golden.nc_matmul_mx_golden(a, b, a_scale, b_scale, dtype, other)
+    if not np.allclose(result.output.astype(np.float32), wanted, rtol=5e-2, atol=5e-2):
+        raise WrongError("outside the tutorial's tolerance, rtol = atol = 0.05")
+
+
+def _mx_strided(path: Path, how: str) -> None:
+    a, b = normal(512, 128, dtype=BF16), normal(512, 512, dtype=BF16)
+    result = simulate(
+        f"{path}:kernel_copy_strided_quantize_matmul_mx", a, b, dtypes.float8_e4m3fn_x4,
+        how == "tensor_copy", target="trn3", mode="functional",
+    )  # fmt: skip
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    # two factors rounded to 3 mantissa bits, the largest of a block to 2, and bfloat16
+    bound = 2.2 * 2.0**-3 * (np.abs(x).T @ np.abs(y))
+    if not (np.abs(result.output - x.T @ y) <= bound).all():
+        raise WrongError("outside the rounding of MXFP8")
 
 
 def mamba_inputs() -> tuple[np.ndarray, ...]:

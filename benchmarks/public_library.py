@@ -11,81 +11,24 @@ import itertools
 import math
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import ml_dtypes
 import numpy as np
-from public_outcomes import WrongError, classify, timed
+from public_outcomes import Case, SkippedError, WrongError
 
 from nmm_compiler.simulator.isa.tensor_engine import unpack
 from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import simulate_ranks
 from nmm_compiler.simulator.tensors import dtypes
 
-LIBRARY_TESTS = [  # what runs unless --all is given
-    "core/cumsum/test_cumsum.py",
-    "core/embeddings/test_rope.py",
-    "core/embeddings/test_rope_hf.py",
-    "core/max/test_cascaded_max.py",
-    "core/rmsnorm/test_rmsnorm_quant.py",
-    "core/router_topk/test_router_topk.py",
-    "core/topk/test_topk.py",
-    "core/qkv/test_qkv_cte.py",
-    "core/qkv/test_qkv_tkg.py",
-    "core/mlp/test_mlp_cte.py",
-    "core/mlp/test_mlp_tkg.py",
-    "core/output_projection/test_output_proj_cte.py",
-    "core/output_projection/test_output_proj_tkg.py",
-    "core/attention/test_attention_cte.py",
-    "core/attention/test_attention_tkg.py",
-    "core/subkernels/test_rmsnorm_tkg.py",
-    "core/subkernels/test_layernorm_tkg.py",
-]
-FURTHER_LIBRARY_TESTS = [
-    "core/attention/test_attention_bwd.py",
-    "core/attention/test_gen_mask_tkg.py",
-    "core/subkernels/test_find_nonzero_indices.py",
-    "core/subkernels/test_indexed_flatten.py",
-    "core/utils/test_cross_partition_copy.py",
-    "core/utils/test_tp_broadcast.py",
-    "core/utils/test_tensor_view.py",
-    "core/moe/moe_cte/test_moe_cte.py",
-    "core/moe/moe_tkg/test_moe_tkg.py",
-    "core/moe_block/test_moe_block_tkg.py",
-    "core/moe/moe_cte/test_moe_cte_unified.py",
-    "core/moe/moe_cte/test_moe_bwmm_mx_cte.py",
-    "core/mlp/test_mlp_proj_mxfp4.py",
-    "core/subkernels/test_rmsnorm_mx_quantize_tkg.py",
-    "core/utils/test_quantize_to_mx.py",
-    "experimental/conv/test_conv1d.py",
-    "experimental/conv/test_depthwise_conv1d.py",
-    "experimental/dynamic_shapes/test_dynamic_elementwise_add.py",
-    "experimental/loss/test_cross_entropy_forward.py",
-    "experimental/loss/test_cross_entropy_backward.py",
-    "experimental/collectives/test_collectives.py",
-    "experimental/collectives/test_sb2sb_allgather.py",
-    "experimental/collectives/test_fg_allgather.py",
-    "experimental/collectives/test_fgcc.py",
-    "experimental/benchmark/test_find_nonzero_indices_with_count.py",
-    "experimental/moe/test_bwmm_bwd.py",
-    "experimental/moe/test_bwmm_shard_on_H.py",
-    "experimental/mxfp_subkernels/test_mxfp_load.py",
-    "experimental/transformer/test_attention_block_tkg.py",
-    "experimental/transformer/test_transformer_tkg.py",
-]
 
-
-class Skipped(Exception):  # noqa: N818  (named as pytest's, which means the same)
-    """A case that runs no kernel."""
-
-
-class Case:
+class Orchestrator:
     """Stands in for the library's Orchestrator: simulates a kernel and compares its outputs."""
 
-    strict = True
     trace_mode = None  # of the library's runs: compile, infer
 
     def __init__(self, target: str = "") -> None:
@@ -103,7 +46,7 @@ class Case:
             own = {n.removesuffix(".must_alias_input"): v for n, v in own.items()}
             inputs.append(without_write_back(own))
         results = simulate_ranks(
-            arguments.kernel_func, inputs, mode="functional", strict=Case.strict,
+            arguments.kernel_func, inputs, mode="functional",
             target=self.target or str(asked.platform_target).replace("_a0", ""),
             grid=asked.logical_nc_config,
         )  # fmt: skip
@@ -206,19 +149,17 @@ def static_cast(value: Any, dtype: Any) -> np.ndarray:
     return np.asarray(packed).astype(found.numpy).view(dtypes.PACKED_NUMPY[found])
 
 
-def neuron_dtypes() -> types.ModuleType:
+def neuron_dtypes() -> types.SimpleNamespace:
     """Return what the tests use of AWS's neuron_dtypes package, over ml_dtypes."""
-    module = types.ModuleType("neuron_dtypes")
-    for name, kind in dtypes.ALL.items():
-        packed = dtypes.PACKED_NUMPY.get(name)
-        setattr(module, name, kind.numpy.type if packed is None else packed)
-        if packed is not None:  # np.dtype(name), as the package makes it known to NumPy
-            np._core.numerictypes.sctypeDict[name] = packed  # type: ignore[attr-defined]
-    module.static_cast = static_cast  # type: ignore[attr-defined]
-    module.finfo = ml_dtypes.finfo  # type: ignore[attr-defined]
-    module.sizeinbytes = lambda d: static_cast(0, d).itemsize  # type: ignore[attr-defined]
-    module.is_float_type = lambda d: np.dtype(d).kind in "fV"  # type: ignore[attr-defined]
-    return module
+    packed = dtypes.PACKED_NUMPY
+    # np.dtype(name), as the package makes it known to NumPy
+    np._core.numerictypes.sctypeDict.update(packed)  # type: ignore[attr-defined]
+    return types.SimpleNamespace(
+        **{name: packed.get(name, kind.numpy.type) for name, kind in dtypes.ALL.items()},
+        static_cast=static_cast, finfo=ml_dtypes.finfo,
+        sizeinbytes=lambda dtype: static_cast(0, dtype).itemsize,
+        is_float_type=lambda dtype: np.dtype(dtype).kind in "fV",
+    )  # fmt: skip
 
 
 class TestModules(PrivateModules):
@@ -267,18 +208,18 @@ def draw_blocks_at_once(generators: types.ModuleType) -> None:
 
 
 def library_modules(library: Path) -> PrivateModules:
+    """Return the library's modules, with stand-ins for what its tests take from elsewhere."""
     private = TestModules([library, library / "src"])
     private.shadows = frozenset({"test"})
-    private.modules["neuron_dtypes"] = neuron_dtypes()
-    manager = types.ModuleType("test.utils.test_orchestrator")
-    manager.Orchestrator = Case  # type: ignore[attr-defined]
-    private.modules["test.utils.test_orchestrator"] = manager
-    allpairs = types.ModuleType("allpairspy")
-    allpairs.AllPairs = lambda parameters, **_: itertools.product(*parameters)  # type: ignore[attr-defined]
-    private.modules["allpairspy"] = allpairs
-    harness = types.ModuleType("typing_extensions")
-    harness.override = lambda f: f  # type: ignore[attr-defined]
-    private.modules.setdefault("typing_extensions", harness)
+    stand_ins: dict[str, Any] = {
+        "neuron_dtypes": neuron_dtypes(),
+        "test.utils.test_orchestrator": types.SimpleNamespace(Orchestrator=Orchestrator),
+        "allpairspy": types.SimpleNamespace(
+            AllPairs=lambda parameters, **_: itertools.product(*parameters)
+        ),
+        "typing_extensions": types.SimpleNamespace(override=lambda function: function),
+    }
+    private.modules |= stand_ins
     generators = private.load("test.integration.nkilib.utils.tensor_generators")
     if generators is not None:
         draw_blocks_at_once(generators)
@@ -291,20 +232,14 @@ def range_sets(private: PrivateModules, function: Any) -> list[tuple[str, dict[s
     assert harness is not None
     random.seed(0)
     config = getattr(function, harness.RANGE_TEST_CONFIG_ATTR_KEY)
-    names, cases = harness.RangeTestHarness(config).get_unique_test_cases()
-    ranked = sorted(
-        (
-            (
-                math.prod(v for d in case.tensors.values() for v in d.values()
-                          if isinstance(v, int) and v > 0),
-                name, case,
-            )
-            for name, case in zip(names, cases, strict=True)
-            if not case.is_negative_test_case
-        ),
-        key=lambda entry: entry[:2],
-    )  # fmt: skip
-    return [(name, {"range_test_options": case}) for _, name, case in ranked]
+    both = zip(*harness.RangeTestHarness(config).get_unique_test_cases(), strict=True)
+    cases = {name: case for name, case in both if not case.is_negative_test_case}
+
+    def size(name: str) -> tuple[int, str]:
+        sides = (v for tensor in cases[name].tensors.values() for v in tensor.values())
+        return math.prod(v for v in sides if isinstance(v, int) and v > 0), name
+
+    return [(name, {"range_test_options": cases[name]}) for name in sorted(cases, key=size)]
 
 
 def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -336,7 +271,7 @@ def mark_sets(mark: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
         for i, value in enumerate(values):
             row = value.values if type(value).__name__ == "ParameterSet" else value
-            if left_out(getattr(value, "marks", ())) is not None:
+            if left_out(getattr(value, "marks", ())):
                 continue
             if single and type(value).__name__ != "ParameterSet":
                 row = (row,)
@@ -369,17 +304,13 @@ def excluded(*marked: Any) -> list[Any]:
     return [platform for mark in marks for platform in mark.kwargs.get("exclude", ())]
 
 
-def left_out(marks: Any) -> str | None:
-    """Return why the library does not expect a test or a case to pass, or None if it does."""
-    for mark in marks:
-        if getattr(mark, "name", "") in ("skip", "xfail"):
-            return str(mark.kwargs.get("reason") or (mark.args or ("no reason given",))[0])
-    return None
+def left_out(marks: Any) -> bool:
+    """Return whether the library does not expect a test or a case to pass."""
+    return any(getattr(mark, "name", "") in ("skip", "xfail") for mark in marks)
 
 
-def library_cases(
-    private: PrivateModules, file: str, limit: int
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+def library_cases(private: PrivateModules, file: str, limit: int) -> Iterator[Case]:
+    """Yield the cases of a test file, at most `limit` of each test."""
     name = "test.integration.nkilib." + file.removesuffix(".py").replace("/", ".")
     module = private.load(name)
     if module is None:
@@ -395,13 +326,13 @@ def library_cases(
             continue
         for test, function in inspect.getmembers(kind, inspect.isfunction):
             marks = (*getattr(kind, "pytestmark", ()), *getattr(function, "pytestmark", ()))
-            if not test.startswith("test") or left_out(marks) is not None:
+            if not test.startswith("test") or left_out(marks):
                 continue
             newer = platforms.TRN2 in excluded(kind, function)
             sets = list(itertools.islice(parameter_sets(private, function), limit))
             for label, values in sets or [("", {})]:
                 wanted = inspect.signature(function).parameters
-                manager = Case("trn3" if newer else "")
+                manager = Orchestrator("trn3" if newer else "")
                 arguments = {"test_manager": manager, **given, **values}
                 if newer:
                     arguments["platform_target"] = platforms.TRN3
@@ -414,7 +345,7 @@ def library_cases(
 
                 def run(
                     kind: Any = kind, test: str = test, arguments: Any = arguments,
-                    manager: Case = manager,
+                    manager: Orchestrator = manager,
                 ) -> None:  # fmt: skip
                     try:
                         getattr(kind(), test)(**arguments)
@@ -425,20 +356,6 @@ def library_cases(
                         on_trn3 = {**arguments, "platform_target": platforms.TRN3}
                         getattr(kind(), test)(**on_trn3)
                     if not manager.runs:
-                        raise Skipped("a negative case: it ends before a kernel runs")
+                        raise SkippedError("a negative case: it ends before a kernel runs")
 
                 yield f"{test}[{label}]", run
-
-
-def without_rules(limit: float, run: Callable[[], Any]) -> str:
-    """Run a refused case again with strict=False; say what comes out then."""
-    Case.strict = False
-    try:
-        timed(limit, run)
-        return "refused, right with strict=False"
-    except BaseException as error:  # a table of what goes wrong
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "refused" if classify(error) != "wrong" else "refused, wrong with strict=False"
-    finally:
-        Case.strict = True

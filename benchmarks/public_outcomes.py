@@ -1,99 +1,67 @@
-"""How a run of a public kernel ended: its limit of CPU time, and a word for what went wrong."""
+"""Runs cases of public kernels under limits, and keeps each outcome in a file of rows.
+
+An outcome is pass, wrong, unsupported, refused (a strict rule), failed (in the kernel's or the
+test's own code), skipped, too slow, too large or not reached. A process has all cases of one file,
+so that one which takes too much ends itself alone; what it has found is in the file.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import gc
+import io
+import math
+import multiprocessing
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernel_timings import rooms
 from row_file import RowFile
 
-import nmm_compiler
 from nmm_compiler.errors import KernelFailedError, NmmError, UnsupportedInstructionError
 
+Case = tuple[str, Callable[[], Any]]
+"""The label of a case among those of its file, and what runs it."""
+Found = tuple[str, str]
+"""An outcome, and what the case said."""
 STOPPED = "too slow", "the process ended while the case ran, by its limit of time or memory"
-"""Outcome and text of a case that ends its process."""
+NOT_REACHED = "not reached", "its process ended while another case ran"
+_WAIT = 20
+"""How many times its CPU time a process may take where other work runs beside it."""
 
-LARGE_IN_A_SIMULATOR = "4096", "5120", "8192", "16384", "32768", "36864"
-"""Sizes in the names of cases that nki-library leaves out where its tests run in a simulator."""
-LEFT_OUT_IN_A_SIMULATOR = (
-    "its name holds a size that the library's own runs in a simulator leave out "
-    "(test/utils/simulation_setup.py)", False,
-)  # fmt: skip
-# (what a case's row or error says, why the case is not right, whether NKI 0.3 or newer can run it)
-EXPLAINED = (
-    ("got an unexpected keyword argument 'dtype'",
-     "nisa.tensor_copy(dst, src, engine, name) has no dtype= in any stub since SDK 2.27; the "
-     "documentation's own copy of the example has dropped it", False),
-    ("KeyError: 'mask_out_hbm'",
-     "the test's own code: it looks an input up without the suffix that it gave it", False),
-    ("neuronxcc.starfish",
-     "the test imports neuronxcc.starfish, the compiler's private package", False),
-    ("test_rope_manual",
-     "its live tiles take 393,216 B per SBUF partition, more than trn2 has; the NKI compiler would "
-     "spill, the simulator refuses instead", True),
-    ("nisa.register_alloc: NkiTensor",
-     "nki.isa.register_alloc: x \"can be one of\" None and int; the kernel passes a tensor", False),
-    ("nki.language.range is not",
-     "the kernel calls nl.range, which no published nki.language has", False),
-    ("test_rmsnorm_mx_quantize_tkg",
-     "the test's kernel stores 4 of each 32 partitions of the scales, the test expects 0 in the "
-     "others; tiling-overview: what is not written of an output \"becomes garbage data\"", True),
-    ("test_quantize_mx_hw",
-     "the test's kernel stores partitions between the scales and expects 0 there; mxfp-matmul: "
-     "\"the first 4 partitions of each quadrant are occupied, leaving the remaining 28 unused\"",
-     True),
-    *((view, "where 512 does not divide the intermediate size the kernel quantizes rows that "
-       "nothing wrote, its own word is garbage, and multiplies them by 0; nki_simulator: memory "
-       "\"contains arbitrary leftover values\", NaN may be among them", True)
-      for view in ("'inp_qtz_cur_t' (128, 1, 4)", "'out_sb' (128, 1, ")),
-    ("nisa.core_barrier: data 'block_idx",
-     "nki.isa.core_barrier: data \"must be data in shared HBM\"; the kernel passes a counter in "
-     "SBUF", True),
-    ("258,160 SBUF bytes per partition are live",
-     "its live tiles take more of SBUF than trn3 has; the NKI compiler would spill, the simulator "
-     "refuses instead", True),
-    ("gate_up_projection_mx_shard_H.py:325",
-     "the kernel asks for the dtype of a bias that the test does not pass", False),
-    ("The size of tensor a (384) must match the size of tensor b (3)",
-     "the library's own torch reference multiplies 384 columns by 3 scales", False),
-    ("TooSlowError", "ran longer than --seconds", True),
-    (STOPPED[1], "its process ended at --file-seconds or --gib", True),
-)  # fmt: skip
-# The same for NKI Beta 1: the rule of SDK 2.26's documentation that refuses the case.
-EXPLAINED_BETA_1 = (
-    ("err_control_flow_condition_depending_on_arange",
-     "nki.errors: no control flow on nl.arange, which `and` between two masks is; "
-     "nki.api.shared, NKI API Masking, joins them with `&`"),
-    ("test_nki_nl_gather_flattened",
-     "trainium_inferentia2_arch: an engine's access starts at partition 0, 32, 64 or 96; the "
-     "example fills a tile number by number"),
-    ("name 'warnings' is not defined", "the test's own code: it does not import warnings"),
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class Limits:
+    """CPU seconds of a case and of the process that has all cases of a file, and its memory."""
+
+    seconds: float
+    process_seconds: float
+    gib: int
 
 
 class OutcomeFile(RowFile):
     """Outcomes of cases in a file of JSON lines, each written as soon as it is known."""
 
-    def __init__(self, path: Path | None, again: bool) -> None:
+    def __init__(self, path: Path | None, again: bool = False) -> None:
         """Read what the file holds. again: what was not right counts as unknown."""
         super().__init__(path, "name", "case")
-        self.code = simulator_digest()
+        self.code = rooms()
         if again:
             good = ("pass", "skipped")
             self.rows = {key: row for key, row in self.rows.items() if row["outcome"] in good}
 
-    def known(self, name: str, case: str, seconds: float) -> tuple[str, str] | None:
-        """Return (outcome, text) of a case, or None if it is to be run within `seconds`."""
-        row = self.rows.get((name, case))
-        if row is None or (row["outcome"] == "too slow" and row["seconds"] < seconds):
-            return None
-        return row["outcome"], row["text"]
+    def knows(self, name: str, case: str, seconds: float) -> bool:
+        """Return whether the outcome of a case is known, as far as `seconds` let it run."""
+        row = self.rows.get((name, case), {"outcome": NOT_REACHED[0]})
+        slow = row["outcome"] == "too slow" and row["seconds"] < seconds
+        return not slow and row["outcome"] != NOT_REACHED[0]
 
-    def keep(self, name: str, case: str, found: tuple[str, str], seconds: float) -> None:
-        """Keep (outcome, text) of a case, and its limit of CPU seconds."""
+    def keep(self, name: str, case: str, found: Found, seconds: float) -> None:
+        """Keep the outcome of a case, and its limit of CPU seconds."""
         named = {"name": name, "case": case, "outcome": found[0], "text": found[1]}
         self.add({**named, "seconds": seconds, "code": self.code})
 
@@ -101,14 +69,6 @@ class OutcomeFile(RowFile):
         """Return a line that says how many outcomes the present simulator has found."""
         own = sum(row["code"] == self.code for row in self.rows.values())
         return f"{self.path}: {own} of {len(self.rows)} outcomes are of this simulator's text"
-
-
-def simulator_digest() -> str:
-    """Return a digest of the files of the simulator."""
-    found = hashlib.sha256()
-    for path in sorted((Path(nmm_compiler.__file__).parent / "simulator").rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
 
 
 class TooSlowError(BaseException):
@@ -119,38 +79,89 @@ class WrongError(Exception):
     """Values, shapes or number of outputs differ from the reference."""
 
 
+class SkippedError(Exception):
+    """A case that runs no kernel."""
+
+
+_OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
+    (WrongError, "wrong"), (TooSlowError, "too slow"), (MemoryError, "too large"),
+    (SkippedError, "skipped"), (UnsupportedInstructionError, "unsupported"),
+    (SyntaxError, "syntax error in the checkout"), (KernelFailedError, "failed"),
+    (NmmError, "refused"),
+)  # fmt: skip
+"""The first class that an error has."""
+
+
 def classify(error: BaseException) -> str:
-    if isinstance(error, WrongError):
-        return "wrong"
-    if isinstance(error, TooSlowError):
-        return "too slow"
-    causes = (error, error.__cause__)
-    if any(isinstance(e, MemoryError) or "DefaultCPUAllocator" in str(e) for e in causes):
+    """Return the outcome of a case that raised."""
+    cause = error.__cause__
+    if isinstance(cause, MemoryError) or "DefaultCPUAllocator" in f"{error}{cause}":
         return "too large"
-    if type(error).__name__ == "Skipped":
-        return "skipped"
-    if isinstance(error, UnsupportedInstructionError):
+    if isinstance(error, KernelFailedError) and isinstance(cause, TooSlowError):
+        return "too slow"  # the limit of time struck inside of the kernel
+    if isinstance(error, KernelFailedError) and isinstance(cause, ImportError):
         return "unsupported"
-    if isinstance(error, SyntaxError):
-        return "syntax error in the checkout"
-    if isinstance(error, KernelFailedError):
-        cause = error.__cause__
-        if isinstance(cause, TooSlowError):  # the limit of time struck inside of the kernel
-            return "too slow"
-        return "unsupported" if isinstance(cause, ImportError) else "failed"
-    return "refused" if isinstance(error, NmmError) else "failed"
+    if type(error).__name__ == "Skipped":  # pytest's
+        return "skipped"
+    return next((word for kind, word in _OUTCOMES if isinstance(error, kind)), "failed")
 
 
-def timed(limit: float, function: Callable[[], Any]) -> None:
-    """Run `function`; TooSlowError after `limit` seconds of CPU time, whatever else runs."""
+def outcome(label: str, run: Callable[[], Any], seconds: float) -> Found:
+    """Run a case for at most `seconds` of CPU time, whatever else runs; return what it came to."""
 
     def stop(*_: Any) -> None:
-        raise TooSlowError(f"longer than {limit:.0f} s of CPU time")
+        raise TooSlowError(f"longer than {seconds:.0f} s of CPU time")
 
     before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, limit)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        function()
+        with contextlib.redirect_stdout(io.StringIO()):  # the kernels' own prints
+            run()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the table says what goes wrong
+        return classify(error), f"{label}: {type(error).__name__}: {error}"[:400]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+    return "pass", ""
+
+
+def run_cases(name: str, cases: Iterable[Case], seconds: float, kept: OutcomeFile) -> None:
+    """Run the cases whose outcome is not known; keep each as soon as it is."""
+    waiting = [(label, run) for label, run in cases if not kept.knows(name, label, seconds)]
+    for label, _ in waiting:
+        kept.keep(name, label, NOT_REACHED, seconds)
+    for label, run in waiting:
+        kept.keep(name, label, STOPPED, seconds)  # counts if the case ends the process
+        gc.collect()  # tracebacks hold the arrays of cases that failed
+        kept.keep(name, label, outcome(label, run, seconds), seconds)
+
+
+def run_apart(
+    name: str, cases: Callable[[], Iterable[Case]], limits: Limits, kept: OutcomeFile
+) -> None:
+    """Run the cases of a file in a process with limits on memory and CPU time."""
+
+    def child() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limits.gib << 30, limits.gib << 30))
+        most = math.ceil(limits.process_seconds)  # a fork begins at none
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
+        found: list[Case] = []
+
+        def load() -> None:
+            found.extend(cases())
+            if not found:
+                raise SkippedError("no cases")
+
+        loaded = outcome("", load, limits.process_seconds)
+        if loaded[0] != "pass":  # the checkout's own files
+            kept.keep(name, "", loaded, limits.seconds)
+        run_cases(name, found, limits.seconds, kept)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(_WAIT * limits.process_seconds)
+    process.kill()
+    process.join()
+    kept.read()

@@ -28,11 +28,8 @@ Key = tuple[object, ...]
 def without_repeated_loads(trace: Trace, target: Target) -> Trace:
     """Return the trace without the loads whose data an earlier tile still holds."""
     dropped = _reused_loads(trace, target)
-    same: dict[int, int] = {}  # a tile -> the earlier one that it is
-    for index, source in dropped.items():
-        if index != source:
-            tile = trace.instructions[index].writes[0].storage
-            same[tile] = trace.instructions[source].writes[0].storage
+    tiles = [i.writes[0].storage if i.writes else -1 for i in trace.instructions]
+    same = {tiles[index]: tiles[source] for index, source in dropped.items() if index != source}
 
     def kept(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
         return tuple(
@@ -49,15 +46,18 @@ def without_repeated_loads(trace: Trace, target: Target) -> Trace:
             instructions[-1].kind = instruction.kind
         places.append(len(instructions))
     ordered = [(places[first], places[stop]) for first, stop in trace.ordered]
+    written = {a.storage: index for index, i in enumerate(instructions) for a in i.writes}
+    used = {
+        a.storage: index
+        for index, i in enumerate(instructions) for a in (*i.reads, *i.writes)
+    }  # fmt: skip
     allocations = {
-        identity: dataclasses.replace(allocation, first_index=-1, last_index=-1, last_write=-1)
+        identity: dataclasses.replace(
+            allocation, first_index=-1, last_index=used.get(identity, -1),
+            last_write=written.get(identity, -1),
+        )
         for identity, allocation in trace.allocations.items()
-    }
-    for index, instruction in enumerate(instructions):
-        for access in (*instruction.reads, *instruction.writes):
-            allocations[access.storage].last_index = index
-        for access in instruction.writes:
-            allocations[access.storage].last_write = index
+    }  # fmt: skip
     return dataclasses.replace(
         trace, instructions=instructions, allocations=allocations, ordered=ordered
     )
@@ -96,7 +96,7 @@ def _reused_loads(trace: Trace, target: Target) -> dict[int, int]:
         earlier, until = kept.get(key, (-1, -1))
         size = allocation.bytes_per_partition
         first, last = allocation.first_index, allocation.last_index
-        if earlier < 0 or not _holds(live, until, first, size, limit):
+        if earlier < 0 or live[until + 1 : first].max(initial=0) + size > limit:
             kept[key] = identity, last
             continue
         # one tile instead of two: live in between, and once where both were
@@ -111,7 +111,7 @@ def _reused_loads(trace: Trace, target: Target) -> dict[int, int]:
 
 def _tiles(trace: Trace) -> dict[int, _Tile]:
     """Return the SBUF tiles that the compiler places, in the order of their first instruction."""
-    inputs = _only_read(trace)
+    written = {a.storage for i in trace.instructions for a in i.writes}
     tiles: dict[int, _Tile] = {}
     for index, instruction in enumerate(trace.instructions):
         for access in instruction.reads:
@@ -128,7 +128,8 @@ def _tiles(trace: Trace) -> dict[int, _Tile]:
             load = (
                 instruction.op in ("dma_copy", "dma_transpose")
                 and len(sources) == 1
-                and sources[0].storage in inputs
+                and sources[0].memory == "hbm"
+                and sources[0].storage not in written
                 and not instruction.attributes.get("indirect")
             )
             tile.loads += load
@@ -136,12 +137,6 @@ def _tiles(trace: Trace) -> dict[int, _Tile]:
             tile.pure &= fills and tile.first_read < 0 and not instruction.after
     placed = {s for s, a in trace.allocations.items() if a.address is not None}
     return {s: tile for s, tile in tiles.items() if s not in placed}
-
-
-def _only_read(trace: Trace) -> set[int]:
-    """Return the HBM tensors that the kernel reads and nothing writes."""
-    read = {a.storage for i in trace.instructions for a in i.reads if a.memory == "hbm"}
-    return read - {a.storage for i in trace.instructions for a in i.writes if a.memory == "hbm"}
 
 
 def _live_bytes(trace: Trace) -> np.ndarray:
@@ -152,12 +147,6 @@ def _live_bytes(trace: Trace) -> np.ndarray:
             change[allocation.first_index] += allocation.bytes_per_partition
             change[allocation.last_index + 1] -= allocation.bytes_per_partition
     return np.cumsum(change)
-
-
-def _holds(live: np.ndarray, until: int, first: int, size: int, limit: int) -> bool:
-    """Return whether a tile last used at `until` may stay until `first`."""
-    between = live[until + 1 : first]
-    return not between.size or int(between.max()) + size <= limit
 
 
 def _contents(trace: Trace, tile: _Tile, allocation: Allocation) -> Key:
@@ -183,33 +172,12 @@ def _region(access: Access) -> Key:
 
 
 def _dead_fills(trace: Trace, tile: _Tile) -> list[int]:
-    """Return the fills of a tile that its loads cover byte by byte."""
-    loaded: dict[Key, int] = {}
-    spans: list[tuple[int, int]] = []
-    for index in tile.writers:
-        instruction = trace.instructions[index]
-        access = instruction.writes[0]
-        if instruction.op != "memset":
-            if len(access.pattern) > 1:
-                return []
-            loaded[access.partition_start, access.partition_stop] = 1
-            spans.append((access.byte_start, access.byte_stop))
-    dead = []
-    for index in tile.writers:
-        instruction = trace.instructions[index]
-        access = instruction.writes[0]
-        if instruction.op == "memset":
-            same = list(loaded) == [(access.partition_start, access.partition_stop)]
-            if same and _covers(spans, access.byte_start, access.byte_stop):
-                dead.append(index)
-    return dead
-
-
-def _covers(spans: list[tuple[int, int]], start: int, stop: int) -> bool:
-    """Return whether byte ranges together hold start..stop."""
-    reached = start
-    for first, last in sorted(spans):
-        if first > reached:
-            return False
-        reached = max(reached, last)
-    return reached >= stop
+    """Return the fills of a tile whose bytes its loads, which do not overlap, cover."""
+    writes = {index: trace.instructions[index].writes[0] for index in tile.writers}
+    fills = [index for index in tile.writers if trace.instructions[index].op == "memset"]
+    loads = [access for index, access in writes.items() if index not in fills]
+    partitions = {(access.partition_start, access.partition_stop) for access in writes.values()}
+    if len(partitions) > 1 or any(len(access.pattern) > 1 for access in loads):
+        return []
+    loaded = sum(access.byte_stop - access.byte_start for access in loads)
+    return [i for i in fills if writes[i].byte_stop - writes[i].byte_start <= loaded]

@@ -17,8 +17,15 @@ class RowFile:
     def __init__(self, path: Path | None, *keys: str) -> None:
         self.path, self.keys = path, keys
         self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-        if path and path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
+        self._read_bytes = 0
+        self.read()
+
+    def read(self) -> None:
+        """Hold what other processes have added since the last time."""
+        if self.path and self.path.is_file():
+            lines = self.path.read_bytes()[self._read_bytes :]
+            self._read_bytes += len(lines)
+            for line in lines.splitlines():
                 self._hold(json.loads(line))
 
     def _hold(self, row: dict[str, Any]) -> None:

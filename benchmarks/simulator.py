@@ -6,16 +6,9 @@ timing pass together; no data. Functional mode: its time over NumPy's for the sa
 
 from __future__ import annotations
 
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-
-from nmm_compiler.simulator.run import ArraySpec, simulate
 
 TILED = """\
 import nki
@@ -147,30 +140,3 @@ KERNELS: list[tuple[str, str, Any, list[tuple[int, int]], list[tuple[int, int]]]
      [(4096, 4096), (4096, 1024), (1024, 8192)]),
     ("softmax scores", SOFTMAX, softmax, [(128, 2048), (128, 2048)], [(128, 16384), (128, 8192)]),
 ]  # fmt: skip
-
-
-def best(function: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
-    """Return (least process time, last result)."""
-    least, result = float("inf"), None
-    for _ in range(times):
-        start = time.process_time()
-        result = function()
-        least = min(least, time.process_time() - start)
-    return least, result
-
-
-def figures() -> Iterator[tuple[str, float, str]]:
-    """Yield (what, figure, unit) of each kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text, reference, small, large in KERNELS:
-            path = Path(folder) / f"{name.replace(' ', '_')}.py"
-            path.write_text(text)
-            specs = [ArraySpec(shape, "bfloat16") for shape in large]
-            seconds, result = best(lambda p=path, s=specs: simulate(p, *s, mode="timing"))
-            yield f"{name}: timing mode", len(result.trace.instructions) / seconds, "i/s"
-            draw = np.random.default_rng(0).standard_normal
-            wide = [draw(shape, dtype=np.float32) for shape in small]
-            arrays = [array.astype(ml_dtypes.bfloat16) for array in wide]
-            simulated, _ = best(lambda p=path, a=arrays: simulate(p, *a, mode="functional"))
-            plain, _ = best(lambda f=reference, w=wide: f(*w))
-            yield "  functional mode over NumPy's products", simulated / plain, "x"

@@ -16,7 +16,6 @@ cpu       a low-rank MLP block under inductor alone and under nmm with inductor,
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -28,8 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import simulator
 import torch
+import transformers
+import typer
 from torch import nn
 
 from nmm_compiler.backend import compile_graph
@@ -38,6 +41,7 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen import build, choose
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.passes.pipeline import run
+from nmm_compiler.simulator.run import ArraySpec, simulate
 
 SPECS = [
     LowRankSpec(m=512, k=2048, r=1280, n=8192, x_layout="col"),
@@ -49,7 +53,7 @@ SPECS = [
 ]
 SOURCE = "    nisa.nc_matmul(dst=psum, stationary=u_tile, moving=x_tile)\n" * 500
 FULL = 2_000  # entries of the full cache
-MLP_SIZES = (2048, 8192, 1280)  # hidden, intermediate, rank at ratio 0.2
+MLP_RANK = 1280  # at ratio 0.2
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,6 @@ def times(
 
 def low_rank_llama(layers: int, hidden: int, intermediate: int, rank: int) -> Any:
     """Return a Llama whose linears are pairs of factors, without data."""
-    import transformers
-
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=hidden, intermediate_size=intermediate,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -94,13 +96,18 @@ def low_rank_llama(layers: int, hidden: int, intermediate: int, rank: int) -> An
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaModel(config).eval()
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear):
-                wide, out = module.in_features, module.out_features
-                r = min(rank, wide * out // (2 * (wide + out)))
-                pair = nn.Linear(wide, r, bias=False), nn.Linear(r, out, bias=False)
-                model.set_submodule(name, nn.Sequential(*pair))
+        factorize(model, lambda k, n: min(rank, k * n // (2 * (k + n))))
     return model.to_empty(device="cpu")
+
+
+def factorize(model: nn.Module, rank: Callable[[int, int], int]) -> None:
+    """Replace the linears of a model by pairs of factors, whose rank a function gives."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            k, n = module.in_features, module.out_features
+            r = rank(k, n)
+            pair = nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=False)
+            model.set_submodule(name, nn.Sequential(*pair))
 
 
 def build_rows() -> Iterator[Row]:
@@ -203,21 +210,9 @@ def passes_rows() -> Iterator[Row]:
     yield Row("32 layers over 8 layers", medians[32] / medians[8], "x", 4.5)
 
 
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), every linear a pair of factors."""
-
-    def __init__(self, hidden: int, intermediate: int, rank: int) -> None:
-        super().__init__()
-        sizes = {"gate": (hidden, intermediate), "up": (hidden, intermediate)}
-        for name, (wide, out) in {**sizes, "down": (intermediate, hidden)}.items():
-            pair = nn.Linear(wide, rank, bias=False), nn.Linear(rank, out, bias=False)
-            self.add_module(name, nn.Sequential(*pair))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 def cpu_rows() -> Iterator[Row]:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
     def medians(model: nn.Module, x: torch.Tensor, repeat: int) -> tuple[float, float]:
         """Return the median seconds under nmm and under inductor, called turn by turn."""
         torch._dynamo.reset()
@@ -233,11 +228,13 @@ def cpu_rows() -> Iterator[Row]:
         return statistics.median(found[0]), statistics.median(found[1])
 
     torch.set_num_threads(1)
+    config = transformers.LlamaConfig(hidden_size=2048, intermediate_size=8192)
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
-            model = MLP(*MLP_SIZES).to(dtype).eval()
+            model = LlamaMLP(config).to(dtype).eval()
+            factorize(model, lambda k, n: MLP_RANK)
             for m in (1, 128, 512):
-                ours, plain = medians(model, torch.randn(1, m, MLP_SIZES[0], dtype=dtype), 21)
+                ours, plain = medians(model, torch.randn(1, m, 2048, dtype=dtype), 21)
                 yield Row(f"{dtype} MLP of {m} tokens under nmm", 1e3 * ours, "ms")
                 yield Row("  over inductor alone", ours / plain, "x")
         small = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)).eval()
@@ -246,8 +243,19 @@ def cpu_rows() -> Iterator[Row]:
 
 
 def simulator_rows() -> Iterator[Row]:
-    for what, value, unit in simulator.figures():
-        yield Row(what, value, unit)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text, reference, small, large in simulator.KERNELS:
+            path = Path(folder) / f"{name.replace(' ', '_')}.py"
+            path.write_text(text)
+            specs, runs = [ArraySpec(shape, "bfloat16") for shape in large], []
+            seconds = min(times(lambda: runs.append(simulate(path, *specs, mode="timing")), 3))  # noqa: B023
+            yield Row(f"{name}: timing mode", len(runs[0].trace.instructions) / seconds, "i/s")
+            draw = np.random.default_rng(0).standard_normal
+            wide = [draw(shape, dtype=np.float32) for shape in small]
+            arrays = [array.astype(ml_dtypes.bfloat16) for array in wide]
+            ours = min(times(lambda: simulate(path, *arrays, mode="functional"), 3))  # noqa: B023
+            plain = min(times(lambda: reference(*wide), 3))  # noqa: B023
+            yield Row("  functional mode over NumPy's products", ours / plain, "x")
 
 
 PARTS = {
@@ -256,19 +264,17 @@ PARTS = {
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma separated")
-    asked = parser.parse_args().only.split(",")
+def main(only: str = ",".join(PARTS)) -> None:
+    """Time our own code; ONLY: parts, comma separated."""
     missed = 0
     with tempfile.TemporaryDirectory() as directory:
         os.environ["NMM_CACHE_DIR"] = directory
-        for part in asked:
+        for part in only.split(","):
             for row in PARTS[part]():
                 print(row, flush=True)
                 missed += str(row).endswith("MISSED")
-    return int(missed > 0)
+    sys.exit(missed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

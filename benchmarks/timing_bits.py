@@ -12,15 +12,15 @@ latter on every target, reordered and in program order.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import simulator as speed  # noqa: E402
-import timing_points  # noqa: E402
+import timing_texts  # noqa: E402
 
 Run = tuple[str, Callable[[], Simulation]]
 FAMILIES = {
@@ -42,38 +42,25 @@ FAMILIES = {
 }
 
 
-def digest(line: Timeline) -> str:
-    """Return a digest of every time in a timeline."""
-    found = hashlib.sha256()
-
-    def add(times: Iterable[float]) -> None:
-        values = list(times)
-        found.update(struct.pack(f"<q{len(values)}d", len(values), *values))
-
-    for times in (line.start, line.end, line.interval_end):
-        add(times)
+def times(line: Timeline) -> Iterator[Any]:
+    """Yield every time in a timeline; `repr` of a float has all of its bits."""
+    yield from map(list, (line.start, line.end, line.interval_end, line.table_loads))
     for transfer in line.transfers:
-        add((transfer.index, transfer.issue_start, transfer.issue_end, transfer.descriptors))
-        add((transfer.hbm_read_bytes, transfer.hbm_write_bytes))
-        add(number for part in transfer.parts for number in part)
-        found.update(transfer.queue.encode())
-    add(number for load in line.table_loads for number in load)
-    add((line.dma_engine_busy_us, line.tensor_throttled_us, line.latency_us))
+        yield transfer.index, transfer.issue_start, transfer.issue_end, transfer.descriptors
+        yield transfer.hbm_read_bytes, transfer.hbm_write_bytes, transfer.queue
+        yield from map(list, transfer.parts)
+    yield line.dma_engine_busy_us, line.tensor_throttled_us, line.latency_us
     trace, bank = line.trace, line.target.psum_bank_bytes_per_partition
-    sizes = (trace.sbuf_peak_bytes, trace.psum_peak_banks * bank, line.sbuf_overflow_bytes)
-    rest = (
-        sorted(line.busy_us.items()),
-        sorted(line.placed.items()),
-    )
-    found.update(repr((sizes, rest)).encode())
-    return found.hexdigest()
+    yield trace.sbuf_peak_bytes, trace.psum_peak_banks * bank, line.sbuf_overflow_bytes
+    yield sorted(line.busy_us.items()), sorted(line.placed.items())
 
 
 def of_run(run: Simulation) -> str:
     """Return the digest of a run: its times, its profile, and what each instruction was."""
     assert run.profile is not None
-    found = hashlib.sha256(digest(run.profile.timeline).encode())
-    found.update(run.profile.to_json().encode())
+    found = hashlib.sha256(run.profile.to_json().encode())
+    for part in times(run.profile.timeline):
+        found.update(repr(part).encode())
     for i in run.trace.instructions:
         found.update(f"{i.op} {i.engine} {i.line} {i.name} {i.attributes}".encode())
         for a in (*i.reads, *i.writes):
@@ -92,15 +79,11 @@ def runs(folder: Path) -> Iterator[Run]:
         specs = [ArraySpec(shape, "bfloat16") for shape in small]
         yield from _everywhere(name, lambda p=path: p, specs)
     for family, sizes in FAMILIES.items():
-        yield from _family(family, sizes)
-    for point in timing_points.points():
-        yield f"point {point.name}", lambda p=point: timing_points.simulated(p)
-
-
-def _family(family: str, sizes: dict[str, int]) -> Iterator[Run]:
-    spec = KNOWN[family].spec_class(**sizes)
-    specs = [ArraySpec(operand.shape, operand.dtype) for operand in spec.inputs()]
-    yield from _everywhere(family, lambda: build_kernel(spec, target="trn2"), specs)
+        spec = KNOWN[family].spec_class(**sizes)
+        specs = [ArraySpec(operand.shape, operand.dtype) for operand in spec.inputs()]
+        yield from _everywhere(family, lambda s=spec: build_kernel(s, target="trn2"), specs)
+    for point in timing_texts.points():
+        yield f"point {point.name}", lambda p=point: timing_texts.simulated(p)
 
 
 def _everywhere(name: str, kernel: Callable[[], Any], specs: list[ArraySpec]) -> Iterator[Run]:
@@ -114,31 +97,24 @@ def _everywhere(name: str, kernel: Callable[[], Any], specs: list[ArraySpec]) ->
             )
 
 
-def main() -> int:
-    """Write or compare; return 1 if a run differs."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", metavar="FILE", default="", help="write the digests to FILE")
-    parser.add_argument("--compare", metavar="FILE", default="", help="compare them with FILE")
-    parser.add_argument("--only", default="", help="runs whose name contains this text")
-    options = parser.parse_args()
-    if bool(options.write) == bool(options.compare):
-        parser.error("pass --write FILE or --compare FILE")
-    known = json.loads(Path(options.compare).read_text()) if options.compare else {}
+def main(write: Path | None = None, compare: Path | None = None, only: str = "") -> None:
+    """Write the digests of runs whose name contains ONLY to a file, or compare them with it."""
+    if (write is None) == (compare is None):
+        raise typer.BadParameter("pass --write FILE or --compare FILE")
+    known = json.loads(compare.read_text()) if compare else {}
     found: dict[str, str] = {}
-    differ = []
     with tempfile.TemporaryDirectory() as folder:
         for name, run in runs(Path(folder)):
-            if options.only not in name:
-                continue
-            found[name] = of_run(run())
-            if options.compare and known.get(name) != found[name]:
-                differ.append(name)
-                print(f"differs: {name}", flush=True)
-            if options.write:  # after each, so that an end before time keeps what is there
-                Path(options.write).write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} runs, {len(differ)} differ" if options.compare else f"{len(found)} runs")
-    return int(bool(differ))
+            if only in name:
+                found[name] = of_run(run())
+                if compare and known.get(name) != found[name]:
+                    print(f"differs: {name}", flush=True)
+                if write:  # after each, so that an end before time keeps what is there
+                    write.write_text(json.dumps(found, indent=1) + "\n")
+    differ = sum(known.get(name) != digest for name, digest in found.items()) if compare else 0
+    print(f"{len(found)} runs" + (f", {differ} differ" if compare else ""))
+    sys.exit(differ > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -1,7 +1,7 @@
 """The hash of every constant and price that a prediction depends on.
 
-The errors in benchmarks/data/timing_tables.md and in `simulator/timing/held_out.json` are stale if
-it has changed since they were written.
+The predictions in benchmarks/data/timing_record.json and the errors in
+`simulator/timing/held_out.json` are stale if it has changed since they were written.
 """
 
 from __future__ import annotations

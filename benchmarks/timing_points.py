@@ -11,43 +11,35 @@ printed as predicted was measured by us. Run:
         [--autocomp CLONE] [--accelopt CLONE] [--kda CLONE]
     python benchmarks/timing_points.py --constants
 
-The exit code is of what is held out, points and texts: 0 if it keeps every bar, 1 if it keeps them
-only without what contradicts other published figures (timing_conflicts.py), and 2 otherwise. A
-kernel that nobody could predict from its text is still one missed.
+`--write` records all predictions in `data/timing_record.json`, and the errors of what is held out
+where `profile.error_band` reads them. The exit code is of what is held out, points and texts: 0 if
+it keeps every bar, 1 if it keeps them only without what contradicts other published figures
+(data/timing_conflicts.toml), and 2 otherwise. A kernel that nobody could predict from its text is
+still one missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import math
-import re
 import statistics
 import sys
-import time
-import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import timing_conflicts
 import timing_texts
+import typer
 from timing_hash import constants_hash
+from timing_texts import RECORD, TABLES, Point, Result, points, texts
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.timing.evidence import CLASSES, HELD_OUT, ErrorBand
 from nmm_compiler.simulator.timing.profile import Profile
 
-HERE = Path(__file__).resolve().parent
-DATA = HERE / "data" / "timing_points.toml"
-PAGE = HERE / "data" / "timing_tables.md"
-SETS = ("constants", "held out")
-TEXTS, LAWS = "texts as published", "texts that set laws"
 _ENGINES = {"tensor": "TensorE busy, theirs / ours", "vector": "VectorE", "scalar": "ScalarE"}
 BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 
@@ -56,16 +48,13 @@ def _busy(engine: str) -> Callable[[Profile], float]:
     return lambda profile: profile.engine_busy_us[engine]
 
 
-def _in_flight(engine: str) -> Callable[[Profile], float]:
-    def total(profile: Profile) -> float:
-        line = profile.timeline
-        return sum(
-            line.end[index] - line.start[index]
-            for index, instruction in enumerate(line.trace.instructions)
-            if line.placed.get(index, instruction.engine) == engine
-        )
-
-    return total
+def _scalar_in_flight(profile: Profile) -> float:
+    line = profile.timeline
+    return sum(
+        line.end[index] - line.start[index]
+        for index, instruction in enumerate(line.trace.instructions)
+        if line.placed.get(index, instruction.engine) == "scalar"
+    )
 
 
 def _moved(profile: Profile) -> float:
@@ -77,7 +66,7 @@ FIGURES: dict[str, Callable[[Profile], float]] = {
     "TensorE active us": _busy("tensor"),
     "VectorE active us": _busy("vector"),
     "ScalarE active us": _busy("scalar"),
-    "ScalarE instructions us": _in_flight("scalar"),
+    "ScalarE instructions us": _scalar_in_flight,
     "DMA active us": _busy("dma"),
     "DMA packet time us": lambda profile: profile.dma_engine_busy_us,
     "GB moved": lambda profile: _moved(profile) / 1e9,
@@ -85,146 +74,74 @@ FIGURES: dict[str, Callable[[Profile], float]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One measurement, as the data file writes it."""
-
-    name: str
-    set: str
-    kind: str
-    target: str
-    source: str
-    kernel: str
-    shapes: tuple[tuple[int, ...], ...]
-    measured: float
-    dtype: str = "float32"
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    figure: str = "device us"
-    counted: bool = True
-    remark: str = ""
-    more: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def unit(self) -> str:
-        """The unit of `measured`."""
-        return "GB/s" if self.figure.startswith("GB/s") else "us"
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A point and what was predicted for it."""
-
-    point: Point
-    predicted: float
-    more: tuple[tuple[str, float, float], ...]
-    instructions: int
-    seconds: float
-    shares: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def error(self) -> float:
-        """Signed relative error."""
-        return self.predicted / self.point.measured - 1.0
-
-
-def points() -> list[Point]:
-    """Return the points of the data file, in its order."""
-    rows = tomllib.loads(DATA.read_text())["point"]
-    return [Point(kind=row.pop("class"), set=side(row["source"]), **row) for row in rows]
-
-
-def publisher(source: str) -> str:
-    """Return who published: the repository in brackets, or the source itself."""
-    return source.rsplit("(", 1)[-1].rstrip(")")
-
-
-@functools.cache
-def side(source: str) -> str:
-    """Return the set of a publisher's kernels: all of them set constants, or are held out."""
-    givers = tomllib.loads(DATA.read_text())["law_givers"]
-    return "constants" if publisher(source) in givers else "held out"
-
-
-def simulated(point: Point) -> Simulation:
-    """Run the kernel of a point without data."""
-    specs = [ArraySpec(tuple(shape), point.dtype) for shape in point.shapes]
-    return simulate(
-        str(HERE / "kernels" / point.kernel), *specs, target=point.target, mode="timing",
-        strict=False, **point.arguments,
-    )  # fmt: skip
-
-
 def predict(point: Point) -> Result:
     """Simulate a point."""
-    before = time.process_time()
-    run = simulated(point)
-    assert run.profile is not None
-    return Result(
-        point,
-        FIGURES[point.figure](run.profile),
-        tuple((what, found, FIGURES[what](run.profile)) for what, found in point.more),
-        len(run.trace.instructions),
-        time.process_time() - before,
-    )
+    profile = timing_texts.simulated(point).profile
+    assert profile is not None
+    more = tuple(FIGURES[what](profile) for what, _ in point.more)
+    return Result(point, FIGURES[point.figure](profile), point.kind, more)
 
 
-def text_results(
-    texts: list[timing_texts.Text], clones: dict[str, Path], pool: Any
-) -> list[Result]:
-    """Return the texts of which something is known; predicted is NaN where one does not run."""
-    found = timing_texts.results(texts, clones, pool)
+def recorded(chosen: Iterable[Point]) -> list[Result]:
+    """Return what was recorded for points and texts, of those with today's constants."""
+    known = timing_texts.recorded()
+    rows = [(point, known[point.name]) for point in chosen if point.name in known]
     return [
-        Result(_as_point(text, one.kind), math.nan if one.predicted is None else one.predicted, (),
-               one.instructions, one.seconds, one.shares)
-        for text in texts if (one := found.get(text.name))
+        Result(point, math.nan if (us := row["predicted"]) is None else us, row["kind"],
+               tuple(row["more"]), row["shares"])
+        for point, row in rows
     ]  # fmt: skip
 
 
-def _table_of(text: timing_texts.Text) -> str:
-    return TEXTS if side(text.problem.repository) == "held out" else LAWS
-
-
-def _as_point(text: timing_texts.Text, kind: str) -> Point:
-    problem = text.problem
-    return Point(
-        name=text.name, set=_table_of(text), kind=kind or "-",
-        target=problem.target, source=text.source, kernel=text.digest, shapes=problem.shapes,
-        measured=text.measured, dtype=problem.dtype, counted=text.counted, remark=text.remark,
-    )  # fmt: skip
+def text_results(
+    chosen: Sequence[timing_texts.Text], clones: dict[str, Path], pool: Any
+) -> list[Result]:
+    """Return what is known of texts: run from clones, or recorded."""
+    waiting = {
+        text.name: pool.submit(timing_texts.ran, text, clones)
+        for text in chosen if text.clone in clones
+    }  # fmt: skip
+    known = {result.point.name: result for result in recorded(chosen)}
+    known |= {name: one.result() for name, one in waiting.items()}
+    return [known[text.name] for text in chosen if text.name in known]
 
 
 def errors(results: Iterable[Result], kind: str = "") -> list[float]:
     """Return the absolute errors of the counted points, of one class or of all."""
-    return [abs(r.error) for r in results if r.point.counted and kind in ("", r.point.kind)]
+    return [abs(r.error) for r in results if r.point.counted and kind in ("", r.kind)]
 
 
-def row(result: Result) -> str:
-    """Return a point's line of the table."""
-    point = result.point
-    remark = point.remark if point.counted else f"not counted: {point.remark}"
-    ran = not math.isnan(result.predicted)
-    predicted = f"{result.predicted:,.5g} {point.unit} | {result.error:+.1%}" if ran else "- | -"
-    return (
-        f"| {point.name} | {point.kind} | {point.target} | {point.source} | "
-        f"{point.measured:,.5g} {point.unit} | {predicted} | {remark} |"
-    )
+def of_problems(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Return the counted texts of each problem."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.point.counted:
+            groups.setdefault(result.point.name.rsplit(", ", 1)[0], []).append(result)
+    return groups
+
+
+def middle(found: Sequence[float]) -> list[str]:
+    """Return mean and median."""
+    return [f"{statistics.mean(found):.1%}", f"{statistics.median(found):.1%}"]
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
 def table(results: list[Result]) -> list[str]:
-    """Return the table of one set of points, with its means by class below."""
-    lines = [
-        "| point | class | target | published in | measured | predicted | error |  |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | --- |",
-        *(row(result) for result in results),
-        "",
-    ]
-    lines += ["| class | points | mean error | worst |", "| --- | ---: | ---: | ---: |"]
-    for kind in (*CLASSES, ""):
-        found = errors(results, kind)
-        if found:
-            mean, worst = sum(found) / len(found), max(found)
-            lines.append(f"| {kind or 'all'} | {len(found)} | {mean:.1%} | {worst:.1%} |")
-    return lines
+    """Return a table with a row for each point."""
+    rows = []
+    for one in results:
+        point, shown = one.point, ("-", "-")
+        if not math.isnan(one.predicted):
+            shown = f"{one.predicted:,.5g} {point.unit}", f"{one.error:+.1%}"
+        remark = point.remark if point.counted else f"not counted: {point.remark}"
+        rows.append((point.name, one.kind or "-", point.target, point.source,
+                     f"{point.measured:,.5g} {point.unit}", *shown, remark))  # fmt: skip
+    heads = ("point", "class", "target", "published in", "measured", "predicted", "error", "")
+    return markdown(heads, rows)
 
 
 def by_problem(results: list[Result]) -> list[str]:
@@ -232,63 +149,58 @@ def by_problem(results: list[Result]) -> list[str]:
 
     The last columns: median of the busy time of each engine by the log, over ours.
     """
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.point.name.rsplit(", ", 1)[0], []).append(result)
-    lines = [
-        "| kernel | texts | measured, us | mean error | median | worst | class | "
-        + " | ".join(_ENGINES.values())
-        + " |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |" + " ---: |" * len(_ENGINES),
-    ]
-    for name, group in groups.items():
-        counted = [r for r in group if r.point.counted]
-        found = errors(counted)
-        if not found:
-            continue
-        worst = max(counted, key=lambda r: abs(r.error)).error
-        times = sorted(r.point.measured for r in counted)
-        span = f"{times[0]:,.5g}" + (f" to {times[-1]:,.5g}" if times[1:] else "")
-        kinds = ", ".join(k for k in CLASSES if errors(counted, k))
-        busy = [[r.shares[engine] for r in counted if engine in r.shares] for engine in _ENGINES]
-        cells = [f"{statistics.median(b):.2f}" if b else "-" for b in busy]
-        lines.append(
-            f"| {name} | {len(found)} | {span} | {statistics.mean(found):.1%} | "
-            f"{statistics.median(found):.1%} | {worst:+.1%} | {kinds} | {' | '.join(cells)} |"
-        )
+    rows = []
+    for name, group in of_problems(results).items():
+        found = errors(group)
+        worst = max(group, key=lambda r: abs(r.error)).error
+        times = sorted(r.point.measured for r in group)
+        span = " to ".join(f"{us:,.5g}" for us in dict.fromkeys((times[0], times[-1])))
+        kinds = ", ".join(k for k in CLASSES if errors(group, k))
+        busy = [[r.shares[engine] for r in group if engine in r.shares] for engine in _ENGINES]
+        rows.append((name, str(len(found)), span, *middle(found), f"{worst:+.1%}", kinds,
+                     *(f"{statistics.median(b):.2f}" if b else "-" for b in busy)))  # fmt: skip
+    lines = markdown(("kernel", "texts", "measured, us", "mean error", "median", "worst", "class",
+                      *_ENGINES.values()), rows)  # fmt: skip
     far = [f"{r.point.name} {r.error:+.0%}" for r in results
            if r.point.counted and abs(r.error) > BARS["worst"]]  # fmt: skip
     out = [f"{r.point.name} ({r.point.remark})" for r in results if not r.point.counted]
     for what, names in ((f"More than {BARS['worst']:.0%} off", far), ("Not counted", out)):
-        if names:
-            lines += ["", f"{what}: {'; '.join(names)}."]
+        lines += ["", f"{what}: {'; '.join(names)}."] if names else []
     return lines
 
 
 def counters(results: list[Result]) -> list[str]:
     """Return the table of further counters."""
-    lines = [
-        "| further counters of these runs | counter | measured | predicted | error |",
-        "| --- | --- | ---: | ---: | ---: |",
+    rows = [
+        (one.point.name, what, f"{measured:,.5g}", f"{ours:,.5g}", f"{ours / measured - 1:+.1%}")
+        for one in results
+        for (what, measured), ours in zip(one.point.more, one.more, strict=True)
     ]
-    for result in results:
-        for what, found, value in result.more:
-            lines.append(
-                f"| {result.point.name} | {what} | {found:,.5g} | {value:,.5g} | "
-                f"{value / found - 1:+.1%} |"
-            )
-    return lines
+    heads = ("further counters of these runs", "counter", "measured", "predicted", "error")
+    return markdown(heads, rows)
 
 
-def held_out_figures(results: list[Result], without: frozenset[str]) -> dict[str, float]:
-    """Return the errors that have a bar, of the held-out points but for those named `without`."""
-    held = [r for r in results if r.point.name not in without]
-    vector, found = errors(held, "vector"), errors(held)
-    return {
-        "mean": sum(found) / len(found),
-        "worst": max(found),
-        "vector": sum(vector) / len(vector) if vector else 0.0,
-    }
+def but_for_conflicts(results: Iterable[Result]) -> tuple[str, list[Result]]:
+    """Return the results that contradict no other published figure, and how many others do."""
+    names = timing_texts.contradicted(BARS["worst"])
+    given = list(results)
+    rest = [r for r in given if r.point.name not in names]
+    return f"but for {len(given) - len(rest)} that contradict other figures", rest
+
+
+def summary(results: list[Result]) -> list[str]:
+    """Return the table of the errors of each table, and of all that is held out."""
+    parts = {name: [r for r in results if r.table == name] for name in TABLES}
+    held = [r for r in results if r.held_out]
+    which, rest = but_for_conflicts(held)
+    parts |= {"held out, both": held, f"held out, both {which}": rest}
+    rows = []
+    for name, part in parts.items():
+        if found := errors(part):
+            kinds = [errors(part, kind) for kind in CLASSES]
+            cells = [f"{statistics.mean(e):.1%} of {len(e)}" if e else "-" for e in kinds]
+            rows.append((name, str(len(found)), *middle(found), f"{max(found):.1%}", *cells))
+    return markdown(("errors", "points", "mean", "median", "worst", *CLASSES), rows)
 
 
 def verdict(results: list[Result]) -> tuple[list[str], int]:
@@ -296,229 +208,133 @@ def verdict(results: list[Result]) -> tuple[list[str], int]:
 
     results: points and texts of all tables.
     """
-    held = [r for r in results if r.point.set in ("held out", TEXTS) and r.point.counted]
+    held = [r for r in results if r.held_out]
     missed = {r.point.name for r in held if abs(r.error) > BARS["worst"]}
-    without = timing_conflicts.contradicted(BARS["worst"]) & missed
-    if not {r.point.name for r in held} - without:
-        return [], 0
-    lines, code = [], 2
-    for names in (without, frozenset[str]()):
-        found = held_out_figures(held, names)
-        broken = {name for name, value in found.items() if value > BARS[name]}
-        code -= not broken
-        which = f"but for {len(names)} that contradict other figures" if names else "all"
-        lines.insert(
-            0,
-            f"held out, {which} ({sum(r.point.name not in names for r in held)}): "
-            + ", ".join(
-                f"{name} {value:.1%} (bar {BARS[name]:.0%}{', broken' if name in broken else ''})"
-                for name, value in found.items()
-            ),
-        )
-    return [*lines, *timing_conflicts.lines(BARS["worst"])] if without else lines[:1], code
-
-
-def summary(held: list[Result], texts: list[Result]) -> list[str]:
-    """Return the table of the errors of the held-out points, of the texts, and of both."""
-    both = [*held, *texts]
-    conflicts = {r.point.name for r in both} & timing_conflicts.contradicted(BARS["worst"])
-    parts = {
-        "points, written anew": held,
-        TEXTS: texts,
-        "both": both,
-    }
-    if conflicts:
-        rest = [r for r in both if r.point.name not in conflicts]
-        parts[f"both but for {len(conflicts)} that contradict other figures"] = rest
-    lines = [
-        f"| held out | points | mean error | median | worst | {' | '.join(CLASSES)} |",
-        "| --- |" + " ---: |" * (4 + len(CLASSES)),
-    ]
-    for name, part in parts.items():
-        found = errors(part)
-        if not found:
-            continue
-        kinds = [errors(part, kind) for kind in CLASSES]
-        cells = [f"{statistics.mean(e):.1%} of {len(e)}" if e else "-" for e in kinds]
-        lines.append(
-            f"| {name} | {len(found)} | {statistics.mean(found):.1%} | "
-            f"{statistics.median(found):.1%} | {max(found):.1%} | {' | '.join(cells)} |"
-        )
-    return lines
+    without = timing_texts.contradicted(BARS["worst"]) & missed
+    rest = [r for r in held if r.point.name not in without]
+    ways = {"all": held, f"but for {len(without)} that contradict other figures": rest}
+    lines, code = [], 0
+    for which, part in ways.items():
+        if not part:
+            return [], 0
+        found, vector = errors(part), errors(part, "vector")
+        figures = {"mean": statistics.mean(found), "worst": max(found),
+                   "vector": statistics.mean(vector or [0.0])}  # fmt: skip
+        broken = {name for name, value in figures.items() if value > BARS[name]}
+        code += bool(broken)
+        said = (f"{name} {value:.1%} (bar {BARS[name]:.0%}{', broken' * (name in broken)})"
+                for name, value in figures.items())  # fmt: skip
+        lines.append(f"held out, {which} ({len(part)}): {', '.join(said)}")
+    return [*lines, *timing_texts.arithmetic(BARS["worst"])] if without else lines[:1], code
 
 
 def gains(results: list[Result]) -> str:
     """Return how far off predicted gains are, of each text over each other of its problem."""
-    conflicts = timing_conflicts.contradicted(BARS["worst"])
-    groups: dict[str, list[float]] = {}
-    for result in results:
-        if result.point.counted and result.point.name not in conflicts:
-            problem = result.point.name.rsplit(", ", 1)[0]
-            groups.setdefault(problem, []).append(1.0 + result.error)
-    both = (pair for group in groups.values() for pair in itertools.combinations(group, 2))
-    pairs = [abs(one / other - 1) for one, other in both]
+    groups = of_problems(but_for_conflicts(results)[1]).values()
+    both = (pair for group in groups for pair in itertools.combinations(group, 2))
+    pairs = [abs((1 + one.error) / (1 + other.error) - 1) for one, other in both]
     if not pairs:
         return ""
+    mean, median = middle(pairs)
     return (
-        f"gains of a held-out text over another of its problem: {len(pairs)} pairs, off by "
-        f"{statistics.mean(pairs):.1%} in the mean, {statistics.median(pairs):.1%} in the median"
+        f"gains of a held-out text over another of its problem: {len(pairs)} pairs, off by {mean} "
+        f"in the mean, {median} in the median"
     )
 
 
 def bands(results: list[Result]) -> list[ErrorBand]:
     """Return the error bands of what is held out and contradicts no other published figure."""
-    conflicts = timing_conflicts.contradicted(BARS["worst"])
-    held = [r for r in results if r.point.set in ("held out", TEXTS)
-            and r.point.name not in conflicts]  # fmt: skip
+    held = but_for_conflicts(r for r in results if r.held_out)[1]
     found = {kind: errors(held, kind) for kind in CLASSES}
     return [
-        ErrorBand(kind=kind, points=len(e), mean=sum(e) / len(e), worst=max(e))
+        ErrorBand(kind=kind, points=len(e), mean=round(statistics.mean(e), 4),
+                  worst=round(max(e), 4))
         for kind, e in found.items()
-    ]
+    ]  # fmt: skip
 
 
-def rewrite(text: str, section: str, lines: list[str]) -> str:
-    """Return the page with the lines between the two marks of `section` replaced."""
-    marks = f"<!-- {section} -->", f"<!-- end of {section} -->"
-    pattern = re.compile(re.escape(marks[0]) + ".*?" + re.escape(marks[1]), re.S)
-    if not pattern.search(text):
-        raise SystemExit(f"{PAGE} has no marks {marks[0]} ... {marks[1]}")
-    return pattern.sub(lambda _: "\n".join((marks[0], *lines, marks[1])), text, count=1)
-
-
-def constants() -> str:
-    """Return the constants as a Markdown table, with kind and source; trn2's unless it says."""
-    names = targets.names()
-    lines = [f"| constant | {' | '.join(names)} | source (trn2 unless said) |"]
-    lines.append("| --- " * (len(names) + 2) + "|")
-    records = [targets.get(name) for name in names]
+def constants() -> list[str]:
+    """Return the constants as a table, with kind and source; trn2's unless it says."""
+    records = {name: targets.get(name) for name in targets.names()}
+    rows = []
     for field in dataclasses.fields(targets.Target):
-        sources = [record.sources.get(field.name) for record in records]
-        if None in sources:
+        sources = {name: record.sources.get(field.name) for name, record in records.items()}
+        if None in sources.values():
             continue
-        cells = []
-        for record, source in zip(records, sources, strict=True):
+        cells = {}
+        for name, record in records.items():
             value = getattr(record, field.name)
             shown = f"{value:g}" if isinstance(value, float) else str(value)
-            cells.append(f"{shown} {source.kind[0].upper()}")
-        where = sources[names.index("trn2")].where
-        first = sources[0].where
-        if first != where and cells[0] != cells[names.index("trn2")]:
+            cells[name] = f"{shown} {sources[name].kind[0].upper()}"
+        first, where = sources["trn1"].where, sources["trn2"].where
+        if first != where and cells["trn1"] != cells["trn2"]:
             where += f"; trn1: {first}"
-        lines.append(f"| `{field.name}` | {' | '.join(cells)} | {where} |")
-    return "\n".join(lines)
+        rows.append((f"`{field.name}`", *cells.values(), where))
+    return markdown(("constant", *records, "source (trn2 unless said)"), rows)
 
 
-def _texts(options: argparse.Namespace, pool: Any) -> list[Result]:
-    """Return the chosen texts' results; say what is recorded and what is left out."""
-    chosen = [
-        text for text in timing_texts.texts()
-        if options.only in text.name
-        and options.set in ("", _table_of(text))
-    ]  # fmt: skip
-    given = {timing_texts.SEARCHED: options.autocomp, timing_texts.PROFILED: options.accelopt,
-             timing_texts.LOGGED: options.kda}  # fmt: skip
-    clones = {repository: clone for repository, clone in given.items() if clone}
-    results = text_results(chosen, clones, pool)
-    old = sum(text.repository not in clones for text in chosen)
-    if old and len(results) == len(chosen):
-        print(f"{old} texts as recorded with these constants, not run: no clone is given")
-    elif old:
-        print(f"{len(chosen) - len(results)} texts left out: recorded with other constants, and no "
-              "clone is given (--autocomp, --accelopt, --kda)")  # fmt: skip
-    return results
+def write(results: list[Result]) -> None:
+    """Record the predictions, and the errors of what is held out."""
+    rows = {
+        r.point.name: {"predicted": None if math.isnan(r.predicted) else r.predicted,
+                       "kind": r.kind, "more": r.more, "shares": r.shares}
+        for r in sorted(results, key=lambda result: result.point.name)
+    }  # fmt: skip
+    found = [band.to_dict() for band in bands(results)]
+    for file, part in ((RECORD, {"rows": rows}), (HELD_OUT, {"bands": found})):
+        file.write_text(json.dumps({"constants": constants_hash(), **part}, indent=1) + "\n")
 
 
-def _write(results: list[Result], tables: dict[str, list[str]]) -> None:
-    """Put the tables into the page and record the errors that they show."""
-    page = PAGE.read_text()
-    for name, lines in tables.items():
-        page = rewrite(page, f"points: {name}", lines)
-    PAGE.write_text(page)
-    record = {
-        "constants": constants_hash(),
-        "bands": [
-            {k: round(v, 4) if isinstance(v, float) else v for k, v in band.to_dict().items()}
-            for band in bands(results)
-        ],
-    }
-    HELD_OUT.write_text(json.dumps(record, indent=1) + "\n")
-    texts = {r.point.name: r for r in results if r.point.set in (TEXTS, LAWS)}
-    if len(texts) == len(timing_texts.texts()):
-        timing_texts.write_record(
-            {name: r.predicted for name, r in texts.items()},
-            {name: r.point.kind.strip("-") for name, r in texts.items()},
-            {name: r.shares for name, r in texts.items() if r.shares},
-        )
+def main(
+    only: str = "",
+    table_name: Annotated[str, typer.Option("--set", help=", ".join(TABLES))] = "",
+    write_record: Annotated[bool, typer.Option("--write")] = False,
+    jobs: int = 1,
+    autocomp: Path | None = None,
+    accelopt: Path | None = None,
+    kda: Path | None = None,
+    show_constants: Annotated[bool, typer.Option("--constants")] = False,
+) -> None:
+    """Compare predictions with published measurements.
 
-
-def main() -> int:
-    """Print the tables and the bars; return the exit code that the module's docstring states."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="points whose name contains this text")
-    parser.add_argument("--set", default="", choices=("", *SETS, TEXTS, LAWS), help="one table")
-    parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that simulate")
-    parser.add_argument("--autocomp", type=Path, help="clone of ucb-bar/autocomp: run its texts")
-    parser.add_argument("--accelopt", type=Path, help="clone of zhang677/AccelOpt: run its texts")
-    parser.add_argument("--kda", type=Path, help="clone of kda-for-trainium: run its texts")
-    parser.add_argument("--constants", action="store_true", help="print the constants and stop")
-    options = parser.parse_args()
-    if options.constants:
-        print(constants())
-        return 0
-    if options.write and (options.only or options.set):
-        parser.error("--write needs all points: leave --only and --set out")
-    chosen_points = [
-        point for point in points() if options.only in point.name and options.set in ("", point.set)
-    ]
-    results = []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for result in pool.map(predict, chosen_points):
+    Only points and texts whose name contains ONLY, or of one table; AUTOCOMP, ACCELOPT, KDA: clones
+    whose texts run, else they are as recorded.
+    """
+    if table_name not in ("", *TABLES):
+        raise typer.BadParameter(f"no table is named {table_name}: {', '.join(TABLES)}")
+    if show_constants:
+        print("\n".join(constants()))
+        return
+    clones = timing_texts.clones_of(autocomp, accelopt, kda)
+    with ProcessPoolExecutor(jobs) as pool:
+        results = []
+        for result in pool.map(predict, (point for point in points() if only in point.name)):
             results.append(result)
-            print(row(result), file=sys.stderr, flush=True)
-        texts = _texts(options, pool)
-    held = [result for result in results if result.point.set == "held out"]
-    tables = {}
-    for name in SETS:
-        chosen = [result for result in results if result.point.set == name]
-        if not chosen:
-            continue
-        tables[name] = table(chosen)
-        if name == "held out":
-            tables[name] += ["", f"Printed with the constants of hash `{constants_hash()}`."]
-    kept = [r for r in texts if r.point.set == TEXTS]
-    if texts:
-        old, new = ([r for r in kept if r.point.target == target] for target in ("trn1", "trn2"))
-        tables[TEXTS] = [
-            *table(old), "", *by_problem(new), "", *summary(held, kept), "",
-            f"Printed with the constants of hash `{constants_hash()}`.",
-        ]  # fmt: skip
-        tables[LAWS] = by_problem([r for r in texts if r.point.set == LAWS])
-    for name, lines in tables.items():
-        print(f"\nPoints: {name}\n\n" + "\n".join(lines))
-    if texts:
-        print("\nEvery text on trn2\n\n" + "\n".join(
-            row(r) for r in texts if r.point.target == "trn2"
-        ))  # fmt: skip
-    tables["counters"] = counters(results)
-    print("\n" + "\n".join(tables["counters"]))
-    if options.write:
-        if len(texts) < len(timing_texts.texts()):
-            parser.error("--write needs all texts: give every clone")
-        _write([*results, *texts], tables)
-    instructions = sum(r.instructions for r in (*results, *texts))
-    seconds = sum(r.seconds for r in (*results, *texts))
-    if seconds:
-        print(
-            f"\n{instructions:,} instructions in {seconds:.1f} s of one core: "
-            f"{instructions / seconds:,.0f} per second"
-        )
-    print(gains(kept))
-    sentences, code = verdict([*results, *kept])
+            print(f"{result.point.name}: {result.error:+.1%}", file=sys.stderr, flush=True)
+        chosen = [text for text in texts() if only in text.name]
+        found = text_results(chosen, clones, pool)
+        results += found
+    old = sum(text.clone not in clones for text in chosen)
+    if old:
+        print(f"{old} texts not run, for no clone is given (--autocomp, --accelopt, --kda): "
+              f"{len(chosen) - len(found)} left out, recorded with other constants")  # fmt: skip
+    results = [result for result in results if table_name in ("", result.table)]
+    for name in TABLES:
+        found = [result for result in results if result.table == name]
+        shown = by_problem(found) if name.startswith("texts") else table(found)
+        print(f"\n{name}\n\n" + "\n".join(shown) if found else f"\n{name}: none")
+    in_full = [r for r in results if r.table == TABLES[3]]
+    for lines in (table(in_full), counters(results), summary(results)):
+        print("\n" + "\n".join(lines))
+    if write_record:
+        if len(results) < len(points()) + len(texts()):
+            raise typer.BadParameter("--write needs all points and texts: give every clone")
+        write(results)
+    print(gains(in_full))
+    sentences, code = verdict(results)
     print("\n".join(sentences))
-    return code
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -1,48 +1,45 @@
-"""Kernels whose published texts are timed as they are: found in clones, told by digest, simulated.
+"""Published kernels with measured times: points written anew, and texts that run as they are.
 
-`data/timing_texts.toml` has the rules by which they were chosen and a row a text; the texts are
+`data/timing_points.toml` has the points, whose kernels are under `kernels/`.
+`data/timing_texts.toml` has the rules by which texts were chosen and a row a text; the texts are
 others' and stay in their repositories (ucb-bar/autocomp, zhang677/AccelOpt,
 Jerry2423/kda-for-trainium). timing_points.py runs them: `--autocomp CLONE --accelopt CLONE --kda
 CLONE`. A text whose digest differs is refused by its name, and so is one whose run does not bear
-out what its row says. Without a clone, what the last run predicted is taken from
-`data/timing_texts.json`, as long as no constant has changed since.
+out what its row says. What the last run predicted is in `data/timing_record.json`, and holds as
+long as no constant has changed since.
 """
 
 from __future__ import annotations
 
 import ast
-import csv
 import dataclasses
 import functools
 import hashlib
 import json
 import math
 import tempfile
-import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from timing_hash import constants_hash
 
+from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.timing.evidence import kernel_class
 from nmm_compiler.simulator.timing.profile import Profile
 
-DATA = Path(__file__).resolve().parent / "data" / "timing_texts.toml"
-RECORD = DATA.with_suffix(".json")
+HERE = Path(__file__).resolve().parent
+DATA = HERE / "data"
+RECORD = DATA / "timing_record.json"
+TABLES = ("constants", "held out", "texts that set laws", "texts as published")
+"""What set constants and what is held out: points that are written anew, and texts."""
 SEARCHED, PROFILED = "ucb-bar/autocomp", "zhang677/AccelOpt"
 LOGGED = "Jerry2423/kda-for-trainium"
-PROFILES = "experiments/full_complete_local/profile_results.csv"
+PUBLISHED_SPILLS = "spills in the published profile", "the log says that it spills"
 _BUSY = 50.0  # us: of an engine that works less, a rounded share says little
-_SHARES = {
-    "tensor": ("PE_pct", "tensor_engine_active_time_percent"),
-    "vector": ("Vec_pct",),
-    "scalar": ("Scl_pct", "scalar_engine_active_pct"),
-}
-SPILLED = 0.01  # of the HBM traffic that a published profile has
 # What the publisher's harnesses put before a text.
 HEADER = """\
 import math
@@ -55,99 +52,139 @@ from neuronxcc.nki.language import par_dim
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What the texts of one file or folder compute, and on what.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measurement, as the data file writes it.
 
-    repository, file: where their times are published. shapes: of the arguments in order; one that
-    is a number is the argument itself.
+    shapes: of the arguments in order; one that is a number is the argument itself.
     """
 
     name: str
-    repository: str
-    file: str
-    function: str
+    kind: str
+    target: str
+    source: str
+    kernel: str
     shapes: tuple[tuple[int, ...] | float, ...]
-    dtype: str = "float32"
-    target: str = "trn1"
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """One text: its published time in us, and its digest.
-
-    remark: why it is not counted. file, home: where the text is, if not where its problem says.
-    logged: the time in ms as the log has it, if it is not the measured one.
-    """
-
-    problem: Problem
     measured: float
-    digest: str
+    dtype: str = "float32"
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    figure: str = "device us"
     counted: bool = True
     remark: str = ""
-    file: str = ""
-    home: str = ""
-    logged: float = 0.0
+    more: tuple[tuple[str, float], ...] = ()
 
     @property
-    def name(self) -> str:
-        """The problem, and the file or the published time, which tell texts apart."""
-        if self.file:
-            return f"{self.problem.name}, {'baseline' if self.home else Path(self.file).stem}"
-        return f"{self.problem.name}, text of {self.measured:,.5g} us"
-
-    @property
-    def source(self) -> str:
-        """Where it is published."""
-        return f"{self.problem.file.rsplit('/', 1)[0]} ({self.problem.repository})"
+    def unit(self) -> str:
+        """The unit of `measured`."""
+        return "GB/s" if self.figure.startswith("GB/s") else "us"
 
     @property
     def repository(self) -> str:
+        """Who published it: the repository in brackets, or the source itself."""
+        return self.source.rsplit("(", 1)[-1].rstrip(")")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text(Point):
+    """One text: its published time in us, and its digest; `kernel` is its function.
+
+    remark: why it is not counted. published: where its time is. file, home: where the text is, if
+    it is elsewhere. logged: the time in ms as the log has it, if it is not the measured one. busy:
+    the share of it that engines work, by the log.
+    """
+
+    published: str
+    digest: str
+    file: str = ""
+    home: str = ""
+    logged: float = 0.0
+    busy: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """What it computes, as other texts do."""
+        return self.name.rsplit(", ", 1)[0]
+
+    @property
+    def clone(self) -> str:
         """The repository that has the text."""
-        return self.home or self.problem.repository
+        return self.home or self.repository
+
+
+@functools.cache
+def points() -> list[Point]:
+    """Return the points of the data file, in its order."""
+    rows = tomllib.loads((DATA / "timing_points.toml").read_text())["point"]
+    return [Point(kind=row.pop("class"), **row) for row in rows]
+
+
+@functools.cache
+def texts() -> list[Text]:
+    """Return the texts of the data file, in its order; a name has what tells texts apart."""
+    data = tomllib.loads((DATA / "timing_texts.toml").read_text())
+    problems = {row["name"]: row for row in data["problem"]}
+    known, found = recorded(), []
+    for row in data["text"]:
+        problem = dict(problems[row.pop("problem")])
+        last = f"text of {row['measured']:,.5g} us"
+        if "file" in row:
+            last = "baseline" if "home" in row else Path(row["file"]).stem
+        name = f"{problem.pop('name')}, {last}"
+        published, function = problem.pop("file"), problem.pop("function")
+        source = f"{published.rsplit('/', 1)[0]} ({problem.pop('repository')})"
+        kind = known.get(name, {"kind": ""})["kind"]
+        found.append(Text(**{"target": "trn1", **problem}, **row, name=name, kind=kind,
+                          source=source, kernel=function, published=published))  # fmt: skip
+    return found
+
+
+@functools.cache
+def side(repository: str) -> str:
+    """Return the set of a publisher's kernels: all of them set constants, or are held out."""
+    givers = tomllib.loads((DATA / "timing_points.toml").read_text())["law_givers"]
+    return "constants" if repository in givers else "held out"
+
+
+def clones_of(autocomp: Path | None, accelopt: Path | None, kda: Path | None) -> dict[str, Path]:
+    """Return the clones that are given, by repository."""
+    given = {SEARCHED: autocomp, PROFILED: accelopt, LOGGED: kda}
+    return {repository: clone for repository, clone in given.items() if clone}
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
-    """What a run says: device us, class, why it does not count, if so; and its own size.
+class Result:
+    """A point or text and what was predicted for it, NaN where it does not run.
 
-    kind: the class of its profile, "" if it does not run.
-    shares: by engine, its busy time by the log over the busy time of the run.
+    more: predictions of its further counters. shares: by engine, its busy time by the log of a text
+    over the busy time of the run.
     """
 
-    predicted: float | None
+    point: Point
+    predicted: float
     kind: str
-    left_out: str = ""
+    more: tuple[float, ...] = ()
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
-    instructions: int = 0
-    seconds: float = 0.0
 
+    @property
+    def error(self) -> float:
+        """Signed relative error."""
+        return self.predicted / self.point.measured - 1.0
 
-def texts() -> list[Text]:
-    """Return the texts of the data file, in its order."""
-    data = tomllib.loads(DATA.read_text())
-    problems = {row["name"]: Problem(**row) for row in data["problem"]}
-    return [Text(problems[row.pop("problem")], **row) for row in data["text"]]
+    @property
+    def table(self) -> str:
+        """Which of TABLES has it."""
+        held = side(self.point.repository) == "held out"
+        return TABLES[held + 2 * isinstance(self.point, Text)]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it counts among what no constant was set from."""
+        return self.point.counted and side(self.point.repository) == "held out"
 
 
 def digest(text: str) -> str:
-    """Return a digest of the syntax tree, or of the characters of a text that has none."""
-    try:
-        shape = repr(_shape(ast.parse(text)))
-    except SyntaxError:
-        shape = text
-    return hashlib.sha256(shape.encode()).hexdigest()[:12]
-
-
-def _shape(node: Any) -> Any:
-    """Return a tree without positions; what is empty is left out, as Python's versions differ."""
-    if isinstance(node, list):
-        return [_shape(one) for one in node]
-    if not isinstance(node, ast.AST):
-        return node
-    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
-    return type(node).__name__, [(name, _shape(value)) for name, value in fields]
+    """Return a digest of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def candidates(trace: Path) -> list[tuple[float, str]]:
@@ -163,8 +200,8 @@ def candidates(trace: Path) -> list[tuple[float, str]]:
 
 def published(text: Text, clone: Path) -> str:
     """Return the text from a clone; SystemExit if it is not the one that the row means."""
-    path = clone / (text.file or text.problem.file)
-    if text.repository == SEARCHED:
+    path = clone / (text.file or text.published)
+    if text.clone == SEARCHED:
         found = [code for score, code in candidates(path) if round(score * 1e3, 3) == text.measured]
     else:
         found = [path.read_text(encoding="utf-8")]
@@ -175,99 +212,49 @@ def published(text: Text, clone: Path) -> str:
     raise SystemExit(f"{text.name}: digest {text.digest} expected; {path} has {others}")
 
 
-def run_text(code: str, problem: Problem) -> Simulation:
-    """Simulate a text as it is, without data."""
+def simulated(point: Point, clones: Mapping[str, Path] | None = None) -> Simulation:
+    """Run the kernel of a point, or a text of a clone as it is, without data."""
+    specs = [
+        shape if isinstance(shape, float) else ArraySpec(tuple(shape), point.dtype)
+        for shape in point.shapes
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "published.py"
-        header = "" if problem.repository == PROFILED else HEADER
-        path.write_text(header + code, encoding="utf-8")
-        specs = [
-            shape if isinstance(shape, float) else ArraySpec(tuple(shape), problem.dtype)
-            for shape in problem.shapes
-        ]
+        kernel = HERE / "kernels" / point.kernel
+        if isinstance(point, Text):
+            assert clones is not None
+            path = Path(folder) / "published.py"
+            header = "" if point.repository == PROFILED else HEADER
+            path.write_text(header + published(point, clones[point.clone]), encoding="utf-8")
+            kernel = Path(f"{path}:{point.kernel}")
         return simulate(
-            f"{path}:{problem.function}", *specs, target=problem.target, mode="timing",
-            strict=False, **problem.arguments,
-        )  # fmt: skip
+            kernel, *specs, target=point.target, mode="timing", strict=False, **point.arguments
+        )
 
 
-def ran(text: Text, clones: Mapping[str, Path]) -> Ran:
-    """Simulate a text; SystemExit if its row says something else of it than the run or the log."""
-    clone = clones[text.repository]
-    code, before = published(text, clone), time.process_time()
-    logged = {}
-    if text.logged and text.problem.repository in clones:
-        logged = _row_of_the_log(text, clones[text.problem.repository])
+def ran(text: Text, clones: Mapping[str, Path]) -> Result:
+    """Simulate a text; SystemExit if its row says something else of it than the run.
+
+    That a publisher's log or profile has spills is not to be seen in a run.
+    """
     try:
-        run = run_text(code, text.problem)
+        profile = simulated(text, clones).profile
     except (NmmError, SyntaxError) as error:
-        found = Ran(None, "", f"{type(error).__name__}: {error}")
+        found, left_out = Result(text, math.nan, ""), f"{type(error).__name__}: {error}"
     else:
-        assert run.profile is not None
-        if text.problem.repository == PROFILED:
-            left_out = _spilled_as_published(text, clone / PROFILES)
-        else:
-            left_out = _has_no_room(run.profile) or _log_says(text)
-        kind = kernel_class(run.profile.engine_busy_us)
-        size, seconds = len(run.trace.instructions), time.process_time() - before
+        assert profile is not None
+        said = text.remark if text.remark.endswith(PUBLISHED_SPILLS) else ""
+        left_out, busy = said or _has_no_room(profile), profile.engine_busy_us
         shares = {
-            engine: round(share * text.measured / run.profile.engine_busy_us[engine], 3)
-            for engine, share in logged.items() if run.profile.engine_busy_us[engine] > _BUSY
+            engine: round(share * text.measured / busy[engine], 3)
+            for engine, share in text.busy.items() if busy[engine] > _BUSY
         }  # fmt: skip
-        found = Ran(round(run.profile.device_us, 3), kind, left_out, shares, size, seconds)
-    if bool(found.left_out) == text.counted:
+        found = Result(text, round(profile.device_us, 3), kernel_class(busy), (), shares)
+    if bool(left_out) == text.counted:
         raise SystemExit(
-            f"{text.name}: {DATA.name} says counted = {text.counted}; the run says "
-            f"{found.left_out or 'nothing that leaves it out'}"
+            f"{text.name}: timing_texts.toml says counted = {text.counted}; the run says "
+            f"{left_out or 'nothing that leaves it out'}"
         )
     return found
-
-
-def _spilled_as_published(text: Text, profiles: Path) -> str:
-    """Return what a published profile spilled, "" if little; SystemExit without the profile."""
-    with profiles.open(encoding="utf-8", newline="") as file:
-        name = Path(text.problem.file).name
-        rows = [row for row in csv.DictReader(file) if Path(row["kernel"]).name == name]
-    for profile in (json.loads(row["profile"]) for row in rows):
-        if round(profile["latency"] * 1e3, 1) == text.measured:
-            moved = profile["hbm_read_bytes"] + profile["hbm_write_bytes"]
-            share = (profile["spill_save_bytes"] + profile["spill_reload_bytes"]) / moved
-            return f"{share:.0%} of the HBM traffic are spills" if share > SPILLED else ""
-    raise SystemExit(f"{text.name}: {profiles} has no such time for {name}")
-
-
-def _row_of_the_log(text: Text, clone: Path) -> dict[str, float]:
-    """Return the busy share of each engine; SystemExit if the log has another time for a text.
-
-    The last row of a file that has a time counts.
-    """
-    rows: list[dict[str, Any]]
-    if text.home:
-        found = json.loads((clone / "baselines.json").read_text(encoding="utf-8")).values()
-        rows = [r for r in found if r["kernel"] == Path(text.file).name]
-        times = [r["baseline_latency_ms"] for r in rows]
-    else:
-        folder = clone / text.file.split("/runs/")[0]
-        lines = (folder / "candidates.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [
-            r for r in (json.loads(line) for line in lines if line.strip())
-            if r.get("latency_ms") and Path(r["candidate"].split()[0]).name == Path(text.file).name
-        ]  # fmt: skip
-        times = [r["latency_ms"] for r in rows]
-    if not times or abs(times[-1] - text.logged) > 1e-9:
-        raise SystemExit(f"{text.name}: {text.logged} ms expected; the log of {clone} has {times}")
-    metrics = {}
-    for row in rows:
-        metrics |= row.get("metrics") or row.get("metrics_fast") or {}
-    return {
-        engine: metrics[name] / 100
-        for engine, names in _SHARES.items() for name in names
-        if isinstance(metrics.get(name), (int, float)) and metrics[name] > 0
-    }  # fmt: skip
-
-
-def _log_says(text: Text) -> str:
-    return text.remark if text.remark.startswith("the log says") else ""
 
 
 def _has_no_room(profile: Profile) -> str:
@@ -278,41 +265,65 @@ def _has_no_room(profile: Profile) -> str:
     return next((line for line in profile.unmodelled if line.startswith("spills")), "")
 
 
-def results(chosen: Iterable[Text], clones: Mapping[str, Path], pool: Any) -> dict[str, Ran]:
-    """Return what is known of each text by its name: run, or else recorded with today's constants.
-
-    clones: by repository; pool: an executor.
-    """
-    rows = list(chosen)
-    waiting = {
-        text.name: pool.submit(ran, text, clones) for text in rows if text.repository in clones
-    }  # fmt: skip
-    known, kinds, shares = recorded("predicted"), recorded("kinds"), recorded("shares")
-    old = {
-        t.name: Ran(known[t.name], kinds[t.name], shares=shares.get(t.name, {}))
-        for t in rows if t.name in known
-    }  # fmt: skip
-    return old | {name: one.result() for name, one in waiting.items()}
-
-
 @functools.cache
-def recorded(what: str) -> dict[str, Any]:
-    """Return one column of the record by name of text; none if a constant has changed since."""
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return what was predicted, by name; nothing if a constant has changed since."""
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    same = record.get("constants") == constants_hash()
-    return dict(record.get(what, {})) if same else {}
+    return dict(record["rows"]) if record.get("constants") == constants_hash() else {}
 
 
-def write_record(
-    predicted: Mapping[str, float],
-    kinds: Mapping[str, str],
-    shares: Mapping[str, dict[str, float]],
-) -> None:
-    """Record the predictions of all texts by name, NaN where one does not run, their classes, and
-    the shares."""
-    found = {k: None if math.isnan(us) else us for k, us in sorted(predicted.items())}
-    record = {
-        "constants": constants_hash(), "predicted": found, "kinds": dict(sorted(kinds.items())),
-        "shares": dict(sorted(shares.items())),
-    }  # fmt: skip
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+@dataclasses.dataclass(frozen=True)
+class Conflict:
+    """A held-out point whose published time contradicts other published figures.
+
+    A prediction reads a kernel's text, and these figures say that the text does not decide the
+    time. twin: the same instructions in the same order have another published time, so far away
+    that no prediction is within the bar of both. floor: the text's instructions take longer at
+    AWS's documented minimum. low to high: what they leave for the point, us.
+    """
+
+    point: str
+    measured: float
+    low: float
+    high: float
+    says: str
+
+    def holds(self, worst: float) -> bool:
+        """Whether the point cannot be within `worst` of a prediction that the figures leave."""
+        return self.high < (1 - worst) * self.measured or self.low > (1 + worst) * self.measured
+
+
+def conflicts(worst: float) -> list[Conflict]:
+    """Return one verdict a conflict; `worst` is the error that the bar allows a point."""
+    named = {point.name: point for point in (*points(), *texts())}
+    rows = tomllib.loads((DATA / "timing_conflicts.toml").read_text())["conflict"]
+    return [_conflict(row, named[row["point"]], worst) for row in rows]
+
+
+def _conflict(row: dict[str, Any], point: Point, worst: float) -> Conflict:
+    if row["kind"] == "twin":
+        other = row["twin_us"]
+        says = f"the same instructions are published with {other:,} us"
+        return Conflict(point.name, point.measured, (1 - worst) * other, (1 + worst) * other, says)
+    clock = targets.get(point.target).vector_clock_hz
+    low = row["instructions"] * row["cycles"] / clock * 1e6
+    says = f"{row['instructions']:,} instructions of {row['cycles']} cycles at {clock / 1e9:g} GHz"
+    return Conflict(point.name, point.measured, low, float("inf"), says)
+
+
+def contradicted(worst: float) -> frozenset[str]:
+    """Return the names of the points whose conflict the arithmetic bears out."""
+    return frozenset(v.point for v in conflicts(worst) if v.holds(worst))
+
+
+def arithmetic(worst: float) -> list[str]:
+    """Return the arithmetic of the conflicts, a paragraph a point."""
+    found = []
+    for v in conflicts(worst):
+        least, most = (1 - worst) * v.measured, (1 + worst) * v.measured
+        bound = f"at least {v.low:,.0f}" if v.high == float("inf") else f"at most {v.high:,.0f}"
+        found.append(
+            f"{v.point}: {v.measured:,} us published, so {least:,.0f} to {most:,.0f} are within "
+            f"the bar; {v.says}: {bound} us" + ("" if v.holds(worst) else " (DOES NOT HOLD)")
+        )
+    return found

@@ -7,8 +7,7 @@ more the time is that of issuing DMAs.
 import nki
 import nki.isa as nisa
 import nki.language as nl
-
-P = 128
+from pieces import P, copied, load, new
 
 
 @nki.jit
@@ -18,13 +17,11 @@ def add_tiles(a, b, rows, columns):
     result = nl.ndarray((height, width), dtype=a.dtype, buffer=nl.shared_hbm)
     for row in range(0, height, rows):
         for column in range(0, width, columns):
-            left = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
-            right = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
-            total = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=left, src=a[row : row + rows, column : column + columns])
-            nisa.dma_copy(dst=right, src=b[row : row + rows, column : column + columns])
+            tile = (slice(row, row + rows), slice(column, column + columns))
+            total = new(rows, columns, a.dtype)
+            left, right = load(a[tile], rows, columns), load(b[tile], rows, columns)
             nisa.tensor_tensor(dst=total, data1=left, data2=right, op=nl.add)
-            nisa.dma_copy(dst=result[row : row + rows, column : column + columns], src=total)
+            nisa.dma_copy(dst=result[tile], src=total)
     return result
 
 
@@ -46,12 +43,11 @@ def copy_tiles(a, columns):
     for tile in range(width // columns):
         column = tile * columns
         mode = modes[tile * columns * 4 // width]
-        held = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.sbuf)
+        held = new(rows, columns, a.dtype)
         nisa.dma_copy(dst=held, src=a[:, column : column + columns], dge_mode=mode)
         nisa.dma_copy(dst=result[:, column : column + columns], src=held, dge_mode=mode)
     for row in range(0, 64, 16):
-        block = nl.ndarray((128, 16), dtype=a.dtype, buffer=nl.sbuf)
-        back = nl.ndarray((16, 128), dtype=a.dtype, buffer=nl.sbuf)
+        block, back = new(128, 16, a.dtype), new(16, 128, a.dtype)
         nisa.dma_transpose(dst=block, src=a[row : row + 16, 0:128])
         nisa.dma_transpose(dst=back, src=block)
         nisa.dma_copy(dst=turned[row : row + 16, :], src=back)
@@ -65,11 +61,8 @@ def transpose_tiles(a):
     result = nl.ndarray((width, height), dtype=a.dtype, buffer=nl.shared_hbm)
     for row in range(0, height, P):
         for column in range(0, width, P):
-            tile = nl.ndarray((P, P), dtype=a.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=tile, src=a[row : row + P, column : column + P])
-            turned = nl.ndarray((P, P), dtype=a.dtype, buffer=nl.psum)
-            nisa.nc_transpose(dst=turned, data=tile)
-            out = nl.ndarray((P, P), dtype=a.dtype, buffer=nl.sbuf)
-            nisa.tensor_copy(dst=out, src=turned)
+            turned = new(P, P, a.dtype, nl.psum)
+            nisa.nc_transpose(dst=turned, data=load(a[row : row + P, column : column + P], P, P))
+            out = copied(turned, new(P, P, a.dtype))
             nisa.dma_copy(dst=result[column : column + P, row : row + P], src=out)
     return result

@@ -8,56 +8,41 @@ Tiles are 128 x 128 stationary and 128 x 512 moving throughout; sizes must be mu
 import nki
 import nki.isa as nisa
 import nki.language as nl
-
-P = 128
-COLUMNS = 512
+from pieces import COLUMNS, P, columns_of, copied, load, load_rows, new, summed
 
 
 def store_product(result, product, row, column):
     """Copy one PSUM tile out through SBUF, in the dtype of the result."""
-    tile = nl.ndarray((P, COLUMNS), dtype=result.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=tile, src=product)
+    tile = copied(product, new(P, COLUMNS, result.dtype))
     nisa.dma_copy(dst=result[row : row + P, column : column + COLUMNS], src=tile)
 
 
 @nki.jit
 def both_loaded_inside(lhs_t, rhs):
     """Both operand tiles are loaded for every product."""
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
-    result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
-    for row in range(0, m, P):
-        for column in range(0, n, COLUMNS):
-            product = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
-            for depth in range(0, k, P):
-                left = nl.ndarray((P, P), dtype=lhs_t.dtype, buffer=nl.sbuf)
-                right = nl.ndarray((P, COLUMNS), dtype=rhs.dtype, buffer=nl.sbuf)
-                nisa.dma_copy(dst=left, src=lhs_t[depth : depth + P, row : row + P])
-                nisa.dma_copy(dst=right, src=rhs[depth : depth + P, column : column + COLUMNS])
-                nisa.nc_matmul(dst=product, stationary=left, moving=right)
-            store_product(result, product, row, column)
-    return result
+    return innermost(lhs_t, rhs, lambda row: None)
 
 
 @nki.jit
 def left_hoisted(lhs_t, rhs):
     """The stationary tiles of a row of the result are loaded once and kept."""
+    return innermost(lhs_t, rhs, lambda row: load_rows(lhs_t, row, P))
+
+
+def innermost(lhs_t, rhs, hoisted):
+    """Load a tile of rhs, and one of lhs_t that is not hoisted for the row, for each product."""
     k, m = lhs_t.shape
     n = rhs.shape[1]
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
     for row in range(0, m, P):
-        lefts = []
-        for depth in range(0, k, P):
-            left = nl.ndarray((P, P), dtype=lhs_t.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=left, src=lhs_t[depth : depth + P, row : row + P])
-            lefts.append(left)
+        lefts = hoisted(row)
         for column in range(0, n, COLUMNS):
-            product = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
+            product = new(P, COLUMNS, buffer=nl.psum)
             for step in range(k // P):
-                right = nl.ndarray((P, COLUMNS), dtype=rhs.dtype, buffer=nl.sbuf)
-                depth = step * P
-                nisa.dma_copy(dst=right, src=rhs[depth : depth + P, column : column + COLUMNS])
-                nisa.nc_matmul(dst=product, stationary=lefts[step], moving=right)
+                at = slice(step * P, (step + 1) * P)
+                left = lefts[step] if lefts else load(lhs_t[at, row : row + P], P, P)
+                right = load(rhs[at, column : column + COLUMNS], P, COLUMNS)
+                nisa.nc_matmul(dst=product, stationary=left, moving=right)
             store_product(result, product, row, column)
     return result
 
@@ -65,70 +50,36 @@ def left_hoisted(lhs_t, rhs):
 @nki.jit
 def free_dimensions_blocked(lhs_t, rhs, block_m, block_n):
     """Blocks of block_m x block_n tiles share their operands; every tile is one DMA."""
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
-    steps = k // P
-    result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
-    for block_row in range(0, m, P * block_m):
-        lefts = []
-        for i in range(block_m):
-            row = block_row + i * P
-            for depth in range(0, k, P):
-                left = nl.ndarray((P, P), dtype=lhs_t.dtype, buffer=nl.sbuf)
-                nisa.dma_copy(dst=left, src=lhs_t[depth : depth + P, row : row + P])
-                lefts.append(left)
-        for block_column in range(0, n, COLUMNS * block_n):
-            rights = []
-            for j in range(block_n):
-                column = block_column + j * COLUMNS
-                for depth in range(0, k, P):
-                    right = nl.ndarray((P, COLUMNS), dtype=rhs.dtype, buffer=nl.sbuf)
-                    nisa.dma_copy(dst=right, src=rhs[depth : depth + P, column : column + COLUMNS])
-                    rights.append(right)
-            for i in range(block_m):
-                for j in range(block_n):
-                    product = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
-                    for step in range(steps):
-                        nisa.nc_matmul(
-                            dst=product,
-                            stationary=lefts[i * steps + step],
-                            moving=rights[j * steps + step],
-                        )
-                    store_product(result, product, block_row + i * P, block_column + j * COLUMNS)
-    return result
+
+    def tiles(source, first, count, width):
+        return [load_rows(source, first + i * width, width) for i in range(count)]
+
+    return blocks(lhs_t, rhs, block_m, block_n, tiles)
 
 
 @nki.jit
 def rows_of_blocks(lhs_t, rhs, block_m, block_n):
     """As free_dimensions_blocked, but one DMA loads the row of a whole block."""
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
-    steps = k // P
+
+    def tiles(source, first, count, width):
+        rows = [columns_of(row, width) for row in load_rows(source, first, count * width)]
+        return list(zip(*rows, strict=True))
+
+    return blocks(lhs_t, rhs, block_m, block_n, tiles)
+
+
+def blocks(lhs_t, rhs, block_m, block_n, tiles):
+    """Multiply blocks whose tiles, by column and depth, a function loads."""
+    m, n = lhs_t.shape[1], rhs.shape[1]
     wide_m, wide_n = P * block_m, COLUMNS * block_n
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
     for block_row in range(0, m, wide_m):
-        lefts = []
-        for depth in range(0, k, P):
-            left = nl.ndarray((P, wide_m), dtype=lhs_t.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=left, src=lhs_t[depth : depth + P, block_row : block_row + wide_m])
-            lefts.append(left)
+        lefts = tiles(lhs_t, block_row, block_m, P)
         for block_column in range(0, n, wide_n):
-            rights = []
-            for depth in range(0, k, P):
-                right = nl.ndarray((P, wide_n), dtype=rhs.dtype, buffer=nl.sbuf)
-                nisa.dma_copy(
-                    dst=right, src=rhs[depth : depth + P, block_column : block_column + wide_n]
-                )
-                rights.append(right)
+            rights = tiles(rhs, block_column, block_n, COLUMNS)
             for i in range(block_m):
                 for j in range(block_n):
-                    product = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
-                    for step in range(steps):
-                        nisa.nc_matmul(
-                            dst=product,
-                            stationary=lefts[step][:, i * P : (i + 1) * P],
-                            moving=rights[step][:, j * COLUMNS : (j + 1) * COLUMNS],
-                        )
+                    product = summed(lefts[i], rights[j])
                     store_product(result, product, block_row + i * P, block_column + j * COLUMNS)
     return result
 
@@ -138,49 +89,27 @@ def all_dimensions_blocked(lhs_t, rhs, block_m, block_n, block_k):
     """The contraction is blocked too; partial sums wait in SBUF, in the dtype of lhs_t."""
     k, m = lhs_t.shape
     n = rhs.shape[1]
-    wide_m, wide_n = P * block_m, COLUMNS * block_n
+    wide_m, wide_n, deep = P * block_m, COLUMNS * block_n, P * block_k
     result = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.shared_hbm)
     for block_column in range(0, n, wide_n):
         sums = []
         for _ in range(m // P * block_n):
-            part = nl.ndarray((P, COLUMNS), dtype=lhs_t.dtype, buffer=nl.sbuf)
-            nisa.memset(dst=part, value=0.0)
-            sums.append(part)
-        for block_depth in range(0, k, P * block_k):
-            rights = []
-            for step in range(block_k):
-                depth = block_depth + step * P
-                right = nl.ndarray((P, wide_n), dtype=rhs.dtype, buffer=nl.sbuf)
-                nisa.dma_copy(
-                    dst=right, src=rhs[depth : depth + P, block_column : block_column + wide_n]
-                )
-                rights.append(right)
+            sums.append(new(P, COLUMNS, lhs_t.dtype))
+            nisa.memset(dst=sums[-1], value=0.0)
+        for depth in range(0, k, deep):
+            rights = load_rows(rhs, block_column, wide_n, depth, depth + deep)
             for block_row in range(0, m, wide_m):
-                lefts = []
-                for step in range(block_k):
-                    depth = block_depth + step * P
-                    left = nl.ndarray((P, wide_m), dtype=lhs_t.dtype, buffer=nl.sbuf)
-                    nisa.dma_copy(
-                        dst=left, src=lhs_t[depth : depth + P, block_row : block_row + wide_m]
-                    )
-                    lefts.append(left)
+                lefts = load_rows(lhs_t, block_row, wide_m, depth, depth + deep)
                 for j in range(block_n):
+                    right = [one[:, j * COLUMNS : (j + 1) * COLUMNS] for one in rights]
                     for i in range(block_m):
-                        product = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.psum)
-                        for step in range(block_k):
-                            nisa.nc_matmul(
-                                dst=product,
-                                stationary=lefts[step][:, i * P : (i + 1) * P],
-                                moving=rights[step][:, j * COLUMNS : (j + 1) * COLUMNS],
-                            )
+                        product = summed([one[:, i * P : (i + 1) * P] for one in lefts], right)
                         part = sums[(block_row // P + i) * block_n + j]
                         nisa.tensor_tensor(dst=part, data1=part, data2=product, op=nl.add)
         for row in range(0, m, P):
-            packed = nl.ndarray((P, wide_n), dtype=nl.float32, buffer=nl.sbuf)
-            for j in range(block_n):
-                nisa.tensor_copy(
-                    dst=packed[:, j * COLUMNS : (j + 1) * COLUMNS], src=sums[row // P * block_n + j]
-                )
+            packed = new(P, wide_n)
+            for j, part in enumerate(columns_of(packed, COLUMNS)):
+                copied(sums[row // P * block_n + j], part)
             nisa.dma_copy(
                 dst=result[row : row + P, block_column : block_column + wide_n], src=packed
             )

@@ -8,25 +8,20 @@ HBM) are made once here.
 import nki
 import nki.isa as nisa
 import nki.language as nl
-
-P = 128
-COLUMNS = 512
-
-
-def new(rows, columns, dtype=nl.float32, buffer=nl.sbuf):
-    return nl.ndarray((rows, columns), dtype=dtype, buffer=buffer)
-
-
-def load(source, rows, columns):
-    tile = new(rows, columns, source.dtype)
-    nisa.dma_copy(dst=tile, src=source)
-    return tile
-
-
-def copied(product, out):
-    """PSUM to SBUF; nl.copy of Beta 1, whose engine the compiler chooses."""
-    nisa.tensor_copy(dst=out, src=product)
-    return out
+from pieces import (
+    COLUMNS,
+    P,
+    both,
+    columns_of,
+    copied,
+    load,
+    load_rows,
+    new,
+    row_of_sums,
+    scaled,
+    spread,
+    summed,
+)
 
 
 def transposed(tile, identity, rows, columns, out):
@@ -34,6 +29,23 @@ def transposed(tile, identity, rows, columns, out):
     turned = new(columns, rows, buffer=nl.psum)
     nisa.nc_matmul(dst=turned, stationary=tile, moving=identity, is_moving_onezero=True)
     return copied(turned, out)
+
+
+def loaded_together(rows, first, count, together, width):
+    """Return views of `count` tiles of 128 rows, of which one DMA brings some."""
+    tiles = []
+    for column in range(first, first + count * width, together * width):
+        wide = load(rows[:, column : column + together * width], P, together * width)
+        tiles += columns_of(wide, width)
+    return tiles
+
+
+def turned_columns(tile, identity, out=None):
+    """Transpose each 128 columns of a tile."""
+    out = new(P, tile.shape[1]) if out is None else out
+    for part, to in zip(columns_of(tile, P), columns_of(out, P), strict=True):
+        transposed(part, identity, P, P, to)
+    return out
 
 
 @nki.jit
@@ -45,31 +57,20 @@ def grouped(lhs_t, rhs, group_m, group_n, loads_m, loads_n):
     k, m = lhs_t.shape
     n = rhs.shape[1]
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
+    places = [(i, j) for i in range(group_m) for j in range(group_n)]
     for row in range(0, m, P * group_m):
         for column in range(0, n, COLUMNS * group_n):
-            sums = [new(P, COLUMNS, buffer=nl.psum) for _ in range(group_m * group_n)]
+            sums = {place: new(P, COLUMNS, buffer=nl.psum) for place in places}
             for depth in range(0, k, P):
                 rows = slice(depth, depth + P)
-                rights = []
-                for j in range(0, group_n, loads_n):
-                    first, width = column + j * COLUMNS, loads_n * COLUMNS
-                    wide = load(rhs[rows, first : first + width], P, width)
-                    rights += [wide[:, i * COLUMNS : (i + 1) * COLUMNS] for i in range(loads_n)]
-                lefts = []
-                for j in range(0, group_m, loads_m):
-                    first, width = row + j * P, loads_m * P
-                    wide = load(lhs_t[rows, first : first + width], P, width)
-                    lefts += [wide[:, i * P : (i + 1) * P] for i in range(loads_m)]
-                for i in range(group_m):
-                    for j in range(group_n):
-                        nisa.nc_matmul(
-                            dst=sums[i * group_n + j], stationary=lefts[i], moving=rights[j]
-                        )
-            for i in range(group_m):
-                for j in range(group_n):
-                    out = copied(sums[i * group_n + j], new(P, COLUMNS, result.dtype))
-                    at, to = row + i * P, column + j * COLUMNS
-                    nisa.dma_copy(dst=result[at : at + P, to : to + COLUMNS], src=out)
+                rights = loaded_together(rhs[rows, :], column, group_n, loads_n, COLUMNS)
+                lefts = loaded_together(lhs_t[rows, :], row, group_m, loads_m, P)
+                for i, j in places:
+                    nisa.nc_matmul(dst=sums[i, j], stationary=lefts[i], moving=rights[j])
+            for i, j in places:
+                out = copied(sums[i, j], new(P, COLUMNS, result.dtype))
+                at, to = row + i * P, column + j * COLUMNS
+                nisa.dma_copy(dst=result[at : at + P, to : to + COLUMNS], src=out)
     return result
 
 
@@ -101,26 +102,13 @@ def transposing(lhs, rhs, identity):
     result = nl.ndarray((m, n), dtype=lhs.dtype, buffer=nl.shared_hbm)
     one = load(identity, P, P)
     for column in range(0, n, wide):
-        rights = [
-            load(rhs[depth : depth + P, column : column + wide], P, wide)
-            for depth in range(0, k, P)
-        ]
+        rights = load_rows(rhs, column, wide)
         for row in range(0, m, P):
             turned = []
             for depth in range(0, k, wide):
                 tile = load(lhs[row : row + P, depth : depth + wide], P, wide)
-                out = new(P, wide)
-                for at in range(0, wide, P):
-                    transposed(tile[:, at : at + P], one, P, P, out[:, at : at + P])
-                    turned.append(out[:, at : at + P])
-            out = new(P, wide)
-            for at in range(0, wide, COLUMNS):
-                total = new(P, COLUMNS, buffer=nl.psum)
-                for step, right in enumerate(rights):
-                    nisa.nc_matmul(
-                        dst=total, stationary=turned[step], moving=right[:, at : at + COLUMNS]
-                    )
-                copied(total, out[:, at : at + COLUMNS])
+                turned += columns_of(turned_columns(tile, one), P)
+            out = row_of_sums(turned, rights)
             nisa.dma_copy(dst=result[row : row + P, column : column + wide], src=out)
     return result
 
@@ -140,9 +128,9 @@ def rmsnorm_then_product(x, w, identity):
             sums = new(P, 2)
             for half in range(2):
                 at = slice(half * COLUMNS, (half + 1) * COLUMNS)
-                squares, means = new(P, COLUMNS), new(P, COLUMNS)
+                squares = new(P, COLUMNS)
                 nisa.activation(dst=squares, op=nl.square, data=tile[:, at])
-                nisa.tensor_scalar(dst=means, data=squares, op0=nl.multiply, operand0=1.0 / k)
+                means = scaled(squares, nl.multiply, 1.0 / k)
                 nisa.tensor_reduce(dst=sums[:, half : half + 1], op=nl.add, data=means, axis=1)
             total, root = new(P, 1), new(P, 1)
             nisa.tensor_reduce(dst=total, op=nl.add, data=sums, axis=1)
@@ -151,46 +139,16 @@ def rmsnorm_then_product(x, w, identity):
             columns = new(P, k)
             for half in range(2):
                 at = slice(half * COLUMNS, (half + 1) * COLUMNS)
-                normed = new(P, COLUMNS)
-                nisa.tensor_scalar(dst=normed, data=again[:, at], op0=nl.multiply, operand0=root)
-                for step in range(4):
-                    place = half * COLUMNS + step * P
-                    transposed(
-                        normed[:, step * P : (step + 1) * P], one, P, P,
-                        columns[:, place : place + P],
-                    )  # fmt: skip
+                normed = scaled(again[:, at], nl.multiply, root)
+                turned_columns(normed, one, columns[:, at])
             turned.append(columns)
         for column in range(0, n, wide):
-            rights = [
-                load(w[depth : depth + P, column : column + wide], P, wide)
-                for depth in range(0, k, P)
-            ]
+            rights = load_rows(w, column, wide)
             for index, columns in enumerate(turned):
-                out = new(P, wide)
-                for at in range(0, wide, COLUMNS):
-                    total = new(P, COLUMNS, buffer=nl.psum)
-                    for step, right in enumerate(rights):
-                        nisa.nc_matmul(
-                            dst=total,
-                            stationary=columns[:, step * P : (step + 1) * P],
-                            moving=right[:, at : at + COLUMNS],
-                        )
-                    copied(total, out[:, at : at + COLUMNS])
+                out = row_of_sums(columns_of(columns, P), rights)
                 row = block + index * P
                 nisa.dma_copy(dst=result[row : row + P, column : column + wide], src=out)
     return result
-
-
-def spread(row, columns):
-    """Return an SBUF tile with one row in all partitions, by products with ones."""
-    ones = new(1, P)
-    nisa.memset(dst=ones, value=1.0)
-    wide = new(P, columns)
-    for at in range(0, columns, COLUMNS):
-        product = new(P, COLUMNS, buffer=nl.psum)
-        nisa.nc_matmul(dst=product, stationary=ones, moving=row[:, at : at + COLUMNS])
-        copied(product, wide[:, at : at + COLUMNS])
-    return wide
 
 
 def rms_normed(data, width, gain):
@@ -202,29 +160,21 @@ def rms_normed(data, width, gain):
         dst=mean, data=total, op0=nl.multiply, operand0=1.0 / width, op1=nl.add, operand1=1e-5
     )
     nisa.activation(dst=root, op=nl.rsqrt, data=mean)
-    normed, out = new(P, width), new(P, width)
-    nisa.tensor_scalar(dst=normed, data=data, op0=nl.multiply, operand0=root)
-    nisa.tensor_tensor(dst=out, data1=normed, data2=gain, op=nl.multiply)
-    return out
+    normed = scaled(data, nl.multiply, root, width)
+    return both(normed, gain, nl.multiply, width)
 
 
-def times(tile, weights, identity, k, n, keep):
-    """Yield (column, PSUM tile) of tile [128, k] times weights(step, column); nl.matmul transposes.
+def times(tile, weights, identity, k, n):
+    """Yield (column, PSUM tile) of tile [128, k] times weights(step, column).
 
-    keep: the transposed tiles are made once and not for each 512 columns of the result.
+    nl.matmul transposes the tile for each 512 columns of the result.
     """
-    turned = []
     for column in range(0, n, COLUMNS):
         total = new(P, COLUMNS, buffer=nl.psum)
         for step in range(k // P):
-            if column == 0 or not keep:
-                part = tile[:, step * P : (step + 1) * P]
-                turned.append(transposed(part, identity, P, P, new(P, P)))
-            nisa.nc_matmul(
-                dst=total,
-                stationary=turned[step] if keep else turned[-1],
-                moving=weights(step, column),
-            )
+            part = tile[:, step * P : (step + 1) * P]
+            turned = transposed(part, identity, P, P, new(P, P))
+            nisa.nc_matmul(dst=total, stationary=turned, moving=weights(step, column))
         yield column, total
 
 
@@ -237,7 +187,7 @@ def weights_of(w, inside):
         return lambda step, column: load(
             w[step * P : (step + 1) * P, column : column + COLUMNS], P, COLUMNS
         )
-    rows = [load(w[depth : depth + P, :], P, w.shape[1]) for depth in range(0, w.shape[0], P)]
+    rows = load_rows(w, 0, w.shape[1])
     return lambda step, column: rows[step][:, column : column + COLUMNS]
 
 
@@ -251,13 +201,9 @@ def add_rmsnorm_then_product(x, z, g, w, identity, inside=False):
     gain = spread(load(g, 1, k), k)
     weights = weights_of(w, inside)
     for row in range(0, m, P):
-        total = new(P, k)
-        nisa.tensor_tensor(
-            dst=total, data1=load(x[row : row + P, :], P, k), data2=load(z[row : row + P, :], P, k),
-            op=nl.add,
-        )  # fmt: skip
+        total = both(load(x[row : row + P, :], P, k), load(z[row : row + P, :], P, k), nl.add, k)
         normed = rms_normed(total, k, gain)
-        for column, product in times(normed, weights, one, k, n, False):
+        for column, product in times(normed, weights, one, k, n):
             out = copied(product, new(P, COLUMNS))
             nisa.dma_copy(dst=result[row : row + P, column : column + COLUMNS], src=out)
     return result
@@ -275,12 +221,9 @@ def product_then_add_rmsnorm(x, w, z, g, identity, inside=False):
     for row in range(0, m, P):
         tile = load(x[row : row + P, :], P, k)
         products = new(P, n)
-        for column, product in times(tile, weights, one, k, n, False):
+        for column, product in times(tile, weights, one, k, n):
             copied(product, products[:, column : column + COLUMNS])
-        total = new(P, n)
-        nisa.tensor_tensor(
-            dst=total, data1=products, data2=load(z[row : row + P, :], P, n), op=nl.add
-        )
+        total = both(products, load(z[row : row + P, :], P, n), nl.add, n)
         nisa.dma_copy(dst=result[row : row + P, :], src=rms_normed(total, n, gain))
     return result
 
@@ -307,14 +250,7 @@ def batched(lhs, rhs, identity, softmax):
                     left = load(lhs[b, row : row + P, :], P, k)
                     transposed(left, one, P, k, turned[:, at : at + P])
                 for at in range(0, wide, P):
-                    out = new(P, wide)
-                    for half in range(0, wide, COLUMNS):
-                        product = new(P, COLUMNS, buffer=nl.psum)
-                        nisa.nc_matmul(
-                            dst=product, stationary=turned[:, at : at + P],
-                            moving=right[:, half : half + COLUMNS],
-                        )  # fmt: skip
-                        copied(product, out[:, half : half + COLUMNS])
+                    out = row_of_sums([turned[:, at : at + P]], [right])
                     row = block + at
                     if softmax:
                         scores[row, column] = out
@@ -323,9 +259,9 @@ def batched(lhs, rhs, identity, softmax):
         for row in range(0, m, P) if softmax else ():
             tops, top, sums, total, inverse = (new(P, c) for c in (8, 1, 8, 1, 1))
             halves = [
-                scores[row, column][:, half : half + COLUMNS]
+                part
                 for column in range(0, n, wide)
-                for half in range(0, wide, COLUMNS)
+                for part in columns_of(scores[row, column], COLUMNS)
             ]
             for i, part in enumerate(halves):
                 nisa.tensor_reduce(dst=tops[:, i : i + 1], op=nl.maximum, data=part, axis=1)
@@ -363,16 +299,7 @@ def left_transposed(lhs_t, rhs):
                 load(rights_of[:, s, column : column + width], P, width) for s in range(steps)
             ]
             for row in range(0, wide, P):
-                out = new(P, width)
-                for at in range(0, width, COLUMNS):
-                    part = min(COLUMNS, width - at)
-                    total = new(P, part, buffer=nl.psum)
-                    for step in range(steps):
-                        nisa.nc_matmul(
-                            dst=total, stationary=lefts[step][:, row : row + P],
-                            moving=rights[step][:, at : at + part],
-                        )  # fmt: skip
-                    copied(total, out[:, at : at + part])
+                out = row_of_sums([left[:, row : row + P] for left in lefts], rights)
                 place = block + row
                 nisa.dma_copy(dst=result[place : place + P, column : column + width], src=out)
     return result
@@ -383,9 +310,8 @@ def turned_rows(x, row, identity):
     out = [new(P, COLUMNS) for _ in range(8)]
     for i in range(4):
         tile = load(x[row + i * P : row + (i + 1) * P, :], P, 1024)
-        for step in range(8):
-            part = tile[:, step * P : (step + 1) * P]
-            transposed(part, identity, P, P, out[step][:, i * P : (i + 1) * P])
+        for part, turned in zip(columns_of(tile, P), out, strict=True):
+            transposed(part, identity, P, P, turned[:, i * P : (i + 1) * P])
     return out
 
 
@@ -402,45 +328,31 @@ def swiglu(x, up, down, gate, identity):
 
     def products(weights, column, rows):
         for piece in range(0, wide, P):
-            total = new(P, COLUMNS, buffer=nl.psum)
-            for step in range(k // P):
-                nisa.nc_matmul(
-                    dst=total, stationary=weights[step][:, piece : piece + P], moving=rows[step]
-                )
+            total = summed([weight[:, piece : piece + P] for weight in weights], rows)
             yield (column + piece) // P, total
 
     for column in range(0, hidden, wide):
-        weights = [load(gate[d : d + P, column : column + wide], P, wide) for d in range(0, k, P)]
+        weights = load_rows(gate, column, wide)
         for block in range(m // COLUMNS):
             rows = turned_rows(x, block * COLUMNS, one)
             for piece, total in products(weights, column, rows):
                 gates[piece, block] = copied(total, new(P, COLUMNS))
     for column in range(0, hidden, wide):
-        weights = [load(up[d : d + P, column : column + wide], P, wide) for d in range(0, k, P)]
+        weights = load_rows(up, column, wide)
         for block in range(m // COLUMNS):
             rows = turned_rows(x, block * COLUMNS, one)
             for piece, total in products(weights, column, rows):
                 held = gates[piece, block]
-                power, added, inverse, silu, out = (new(P, COLUMNS) for _ in range(5))
+                power, inverse = new(P, COLUMNS), new(P, COLUMNS)
                 nisa.activation(dst=power, op=nl.exp, data=held, scale=-1.0)
-                nisa.tensor_scalar(dst=added, data=power, op0=nl.add, operand0=1.0)
-                nisa.reciprocal(dst=inverse, data=added)
-                nisa.tensor_tensor(dst=silu, data1=held, data2=inverse, op=nl.multiply)
-                nisa.tensor_tensor(dst=out, data1=silu, data2=total, op=nl.multiply)
+                nisa.reciprocal(dst=inverse, data=scaled(power, nl.add, 1.0))
+                out = both(both(held, inverse, nl.multiply), total, nl.multiply)
                 nisa.dma_copy(dst=middle[piece, block], src=out)
-    weights = [load(down[d : d + P, :], P, k) for d in range(0, hidden, P)]
+    weights = load_rows(down, 0, k)
     for block in range(m // COLUMNS):
         parts = [load(middle[piece, block], P, COLUMNS) for piece in range(hidden // P)]
         for i in range(4):
-            out = new(P, k)
-            for at in range(0, k, COLUMNS):
-                total = new(P, COLUMNS, buffer=nl.psum)
-                for part, weight in zip(parts, weights, strict=True):
-                    nisa.nc_matmul(
-                        dst=total, stationary=part[:, i * P : (i + 1) * P],
-                        moving=weight[:, at : at + COLUMNS],
-                    )  # fmt: skip
-                copied(total, out[:, at : at + COLUMNS])
+            out = row_of_sums([part[:, i * P : (i + 1) * P] for part in parts], weights)
             row = block * COLUMNS + i * P
             nisa.dma_copy(dst=result[row : row + P, :], src=out)
     return result

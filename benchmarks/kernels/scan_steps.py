@@ -7,16 +7,8 @@ elementwise kernel that is bound by VectorE, with rows broadcast over partitions
 import nki
 import nki.isa as nisa
 import nki.language as nl
-
-P = 128
-BANK = 512
-
-
-def load(source, rows, columns):
-    """Return an SBUF tile with a copy of an HBM region."""
-    tile = nl.ndarray((rows, columns), dtype=source.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=source)
-    return tile
+from pieces import COLUMNS as BANK
+from pieces import P, both, load, new, row_of_sums, summed
 
 
 def spread(row, ones, columns):
@@ -25,36 +17,27 @@ def spread(row, ones, columns):
     It stays in PSUM if one bank holds it; a longer one is copied to SBUF bank by bank, because no
     instruction reads across banks.
     """
-    if columns <= BANK:
-        wide = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=wide, stationary=ones, moving=row)
-        return wide
-    wide = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
-    for at in range(0, columns, BANK):
-        product = nl.ndarray((P, BANK), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=product, stationary=ones, moving=row[:, at : at + BANK])
-        nisa.tensor_copy(dst=wide[:, at : at + BANK], src=product)
-    return wide
+    return summed([ones], [row]) if columns <= BANK else row_of_sums([ones], [row])
 
 
 def one_state(total, delta, u, a, b_row, c_row, ones, columns, initial=0.0):
     """Add one state's contribution to `total`; return the states."""
-    decay = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
+    decay, states = new(P, columns), new(P, columns)
     nisa.activation(dst=decay, op=nl.exp, data=delta, scale=a)
-    gain = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=gain, data1=delta, data2=u, op=nl.multiply)
-    inputs = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=inputs, data1=gain, data2=spread(b_row, ones, columns), op=nl.multiply)
-    states = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
+    gain = both(delta, u, nl.multiply, columns)
+    inputs = both(gain, spread(b_row, ones, columns), nl.multiply, columns)
     nisa.tensor_tensor_scan(
         dst=states, data0=decay, data1=inputs, initial=initial, op0=nl.multiply, op1=nl.add
     )
-    outputs = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(
-        dst=outputs, data1=states, data2=spread(c_row, ones, columns), op=nl.multiply
-    )
+    outputs = both(states, spread(c_row, ones, columns), nl.multiply, columns)
     nisa.tensor_tensor(dst=total, data1=total, data2=outputs, op=nl.add)
     return states
+
+
+def filled(rows, columns, value):
+    tile = new(rows, columns)
+    nisa.memset(dst=tile, value=value)
+    return tile
 
 
 @nki.jit
@@ -62,87 +45,53 @@ def operands_loaded_per_state(delta, u, a, b, c):
     """delta and u are loaded again for every state. delta, u: [channels, n]; a: [channels, s]."""
     channels, columns = delta.shape
     result = nl.ndarray((channels, columns), dtype=delta.dtype, buffer=nl.shared_hbm)
-    ones = nl.ndarray((1, P), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
-    totals = []
-    for _ in range(channels // P):
-        total = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=total, value=0.0)
-        totals.append(total)
+    ones = filled(1, P, 1.0)
+    totals = {tile: filled(P, columns, 0.0) for tile in range(0, channels, P)}
     for state in range(a.shape[1]):
-        for tile in range(channels // P):
-            rows = slice(tile * P, (tile + 1) * P)
+        for tile, total in totals.items():
+            rows = slice(tile, tile + P)
             one_state(
-                totals[tile],
-                load(delta[rows, :], P, columns),
-                load(u[rows, :], P, columns),
+                total, load(delta[rows, :], P, columns), load(u[rows, :], P, columns),
                 load(a[rows, state : state + 1], P, 1),
                 load(b[state : state + 1, :], 1, columns),
-                load(c[state : state + 1, :], 1, columns),
-                ones,
-                columns,
-            )
-    for tile in range(channels // P):
-        nisa.dma_copy(dst=result[tile * P : (tile + 1) * P, :], src=totals[tile])
+                load(c[state : state + 1, :], 1, columns), ones, columns,
+            )  # fmt: skip
+    for tile, total in totals.items():
+        nisa.dma_copy(dst=result[tile : tile + P, :], src=total)
     return result
 
 
 @nki.jit
 def operands_loaded_once(delta, u, a, b, c):
     """All states of one tile of channels follow each other, so delta and u are loaded once."""
-    channels, columns = delta.shape
-    result = nl.ndarray((channels, columns), dtype=delta.dtype, buffer=nl.shared_hbm)
-    ones = nl.ndarray((1, P), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
-    for tile in range(channels // P):
-        rows = slice(tile * P, (tile + 1) * P)
-        total = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=total, value=0.0)
-        delta_tile, u_tile = load(delta[rows, :], P, columns), load(u[rows, :], P, columns)
-        for state in range(a.shape[1]):
-            one_state(
-                total,
-                delta_tile,
-                u_tile,
-                load(a[rows, state : state + 1], P, 1),
-                load(b[state : state + 1, :], 1, columns),
-                load(c[state : state + 1, :], 1, columns),
-                ones,
-                columns,
-            )
-        nisa.dma_copy(dst=result[rows, :], src=total)
-    return result
+    return state_by_state(delta, u, a, b, c, delta.shape[1], lambda: 0.0)
 
 
 @nki.jit
 def sequence_in_tiles(delta, u, a, b, c):
     """As operands_loaded_once, in tiles of 512 positions; each scan starts from the one before."""
+    return state_by_state(delta, u, a, b, c, BANK, lambda: filled(P, 1, 0.0))
+
+
+def state_by_state(delta, u, a, b, c, width, start):
+    """Scan `width` positions at a time; the first scan of a state starts from start()."""
     channels, columns = delta.shape
     result = nl.ndarray((channels, columns), dtype=delta.dtype, buffer=nl.shared_hbm)
-    ones = nl.ndarray((1, P), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
-    for tile in range(channels // P):
-        rows = slice(tile * P, (tile + 1) * P)
-        total = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=total, value=0.0)
+    ones = filled(1, P, 1.0)
+    for tile in range(0, channels, P):
+        rows = slice(tile, tile + P)
+        total = filled(P, columns, 0.0)
         delta_tile, u_tile = load(delta[rows, :], P, columns), load(u[rows, :], P, columns)
         for state in range(a.shape[1]):
             factor = load(a[rows, state : state + 1], P, 1)
-            initial = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.memset(dst=initial, value=0.0)
-            for at in range(0, columns, BANK):
-                part = slice(at, at + BANK)
+            initial = start()
+            for at in range(0, columns, width):
+                part = slice(at, at + width)
                 states = one_state(
-                    total[:, part],
-                    delta_tile[:, part],
-                    u_tile[:, part],
-                    factor,
-                    load(b[state : state + 1, part], 1, BANK),
-                    load(c[state : state + 1, part], 1, BANK),
-                    ones,
-                    BANK,
-                    initial,
-                )
-                initial = states[:, BANK - 1 : BANK]
+                    total[:, part], delta_tile[:, part], u_tile[:, part], factor,
+                    load(b[state : state + 1, part], 1, width),
+                    load(c[state : state + 1, part], 1, width), ones, width, initial,
+                )  # fmt: skip
+                initial = states[:, width - 1 : width]
         nisa.dma_copy(dst=result[rows, :], src=total)
     return result

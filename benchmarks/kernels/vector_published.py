@@ -7,32 +7,10 @@ instructions: tile sizes, engines left to the compiler and loads are those of th
 import nki
 import nki.isa as nisa
 import nki.language as nl
+from pieces import COLUMNS as HALF
+from pieces import P, both, load, new, scaled, spread
 
-P = 128
 WIDE = 1024
-HALF = 512
-
-
-def new(rows, columns, dtype=nl.float32, buffer=nl.sbuf):
-    return nl.ndarray((rows, columns), dtype=dtype, buffer=buffer)
-
-
-def load(source, rows, columns):
-    tile = new(rows, columns, source.dtype)
-    nisa.dma_copy(dst=tile, src=source)
-    return tile
-
-
-def scaled(data, op, number, columns=HALF, rows=P):
-    out = new(rows, columns)
-    nisa.tensor_scalar(dst=out, data=data, op0=op, operand0=number)
-    return out
-
-
-def both(left, right, op, columns=HALF, rows=P):
-    out = new(rows, columns)
-    nisa.tensor_tensor(dst=out, data1=left, data2=right, op=op)
-    return out
 
 
 @nki.jit
@@ -48,9 +26,8 @@ def silu(x):
             out = new(P, WIDE)
             for at in range(0, WIDE, HALF):
                 part = tile[:, at : at + HALF]
-                power = new(P, HALF)
+                power, inverse = new(P, HALF), new(P, HALF)
                 nisa.activation(dst=power, op=nl.exp, data=part, scale=-1.0)
-                inverse = new(P, HALF)
                 nisa.reciprocal(dst=inverse, data=scaled(power, nl.add, 1.0))
                 nisa.tensor_tensor(
                     dst=out[:, at : at + HALF], data1=part, data2=inverse, op=nl.multiply
@@ -83,9 +60,8 @@ def adamw(theta, gradient, first, second):
                 kept = scaled(v, nl.multiply, 0.999, rows=rows)
                 square = both(scaled(g, nl.multiply, 0.001, rows=rows), g, nl.multiply, rows=rows)
                 moment = both(kept, square, nl.add, rows=rows)
-                root = new(rows, HALF)
+                root, inverse = new(rows, HALF), new(rows, HALF)
                 nisa.activation(dst=root, op=nl.sqrt, data=moment, scale=1000.0)
-                inverse = new(rows, HALF)
                 nisa.reciprocal(dst=inverse, data=scaled(root, nl.add, 1e-8, rows=rows))
                 nisa.tensor_tensor(
                     dst=out[:, at : at + HALF],
@@ -112,10 +88,9 @@ def rope(x, cos, sin):
         odd = new(half, HALF)
         nisa.tensor_copy(dst=odd, src=tile[half:, :])
         even_by, odd_by = new(d, HALF), new(d, HALF)
-        for by, of in ((even_by, tile[:half, :]), (odd_by, odd)):
-            nisa.tensor_tensor(dst=by[:half, :], data1=of, data2=factors[:half, :], op=nl.multiply)
-        for by, of in ((even_by, tile[:half, :]), (odd_by, odd)):
-            nisa.tensor_tensor(dst=by[half:, :], data1=of, data2=factors[half:, :], op=nl.multiply)
+        for of in (slice(half), slice(half, d)):
+            for by, side in ((even_by, tile[:half, :]), (odd_by, odd)):
+                nisa.tensor_tensor(dst=by[of, :], data1=side, data2=factors[of, :], op=nl.multiply)
         out = new(d, HALF)
         nisa.tensor_tensor(
             dst=out[:half, :], data1=even_by[:half, :], data2=odd_by[half:, :], op=nl.subtract
@@ -157,18 +132,6 @@ def depthwise_conv(image, taps, in_psum):
     return result
 
 
-def spread(row, columns):
-    """Return an SBUF tile with one row in all partitions, by products with ones."""
-    ones = new(1, P)
-    nisa.memset(dst=ones, value=1.0)
-    wide = new(P, columns)
-    for at in range(0, columns, HALF):
-        product = new(P, HALF, buffer=nl.psum)
-        nisa.nc_matmul(dst=product, stationary=ones, moving=row[:, at : at + HALF])
-        nisa.tensor_copy(dst=wide[:, at : at + HALF], src=product)
-    return wide
-
-
 @nki.jit
 def layer_norm(x, gamma, beta):
     """LayerNorm of rows: mean(x^2) - mean(x)^2, whole rows of 8,192 columns a tile."""
@@ -178,16 +141,12 @@ def layer_norm(x, gamma, beta):
     shift = spread(load(beta, 1, width), width)
     for row in range(0, height, P):
         tile = load(x[row : row + P, :], P, width)
-        mean, square_mean = new(P, 1), new(P, 1)
-        total, square_total = new(P, 1), new(P, 1)
+        total, square_total, squares = new(P, 1), new(P, 1), new(P, width)
         nisa.tensor_reduce(dst=total, op=nl.add, data=tile, axis=1)
-        nisa.tensor_scalar(dst=mean, data=total, op0=nl.multiply, operand0=1.0 / width)
-        squares = new(P, width)
+        mean = scaled(total, nl.multiply, 1.0 / width, 1)
         nisa.activation(dst=squares, op=nl.square, data=tile)
         nisa.tensor_reduce(dst=square_total, op=nl.add, data=squares, axis=1)
-        nisa.tensor_scalar(
-            dst=square_mean, data=square_total, op0=nl.multiply, operand0=1.0 / width
-        )
+        square_mean = scaled(square_total, nl.multiply, 1.0 / width, 1)
         variance = both(square_mean, both(mean, mean, nl.multiply, 1), nl.subtract, 1)
         root = new(P, 1)
         nisa.activation(dst=root, op=nl.rsqrt, data=scaled(variance, nl.add, 1e-5, 1))

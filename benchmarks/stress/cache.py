@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-
-from benchmarks.stress.tally import Tally
 
 PROCESSES = 12
 KEYS = 400
@@ -59,16 +57,46 @@ with open(log, "a") as out:
 """
 
 
-def attempt(count: int, seed: int) -> Tally:
-    """Run until `count` reads were checked, or SECONDS are over; a wrong text is a wrong result."""
-    drawn, tally = random.Random(seed), Tally()
-    folder = Path(tempfile.mkdtemp(prefix="nmm-stress-cache-"))
+def attempts(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Check `count` reads, or as many as there are in SECONDS, and at the end what stays."""
+    from nmm_compiler.cache.disk import FOLDER
+    from nmm_compiler.cache.key import Key
+    from nmm_compiler.cache.store import Store
+
+    with tempfile.TemporaryDirectory(prefix="nmm-stress-cache-") as name:
+        folder, served, reads = Path(name), set(), 0
+        kills = _build_and_kill(folder, count, seed)
+        for line in _lines(folder):
+            outcome, _, number = line.partition(" ")
+            if number.isdecimal():  # else a kill cut the line
+                reads += 1
+                served.add(int(number))
+                yield outcome, f"key {number} has another text"
+        store = Store(folder / "cache")
+        for number in sorted(served):
+            kept = store.get(Key.make({"number": number})) is not None
+            yield "right" if kept else "lost", f"key {number} was served and is gone"
+        store.prune()
+        states = {info.state for info in store.entries()}
+        hidden = [path.name for path in (folder / "cache" / FOLDER).glob(".*")]
+        whole = states <= {"ok"} and not hidden
+        yield "right" if whole else "lost", f"after prune: {states}, {hidden[:3]}"
+        errors = (folder / "stderr").read_text(errors="replace")
+        for _ in range(errors.count("Traceback (most recent call last)")):
+            yield "tracebacks", errors.splitlines()[-1]
+        if reads < min(count, 100):
+            yield "lost", f"only {reads} reads in {SECONDS:g} s, {kills} kills"
+
+
+def _build_and_kill(folder: Path, count: int, seed: int) -> int:
+    """Let processes build until `count` lines are there, and kill some; return how many."""
+    drawn = random.Random(seed)
     running: list[subprocess.Popen[bytes]] = []
     started = kills = 0
     faults = open(folder / "stderr", "ab")  # noqa: SIM115  (children write to it)
     try:
         end = time.monotonic() + SECONDS
-        while _lines(folder) < count and time.monotonic() < end:
+        while len(_lines(folder)) < count and time.monotonic() < end:
             while len(running) < PROCESSES:
                 started += 1
                 arguments = [str(folder / "cache"), str(folder / f"log-{started}")]
@@ -85,57 +113,8 @@ def attempt(count: int, seed: int) -> Tally:
             process.kill()
             process.wait()
         faults.close()
-    served = _count(folder, tally)
-    _check_what_stays(folder, served, tally)
-    errors = (folder / "stderr").read_text(errors="replace")
-    tally.tracebacks += errors.count("Traceback (most recent call last)")
-    tally.examples += [line for line in errors.splitlines()[-1:] if tally.tracebacks]
-    if tally.attempts < min(count, 100):
-        tally.lost += 1
-        tally.examples.append(f"only {tally.attempts} reads in {SECONDS:g} s, {kills} kills")
-    shutil.rmtree(folder)
-    return tally
+    return kills
 
 
-def _lines(folder: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in folder.glob("log-*"))
-
-
-def _count(folder: Path, tally: Tally) -> set[int]:
-    """Count the checked reads; return the keys that were served."""
-    served = set()
-    for path in folder.glob("log-*"):
-        for line in path.read_text().splitlines():
-            state, _, number = line.partition(" ")
-            if not number.isdecimal():
-                continue  # the line that a kill cut
-            tally.attempts += 1
-            tally.right += state == "right"
-            tally.wrong += state != "right"
-            served.add(int(number))
-    return served
-
-
-def _check_what_stays(folder: Path, served: set[int], tally: Tally) -> None:
-    """Each key that was served is on disk, whole, and leftovers of the killed can be cleared."""
-    from nmm_compiler.cache.disk import FOLDER
-    from nmm_compiler.cache.key import Key
-    from nmm_compiler.cache.store import Store
-
-    store = Store(folder / "cache")
-    for number in sorted(served):
-        tally.attempts += 1
-        if store.get(Key.make({"number": number})) is None:
-            tally.lost += 1
-            tally.examples.append(f"key {number} was served and is gone")
-        else:
-            tally.right += 1
-    store.prune()
-    tally.attempts += 1
-    states = {info.state for info in store.entries()}
-    hidden = [path.name for path in (folder / "cache" / FOLDER).glob(".*")]
-    if states <= {"ok"} and not hidden:
-        tally.right += 1
-    else:
-        tally.lost += 1
-        tally.examples.append(f"after prune: {states}, {hidden[:3]}")
+def _lines(folder: Path) -> list[str]:
+    return [line for path in folder.glob("log-*") for line in path.read_text().splitlines()]

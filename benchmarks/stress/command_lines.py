@@ -13,8 +13,8 @@ Lost: an input that changed, an output file left half-written, a device replaced
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
+import itertools
 import json
 import os
 import random
@@ -35,20 +35,16 @@ from benchmarks.stress.line_values import (
     DEVICES,
     ENVIRONMENT,
     FIELDS,
+    FILES,
     GOOD,
     INPUTS,
-    KERNEL,
-    MODEL,
-    OTHER,
     OUTPUT_NAMES,
     PROCESS_ENVIRONMENT,
-    RAISING,
-    SPECS,
     STREAMS,
 )
-from benchmarks.stress.tally import Tally
 
 ROOT = Path(__file__).resolve().parents[2]
+Verdicts = Iterator[tuple[str, str]]
 SECONDS_A_LINE = 60
 LINES_A_WORKER = 500
 PROCESS_SHARE = 100  # one line in so many is a real process
@@ -136,26 +132,17 @@ def _value(choose: random.Random, command: str, name: str, wrong: float) -> str:
 
 def make_workshop(place: Path, with_model: bool = True) -> None:
     """Fill an empty directory with the files that the lines name; the model takes a few seconds."""
-    for name, text in {"add": KERNEL, "model": MODEL, **RAISING}.items():
-        (place / f"{name}.py").write_text(text)
-    (place / "latin.py").write_bytes(b"x = '\xe9'\n")
-    (place / "nul.py").write_bytes(b"x = 1\0\n")
-    (place / "text.txt").write_text("one line of text\n" * 40)
-    (place / "key.json").write_text('{"family": "toy", "spec": {"m": 8}}')
-    (place / "deep.json").write_text("[" * 100_000)
-    (place / "noise.tar").write_bytes(b"noise" * 500)
-    (place / "other.json").write_text(OTHER)
-    (place / "specs.jsonl").write_text(SPECS)
+    for name, text in FILES.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_bytes(text.encode("latin-1"))
     (place / "link").symlink_to("old.json")
+    (place / "directory").mkdir()
+    (place / "cache").mkdir(mode=0o700)
     for name, number in DEVICES.items():
         try:
             os.mknod(place / name, stat.S_IFCHR | 0o666, os.makedev(1, number))
         except PermissionError:  # a user who cannot make a device cannot replace one either
             (place / name).symlink_to(f"/dev/{name}")
-    (place / "directory").mkdir()
-    (place / "broken").mkdir()
-    (place / "broken" / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
-    (place / "cache").mkdir(mode=0o700)
     if with_model:
         with contextlib.suppress(ImportError):  # compress then says which package is missing
             _save_tiny_model(place / "tiny")
@@ -169,18 +156,14 @@ def _save_verdicts(path: Path, target: Path) -> None:
     from nmm_compiler.device.calibrated_target import calibrate
     from nmm_compiler.runtime import machine
 
-    verdicts = []
-    for rung in ladder.RUNGS:
-        predicted = None if rung.compiled else ladder.predicted_us(rung, targets.get("trn2"))
-        if predicted is not None:
-            time_us = 1.2 * predicted
-            verdicts.append(
-                ladder.Verdict(
-                    rung=rung.name, construct=rung.construct, verdict="passed", time_us=time_us
-                )
-            )
+    timed = [rung for rung in ladder.RUNGS if not rung.compiled]
+    predicted = [(rung, ladder.predicted_us(rung, targets.get("trn2"))) for rung in timed]
+    verdicts = tuple(
+        ladder.Verdict(rung=rung.name, construct=rung.construct, verdict="passed", time_us=1.2 * us)
+        for rung, us in predicted if us is not None
+    )  # fmt: skip
     found = ladder.Ladder(
-        executor="neuron", target="trn2", machine=machine.probe(), verdicts=tuple(verdicts)
+        executor="neuron", target="trn2", machine=machine.probe(), verdicts=verdicts
     )
     path.write_text(json.dumps(found.to_dict()))
     target.write_text(json.dumps(calibrate(path).file()))
@@ -198,21 +181,22 @@ def _save_tiny_model(directory: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
-class _Broken(io.RawIOBase):
-    """An output that refuses every byte: a full disk or a pipe without a reader."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.null = open(os.devnull, "w")  # noqa: SIM115  # rich points the descriptor elsewhere
-
-    def fileno(self) -> int:
-        return self.null.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        raise OSError(self.number, os.strerror(self.number))
+@contextlib.contextmanager
+def _output(stream: str) -> Iterator[Any]:
+    """Give what a line writes its output to: a file, a full disk, or a pipe without a reader."""
+    if stream == "full":
+        opened: Any = open("/dev/full", "wb")  # noqa: SIM115
+    elif stream == "gone":
+        reader, writer = os.pipe()
+        os.close(reader)
+        opened = open(writer, "wb")  # noqa: SIM115
+    else:
+        opened = tempfile.TemporaryFile()  # noqa: SIM115
+    try:
+        yield opened
+    finally:
+        with contextlib.suppress(OSError):  # what is not written yet
+            opened.close()
 
 
 class TooSlow(BaseException):
@@ -238,43 +222,38 @@ def run_here(words: Sequence[str], environment: dict[str, str], stream: str) -> 
     """Run one line in this process, in the current directory; return (exit code, all output)."""
     from nmm_compiler.cli.main import main
 
-    wanted = {"full": errno.ENOSPC, "gone": errno.EPIPE}.get(stream)
-    raw: Any = io.BytesIO()
-    out = io.TextIOWrapper(
-        io.BufferedWriter(_Broken(wanted), 64) if wanted else raw,
-        encoding="ascii" if stream == "ascii" else "utf-8",
-    )
+    before = sys.stdin, sys.stdout, sys.stderr, dict(os.environ), os.getcwd()
     errors = _errors()
     said = errors.buffer
-    before = sys.stdin, sys.stdout, sys.stderr, dict(os.environ), os.getcwd()
-    sys.stdin = io.TextIOWrapper(io.BytesIO(b"{}"))
-    sys.stdout, sys.stderr = out, errors
-    if stream == "closed":
-        sys.stdout = None  # type: ignore[assignment]  # as Python starts with a closed descriptor
-    os.environ.update(environment)
     code: Any = None
-    try:
-        main(list(words))
-    except SystemExit as ended:
-        code = ended.code
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            errors.flush()
-        with contextlib.suppress(OSError, ValueError):
-            out.flush()
-        sys.stdin, sys.stdout, sys.stderr = before[:3]
-        os.environ.clear()
-        os.environ.update(before[3])
-        os.chdir(before[4])
-    written = b"".join(stream.getvalue() for stream in (said, raw) if not stream.closed)
-    # A wrapper that is collected would flush and close its stream.
-    with contextlib.suppress(OSError, ValueError):
-        out.detach()
+    with _output(stream) as raw:
+        file = os.dup(raw.fileno())  # a line may close its output
+        out = open(file, "w", encoding="ascii" if stream == "ascii" else "utf-8")  # noqa: SIM115
+        sys.stdin, sys.stdout, sys.stderr = io.TextIOWrapper(io.BytesIO(b"{}")), out, errors
+        if stream == "closed":
+            sys.stdout = None  # type: ignore[assignment]  # as Python starts with it closed
+        os.environ.update(environment)
+        try:
+            main(list(words))
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            for one in (errors.flush, out.close):
+                with contextlib.suppress(OSError, ValueError):
+                    one()
+            sys.stdin, sys.stdout, sys.stderr = before[:3]
+            os.environ.clear()
+            os.environ.update(before[3])
+            os.chdir(before[4])
+        written = b"" if said.closed else said.getvalue()
+        if stream not in ("full", "gone"):
+            raw.seek(0)
+            written += raw.read()
     return code, written.decode("utf-8", "replace")
 
 
 def fault(code: Any, said: str) -> tuple[str, str] | None:
-    """Return (field of the tally, why) for an ending that is not documented, else None."""
+    """Return (outcome, why) for an ending that is not documented, else None."""
     if "TooSlow" in said:
         return "wrong", f"ran past {SECONDS_A_LINE} s"
     if "Traceback (most recent call last)" in said or code == 70:
@@ -331,17 +310,17 @@ def _shown(line: dict[str, Any]) -> str:
     )
 
 
-def judge(line: dict[str, Any], guarded: Guarded, ended: tuple[Any, str]) -> dict[str, str]:
-    """Return {} for a right ending, else the field of the tally and the example."""
+def judge(line: dict[str, Any], guarded: Guarded, ended: tuple[Any, str]) -> tuple[str, str]:
+    """Return what a line came to, and the line with the reason where that is not right."""
     found = fault(*ended)
     damage = guarded.damage()
     if damage is not None:
         found = ("lost", damage)
     guarded.restore()
-    return {} if found is None else {"field": found[0], "example": f"{_shown(line)}: {found[1]}"}
+    return (found[0], f"{_shown(line)}: {found[1]}") if found else ("right", "")
 
 
-def work(place: Path, seed: int, start: int, stop: int, only: str | None = None) -> Iterator[dict]:
+def work(place: Path, seed: int, start: int, stop: int, only: str | None = None) -> Verdicts:
     """Run lines number `start` to `stop` of a seed here; yield a verdict for each."""
 
     def too_slow(number: int, frame: Any) -> None:
@@ -351,9 +330,7 @@ def work(place: Path, seed: int, start: int, stop: int, only: str | None = None)
     os.chdir(place)
     guarded = Guarded(place)
     try:
-        for number, line in enumerate(lines(seed, stop, only)):
-            if number < start:
-                continue
+        for line in itertools.islice(lines(seed, stop, only), start, None):
             signal.alarm(SECONDS_A_LINE)
             ended = run_here(line["words"], line["environment"], line["stream"])
             signal.alarm(0)
@@ -370,42 +347,23 @@ def as_process(line: dict[str, Any], place: Path) -> tuple[Any, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **line["environment"]}
     if line["stream"] == "ascii":
         environment["PYTHONIOENCODING"] = "ascii"
-    with open("/dev/full", "w") as full, tempfile.TemporaryFile() as said:
-        if line["stream"] == "gone":
-            reader, writer = os.pipe()
-            os.close(reader)
-            out: Any = writer
-        elif line["stream"] == "closed":
-            command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-            out = None
-        else:
-            out = {"plain": said, "ascii": said, "full": full}[line["stream"]]
+    if line["stream"] == "closed":
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    with _output(line["stream"]) as out, tempfile.TemporaryFile() as said:
+        plain = line["stream"] in ("plain", "ascii")
         try:
-            code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=said, cwd=place,
-                env=environment, timeout=4 * SECONDS_A_LINE, check=False,
+            code: Any = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=said if plain else out, stderr=said,
+                cwd=place, env=environment, timeout=4 * SECONDS_A_LINE, check=False,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = "too slow"
-        finally:
-            if line["stream"] == "gone":
-                os.close(writer)
         said.seek(0)
         return code, said.read().decode("utf-8", "replace")
 
 
-def _add(tally: Tally, verdict: dict[str, str]) -> None:
-    tally.attempts += 1
-    if not verdict:
-        tally.right += 1
-        return
-    setattr(tally, verdict["field"], getattr(tally, verdict["field"]) + 1)
-    tally.examples.append(verdict["example"])
-
-
-def attempt(count: int = 3000, seed: int = 0) -> Tally:
-    """Run `count` command lines, one in PROCESS_SHARE as a real process; return the counts."""
-    tally = Tally()
+def attempts(count: int = 3000, seed: int = 0) -> Verdicts:
+    """Run `count` command lines, one in PROCESS_SHARE as a real process."""
     processes = max(1, count // PROCESS_SHARE)
     with tempfile.TemporaryDirectory(prefix="nmm-lines-") as name:
         place = Path(name)
@@ -414,23 +372,21 @@ def attempt(count: int = 3000, seed: int = 0) -> Tally:
         while start < here:
             stop = min(here, start + LINES_A_WORKER)
             done = _worker(place, seed, start, stop)
-            for verdict in done:
-                _add(tally, verdict)
+            yield from done
             start += len(done)
             if start < stop:  # the worker died of line number `start`
                 line = list(lines(seed, start + 1))[start]
-                _add(tally, {"field": "wrong", "example": f"{_shown(line)}: the process died"})
+                yield "wrong", f"{_shown(line)}: the process died"
                 start += 1
         guarded = Guarded(place)
         choose = random.Random(seed)
         for line in lines(seed + 1, processes):
             variable = choose.choice(sorted(PROCESS_ENVIRONMENT))
             line["environment"] = {variable: choose.choice(PROCESS_ENVIRONMENT[variable])}
-            _add(tally, judge(line, guarded, as_process(line, place)))
-    return tally
+            yield judge(line, guarded, as_process(line, place))
 
 
-def _worker(place: Path, seed: int, start: int, stop: int) -> list[dict[str, str]]:
+def _worker(place: Path, seed: int, start: int, stop: int) -> list[tuple[str, str]]:
     """Run lines in a process of their own; return the verdicts that it came to."""
     program = "from benchmarks.stress.command_lines import worker; worker()"
     given = [str(place), str(seed), str(start), str(stop)]
@@ -439,7 +395,7 @@ def _worker(place: Path, seed: int, start: int, stop: int) -> list[dict[str, str
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "NMM_CACHE_DIR": str(place / "cache")},
     )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [(outcome, text) for outcome, text in map(json.loads, done.stdout.splitlines())]
 
 
 def worker() -> None:
@@ -447,5 +403,4 @@ def worker() -> None:
     place, seed, start, stop = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     out = os.fdopen(os.dup(1), "w")  # the lines may close standard output
     for verdict in work(place, seed, start, stop):
-        out.write(json.dumps(verdict) + "\n")
-        out.flush()
+        print(json.dumps(verdict), file=out, flush=True)

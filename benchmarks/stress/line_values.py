@@ -1,6 +1,12 @@
-"""What the random command lines are made of: files, values of each option, environments."""
+"""What the random command lines are made of: files, values of each option, environments.
+
+Values and environments are in data/command_lines.toml.
+"""
 
 from __future__ import annotations
+
+import tomllib
+from pathlib import Path
 
 KERNEL = """import nki
 import nki.isa as nisa
@@ -60,83 +66,49 @@ RAISING = {
     "odd": "class Odd(BaseException):\n    pass\n\n\nraise Odd(b'\\xff')\n",
     "mute": "import sys\n\n\ndef add(kernel, b):\n    sys.stdout.close()\n\n\nmodel = add\n",
 }
-INPUTS = (
-    *(f"{name}.py" for name in RAISING), "add.py", "model.py", "latin.py", "nul.py", "text.txt",
-    "key.json", "deep.json", "noise.tar", "directory", "none.py", "verdicts.json", "mine.json",
-    "other.json",
-)  # fmt: skip
-BAD = (
-    "", " ", "-1", "0", "-0", "1", "3.5", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000,
-    "0x10", "1_0", "٣", "²", "true", "None", "=", "a=b", "a:b", ":", "::", "x", "[red]",
-    "[/red]", "{}", "\\", "'", '"', "*", "/proc", "-", "--", "~", "~nobody_here/x", "$HOME", "é",
-    "\udcff", "\u202e", "\x1b[31m", "a\nb", "x" * 300, "x/" * 3000, "null", "full",
-    "/proc/self/mem", "null/x", "directory", "none/none", "empty", "trn22", "--json", "--help",
-)  # fmt: skip
-SMALL = ("1", "8", "16", "64", "128")
-OUTPUTS = ("new.json", "old.json", "made/new.json", "null", "full", "directory", "link")
-GOOD: dict[str, tuple[str, ...]] = {
-    "family": ("lowrank", "lowrank_shared", "matmul", "gated_mlp_up", "gated_mlp"),
-    "m": SMALL, "k": SMALL, "n": SMALL, "r": SMALL, "batch": SMALL,
-    "tokens": SMALL, "rank": SMALL, "recover_steps": ("0", "1"),
-    "grid": ("1", "2"), "keep": ("0", "100000"), "ratio": ("0", "0.2", "0.999"),
-    "target": ("trn1", "trn2", "trn3", "mine.json", "other.json"),
-    "pairs": ("16:64", "16:64,32"), "dtype": ("bfloat16", "float16", "float32", "float8_e4m3"),
-    "scales": ("tensor", "channel"),
-    "x_layout": ("row", "col"), "out_layout": ("row", "col"), "activation": ("gelu", "silu"),
-    "bias": ("true", "3"), "fit": ("verdicts.json", *INPUTS),
-    "kernel": ("add.py:add", "add.py", *(f"{name}.py:add" for name in RAISING), "model.py:value"),
-    "arg": ("kernel=128x64:float32", "b=128x64:float32", "b=3", "kernel=8x8:bfloat16", "mode=1"),
-    "files": INPUTS, "nki": ("0.6", "0.5", "0.3"), "trace": OUTPUTS, "out": OUTPUTS,
-    "model": ("model.py:model", *(f"model.py:{name}" for name in
-              ("none", "clash", "leave", "refuses", "value", "nope")),
-              *(f"{name}.py:model" for name in RAISING), "directory", "broken"),
-    "compress model": ("tiny", "directory", "broken"), "eval model": ("directory",),
-    "out_dir": ("made/model", "old.json", "directory"),
-    "output": ("new.mlir", *OUTPUTS),
-    "text": INPUTS, "config": INPUTS,
-    "include": ("0", "*", "["), "exclude": ("0", "*", "["),
-    "dialect": ("torch", "linalg", "stablehlo"),
-    "export kernels": ("call", "inline"), "factors": ("int8", "fp8"),
-    "weights": ("args", "resources"),
-    "entry": ("0", "a", ""), "html": OUTPUTS, "repro": OUTPUTS, "save_to": OUTPUTS,
-    "rules": ("model.py:value", "add.py:add", *(f"{name}.py:model" for name in RAISING)),
-    "prompt": SMALL, "context": SMALL, "tp": ("1", "2", "1,2"),
-    "lnc": ("1", "2"), "price": ("closed_form", "tuned"),
-    "reference": ("add.py:add", *(f"{name}.py:add" for name in RAISING)),
-    "time_limit": ("5", "20"), "memory_limit": ("1", "4"),
-    "executor": ("simulator", "nki_simulate", "neuron"),
-    "wanted": ("specs.jsonl", "tiny", "broken", "noise.tar", *INPUTS), "jobs": ("1", "2"),
-    "to_list": OUTPUTS, "on": ("local", "moon"), "archive": ("new.tar", *OUTPUTS),
-    "search": ("candidates",),
-    "kernels": ("add.py:add", "add.py", *(f"{name}.py:add" for name in RAISING)),
-}  # fmt: skip
-OUTPUT_NAMES = ("archive", "html", "out", "output", "repro", "save_to", "to_list", "trace")
 OTHER = """{"executor": "neuron", "target": "trn2", "verdicts": [{"rung": [], "verdict": "failed"}],
 "base": "trn2", "numbers": {"tensor_clock_hz": [1%s, "x"]}}""" % ("0" * 400)
-ENVIRONMENT = {
-    "NMM_CACHE": ("nonsense", "ro", "off", "require", "²"),
-    "NMM_CACHE_DIR": ("empty", "null", "/proc/none", "relative", "x" * 300, "x/" * 3000),
-    "NMM_CACHE_MAX_BYTES": ("-1", "1e9", "9" * 5000, "nan", "٣", "0"),
-    "NMM_REMOTE_CACHE": ("nonsense://x", "::", "directory", "file:///proc/none", "http://[::1"),
-    "NMM_VERDICTS": ("verdicts.json", "other.json", "key.json", "directory", "null", "off", "²"),
-    "NMM_PRINT_KERNELS": ("1",),
-    "NEURON_PLATFORM_TARGET_OVERRIDE": ("trn1", "nonsense"),
-    "NEURON_LOGICAL_NC_CONFIG": ("1", "-1", "²", "9" * 5000),
-    "NMM_NONSENSE": ("1",),
-    "COLUMNS": ("abc", "0", "-5", "1", "²", "999999999", "7"),
-    "LINES": ("abc", "²", "0"),
-    "TERMINAL_WIDTH": ("abc", "0"),
-    "TERM": ("dumb", "", "nonsense"),
-    "FORCE_COLOR": ("1",),
-    "TTY_COMPATIBLE": ("nonsense",),
-    "LANG": ("C", "nonsense"),
+FILES = {
+    **{f"{name}.py": text for name, text in {"add": KERNEL, "model": MODEL, **RAISING}.items()},
+    "latin.py": "x = '\xe9'\n",
+    "nul.py": "x = 1\0\n",
+    "text.txt": "one line of text\n" * 40,
+    "key.json": '{"family": "toy", "spec": {"m": 8}}',
+    "deep.json": "[" * 100_000,
+    "noise.tar": "noise" * 500,
+    "other.json": OTHER,
+    "specs.jsonl": SPECS,
+    "broken/config.json": '{"model_type": "llama", "hidden_size": "x"}',
 }
+"""What the directory of the lines has."""
+OUTPUT_NAMES = ("archive", "html", "out", "output", "repro", "save_to", "to_list", "trace")
+_DATA = Path(__file__).resolve().parents[1] / "data" / "command_lines.toml"
+_TABLES = tomllib.loads(_DATA.read_text(encoding="utf-8"))
+INPUTS = tuple(_TABLES["inputs"])
+_LISTS = {
+    "@small": tuple(_TABLES["small"]),
+    "@inputs": INPUTS,
+    "@outputs": tuple(_TABLES["outputs"]),
+    "@add": tuple(f"{name}.py:add" for name in RAISING),
+    "@model": tuple(f"{name}.py:model" for name in RAISING),
+    "@number": ("9" * 30,),
+    "@digits": ("9" * 5000,),
+    "@surrogate": ("\udcff",),
+    "@name": ("x" * 300,),
+    "@path": ("x/" * 3000,),
+}
+
+
+def _values(words: list[str]) -> tuple[str, ...]:
+    return tuple(value for word in words for value in _LISTS.get(word, (word,)))
+
+
+BAD = _values(_TABLES["bad"])
+GOOD = {name: _values(words) for name, words in _TABLES["good"].items()}
+ENVIRONMENT = {name: _values(words) for name, words in _TABLES["environment"].items()}
 PROCESS_ENVIRONMENT = {
     **ENVIRONMENT,
-    "PYTHONIOENCODING": ("ascii", "latin-1", "utf-16"),
-    "PYTHONUTF8": ("0",),
-    "PYTHONWARNINGS": ("nonsense",),
-    "HOME": ("/nonexistent", "/dev/null"),
+    **{name: _values(words) for name, words in _TABLES["process_environment"].items()},
 }
 # Devices of the workshop's own: a line that replaced one of /dev would harm the whole machine.
 DEVICES = {"null": 3, "full": 7}

@@ -17,12 +17,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from benchmarks.stress.tally import Tally
 
 _OPERATIONS = ("open", "os.", "shutil.", "tempfile.")
 _IDS = torch.arange(12).reshape(2, 6)
@@ -83,74 +82,52 @@ def _child(made: Any, directory: Path, kill_at: int | None) -> int:
         os._exit(code)
 
 
-def attempt(count: int, seed: int) -> Tally:
+def attempts(count: int, seed: int) -> Iterator[tuple[str, str]]:
     """Kill `count` saves; wrong: another model loads, lost: none does, or other files are gone."""
-    generator, tally = random.Random(seed), Tally()
-    old, new = model(1, 2), model(2, 3)
-    expected = [_logits(old), _logits(new)]
-    root = Path(tempfile.mkdtemp(prefix="nmm-stress-save-"))
-    try:
-        _save(old, root / "model")
-        started = time.monotonic()
-        os.waitpid(_child(new, root / "model", 0), 0)
-        took = time.monotonic() - started
-        operations = int((root / "operations").read_text())
-        order = list(range(1, operations + 1))
-        generator.shuffle(order)
-        for i in range(count):
-            shutil.rmtree(root)
-            root.mkdir()
-            _one(i, root, (old, new), expected, order, took, generator, tally)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    return tally
-
-
-def _one(
-    i: int,
-    root: Path,
-    models: tuple[Any, Any],
-    expected: list[torch.Tensor],
-    order: list[int],
-    took: float,
-    generator: random.Random,
-    tally: Tally,
-) -> None:
     from nmm_compiler.errors import NmmError
     from nmm_compiler.lowrank_models.load import load
 
-    directory, fresh = root / "model", i % 4 == 3
-    if not fresh:
+    generator, models = random.Random(seed), (model(1, 2), model(2, 3))
+    expected = [_logits(each) for each in models]
+    with tempfile.TemporaryDirectory(prefix="nmm-stress-save-") as name:
+        directory = Path(name) / "root" / "model"
         _save(models[0], directory)
-        (directory / "notes").mkdir()
-        (directory / "notes" / "mine.txt").write_text("kept")
-    if i % 3 == 2:
-        where = f"after {took * generator.random():.4f} s"
-        child = _child(models[1], directory, None)
-        time.sleep(float(where.split()[1]))
-        os.kill(child, signal.SIGKILL)
-    else:
-        kill_at = order[(i - i // 3) % len(order)]
-        where = f"before operation {kill_at} of {len(order)}"
-        child = _child(models[1], directory, kill_at)
-    _, status = os.waitpid(child, 0)
-    tally.attempts += 1
-    fault = ""
-    aside = next(root.glob(".model.*/old"), directory)
-    if not directory.exists() and aside.exists():
-        aside.rename(directory)
-    try:
-        found = _logits(load(directory))
-        if not any(torch.equal(found, each) for each in expected[fresh:]):
-            tally.wrong, fault = tally.wrong + 1, "another model loads"
-    except NmmError as error:
-        if not fresh:  # with no old model, none is right
-            tally.lost, fault = tally.lost + 1, f"no model loads: {error}"
-    except Exception as error:
-        tally.tracebacks, fault = tally.tracebacks + 1, f"{type(error).__name__}: {error}"
-    if not fault and not fresh and not (directory / "notes" / "mine.txt").is_file():
-        tally.lost, fault = tally.lost + 1, "another file is gone"
-    if fault:
-        tally.examples.append(f"save killed {where} (status {status}): {fault}")
-    else:
-        tally.right += 1
+        started = time.monotonic()
+        os.waitpid(_child(models[1], directory, 0), 0)
+        took = time.monotonic() - started
+        operations = int((directory.parent / "operations").read_text())
+        order = generator.sample(range(1, operations + 1), operations)
+        for i in range(count):
+            shutil.rmtree(directory.parent)
+            directory.parent.mkdir()
+            others = directory / "notes" / "mine.txt"
+            fresh = i % 4 == 3
+            if not fresh:
+                _save(models[0], directory)
+                others.parent.mkdir()
+                others.write_text("kept")
+            kill_at = None if i % 3 == 2 else order[(i - i // 3) % operations]
+            child = _child(models[1], directory, kill_at)
+            where = f"before operation {kill_at} of {operations}"
+            if kill_at is None:
+                seconds = took * generator.random()
+                where = f"after {seconds:.4f} s"
+                time.sleep(seconds)
+                os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            outcome, fault = "right", ""
+            put_aside = next(directory.parent.glob(".model.*/old"), directory)
+            if not directory.exists() and put_aside.exists():
+                put_aside.rename(directory)
+            try:
+                found = _logits(load(directory))
+                if not any(torch.equal(found, each) for each in expected[fresh:]):
+                    outcome, fault = "wrong", "another model loads"
+            except NmmError as error:
+                if not fresh:  # with no old model, none is right
+                    outcome, fault = "lost", f"no model loads: {error}"
+            except Exception as error:
+                outcome, fault = "tracebacks", f"{type(error).__name__}: {error}"
+            if not fault and not fresh and not others.is_file():
+                outcome, fault = "lost", "another file is gone"
+            yield outcome, f"save killed {where} (status {status}): {fault}"

@@ -29,7 +29,7 @@ def workshop(tmp_path_factory):
 def _faults(place, seed, count, only=None):
     verdicts = list(command_lines.work(place, seed, 0, count, only))
     assert len(verdicts) == count
-    return [f"{v['field']}: {v['example']}" for v in verdicts if v]
+    return [": ".join(verdict) for verdict in verdicts if verdict[0] != "right"]
 
 
 def test_random_lines_of_every_command(workshop):
@@ -45,19 +45,19 @@ def test_what_is_wrong_is_counted(workshop, monkeypatch):
     """The judge itself: a traceback, a fault, silence and damage are all seen."""
     line = {"words": ["doctor"], "environment": {}, "stream": "plain"}
     guarded = command_lines.Guarded(workshop)
-    for ended, field in (
+    for ended, outcome in (
         ((0, "Traceback (most recent call last)"), "tracebacks"),
         ((70, "error: nmm itself failed"), "tracebacks"),
         ((2, ""), "wrong"),
         ((3, "?"), "wrong"),
         ((0, "error: but nothing happened"), "wrong"),
     ):
-        assert command_lines.judge(line, guarded, ended)["field"] == field
-    assert command_lines.judge(line, guarded, (0, "fine")) == {}
+        assert command_lines.judge(line, guarded, ended)[0] == outcome
+    assert command_lines.judge(line, guarded, (0, "fine")) == ("right", "")
     (workshop / "old.json").write_text("")
-    assert command_lines.judge(line, guarded, (0, ""))["field"] == "lost"
+    assert command_lines.judge(line, guarded, (0, ""))[0] == "lost"
     (workshop / ".nmm-1.part").write_text("")
-    assert command_lines.judge(line, guarded, (0, ""))["field"] == "lost"
+    assert command_lines.judge(line, guarded, (0, ""))[0] == "lost"
     (workshop / ".nmm-1.part").unlink()
 
     def broken(*words):

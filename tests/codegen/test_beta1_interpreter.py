@@ -26,6 +26,6 @@ def test_every_family_is_right_in_triton_viz(request, target):
     clone = request.config.getoption("--triton-viz", default=None)
     if clone is None:
         pytest.skip(INSTALL)
-    lines = lines_of("beta1_interpreter.py", "--checkout", clone, "--target", target)
+    lines = lines_of("beta1_interpreter.py", clone, "--target", target)
     assert len(lines) == 28
     assert all(": right, " in line for line in lines)

@@ -21,7 +21,9 @@ def test_a_run_that_is_half_too_slow_fails_where_it_is_judged(use, monkeypatch, 
         return SimpleNamespace(tpot_us=us, ttft_us=us, phases=[phase])
 
     monkeypatch.setattr(models, "predicted", predicted)
-    assert models.main([]) == (use in models.JUDGED)
+    with pytest.raises(SystemExit) as ended:
+        models.main()
+    assert ended.value.code == (use in models.JUDGED)
     assert f"{use:10}" in capsys.readouterr().out
 
 

@@ -28,6 +28,13 @@ def public():
 
 
 @pytest.fixture
+def outcomes(public):
+    import public_outcomes
+
+    return public_outcomes
+
+
+@pytest.fixture
 def library(public):
     import public_library
 
@@ -42,7 +49,7 @@ def compared(library, monkeypatch, at_once, output, wanted):
     monkeypatch.setattr(library, "_COMPARED_AT_ONCE", at_once)
     wanted = np.asarray(wanted, np.float32)
     try:
-        library.Case.compare("y", np.asarray(output, np.float32), wanted, wanted, ACCURACY)
+        library.Orchestrator.compare("y", np.asarray(output, np.float32), wanted, wanted, ACCURACY)
     except library.WrongError as error:
         return str(error)
     return ""
@@ -87,67 +94,61 @@ def bad():
     raise ValueError("no")
 
 
-def rows_of(public, found, path, again=False):
-    kept = public.OutcomeFile(path, again)
-    return list(public.run_cases("name", found, 10.0, kept))[-1]
+def outcomes_of(outcomes, found, path, again=False):
+    """Run cases with a kept file; return their outcomes in order."""
+    kept = outcomes.OutcomeFile(path, again)
+    outcomes.run_cases("name", found, 10.0, kept)
+    return [row["outcome"] for row in kept.rows.values()]
 
 
-def test_a_run_continues_where_another_ended(public, tmp_path):
+def test_a_run_continues_where_another_ended(public, outcomes, tmp_path):
     path, ran = tmp_path / "outcomes.jsonl", []
     found = cases(ran, good, bad, good)
-    assert (rows_of(public, found[:2], path).good, ran) == (1, [0, 1])
-    row = rows_of(public, found, path)
-    assert (row.good, row.result, ran) == (2, "partly: failed", [0, 1, 2])
-    rows_of(public, found, path, again=True)
+    assert (outcomes_of(outcomes, found[:2], path), ran) == (["pass", "failed"], [0, 1])
+    assert (outcomes_of(outcomes, found, path), ran) == (["pass", "failed", "pass"], [0, 1, 2])
+    kept = outcomes.OutcomeFile(path)
+    assert public.verdict(list(kept.rows.values())) == "partly: failed"
+    assert kept.origin().endswith("3 of 3 outcomes are of this simulator's text")
+    outcomes_of(outcomes, found, path, again=True)
     assert ran == [0, 1, 2, 1]
-    assert (
-        public.OutcomeFile(path, False)
-        .origin()
-        .endswith("3 of 3 outcomes are of this simulator's text")
-    )
 
 
-def test_a_case_that_ends_its_process_and_those_behind_it_are_not_right(public, tmp_path):
-    path, ran = tmp_path / "outcomes.jsonl", []
+def test_a_case_that_ends_its_process_and_those_behind_it_are_not_right(public, outcomes, tmp_path):
+    kept, ran = outcomes.OutcomeFile(tmp_path / "outcomes.jsonl"), []
     found = cases(ran, good, lambda: os._exit(3), good)
-
-    def rows():
-        yield from public.run_cases("name", found, 10.0, public.OutcomeFile(path, False))
-
-    row = public.apart("name", 64, 60.0, rows)
-    assert (row.good, row.count, row.not_reached) == (1, 3, 1)
-    assert [outcome for _, outcome, _ in row.others] == ["too slow"]
+    outcomes.run_apart("name", lambda: found, outcomes.Limits(10.0, 60.0, 64), kept)
+    rows = list(kept.rows.values())
+    assert [row["outcome"] for row in rows] == ["pass", "too slow", "not reached"]
     text = io.StringIO()
-    assert public.explain(Console(file=text, width=200), [row]) == 1
+    assert public.explain(Console(file=text, width=200), rows) == 1
     assert "1 of 3 cases right" in text.getvalue()
-    row = rows_of(public, found, path)  # the one that ended its process is not run once more
-    assert (row.good, row.not_reached, ran) == (2, 0, [2])
+    outcomes.run_cases("name", found, 10.0, kept)  # the one that ended its process is not run again
+    assert ([row["outcome"] for row in kept.rows.values()][2], ran) == ("pass", [2])
+
+
+def rows_with(*others):
+    """Return the rows of 100 cases that are right, and of others with (outcome, text)."""
+    found = [("pass", "")] * 100 + list(others)
+    return [{"name": "name", "case": "case", "outcome": o, "text": t} for o, t in found]
 
 
 @pytest.mark.parametrize(("wrong", "code"), [(3, 0), (4, 1)])
 def test_the_exit_code_is_the_bar_of_97_percent(public, wrong, code):
-    other = ("case", "too slow", "TooSlowError: longer than 6 s of CPU time")
-    row = public.Row("name", "pass", 100, 100 + wrong, 1.0, "", (other,) * wrong)
-    assert public.explain(Console(file=io.StringIO()), [row]) == code
+    slow = "too slow", "TooSlowError: longer than 6 s of CPU time"
+    assert public.explain(Console(file=io.StringIO()), rows_with(*[slow] * wrong)) == code
 
 
 def test_a_case_without_a_reason_fails_whatever_the_share(public):
-    row = public.Row("name", "pass", 100, 101, 1.0, "", (("case", "wrong", "nobody knows"),))
     text = io.StringIO()
-    assert public.explain(Console(file=text, width=200), [row]) == 1
+    rows = rows_with(("wrong", "nobody knows"))
+    assert public.explain(Console(file=text, width=200), rows) == 1
     assert "1 not explained" in text.getvalue()
 
 
-def test_the_page_says_what_the_kept_outcomes_count(public):
-    outcomes = public.OutcomeFile(BENCHMARKS / "data" / "public_outcomes.jsonl", False).rows
-    rows = []
-    for name in dict.fromkeys(name for name, _ in outcomes):
-        found = [(case, row) for (n, case), row in outcomes.items() if n == name]
-        others = [(case, r["outcome"], r["text"]) for case, r in found if r["outcome"] != "pass"]
-        good = len(found) - len(others)
-        rows.append(public.Row(name, "", good, len(found), 0.0, "", tuple(others)))
+def test_the_page_says_what_the_kept_outcomes_count(public, outcomes):
+    rows = outcomes.OutcomeFile(BENCHMARKS / "data" / "public_outcomes.jsonl").rows
     text = io.StringIO()
-    public.explain(Console(file=text, width=4000), rows)
+    public.explain(Console(file=text, width=4000), rows.values())
     assert "; 0 not explained" in text.getvalue()
     counts = re.search(r"can run (\d+) of (\d+) \(([\d.]+)%", text.getvalue())
     assert counts is not None

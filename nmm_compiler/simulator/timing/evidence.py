@@ -1,9 +1,9 @@
 """How far off predictions are, and which effects that may matter to a run they leave out.
 
 `held_out.json` beside this file has the errors, by class, for published kernels that no constant
-and no law was set from. `benchmarks/timing_points.py --write` writes it together with the tables of
-benchmarks/data/timing_tables.md. It also has the hash of the constants and prices that they were
-printed with; a test computes it again (benchmarks/timing_hash.py).
+and no law was set from. `benchmarks/timing_points.py --write` writes it together with the
+predictions in benchmarks/data/timing_record.json. It also has the hash of the constants and prices
+that they were made with; a test computes it again (benchmarks/timing_hash.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import paper_kernels
+import beta1_kernels
 
 CLONE = "git clone https://github.com/dinghongsong/NeuronMM; pytest tests/simulator --neuronmm DIR"
 # tokens, features, rank, outputs
@@ -24,9 +24,9 @@ def checkout(request):
 
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", paper_kernels.PAPER_KERNELS)
+@pytest.mark.parametrize("name", beta1_kernels.PAPER_KERNELS)
 def test_a_paper_kernel_is_right(checkout, name, sizes, target):
-    told = paper_kernels.paper_kernel(checkout / "test_speedup.py", name, sizes, target)
+    told = beta1_kernels.paper_kernel(checkout / "test_speedup.py", name, sizes, target)
     assert told.passed, told
     assert told.us > 0
 
@@ -38,6 +38,6 @@ def test_the_bounds_tell_a_wrong_kernel(checkout, tmp_path):
     assert right in text
     changed = tmp_path / "test_speedup.py"
     changed.write_text(text.replace(right, "M_n_blocks = M // M_block_size"), "utf-8")
-    told = paper_kernels.paper_kernel(changed, "fused_three_mm_XTUV", (4, 1100, 128, 512), "trn1")
+    told = beta1_kernels.paper_kernel(changed, "fused_three_mm_XTUV", (4, 1100, 128, 512), "trn1")
     assert told.norm > told.norm_bound
     assert told.worst > told.worst_bound
