@@ -10,9 +10,9 @@ dense model's, of held-out sentences. Intervals (95 %) are of the mean over wind
 Methods are judged by their perplexity, at a ratio: one (method, ratio) is an entry of
 data/smollm.json, with the digest of the code of nmm_compiler/lowrank_models that makes factors; "+"
 marks one of other code. Forms are judged by their perplexity over the dense model's on the same
-windows. " in mxfp8" is a branch in that format; ", mxfp8 x" rounds the inputs of linears as trn3's
-products do. Their rows are in prediction/form_quality.json, which `nmm plan` reads. Each entry is
-written when it is done: a run that is stopped continues where it was, and `fresh` measures anew.
+windows. ", mxfp8 x" rounds the inputs of linears as trn3's products do. Their rows are in
+prediction/form_quality.json, which `nmm plan` reads. Each entry is written when it is done: a run
+that is stopped continues where it was, and `fresh` measures anew.
 "bytes" is what the selected matrices take as stored, as a share of bfloat16.
 """
 
@@ -57,14 +57,14 @@ RESULTS = DATA / "smollm.json"
 LENGTH = 512
 CALIBRATED, JUDGED = 32, 40
 """Windows of LENGTH tokens that calibrate methods, and that judge them, of each domain."""
-COUNTS = {"calibration": 16, "manual": 8, "plays": 8}
+COUNTS = {"calibration": 16, "manual": JUDGED, "plays": JUDGED}
 """The same of forms, which other texts calibrate too."""
 BESIDE = 8
 NO_FACTORS = ("report.py",)
 ALIGN, RECOVERY_STEPS = 32, 60
 FORMS = (
     "bf16", "fp8", "mxfp4+64", "mxfp4+32", "mxfp4:0.67", "mxfp4+32fp8", "mxfp4+64fp8",
-    "mxfp4+32 in mxfp8", "int4+16", "int4+32", "mxfp4", "int4", "fp8+32",
+    "int4+16", "int4+32", "mxfp4", "int4", "fp8+32",
 )  # fmt: skip
 ROUNDED = ", mxfp8 x"
 TRAINED_SECONDS = 300.0
@@ -418,8 +418,7 @@ def measured(
     of bytes, and the quality over the dense model's outputs."""
     model, rows = MODELS[name]()
     kept = copy.deepcopy(model)
-    plain, _, branch = form.partition(" in ")
-    keywords = read_form(plain).keywords() | ({"factors": branch} if branch else {})
+    keywords = read_form(form).keywords()
     stored, errors = 1.0, []
     started = time.process_time()
     if keywords:
