@@ -14,6 +14,7 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     check_conversion,
     check_hazard,
+    require,
     require_present,
 )
 from nmm_compiler.simulator.isa.operators import Takes
@@ -34,11 +35,7 @@ def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, st
     """Return (issuing engine, DGE mode) after their rules."""
     name = mode.name
     if name == "hwdge":
-        if not call.machine.target.dma_generates_descriptors:
-            call.rule(
-                OperandError,
-                f"hwdge needs trn2 or newer, the target is {call.machine.target.name}",
-            )
+        require(call, f"{call.op}(dge_mode=hwdge)", lambda t: t.dma_generates_descriptors)
         if not same_dtype:
             raise call.error(
                 OperandError,
@@ -183,12 +180,7 @@ def dma_transpose(
     oob_mode: Any = oob_mode.error,
 ) -> Steps:
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
-    if not call.machine.target.dma_transposes:
-        call.rule(
-            OperandError,
-            f"it needs trn2 or newer, the target is {call.machine.target.name}; use "
-            "nisa.nc_transpose",
-        )
+    require(call, "dma_transpose", lambda t: t.dma_transposes, "use nisa.nc_transpose")
     rank = len(src.shape)
     order = _AXES.get(rank)
     given = axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)
