@@ -268,16 +268,13 @@ class Machine:
         instruction.kind, instruction.index = kind, index
         instructions.append(instruction)
         allocations = self.trace.allocations
-        for access in reads:
+        for access in reads + writes:
             allocation = allocations[access.storage]
             allocation.last_index = index
             if allocation.first_index < 0:
                 allocation.first_index = index
         for access in writes:
-            allocation = allocations[access.storage]
-            allocation.last_index = allocation.last_write = index
-            if allocation.first_index < 0:
-                allocation.first_index = index
+            allocations[access.storage].last_write = index
         return instruction
 
     def tick(self, what: str, count: int) -> None:
