@@ -109,13 +109,9 @@ def dma_copy(
     if not same:
         check_conversion(call, dst, src)
     issuer, mode = _issue(call, dge_mode, engine, same)
-    if priority is not None:
-        _check_priority(call, priority)
-    indirect = dst.indirection is not None or src.indirection is not None
-    chosen_rows = False
-    if indirect:
-        _check_dynamic(call, (dst, src), mode)
-        chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
+    _check_priority(call, priority)
+    _check_dynamic(call, (dst, src), mode)
+    chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
         issuer = "gpsimd"
     yield _attributes(issuer, mode, False, chosen_rows)
@@ -196,8 +192,7 @@ def dma_transpose(
             OperandError,
             "oob_mode.skip without a runtime index, a direct transpose has none; leave it unset",
         )
-    if src.indirection is not None:
-        _check_dynamic(call, (src,), mode if indirect else "unknown")
+    _check_dynamic(call, (src,), mode if indirect else "unknown")
     _check_transpose_mode(call, src, mode, indirect)
     yield _attributes("gpsimd" if indirect else "sync", mode, True, indirect)
     values, valid = gather(src, _skips(oob_mode))
