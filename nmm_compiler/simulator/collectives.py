@@ -34,7 +34,6 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets.collective_time import collective_alone_us
 
-MAX_RANKS = 64
 _REDUCTIONS = {"add": np.add, "maximum": np.maximum, "minimum": np.minimum,
                "max": np.maximum, "min": np.minimum}  # fmt: skip
 Combine = Callable[[list[np.ndarray], int], np.ndarray]

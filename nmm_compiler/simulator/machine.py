@@ -14,11 +14,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nmm_compiler.errors import SimulationError
+from nmm_compiler.errors import KernelArgumentError, SimulationError, UnknownNameError
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets.base import Target
 
 Programs = Any  # its file knows this one
+MODES = ("full", "functional", "timing")
+MAX_RANKS = 64
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -88,20 +90,31 @@ def place_instructions(machine: Machine, place: tuple[str, int]) -> Iterator[Non
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
-    """Which program of which rank a machine runs.
+class Options:
+    """How to run: `simulate` says what each means."""
 
-    grid: programs of each rank. ranks: cores that exchange data by nki.collectives.
-    programs: the exchange with the other programs, None where there is one program.
-    alone: the other ranks do not run; in timing mode they are taken to arrive at the same time.
-    """
-
-    program_id: int = 0
-    grid: int = 1
-    rank: int = 0
+    target: str | Target
+    grid: Any
+    mode: str
+    strict: bool
+    max_instructions: int
+    reorder: bool = True
     ranks: int = 1
-    programs: Programs | None = None
-    alone: bool = False
+    turns: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS or (self.ranks > 1 and self.mode != "timing"):
+            raise KernelArgumentError(
+                f"one_of_ranks={self.ranks!r} in mode {self.mode!r}; one of 1 to {MAX_RANKS} ranks "
+                "runs in mode 'timing', and simulate_ranks runs all of them on data"
+            )
+        if self.mode not in MODES:
+            raise UnknownNameError("mode", self.mode, MODES)
+
+    @property
+    def data(self) -> bool:
+        """Whether values are computed."""
+        return self.mode != "timing"
 
 
 _OUTCOMES: dict[int, tuple[Target, dict[tuple[Any, ...] | None, Any]]] = {}
@@ -121,7 +134,10 @@ class Machine:
 
     assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: state of
     another dialect of NKI for this program.
-    program_id, grid, rank, ranks, programs, alone: as in `Seat`.
+    program_id: of the programs of a rank, which are `grid`. rank: of `ranks` cores that exchange
+        data by nki.collectives.
+    programs: the exchange with the other programs, None where there is one program.
+    alone: the other ranks do not run; in timing mode they are taken to arrive at the same time.
     turns: of a loop on the device whose bound is not known without data.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     storages: the identity of the next storage or register. names: of the variables that places
@@ -144,30 +160,31 @@ class Machine:
     def __init__(
         self,
         target: Target,
-        *,
+        options: Options,
         assign: Callable[[Any, Any, Any], None],
-        seat: Seat,
-        data: bool = True,
-        strict: bool = True,
-        max_instructions: int = 10_000_000,
-        turns: int | None = None,
+        *,
+        program_id: int,
+        grid: int,
+        rank: int,
+        ranks: int,
+        programs: Programs | None,
     ) -> None:
         self.target = target
         self.assign = assign
-        self.data = data
+        self.data = options.data
         self.outcomes = _outcomes_on(target)
         self.warned = 0
-        self.strict = strict
-        self.max_instructions = max_instructions
-        self.program_id, self.grid, self.programs = seat.program_id, seat.grid, seat.programs
-        self.rank, self.ranks, self.alone = seat.rank, seat.ranks, seat.alone
-        self.trace = Trace(program_id=seat.program_id)
+        self.strict = options.strict
+        self.max_instructions = options.max_instructions
+        self.program_id, self.grid, self.programs = program_id, grid, programs
+        self.rank, self.ranks, self.alone = rank, ranks, options.ranks > 1
+        self.trace = Trace(program_id=program_id)
         self.instructions = self.trace.instructions
         self.storages = self.place << 40
         self.names: dict[tuple[str, int], str] = {}
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
-        self.turns = turns
+        self.turns = options.turns
         self.poisoned: list[tuple[Any, Any, str]] = []
         self.kept: Any = None
         self.accumulators: dict[str, Any] = {}
@@ -251,16 +268,13 @@ class Machine:
         instruction.kind, instruction.index = kind, index
         instructions.append(instruction)
         allocations = self.trace.allocations
-        for access in reads:
+        for access in reads + writes:
             allocation = allocations[access.storage]
             allocation.last_index = index
             if allocation.first_index < 0:
                 allocation.first_index = index
         for access in writes:
-            allocation = allocations[access.storage]
-            allocation.last_index = allocation.last_write = index
-            if allocation.first_index < 0:
-                allocation.first_index = index
+            allocations[access.storage].last_write = index
         return instruction
 
     def tick(self, what: str, count: int) -> None:

@@ -24,20 +24,18 @@ from nmm_compiler.errors import (
     KernelFailedError,
     NmmError,
     SimulationError,
-    UnknownNameError,
 )
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
 from nmm_compiler.simulator.arguments import ArraySpec as ArraySpec
 from nmm_compiler.simulator.arguments import Binder, bind
-from nmm_compiler.simulator.collectives import MAX_RANKS
 from nmm_compiler.simulator.faults import failed
 from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
-from nmm_compiler.simulator.machine import Machine, Seat, running, set_current
+from nmm_compiler.simulator.machine import MAX_RANKS, Machine, Options, running, set_current
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.data import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
@@ -48,8 +46,6 @@ from nmm_compiler.simulator.timing.timeline import collector_held_off
 from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
-
-MODES = ("full", "functional", "timing")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -176,7 +172,7 @@ def simulate(
         SimulationError: a rule is broken, or the kernel fails; with the kernel's own file and
             line.
     """
-    options = _Options(target, grid, mode, strict, max_instructions, reorder, one_of_ranks, turns)
+    options = Options(target, grid, mode, strict, max_instructions, reorder, one_of_ranks, turns)
     return _launch(kernel, [(arrays, {**kwargs, **(named or {})})], options)[0]
 
 
@@ -211,36 +207,13 @@ def simulate_ranks(
     """
     if not 1 <= len(inputs) <= MAX_RANKS:
         raise KernelArgumentError(f"{len(inputs)} ranks; the simulator runs 1 to {MAX_RANKS}")
-    options = _Options(target, grid, mode, strict, max_instructions, reorder)
+    options = Options(target, grid, mode, strict, max_instructions, reorder)
     given = [((), dict(i)) if isinstance(i, Mapping) else (tuple(i), {}) for i in inputs]
     return _launch(kernel, given, options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """How to run: `simulate` says what each means."""
-
-    target: str | Target
-    grid: Any
-    mode: str
-    strict: bool
-    max_instructions: int
-    reorder: bool = True
-    ranks: int = 1
-    turns: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= MAX_RANKS or (self.ranks > 1 and self.mode != "timing"):
-            raise KernelArgumentError(
-                f"one_of_ranks={self.ranks!r} in mode {self.mode!r}; one of 1 to {MAX_RANKS} ranks "
-                "runs in mode 'timing', and simulate_ranks runs all of them on data"
-            )
-        if self.mode not in MODES:
-            raise UnknownNameError("mode", self.mode, MODES)
-
-
 def _launch(
-    kernel: Any, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], options: _Options
+    kernel: Any, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], options: Options
 ) -> tuple[Simulation, ...]:
     """Run the programs of all ranks; return one Simulation for each rank."""
     if running() is not None:
@@ -253,18 +226,15 @@ def _launch(
         grid, function = launched.grid, launched.function
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
-    data, count = options.mode != "timing", len(inputs) * grid
+    data, count = options.data, len(inputs) * grid
     programs = Programs(count) if count > 1 else None
-    together, alone = max(len(inputs), options.ranks), options.ranks > 1
     ranks: list[tuple[list[Machine], Binder]] = []
     bodies: list[Callable[[], None]] = []
     for rank, (arrays, named) in enumerate(inputs):
         machines = [
             Machine(
-                hardware, assign=assign, data=data,
-                seat=Seat(p, grid, rank, together, programs, alone),
-                strict=options.strict, max_instructions=options.max_instructions,
-                turns=options.turns,
+                hardware, options, assign, program_id=p, grid=grid, rank=rank,
+                ranks=max(len(inputs), options.ranks), programs=programs,
             )
             for p in range(grid)
         ]  # fmt: skip
@@ -285,9 +255,7 @@ def _launch(
         return tuple(_result(machines, binder, function, options) for machines, binder in ranks)
 
 
-def _result(
-    machines: list[Machine], binder: Binder, function: Any, options: _Options
-) -> Simulation:
+def _result(machines: list[Machine], binder: Binder, function: Any, options: Options) -> Simulation:
     """Check what a rank's programs did and return its outputs and profile."""
     for machine in machines:
         check_capacity(machine)

@@ -14,18 +14,12 @@ TARGET = TRN2.variant(
     summary="Trainium 1, NeuronCore-v2",
     instances=("trn1", "inf2"),
     physical_cores_per_logical_core=documented(1, "NeuronCore-v2 has no logical cores of several"),
-    nki_beta_1=documented(True, "NKI FAQ of SDK 2.26: Inf2, Trn1, Trn1n and Trn2"),
     # Memories
-    partitions=documented(128, "trainium_inferentia2_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(
         192 * 1024, "trainium_inferentia2_arch: SBUF size over 128 partitions"
     ),
     sbuf_reserved_bytes_per_partition=documented(
         16 * 1024, "NKI 0.1 notes: 176 KiB of 192 KiB usable"
-    ),
-    psum_banks=documented(8, "trainium_inferentia2_arch: 8 banks of 2 KiB per partition"),
-    psum_bank_bytes_per_partition=documented(
-        2048, "trainium_inferentia2_arch: 2 KiB, 512 fp32 elements"
     ),
     hbm_bytes_per_second=documented(410e9, "trn1: 820 GB/s per chip over 2 cores"),
     hbm_bytes=documented(16 * 2**30, "trn1: 32 GiB per chip over 2 cores"),
@@ -44,8 +38,6 @@ TARGET = TRN2.variant(
     ),
     # TensorE
     tensor_clock_hz=documented(2.8e9, "trainium_inferentia2_arch: TensorE clock"),
-    tensor_rows=documented(128, "trainium_inferentia2_arch: 128 x 128 systolic array"),
-    tensor_columns=documented(128, "trainium_inferentia2_arch: 128 x 128 systolic array"),
     fp8_double_row=documented(
         False, "trainium_inferentia2_arch: fp8 double row not on this generation"
     ),
@@ -152,7 +144,6 @@ TARGET = TRN2.variant(
     device_loops=assumed(True, "as trn2; no current toolchain runs trn1"),
     dma_transposes_in_loops=documented(False, "nki.isa.dma_transpose: trn2 and newer"),
     float8_kernels=assumed(False, "fp8 is no faster than bf16 there; kernels leave it out"),
-    tensor_transposes_fp8=assumed(False, "as trn2, where the sources disagree"),
     tensor_transpose_mode=documented(
         False, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
     ),

@@ -12,7 +12,9 @@ TARGET = Target.of(
     ),
     nki_beta_1=documented(True, "NKI FAQ of SDK 2.26: Inf2, Trn1, Trn1n and Trn2"),
     # Memories
-    partitions=documented(128, "trainium2_arch: 128 partitions"),
+    partitions=documented(
+        128, "trainium_inferentia2_arch, trainium2_arch, trainium3_arch: 128 partitions"
+    ),
     sbuf_bytes_per_partition=documented(
         224 * 1024, "trainium2_arch: SBUF size over 128 partitions"
     ),
@@ -20,8 +22,13 @@ TARGET = Target.of(
         16384 + 8 + 512,
         "nki-library budgets: 16384 B dynamic-DMA scratch, 8 B reserved, 512 B identity",
     ),
-    psum_banks=documented(8, "trainium2_arch: 8 banks of 2 KiB per partition"),
-    psum_bank_bytes_per_partition=documented(2048, "trainium2_arch: 2 KiB, 512 fp32 elements"),
+    psum_banks=documented(
+        8,
+        "trainium_inferentia2_arch, trainium2_arch, trainium3_arch: 8 banks of 2 KiB per partition",
+    ),
+    psum_bank_bytes_per_partition=documented(
+        2048, "trainium_inferentia2_arch, trainium2_arch, trainium3_arch: 2 KiB, 512 fp32 elements"
+    ),
     hbm_bytes_per_second=documented(362e9, "2.9 TB/s per chip over 8 cores"),
     hbm_bytes=documented(12 * 2**30, "trainium2_arch: 96 GiB per chip over 8 cores"),
     collective_points=measured(
@@ -32,11 +39,17 @@ TARGET = Target.of(
     stationary_free_max_elements=documented(128, "nki.isa.nc_matmul: stationary free size <= 128"),
     moving_free_max_elements=documented(512, "nki.isa.nc_matmul: moving free size <= 512"),
     # TensorE
-    tensor_clock_hz=documented(2.4e9, "trainium2_arch: TensorE clock"),
-    tensor_rows=documented(128, "trainium2_arch: 128 x 128 systolic array"),
-    tensor_columns=documented(128, "trainium2_arch: 128 x 128 systolic array"),
+    tensor_clock_hz=documented(2.4e9, "trainium2_arch, trainium3_arch: TensorE clock"),
+    tensor_rows=documented(
+        128, "trainium_inferentia2_arch, trainium2_arch, trainium3_arch: 128 x 128 systolic array"
+    ),
+    tensor_columns=documented(
+        128, "trainium_inferentia2_arch, trainium2_arch, trainium3_arch: 128 x 128 systolic array"
+    ),
     fp32_pass_factor=documented(4.0, "nc_matmul cost table: fp32 takes 4 passes"),
-    fp8_double_row=documented(True, "trainium2_arch: fp8 double row doubles the rate"),
+    fp8_double_row=documented(
+        True, "trainium2_arch, trainium3_arch: fp8 double row doubles the rate"
+    ),
     tensor_min_interval_cycles=documented(64, "nki_perf_guide: MM interval max(N, 64)"),
     tensor_interval_overhead_cycles=measured(
         9, "512-column bf16 matmuls 217 ns back to back, 213 ideal"
@@ -63,8 +76,8 @@ TARGET = Target.of(
     ),
     # VectorE, ScalarE, GpSimd
     vector_clock_hz=documented(0.96e9, "trainium2_arch: VectorE clock"),
-    scalar_clock_hz=documented(1.2e9, "trainium2_arch: ScalarE clock"),
-    gpsimd_clock_hz=documented(1.2e9, "trainium2_arch: GpSimd clock"),
+    scalar_clock_hz=documented(1.2e9, "trainium2_arch, trainium3_arch: ScalarE clock"),
+    gpsimd_clock_hz=documented(1.2e9, "trainium2_arch, trainium3_arch: GpSimd clock"),
     engine_min_cycles=documented(64, "instruction cost tables of NKI 0.1: MIN = 64 cycles"),
     engine_streaming_overhead_cycles=measured(
         20, "kernel-optimization tutorial profile: 553 ns per 512 columns"
@@ -81,7 +94,9 @@ TARGET = Target.of(
     gpsimd_fixed_cycles=documented(
         150, "instruction cost tables of NKI 0.1: iota, affine_select 150 + N"
     ),
-    vector_fast_modes=documented(True, "trainium2_arch: VectorE performance modes exist"),
+    vector_fast_modes=documented(
+        True, "trainium2_arch, trainium3_arch: VectorE performance modes exist"
+    ),
     vector_two_input_passes=measured(
         1.0, "isolated instruction probes: two fp32 inputs in SBUF take 1.042 ns per element"
     ),
@@ -158,9 +173,11 @@ TARGET = Target.of(
         10e-6, "CS149 assignment 4: 15 us for one 128x200 addition, 5 of them work"
     ),
     # What one engine's use of a memory shuts out
-    vector_gpsimd_share_sbuf=documented(False, "trainium2_arch: concurrency of VectorE and GpSimd"),
+    vector_gpsimd_share_sbuf=documented(
+        False, "trainium2_arch, trainium3_arch: concurrency of VectorE and GpSimd"
+    ),
     vector_scalar_share_psum=documented(
-        False, "trainium2_arch: concurrency of VectorE and ScalarE"
+        False, "trainium2_arch, trainium3_arch: concurrency of VectorE and ScalarE"
     ),
     # What instructions may do
     absent_instructions=documented(

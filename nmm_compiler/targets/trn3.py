@@ -13,34 +13,19 @@ TARGET = TRN2.variant(
     physical_cores_per_logical_core=documented(2, "trainium3: logical cores as on Trainium2"),
     nki_beta_1=documented(False, "NKI FAQ of SDK 2.26: Inf2, Trn1, Trn1n and Trn2"),
     # Memories
-    partitions=documented(128, "trainium3_arch: 128 partitions"),
     sbuf_bytes_per_partition=documented(
         256 * 1024, "trainium3_arch: SBUF size over 128 partitions"
     ),
-    psum_banks=documented(8, "trainium3_arch: 8 banks of 2 KiB per partition"),
-    psum_bank_bytes_per_partition=documented(2048, "trainium3_arch: 2 KiB, 512 fp32 elements"),
     hbm_bytes_per_second=documented(588e9, "4.7 TB/s per chip (trainium3_arch) over 8 cores"),
     hbm_bytes=documented(18 * 2**30, "trainium3_arch: 144 GiB per chip over 8 cores"),
     # TensorE
-    tensor_clock_hz=documented(2.4e9, "trainium3_arch: TensorE clock"),
-    tensor_rows=documented(128, "trainium3_arch: 128 x 128 systolic array"),
-    tensor_columns=documented(128, "trainium3_arch: 128 x 128 systolic array"),
-    fp8_double_row=documented(True, "trainium3_arch: fp8 double row doubles the rate"),
     # VectorE, ScalarE, GpSimd
     vector_clock_hz=documented(1.2e9, "trainium3_arch: VectorE clock"),
-    scalar_clock_hz=documented(1.2e9, "trainium3_arch: ScalarE clock"),
-    gpsimd_clock_hz=documented(1.2e9, "trainium3_arch: GpSimd clock"),
-    vector_fast_modes=documented(True, "trainium3_arch: VectorE performance modes exist"),
     # DMA
     dma_bytes_per_second_per_engine=documented(33e9, "nki-dma-bandwidth-guide: practical rate"),
     dma_hardware_issue_seconds=assumed(0.6e-6, "as trn2"),
     dma_transpose_fraction=assumed(0.9, "as trn2"),
     dma_transpose_sbuf_fraction=assumed(0.5, "as trn2"),
-    # What one engine's use of a memory shuts out
-    vector_gpsimd_share_sbuf=documented(False, "trainium3_arch: concurrency of VectorE and GpSimd"),
-    vector_scalar_share_psum=documented(
-        False, "trainium3_arch: concurrency of VectorE and ScalarE"
-    ),
     # What instructions may do
     absent_instructions=documented(
         (),

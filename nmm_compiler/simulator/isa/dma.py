@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     check_conversion,
     check_hazard,
+    require,
     require_present,
 )
 from nmm_compiler.simulator.isa.operators import Takes
@@ -34,11 +36,7 @@ def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, st
     """Return (issuing engine, DGE mode) after their rules."""
     name = mode.name
     if name == "hwdge":
-        if not call.machine.target.dma_generates_descriptors:
-            call.rule(
-                OperandError,
-                f"hwdge needs trn2 or newer, the target is {call.machine.target.name}",
-            )
+        require(call, f"{call.op}(dge_mode=hwdge)", lambda t: t.dma_generates_descriptors)
         if not same_dtype:
             raise call.error(
                 OperandError,
@@ -111,47 +109,31 @@ def dma_copy(
     if not same:
         check_conversion(call, dst, src)
     issuer, mode = _issue(call, dge_mode, engine, same)
-    if priority is not None:
-        _check_priority(call, priority)
-    indirect = dst.indirection is not None or src.indirection is not None
-    chosen_rows = False
-    if indirect:
-        _check_dynamic(call, (dst, src), mode)
-        chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
+    _check_priority(call, priority)
+    _check_dynamic(call, (dst, src), mode)
+    chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
         issuer = "gpsimd"
     yield _attributes(issuer, mode, False, chosen_rows)
-    if indirect:
-        _copy_indirect(dst, src, same, getattr(oob_mode, "name", "") == "skip")
-        return
-    _put(dst, src.load(), same)
+    values, valid = gather(src, _skips(oob_mode))
+    if not same:
+        values = values.astype(F32)
+    if dst.indirection is not None:
+        scatter(dst, values, _skips(oob_mode))
+    elif valid is not None:
+        _store_rows(dst, values, valid, src)
+    else:
+        put(dst, values, exact=same)
 
 
-def _put(dst: NkiTensor, values: np.ndarray, same: bool) -> None:
-    """Write stored values to dst: as they are, or through float32."""
-    put(dst, values if same else values.astype(F32), exact=same)
+def _skips(mode: Any) -> bool:
+    """Return whether rows are left out whose index is out of bounds."""
+    return mode is not None and mode.name == "skip"
 
 
 def _chooses_rows(view: NkiTensor) -> bool:
     """Return whether an index tensor chooses rows of the view."""
     return view.indirection is not None and view.indirection.kind == "vector"
-
-
-def _copy_indirect(dst: NkiTensor, src: NkiTensor, same: bool, skip: bool) -> None:
-    """Copy through runtime indices; skip: leave out rows whose index is out of bounds."""
-    valid = None
-    if src.indirection is not None:
-        values, valid = gather(src, skip)
-    else:
-        values = src.load()
-    if not same:
-        values = values.astype(F32)
-    if dst.indirection is not None:
-        scatter(dst, values, skip)
-    elif valid is not None and not valid.all():
-        _store_rows(dst, values, valid, src)
-    else:
-        _put(dst, values, same)
 
 
 def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiTensor) -> None:
@@ -183,12 +165,7 @@ def dma_transpose(
     oob_mode: Any = oob_mode.error,
 ) -> Steps:
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
-    if not call.machine.target.dma_transposes:
-        call.rule(
-            OperandError,
-            f"it needs trn2 or newer, the target is {call.machine.target.name}; use "
-            "nisa.nc_transpose",
-        )
+    require(call, "dma_transpose", lambda t: t.dma_transposes, "use nisa.nc_transpose")
     rank = len(src.shape)
     order = _AXES.get(rank)
     given = axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)
@@ -210,26 +187,18 @@ def dma_transpose(
     indirect = _chooses_rows(src)
     if dst.indirection is not None:
         raise call.error(OperandError, f"dst {dst.name!r} has a runtime address; copy it later")
-    if src.indirection is None and oob_mode is not None and oob_mode.name == "skip":
+    if src.indirection is None and _skips(oob_mode):
         raise call.error(
             OperandError,
             "oob_mode.skip without a runtime index, a direct transpose has none; leave it unset",
         )
-    if src.indirection is not None:
-        _check_dynamic(call, (src,), mode if indirect else "unknown")
+    _check_dynamic(call, (src,), mode if indirect else "unknown")
     _check_transpose_mode(call, src, mode, indirect)
     yield _attributes("gpsimd" if indirect else "sync", mode, True, indirect)
-    if src.indirection is not None:
-        skip = getattr(oob_mode, "name", "") == "skip"
-        values, valid = gather(src, skip)
-        if not valid.all():
-            values = np.where(
-                valid.reshape((-1,) + (1,) * (rank - 1)),
-                values,
-                np.zeros((), values.dtype),
-            )
-    else:
-        values = src.load()
+    values, valid = gather(src, _skips(oob_mode))
+    if valid is not None:
+        rows = valid.reshape((-1,) + (1,) * (rank - 1))
+        values = np.where(rows, values, np.zeros((), values.dtype))
     put(dst, values.transpose(order), exact=True)
 
 
@@ -387,20 +356,16 @@ def dma_compute(
             raise call.error(UnsupportedInstructionError, "unique_indices must be True")
         _check_dynamic(call, (dst, *srcs), "swdge")
         _check_read_modify_write(call, dst, srcs)
-    elif oob_mode is not None and oob_mode.name == "skip":
+    elif _skips(oob_mode):
         raise call.error(OperandError, "oob_mode.skip without row indices; leave it unset")
     for s in srcs:
         check_hazard(call, dst, s, True)
     yield _attributes(
         "gpsimd" if indirect else "sync", "swdge" if indirect else "none", False, indirect
     )
-    skip = getattr(oob_mode, "name", "") == "skip"
-    total = None
-    for s in srcs:
-        values = gather(s, skip)[0] if s.indirection is not None else s.load()
-        part = values.astype(F32).reshape(dst.shape)
-        total = part if total is None else total + part
-    assert total is not None
+    skip = _skips(oob_mode)
+    parts = [gather(s, skip)[0].astype(F32).reshape(dst.shape) for s in srcs]
+    total = functools.reduce(np.add, parts)
     if dst.indirection is not None:
         scatter(dst, total, skip, adds=True)
     else:

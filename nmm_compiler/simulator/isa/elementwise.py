@@ -25,6 +25,7 @@ from nmm_compiler.simulator.isa.operands import (
     ANY_DTYPE,
     check_conversion,
     check_dtype,
+    require,
     require_present,
 )
 from nmm_compiler.simulator.isa.operators import (
@@ -78,16 +79,14 @@ def tensor_copy(
     engine: Any = _UNKNOWN,
 ) -> Steps:
     """dst = src on chip; bit-accurate for equal dtypes, else through float32."""
-    machine = call.machine
     chosen = call.choose()
     if dst.dtype != src.dtype:
         check_conversion(call, dst, src)
-    if chosen == "scalar" and not machine.target.scalar_tensor_copy:
-        call.rule(
-            OperandError,
-            f"on ScalarE it needs trn2 or newer, the target is {machine.target.name}; use "
-            "nisa.activation(op=nl.copy)",
-        )
+    if chosen == "scalar":
+        require(
+            call, "tensor_copy on ScalarE", lambda t: t.scalar_tensor_copy,
+            "use nisa.activation(op=nl.copy)",
+        )  # fmt: skip
     yield _UNSET if engine is _UNKNOWN else NO_ATTRIBUTES
     same = dst.dtype == src.dtype
     put(dst, raw(src) if same else f32(src), exact=same)
@@ -375,6 +374,11 @@ _EXP_RESULTS = _EXP_SUMS | {"int8", "int16", "int32", "uint8", "uint16"}
 _EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
 
 
+def _reduces(command: Any, result: Any) -> bool:
+    """Return whether an instruction also updates the accumulators."""
+    return command is not _IDLE or result is not None
+
+
 def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
     """Record a warning when an input leaves the documented range of an approximation."""
     if function.valid is None:
@@ -416,26 +420,22 @@ def activation(
     reduce_cmd: Any = _IDLE,
 ) -> Steps:
     """dst = op(data * scale + bias) on ScalarE, with an optional sum over the free axes."""
-    machine = call.machine
     if bias is not None:
         if op.name == "reciprocal":
             require_present(call, "activation(nl.reciprocal) with bias")
-        if bias.__class__ is not NkiTensor and not machine.target.scalar_number_bias:
-            call.rule(
-                OperandError,
-                f"a scalar bias needs trn2 or newer, the target is {machine.target.name}; pass a "
-                f"({data.shape[0]}, 1) tensor",
-            )
+        if bias.__class__ is not NkiTensor:
+            require(
+                call, "activation with a number as bias", lambda t: t.scalar_number_bias,
+                f"pass a ({data.shape[0]}, 1) tensor",
+            )  # fmt: skip
     if op.activation is None:
         raise call.error(
             UnsupportedInstructionError, "nl.prelu needs relu_param; use nisa.activate2 (trn3)"
         )
-    reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    yield attributes(function=op.name, reduces=reduces)
-    result = _apply(machine, op, f32(data), scale, bias)
+    yield attributes(function=op.name, reduces=_reduces(reduce_cmd, reduce_res))
+    result = _apply(call.machine, op, f32(data), scale, bias)
     put(dst, result)
-    if reduces:
-        write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
+    write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
 
 
 def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias: Any) -> np.ndarray:
@@ -511,8 +511,7 @@ def activate2(
             f"operators {pair}; use (multiply, add), (multiply, subtract), "
             "(multiply, bypass), (add, bypass), (subtract, bypass) or (bypass, bypass)",
         )
-    reduces = reduce_cmd is not _IDLE or reduce_res is not None
-    yield attributes(function=op.name, reduces=reduces)
+    yield attributes(function=op.name, reduces=_reduces(reduce_cmd, reduce_res))
     values = apply_scalar(op1, apply_scalar(op0, f32(data), imm0, reverse0), imm1, reverse1)
     if op.name == "prelu":
         slope = scalar_value(relu_param, values.ndim)
@@ -520,8 +519,7 @@ def activate2(
     else:
         result = _apply(call.machine, op, values, 1.0, None)
     put(dst, result)
-    if reduces:
-        write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
+    write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
 
 
 @instruction(
@@ -548,7 +546,7 @@ def exponential(
     reduce_init: Any = 0.0,
 ) -> Steps:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
-    yield attributes(reduces=reduce_cmd is not _IDLE or reduce_res is not None)
+    yield attributes(reduces=_reduces(reduce_cmd, reduce_res))
     values = f32(src)
     result = np.exp(values - scalar_value(max_value, values.ndim))
     put(dst, result)

@@ -265,14 +265,17 @@ def require_present(caller: Caller, what: str) -> None:
     require(caller, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms))
 
 
-def require(caller: Caller, what: str, has: Callable[[Target], bool]) -> None:
-    """Check that the target has `what`: an instruction, or a mode of one."""
+def require(caller: Caller, what: str, has: Callable[[Target], bool], remedy: str = "") -> None:
+    """Check that the target has `what`: an instruction, or a mode of one.
+
+    remedy: what to do on this target, a newer one unless said.
+    """
     if not has(caller.machine.target):
         needed = oldest_with(has)
         caller.machine.rule(
             OperandError,
             f"nisa.{what} needs {needed} or newer, the target is {caller.machine.target.name}; "
-            f'pass target="{needed}"',
+            + (remedy or f'pass target="{needed}"'),
         )
 
 

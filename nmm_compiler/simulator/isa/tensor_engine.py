@@ -281,12 +281,11 @@ def _check_operand_dtypes(
                 OperandError,
                 f"{view.name!r} is {view.dtype}; operands are {', '.join(sorted(_OPERANDS))}",
             )
-        if view.dtype == "float8_e4m3fn" and not call.machine.target.matmul_float8_e4m3fn:
-            call.rule(
-                OperandError,
-                f"float8_e4m3fn operands need trn3, the target is {call.machine.target.name}; use "
-                "float8_e4m3",
-            )
+        if view.dtype == "float8_e4m3fn":
+            require(
+                call, "nc_matmul of float8_e4m3fn", lambda t: t.matmul_float8_e4m3fn,
+                "use float8_e4m3",
+            )  # fmt: skip
     if is_transpose:
         return
     if (left in _WIDE) != (right in _WIDE):

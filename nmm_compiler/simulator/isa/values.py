@@ -36,9 +36,7 @@ def f32(view: NkiTensor) -> np.ndarray:
 
 def raw(view: NkiTensor) -> np.ndarray:
     """Return the view's values in their storage dtype."""
-    if view.indirection is not None:
-        return gather(view)[0]
-    return view.load()
+    return gather(view)[0]
 
 
 def put(dst: NkiTensor, values: np.ndarray, *, exact: bool = False, product: bool = False) -> None:

@@ -125,14 +125,22 @@ class _Turn:
 
 
 class _Loop:
-    """The turns of a loop that begins now."""
+    """The turns of a loop that begins now. step: of its variable."""
 
-    def __init__(self, machine: Machine, name: str, *bounds: Any) -> None:
+    def __init__(self, machine: Machine, name: str, *bounds: Any, step: Any = 1) -> None:
+        if isinstance(step, VirtualRegister) or int(step) < 1:
+            raise machine.error(
+                SimulationError, f"{name}: step {step!r}; use a positive compile-time integer"
+            )
+        if machine.no_reorder_depth:
+            raise machine.error(
+                SimulationError, f"{name} inside nl.no_reorder() is not supported; move it out"
+            )
         self.machine, self.name, self.count = machine, name, 0
         self.body, self.outer = _Body(), machine.turn
         if self.outer is not None:
             self.body = self.outer.body.loops.setdefault(self.outer.place, self.body)
-            machine.note(name, *bounds)
+            machine.note(name, *bounds, step)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -161,8 +169,7 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
     machine = current()
     if stop is None:
         start, stop = 0, start
-    _check_loop(machine, "dynamic_range", step)
-    loop = _Loop(machine, "nl.dynamic_range", start, stop, step)
+    loop = _Loop(machine, "nl.dynamic_range", start, stop, step=step)
     for value in range(_bound(start), _bound(stop), step):
         with loop.turn():
             try:
@@ -185,22 +192,10 @@ def _bound(value: Any) -> int:
     return given if given is not None and not value.known else value.read()
 
 
-def _check_loop(machine: Machine, what: str, step: Any = 1) -> None:
-    if isinstance(step, VirtualRegister) or int(step) < 1:
-        raise machine.error(
-            SimulationError, f"nl.{what}: step {step!r}; use a positive compile-time integer"
-        )
-    if machine.no_reorder_depth:
-        raise machine.error(
-            SimulationError, f"nl.{what} inside nl.no_reorder() is not supported; move it out"
-        )
-
-
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 1) -> None:
     """Run body_fun(i) for i in lower..upper on the device."""
     machine = current()
-    _check_loop(machine, "fori_loop", step)
-    loop = _Loop(machine, "nl.fori_loop", lower, upper, step)
+    loop = _Loop(machine, "nl.fori_loop", lower, upper, step=step)
     for value in range(_bound(lower), _bound(upper), step):
         with loop.turn():
             returned = body_fun(VirtualRegister(value))
@@ -213,7 +208,6 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 
 def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
     """Run r = body_fun(r) on the device while the register r is not zero."""
     machine = current()
-    _check_loop(machine, "while_loop")
     loop = _Loop(machine, "nl.while_loop", init)
     register = init
     while True:

@@ -33,13 +33,11 @@ class Geometry:
 
     __slots__ = ("parts",)
 
-    def __init__(self) -> None:
+    def __init__(self, key: tuple[Any, ...]) -> None:
         self.parts: dict[tuple[Any, ...], Make] = {}
 
 
-@functools.lru_cache(KEPT)
-def _interned(key: tuple[Any, ...]) -> Geometry:
-    return Geometry()
+_interned = functools.lru_cache(KEPT)(Geometry)
 
 
 def geometry_of(view: NkiTensor) -> Geometry:

@@ -125,8 +125,10 @@ def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
     )
 
 
-def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values in the view's shape, valid rows) that an indirect view reads."""
+def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return (values in the view's shape, valid rows) that a view reads; None: all are valid."""
+    if view.indirection is None:
+        return view.load(), None
     table, valid = positions(view)
     _check_valid(view, valid, skip)
     storage = view.storage
@@ -139,7 +141,7 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray]
         if mask.any():
             note_unwritten(view, mask)
             values[mask] = FILL.get(view.dtype.kind, FILL["int"])
-    return values, valid
+    return values, None if valid.all() else valid
 
 
 def _unwritten_rows(view: NkiTensor, table: np.ndarray, valid: np.ndarray) -> np.ndarray:

@@ -57,25 +57,9 @@ class DmaCosts:
 
     def cost(self, instruction: Instruction) -> DmaCost:
         """Return the cost of `instruction` (any op of engine "dma")."""
-        attributes = instruction.attributes
-        cost = self._compute(
-            instruction,
-            _plain(attributes.get("dge_mode")),
-            bool(attributes.get("transpose")),
-            _plain(attributes.get("issuer")),
-        )
-        together = attributes.get("collective_us")
-        if together is not None:  # a queue of its own, for as long as is published
-            cost = dataclasses.replace(
-                cost, queue="collectives", issue_us=float(str(together)), shares=((0, 0.0),),
-                uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,
-            )  # fmt: skip
-        return cost
-
-    def _compute(
-        self, instruction: Instruction, mode: str, transpose: bool, issuer: str
-    ) -> DmaCost:
-        target = self.target
+        target, attributes = self.target, instruction.attributes
+        mode, issuer = attributes.get("dge_mode", "unknown"), attributes.get("issuer", "unknown")
+        transpose = attributes.get("transpose", False)
         reads = [a for a in instruction.reads if not _is_index(a, instruction)]
         writes = list(instruction.writes)
         read_bytes = sum(_bytes(a) for a in reads)
@@ -117,7 +101,7 @@ class DmaCosts:
         largest = max(weight for _, weight in shares) / total
         tail = target.dma_read_latency_fraction * hbm_read * largest
         by_gpsimd = mode == "swdge"
-        return DmaCost(
+        cost = DmaCost(
             read_bytes=read_bytes,
             write_bytes=write_bytes,
             hbm_read_bytes=hbm_read,
@@ -132,6 +116,13 @@ class DmaCosts:
             gpsimd_us=target.dma_software_gpsimd_seconds * _US if by_gpsimd else 0.0,
             stores=all(a.memory == "hbm" for a in writes),
         )
+        together = attributes.get("collective_us")
+        if together is not None:  # a queue of its own, for as long as is published
+            cost = dataclasses.replace(
+                cost, queue="collectives", issue_us=together, shares=((0, 0.0),),
+                uniform_us=0.0, tail_us=0.0, gpsimd_us=0.0,
+            )  # fmt: skip
+        return cost
 
     def _issue(self, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
         """Return the resource that issues and the seconds it needs.
@@ -161,12 +152,6 @@ class DmaCosts:
         fraction *= min(1.0, out.partitions / target.partitions)
         inner = next((count for _, count in reversed(out.pattern) if count > 1), 1)
         return fraction if inner % 16 == 0 else fraction * inner / (16 * -(-inner // 16))
-
-
-def _plain(value: object) -> str:
-    """Return the name of an engine or mode given as text, as enum or as None."""
-    name = getattr(value, "name", value)
-    return "unknown" if name is None else str(name).rsplit(".", 1)[-1]
 
 
 def _is_index(access: Access, instruction: Instruction) -> bool:
