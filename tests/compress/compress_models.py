@@ -1,5 +1,9 @@
 """Small models and data for the tests of compress/."""
 
+import contextlib
+import resource
+import signal
+
 import torch
 from torch import nn
 
@@ -40,3 +44,16 @@ def tokens(count=4, length=40, width=32, seed=1):
     mix = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
     generator.manual_seed(seed)
     return [torch.randn(2, length, width, generator=generator) * scale @ mix for _ in range(count)]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Writes past 8 KiB in any one file fail with EFBIG, as a full disk does with ENOSPC."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -4,11 +4,10 @@ import copy
 import json
 import os
 import pickle
-import resource
-import signal
 
 import pytest
 import torch
+from compress_models import full_disk
 from safetensors.torch import load_file, save_file
 
 from nmm_compiler.errors import FileError, OutputError
@@ -47,6 +46,20 @@ def make(name, dtype=torch.float32):
     torch.manual_seed(0)
     auto = getattr(transformers, AUTO.get(name, "AutoModelForCausalLM"))
     return auto, auto.from_config(config(name), dtype=dtype).eval()
+
+
+@pytest.fixture
+def saved_llama(tmp_path):
+    """A low-rank model, which is saved in tmp_path / "a"."""
+    hf.register()
+    _, model = make("llama")
+    compress(model, 0.2, align=4)
+    hf.save(model, tmp_path / "a")
+    return model
+
+
+def load_llama(directory):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory)
 
 
 def logits(model, name):
@@ -130,34 +143,20 @@ def test_compressed_models_can_be_copied_and_pickled(tmp_path):
     assert again.config.quantization_config.saved == model.config.quantization_config.saved
 
 
-def test_saved_ranks_that_do_not_fit_are_named(tmp_path):
-    hf.register()
-    auto, model = make("llama")
-    compress(model, 0.2, align=4)
-    hf.save(model, tmp_path / "a")
+def test_saved_ranks_that_do_not_fit_are_named(saved_llama, tmp_path):
     path = tmp_path / "a" / "config.json"
     path.write_text(path.read_text().replace("layers.1.mlp.up_proj", "layers.7.mlp.up_proj"))
     with pytest.raises(FileError, match=r"layers\.7\.mlp\.up_proj"):
-        auto.from_pretrained(tmp_path / "a")
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+        load_llama(tmp_path / "a")
+    saved_llama.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(FileError, match="already quantized by 'bitsandbytes'"):
-        hf.save(model, tmp_path / "b")
+        hf.save(saved_llama, tmp_path / "b")
 
 
-def test_a_full_disk_leaves_the_old_directory(tmp_path):
-    _, model = make("llama")
-    compress(model, 0.2, align=4)
-    hf.save(model, tmp_path / "a")
+def test_a_full_disk_leaves_the_old_directory(saved_llama, tmp_path):
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
-        with pytest.raises(OutputError, match=r"(?i)cannot be written.*large"):
-            hf.save(model, tmp_path / "a")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
+    with full_disk(), pytest.raises(OutputError, match=r"(?i)cannot be written.*large"):
+        hf.save(saved_llama, tmp_path / "a")
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
     assert os.listdir(tmp_path) == ["a"]
 
@@ -206,40 +205,32 @@ def test_quantized_models_are_refused_before_any_work(method):
         ({"model.layers.0.mlp.up_proj": 1 << 40}, "rank 1099511627776"),
     ],
 )
-def test_ranks_that_are_none_are_refused_by_name(ranks, text, tmp_path):
-    hf.register()
-    auto, model = make("llama")
-    compress(model, 0.2, align=4)
-    hf.save(model, tmp_path / "a")
+def test_ranks_that_are_none_are_refused_by_name(ranks, text, saved_llama, tmp_path):
     path = tmp_path / "a" / "config.json"
     saved = json.loads(path.read_text())
     saved["quantization_config"]["ranks"] = ranks
     path.write_text(json.dumps(saved))
     with pytest.raises(FileError, match=text) as caught:
-        auto.from_pretrained(tmp_path / "a")
+        load_llama(tmp_path / "a")
     assert "\n" not in str(caught.value)
     del saved["quantization_config"]["ranks"]
     path.write_text(json.dumps(saved))
     with pytest.raises(FileError, match="has none where its ranks belong"):
-        auto.from_pretrained(tmp_path / "a")
+        load_llama(tmp_path / "a")
 
 
-def test_a_missing_factor_is_refused_and_dropped_ranks_do_not_load(tmp_path):
-    hf.register()
-    auto, model = make("llama")
-    compress(model, 0.2, align=4)
-    hf.save(model, tmp_path / "a")
+def test_a_missing_factor_is_refused_and_dropped_ranks_do_not_load(saved_llama, tmp_path):
     file = tmp_path / "a" / "model.safetensors"
     tensors = load_file(file)
     assert tensors["model.layers.0.mlp.up_proj.weight"].shape == (1,)
     key = "model.layers.1.mlp.up_proj.down.weight"
     save_file({k: v for k, v in tensors.items() if k != key}, file, {"format": "pt"})
     with pytest.raises(FileError, match=rf"no {key} \["):
-        auto.from_pretrained(tmp_path / "a")
+        load_llama(tmp_path / "a")
     save_file(tensors, file, {"format": "pt"})
     path = tmp_path / "a" / "config.json"
     saved = json.loads(path.read_text())
     del saved["quantization_config"]["ranks"]["model.layers.1.mlp.up_proj"]
     path.write_text(json.dumps(saved))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # by the guard
-        auto.from_pretrained(tmp_path / "a")
+        load_llama(tmp_path / "a")
