@@ -559,6 +559,34 @@ def clamped_product(dst, gate, up, spec):
 
 def store_sums(out, sums, k, m, core, cores):
     """Store the rows of y; y^T is in SBUF as sums, TensorE turns it, each core stores its part."""
+    tiles = k // 128 // cores
+    if m == 1 and 0 < tiles <= 128 and (cores == 1 or k % (128 * cores) == 0):
+        store_row(out, sums, tiles, k % 128, core)
+    else:
+        store_rows(out, sums, k, m, core, cores)
+
+
+def store_row(out, sums, tiles, rest, core):
+    """Store the only row of y: a tile of outputs becomes a row in SBUF, all in one transpose."""
+    turned = nl.ndarray((tiles, 128), dtype=nl.float32, buffer=nl.psum)
+    first = core * tiles
+    nisa.nc_transpose(
+        dst=turned, data=sums[0:128, first : first + tiles, 0], engine=nisa.engine.tensor
+    )
+    rows_sb = nl.ndarray((tiles, 128), dtype=out.dtype, buffer=nl.sbuf)
+    evict(rows_sb, turned, 0)
+    place = out[0:1, 128 * first : 128 * (first + tiles)]
+    store(place.reshape_dim(1, (tiles, 128)), rows_sb, False)
+    if rest > 0:  # of one core
+        last = nl.ndarray((1, rest), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_transpose(dst=last, data=sums[0:rest, tiles, 0:1], engine=nisa.engine.tensor)
+        last_sb = nl.ndarray((1, rest), dtype=out.dtype, buffer=nl.sbuf)
+        evict(last_sb, last, 1)
+        store(out[0:1, 128 * tiles : 128 * tiles + rest], last_sb, False)
+
+
+def store_rows(out, sums, k, m, core, cores):
+    """Store the rows of y, turned a tile of outputs at a time."""
     rows_sb = nl.ndarray((m, k), dtype=out.dtype, buffer=nl.sbuf)
     for k0 in range(0, k, 512):
         width = min(512, k - k0)
