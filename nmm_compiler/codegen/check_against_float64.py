@@ -78,6 +78,10 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
         if "scale" in tensor.name:
             values = np.abs(values) + np.float32(0.5)
             values /= fan_in.get(tensor.name.removesuffix("_scale"), np.float32(1.0))
+        if tensor.name == "branch_scale":  # of u and, beside MX blocks, of v: else w_scale has it
+            for factor in "uv" if weights else "u":
+                ends = (one for one in fan_in if one.strip("0123456789")[-1] == factor)
+                values /= max(map(fan_in.__getitem__, ends), default=np.float32(1.0))
         arrays.append(values.astype(dtype))
     return tuple(arrays)
 

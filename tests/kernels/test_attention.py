@@ -33,6 +33,17 @@ DECODES = {
     "fp32": {"m": 5, "context": 150, "heads": 2, "d": 80, "dtype": "float32", "causal": False},
     "less than a tile": {"m": 1, "context": 9, "d": 16, "batch": 2},
     "packs of two and a rest": {"m": 2, "context": 3 * 128 + 20, "heads": 2, "d": 64, "rope": "q"},
+    "sets of three groups, in packs": {"m": 1, "context": 300, "heads": 12, "kv_heads": 6, "d": 64},
+    "sets of two sequences' groups": {
+        "m": 2,
+        "context": 200,
+        "heads": 4,
+        "batch": 2,
+        "kv_heads": 2,
+        "d": 160,
+        "rope": "q",
+        "k_layout": "col",
+    },
     "packs of four, single tiles": {"m": 1, "context": 6 * 128 + 5, "d": 32, "soft_cap": 4.0},
 }
 

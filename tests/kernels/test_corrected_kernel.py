@@ -39,6 +39,10 @@ OF_FP8 = CorrectedSpec(m=1, k=384, n=512, rank=32, weight="fp8")
         dataclasses.replace(MLP, lnc=2, residual=True),
         dataclasses.replace(MLP, m=130, rank=(32, 8, 0), weight="mxfp8", norm="rms"),
         dataclasses.replace(MLP, m=20, n=258, k=640, down=False, out_layout="col"),
+        # whole 2,048 features: the scales of half of the outputs are moved
+        dataclasses.replace(ONE, k=4608, n=(1024, 264), rank=(32, 0), branch="fp8"),
+        dataclasses.replace(ONE, m=3, k=2048, n=2048, weight="mxfp8", residual=True),
+        dataclasses.replace(MLP, k=2048, n=2048, residual=True, norm="rms", branch="fp8"),
     ],
     ids=lambda spec: f"{spec.short()} {spec.lnc}",
 )

@@ -116,6 +116,7 @@ BLOCKS_OF_32 = [
     {"weight": "mxfp4"},
     {"weight": "mxfp4", "m": 1, "k": 480, "n": 320, **JOINED},
     {"weight": "mxfp4", "m": 1, "lnc": 2, "top_k": 3, "n": 512},
+    {"weight": "mxfp4", "m": 2, "groups": 4, "k": 2048, "n": 256, "ranks": (32, 32), **JOINED},
     {"weight": "mxfp4", "m": 3, "k": 288, "n": 640, "ranks": (16, 40)},
     {"weight": "mxfp4", "m": 40, "lnc": 2, "groups": 4, "ranks": (8, 0), "dtype": "float16"},
     {"weight": "mxfp8", "m": 150, "groups": 5, "k": 320, "n": 1100, **JOINED},

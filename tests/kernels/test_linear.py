@@ -31,6 +31,7 @@ KINDS = {
     "few, x bfloat16": MatmulSpec(m=1, k=512, n=640, x_dtype="bfloat16", **FP8),
     "few, x packed": MatmulSpec(m=3, k=700, n=640, x_layout="col", **FP8),
     "few, low rank": LowRankSpec(m=1, k=300, r=200, n=640, activation="silu", scale=0.5),
+    "one token, a residual": MatmulSpec(m=1, k=512, n=1152, residual=True),
     "few, low rank columns": LowRankSpec(m=16, k=256, r=300, n=640, out_layout="col", bias=True),
     "few, low rank fp8": LowRankSpec(m=1, k=1024, r=300, n=640, x_layout="col", **FP8),
     "odd": LowRankSpec(m=17, k=1021, r=200, n=509, x_layout="col", bias=True),
