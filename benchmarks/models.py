@@ -8,7 +8,7 @@ Inferentia that was not there yet, the shortest and the longest run of one seque
 program was compiled for where the source names one. "reading" says what a source's figure stands
 for where it is not plainly a model's time per token. "stack" is what ran it: its
 runs are predicted with it and judged apart; those without one are of Transformers-NeuronX and kiln,
-by which `own` was set.
+predicted as `neuronx-cc`.
 
     python benchmarks/models.py [--only calibrate|"held out"|added|apart] [--json FILE]
         [--price closed_form]
@@ -50,7 +50,7 @@ def predicted(run: dict[str, Any], price: str = "simulated") -> ModelPrediction:
         lnc=run["lnc"],
         weights=run["weights"],
         price=price,
-        stack=run.get("stack", "own"),
+        stack=run.get("stack", "neuronx-cc"),
     )
 
 
@@ -85,7 +85,7 @@ def main(
         rows.append({**run, "predicted_tpot_ms": made.tpot_us / 1e3,
                      "predicted_ttft_ms": made.ttft_us / 1e3, "kinds_ms": kinds})  # fmt: skip
         experts = "num_experts_per_tok" in public_models()[run["model"]]
-        stack = "with experts" if experts else f"stack {run.get('stack', 'own')}"
+        stack = "with experts" if experts else f"stack {run.get('stack', 'neuronx-cc')}"
         error = abs(made.tpot_us / 1e3 / run["tpot_ms"] - 1)
         errors.setdefault((stack, run["use"]), []).append(error)
         ttft = shown(made.ttft_us if run["prompt"] else None, run["ttft_ms"])

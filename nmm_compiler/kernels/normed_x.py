@@ -42,10 +42,10 @@ def check_norm(spec: Any) -> None:
                 "'layer', or drop them"
             )
         object.__setattr__(spec, "norm_eps", 1e-6)
-    elif spec.fp8:
+    elif spec.fp8_x:
         raise SpecError(
-            f"{spec.family}: norm={spec.norm!r} takes plain operands, and dtype is {spec.dtype}; "
-            "make the norm before the kernel, or use dtype bfloat16"
+            f"{spec.family}: norm={spec.norm!r} takes a plain x, and x is {spec.x_format}; make "
+            "the norm before the kernel, or pass x_dtype bfloat16"
         )
     if getattr(spec, "tp_axis", "") and (spec.norm != "none" or spec.residual):
         raise SpecError(

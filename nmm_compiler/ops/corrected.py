@@ -431,7 +431,7 @@ CORRECTED_SHARED = CorrectedOp(
     },
 )  # fmt: skip
 CORRECTED_MLP = CorrectedOp(
-    name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec,
-    operands=(Operand("x", role="x"), *_LISTS, _BRANCHES),
-    keywords={"format": "mxfp4", "activation": "silu", **_WAYS},
+    name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec, own=5,
+    operands=(Operand("x", role="x"), *_LISTS, *_ENDS, _BRANCHES),
+    keywords={**NORM, "format": "mxfp4", "activation": "silu", **_WAYS},
 )  # fmt: skip

@@ -135,11 +135,11 @@ def fastest(piece: Piece, machine: Machine) -> list[tuple[Piece, Price]]:
     whole = price(piece, machine)
     if not piece.apart:
         return [(piece, whole)]
-    parts = [(one, price(one, machine)) for one in piece.apart]
+    parts = [part for one in piece.apart for part in fastest(one, machine)]
     inside, apart = _with_gaps(whole), sum(_with_gaps(p) for _, p in parts)
     if not inside < apart:
         return parts
-    said = f"{whole.how}; {apart:.1f} us as two products and a collective"
+    said = f"{whole.how}; {apart:.1f} us apart"
     return [(piece, dataclasses.replace(whole, how=said))]
 
 
@@ -161,10 +161,10 @@ def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
 def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
-    A sum over cores that no target computes inside of a kernel takes infinitely long. Weights of a
-    form that no spec says, as int8, or blocks that do not divide, take what the kernel of the
-    nearest dtype takes, with their own bytes in place of its, and the products of their branch;
-    never less than their roofline.
+    A sum over cores that no target computes inside of a kernel takes infinitely long, and so does a
+    norm or a residual in one that takes none. Weights of a form that no spec says, as int8, or
+    blocks that do not divide, take what the kernel of the nearest dtype takes, with their own bytes
+    in place of its, and the products of their branch; never less than their roofline.
     """
     packed = None if isinstance(spec, (CorrectedSpec, ExpertsSpec)) else machine.packed
     near = FP8 if packed is not None and packed.base != "int8" else machine.weights
@@ -173,10 +173,11 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
         stored = in_form(spec, machine.base, machine.target)
     bytes_us, floor = _bounds(stored, machine)
     source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
+    takes_in = isinstance(spec, LinearSpec) and (spec.norm != "none" or spec.residual)
     try:
         us = launch_us(stored, machine.target, machine.lnc, machine.price)
     except NO_KERNEL:
-        us, source = math.inf if summed else stored.roofline_us(machine.target), "bound"
+        us, source = math.inf if summed or takes_in else stored.roofline_us(machine.target), "bound"
     if packed is not None:
         added, branch = _packed_us(spec, stored, packed, machine)
         bytes_us += added
@@ -226,11 +227,12 @@ def _kernel_source(machine: Machine) -> str:
 
 def with_weights(spec: Any, weights: str) -> Any:
     """Return the spec for weights of another format, the same where its kernel takes none, as of
-    factors with a norm between them."""
+    factors with a norm between them. x has that format, too, unless its norm is inside."""
     names = {f.name for f in dataclasses.fields(spec)}
     if weights.startswith("float8") and "scales" in names:
+        x_dtype = None if spec.norm == "none" else spec.dtype
         with contextlib.suppress(SpecError):
-            return dataclasses.replace(spec, dtype=weights, scales="channel")
+            return dataclasses.replace(spec, dtype=weights, scales="channel", x_dtype=x_dtype)
     return spec
 
 

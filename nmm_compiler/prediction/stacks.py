@@ -1,8 +1,8 @@
 """What runs the programs of a model on a device: launch gaps and host time, as published.
 
 Every stack is priced with our kernels: `kernels` says which ones it calls itself, and the error of
-its runs holds that difference. What is priced apart is how many programs compute a token, how long
-the next one waits, and what the host adds.
+its runs holds that difference; norms and sums are inside of ours alone. What is priced apart is how
+many programs compute a token, how long the next one waits, and what the host adds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Stack(Record):
     kernels: what multiplies in it. host_from: where the host's time comes from, one of the sources
     of `prices`. program_gap_us: the wait between two programs of a stack that runs one for each
     layer and two for embedding and head; 0 of one that runs one for the whole pass. judged: the
-    published decodes that this stack ran and that nothing was chosen on, and the mean and largest
-    error of their predictions as `make bench-models` prints them; None where there are none.
+    published decodes that this stack ran, for ours those with its gaps, and that nothing was chosen
+    on, and the mean and largest error of their predictions as `make bench-models` prints them; None
+    where there are none.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Stack(Record):
     def __str__(self) -> str:
         said = f"stack {self.name}: {self.source}"
         if self.kernels != "ours":
-            said += f"; it calls {self.kernels}, priced as ours"
+            said += f"; it calls {self.kernels}, priced as ours with norms apart"
         if self.judged is None:
             return f"{said}; no run of it that could judge it"
         runs, mean, worst = self.judged
@@ -58,16 +59,26 @@ _SERVING_US = 1600.0
 # eight cores of inf2, where the prediction without a server is 16.2 and 19.5.
 _OPTIMUM_US = 5500.0
 
+_PRODUCTS = "the Neuron compiler's own products"
 _NXDI_KERNELS = "nki-library for attention, q/k/v and MLP, and the compiler's products"
+
+# Decodes of one program a token, none of which chose anything.
+_COMPILED = (19, 0.11, 0.35)
 
 STACKS = {
     stack.name: stack
     for stack in (
         Stack(
             name="own",
+            source="one program a token, its gaps those of neuronx-cc",
+            judged=_COMPILED,
+        ),
+        Stack(
+            name="neuronx-cc",
             source="one program a token; the gap between launches was chosen on published decodes "
             "of Transformers-NeuronX and NxD Inference",
-            judged=(19, 0.11, 0.35),
+            kernels=_PRODUCTS,
+            judged=_COMPILED,
         ),
         Stack(
             name="nxdi",
@@ -86,7 +97,7 @@ STACKS = {
             name="vllm-optimum",
             source="optimum-neuron under vLLM, each step computed for the compiled batch; the time "
             "of the host was chosen on two of its decodes (optimum-neuron, benchmark/vllm)",
-            kernels="the Neuron compiler's own products",
+            kernels=_PRODUCTS,
             host_from="fitted",
             host_us=HOST_CALL_US + _OPTIMUM_US,
             judged=(5, 0.16, 0.44),
@@ -95,7 +106,7 @@ STACKS = {
             name="torchneuron",
             source='torch.compile(model, backend="neuron"): a graph a token, no latency published '
             "(aws-neuron-sdk, pytorch-native-overview)",
-            kernels="the Neuron compiler's own products",
+            kernels=_PRODUCTS,
         ),
         Stack(
             name="pjrt-2.30",

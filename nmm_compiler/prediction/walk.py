@@ -14,19 +14,19 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from nmm_compiler.errors import ModelError, NmmError, one_line
+from nmm_compiler.errors import ModelError, NmmError, SpecError, one_line
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.ops.launches import dtype_name, view_turned
 from nmm_compiler.ops.lower import graph_call, lower, op_name
-from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, owner_of
+from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, Product, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
@@ -36,6 +36,9 @@ from nmm_compiler.passes.rules.gated_mlp import gates_at
 from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prices.ways import Row, alternatives, beside
+
+_FEW_TOKENS = 128
+"""Tokens of one block of a kernel: the norm of so many is computed once, while weights arrive."""
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 Graphs = Sequence[tuple[fx.GraphModule, Sequence[Any]]]
@@ -49,7 +52,8 @@ class Piece:
     module: where, with equal layers as one. weights: names of the parameters that it multiplies by.
     ways: for kernels, alternatives that compute the same, each a row of specs.
     ways of an attention: our kernel, where there is one that computes it.
-    apart: pieces that compute the same one after the other: of a kernel with a collective inside.
+    apart: pieces that compute the same one after the other: of a kernel with a collective, a norm
+    or a residual inside.
     attention: (batch, query heads, key heads, queries, keys, features, causal).
     bytes: of HBM; elements: of the engines, one entry an operation; flops: of products.
     """
@@ -85,21 +89,26 @@ def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
         ) from error
 
 
-def walk_graphs(model: MetaModel, graphs: Graphs, target: str, lnc: int = 1) -> list[Piece]:
-    """Return the pieces of graphs that were traced of this model, rewritten for a target.
+def walk_graphs(
+    model: MetaModel, graphs: Graphs, target: str, lnc: int = 1
+) -> tuple[list[Piece], list[Piece]]:
+    """Return the pieces of graphs that were traced of this model, rewritten for a target, and those
+    with norms and sums inside of kernels, where each alone gains by it.
 
     lnc: physical cores of a logical one, on which the passes price what they fuse.
     """
     names = {id(p): name for name, p in model.module.named_parameters(remove_duplicate=False)}
-    pieces: list[Piece] = []
+    apart: list[Piece] = []
+    inside: list[Piece] = []
     for graph, given in graphs:
         result = rewrite(graph, tuple(given), options={"target": target, "lnc": lnc})
         c = _read(result.graph_module, given)
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
         pairs = zip(holders, given, strict=True)
         named = {holder: names[id(value)] for holder, value in pairs if id(value) in names}
-        pieces += _Walk(model, c, named).pieces()
-    return pieces
+        apart += _Walk(model, c, named).pieces()
+        inside += _Walk(model, c, named, takes_norms=True).pieces()
+    return apart, inside
 
 
 def walk_graph(graph: fx.GraphModule) -> list[Piece]:
@@ -113,28 +122,42 @@ def _read(graph: fx.GraphModule, given: Sequence[Any] | None) -> Canonical:
     return read_graph(graph, collect_values(graph, given))
 
 
-@dataclass
-class _Dense:
-    """A dense product with a stored weight."""
+@dataclass(frozen=True)
+class _Product:
+    """A dense product with a stored weight, or a call of ours: launches that compute it."""
 
     node: fx.Node
     x: Key
-    spec: MatmulSpec
-    weight: str
-    covered: set[fx.Node] = field(default_factory=set)
+    launches: Row
+    weights: tuple[str, ...]
+
+    @property
+    def spec(self) -> Any:
+        """The first launch."""
+        return self.launches[0]
 
 
 class _Walk:
     """One graph."""
 
-    def __init__(self, model: MetaModel, c: Canonical, names: dict[fx.Node, str]) -> None:
-        """names: of the parameters among the placeholders."""
+    def __init__(
+        self,
+        model: MetaModel,
+        c: Canonical,
+        names: dict[fx.Node, str],
+        takes_norms: bool = False,
+    ) -> None:
+        """names: of the parameters among the placeholders. takes_norms: kernels of dense products
+        may have the norm of their input and a residual inside."""
         self.model, self.c, self.names = model, c, names
+        self.takes_norms = takes_norms
+        self.readers: dict[fx.Node, set[fx.Node]] = {}
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
         self.cached = {h for h in holders if h not in self.names}
         self.depth: dict[fx.Node, int] = {}
         self.found: list[Piece] = []
-        self.dense: list[_Dense] = []
+        self.dense: list[_Product] = []
+        self.calls: list[_Product] = []
         self.pointwise: dict[fx.Node, int] = {}
         self.exchanges: dict[tuple[str, int], list[tuple[fx.Node, int]]] = {}
 
@@ -148,6 +171,10 @@ class _Walk:
             self.depth[node] = before + bool(self._visit(node))
         for (name, _), together in self.exchanges.items():
             self._add(name, together[0][0], bytes=sum(moved for _, moved in together))
+        for node in self.c.graph.nodes:
+            if self.c.views.get(node, (node,))[0] is node or node.op == "output":
+                for source in self._sources(node):
+                    self.readers.setdefault(source, set()).add(node)
         covered = self._dense_pieces()
         self._regions(covered)
         return self.found
@@ -199,9 +226,12 @@ class _Walk:
         lowered = lower(*called, transpose=view_turned)
         specs = tuple(launch.spec for launch in lowered.launches)
         (spec, *others) = specs
-        self._add("kernel", node, ways=(specs,), weights=self._weights(node))
         if getattr(spec, "exchanged_bytes", int)() and not others:
-            self.found[-1] = _with_sum_apart(self.found[-1], spec)
+            piece = self._piece("kernel", node, ways=(specs,), weights=self._weights(node))
+            self.found.append(_with_sum_apart(piece, spec))
+        else:
+            x = self.c.base(node.args[0])[0]  # type: ignore[arg-type]
+            self.calls.append(_Product(node, x, specs, self._weights(node)))
 
     def _collective(self, node: fx.Node, name: str) -> None:
         """Note a collective; those that follow products of the same x are one."""
@@ -226,7 +256,7 @@ class _Walk:
         n = math.prod(int(size) for i, size in sizes.items() if i not in summed)
         spec = MatmulSpec(m=max(1, value.numel() // max(n, 1)), k=k, n=n, dtype=dtype_name(value))
         base = owner_of(c.base(weight)[0])
-        self.dense.append(_Dense(node, c.base(x)[0], spec, self.names.get(base, "")))
+        self.dense.append(_Product(node, c.base(x)[0], (spec,), (self.names.get(base, ""),)))
 
     def _unread_product(self, node: fx.Node) -> None:
         """Note a product that no family here computes: two activations, a convolution."""
@@ -277,10 +307,12 @@ class _Walk:
     def _dense_pieces(self) -> set[fx.Node]:
         """Add the dense products; return pointwise nodes that their kernels compute too."""
         covered: set[fx.Node] = set()
-        by_x: dict[tuple[Key, int, int], list[_Dense]] = {}
+        by_x: dict[tuple[Key, int, int], list[_Product]] = {}
         for one in self.dense:
             by_x.setdefault((one.x, one.spec.m, one.spec.k), []).append(one)
         taken: set[fx.Node] = set()
+        for call in self.calls:
+            covered |= self._kernel((call,), (call.launches,))
         for last in self.dense:
             gated = self._gated(last, by_x)
             if gated is None:
@@ -288,17 +320,67 @@ class _Walk:
             (gate, up), nodes, spec = gated
             covered |= nodes
             taken |= {gate.node, up.node, last.node}
-            names = tuple(one.weight for one in (gate, up, last))
-            self._add("kernel", last.node, ways=alternatives(spec), weights=names)
+            covered |= self._kernel((gate, up, last), alternatives(spec), gated=True)
         for group in by_x.values():
             left = [one for one in group if one.node not in taken]
             if left:
-                ways = beside(tuple(one.spec for one in left))
-                names = tuple(one.weight for one in left)
-                self._add("kernel", left[0].node, ways=ways, weights=names)
+                covered |= self._kernel(left, beside(tuple(one.spec for one in left)))
         return covered
 
-    def _gated(self, last: _Dense, by_x: Mapping[Any, list[_Dense]]) -> Any:
+    def _kernel(
+        self, products: Sequence[_Product], ways: tuple[Row, ...], gated: bool = False
+    ) -> set[fx.Node]:
+        """Add the kernel of products of one x; return the pointwise nodes that it may compute.
+
+        These are the norm of x, where nothing else reads it, and the sum behind one result, for so
+        few tokens that they take no time there; apart they are pieces of their own.
+        """
+        names = tuple(name for one in products for name in one.weights)
+        piece = self._piece("kernel", products[-1].node, ways=ways, weights=names)
+        norm = self._norm_before(products)
+        total = self._sum_behind(products[-1]) if gated or len(products) == 1 else None
+        covered: set[fx.Node] = set()
+        with contextlib.suppress(SpecError, TypeError):  # kernels that take none in
+            if total is not None:
+                inside = tuple(_with_residual(row) for row in ways)
+                covered.add(total)
+                ways, apart = inside, (piece, self._region([total]))
+                piece = dataclasses.replace(piece, ways=ways, apart=apart)
+            if norm is not None:
+                inside = tuple(_with_norm(row, self.c.forms[norm], gated) for row in ways)
+                helpers = self.c.helpers.get(norm, frozenset())
+                before = [n for n in self.pointwise if n is norm or n in helpers]
+                covered.update(before)
+                apart = (self._region(before), piece)
+                piece = dataclasses.replace(piece, ways=inside, apart=apart)
+        self.found.append(piece)
+        return covered
+
+    def _norm_before(self, products: Sequence[_Product]) -> fx.Node | None:
+        """Return the norm that is x of products, where nothing but these reads it."""
+        x = products[0].x
+        final, form = owner_of(x), self.c.forms.get(x)
+        if not self._takes(products[0]) or not isinstance(form, Norm) or form.eps is None:
+            return None
+        plain = final in self.pointwise and self.c.dtype(form.value) == self.c.dtype(final)
+        nodes = {one.node for one in products if one.x is x}
+        return final if plain and self.readers.get(final) == nodes else None
+
+    def _sum_behind(self, last: _Product) -> fx.Node | None:
+        """Return the sum of a product with a tensor of its size, where that alone reads it."""
+        readers = self.readers.get(last.node, set())
+        total = next(iter(readers), None)
+        form = None if total is None else self.c.forms.get(total)
+        if not self._takes(last) or len(readers) != 1 or not isinstance(form, Add):
+            return None
+        equal = {self._bytes(owner_of(key)) for order in form.orders for key in order}
+        return total if total in self.pointwise and equal == {self._bytes(last.node)} else None
+
+    def _takes(self, one: _Product) -> bool:
+        few = self.takes_norms and getattr(one.spec, "m", math.inf) <= _FEW_TOKENS
+        return few and getattr(one.spec, "x_layout", "row") == "row"
+
+    def _gated(self, last: _Product, by_x: Mapping[Any, list[_Product]]) -> Any:
         """Return ((gate, up), pointwise nodes, spec) of down(act(gate x) * up x), or None."""
         c, h = self.c, owner_of(last.x)
         at = {one.node: one for group in by_x.values() for one in group}
@@ -321,22 +403,21 @@ class _Walk:
         """Add one piece for each set of pointwise nodes that feed each other."""
         group = [n for n in self.pointwise if n not in covered]
         region: dict[fx.Node, set[fx.Node]] = {}
-        readers: dict[fx.Node, set[fx.Node]] = {}
         for node in group:
             near = (s for s in self._sources(node) if self.depth[s] == self.depth[node])
             joined = {node}.union(*(region[s] for s in near if s in region))
             region |= dict.fromkeys(joined, joined)
-        for node in self.c.graph.nodes:
-            if self.c.views.get(node, (node,))[0] is node or node.op == "output":
-                for source in self._sources(node):
-                    readers.setdefault(source, set()).add(node)
         for inside in {id(joined): joined for joined in region.values()}.values():
-            nodes = [n for n in group if n in inside]
-            outer = {s for n in nodes for s in self._sources(n)} - inside
-            read = sum(self._bytes(s) for s in outer if s not in self.names)
-            written = sum(self._bytes(n) for n in nodes if readers.get(n, set()) - inside)
-            elements = tuple(self.pointwise[n] for n in nodes)
-            self._add("pointwise", nodes[-1], bytes=read + written, elements=elements)
+            self.found.append(self._region([n for n in group if n in inside]))
+
+    def _region(self, nodes: Sequence[fx.Node]) -> Piece:
+        """Return the piece of pointwise nodes that are one region."""
+        inside = set(nodes)
+        outer = {s for n in nodes for s in self._sources(n)} - inside
+        read = sum(self._bytes(s) for s in outer if s not in self.names)
+        written = sum(self._bytes(n) for n in nodes if self.readers.get(n, set()) - inside)
+        elements = tuple(self.pointwise[n] for n in nodes)
+        return self._piece("pointwise", nodes[-1], bytes=read + written, elements=elements)
 
     def _sources(self, node: fx.Node) -> set[fx.Node]:
         """Return the values that a node reads, behind views."""
@@ -361,13 +442,33 @@ class _Walk:
         return tuple(self.names[b] for b in bases if b in self.names)
 
     def _add(self, kind: str, node: fx.Node, **sizes: Any) -> None:
+        self.found.append(self._piece(kind, node, **sizes))
+
+    def _piece(self, kind: str, node: fx.Node, **sizes: Any) -> Piece:
         names = sizes.get("weights") or ()
         path = _common(names) if any(names) else module_path(node)
         value = self.c.tensor(node)
         dtype = dtype_name(value) if value is not None else "bfloat16"
         shown = re.sub(r"\.\d+(?=\.|$)", ".*", path) if self.model.layers else path
         count = self.model.count(path)
-        self.found.append(Piece(kind, shown, count, dtype=dtype, **sizes))
+        return Piece(kind, shown, count, dtype=dtype, **sizes)
+
+
+def _with_residual(row: Any) -> Row:
+    """Return the kernels of a row, the last with a residual."""
+    return *row[:-1], dataclasses.replace(row[-1], residual=True)
+
+
+def _with_norm(row: Any, norm: Any, gated: bool) -> Row:
+    """Return the kernels of a row with a norm in those that read x: all but the last of a gated
+    MLP in parts."""
+    fields = {
+        "norm": norm.kind, "norm_eps": norm.eps, "norm_offset": norm.offset,
+        "norm_gain": norm.weight is not None, "norm_bias": norm.bias is not None,
+    }  # fmt: skip
+    reads_x = len(row) - (gated and len(row) > 1)
+    normed = (dataclasses.replace(spec, **fields) for spec in row[:reads_x])
+    return *normed, *row[reads_x:]
 
 
 def _with_sum_apart(piece: Piece, spec: Any) -> Piece:

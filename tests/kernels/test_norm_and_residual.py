@@ -37,6 +37,13 @@ FEW_BITS = {
     "linear_mlp": CorrectedMLPSpec(m=20, k=512, n=512, rank=(30, 0, 20)),
 }
 EVERY = SMALL | FEW_BITS
+# fp8 weights, x of 16 bits
+FP8 = {"dtype": "float8_e4m3", "x_dtype": "bfloat16", "scales": "channel"}
+OF_FP8 = {
+    **{family: dataclasses.replace(spec, **FP8) for family, spec in SMALL.items()},
+    "linear": CorrectedSpec(m=20, k=300, n=200, rank=30, weight="fp8"),
+    "linear_mlp": CorrectedMLPSpec(m=20, k=300, n=200, rank=(30, 0, 20), weight="fp8"),
+}
 
 
 def _long(*values):
@@ -63,6 +70,16 @@ def test_few_bit_weights(family, norm):
     assert spec.residual
     assert {"norm_gain", "residual"} <= {tensor.name for tensor in spec.inputs()}
     proof = prove(build_kernel(spec, "trn3"))
+    assert proof.passed, proof
+
+
+@pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
+@pytest.mark.parametrize("family", OF_FP8)
+def test_fp8_weights(family, norm):
+    spec = ended(OF_FP8[family], norm)
+    dtypes = {tensor.name: tensor.dtype for tensor in spec.inputs()}
+    assert dtypes["norm_gain"] == dtypes["x"] == "bfloat16"
+    proof = prove(build_kernel(spec, "trn2"))
     assert proof.passed, proof
 
 
@@ -153,11 +170,10 @@ def test_plain_specs_keep_their_json(family):
         ("matmul", {"norm_gain": True}, SpecError, "belong to a norm"),
         ("matmul", {"norm": "rms", "norm_bias": True}, SpecError, "has no bias"),
         ("matmul", {"norm": "rms", "norm_eps": -1.0}, SpecError, "0 or more"),
-        ("matmul", {"norm": "rms", "dtype": "float8_e4m3"}, SpecError, "use dtype bfloat16"),
+        ("matmul", {"norm": "rms", "dtype": "float8_e4m3"}, SpecError, "pass x_dtype bfloat16"),
         ("lowrank_shared", {"residual": True}, SpecError, "drop residual"),
         ("gated_mlp_up", {"residual": True}, SpecError, "drop residual"),
         ("linear", {"n": (200, 200), "residual": True}, SpecError, "drop residual"),
-        ("linear", {"weight": "fp8", "norm": "rms"}, SpecError, "bfloat16"),
         ("linear_mlp", {"down": False, "rank": 0, "residual": True}, SpecError, "drop residual"),
     ],
 )

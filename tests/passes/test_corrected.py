@@ -290,18 +290,22 @@ def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, 
         assert (leaves[name].grad - want).norm() <= bound * want.norm(), name
 
 
+def llama(hidden_size):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden_size, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).bfloat16().eval()
+
+
 @pytest.mark.parametrize(
     ("format", "target", "factors"),
     [("mxfp4", "trn3", None), ("mxfp4", "trn3", "fp8"), ("fp8", "trn2", None)],
 )
 def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, target, factors):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    model = llama(256)
     nmm.compress(model, base=format, rank=16, factors=factors)
     given = {"input_ids": torch.arange(5)[None], "use_cache": False}
     options = {"target": target, "executor": "simulator", "inner": "eager", "strict": True}
@@ -315,6 +319,23 @@ def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, targ
     said = [note for match in made.matches for note in match.notes if "fp8 branch is read" in note]
     assert len(said) == (0 if factors is None else 4)  # qkv, o; gate and up, down before the MLP
     # one layer: each product's x is rounded to three bits of mantissa beside MX weights
+    assert (got - want).norm() <= (2**-3 if format == "mxfp4" else 2**-6) * want.norm()
+
+
+@pytest.mark.parametrize(("format", "target"), [("mxfp4", "trn3"), ("fp8", "trn2")])
+def test_a_compressed_llama_has_its_norms_and_sums_inside_of_calls(format, target):
+    model = llama(512)
+    nmm.compress(model, base=format, rank=16)
+    given = {"input_ids": torch.tensor([[3]]), "use_cache": False}
+    options = {"target": target, "rules": ["+norms"], "strict": True}
+    made = nmm.explain(model, given, options=options)
+    found = [match.rule for match in made.matches]
+    assert found.count("norm") == 2  # before q, k and v, and before the MLP
+    assert found.count("residual") == 2
+    options |= {"executor": "simulator", "inner": "eager"}
+    with torch.no_grad():
+        want = model(**given).logits
+        got = torch.compile(model, backend="nmm", options=options)(**given).logits
     assert (got - want).norm() <= (2**-3 if format == "mxfp4" else 2**-6) * want.norm()
 
 

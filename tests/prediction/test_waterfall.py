@@ -40,13 +40,14 @@ def test_the_steps_of_a_pass_sum_to_its_time(weights, tp, lnc):
 def test_every_stack_is_priced_and_a_program_a_layer_costs_its_gaps():
     made = {name: predict(CONFIG, stack=name, price="closed_form") for name in STACKS}
     own = made["own"].tpot_us
-    assert made["nxdi"].tpot_us == own
-    assert made["vllm-neuron"].tpot_us == pytest.approx(own + 1600)
+    apart = made["nxdi"].tpot_us  # its kernels have no norm and no sum inside
+    assert apart == made["neuronx-cc"].tpot_us > own
+    assert made["vllm-neuron"].tpot_us == pytest.approx(apart + 1600)
     layers = CONFIG.num_hidden_layers
     assert made["pjrt-2.31"].tpot_us == pytest.approx(own + 180.0 * (layers + 1))
     assert "stack pjrt-2.31" in made["pjrt-2.31"].headline()
     assert "stack own" in made["own"].headline()
-    assert made["vllm-optimum"].tpot_us == pytest.approx(own + 5500)
+    assert made["vllm-optimum"].tpot_us == pytest.approx(apart + 5500)
     assert all(stack.source and stack.kernels for stack in STACKS.values())
     assert predict(CONFIG, stack="nxdi-2.27", price="closed_form") == made["nxdi"]
     with pytest.raises(NmmError, match="vllm-neuron"):

@@ -214,7 +214,7 @@ class LinearSpec(KernelSpec):
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return x, the weights, the biases, the scales of fp8 operands, the vectors of the norm
         of x, the residual."""
-        layer, dtype = self.layer, self._dtype()
+        layer = self.layer
         weights = layer.weights()
         x = TensorSpec(name="x", shape=lay((self.m, self.k), layer.x_layout), dtype=self.x_format)
         matrices = [
@@ -246,7 +246,7 @@ class LinearSpec(KernelSpec):
             rows = len(layer.pairs), 128 * layer.branch_tiles
             scales.append(TensorSpec(name="branch_scale", shape=rows, dtype="float32"))
         norm = [
-            TensorSpec(name=name, shape=(self.k,), dtype=dtype)
+            TensorSpec(name=name, shape=(self.k,), dtype=self.x_format)
             for name in ("norm_gain", "norm_bias")
             if getattr(self, name)
         ]

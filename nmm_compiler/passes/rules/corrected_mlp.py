@@ -109,7 +109,7 @@ class CorrectedMLP(Rule):
         if any(scale is not None for scale in scales):
             if any(scale is None for scale in scales):
                 return None  # of fp8 branches and others
-            args = (*args, scales)
+            args = (*args, None, None, None, scales)
         own = ("target", "executor", "out_layout")
         kwargs = said | {"activation": gate.activation}
         kwargs |= {n: value for n, value in down.call.node.kwargs.items() if n in own}

@@ -56,6 +56,12 @@ class KernelCall:
         """The place of the gain among the operands; the bias and the residual follow."""
         return self.op.own
 
+    @property
+    def takes_residual(self) -> bool:
+        """Whether a residual can be added, and none is."""
+        place = self.gain + 2
+        return "Tensor? residual" in self.op.schema and self.args[place] is None
+
     def is_row(self, layout: str) -> bool:
         """Return whether its "x_layout" or "out_layout" is row."""
         return self.node.kwargs.get(layout, "row") == "row"
@@ -94,8 +100,7 @@ def kernel_call(node: Key) -> KernelCall | None:
     op = DEFINITIONS.get(name) if space == "nmm" else None
     if op is None or op.own == 0:
         return None
-    count = op.own + 2 + ("Tensor? residual" in op.schema)
-    args = (*owner_of(node).args, *[None] * (count - len(owner_of(node).args)))
+    args = (*owner_of(node).args, *[None] * (len(op.operands) - len(owner_of(node).args)))
     return KernelCall(owner_of(node), op, args)
 
 
@@ -232,7 +237,7 @@ class ResidualInside(Rule):
             return
         for residual, y in form.orders:
             call = kernel_call(graph.base(y)[0])
-            if call is not None and len(call.args) > call.gain + 2 and call.args[-1] is None:
+            if call is not None and call.takes_residual:
                 yield node, call, y, residual
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
