@@ -12,7 +12,8 @@ are recorded with the known values of their arguments, so that the helpers can b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import libcst as cst
@@ -26,11 +27,17 @@ from nmm_compiler.records import Record
 Statement = cst.BaseStatement
 Environment = dict[str, Value]
 
-_CALLS = {
-    "min": values.smallest,
-    "max": values.largest,
-    "len": lambda given: values.length(given[0]),
-}
+_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
+    cst.Add: operator.add, cst.Subtract: operator.sub, cst.Multiply: operator.mul,
+    cst.FloorDivide: operator.floordiv, cst.Modulo: operator.mod,
+}  # fmt: skip
+_ORDER: dict[type, Callable[[int, int], bool]] = {
+    cst.LessThan: operator.lt, cst.LessThanEqual: operator.le,
+    cst.GreaterThan: operator.gt, cst.GreaterThanEqual: operator.ge,
+}  # fmt: skip
+_EQUALITY: dict[type, Callable[[Any, Any], bool]] = {
+    cst.Equal: operator.eq, cst.NotEqual: operator.ne,
+}  # fmt: skip
 
 
 class Evaluator:
@@ -69,20 +76,18 @@ class Evaluator:
         return known(node.evaluated_value)
 
     def _binaryoperation(self, node: cst.BinaryOperation) -> Value:
+        rule = _ARITHMETIC.get(type(node.operator))
         left, right = self.value(node.left), self.value(node.right)
-        rule = values.ARITHMETIC.get(type(node.operator).__name__)
-        if rule and isinstance(left, range) and isinstance(right, range):
-            return rule(left, right)
-        return None
+        divides = isinstance(node.operator, (cst.FloorDivide, cst.Modulo))
+        if rule is None or (divides and not values.constant(right)[1]):
+            return None
+        if isinstance(node.operator, cst.Modulo):
+            return values.remainder(left, right)
+        return values.of_whole(rule, left, right)
 
     def _unaryoperation(self, node: cst.UnaryOperation) -> Value:
-        inner = self.value(node.expression)
-        if isinstance(node.operator, cst.Not):
-            truth = values.truth(inner)
-            return None if truth is None else known(not truth)
-        if isinstance(node.operator, cst.Minus):
-            return values.negated(inner)
-        return None
+        rule = {cst.Not: operator.not_, cst.Minus: operator.neg}.get(type(node.operator))
+        return values.computed(rule, self.value(node.expression)) if rule else None
 
     def _booleanoperation(self, node: cst.BooleanOperation) -> Value:
         left, right = self.value(node.left), self.value(node.right)
@@ -98,8 +103,11 @@ class Evaluator:
         if len(node.comparisons) != 1:
             return None
         target = node.comparisons[0]
-        operator = type(target.operator).__name__
-        return values.compare(operator, self.value(node.left), self.value(target.comparator))
+        left, right = self.value(node.left), self.value(target.comparator)
+        if type(target.operator) in _ORDER:
+            return values.of_whole(_ORDER[type(target.operator)], left, right)
+        rule = _EQUALITY.get(type(target.operator))
+        return values.computed(rule, left, right) if rule else None
 
     def _ifexp(self, node: cst.IfExp) -> Value:
         truth = values.truth(self.value(node.test))
@@ -108,14 +116,20 @@ class Evaluator:
         return self.value(node.body if truth else node.orelse)
 
     def _call(self, node: cst.Call) -> Value:
-        rule = _CALLS.get(called(node))
-        return rule([self.value(arg.value) for arg in node.args]) if rule else None
+        given = [self.value(arg.value) for arg in node.args]
+        if called(node) in ("min", "max"):
+            return values.of_whole(min if called(node) == "min" else max, *given)
+        return values.computed(len, *given) if called(node) == "len" else None
 
     def _subscript(self, node: cst.Subscript) -> Value:
         index = node.slice[0].slice
         if len(node.slice) != 1 or not isinstance(index, cst.Index):
             return None
-        return values.item(self.value(node.value), self.value(index.value))
+        fixed, items = values.constant(self.value(node.value))
+        places = self.value(index.value)
+        if not fixed or places is None or not places <= set(range(len(items))):
+            return None
+        return values.join([known(items[place]) for place in places])
 
 
 @dataclasses.dataclass
@@ -193,17 +207,16 @@ class ExpressionFolder(Editor):
     def leave_BinaryOperation(
         self, original: cst.BinaryOperation, updated: cst.BinaryOperation
     ) -> cst.BaseExpression:
-        left, right = self.evaluator.value(updated.left), self.evaluator.value(updated.right)
-        _, a = values.constant(left)
-        _, b = values.constant(right)
+        _, a = values.constant(self.evaluator.value(updated.left))
+        _, b = values.constant(self.evaluator.value(updated.right))
         kind = type(updated.operator).__name__
-        if kind in ("Add", "Subtract") and b == 0 and isinstance(right, range):
+        if kind in ("Add", "Subtract") and b == 0 and values.is_whole(b):
             return _in_place_of(updated, updated.left)
-        if kind == "Add" and a == 0 and isinstance(left, range):
+        if kind == "Add" and a == 0 and values.is_whole(a):
             return _in_place_of(updated, updated.right)
-        if kind in ("Multiply", "FloorDivide") and b == 1 and isinstance(right, range):
+        if kind in ("Multiply", "FloorDivide") and b == 1 and values.is_whole(b):
             return _in_place_of(updated, updated.left)
-        if kind == "Multiply" and a == 1 and isinstance(left, range):
+        if kind == "Multiply" and a == 1 and values.is_whole(a):
             return _in_place_of(updated, updated.right)
         return _reassociated(updated)
 
@@ -433,7 +446,8 @@ class BodyFolder:
         if len(test.comparisons) != 1 or not isinstance(target.operator, cst.Equal) or not fixed:
             return {}
         name = test.left.value
-        return {name: values.without(before.get(name), plain)} if name in before else {}
+        value = before.get(name)
+        return {name: value - {plain}} if value is not None and value != {plain} else {}
 
     def _for(self, statement: cst.For) -> list[Statement]:
         assert isinstance(statement.target, cst.Name)
@@ -447,11 +461,9 @@ class BodyFolder:
         if isinstance(iterator, cst.Call) and isinstance(iterator.func, cst.Name):
             evaluator = Evaluator(self.environment)
             bounds = [evaluator.value(arg.value) for arg in iterator.args]
-            if iterator.func.value == "range" and bounds:
-                start = known(0) if len(bounds) == 1 else bounds[0]
-                stop = bounds[0] if len(bounds) == 1 else bounds[1]
-                step = bounds[2] if len(bounds) == 3 else known(1)
-                variable, count = values.loop_values(start, stop, step)
+            if iterator.func.value == "range":
+                bounds = [known(0), *bounds] if len(bounds) == 1 else bounds
+                variable, count = values.loop_values(*bounds)
         if count == 0:
             return []
         body = list(statement.body.body)

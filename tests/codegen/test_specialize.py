@@ -2,14 +2,18 @@
 
 import ast
 import dataclasses
+import itertools
+import operator
 import textwrap
 
+import libcst as cst
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nmm_compiler.codegen import known_values as values
+from nmm_compiler.codegen.fold_constants import Evaluator
 from nmm_compiler.codegen.known_values import known
 from nmm_compiler.codegen.specialize import specialize
 from nmm_compiler.records import Record
@@ -240,70 +244,64 @@ def test_a_helper_that_passes_on_stays_where_its_callee_has_a_readers_name(tmp_p
     assert set(defined) == {"t", "move", "begin", "load"}
 
 
-spans = st.builds(
-    lambda lo, count, step: range(lo, lo + count * step, step),
-    st.integers(-40, 40),
-    st.integers(1, 6),
-    st.integers(1, 16),
+def joined(*parts):
+    return f"({' '.join(parts)})"
+
+
+LEAVES = st.sampled_from(["i", "j", "0", "1", "3", "128", "-2"])
+OPERATORS = st.sampled_from(
+    ["+", "-", "*", "//", "%", "<", "<=", ">", ">=", "==", "!=", "and", "or"]
 )
+EXPRESSIONS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.builds(joined, inner, OPERATORS, inner),
+        st.builds("(not {})".format, inner),
+        st.builds("min({}, {})".format, inner, inner),
+        st.builds("max({}, {})".format, inner, inner),
+        st.builds("({} < {} < {})".format, inner, inner, inner),
+        st.builds("({} if {} else {})".format, inner, inner, inner),
+        st.builds("(2, 5, 8)[{}]".format, inner),
+    ),
+    max_leaves=5,
+)
+STEPS = st.sets(st.integers(-40, 40), min_size=1, max_size=6)
 
 
-def holds(value, item):
-    return value is None or item in value
-
-
-@given(spans, spans, st.sampled_from(["Add", "Subtract", "Multiply", "FloorDivide", "Modulo"]))
-def test_arithmetic_of_spans_is_sound(a, b, name):
-    apply = {
-        "Add": lambda x, y: x + y,
-        "Subtract": lambda x, y: x - y,
-        "Multiply": lambda x, y: x * y,
-        "FloorDivide": lambda x, y: x // y,
-        "Modulo": lambda x, y: x % y,
-    }[name]
-    result = values.ARITHMETIC[name](a, b)
-    for x in a:
-        for y in b:
-            if y or name in ("Add", "Subtract", "Multiply"):
-                assert holds(result, apply(x, y))
-
-
-@given(st.lists(spans, min_size=1, max_size=3))
-def test_join_and_extremes_are_sound(several):
-    joined = values.join(several)
-    for span in several:
-        assert all(holds(joined, item) for item in span)
-    least, most = values.smallest(several), values.largest(several)
-    for first in several[0]:
-        rest = [span[0] for span in several[1:]]
-        assert holds(least, min([first, *rest]))
-        assert holds(most, max([first, *rest]))
-
-
-@given(spans, spans, st.sampled_from(["LessThan", "LessThanEqual", "GreaterThan", "Equal"]))
-def test_comparisons_are_sound(a, b, name):
-    apply = {
-        "LessThan": lambda x, y: x < y,
-        "LessThanEqual": lambda x, y: x <= y,
-        "GreaterThan": lambda x, y: x > y,
-        "Equal": lambda x, y: x == y,
-    }[name]
-    result = values.compare(name, a, b)
-    if result is not None:
-        assert all(apply(x, y) is next(iter(result)) for x in a for y in b)
+@given(EXPRESSIONS, STEPS, STEPS)
+def test_a_known_value_holds_every_result(text, several, others):
+    """Where `and` and `or` are known, they are known as a bool."""
+    environment = {"i": frozenset(several), "j": frozenset(others)}
+    known_value = Evaluator(environment).value(cst.parse_expression(text))
+    for i, j in itertools.product(several, others):
+        try:
+            result = eval(text, {"i": i, "j": j})
+        except (ZeroDivisionError, IndexError):
+            continue
+        assert known_value is None or result in known_value or bool(result) in known_value
 
 
 @given(st.integers(0, 20), st.integers(0, 60), st.integers(1, 20))
-def test_loop_values_are_sound(start, stop, step):
-    variable, count = values.loop_values(known(start), known(stop), known(step))
-    taken = list(range(start, stop, step))
-    assert count == len(taken)
-    assert all(holds(variable, item) for item in taken)
+def test_loop_values(start, stop, step):
+    taken = range(start, stop, step)
+    if taken:
+        expected = frozenset(taken), len(taken)
+        assert values.loop_values(*map(known, (start, stop, step))) == expected
+    assert values.loop_values(known(start), None) == (None, None)
+    assert values.loop_values(known(start), known(start)) == (None, 0)
+    either = values.loop_values(frozenset([0, 8]), known(16), known(4))
+    assert either == (frozenset([0, 4, 8, 12]), None)
+
+
+def test_what_is_not_known():
+    assert values.join([known(1), known(True)]) is None
+    many = frozenset(range(1000))
+    assert values.computed(operator.add, many, many) is None
 
 
 def test_text_that_differs_between_calls():
     either = values.join([known("p"), known("t")])
     assert either == frozenset("pt")
-    assert values.compare("Equal", either, known("x")) == known(False)
-    assert values.compare("Equal", either, known("p")) is None
-    assert values.without(either, "p") == known("t")
+    compared = [Evaluator({"how": either}).value(cst.parse_expression(f'how == "{text}"'))
+                for text in "xp"]  # fmt: skip
+    assert compared == [known(False), frozenset([True, False])]
