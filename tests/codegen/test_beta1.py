@@ -147,21 +147,28 @@ def check_says_only_what_beta_1_documents(kernel):
 
 
 def check_matmuls_add_to_zeros(source):
-    """A tile of nl.ndarray is undefined: in fp32 PSUM it is only for one product or transpose."""
+    """A tile of nl.ndarray is undefined: in fp32 PSUM it is only for one product or transpose.
+
+    A list of its parts is as undefined.
+    """
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    adds = {f.name for f in functions if " += nisa.nc_matmul" in ast.unparse(f)}
+    texts = {f.name: ast.unparse(f) for f in functions}
+    adds = {name for name, text in texts.items() if " += nisa.nc_matmul" in text}
     assert adds
+    for _ in texts:  # and what passes its argument on to them
+        adds |= {n for n, text in texts.items() if re.search(rf" ({'|'.join(adds)})\(", text)}
     for function in functions:
         for node in ast.walk(function):
             made = ast.unparse(node.value) if isinstance(node, ast.Assign) else ""
             if "nl.ndarray(" in made and "dtype=nl.float32, buffer=nl.psum" in made:
-                tile = ast.unparse(node.targets[0])
-                assert not re.search(rf"\b{tile}\[.* \+= ", ast.unparse(function)), made
+                tile, text = ast.unparse(node.targets[0]), texts[function.name]
+                held = {tile, *re.findall(rf"(\w+)\.append\({tile}\[", text)}
+                assert not re.search(rf"\b({'|'.join(held)})\[.* \+= ", text), made
                 takers = [
                     call.func.id
                     for call in ast.walk(function)
                     if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-                    if tile in {ast.unparse(argument) for argument in call.args}
+                    if held & {ast.unparse(argument) for argument in call.args}
                 ]
                 assert not adds & set(takers), made
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append"):

@@ -19,7 +19,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen.beta1.expressions import method, minus, number, parsed, root, text
-from nmm_compiler.codegen.beta1.facts import Functions, calls, parameters
+from nmm_compiler.codegen.beta1.facts import Functions, calls
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import names_used
 from nmm_compiler.codegen.trees import Editor, called, nodes
@@ -45,9 +45,8 @@ def _numbers_needed(functions: Functions) -> dict[str, set[str]]:
         for name, function in functions.items():
             needed[name] |= _needed_in(function, needed[name])
             for helper, given in calls(function.body, functions):
-                for parameter, value in zip(parameters(functions[helper]), given, strict=True):
-                    if parameter in needed[helper]:
-                        needed[name] |= names_used([value])
+                for parameter in needed[helper] & set(given):
+                    needed[name] |= names_used([given[parameter]])
         if needed == before:
             return needed
 

@@ -30,17 +30,13 @@ DROPPED: dict[str, tuple[str, ...]] = {
     "dma_transpose": ("dge_mode", "engine"),
 }
 
-# Enumerators. `perf_mode` is text, as in nki-samples' double_row_matmul for SDK 2.26.
-VALUES: dict[str, str] = {
+# Modules and enumerators. `perf_mode` is text, as in nki-samples' double_row_matmul for SDK 2.26.
+NAMES: dict[str, str] = {
+    "import nki\n": "import neuronxcc.nki as nki\n",
+    "import nki.": "import neuronxcc.nki.",
     "nisa.engine.tensor": "nisa.tensor_engine",
     "nisa.engine.vector": "nisa.vector_engine",
     "nisa.engine.scalar": "nisa.scalar_engine",
     "nisa.engine.gpsimd": "nisa.gpsimd_engine",
     "nisa.matmul_perf_mode.double_row": '"double_row_gen3"',
-}
-
-IMPORTS: dict[str, str] = {
-    "nki": "import neuronxcc.nki as nki",
-    "nisa": "import neuronxcc.nki.isa as nisa",
-    "nl": "import neuronxcc.nki.language as nl",
 }

@@ -19,11 +19,11 @@ A construct without a form in Beta 1 raises CodegenError, which names it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 from nmm_compiler.codegen.beta1 import table
 from nmm_compiler.codegen.beta1.expressions import (
@@ -44,7 +44,6 @@ from nmm_compiler.codegen.beta1.facts import (
     is_new_tile,
     is_reshaped,
     keyword,
-    names_of,
 )
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
 from nmm_compiler.codegen.beta1.statements import (
@@ -57,16 +56,14 @@ from nmm_compiler.codegen.beta1.statements import (
 )
 from nmm_compiler.codegen.beta1.views import (
     METHODS,
-    NewNames,
+    IndexNames,
     Scope,
-    View,
     predicate,
     returned_view,
 )
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import laid_out, names_used, remove_unused
 from nmm_compiler.codegen.trees import Editor, called, nodes
-from nmm_compiler.codegen.trees import small as small_statement
 from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
@@ -75,6 +72,8 @@ _MODULES = ("nl", "nisa")
 
 def to_beta_1(source: str) -> str:
     """Return the source of an emitted kernel in NKI Beta 1; raises CodegenError."""
+    for name, other in table.NAMES.items():
+        source = source.replace(name, other)
     module = cst.parse_module(source)
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
@@ -87,10 +86,13 @@ def to_beta_1(source: str) -> str:
         for name, f in functions.items()
         if name not in views and name not in counters
     }
-    made = with_iterators(_reachable(with_moves(made), kernel))
+    made = with_iterators(with_moves(made))
     others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
-    others = [_import(s) if _is_import(s) else s for s in others]
-    return laid_out(module.with_changes(body=[*others, *made.values()])).code
+    code = laid_out(module.with_changes(body=[*others, *made.values()])).code
+    unknown = re.search(r"\bnisa\.\w+\.\w+", code)
+    if unknown:
+        raise no_beta1_form(unknown[0])
+    return code
 
 
 def _body(function: cst.FunctionDef) -> list[Statement]:
@@ -99,29 +101,6 @@ def _body(function: cst.FunctionDef) -> list[Statement]:
 
 def _with_body(function: cst.FunctionDef, body: Sequence[Statement]) -> cst.FunctionDef:
     return function.with_changes(body=function.body.with_changes(body=body))
-
-
-def _is_import(statement: Any) -> bool:
-    return isinstance(small_statement(statement), cst.Import)
-
-
-def _import(statement: Any) -> Any:
-    """Return the import of the Beta 1 module that has the names of the imported one."""
-    alias = statement.body[0].names[0]
-    name = alias.asname.name.value if alias.asname else alias.name.value
-    made: Any = cst.parse_statement(table.IMPORTS[name])
-    return statement.with_changes(body=made.body)
-
-
-def _reachable(functions: dict[str, cst.FunctionDef], kernel: str) -> dict[str, cst.FunctionDef]:
-    """Return the kernel and the helpers that it calls, in their order."""
-    used, left = set(), [kernel]
-    while left:
-        name = left.pop()
-        if name not in used:
-            used.add(name)
-            left += names_used([functions[name].body]) & set(functions)
-    return {name: function for name, function in functions.items() if name in used}
 
 
 @dataclasses.dataclass
@@ -139,10 +118,8 @@ class _Function:
         body = _body(self.function)
         self.views = self._view_names(body)
         self.bodies: dict[str, cst.FunctionDef] = {}
-        self.names = NewNames()
-        made = remove_unused(self._block(body))
-        decorators = self.function.decorators
-        return _with_body(self.function, made).with_changes(decorators=decorators)
+        self.names = IndexNames()
+        return _with_body(self.function, remove_unused(self._block(body)))
 
     def _view_names(self, body: Sequence[Statement]) -> set[str]:
         """Return the names that stand for views, and so for no tensor of Beta 1.
@@ -150,27 +127,23 @@ class _Function:
         These are strided views and parts of tensors in HBM. A tile of its own stays one where a
         part of it is viewed: `tile[0:128, 0:4].permute(...)`.
         """
-        self.reshaped = names_of(body, is_reshaped)
-        local, tiles = assigned_names(body) - self.reshaped, names_of(body, is_new_tile)
-        found: set[str] = set()
-        while True:
-            before = set(found)
-            for node in nodes(*body):
-                if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-                    if is_reshaped(node):
-                        continue
-                    name = root(node.func.value)
-                    part = isinstance(_receiver(node), cst.Subscript) and name in tiles
-                    if node.func.attr.value in METHODS and name in local and not part:
-                        found.add(name)
-                elif isinstance(node, cst.Assign):
-                    target = node.targets[0].target
-                    if not isinstance(target, cst.Name) or target.value in self.reshaped:
-                        continue
-                    if self._is_view(node.value, found):
-                        found.add(target.value)
-            if found == before:
-                return found
+        every = [node for node in nodes(*body) if isinstance(node, cst.Assign)]
+        given = [(node.targets[0].target, node.value) for node in every]
+        named = [(at.value, value) for at, value in given if isinstance(at, cst.Name)]
+        named = [(name, value) for name, value in named if not is_reshaped(value)]
+        tiles = {name for name, value in named if is_new_tile(value)}
+        found = set()
+        for node in nodes(*body):
+            viewed = method(node)
+            if viewed is not None and viewed[1] in METHODS and not is_reshaped(node):
+                part = isinstance(_receiver(node), cst.Subscript)
+                found |= {root(node)} - (tiles if part else set())
+        found &= {name for name, _ in named}
+        more = {name for name, value in named if self._is_view(value, found)}
+        while not more <= found:
+            found |= more
+            more = {name for name, value in named if self._is_view(value, found)}
+        return found
 
     def _is_view(self, node: Expression, names: set[str]) -> bool:
         if isinstance(node, cst.Call):
@@ -213,30 +186,24 @@ class _Function:
             return self._if(statement)
         if isinstance(statement, cst.For):
             return [statement.with_changes(body=self._nested(statement.body))]
-        self.names.begin()
         small = statement.body[0]
         if isinstance(small, cst.Assign):
             return self._assign(statement, small)
-        if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
-            full = called(small.value)
-            if full == "nl.fori_loop":
-                return [self._device_loop(statement, small.value)]
-            if full.startswith("nisa."):
-                return self._instruction(statement, small.value, full.removeprefix("nisa."))
-            if full.endswith(".append"):
-                (given,) = small.value.args
-                listed = cst.ensure_type(small.value.func, cst.Attribute).value
-                tile = self._tile(listed, given.value)
-                call = small.value.with_changes(args=[given.with_changes(value=tile)])
-                small = small.with_changes(value=call)
-        before, spelled = self._spelled(small)
-        return self._with(before, statement, spelled)
+        full = called(getattr(small, "value", None))
+        if full == "nl.fori_loop":
+            return [self._device_loop(statement, small.value)]
+        if full.startswith("nisa."):
+            return self._instruction(statement, small.value, full.removeprefix("nisa."))
+        if full.endswith(".append"):
+            tile = small.value.args[0].value
+            small = small.deep_replace(tile, self._tile(small.value.func, tile))
+        return self._with(statement, self._spelled(small))
 
     def _nested(self, block: Any) -> Any:
         """Return a nested block. Its index names are assigned again behind it."""
-        self.names.forget()
+        self.names.held = {}
         body = self._block(block.body)
-        self.names.forget()
+        self.names.held = {}
         return block.with_changes(body=body or [cst.parse_statement("pass")])
 
     def _if(self, statement: cst.If) -> list[Statement]:
@@ -252,8 +219,8 @@ class _Function:
             chosen = chosen_tile(statement.test, body, orelse.body)
             if chosen is not None:  # a tile made in a branch is not known outside of it
                 return [chosen.with_changes(leading_lines=statement.leading_lines)]
-        before, (test) = self._spelled(statement.test)
-        assert not before
+        test = self._spelled(statement.test)
+        assert not self.names.new
         return [statement.with_changes(test=test, body=body, orelse=orelse)]
 
     def _sunk(self, statement: cst.If, left: list[Statement]) -> tuple[cst.If, list[Statement]]:
@@ -286,8 +253,8 @@ class _Function:
             constant = number(value)
             if constant is not None:
                 self.scope.constants[target.value] = constant
-        before, made = self._spelled(small.with_changes(value=self._tile(target, value)))
-        return self._with(before, statement, made)
+        made = self._spelled(small.with_changes(value=self._tile(target, value)))
+        return self._with(statement, made)
 
     def _tile(self, target: Any, value: Any) -> Any:
         """Return the creation of a tile, zeroed if matmuls sum into it."""
@@ -296,15 +263,11 @@ class _Function:
             element = value.elements[0].value
         elif isinstance(value, cst.ListComp):
             element = value.elt
-        buffer = keyword(element, "buffer") if isinstance(element, cst.Call) else None
-        if buffer is None or text(buffer) != "nl.psum":
+        buffer = keyword(element, "buffer")
+        in_psum = buffer is not None and text(buffer) == "nl.psum"
+        if not in_psum or (self.name, root(target)) not in self.facts.summed:
             return value
-        if not self.facts.summed(self.name, root(target)):
-            return value
-        zeros = element.with_changes(func=parsed("nl.zeros"))
-        if isinstance(value, cst.ListComp):
-            return value.with_changes(elt=zeros)
-        return value.with_changes(elements=[cst.Element(zeros)]) if value is not element else zeros
+        return value.deep_replace(element, element.with_changes(func=parsed("nl.zeros")))
 
     def _device_loop(self, statement: Any, call: cst.Call) -> Statement:
         """Return `for i in nl.affine_range(n)` for `nl.fori_loop(0, n, body)`.
@@ -325,19 +288,14 @@ class _Function:
 
     # Expressions
 
-    def _spelled(self, node: Any) -> tuple[list[Statement], Any]:
-        """Return assignments of index names, and the node with its views as index expressions."""
-        before: dict[str, Expression] = {}
-        made = _Views(self, before).edit(_Values().edit(node))
-        return self.names.assigned(before), made
+    def _spelled(self, node: Any) -> Any:
+        """Return the node with its views as index expressions."""
+        return _Views(self).edit(node)
 
-    def _with(self, before: list[Statement], statement: Any, small: Any) -> list[Statement]:
-        """Return `before`, then the statement as `small`. The statement's comment comes first."""
-        made = [*before, statement.with_changes(body=[small])]
-        if before:
-            made[-1] = statement.with_changes(body=[small], leading_lines=())
-            first: Any = made[0]
-            made[0] = first.with_changes(leading_lines=statement.leading_lines)
+    def _with(self, statement: Any, small: Any) -> list[Statement]:
+        """Return the statement as `small`, its comment first, behind its new index names."""
+        made = [*self.names.assignments(), statement.with_changes(body=[small], leading_lines=())]
+        made[0] = made[0].with_changes(leading_lines=statement.leading_lines)
         return made
 
     # Instructions
@@ -355,8 +313,7 @@ class _Function:
         if name == "dma_copy":
             src = keyword(call, "src")
             assert src is not None
-            before, made = self._copy(dst, src)
-            return self._with(before, statement, made)
+            return self._with(statement, self._copy(dst, src))
         given = [a for a in call.args if a.keyword and a.keyword.value not in ("dst", *dropped)]
         for added in table.ADDED[name]:
             value = self._shape(dst) if added == "shape" else (
@@ -365,22 +322,16 @@ class _Function:
             given.append(_named(added, value))
         if name == "memset":
             given = [given[1], given[0], given[2]]  # the order of its signature
-        indices: dict[str, Expression] = {}
         if name == "affine_select":
             compared, indices = predicate(call, self._partitions(dst))
-            self.names.take(indices)
+            self.names.taken(indices)
             given = [_named("pred", compared), *given]
-        before, (value) = self._spelled(call.with_changes(args=given))
-        before = [*self.names.assigned(indices), *before]
-        sums = name == "nc_matmul" and self.facts.summed(self.name, root(dst))
+        value = self._spelled(call.with_changes(args=given))
         viewed = isinstance(dst, cst.Name) and dst.value in self.views
-        before_dst, target = self._spelled(dst if viewed else _target(dst))
-        made = (
-            cst.AugAssign(target, cst.AddAssign(), value)
-            if sums
-            else cst.Assign([cst.AssignTarget(target)], value)
-        )
-        return self._with([*before, *before_dst], statement, made)
+        target = self._spelled(dst if viewed else _target(dst))
+        if name == "nc_matmul" and (self.name, root(dst)) in self.facts.summed:
+            return self._with(statement, cst.AugAssign(target, cst.AddAssign(), value))
+        return self._with(statement, cst.Assign([cst.AssignTarget(target)], value))
 
     def _shape(self, dst: Expression) -> Expression:
         """Return the shape of a destination: of a tile, or of a part of one."""
@@ -395,31 +346,34 @@ class _Function:
             return shape.elements[0].value
         return subscript(shape, [cst.Index(integer(0))])
 
-    def _copy(self, dst: Expression, src: Expression) -> tuple[list[Statement], Any]:
+    def _copy(self, dst: Expression, src: Expression) -> Any:
         """Return nl.load or nl.store, or a DMA copy in a helper that callers use both ways."""
         directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
         view = self.scope.view(src)
-        spread = view.spread if view is not None else None
-        if view is not None and spread is not None:
-            if elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
-                raise no_beta1_form(f"a DMA that repeats {text(src)} along the free axes")
-            source, indices = self.names.spelled(view)
-            before = self.names.assigned(indices)
+        spread = None if view is None else view.spread
+        if view is None or spread is None:
+            source = self._spelled(src)
+        elif elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
+            raise no_beta1_form(f"a DMA that repeats {text(src)} along the free axes")
         else:
-            before, source = self._spelled(src)
-        more, target = self._spelled(dst)
-        before += more
+            source = self.names.spelled(view)
+        target = self._spelled(dst)
         if directions == (HBM, CHIP):
             call = cst.Call(parsed("nl.store"), [cst.Arg(target), _named("value", source)])
-            return before, cst.Expr(call)
+            return cst.Expr(call)
         if directions != (CHIP, HBM):
             arguments = [_named("dst", target), _named("src", source)]
-            return before, cst.Expr(cst.Call(parsed("nisa.dma_copy"), arguments))
+            return cst.Expr(cst.Call(parsed("nisa.dma_copy"), arguments))
         dtype = _named("dtype", cst.Attribute(_tensor(dst), cst.Name("dtype")))
-        value = cst.Call(parsed("nl.load"), [cst.Arg(source), dtype])
-        if spread is not None:
-            value = cst.Call(cst.Attribute(value, cst.Name("broadcast_to")), [cst.Arg(spread)])
-        return before, cst.Assign([cst.AssignTarget(_target(target))], value)
+        value = _spread(cst.Call(parsed("nl.load"), [cst.Arg(source), dtype]), spread)
+        return cst.Assign([cst.AssignTarget(_target(target))], value)
+
+
+def _spread(value: Expression, shape: Expression | None) -> Expression:
+    """Return value.broadcast_to(shape), or the value where no shape is given."""
+    if shape is None:
+        return value
+    return cst.Call(cst.Attribute(value, cst.Name("broadcast_to")), [cst.Arg(shape)])
 
 
 def _receiver(node: Expression) -> Expression:
@@ -456,47 +410,21 @@ def _target(dst: Expression) -> Any:
 class _Views(Editor):
     """Writes the views of an expression as index expressions."""
 
-    def __init__(self, function: _Function, before: dict[str, Expression]) -> None:
-        self.function, self.before = function, before
+    def __init__(self, function: _Function) -> None:
+        self.function = function
 
     def edit(self, node: Any) -> Any:
         """Return the edited node."""
         if is_reshaped(node):
             return node
         named = isinstance(node, cst.Name) and node.value in self.function.views
-        if named or self.function._is_view(node, self.function.views):
-            view: View | None = self.function.scope.view(node)
-            if view is None:
-                return self._whole(node)
-            spelled, indices = self.function.names.spelled(view)
-            self.before.update(indices)
-            if view.spread is None:
-                return spelled
-            return cst.Call(
-                cst.Attribute(spelled, cst.Name("broadcast_to")), [cst.Arg(view.spread)]
-            )
-        return super().edit(node)
-
-    @staticmethod
-    def _whole(node: Any) -> Any:
-        """Return what a whole tensor's method is in Beta 1: `k.select(0, i)` is `k[i]`."""
-        found = method(node)
-        if found is not None and isinstance(found[0], cst.Name):
-            receiver, name, arguments = found
-            if name == "select" and number(arguments[0]) == 0:
-                return subscript(receiver, [cst.Index(arguments[1])])
-        raise no_beta1_form(f"the view {text(node)}")
-
-
-class _Values(Editor):
-    """Writes the enumerators of Beta 1."""
-
-    def edit(self, node: Any) -> Any:
-        """Return the edited node."""
-        if isinstance(node, cst.Attribute):
-            full = get_full_name_for_node(node) or ""
-            if full in table.VALUES:
-                return parsed(table.VALUES[full])
-            if full.startswith("nisa.") and full.count(".") > 1:
-                raise no_beta1_form(full)
-        return super().edit(node)
+        if not named and not self.function._is_view(node, self.function.views):
+            return super().edit(node)
+        view = self.function.scope.view(node)
+        if view is not None:
+            return _spread(self.function.names.spelled(view), view.spread)
+        # of a whole tensor, `k.select(0, i)` is `k[i]`
+        receiver, name, arguments = method(node) or (node, "", [])
+        if not isinstance(receiver, cst.Name) or name != "select" or number(arguments[0]) != 0:
+            raise no_beta1_form(f"the view {text(node)}")
+        return subscript(receiver, [cst.Index(arguments[1])])

@@ -40,104 +40,76 @@ METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
 _NAMES = {1: ("i_f",), 2: ("i_p", "i_f"), 3: ("i_p", "i_t", "i_f"), 4: ("i_p", "i_t", "i_s", "i_f")}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Axis:
-    """An axis of a view."""
-
-    size: Expression
-
-
 @dataclasses.dataclass(frozen=True)
-class Dimension:
-    """A dimension of the tensor: start + sum(factor * axis).
+class Axis:
+    """An axis of a view: along which dimension of the tensor it goes, and by how many elements.
 
-    spelled: its slice or index in the source, while the view still has that one.
+    dimension: None for an axis of one element.
     """
 
-    start: Expression
-    terms: tuple[tuple[Axis, Expression], ...]
-    spelled: Any = None
+    size: Expression
+    dimension: int | None = None
+    factor: Expression = dataclasses.field(default_factory=lambda: integer(1))
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A view of `base`: its dimensions, and its axes in their order.
+    """A view of `base`: where it starts in each dimension, and its axes in their order.
 
-    flat: the base has one dimension. spread: the shape that it is broadcast to. whole: of a base
-    that is another tensor in a new shape, what it is, to be assigned to the name.
+    spellings: slices and indices in the source, of the dimensions that are as they were there.
+    spread: the shape that it is broadcast to. whole: of a base that is another tensor in a new
+    shape, what it is, to be assigned to the name.
     """
 
     base: Expression
-    dimensions: tuple[Dimension, ...]
+    starts: tuple[Expression, ...]
     axes: tuple[Axis, ...]
-    flat: bool = False
+    spellings: tuple[Any, ...]
     spread: Expression | None = None
     whole: Expression | None = None
 
     @staticmethod
     def of(base: Expression, indices: Sequence[Any]) -> View:
         """Return base[indices]."""
-        dimensions, axes = [], []
-        for index in indices:
+        axes = []
+        for place, index in enumerate(indices):
             if isinstance(index, cst.Index):
-                dimensions.append(Dimension(index.value, (), index))
                 continue
             if index.lower is None or index.upper is None or index.step is not None:
                 raise no_beta1_form(f"a view of {text(base)} with slice {text(index)!r}")
-            axes.append(Axis(minus(index.upper, index.lower)))
-            dimensions.append(Dimension(index.lower, ((axes[-1], integer(1)),), index))
-        return View(base, tuple(dimensions), tuple(axes), flat=len(indices) == 1)
+            axes.append(Axis(minus(index.upper, index.lower), place))
+        return View(base, tuple(map(_start, indices)), tuple(axes), tuple(indices))
 
     def at(self, indices: Sequence[Any]) -> View:
         """Return view[indices]."""
-        view = self
-        kept = []
+        view, kept = self, []
         for axis, index in zip(self.axes, indices, strict=True):
             if isinstance(index, cst.Index):
-                view = view._moved(axis, index.value, None)
+                view = view._moved(axis, index.value)
                 continue
             size = minus(index.upper, index.lower)
-            if number(index.lower) == 0 and same(size, axis.size):
-                kept.append(axis)
-                continue
-            kept.append(Axis(size))
-            view = view._moved(axis, index.lower, kept[-1])
+            whole = number(index.lower) == 0 and same(size, axis.size)
+            view = view if whole else view._moved(axis, index.lower)
+            kept.append(axis if whole else dataclasses.replace(axis, size=size))
         return dataclasses.replace(view, axes=tuple(kept))
 
-    def _moved(self, axis: Axis, start: Expression, other: Axis | None) -> View:
-        """Return the view with `other` for `axis`, from `start` on."""
-        dimensions = []
-        for dimension in self.dimensions:
-            factors = dict(dimension.terms)
-            if axis in factors:
-                terms = [(other if a is axis else a, f) for a, f in dimension.terms]
-                dimension = Dimension(
-                    plus(dimension.start, times(factors[axis], start)),
-                    tuple((a, f) for a, f in terms if a is not None),
-                )
-            dimensions.append(dimension)
-        return dataclasses.replace(self, dimensions=tuple(dimensions))
+    def _moved(self, axis: Axis, start: Expression) -> View:
+        """Return the view from `start` of an axis on."""
+        starts, spellings = list(self.starts), list(self.spellings)
+        if axis.dimension is not None:
+            moved = plus(starts[axis.dimension], times(axis.factor, start))
+            starts[axis.dimension], spellings[axis.dimension] = moved, None
+        return dataclasses.replace(self, starts=tuple(starts), spellings=tuple(spellings))
 
     def split(self, place: int, sizes: Sequence[Expression]) -> View:
         """Return the view with an axis as two, the second of them consecutive."""
-        axis = self.axes[place]
-        outer, inner = (Axis(size) for size in sizes)
-        dimensions = []
-        for dimension in self.dimensions:
-            terms: list[tuple[Axis, Expression]] = []
-            for a, factor in dimension.terms:
-                if a is not axis:
-                    terms.append((a, factor))
-                    continue
-                # an axis of one element moves nothing
-                if number(outer.size) != 1:
-                    terms.append((outer, times(factor, inner.size)))
-                if number(inner.size) != 1:
-                    terms.append((inner, factor))
-            changed = any(a is axis for a, _ in dimension.terms)
-            dimensions.append(Dimension(dimension.start, tuple(terms)) if changed else dimension)
-        axes = (*self.axes[:place], outer, inner, *self.axes[place + 1 :])
-        return dataclasses.replace(self, dimensions=tuple(dimensions), axes=axes)
+        axis, (outer, inner) = self.axes[place], sizes
+        both = [
+            Axis(size, None if number(size) == 1 else axis.dimension, factor)
+            for size, factor in ((outer, times(axis.factor, inner)), (inner, axis.factor))
+        ]
+        view = self._moved(axis, integer(0))
+        return dataclasses.replace(view, axes=(*self.axes[:place], *both, *self.axes[place + 1 :]))
 
     def reshaped(self, sizes: Sequence[Expression]) -> View | None:
         """Return the view in another shape, or None where index expressions have no form for it.
@@ -157,26 +129,21 @@ class View:
 
     def _merged(self, size: Expression) -> View:
         """Return the view with its dimensions but the first as one: the tensor has them as one."""
-        first, *others = self.dimensions
         shape = cst.Attribute(self.base, cst.Name("shape"))
-        lengths = [
-            subscript(shape, [cst.Index(integer(place))]) for place in range(len(self.dimensions))
-        ]
+        lengths = [subscript(shape, [cst.Index(integer(d))]) for d in range(len(self.starts))]
         start: Expression = integer(0)
         length: Expression = integer(1)
-        for dimension, one in zip(reversed(others), reversed(lengths[1:]), strict=True):
-            if number(dimension.start) != 0:
-                start = plus(times(dimension.start, length), start)
+        for own, one in zip(self.starts[:0:-1], lengths[:0:-1], strict=True):
+            start = plus(times(own, length), start) if number(own) != 0 else start
             length = times(one, length)
         whole = cst.Call(
             cst.Attribute(self.base, cst.Name("reshape")),
             [cst.Arg(cst.Tuple([cst.Element(lengths[0]), cst.Element(length)]))],
         )
-        axis = Axis(size)
         part = cst.Index(cst.Call(parsed("nl.ds"), [cst.Arg(start), cst.Arg(size)]))
-        merged = Dimension(start, ((axis, integer(1)),), part)
         name = cst.Name(f"flat_{root(self.base)}")
-        return View(name, (first, merged), (self.axes[0], axis), whole=whole)
+        axes, spellings = (self.axes[0], Axis(size, 1)), (self.spellings[0], part)
+        return View(name, (self.starts[0], start), axes, spellings, whole=whole)
 
     def permuted(self, order: Sequence[int]) -> View:
         """Return the view with its axes in another order."""
@@ -185,40 +152,37 @@ class View:
     @property
     def plain(self) -> bool:
         """Whether slices can write the view: one axis a dimension, stride 1, in their order."""
-        axes = [a for d in self.dimensions for a, _ in d.terms]
-        return axes == list(self.axes) and all(
-            len(d.terms) < 2 and all(number(f) == 1 for _, f in d.terms) for d in self.dimensions
-        )
+        along = [-1 if axis.dimension is None else axis.dimension for axis in self.axes]
+        ones = all(number(axis.factor) == 1 for axis in self.axes)
+        return ones and -1 not in along and along == sorted(set(along))
 
     def spelled(self) -> tuple[Expression, dict[str, Expression]]:
         """Return the view as a subscript, and the names in it that are new, with their values."""
-        made: dict[str, Expression] = {}
-        if self.whole is not None:
-            made[text(self.base)] = self.whole
+        made = {} if self.whole is None else {text(self.base): self.whole}
         if self.plain:
-            slices = [
-                d.spelled or (span(d.start, plus(d.start, d.terms[0][0].size)) if d.terms
-                              else cst.Index(d.start))
-                for d in self.dimensions
-            ]  # fmt: skip
-            return subscript(self.base, slices), made
-        names = dict(zip(self.axes, index_names(len(self.axes)), strict=True))
-        used: dict[str, Expression] = {}
-        indices: list[cst.BaseSlice] = []
-        for dimension in self.dimensions:
-            total = dimension.start
+            slices = list(map(cst.Index, self.starts))
             for axis in self.axes:
-                for a, factor in dimension.terms:
-                    if a is axis:
-                        used[names[a]] = along(axis.size, self.axes.index(axis), len(self.axes))
-                        total = plus(total, times(factor, cst.Name(names[a])))
-            indices.append(cst.Index(total))
+                start = self.starts[axis.dimension]
+                slices[axis.dimension] = span(start, plus(start, axis.size))
+            own = zip(self.spellings, slices, strict=True)
+            return subscript(self.base, [given or new for given, new in own]), made
+        totals = list(self.starts)
+        for place, (name, axis) in enumerate(
+            zip(index_names(len(self.axes)), self.axes, strict=True)
+        ):
+            if axis.dimension is not None:
+                made[name] = along(axis.size, place, len(self.axes))
+                step = times(axis.factor, cst.Name(name))
+                totals[axis.dimension] = plus(totals[axis.dimension], step)
         base = self.base
-        if self.flat:  # Beta 1 indexes a tensor of one dimension as a row of two
-            indices = [cst.Index(integer(0)), *indices]
+        if len(totals) == 1:  # Beta 1 indexes a tensor of one dimension as a row of two
+            totals = [integer(0), *totals]
             base = _row(base)
-        made |= {name: used[name] for name in names.values() if name in used}
-        return subscript(base, indices), made
+        return subscript(base, list(map(cst.Index, totals))), made
+
+
+def _start(index: Any) -> Expression:
+    return index.value if isinstance(index, cst.Index) else index.lower
 
 
 def index_names(rank: int) -> tuple[str, ...]:
@@ -322,59 +286,45 @@ def returned_view(function: cst.FunctionDef) -> Expression | None:
     return value if called is not None and called[1] in METHODS else None
 
 
-class NewNames:
-    """The names of one function, while its statements are written in order.
+class IndexNames:
+    """The names of index expressions in one function, while its statements are written in order.
 
-    held: what each name was assigned last. taken: what those of the present statement stand for.
+    held: what each name was assigned last. new: what those of the present statement stand for.
     """
 
     def __init__(self) -> None:
         self.held: dict[str, Expression] = {}
-        self.taken: dict[str, str] = {}
-
-    def forget(self) -> None:
-        """Begin or leave a nested block: its names are assigned again behind it."""
-        self.held = {}
+        self.new: dict[str, Expression] = {}
 
     def change(self, names: set[str]) -> None:
         """Note that these names hold something else: what was made of them is made again."""
         self.held = {n: value for n, value in self.held.items() if not names_used([value]) & names}
 
-    def begin(self) -> None:
-        """Begin a statement."""
-        self.taken = {}
-
-    def take(self, values: dict[str, Expression]) -> None:
-        """Keep names for these values until the statement ends."""
-        self.taken |= {name: text(value) for name, value in values.items()}
-
-    def spelled(self, view: View) -> tuple[Expression, dict[str, Expression]]:
-        """Return a view as an expression, and the names in it with their values.
-
-        A name that stands for something else in the statement gets a number.
-        """
-        node, values = view.spelled()
-        renamed: dict[str, Expression] = {}
-        made: dict[str, Expression] = {}
+    def taken(self, values: dict[str, Expression]) -> dict[str, cst.BaseExpression]:
+        """Return the names for these values, with a number for those that stand for others."""
+        names: dict[str, cst.BaseExpression] = {}
         for name, value in values.items():
             own, place = name, 1
-            while self.taken.get(own, text(value)) != text(value):
+            while text(self.new.setdefault(own, value)) != text(value):
                 place += 1
                 own = f"{name}{place}"
-            if own != name:
-                renamed[name] = cst.Name(own)
-            made[own] = value
-        self.take(made)
-        return Names(renamed).edit(node) if renamed else node, made
+            names[name] = cst.Name(own)
+        return names
 
-    def assigned(self, values: dict[str, Expression]) -> list[cst.BaseStatement]:
-        """Return assignments of the names that do not hold these values yet."""
-        made: list[cst.BaseStatement] = []
-        for name, value in values.items():
+    def spelled(self, view: View) -> Any:
+        """Return a view as an expression."""
+        node, values = view.spelled()
+        return Names(self.taken(values)).edit(node)
+
+    def assignments(self) -> list[Any]:
+        """End a statement; return assignments of its names that do not hold their values yet."""
+        made = []
+        for name, value in self.new.items():
             if name not in self.held or text(self.held[name]) != text(value):
                 self.held[name] = value
                 assign = cst.Assign([cst.AssignTarget(cst.Name(name))], value)
                 made.append(cst.SimpleStatementLine([assign]))
+        self.new = {}
         return made
 
 
