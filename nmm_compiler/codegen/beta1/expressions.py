@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import libcst as cst
 
@@ -35,14 +36,26 @@ def integer(value: int) -> cst.Integer:
 
 def plus(a: Expression, b: Expression) -> Expression:
     """Return a + b."""
+    return _combined(a, cst.Add(), b, operator.add, 0)
+
+
+def times(a: Expression, b: Expression) -> Expression:
+    """Return a * b."""
+    return _combined(a, cst.Multiply(), b, operator.mul, 1)
+
+
+def _combined(
+    a: Expression, sign: cst.BaseBinaryOp, b: Expression,
+    function: Callable[[int, int], int], neutral: int,
+) -> Expression:  # fmt: skip
+    """Return an operation on a and b, folded. neutral: the number that changes nothing."""
     left, right = number(a), number(b)
-    if left == 0:
-        return b
-    if right == 0:
-        return a
     if left is not None and right is not None:
-        return integer(left + right)
-    return cst.BinaryOperation(bare(a), cst.Add(), bare(b))
+        return integer(function(left, right))
+    if neutral in (left, right):
+        return b if left == neutral else a
+    part = bare if isinstance(sign, cst.Add) else _factor
+    return cst.BinaryOperation(part(a), sign, part(b))
 
 
 def minus(a: Expression, b: Expression) -> Expression:
@@ -55,18 +68,6 @@ def minus(a: Expression, b: Expression) -> Expression:
     if isinstance(a, cst.BinaryOperation) and isinstance(a.operator, cst.Add) and same(a.left, b):
         return a.right
     return cst.BinaryOperation(bare(a), cst.Subtract(), _factor(b))
-
-
-def times(a: Expression, b: Expression) -> Expression:
-    """Return a * b."""
-    left, right = number(a), number(b)
-    if left == 1:
-        return b
-    if right == 1:
-        return a
-    if left is not None and right is not None:
-        return integer(left * right)
-    return cst.BinaryOperation(_factor(a), cst.Multiply(), _factor(b))
 
 
 def bare(node: Expression) -> Expression:

@@ -45,6 +45,16 @@ Place = tuple[str, str]
 RESULT = "return"
 
 
+def reached(places: set[Any], sources: Mapping[Any, set[Any]]) -> set[Any]:
+    """Return the places, their sources, and so on."""
+    found, left = set(places), list(places)
+    while left:
+        new = sources.get(left.pop(), set()) - found
+        found |= new
+        left += new
+    return found
+
+
 class Facts:
     """Where the tensor of each name of each function is, and which are summed into.
 
@@ -64,7 +74,7 @@ class Facts:
                 adds = keyword(node, "accumulate")
                 if adds is not None and text(adds) != "False":
                     sums |= self._held(name, keyword(node, "dst"))
-        self.summed = self._reached(sums)
+        self.summed = reached(sums, self.sources)
 
     def _read(self, function: str, node: cst.CSTNode) -> None:
         """Note the places that a node gives tensors to."""
@@ -99,18 +109,9 @@ class Facts:
         view = isinstance(node, (cst.Subscript, cst.Attribute))
         return self._held(function, node.value) if view else set()
 
-    def _reached(self, places: set[Place | str]) -> set[Place | str]:
-        """Return the places, their sources, and so on."""
-        found, left = set(places), list(places)
-        while left:
-            new = self.sources[left.pop()] - found
-            found |= new
-            left += new
-        return found
-
     def memory(self, function: str, node: Expression) -> str | None:
         """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""
-        found = self._reached(self._held(function, node)) & {HBM, CHIP}
+        found = reached(self._held(function, node), self.sources) & {HBM, CHIP}
         return BOTH if len(found) > 1 else next(iter(found), None)
 
 

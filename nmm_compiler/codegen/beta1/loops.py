@@ -13,13 +13,22 @@ Beta 1 takes Python's `range` in a kernel as sequential_range, whose variable is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
 
-from nmm_compiler.codegen.beta1.expressions import method, minus, number, parsed, root, text
-from nmm_compiler.codegen.beta1.facts import Functions, calls
+from nmm_compiler.codegen.beta1.expressions import (
+    integer,
+    method,
+    minus,
+    number,
+    parsed,
+    root,
+    subscript,
+)
+from nmm_compiler.codegen.beta1.facts import Functions, Place, calls, reached
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import names_used
 from nmm_compiler.codegen.trees import Editor, called, nodes
@@ -32,42 +41,26 @@ def with_iterators(functions: Functions) -> dict[str, cst.FunctionDef]:
     """Return the functions with an iterator of Beta 1 in the place of each `range`."""
     needed = _numbers_needed(functions)
     return {
-        name: _Iterators(function, needed[name], functions).edit(function)
+        name: _Iterators(name, function, needed, functions).edit(function)
         for name, function in functions.items()
     }
 
 
-def _numbers_needed(functions: Functions) -> dict[str, set[str]]:
+def _numbers_needed(functions: Functions) -> set[Place]:
     """Return the names in each function that have to be numbers while the kernel is traced."""
-    needed: dict[str, set[str]] = {name: set() for name in functions}
-    while True:
-        before = {name: set(found) for name, found in needed.items()}
-        for name, function in functions.items():
-            needed[name] |= _needed_in(function, needed[name])
-            for helper, given in calls(function.body, functions):
-                for parameter in needed[helper] & set(given):
-                    needed[name] |= names_used([given[parameter]])
-        if needed == before:
-            return needed
-
-
-def _needed_in(function: cst.FunctionDef, known: set[str]) -> set[str]:
-    found: set[str] = set()
-    for node in nodes(function.body):
-        for part in _number_parts(node):
-            found |= names_used([part])
-    while True:
-        more = {
-            name
-            for node in nodes(function.body)
-            if isinstance(node, cst.Assign)
-            and isinstance(node.targets[0].target, cst.Name)
-            and node.targets[0].target.value in found | known
-            for name in names_used([node.value])
-        }
-        if more <= found:
-            return found
-        found |= more
+    sources: dict[Place, set[Place]] = defaultdict(set)
+    needed: set[Place] = set()
+    for name, function in functions.items():
+        for node in nodes(function.body):
+            needed |= {(name, one) for one in names_used(list(_number_parts(node)))}
+            target = node.targets[0].target if isinstance(node, cst.Assign) else None
+            if isinstance(target, cst.Name):
+                used = names_used([node.value])  # type: ignore[attr-defined]
+                sources[name, target.value] |= {(name, one) for one in used}
+        for helper, given in calls(function.body, functions):
+            for parameter, value in given.items():
+                sources[helper, parameter] |= {(name, one) for one in names_used([value])}
+    return reached(needed, sources)
 
 
 def _number_parts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -95,8 +88,10 @@ def _number_parts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 class _Iterators(Editor):
     """Writes iterators, of inner loops first."""
 
-    def __init__(self, function: cst.FunctionDef, needed: set[str], functions: Functions) -> None:
-        self.needed, self.functions = needed, functions
+    def __init__(
+        self, name: str, function: cst.FunctionDef, needed: set[Place], functions: Functions
+    ) -> None:
+        self.name, self.needed, self.functions = name, needed, functions
         self.live = dict(_live(function.body.body, set()))
 
     def leave_For(self, original: cst.For, updated: cst.For) -> cst.For:
@@ -111,22 +106,15 @@ class _Iterators(Editor):
 
     def _kind(self, loop: cst.For) -> str:
         assert isinstance(loop.target, cst.Name)
-        if loop.target.value in self.needed or self._keeps(loop):
+        if (self.name, loop.target.value) in self.needed or self._keeps(loop):
             return "static_range"
         return "affine_range" if self._independent(loop) else "sequential_range"
 
     def _keeps(self, loop: cst.For) -> bool:
         """Return whether the body changes lists, or names that are read after an iteration."""
-        made = set()
-        for small in _small_statements(loop.body):
-            target = small.targets[0].target if isinstance(small, cst.Assign) else None
-            if isinstance(target, cst.Name):
-                made.add(target.value)
-            elif (target is not None and _of_list(target)) or (
-                isinstance(small, cst.Expr) and ".append(" in text(small)
-            ):
-                return True
-        return bool(made & self.live[loop])
+        targets = list(map(_target, _small_statements(loop.body)))
+        made = {target.value for target in targets if isinstance(target, cst.Name)}
+        return any(map(_of_list, targets)) or bool(made & self.live[loop])
 
     def _independent(self, loop: cst.For) -> bool:
         """Return whether no iteration writes what another one writes, except by summing."""
@@ -136,47 +124,43 @@ class _Iterators(Editor):
         written: set[str | None] = set()
         read: set[str | None] = set()
         for small in _small_statements(loop.body):
-            if any(True for _ in calls(small, self.functions)):
+            target, stored = _target(small), isinstance(small, cst.Expr)
+            if target is None or any(True for _ in calls(small, self.functions)):
                 return False  # a helper may write its arguments
-            target: Any = small.target if isinstance(small, cst.AugAssign) else None
-            if isinstance(small, cst.Assign):
-                target = small.targets[0].target
             if isinstance(target, cst.Name):
                 if _of_other_shape(small.value) and root(small.value) not in own:
                     return False  # the name is a tensor that other iterations have too
                 own.add(target.value)
-                step = _step(small.value, steps)
-                if step:
-                    steps[target.value] = step
-            elif isinstance(small, cst.Assign):
-                if root(target) not in own and not _apart(target, steps):
-                    return False
-                written.add(root(target))
-            elif isinstance(small, cst.AugAssign):
-                written.add(root(target))
-            elif isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
-                stored = called(small.value) == "nl.store"
-                if not (stored and _apart(small.value.args[0].value, steps)):
-                    return False
-                read |= names_used([small.value])
-                continue
-            else:
+                steps[target.value] = _step(small.value, steps) or 0
+            shared = isinstance(small, cst.Assign) and root(target) not in own
+            if (stored or shared) and not _apart(target, steps):
                 return False
+            written |= set() if stored else {root(target)}
             read |= names_used([small.value])
         return not (written - own) & read
 
 
-def _small_statements(body: Any) -> Iterator[Any]:
+def _target(small: Any) -> Any:
+    """Return what a small statement writes: its target, or that of nl.store or of an append."""
+    if isinstance(small, cst.Assign):
+        return small.targets[0].target
+    if isinstance(small, cst.AugAssign):
+        return small.target
+    call = getattr(small, "value", None)
+    if called(call) == "nl.store":
+        return call.args[0].value
+    return subscript(call, [cst.Index(integer(0))]) if called(call).endswith(".append") else None
+
+
+def _small_statements(node: Any) -> Iterator[Any]:
     """Yield the small statements of a block and of the blocks in it, in order."""
-    for statement in body.body:
-        if isinstance(statement, cst.SimpleStatementLine):
-            yield from statement.body
-        else:
-            yield from _small_statements(statement.body)
-        other = getattr(statement, "orelse", None)
-        while other is not None:  # elif ..., else
-            yield from _small_statements(other.body)
-            other = getattr(other, "orelse", None)
+    if isinstance(node, cst.BaseSmallStatement):
+        yield node
+    elif node is not None:
+        body = node.body
+        inner = [body, getattr(node, "orelse", None)] if isinstance(body, cst.CSTNode) else body
+        for part in inner:
+            yield from _small_statements(part)
 
 
 def _step(node: Any, steps: dict[str, int]) -> int | None:
