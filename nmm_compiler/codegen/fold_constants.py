@@ -11,7 +11,6 @@ are recorded with the known values of their arguments, so that the helpers can b
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,11 +20,13 @@ import libcst as cst
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import on_one_line
-from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes
+from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes, parsed
 from nmm_compiler.records import Record
 
 Statement = cst.BaseStatement
 Environment = dict[str, Value]
+Call = tuple[str, Environment]
+"""A call of a helper: its name, and the known value of each argument."""
 
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     cst.Add: operator.add, cst.Subtract: operator.sub, cst.Multiply: operator.mul,
@@ -66,14 +67,10 @@ class Evaluator:
         items = [values.constant(self.value(element.value)) for element in node.elements]
         return known(tuple(plain for _, plain in items)) if all(f for f, _ in items) else None
 
-    def _integer(self, node: cst.Integer) -> Value:
-        return known(int(node.value, 0))
-
-    def _float(self, node: cst.Float) -> Value:
-        return known(float(node.value))
-
-    def _simplestring(self, node: cst.SimpleString) -> Value:
+    def _integer(self, node: cst.Integer | cst.Float | cst.SimpleString) -> Value:
         return known(node.evaluated_value)
+
+    _float = _simplestring = _integer
 
     def _binaryoperation(self, node: cst.BinaryOperation) -> Value:
         rule = _ARITHMETIC.get(type(node.operator))
@@ -132,14 +129,6 @@ class Evaluator:
         return values.join([known(items[place]) for place in places])
 
 
-@dataclasses.dataclass
-class Call:
-    """One call of a helper: the known value of each argument."""
-
-    helper: str
-    arguments: dict[str, Value]
-
-
 def has_literal(value: Any) -> bool:
     """Return whether a constant has a spelling: records, and tuples of them, have none."""
     if isinstance(value, tuple):
@@ -147,39 +136,25 @@ def has_literal(value: Any) -> bool:
     return not isinstance(value, Record)
 
 
-def literal(value: Any) -> cst.BaseExpression:
-    """Return the expression that spells a constant."""
-    if isinstance(value, bool) or value is None:
-        return cst.Name(str(value))
-    if isinstance(value, (int, float)) and value < 0:
-        return cst.UnaryOperation(cst.Minus(), literal(-value))
-    if isinstance(value, int):
-        return cst.Integer(str(value))
-    if isinstance(value, float):
-        return cst.Float(repr(value))
-    if isinstance(value, str):
-        return cst.SimpleString(f'"{value}"')
-    if isinstance(value, tuple):
-        return cst.Tuple([cst.Element(literal(item)) for item in value])
-    raise TypeError(f"{value!r} has no literal here")
+def literal(value: Value) -> cst.BaseExpression | None:
+    """Return the expression that spells a constant, None for what is not known or has none."""
+    fixed, plain = values.constant(value)
+    return parsed(repr(plain).replace("'", '"')) if fixed and has_literal(plain) else None
+
+
+_NEUTRAL: dict[type, tuple[int, bool]] = {
+    cst.Add: (0, True), cst.Subtract: (0, False),
+    cst.Multiply: (1, True), cst.FloorDivide: (1, False),
+}  # fmt: skip
+"""Operator -> the right operand that changes nothing, and whether a left one of it does not."""
 
 
 class ExpressionFolder(Editor):
-    """Writes constants into an expression and simplifies around them."""
+    """Writes constants into an expression of a function and simplifies around them."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        inline: set[str],
-        lost: frozenset[str] = frozenset(),
-        operands: Sequence[str] = (),
-    ) -> None:
-        """Take the known values, which of them are written out, names without one, operands."""
-        self.operands = operands
-        self.environment = environment
-        self.inline = inline
-        self.lost = lost
-        self.evaluator = Evaluator(environment)
+    def __init__(self, function: BodyFolder) -> None:
+        self.function = function
+        self.evaluator = Evaluator(function.environment)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         return False
@@ -187,37 +162,27 @@ class ExpressionFolder(Editor):
     def leave_Attribute(
         self, original: cst.Attribute, updated: cst.Attribute
     ) -> cst.BaseExpression:
-        fixed, plain = values.constant(self.evaluator.value(original))
-        if fixed and has_literal(plain):
-            return literal(plain)
-        return updated.with_changes(value=self.edit(original.value))
+        found = literal(self.evaluator.value(original))
+        return found or updated.with_changes(value=self.edit(original.value))
 
     def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
-        if original.value in self.lost:
+        if original.value in self.function.lost:
             raise TypeError(
                 f"template: {original.value!r} is a constant in a loop that a branch or an inner "
                 "loop sets anew; give it a value in every branch, or another name"
             )
-        if original.value in self.inline:
-            fixed, plain = values.constant(self.environment.get(original.value))
-            if fixed and has_literal(plain):
-                return literal(plain)
-        return updated
+        inline = original.value in self.function.inline
+        return (inline and literal(self.evaluator.value(original))) or updated
 
     def leave_BinaryOperation(
         self, original: cst.BinaryOperation, updated: cst.BinaryOperation
     ) -> cst.BaseExpression:
-        _, a = values.constant(self.evaluator.value(updated.left))
-        _, b = values.constant(self.evaluator.value(updated.right))
-        kind = type(updated.operator).__name__
-        if kind in ("Add", "Subtract") and b == 0 and values.is_whole(b):
-            return _in_place_of(updated, updated.left)
-        if kind == "Add" and a == 0 and values.is_whole(a):
-            return _in_place_of(updated, updated.right)
-        if kind in ("Multiply", "FloorDivide") and b == 1 and values.is_whole(b):
-            return _in_place_of(updated, updated.left)
-        if kind == "Multiply" and a == 1 and values.is_whole(a):
-            return _in_place_of(updated, updated.right)
+        neutral, commutes = _NEUTRAL.get(type(updated.operator), (None, False))
+        left, right = updated.left, updated.right
+        for side, other in ((right, left), (left, right)):
+            _, plain = values.constant(self.evaluator.value(side))
+            if values.is_whole(plain) and plain == neutral and (commutes or side is right):
+                return _in_place_of(updated, other)
         return _reassociated(updated)
 
     def leave_Slice(self, original: cst.Slice, updated: cst.Slice) -> cst.Slice:
@@ -249,16 +214,14 @@ class ExpressionFolder(Editor):
             return cst.Attribute(module, cst.Name(plain)) if fixed else updated
         if called(updated) == "others.get":
             _, name = values.constant(self.evaluator.value(updated.args[0].value))
-            return cst.Name(name if name in self.operands else "None")
+            return cst.Name(name if name in self.function.operands else "None")
         return updated
 
     def edit(self, node: Any) -> Any:
         """Return the edited node: an operation with a known result is that constant."""
         updated = super().edit(node)
         if type(node) in _OPERATIONS or called(node) in ("min", "max", "len"):
-            fixed, plain = values.constant(self.evaluator.value(updated))
-            if fixed and has_literal(plain):
-                return literal(plain)
+            return literal(self.evaluator.value(updated)) or updated
         return updated
 
 
@@ -342,18 +305,14 @@ class BodyFolder:
                 break
         return folded
 
-    def _statement(self, statement: Statement) -> list[Statement]:
-        if isinstance(statement, cst.If):
-            return self._if(statement)
-        if isinstance(statement, cst.For):
-            return self._for(statement)
-        if isinstance(statement, cst.SimpleStatementLine):
-            return self._simple(statement)
-        if isinstance(statement, cst.FunctionDef):
-            return [self._function(statement)]
-        return [statement]
+    def _statement(self, statement: Any) -> list[Statement]:
+        fold = getattr(self, f"_{type(statement).__name__.lower()}", None)
+        return fold(statement) if fold else [statement]
 
-    def _function(self, statement: cst.FunctionDef) -> Statement:
+    def _value(self, node: cst.BaseExpression) -> Value:
+        return Evaluator(self.environment).value(node)
+
+    def _functiondef(self, statement: cst.FunctionDef) -> list[Statement]:
         """Fold the body of a loop on the device: its parameters are not known."""
         before, inlined = dict(self.environment), set(self.inline)
         for parameter in statement.params.params:
@@ -361,32 +320,28 @@ class BodyFolder:
             self.inline.discard(parameter.name.value)
         body = self.fold(list(statement.body.body))  # type: ignore[arg-type]
         self.environment, self.inline = before, inlined
-        return statement.with_changes(body=statement.body.with_changes(body=body))
+        return [statement.with_changes(body=statement.body.with_changes(body=body))]
 
     def _expression(self, node: Any) -> Any:
-        folder = ExpressionFolder(self.environment, self.inline, self.lost, self.operands)
-        folded = folder.edit(node)
+        folded = ExpressionFolder(self).edit(node)
         self._note_calls(folded)
         return folded
 
     def _note_calls(self, node: cst.CSTNode) -> None:
-        evaluator = Evaluator(self.environment)
         for call in nodes(node):
-            if not isinstance(call, cst.Call):
-                continue
             names = self.signatures.get(called(call))
             if names is not None:
-                arguments = {n: evaluator.value(value) for n, value in bound(call, names).items()}
-                self.calls.append(Call(called(call), arguments))
+                given = bound(cst.ensure_type(call, cst.Call), names).items()
+                self.calls.append((called(call), {n: self._value(value) for n, value in given}))
 
-    def _simple(self, statement: cst.SimpleStatementLine) -> list[Statement]:
+    def _simplestatementline(self, statement: cst.SimpleStatementLine) -> list[Statement]:
         small: Any = statement.body[0]
         name, value = assigned(statement)
         if name:
             value = self._expression(value)
             self.inline.discard(name)
             self.lost -= {name}
-            self.environment[name] = Evaluator(self.environment).value(value)
+            self.environment[name] = self._value(value)
             fixed, plain = values.constant(self.environment[name])
             if fixed and self.loops and not self.branches and isinstance(plain, (int, str, bool)):
                 self.inline.add(name)
@@ -397,7 +352,7 @@ class BodyFolder:
 
     def _if(self, statement: cst.If) -> list[Statement]:
         test = _bare(self._expression(statement.test))
-        truth = values.truth(Evaluator(self.environment).value(test))
+        truth = values.truth(self._value(test))
         if truth is not None:
             chosen: list[Statement] = []
             if truth:
@@ -452,15 +407,14 @@ class BodyFolder:
     def _for(self, statement: cst.For) -> list[Statement]:
         assert isinstance(statement.target, cst.Name)
         name = statement.target.value
-        fixed, records = values.constant(Evaluator(self.environment).value(statement.iter))
+        fixed, records = values.constant(self._value(statement.iter))
         if fixed and (records == () or not has_literal(records)):
             return self._once_for_each(statement, records)
         iterator = self._expression(statement.iter)
         variable: Value = None
         count: int | None = None
         if isinstance(iterator, cst.Call) and isinstance(iterator.func, cst.Name):
-            evaluator = Evaluator(self.environment)
-            bounds = [evaluator.value(arg.value) for arg in iterator.args]
+            bounds = [self._value(arg.value) for arg in iterator.args]
             if iterator.func.value == "range":
                 bounds = [known(0), *bounds] if len(bounds) == 1 else bounds
                 variable, count = values.loop_values(*bounds)

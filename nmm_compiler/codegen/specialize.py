@@ -107,7 +107,7 @@ def specialize(
     bodies: dict[str, list[Statement]] = {}
     dropped: dict[str, set[str]] = {}
     for helper in _call_order(path, function):
-        sites = [call for call in calls if call.helper == helper]
+        sites = [arguments for name, arguments in calls if name == helper]
         if not sites:
             continue
         given = _bind(functions[helper], sites)
@@ -157,11 +157,10 @@ def _fold_function(
     return without_aliases(statements), folder.calls
 
 
-def _bind(node: cst.FunctionDef, sites: Sequence[Call]) -> Environment:
+def _bind(node: cst.FunctionDef, sites: Sequence[Environment]) -> Environment:
     """Return, for each parameter of a helper, the value that is the same in every call."""
     return {
-        name: values.join([site.arguments.get(name) for site in sites])
-        for name in _parameter_names(node)
+        name: values.join([site.get(name) for site in sites]) for name in _parameter_names(node)
     }
 
 

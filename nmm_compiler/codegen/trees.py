@@ -165,6 +165,12 @@ def only_statement(body: Sequence[Any]) -> Any:
     return small(left[0]) if len(left) == 1 else None
 
 
+@functools.lru_cache(maxsize=1024)
+def parsed(source: str) -> cst.BaseExpression:
+    """Return a piece of source as an expression."""
+    return cst.parse_expression(source)
+
+
 _EMPTY = cst.Module(body=[])
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 
 import libcst as cst
 
+from nmm_compiler.codegen.trees import parsed as parsed
 from nmm_compiler.codegen.trees import text as text
 
 Expression = cst.BaseExpression
@@ -16,12 +16,6 @@ Expression = cst.BaseExpression
 def same(a: Expression, b: Expression) -> bool:
     """Return whether two expressions are spelled alike, but for white space."""
     return a is b or text(a).replace(" ", "") == text(b).replace(" ", "")
-
-
-@functools.lru_cache(maxsize=64)
-def parsed(source: str) -> Expression:
-    """Return a constant piece of source as an expression."""
-    return cst.parse_expression(source)
 
 
 def number(node: Expression) -> int | None:
