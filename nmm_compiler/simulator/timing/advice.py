@@ -9,6 +9,7 @@ kernel can make completely (rows or issuing without cost) gives an upper bound, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,7 +18,6 @@ from nmm_compiler.report.headline import not_told
 from nmm_compiler.simulator.timing.causes import on_the_path, waits
 from nmm_compiler.simulator.timing.costs import Works
 from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
-from nmm_compiler.simulator.timing.dma import DmaCost
 from nmm_compiler.simulator.timing.evidence import band_of
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
@@ -31,6 +31,7 @@ _FREE_ISSUE = dict.fromkeys(
 _FREE_ROWS = dict.fromkeys(
     ("dma_descriptor_seconds", "dma_descriptor_min_seconds", "dma_short_row_seconds"), 0.0
 )
+_TURNED_OPERANDS = "operands that already lie the other way around"
 _SMALLEST_SHARE = 0.005  # of the latency: smaller gains are not worth a line
 
 
@@ -69,16 +70,38 @@ def advise(timeline: Timeline) -> tuple[Advice, ...]:
     return tuple(sorted(worth, key=lambda advice: -advice.gain_us))
 
 
+def _timed_again(
+    timeline: Timeline,
+    seen: str,
+    remedy: str,
+    lines: Iterable[int] = (),
+    *,
+    at_most: bool = False,
+    trace: Trace | None = None,
+    **fields: Any,
+) -> Advice:
+    """Return what another trace, or a target with other numbers, would save."""
+    again = time_trace(trace or timeline.trace, dataclasses.replace(timeline.target, **fields))
+    return Advice(
+        seen=seen,
+        remedy=remedy,
+        gain_us=timeline.latency_us - again.latency_us,
+        gain=timeline.latency_us / max(again.latency_us, 1e-3),
+        error=band_of(timeline.busy_us).mean,
+        at_most=at_most,
+        lines=tuple(sorted(set(lines))),
+    )
+
+
 def _without_costs(timeline: Timeline) -> Iterator[Advice]:
     """Yield bounds of what a change could save that no kernel can make completely."""
-    trace, target = timeline.trace, timeline.target
-
-    def bound(seen: str, remedy: str, lines: Iterable[int] = (), **free: Any) -> Advice:
-        again = time_trace(trace, dataclasses.replace(target, **free))
-        return _advice(timeline, again, seen, remedy, lines, at_most=True)
-
+    trace, target, works = timeline.trace, timeline.target, Works(timeline.target)
+    bound = functools.partial(_timed_again, timeline, at_most=True)
+    moving = [trace.instructions[transfer.index] for transfer in timeline.transfers]
     short: dict[int, int] = {}
-    for instruction, cost in _transfers(timeline):
+    for instruction in moving:
+        cost = (works.kinds.get(instruction.kind) or works.find(instruction)).dma
+        assert cost is not None
         if cost.run_bytes < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
             line, run = instruction.line, cost.run_bytes
             short[line] = min(short.get(line, run), run)
@@ -87,16 +110,16 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
         seen = f"rows of {' to '.join(map(str, sizes))} B"
         yield bound(seen, "1 KiB rows", short, **_FREE_ISSUE, **_FREE_ROWS)
     if on_the_path(timeline, ("issue", "queue")):
-        lines = [trace.instructions[t.index].line for t in timeline.transfers]
+        lines = [instruction.line for instruction in moving]
         yield bound(f"issuing {len(lines)} DMAs", "fewer, larger ones", lines, **_FREE_ISSUE)
     if trace.loop_edges:
         edges = [at for at in trace.loop_edges if at < len(trace.instructions)]
-        yield _advice(
-            timeline, time_trace(dataclasses.replace(trace, loop_edges=[]), target),
+        yield bound(
             "turns of a loop on the device wait for each other",
             "a loop with more work in each turn",
-            (trace.instructions[at].line for at in edges), at_most=True,
-        )  # fmt: skip
+            (trace.instructions[at].line for at in edges),
+            trace=dataclasses.replace(trace, loop_edges=[]),
+        )
     if on_the_path(timeline, ("memory",)):
         yield bound(
             "tiles wait for room in SBUF or PSUM", "half as large tiles",
@@ -112,104 +135,48 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
 
 
 def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
-    """Yield what other instructions in the place of some would save."""
+    """Yield what other instructions in the place of some would save.
+
+    Each experiment: (what is seen, the remedy, the instructions, what replaces one of them).
+    """
     change, instructions = dataclasses.replace, timeline.trace.instructions
-    slow = [
+    wide = [
         i for i in instructions
         if i.engine == "tensor" and any(a.dtype == "float32" for a in i.reads)
     ]  # fmt: skip
-
-    def as_bf16(i: Instruction) -> Instruction:
-        wide = [change(a, dtype="bfloat16") if a.dtype == "float32" else a for a in i.reads]
-        return change(i, reads=tuple(wide))
-
-    seen = "float32 products take four passes of TensorE"
-    yield from _changed(timeline, slow, as_bf16, seen, "bfloat16 operands")
-    turned = [
-        i for i in instructions
-        if i.attributes.get("is_transpose")
-    ]  # fmt: skip
-
-    def without_work(i: Instruction) -> Instruction:
-        return change(i, engine="sync", op="removed", attributes={})
-
-    seen, remedy = (
-        f"{len(turned)} transposes on chip",
-        "operands that already lie the other way around",
-    )
-    yield from _changed(timeline, turned, without_work, seen, remedy, at_most=True)
+    turned = [i for i in instructions if i.attributes.get("is_transpose")]
     by_dma = [i for i in instructions if i.attributes.get("transpose")]
-
-    def plain(i: Instruction) -> Instruction:
-        return change(i, attributes={k: v for k, v in i.attributes.items() if k != "transpose"})
-
-    seen, remedy = f"{len(by_dma)} DMA transposes", "plain loads of an operand stored turned"
-    yield from _changed(timeline, by_dma, plain, seen, remedy)
     busy = timeline.busy_us
     most, least = sorted(("vector", "scalar"), key=lambda name: -busy.get(name, 0.0))
-    if busy.get(most, 0.0) < 2 * busy.get(least, 0.0) or not timeline.target.scalar_tensor_copy:
-        return
+    idles = busy.get(most, 0.0) >= 2 * busy.get(least, 0.0) and timeline.target.scalar_tensor_copy
     copies = [
         i for index, i in enumerate(instructions)
-        if timeline.engine(index) == most and i.op in ("tensor_copy", "activation")
+        if idles and timeline.engine(index) == most and i.op in ("tensor_copy", "activation")
         and i.attributes.get("function", "copy") in ("copy", "identity", None)
     ]  # fmt: skip
 
-    def moved(i: Instruction) -> Instruction:
-        return change(i, engine=least, op="tensor_copy")
+    def as_bf16(i: Instruction) -> Instruction:
+        reads = [change(a, dtype="bfloat16") if a.dtype == "float32" else a for a in i.reads]
+        return change(i, reads=tuple(reads))
 
-    seen = f"{len(copies)} copies on {ENGINE_NAMES[most]} while {ENGINE_NAMES[least]} idles"
-    remedy = f"every second one on {ENGINE_NAMES[least]}"
-    yield from _changed(timeline, copies[::2], moved, seen, remedy)
-
-
-def _changed(
-    timeline: Timeline,
-    chosen: list[Instruction],
-    change: Callable[[Instruction], Instruction],
-    seen: str,
-    remedy: str,
-    *,
-    at_most: bool = False,
-) -> Iterator[Advice]:
-    """Time the trace with the chosen instructions changed, if there are any."""
-    if not chosen:
-        return
-    wanted = {instruction.index for instruction in chosen}
-    instructions = [change(i) if i.index in wanted else i for i in timeline.trace.instructions]
-    trace: Trace = dataclasses.replace(timeline.trace, instructions=instructions)
-    lines = (i.line for i in chosen)
-    again = time_trace(trace, timeline.target)
-    yield _advice(timeline, again, seen, remedy, lines, at_most=at_most)
-
-
-def _transfers(timeline: Timeline) -> Iterator[tuple[Instruction, DmaCost]]:
-    works = Works(timeline.target)
-    for transfer in timeline.transfers:
-        instruction = timeline.trace.instructions[transfer.index]
-        cost = (works.kinds.get(instruction.kind) or works.find(instruction)).dma
-        assert cost is not None
-        yield instruction, cost
-
-
-def _advice(
-    timeline: Timeline,
-    again: Timeline,
-    seen: str,
-    remedy: str,
-    lines: Iterable[int],
-    *,
-    at_most: bool = False,
-) -> Advice:
-    return Advice(
-        seen=seen,
-        remedy=remedy,
-        gain_us=timeline.latency_us - again.latency_us,
-        gain=timeline.latency_us / max(again.latency_us, 1e-3),
-        error=band_of(timeline.busy_us).mean,
-        at_most=at_most,
-        lines=tuple(sorted(set(lines))),
-    )
+    experiments: tuple[tuple[str, str, list[Instruction], Callable[..., Instruction]], ...] = (
+        ("float32 products take four passes of TensorE", "bfloat16 operands", wide, as_bf16),
+        (f"{len(turned)} transposes on chip", _TURNED_OPERANDS, turned,
+         lambda i: change(i, engine="sync", op="removed", attributes={})),
+        (f"{len(by_dma)} DMA transposes", "plain loads of an operand stored turned", by_dma,
+         lambda i: change(i, attributes={**i.attributes, "transpose": False})),
+        (f"{len(copies)} copies on {ENGINE_NAMES[most]} while {ENGINE_NAMES[least]} idles",
+         f"every second one on {ENGINE_NAMES[least]}", copies[::2],
+         lambda i: change(i, engine=least, op="tensor_copy")),
+    )  # fmt: skip
+    for seen, remedy, chosen, replaced in experiments:
+        if chosen:
+            wanted = {i.index for i in chosen}
+            others = [replaced(i) if i.index in wanted else i for i in instructions]
+            trace: Trace = change(timeline.trace, instructions=others)
+            at_most = remedy is _TURNED_OPERANDS  # nothing else takes no time at all
+            lines = (i.line for i in chosen)
+            yield _timed_again(timeline, seen, remedy, lines, at_most=at_most, trace=trace)
 
 
 def _lines(lines: tuple[int, ...], shown: int = 4) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.timing.timeline import Timeline, Transfer
 
-_US = 1e6
 _SAME_US = 1e-6  # sums of floats in two orders: far above their error, far below a clock cycle
 
 WHY = {
@@ -107,10 +106,28 @@ def causes_of(timeline: Timeline) -> list[Cause]:
 
 def critical_path(timeline: Timeline) -> list[Step]:
     """Return the steps from the first instruction to the last result, without gaps."""
-    return _Path(timeline).steps()
+    steps: list[Step] = []
+    if not timeline.end:
+        return steps
+    walk = _Walk(timeline)
+    until, index = timeline.latency_us, max(range(len(timeline.end)), key=timeline.end.__getitem__)
+    seen: set[tuple[int, float]] = set()
+    while until > _SAME_US and (index, until) not in seen:
+        seen.add((index, until))
+        cause = walk.enter(index, until, steps)
+        start = steps[-1].start_us
+        if cause.index < 0:
+            if start > _SAME_US:
+                steps.append(Step(index, "other", 0.0, start, cause.kind))
+            break
+        if start - cause.ended_us > _SAME_US:
+            what = "table" if cause.kind == "table" else "signal"
+            steps.append(Step(cause.index, what, cause.ended_us, start, cause.kind))
+        index, until = cause.index, cause.ended_us
+    return steps[::-1]
 
 
-class _Path:
+class _Walk:
     """Follows causes back. carried: by (transfer, DMA engine), the transfer before on that one."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -123,76 +140,33 @@ class _Path:
             self.carried[index, engine] = last.get(engine, last.get(-1, -1))
             last[engine] = index
 
-    def steps(self) -> list[Step]:
-        timeline = self.timeline
-        if not timeline.end:
-            return []
-        steps: list[Step] = []
-        until = timeline.latency_us
-        index = max(range(len(timeline.end)), key=timeline.end.__getitem__)
-        seen: set[tuple[int, float]] = set()
-        while until > _SAME_US and (index, until) not in seen:
-            seen.add((index, until))
-            cause = self._entered(index, until, steps)
-            start = steps[-1].start_us
-            if cause.index < 0:
-                if start > _SAME_US:
-                    steps.append(Step(index, "other", 0.0, start, cause.kind))
-                break
-            if start - cause.ended_us > _SAME_US:
-                what = "table" if cause.kind == "table" else "signal"
-                steps.append(Step(cause.index, what, cause.ended_us, start, cause.kind))
-            index, until = cause.index, cause.ended_us
-        return steps[::-1]
-
-    def _entered(self, index: int, until: float, steps: list[Step]) -> Cause:
+    def enter(self, index: int, until: float, steps: list[Step]) -> Cause:
         """Add the steps of one instruction that was left at `until`; return what it waited for."""
-        transfer = self.transfers.get(index)
-        start = self.timeline.start[index]
-        cause = self.causes[index]
+        transfer, cause = self.transfers.get(index), self.causes[index]
+        start, step_us = self.timeline.start[index], self.timeline.dma_stagger_us
         if transfer is None:
             steps.append(Step(index, "compute", min(start, until), until, cause.kind))
             return cause
         if until <= transfer.issue_end + _SAME_US:  # left for the next in its queue
             steps.append(Step(index, "issue", start, until, cause.kind))
             return cause
-        engine, moving, _ = self._part_that_ended(transfer, until)
-        busy = self._busy_engine(transfer, engine, moving)
-        steps.append(Step(index, "move", moving, until, "dma engines" if busy else cause.kind))
-        if busy is not None:
-            return busy
+        # the part that ended then, else the last one
+        part = max(transfer.parts, key=lambda part: (abs(part[2] - until) < _SAME_US, part[2]))
+        engine, moving, stop = part
+        if moving > transfer.ready + transfer.parts.index(part) * step_us + _SAME_US:
+            before = self.carried[index, engine]
+            if before >= 0:
+                cause = Cause("dma engines", before, moving)
+        if engine < 0 and until > stop + _SAME_US:  # of engines that are alike, the last one
+            moving += (self.timeline.target.dma_engines - 1) * step_us
+        steps.append(Step(index, "move", moving, until, cause.kind))
+        if cause.kind == "dma engines":
+            return dataclasses.replace(cause, ended_us=moving)
         issued = min(transfer.issue_end, moving)
         if moving - issued > _SAME_US:
             steps.append(Step(index, "start", issued, moving, cause.kind))
         steps.append(Step(index, "issue", start, issued, cause.kind))
         return cause
-
-    def _part_that_ended(self, transfer: Transfer, until: float) -> tuple[int, float, float]:
-        """Return the part of a transfer that ended at `until`, or the last."""
-        step = self.timeline.dma_stagger_us
-        for part in transfer.parts:
-            if abs(part[2] - until) < _SAME_US:
-                return part
-        last = max(transfer.parts, key=lambda part: part[2])
-        if last[0] < 0:  # all engines have the same work: the last one runs a whole stagger later
-            late = (self.timeline.target.dma_engines - 1) * step
-            return last[0], last[1] + (late if until > last[2] + _SAME_US else 0.0), until
-        return last
-
-    def _busy_engine(self, transfer: Transfer, engine: int, moving: float) -> Cause | None:
-        """Return the transfer that the engine carried before, if this one had to wait for it."""
-        late = (self.timeline.target.dma_engines - 1) * self.timeline.dma_stagger_us
-        part = next(p for p in transfer.parts if p[0] == engine)
-        start_us = self.timeline.target.dma_start_latency_seconds * _US
-        rank = transfer.parts.index(part) if engine >= 0 else 0
-        issue = transfer.issue_end - transfer.issue_start
-        soonest = transfer.issue_start + max(issue, start_us) + rank * self.timeline.dma_stagger_us
-        if part[1] <= soonest + _SAME_US:
-            return None
-        before = self.carried[transfer.index, engine]
-        if before < 0:
-            return None
-        return Cause("dma engines", before, min(moving, part[1] + late))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -59,15 +59,18 @@ def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
     core = f"{prefix}NeuronCore {timeline.target.name} (simulated)"
     yield _named("process_name", _CORE, 0, core)
     yield _named("process_name", _DMA, 0, f"{prefix}DMA (simulated)")
-    for engine, row in _ROWS.items():
-        if engine in engines or engine != "sync":
-            yield _named("thread_name", _CORE, row, ENGINE_NAMES[engine])
     queues = sorted({transfer.queue for transfer in timeline.transfers})
-    for row, queue in enumerate(queues, _FIRST_QUEUE_ROW):
-        yield _named("thread_name", _DMA, row, f"queue {queue} (issue)")
-    for number in sorted({part[0] for transfer in timeline.transfers for part in transfer.parts}):
-        title = "DMA engines, all alike" if number < 0 else f"DMA engine {number}"
-        yield _named("thread_name", _DMA, _engine_row(number), title)
+    moving = sorted({part[0] for transfer in timeline.transfers for part in transfer.parts})
+    rows = [
+        *((_CORE, row, ENGINE_NAMES[engine]) for engine, row in _ROWS.items()
+          if engine in engines or engine != "sync"),
+        *((_DMA, row, f"queue {queue} (issue)")
+          for row, queue in enumerate(queues, _FIRST_QUEUE_ROW)),
+        *((_DMA, _engine_row(n), "DMA engines, all alike" if n < 0 else f"DMA engine {n}")
+          for n in moving),
+    ]  # fmt: skip
+    for process, row, title in rows:
+        yield _named("thread_name", process, row, title)
     yield from _compute_slices(timeline)
     yield from _dma_slices(timeline, queues)
     yield from _flows(timeline)

@@ -93,18 +93,14 @@ class ComputeCosts:
         else:
             rule = RULES.get(instruction.op, one_pass)
             cycles = rule(target, instruction, engine, elements(instruction))
-            if self._wide_stride(instruction):
+            accesses, least = (*instruction.reads, *instruction.writes), target.wide_stride_bytes
+            if any(a.memory != "hbm" and abs(a.inner_step) >= least for a in accesses):
                 cycles *= target.wide_stride_factor
         interval = max(
             cycles + target.engine_streaming_overhead_cycles, float(target.engine_min_cycles)
         )
         latency = max(cycles + _pipeline_cycles(target, instruction, engine), interval)
         return interval * clock, latency * clock
-
-    def _wide_stride(self, instruction: Instruction) -> bool:
-        accesses = (*instruction.reads, *instruction.writes)
-        least = self.target.wide_stride_bytes
-        return any(a.memory != "hbm" and abs(a.inner_step) >= least for a in accesses)
 
 
 def _pipeline_cycles(target: Target, instruction: Instruction, engine: str) -> float:
@@ -166,25 +162,19 @@ class Works:
     def find(self, instruction: Instruction) -> Work:
         """Return the work of an instruction, and remember it by its kind."""
         engine = ENGINES.index(instruction.engine)
-        is_open = engine == VECTOR and scalar_can(instruction)
-        if is_open and self.target.unset_engine_prefers_scalar:
-            work = self._work(SCALAR, True, instruction)
-        else:
-            work = self._work(engine, False, instruction)
-        if instruction.kind:
-            self.kinds[instruction.kind] = work
-        return work
-
-    def _work(self, engine: int, placed: bool, instruction: Instruction) -> Work:
-        work = Work(engine, placed, instruction)
+        prefers_scalar = self.target.unset_engine_prefers_scalar
+        placed = prefers_scalar and engine == VECTOR and scalar_can(instruction)
+        work = Work(SCALAR if placed else engine, placed, instruction)
         if engine == DMA:
             work.dma = self.dma_costs.cost(instruction)
         elif engine == TENSOR:
             work.interval, work.latency = self.costs.tensor(instruction)
         else:
-            work.interval, work.latency = self.costs.other(instruction, ENGINES[engine])
+            work.interval, work.latency = self.costs.other(instruction, ENGINES[work.engine])
             name = instruction.attributes.get("function", "")
-            needs_table = engine == SCALAR and instruction.op.startswith("activat")
+            needs_table = work.engine == SCALAR and instruction.op.startswith("activat")
             if needs_table and name not in _IN_EVERY_TABLE:
                 work.table = name
+        if instruction.kind:
+            self.kinds[instruction.kind] = work
         return work

@@ -17,7 +17,7 @@ from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
 from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
 from nmm_compiler.simulator.timing.resources import Pool
-from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
+from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
 ENGINE_NAMES = {
@@ -76,15 +76,6 @@ class _Place:
             a[0] <= b[0] and b[1] <= a[1]
             for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
         )
-
-
-def _place_of(allocation: Allocation) -> _Place:
-    """Return a manual address, or the one buffer of a line of the kernel."""
-    memory, (partition, byte) = allocation.memory, allocation.address or (0, 0)
-    if allocation.address is None:
-        memory = f"the buffer of line {allocation.line}"
-    rows = (partition, partition + allocation.shape[0])
-    return _Place(memory, rows, (byte, byte + allocation.bytes_per_partition))
 
 
 class Storage:
@@ -157,7 +148,11 @@ class Dependences:
                 continue
             storage.size = found.bytes_per_partition
             if found.address is not None or identity in one_buffer:
-                storage.place = _place_of(found)
+                named = f"the buffer of line {found.line}" if found.address is None else ""
+                row, byte = found.address or (0, 0)
+                storage.place = _Place(
+                    named or found.memory, (row, row + found.shape[0]), (byte, byte + storage.size)
+                )
             elif found.memory == "psum":
                 storage.pool = self.psum
                 storage.size = -(-storage.size // bank) * bank

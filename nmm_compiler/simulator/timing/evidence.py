@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,62 +76,49 @@ def kernel_class(busy_us: dict[str, float]) -> str:
 _US = 1e6
 
 
-def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Yield the effects that may matter to this run and are not modelled."""
+def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> tuple[str, ...]:
+    """Return the effects that may matter to this run and are not modelled."""
     trace, target = timeline.trace, timeline.target
-    if timeline.sbuf_overflow_bytes:
-        yield (
-            f"spills: live tensors exceed SBUF by {timeline.sbuf_overflow_bytes} B per partition, "
-            "and are timed as if they fitted"
-        )
-    if trace.psum_peak_banks > target.psum_banks:
-        yield (
-            f"spills: live sums take {trace.psum_peak_banks} PSUM banks of {target.psum_banks}, "
-            "and are timed as if they fitted"
-        )
-    tiny = _tiny_instructions(timeline, counts)
-    if tiny:
-        yield (
-            f"tiny instructions: {tiny} of at least {target.engine_min_cycles} cycles take half of "
-            "the run; compilers merge such work, and published kernels with it took as long, two "
-            "thirds or a sixteenth of the time"
-        )
+    tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline)
     barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
-    if barriers:
-        yield f"barriers: {barriers} wait for the other core, and cost nothing themselves"
-    queues = {transfer.queue for transfer in timeline.transfers}
-    if len(queues) > 1:
-        yield (
-            f"mixed DMA generators: {', '.join(sorted(queues))} are taken to issue independently"
-        )
-    open_engines = sum(
-        1 for i in trace.instructions if i.engine == "vector" and i.attributes.get("unset")
+    queues = sorted({transfer.queue for transfer in timeline.transfers})
+    unset = sum(
+        i.engine == "vector" and bool(i.attributes.get("unset")) for i in trace.instructions
     )
-    if open_engines:
-        chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
-        yield f"unknown engine: {open_engines} instructions are placed on {chosen}, where it can"
-    if trace.loop_edges:
-        yield "loops on the device: jumping back and fetching instructions are free"
-    limited = _float32_products(timeline)
-    if limited:
-        yield (
-            f"TensorE's power limit: {limited} float32 products keep TensorE busy for half of the "
-            "run; hardware has been seen at half rate for part of such work, and at full rate too"
-        )
-    if not any(source.kind == "measured" for source in target.sources.values()):
-        yield f"{target.name}: no public measurement; documented rates and trn2's mechanisms"
+    chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
+    measured = any(source.kind == "measured" for source in target.sources.values())
+    effects = (
+        (timeline.sbuf_overflow_bytes,
+         f"spills: live tensors exceed SBUF by {timeline.sbuf_overflow_bytes} B per partition, "
+         "and are timed as if they fitted"),
+        (trace.psum_peak_banks > target.psum_banks,
+         f"spills: live sums take {trace.psum_peak_banks} PSUM banks of {target.psum_banks}, "
+         "and are timed as if they fitted"),
+        (tiny,
+         f"tiny instructions: {tiny} of at least {target.engine_min_cycles} cycles take half of "
+         "the run; compilers merge such work, and published kernels with it took as long, two "
+         "thirds or a sixteenth of the time"),
+        (barriers, f"barriers: {barriers} wait for the other core, and cost nothing themselves"),
+        (len(queues) > 1,
+         f"mixed DMA generators: {', '.join(queues)} are taken to issue independently"),
+        (unset,
+         f"unknown engine: {unset} instructions are placed on {chosen}, where it can"),
+        (trace.loop_edges,
+         "loops on the device: jumping back and fetching instructions are free"),
+        (limited,
+         f"TensorE's power limit: {limited} float32 products keep TensorE busy for half of the "
+         "run; hardware has been seen at half rate for part of such work, and at full rate too"),
+        (not measured,
+         f"{target.name}: no public measurement; documented rates and trn2's mechanisms"),
+    )  # fmt: skip
+    return tuple(sentence for matters, sentence in effects if matters)
 
 
 def _tiny_instructions(timeline: Timeline, counts: dict[str, dict[str, int]]) -> int:
     """Return how many instructions an engine has, if to issue them takes half of the run."""
     target = timeline.target
-    clocks = {
-        "vector": target.vector_clock_hz,
-        "scalar": target.scalar_clock_hz,
-        "gpsimd": target.gpsimd_clock_hz,
-    }
-    for engine, clock in clocks.items():
-        count = sum(counts.get(engine, {}).values())
+    for engine in ("vector", "scalar", "gpsimd"):
+        count, clock = sum(counts.get(engine, {}).values()), getattr(target, f"{engine}_clock_hz")
         if 2.0 * count * target.engine_min_cycles / clock * _US > timeline.latency_us:
             return count
     return 0

@@ -292,24 +292,31 @@ def profile_timeline(timeline: Timeline) -> Profile:
         transposes=transposes,
         instructions=instructions,
         program_instructions=trace.program_instructions,
-        unmodelled=tuple(unmodelled(timeline, instructions)),
+        unmodelled=unmodelled(timeline, instructions),
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile
 
 
 class _Kind:
-    """Instructions that count alike: how many, their products, and those at TensorE's peak."""
+    """Instructions that count alike: how many, their products, and those at TensorE's peak.
+
+    transposes_on: the engine of a transpose, else "".
+    """
 
     __slots__ = ("count", "engine", "flops", "ideal_us", "op", "transposes_on")
 
     def __init__(self, instruction: Instruction, target: Target) -> None:
         self.engine, self.op, self.count = instruction.engine, instruction.op, 0
-        self.transposes_on = _transposes_on(instruction)
+        attributes = instruction.attributes
+        turns = attributes.get("transpose") or attributes.get("is_transpose")
+        self.transposes_on = self.engine if turns else ""
         self.flops, self.ideal_us = 0, 0.0
         if self.engine == "tensor":
-            self.flops = _matmul_flops(instruction)
-            if not self.transposes_on:
+            each = 1 if attributes.get("onezero") else 2
+            k, m, n = (int(attributes[name]) for name in ("k", "m", "n"))
+            self.flops = each * _rows(instruction) * k * m * n
+            if not turns:
                 self.ideal_us = self.flops / _peak(target, instruction) * _US
 
 
@@ -360,23 +367,9 @@ def _steps(pattern: tuple[tuple[int, int], ...]) -> int:
     return sum(abs(step) * (count - 1) for step, count in pattern)
 
 
-def _transposes_on(instruction: Instruction) -> str:
-    """Return "dma", "tensor" or "vector" for a transpose, else an empty string."""
-    attributes = instruction.attributes
-    turns = attributes.get("transpose") or attributes.get("is_transpose")
-    return instruction.engine if turns else ""
-
-
 def _rows(instruction: Instruction) -> int:
     """Return the rows of both operands that one partition holds: double rows 2, MX 4."""
     return {None: 1, "none": 1, "mx": 4}.get(instruction.attributes.get("perf_mode"), 2)
-
-
-def _matmul_flops(instruction: Instruction) -> int:
-    attributes = instruction.attributes
-    each = 1 if attributes.get("onezero") else 2
-    k, m, n = (int(attributes[name]) for name in ("k", "m", "n"))
-    return each * _rows(instruction) * k * m * n
 
 
 def _peak(target: Target, instruction: Instruction) -> float:

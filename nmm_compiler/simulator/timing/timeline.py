@@ -50,6 +50,7 @@ _US = 1e6
 class Transfer:
     """One DMA: when its queue issued it and when each engine carried its part (microseconds).
 
+    ready: when the first engine could begin.
     parts: (engine, start, end). Engine -1 stands for all of them alike, with the times of engine
         0; engine e runs e * dma_stagger_us later.
     """
@@ -58,6 +59,7 @@ class Transfer:
     queue: str
     issue_start: float
     issue_end: float
+    ready: float
     parts: list[tuple[int, float, float]]
     hbm_read_bytes: int
     hbm_write_bytes: int
@@ -344,9 +346,8 @@ class _Pass:
         issue_us = cost.issue_us
         issued = self.queues[cost.queue].place(begin, issue_us)
         start_us = self.dma_start_us
-        parts, end = self.dma_engines.place(
-            cost, issued + (issue_us if issue_us > start_us else start_us)
-        )
+        ready = issued + (issue_us if issue_us > start_us else start_us)
+        parts, end = self.dma_engines.place(cost, ready)
         end += cost.tail_us
         self.transfers.append(
             Transfer(
@@ -354,6 +355,7 @@ class _Pass:
                 cost.queue,
                 issued,
                 issued + issue_us,
+                ready,
                 parts,
                 cost.hbm_read_bytes,
                 cost.hbm_write_bytes,
@@ -363,12 +365,6 @@ class _Pass:
         self.start[index], self.end[index], self.interval_end[index] = issued, end, end
         self.dependences.done(index, DMA, instruction.reads, instruction.writes, end, end)
 
-    def _busy_us(self) -> dict[str, float]:
-        """Return per engine the time with at least one instruction in flight."""
-        spans = dict(zip(ENGINES[:-1], self.spans, strict=False))
-        spans["scalar"] = spans["scalar"] + self.table_loads
-        return {name: _covered(found) for name, found in spans.items()}
-
     def timeline(self) -> Timeline:
         """Return the timeline of the walk."""
         dependences = self.dependences
@@ -377,10 +373,9 @@ class _Pass:
             (stop - begin) * (count if engine < 0 else 1)
             for transfer in self.transfers for engine, begin, stop in transfer.parts
         ])  # fmt: skip
-        busy = self._busy_us()
-        busy["dma"] = _covered(
-            [span for transfer in self.transfers for span in moving(transfer.parts)]
-        )
+        spans = dict(zip(ENGINES[:-1], self.spans, strict=False))
+        spans["scalar"] = spans["scalar"] + self.table_loads
+        spans["dma"] = [s for transfer in self.transfers for s in moving(transfer.parts)]
         return Timeline(
             trace=self.trace,
             target=self.target,
@@ -389,7 +384,7 @@ class _Pass:
             interval_end=self.interval_end,
             transfers=sorted(self.transfers, key=lambda transfer: transfer.index),
             table_loads=self.table_loads,
-            busy_us=busy,
+            busy_us={name: _covered(found) for name, found in spans.items()},
             dma_engine_busy_us=work,
             dma_stagger_us=self.dma_engines.step_us,
             tensor_throttled_us=self.tensor.throttled_us,
@@ -465,12 +460,10 @@ class TensorClock:
                 self.throttled_us += slow - interval
                 interval = slow
                 self.ramp_done += interval
-            begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)
-            if slots.tail > self.utilization_at:
-                self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / self.window)
-                self.utilization_at = slots.tail
-        else:
-            begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)
+        begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)
+        if ramp_us and slots.tail > self.utilization_at:
+            self.utilization = 1.0 - (1.0 - used) * math.exp(-interval / self.window)
+            self.utilization_at = slots.tail
         free = begin + interval
         self.sums[into] = free if interval > self.fill_us else begin + self.fill_us
         return begin, free, free + fill
