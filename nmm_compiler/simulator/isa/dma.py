@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
+from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import dge_mode, engine, oob_mode
-from nmm_compiler.simulator.isa.instruction import Attributes, Call, Steps, attributes, instruction
+from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
@@ -26,10 +27,6 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
 _ISSUERS = {engine.sync: "sync", engine.scalar: "scalar", engine.gpsimd: "gpsimd"}
-
-
-def _attributes(issuer: str, mode: str, transpose: bool, indirect: bool) -> Attributes:
-    return attributes(issuer=issuer, dge_mode=mode, transpose=transpose, indirect=indirect)
 
 
 def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, str]:
@@ -94,6 +91,7 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
     operands="src[N] -> dst[N]",
     memory=DMA_MEMORIES,
     streams=("src",),
+    packed=True,
 )
 def dma_copy(
     call: Call,
@@ -114,7 +112,7 @@ def dma_copy(
     chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
         issuer = "gpsimd"
-    yield _attributes(issuer, mode, False, chosen_rows)
+    yield attributes(issuer=issuer, dge_mode=mode, transpose=False, indirect=chosen_rows)
     values, valid = gather(src, _skips(oob_mode))
     if not same:
         values = values.astype(F32)
@@ -154,6 +152,8 @@ _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
     memory=DMA_MEMORIES,
     memories={"dst": SBUF},
     same_dtype=("dst", "src"),
+    packed=True,
+    flows={"dst": poison.dma_transpose},
 )
 def dma_transpose(
     call: Call,
@@ -194,7 +194,8 @@ def dma_transpose(
         )
     _check_dynamic(call, (src,), mode if indirect else "unknown")
     _check_transpose_mode(call, src, mode, indirect)
-    yield _attributes("gpsimd" if indirect else "sync", mode, True, indirect)
+    issuer = "gpsimd" if indirect else "sync"
+    yield attributes(issuer=issuer, dge_mode=mode, transpose=True, indirect=indirect)
     values, valid = gather(src, _skips(oob_mode))
     if valid is not None:
         rows = valid.reshape((-1,) + (1,) * (rank - 1))
@@ -360,9 +361,8 @@ def dma_compute(
         raise call.error(OperandError, "oob_mode.skip without row indices; leave it unset")
     for s in srcs:
         check_hazard(call, dst, s, True)
-    yield _attributes(
-        "gpsimd" if indirect else "sync", "swdge" if indirect else "none", False, indirect
-    )
+    issuer, mode = ("gpsimd", "swdge") if indirect else ("sync", "none")
+    yield attributes(issuer=issuer, dge_mode=mode, transpose=False, indirect=indirect)
     skip = _skips(oob_mode)
     parts = [gather(s, skip)[0].astype(F32).reshape(dst.shape) for s in srcs]
     total = functools.reduce(np.add, parts)

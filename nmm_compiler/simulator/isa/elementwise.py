@@ -70,6 +70,7 @@ _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
         "src",
     ),
     indirect_engines=("vector", "scalar"),
+    packed=True,
     cycles=cycles.copy,
 )
 def tensor_copy(
@@ -111,6 +112,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
 @instruction(
     engines=("vector", "gpsimd"),
     operands="-> dst",
+    packed=True,
     cycles=cycles.memset,
 )
 def memset(call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
@@ -340,6 +342,7 @@ def reciprocal(call: Call, dst: Any, data: Any) -> None:
         "dst",
         "predicate",
     ),
+    packed=True,
     cycles=cycles.predicated,
 )
 def tensor_copy_predicated(

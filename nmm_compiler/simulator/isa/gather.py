@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError, OutOfBoundsError
-from nmm_compiler.simulator.isa import cycles
+from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
     INT32,
@@ -213,6 +213,8 @@ _NUMBERS = frozenset({"float32", "int32"})
     streams=("indices",),
     dtypes={"indices": frozenset({"uint32"})},
     same_dtype=("dst", "data"),
+    packed=True,
+    flows={"dst": poison.gathered},
 )
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
@@ -233,6 +235,8 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     limits={"P": range(16, 129, 16)},
     dtypes={"index": frozenset({"uint16"})},
     same_dtype=("dst", "src_buffer"),
+    packed=True,
+    flows={"dst": poison.by_partition},
     cycles=cycles.local_gather,
 )
 def local_gather(
@@ -301,6 +305,8 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     operands="src[P F] -> dst[Q F]",
     streams=("src",),
     same_dtype=("dst", "src"),
+    packed=True,
+    flows={"dst": poison.shuffled},
 )
 def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Steps:
     """dst[p] = src[mask[p]] within each quadrant of 32 partitions; 255 leaves dst[p]."""
@@ -317,13 +323,9 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
         )
     yield NO_ATTRIBUTES
     source = raw(src).reshape(src.shape[0], -1).copy()
-    for p in range(dst.shape[0]):
+    for p in [p for p in range(dst.shape[0]) if mask[p % 32] != 255]:
         choice = mask[p % 32]
-        if choice == 255:
-            continue
-        origin = p - p % 32 + choice
-        if src.shape[0] <= 32:
-            origin = choice
+        origin = choice if src.shape[0] <= 32 else p - p % 32 + choice
         if origin >= src.shape[0]:
             raise call.error(
                 OutOfBoundsError,
@@ -339,6 +341,7 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     memory=SBUF,
     dtypes={"dst": frozenset({"int32"}), "src": _NUMBERS},
     integers={"index_offset": INT32, "padding_val": INT32},
+    compares=True,
 )
 def nonzero_with_count(
     call: Call,
@@ -365,6 +368,7 @@ def nonzero_with_count(
     operands="segment_ids[1 N] -> dst[1 2*N]",
     memory=SBUF,
     dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
+    compares=True,
 )
 def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
@@ -389,6 +393,7 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
         "idx_dst": frozenset({"uint32"}),
         "src": frozenset({"bfloat16"}),
     },
+    flows={"val_dst": poison.everywhere, "idx_dst": poison.everywhere},
     cycles=cycles.topk,
 )
 def topk(call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:

@@ -52,7 +52,7 @@ from nmm_compiler.simulator.isa.operands import (
     require_present,
 )
 from nmm_compiler.simulator.isa.operators import YOUNG_ALU_OPERATORS, Takes
-from nmm_compiler.simulator.isa.poison import spread
+from nmm_compiler.simulator.isa.poison import Flow, spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.geometry import geometry_of
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -114,7 +114,7 @@ class Call(Caller):
 
     def __init__(self, machine: Machine, row: instruction, arguments: Arguments) -> None:
         self.machine, self.row, self.arguments = machine, row, arguments
-        self.op, self.engine = row.op, ""
+        self.op, self.packed, self.engine = row.op, row.packed, ""
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.sizes: dict[str, int] = {}
@@ -193,7 +193,10 @@ class Call(Caller):
             if role in row.ranks:
                 check_rank(self, role, view, row.ranks[role])
         self.sizes = row.equation.solve(self, self.tensors(row.roles))
-        self._check_equal_dtypes()
+        given = self.tensors(row.same_dtype)
+        if len({view.dtype for _, view in given}) > 1:
+            shown = ", ".join(f"{role} {view.name!r} is {view.dtype}" for role, view in given)
+            raise self.error(OperandError, f"{shown}; they must be the same")
         both = [view for _, view in self.tensors(row.pair)]
         if len(both) == 2:
             check_pair(self, row.pair, *both)
@@ -209,12 +212,6 @@ class Call(Caller):
         raise self.error(
             OperandError, f"{role} is {type(value).__name__}; pass a number or a tensor"
         )
-
-    def _check_equal_dtypes(self) -> None:
-        given = self.tensors(self.row.same_dtype)
-        if len({view.dtype for _, view in given}) > 1:
-            shown = ", ".join(f"{role} {view.name!r} is {view.dtype}" for role, view in given)
-            raise self.error(OperandError, f"{shown}; they must be the same")
 
     def _check_command(self, command: Any) -> None:
         """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
@@ -291,6 +288,10 @@ class instruction:  # noqa: N801 - a decorator, written as one
     commands: members of reduce_cmd; first_value: the parameter that load_reduce starts from.
     indirect: operands that may be `.indirect()` views. indirect_engines: the engines for that, all
         unless said.
+    packed: it takes x4-packed operands, which it only moves, or is made for.
+    flows: for each result, which of its elements depend on unwritten ones that it reads; those of
+        the same place in the first result and of the same partition in others unless said.
+    compares: it needs known values of all operands.
     waits: the part after the yield runs without data as well; no call answers for another.
     named: it also takes `name=None`, and returns its record.
     cycles: how long it holds its engine.
@@ -315,6 +316,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
     first_value: str = ""
     indirect: tuple[str, ...] = ()
     indirect_engines: tuple[str, ...] = ()
+    packed: bool = False
+    flows: Mapping[str, Flow] = dataclasses.field(default_factory=dict)
+    compares: bool = False
     waits: bool = False
     named: bool = True
     cycles: Cycles = one_pass
@@ -441,7 +445,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         elif machine.data:
             self.body(call, **call.arguments)
         if machine.poisoned:
-            spread(machine, self.op, call.arguments, tuple(self.writes))
+            spread(call)
         return record if self.named else None
 
 

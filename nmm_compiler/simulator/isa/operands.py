@@ -36,20 +36,15 @@ ON_CHIP = ("sbuf", "psum")
 DMA_MEMORIES = ("sbuf", "hbm")
 ANY_DTYPE: frozenset[str] = frozenset()
 """Of an operand that may have any dtype."""
-MOVES_PACKED = frozenset(
-    {
-        "dma_copy", "dma_transpose", "local_gather", "memset", "nc_matmul_mx", "nc_n_gather",
-        "nc_stream_shuffle", "nc_transpose", "quantize_mx", "sendrecv", "tensor_copy",
-        "tensor_copy_predicated",
-    }
-)  # fmt: skip
-"""Instructions that take x4-packed operands: they only move them, or are made for them."""
 
 
 class Caller:
-    """Who is checked: an instruction of a module of NKI, on a machine."""
+    """Who is checked: an instruction of a module of NKI, on a machine.
 
-    module = "nisa"
+    packed: it takes x4-packed operands.
+    """
+
+    module, packed = "nisa", False
     machine: Machine
     op: str
 
@@ -96,7 +91,7 @@ def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> 
                 "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
                 "more at 0",
             )
-    if view.dtype.kind == "packed" and caller.op not in MOVES_PACKED:
+    if view.dtype.kind == "packed" and not caller.packed:
         raise caller.error(
             OperandError,
             f"{role} {view.name!r} is {view.dtype}, which engines move but do not "

@@ -1,9 +1,10 @@
 """Tracks unwritten memory: which elements of a result depend on elements that were never written.
 
 The tensor records a read of such elements with their mask (`TensorData.load`). After the
-instruction has computed, `spread` marks the dependent elements of its results: exactly for
-elementwise work, copies, transposes, products and reductions; by whole partitions where an
-instruction mixes a partition's elements; all of them where it mixes partitions. A predicate and an
+instruction has computed, `spread` marks the dependent elements of its results, by the flow that the
+row of the instruction names for each: exactly for elementwise work, copies, transposes, products
+and reductions; by whole partitions where an instruction mixes a partition's elements; all of them
+where it mixes partitions. A predicate and an
 index need known values: the kernel is refused there, and where a marked element reaches an output.
 A comparison is elementwise work as any other, so its results are marked: nki-library's
 cross_entropy_backward compares a tile of which it filled half the rows, and stores that half only.
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.data import refuse_poison
 from nmm_compiler.simulator.tensors.indirect import positions
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -24,31 +24,33 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 Arguments = dict[str, Any]
 Flow = Callable[[Arguments, Any, np.ndarray, NkiTensor], np.ndarray]
 
-_NEED_VALUES = frozenset({"nonzero_with_count", "sequence_bounds"})
+KNOWN = frozenset({"predicate", "indices", "index", "src_seeds"})
+"""Operands whose values an instruction needs, whatever instruction it is."""
 
 
 def _by_shape(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Element to element, or all elements of a partition to all of the same partition."""
     if mask.size == dst.size:
         return mask.reshape(dst.shape)
-    return _by_partition(arguments, view, mask, dst)
+    return by_partition(arguments, view, mask, dst)
 
 
-def _by_partition(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def by_partition(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """All elements of a partition to all of the same partition."""
     if mask.shape[0] != dst.shape[0]:
         return np.asarray(mask.any())
     return mask.reshape(len(mask), -1).any(axis=1).reshape(-1, *[1] * (len(dst.shape) - 1))
 
 
-def _onwards(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def onwards(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A scan: from the first such element on."""
     if mask.size != dst.size:
-        return _by_partition(arguments, view, mask, dst)
+        return by_partition(arguments, view, mask, dst)
     flat = np.logical_or.accumulate(mask.reshape(len(mask), -1), axis=1)
     return flat.reshape(dst.shape)
 
 
-def _product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A row of the result for each column of stationary, a column for each of moving."""
     if view.storage is dst.storage:
         return mask.reshape(dst.shape)
@@ -64,36 +66,49 @@ def _product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) 
     return np.broadcast_to(shaped, (m, n)).reshape(dst.shape)
 
 
-def _dma_transpose(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def dma_transpose(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """Element to element, the first and the last dimension swapped."""
     order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}[mask.ndim]
     return mask.transpose(order)
 
 
-def _reduced(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def reduced(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """Any element of those that a reduction sums to their sum."""
     return mask.reshape(dst.shape[0], dst.free_size, -1).any(axis=-1).reshape(dst.shape)
 
 
-def _across(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def across(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """Any partition to the one of the result."""
     return mask.reshape(len(mask), -1).any(axis=0).reshape(dst.shape)
 
 
-def _gathered(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def gathered(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """The elements that the indices choose."""
     index = arguments["indices"].array().reshape(len(mask), -1).astype(np.int64)
     return np.take_along_axis(mask.reshape(len(mask), -1), index, axis=1).reshape(dst.shape)
 
 
-def _quantized(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """A group of 8 partitions x 4 values, and its scale."""
-    groups = np.asarray(mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3)))
-    if dst is arguments["dst"]:
-        return np.repeat(groups, 8, axis=0).reshape(dst.shape)
+def _groups(mask: np.ndarray) -> np.ndarray:
+    """Return which groups of 8 partitions x 4 values have such an element."""
+    return np.asarray(mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3)))
+
+
+def quantized(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """A group of 8 partitions x 4 values to the same group."""
+    return np.repeat(_groups(mask), 8, axis=0).reshape(dst.shape)
+
+
+def scaled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """A group of 8 partitions x 4 values to its scale."""
+    groups = _groups(mask)
     scales = np.zeros((dst.shape[0], groups.shape[1]), np.bool_)
     number = np.arange(len(groups))
     scales[number // 4 * 32 + number % 4] = groups
     return scales.reshape(dst.shape)
 
 
-def _shuffled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def shuffled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """Partition to partition, by the mask of the shuffle."""
     result = np.zeros((dst.shape[0], dst.free_size), np.bool_)
     rows = mask.reshape(len(mask), -1)
     for p in range(dst.shape[0]):
@@ -103,50 +118,26 @@ def _shuffled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor)
     return result.reshape(dst.shape)
 
 
-_FLOWS: dict[str, Flow] = {
-    **dict.fromkeys(
-        ("bn_stats", "bn_aggr", "max8", "nc_find_index8", "nc_match_replace8", "local_gather"),
-        _by_partition,
-    ),
-    **dict.fromkeys(("tensor_tensor_scan", "tensor_scalar_cumulative"), _onwards),
-    **dict.fromkeys(("nc_matmul", "nc_matmul_mx", "nc_transpose"), _product),
-    "dma_transpose": _dma_transpose,
-    "quantize_mx": _quantized,
-    "tensor_reduce": _reduced,
-    "tensor_partition_reduce": _across,
-    "nc_n_gather": _gathered,
-    "nc_stream_shuffle": _shuffled,
-    "topk": lambda a, v, mask, dst: np.asarray(mask.any()),
-}  # fmt: skip
+def everywhere(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """Any element to all."""
+    return np.asarray(mask.any())
 
 
-def _needs_values(op: str, arguments: Arguments, view: Any) -> str:
-    """Return why the instruction needs known values of a view, or ""."""
-    if op in _NEED_VALUES:
-        return f"a comparison, nisa.{op}"
-    for role in ("predicate", "indices", "index", "src_seeds"):
-        if view is not None and arguments.get(role) is view:
-            return f"{role} of nisa.{op}"
-    return ""
-
-
-def spread(machine: Machine, op: str, arguments: Arguments, written: tuple[str, ...]) -> None:
-    """Mark the results that depend on the unwritten elements that the instruction has read."""
+def spread(call: Any) -> None:
+    """Mark the results that depend on the unwritten elements that a call has read."""
+    machine, row, arguments = call.machine, call.row, call.arguments
     noted, machine.poisoned = machine.poisoned, []
-    results = [arguments[role] for role in written if arguments[role] is not None]
+    results = call.tensors(row.writes)
     for view, mask, origin in noted:
-        what = _needs_values(op, arguments, view)
-        if what:
+        needed = [r for r in KNOWN if view is not None and arguments.get(r) is view]
+        if row.compares or needed:
+            what = "a comparison, " if row.compares else f"{needed[0]} of "
+            what += f"nisa.{call.op}"
             refuse_poison(machine, what, origin, int(mask.sum()), mask.size)
             continue
-        flow = _FLOWS.get(op, _by_shape)
-        for dst in results:
-            side = arguments.get("dst", dst)
-            if dst is side or op in ("quantize_mx", "topk"):
-                here = flow(arguments, view, mask, dst)
-            else:
-                here = _by_partition(arguments, view, mask, dst)
-            keep = machine.kept
+        for role, dst in results:
+            flow = row.flows.get(role, _by_shape if role == row.first else by_partition)
+            here, keep = flow(arguments, view, mask, dst), machine.kept
             if keep is not None and keep.size == dst.size:
                 here = here & keep.reshape(dst.shape)
             if here.any():

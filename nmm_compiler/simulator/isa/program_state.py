@@ -265,6 +265,7 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
     same_dtype=("dst", "src"),
     integers={"send_to_rank": range(2), "recv_from_rank": range(2)},
     waits=True,
+    packed=True,
 )
 def sendrecv(
     call: Call,

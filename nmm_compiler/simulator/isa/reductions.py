@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
-from nmm_compiler.simulator.isa import cycles
+from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.elementwise import check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
@@ -69,6 +69,7 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
         "dst",
         "data",
     ),
+    flows={"dst": poison.reduced},
     cycles=cycles.reduce,
 )
 def tensor_reduce(
@@ -121,6 +122,7 @@ def tensor_reduce(
     operands="data[P F] -> dst[1 F]",
     memory=SBUF,
     operators={"op": Takes("reduce", _ACROSS_PARTITIONS)},
+    flows={"dst": poison.across},
     # GpSimd walks its 16 partitions one after another, then combines 8 cores
     cycles=cycles.linear(16.0, fixed="gpsimd_fixed_cycles"),
 )
@@ -195,6 +197,7 @@ def tensor_scalar_reduce(
         "dst",
         "src",
     ),
+    flows={"dst": poison.onwards},
 )
 def tensor_scalar_cumulative(
     call: Call,
@@ -226,6 +229,7 @@ def tensor_scalar_cumulative(
     numbers={"initial": ANY_DTYPE},
     pair=("data0", "data1"),
     operators={"op0": BINARY, "op1": BINARY},
+    flows={"dst": poison.onwards},
     cycles=cycles.linear(2.0),
 )
 def tensor_tensor_scan(
@@ -257,6 +261,7 @@ def tensor_tensor_scan(
     engines=("vector",),
     operands="data[P F] -> dst[P 6]",
     limits={"F": range(1, 513)},
+    flows={"dst": poison.by_partition},
 )
 def bn_stats(call: Call, dst: Any, data: Any) -> None:
     """dst = (count, mean, variance * count) of the even, then of the odd elements."""
@@ -276,6 +281,7 @@ def bn_stats(call: Call, dst: Any, data: Any) -> None:
 @instruction(
     engines=("vector",),
     operands="data[P 3*T] -> dst[P 2]",
+    flows={"dst": poison.by_partition},
     cycles=cycles.linear(13.0, over=3.0),  # for each triple of statistics
 )
 def bn_aggr(call: Call, dst: Any, data: Any) -> None:
@@ -293,6 +299,7 @@ def bn_aggr(call: Call, dst: Any, data: Any) -> None:
     operands="src[P F] -> dst[P 8]",
     limits={"F": _EIGHT_OF},
     ranks={"dst": 2, "src": 3},
+    flows={"dst": poison.by_partition},
 )
 def max8(call: Call, dst: Any, src: Any) -> None:
     """dst = the 8 largest values of each partition, descending."""
@@ -328,6 +335,7 @@ def find_eight(
     limits={"F": _EIGHT_OF},
     dtypes={"dst": INDICES},
     ranks={"dst": 2, "data": 3, "vals": 3},
+    flows={"dst": poison.by_partition},
 )
 def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any) -> None:
     """dst = positions of 8 values in each partition of data; all ones where absent."""
@@ -343,6 +351,7 @@ def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any) -> None:
     limits={"F": _EIGHT_OF},
     streams=("data",),
     dtypes={"dst_idx": INDICES},
+    flows={"dst": poison.by_partition},
 )
 def nc_match_replace8(
     call: Call,

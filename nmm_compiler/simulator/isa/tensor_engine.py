@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError
+from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
@@ -96,6 +97,7 @@ def check_indirect_product(call: Call, tile: Any, *views: NkiTensor) -> None:
         "stationary",
         "moving",
     ),
+    flows={"dst": poison.product},
 )
 def nc_matmul(
     call: Call,
@@ -302,6 +304,8 @@ def _check_operand_dtypes(
     engines=("tensor", "vector"),
     operands="data[P F] -> dst[F P]",
     same_dtype=("dst", "data"),
+    packed=True,
+    flows={"dst": poison.product},
 )
 def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) -> Steps:
     """dst [F, P] = data [P, F].T on TensorE (up to 128 x 128) or VectorE (up to 32 x 32)."""
@@ -418,6 +422,8 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
         "dst_scale": _SCALES,
         "src": frozenset({"float16", "bfloat16"}),
     },
+    packed=True,
+    flows={"dst": poison.quantized, "dst_scale": poison.scaled},
 )
 def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
     """dst, dst_scale = MXFP8 of float16 or bfloat16 src, 8 partitions x 4 values per scale."""
@@ -459,6 +465,8 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
         "stationary_scale",
         "moving_scale",
     ),
+    packed=True,
+    flows={"dst": poison.product},
 )
 def nc_matmul_mx(
     call: Call,
