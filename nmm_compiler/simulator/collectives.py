@@ -158,14 +158,17 @@ class _Move(Caller):
         if machine.programs is not None:
             met = machine.programs.meet(machine, self.op, self.ranks, sent)
         for i, (_, dst) in enumerate(pairs if machine.data else ()):
-            parts = [met[rank][i] for rank in self.ranks]
-            values = combine([p[0] for p in parts], self.place)
+            parts, masks, origins = zip(*(met[rank][i] for rank in self.ranks), strict=True)
+            values = combine(list(parts), self.place)
             put(dst, values, exact=values.dtype == dst.dtype.numpy)
-            spoilt = [p for p in parts if p[1] is not None]
-            if spoilt:
-                masks = [np.zeros(p[0].shape, np.bool_) if p[1] is None else p[1] for p in parts]
-                mark(dst, combine(masks, self.place) != 0, spoilt[0][2])
+            if any(origins):
+                spoilt = combine(list(masks), self.place) != 0
+                mark(dst, spoilt, next(filter(None, origins)))
         return record
+
+
+Sent = tuple[np.ndarray, np.ndarray, str]
+"""Values, the mask of unwritten elements among them, and where those were read first."""
 
 
 def _group(op: str, replica_group: Any) -> _Move:
@@ -191,20 +194,18 @@ def _group(op: str, replica_group: Any) -> _Move:
     raise alone.error(KernelArgumentError, f"rank {machine.rank} is in no group of {lists!r:.80}")
 
 
-def _sent(machine: Machine, src: NkiTensor) -> tuple[np.ndarray, Any, str]:
-    """Return (values, mask of unwritten elements or None, their first read) of a source."""
+def _sent(machine: Machine, src: NkiTensor) -> Sent:
+    """Return what a rank sends of a source."""
     values = src.load().copy()
     noted, machine.poisoned = machine.poisoned, []
-    return (values, noted[0][1], noted[0][2]) if noted else (values, None, "")
+    mask, origin = noted[0][1:] if noted else (np.zeros(values.shape, np.bool_), "")
+    return values, mask, origin
 
 
-def _reduced(
-    one: tuple[np.ndarray, Any, str], other: tuple[np.ndarray, Any, str], reduce: Combine
-) -> tuple[np.ndarray, Any, str]:
+def _reduced(one: Sent, other: Sent, reduce: Combine) -> Sent:
     """Return what a rank sends that reduces two of its own tensors first."""
-    masks = [mask for _, mask, _ in (one, other) if mask is not None]
-    values = reduce([one[0], other[0]], 0)
-    return values, reduce(masks, 0) if masks else None, one[2] or other[2]
+    values, mask = (reduce([one[i], other[i]], 0) for i in (0, 1))
+    return values, mask, one[2] or other[2]
 
 
 def _reduction(move: _Move, op: Any) -> Combine:

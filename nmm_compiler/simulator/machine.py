@@ -276,12 +276,3 @@ class Machine:
         for access in writes:
             allocations[access.storage].last_write = index
         return instruction
-
-    def tick(self, what: str, count: int) -> None:
-        """End a loop on the device that has run too often."""
-        if count > self.max_instructions:
-            raise self.error(
-                SimulationError,
-                f"{what} ran more than max_instructions={self.max_instructions:,} times; "
-                "is its condition ever cleared? Otherwise raise max_instructions",
-            )

@@ -60,10 +60,12 @@ class Programs:
                 f"{machine.program_id} and {tensor.shape} {tensor.dtype} in another; all programs "
                 "must allocate the same",
             )
-        machine.trace.allocations.setdefault(
-            tensor.storage.identity, _copy_allocation(tensor.storage)
+        storage = tensor.storage
+        unused = dataclasses.replace(
+            storage.allocation, first_index=-1, last_index=-1, last_write=-1
         )
-        return make_tensor(tensor.storage)
+        machine.trace.allocations.setdefault(storage.identity, unused)
+        return make_tensor(storage)
 
     def _hand_over(self, program: int) -> None:
         """Give the baton to the next program after this one that is not done."""
@@ -75,8 +77,7 @@ class Programs:
         """Give the baton to the next program that is not done, and wait for it back."""
         with self.lock:
             self._hand_over(program)
-            while self.turn != program and self.failure is None:
-                self.lock.wait()
+            self.lock.wait_for(lambda: self.turn == program or self.failure is not None)
             if self.failure is not None:
                 raise Stopped
 
@@ -169,8 +170,7 @@ class Programs:
         def body_of(program: int) -> None:
             try:
                 with self.lock:
-                    while self.turn != program and self.failure is None:
-                        self.lock.wait()
+                    self.lock.wait_for(lambda: self.turn == program or self.failure is not None)
                 if self.failure is None:
                     bodies[program]()
             except Stopped:
@@ -201,7 +201,3 @@ class Programs:
             raise
         if self.failure is not None:
             raise self.failure
-
-
-def _copy_allocation(storage: Storage) -> Any:
-    return dataclasses.replace(storage.allocation, first_index=-1, last_index=-1, last_write=-1)

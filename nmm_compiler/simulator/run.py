@@ -289,7 +289,7 @@ run_kernels_with(simulate)
 def _load(kernel: Any) -> tuple[Any, str]:
     try:
         return resolve(kernel)
-    except NmmError:
+    except (NmmError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
         raise KernelFailedError(
@@ -297,8 +297,6 @@ def _load(kernel: Any) -> tuple[Any, str]:
             str(error.filename),
             error.lineno or 0,
         ) from error
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # the kernel file's own top level: SystemExit too
         raise failed(error, "the kernel file could not be loaded") from error
 
@@ -340,10 +338,10 @@ def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any
             raise machine.failure
     except (NmmError, KeyboardInterrupt, Stopped):
         raise
-    except RecursionError as error:
-        raise failed(error, "the kernel recursed too deeply") from error
     except BaseException as error:  # the kernel's own code may raise anything: SystemExit too
-        raise failed(error, "the kernel raised") from error
+        too_deep = isinstance(error, RecursionError)
+        what = "the kernel recursed too deeply" if too_deep else "the kernel raised"
+        raise failed(error, what) from error
     finally:
         set_current(None)
 

@@ -39,6 +39,11 @@ class Op:
     identity: float = 0.0
     valid: tuple[float, float] | None = None
 
+    @property
+    def nki_op(self) -> Op:
+        """The operator: as of the function of that name, where there is one."""
+        return self
+
     def __repr__(self) -> str:
         return f"nl.{self.name}"
 

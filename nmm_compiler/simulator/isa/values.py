@@ -222,7 +222,7 @@ def begin(
         start = np.asarray(scalar_value(initial, 1), F32).reshape(-1)
         return np.broadcast_to(start, (partitions,)).copy()
     first = call.reads[0].partition_start
-    held, state = machine.accumulators.get(register, (None, None))
+    held, state, _ = machine.accumulators.get(register, (None, None, None))
     if held != (first, partitions):
         machine.rule(
             HazardError,
@@ -238,20 +238,18 @@ def begin(
 
 def keep(call: Call, register: str, command: Any, state: np.ndarray) -> None:
     """Leave `state` in the accumulators, with the elements that depend on unwritten memory."""
-    machine, name = call.machine, getattr(command, "name", "idle")
-    partitions = len(state)
-    machine.accumulators[register] = (call.reads[0].partition_start, partitions), state
-    key = f"poison of {register}"
-    before = None if name not in ("idle", "reduce") else machine.accumulators.get(key)
+    machine, partitions = call.machine, len(state)
+    *_, before = machine.accumulators.get(register, (None,))
     now = [(m, origin) for _, m, origin in machine.poisoned if len(m) == partitions]
-    if before is not None:
+    if before is not None and getattr(command, "name", "idle") in ("idle", "reduce"):
         machine.poisoned.append((None, *before))
         now.append(before)
+    poison = None
     if now:
         rows = np.logical_or.reduce([m.reshape(partitions, -1).any(axis=1) for m, _ in now])
-        machine.accumulators[key] = rows[:, None], now[0][1]
-    else:
-        machine.accumulators.pop(key, None)
+        poison = rows[:, None], now[0][1]
+    place = call.reads[0].partition_start, partitions
+    machine.accumulators[register] = place, state, poison
 
 
 def write_sum(

@@ -146,7 +146,12 @@ class _Loop:
     def turn(self) -> Iterator[None]:
         """Hold one turn: record its instructions, and compare them with the first turn's."""
         machine = self.machine
-        machine.tick(self.name, self.count)
+        if self.count > machine.max_instructions:
+            raise machine.error(
+                SimulationError,
+                f"{self.name} ran more than max_instructions={machine.max_instructions:,} times; "
+                "is its condition ever cleared? Otherwise raise max_instructions",
+            )
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
         trace.loop_edges.append(first)
         with of_the_whole_program(machine):

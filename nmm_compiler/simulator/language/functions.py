@@ -161,22 +161,6 @@ copy = _unary(
 )
 
 
-class _OperatorOnly:
-    """An operator that is no function: nl.bypass, nl.average, nl.prelu."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-        self.nki_op = operators.BY_NAME[name]
-
-    def __repr__(self) -> str:
-        return f"nl.{self.__name__}"
-
-
-bypass, average, prelu = _OperatorOnly("bypass"), _OperatorOnly("average"), _OperatorOnly("prelu")
-for _operator in (bypass, average, prelu):
-    NAMES[_operator.__name__] = _operator
-
-
 def _periodic(name: str, shift: float) -> None:
     def function(x: Any, dtype: Any = None) -> NkiTensor:
         wrapped = new_tile(need_tile(name, x), float32)
@@ -562,6 +546,8 @@ def dropout(x: Any, rate: Any, dtype: Any = None) -> NkiTensor:
     return result if kind == x.dtype else NAMES["copy"](result, kind)
 
 
+NAMES.update({name: operators.BY_NAME[name] for name in ("bypass", "average", "prelu")})
+"""Operators that are no functions."""
 NAMES.update(
     {str(d): d for d in dtypes.ALL.values() if d not in ("bool", "int64", "uint64")},
     bool_=dtypes.bool_, DType=dtypes.DType, NKIObject=NKIObject, NkiTensor=NkiTensor, all=all_,

@@ -21,12 +21,6 @@ from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 
-def _inner_positions(view: NkiTensor) -> np.ndarray:
-    """Return element positions of one row (dimensions after the first), without the offset."""
-    lines = (np.arange(n) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
-    return functools.reduce(np.add.outer, lines, np.zeros((), np.int64)).reshape(-1)
-
-
 def _scalar_index(index: Any) -> int:
     if isinstance(index, VirtualRegister):
         return index.read()
@@ -46,7 +40,9 @@ def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
     """
     indirection = view.indirection
     rows = view.shape[0]
-    inner = _inner_positions(view)
+    # of one row (dimensions after the first), without the offset
+    lines = (np.arange(n) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
+    inner = functools.reduce(np.add.outer, lines, np.zeros((), np.int64)).reshape(-1)
     if indirection is None:
         starts = view.offset + np.arange(rows) * view.strides[0]
         return starts[:, None] + inner[None, :], np.ones(rows, np.bool_)

@@ -116,7 +116,8 @@ def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None
     )
     if theirs.any() or seen.any():
         values = np.broadcast_to(values, old.shape).astype(old.dtype)
-        other = _differ(old, values)
+        bits = np.dtype(f"u{old.dtype.itemsize}")
+        other = np.ascontiguousarray(old).view(bits) != values.view(bits)
         stays = theirs > _of_elements(written[me], old.shape)
         _warn_of(stays & other, machine, dst, "write to", "writes to", "have other values")
         _warn_of(seen & other, machine, dst, "use", "writes to", "were read by another program")
@@ -125,9 +126,3 @@ def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None
     if covered is not None:
         uses.written[me, covered] = number
     return values
-
-
-def _differ(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return where the bits of two arrays of one dtype differ."""
-    bits = np.dtype(f"u{old.dtype.itemsize}")
-    return np.asarray(np.ascontiguousarray(old).view(bits) != new.view(bits))

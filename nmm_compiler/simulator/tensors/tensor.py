@@ -619,8 +619,10 @@ class NkiTensor(NKIObject):
         """Return the record of the region for the trace."""
         access = self._access
         if access is None:
-            if min(self.strides, default=0) < 0:
-                access = self._access = self._ascending().access()
+            if min(self.strides, default=0) < 0:  # as the same elements, walked upwards
+                shift = sum((size - 1) * stride for size, stride in self._dims if stride < 0)
+                upwards = tuple((size, abs(stride)) for size, stride in self._dims)
+                access = self._access = self._over(upwards, self.offset + shift).access()
                 return access
             storage, item = self.storage, self.dtype.item_bytes
             on_chip, start = storage.memory != "hbm", self.offset * item
@@ -641,11 +643,6 @@ class NkiTensor(NKIObject):
             )  # fmt: skip
             self.special = on_chip and bool(partition or far or self.dtype.kind == "packed")
         return access
-
-    def _ascending(self) -> NkiTensor:
-        """Return a view of the same elements that walks every dimension upwards."""
-        shift = sum((size - 1) * stride for size, stride in self._dims if stride < 0)
-        return self._over(tuple((size, abs(s)) for size, s in self._dims), self.offset + shift)
 
     def array(self) -> np.ndarray:
         """Return the NumPy view of the elements (storage dtype)."""
