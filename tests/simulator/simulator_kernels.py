@@ -8,6 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nmm_compiler.simulator.run import Simulation, simulate
 
 HEADER = """\
@@ -48,6 +50,11 @@ def kernel_file(text: str) -> Path:
     if not path.exists():
         path.write_text(text)
     return path
+
+
+def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    """Return normally distributed numbers, the same for a seed in every dtype."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
 def run(

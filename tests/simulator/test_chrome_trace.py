@@ -4,29 +4,18 @@ import itertools
 import json
 
 import pytest
-from trace_builder import Builder
+from trace_builder import Scene
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import OutputError, SimulationError
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec
 from nmm_compiler.simulator.timing.profile import Profile, profile_trace, write_trace
-from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
 
 def profile(columns):
     """One copy on VectorE."""
-    pattern = ((4, columns),)
-    accesses = [Access(i, "sbuf", 0, 128, 0, 4 * columns, pattern, "float32", 4) for i in (1, 2)]
-    trace = Trace(
-        instructions=[
-            Instruction("tensor_copy", "vector", (accesses[0],), (accesses[1],), {}, "k.py", 3)
-        ],
-        allocations={
-            i: Allocation(i, f"t{i}", "sbuf", (128, columns), "float32", 4 * columns, 0, 0, 1)
-            for i in (1, 2)
-        },
-    )
+    trace = Scene(f"sbuf a b 128x{columns}\nvector a b").trace
     return profile_trace(trace, targets.get("trn2"))
 
 
@@ -83,15 +72,15 @@ def test_no_two_slices_of_a_row_overlap_as_perfetto_reads_them(events):
 
 def placed():
     """Copies that the compiler puts on ScalarE, between loads and a sum on VectorE."""
-    builder = Builder()
-    for _ in range(3):
-        source = builder.tensor("hbm", 128, 512)
-        tile, copy, total = (builder.tensor("sbuf", 128, 512) for _ in range(3))
-        builder.dma(tile.all, source.all)
-        builder.add("tensor_copy", "vector", [copy.all], [tile.all], unset=True)
-        builder.add("tensor_tensor", "vector", [total.all], [copy.all, tile.all], function="add")
-        builder.copy(tile.all, total.all)
-    return profile_trace(builder.trace, targets.get("trn1"))
+    turn = """
+        hbm source 128x512
+        sbuf tile copy total 128x512
+        dma tile source
+        vector copy tile unset=1
+        vector total copy tile op=tensor_tensor function=add
+        vector tile total
+    """
+    return profile_trace(Scene(3 * turn).trace, targets.get("trn1"))
 
 
 def test_arrows_lead_forward_from_slice_to_slice(events):

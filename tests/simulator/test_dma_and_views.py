@@ -3,13 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from simulator_kernels import run
+from simulator_kernels import run, values
 
 from nmm_compiler.errors import OperandError, OutOfBoundsError
-
-
-def values(shape, dtype=np.float32, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
 @pytest.mark.parametrize("source", [np.float32, ml_dtypes.bfloat16, np.int32, np.uint8])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_kernels import run
-from trace_builder import Builder
+from simulator_kernels import run, values
+from trace_builder import Builder, Scene
 
 from nmm_compiler import targets
 from nmm_compiler.errors import HazardError, InternalFaultError
@@ -18,10 +18,6 @@ from nmm_compiler.simulator.timing.profile import Profile, profile_trace
 
 # Product of the peak: what mfu may reach, for each way to multiply.
 LIMITS = {"float32": 0.25, "bfloat16": 1.0, "float8_e4m3": 1.0}
-
-
-def values(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 PRODUCT = """
@@ -37,7 +33,7 @@ def product(a, b, x="x", y="y", flags="", **options):
 
 
 def test_a_tfloat32_view_of_float32_data_is_rounded_when_it_is_read():
-    a, b = values((128, 64)), values((128, 512), 1)
+    a, b = values((128, 64)), values((128, 512), seed=1)
     fast = product(a, b, "x.view(nl.tfloat32)", "y.view(nl.tfloat32)", mode="full")
     slow = product(a, b, mode="full")
     rounded = round_tfloat32(a).astype(np.float64).T @ round_tfloat32(b)
@@ -67,7 +63,7 @@ def test_a_tfloat32_view_is_rounded_in_elementwise_instructions_and_its_bits_are
 
 @pytest.mark.parametrize("other", ["tfloat32", "float32"])
 def test_one_float32_operand_makes_a_product_a_float32_product(other):
-    a, b = values((128, 64)), values((128, 512), 1)
+    a, b = values((128, 64)), values((128, 512), seed=1)
     mixed = product(a, b, "x", f"y.view(nl.{other})", mode="full")
     assert mixed.profile.compute_us == product(a, b, mode="full").profile.compute_us
 
@@ -75,7 +71,7 @@ def test_one_float32_operand_makes_a_product_a_float32_product(other):
 @pytest.mark.parametrize("role", ["stationary", "moving"])
 @pytest.mark.parametrize("strict", [True, False])
 def test_onezero_is_refused_on_other_data(role, strict):
-    a, b = values((32, 16)), values((32, 64), 1)
+    a, b = values((32, 16)), values((32, 64), seed=1)
     ones = np.round(np.random.default_rng(2).random((32, 64))).astype(np.float32)
     flags = f", is_{role}_onezero=True"
     with pytest.raises(HazardError, match=f"{role} holds -?[0-9.]+ at .*ones and zeros only"):
@@ -111,7 +107,7 @@ def test_transpose_mode_multiplies_nothing(dtype, moving):
 
 def test_where_there_is_no_transpose_mode_the_flag_only_marks_a_product():
     """AWS: on NeuronCore-v2 is_transpose=True is for the profile's accounting."""
-    a, b = values((128, 64)), values((128, 512), 1)
+    a, b = values((128, 64)), values((128, 512), seed=1)
     marked = product(a, b, flags=", is_transpose=True", target="trn1")
     assert np.array_equal(marked.output, product(a, b, target="trn1").output)
 
@@ -119,15 +115,16 @@ def test_where_there_is_no_transpose_mode_the_flag_only_marks_a_product():
 def test_a_float32_transpose_costs_the_same_with_any_identity():
     """The dtype of the data sets the rate, not that of the matrix that moves."""
     costs = ComputeCosts(targets.get("trn2"))
-    spent = []
-    for moving in ("float32", "bfloat16"):
-        builder = Builder()
-        data = builder.tensor("sbuf", 128, 128, "float32")
-        eye = builder.tensor("sbuf", 128, 128, moving)
-        bank = builder.tensor("psum", 128, 128)
-        builder.matmul(bank.all, data.all, eye.all, is_transpose=True)
-        spent.append(costs.tensor(builder.trace.instructions[0]))
-    assert spent[0] == spent[1]
+    (one,), (other,) = (
+        Scene(f"""
+            sbuf data 128x128
+            sbuf eye 128x128 {moving}
+            psum bank 128x128
+            tensor bank data eye is_transpose=1
+        """).trace.instructions
+        for moving in ("float32", "bfloat16")
+    )
+    assert costs.tensor(one) == costs.tensor(other)
 
 
 @st.composite
@@ -157,14 +154,17 @@ def test_no_profile_is_above_the_limit_of_its_dtype(made, target):
     assert profile.compute_us <= profile.latency_us
 
 
+ONE_BANK = """
+    sbuf stationary 128x128 {dtype}
+    sbuf moving 128x512 {dtype}
+    psum bank 128x512
+"""
+
+
 def test_a_profile_above_its_limit_cannot_be_made(monkeypatch):
-    builder = Builder()
-    tiles = [builder.tensor("sbuf", 128, n, "float32") for n in (128, 512)]
-    bank = builder.tensor("psum", 128, 512)
-    for _ in range(50):
-        builder.matmul(bank.all, tiles[0].all, tiles[1].all)
+    trace = Scene(ONE_BANK.format(dtype="float32") + 50 * "tensor bank stationary moving\n").trace
     target = targets.get("trn2")
-    profile = profile_trace(builder.trace, target)
+    profile = profile_trace(trace, target)
     assert 0.2 < profile.mfu <= 0.25
     for change in ({"latency_us": profile.compute_us * 0.99}, {"mbu": 1.01}):
         with pytest.raises(InternalFaultError, match="fault in the timing model"):
@@ -173,18 +173,11 @@ def test_a_profile_above_its_limit_cannot_be_made(monkeypatch):
         Profile.from_dict({**profile.to_dict(), "latency_us": 1.0})
     monkeypatch.setattr("nmm_compiler.simulator.timing.costs.tensor_dtype", lambda ins: "bfloat16")
     with pytest.raises(InternalFaultError, match="the products"):
-        profile_trace(builder.trace, target)
+        profile_trace(trace, target)
 
 
 def test_mx_products_count_four_rows_a_partition():
-    builder = Builder()
-    tiles = [builder.tensor("sbuf", 128, n, "float32") for n in (128, 512)]
-    bank = builder.tensor("psum", 128, 512)
-    builder.matmul(bank.all, *(tile.all for tile in tiles), perf_mode="mx")
-    for instruction in builder.trace.instructions:
-        instruction.reads = tuple(
-            dataclasses.replace(a, dtype="float8_e4m3fn_x4") for a in instruction.reads
-        )
-    profile = profile_trace(builder.trace, targets.get("trn3"))
+    text = ONE_BANK.format(dtype="float8_e4m3fn_x4") + "tensor bank stationary moving perf_mode=mx"
+    profile = profile_trace(Scene(text).trace, targets.get("trn3"))
     assert profile.flops == 4 * 2 * 128 * 128 * 512
     assert profile.compute_us == pytest.approx(512 / 2.4e9 * 1e6)

@@ -8,15 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from scipy import special
-from simulator_kernels import run
+from simulator_kernels import run, values
 
 from nmm_compiler import errors
 from nmm_compiler.simulator.run import ArraySpec
-
-
-def values(shape, dtype=np.float32, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(dtype)
-
 
 BINARY = ["add", "subtract", "multiply", "maximum", "minimum", "less", "greater_equal", "divide"]
 SIDES = {"x, y": (0, 1), "x, 2.0": (0, 2), "3.0, x": (3, 0), "x, y[:, 0:1]": (0, 4)}

@@ -15,26 +15,37 @@ from nmm_compiler.simulator.timing.profile import Profile, minimal_hbm_bytes, pr
 TRN2 = targets.get("trn2")
 
 
-def product(repeats=1, dtype="bfloat16"):
-    """One 128 x 128 x 512 product, the moving operand loaded `repeats` times."""
-    builder = Builder()
-    weights = builder.tensor("hbm", 128, 128, dtype)
-    inputs = builder.tensor("hbm", 128, 512, dtype)
-    output = builder.tensor("hbm", 128, 512)
-    stationary = builder.tensor("sbuf", 128, 128, dtype)
-    bank, result = builder.tensor("psum", 128, 512), builder.tensor("sbuf", 128, 512)
-    builder.dma(stationary.all, weights.all)
-    for _ in range(repeats):
-        moving = builder.tensor("sbuf", 128, 512, dtype)
-        builder.dma(moving.all, inputs.all)
-        builder.matmul(bank.all, stationary.all, moving.all)
-    builder.copy(result.all, bank.all)
-    builder.dma(output.all, result.all)
-    return builder
+PRODUCT = """
+    hbm weights 128x128 {dtype}
+    hbm inputs 128x512 {dtype}
+    hbm output 128x512
+    sbuf stationary 128x128 {dtype}
+    psum bank 128x512
+    sbuf result 128x512
+    dma stationary weights
+    {turns}
+    vector result bank
+    dma output result
+"""
+TURN = """
+    sbuf moving 128x512 {dtype}
+    dma moving inputs
+    tensor bank stationary moving
+"""
+
+
+def profiled(text):
+    return profile_trace(Scene(text).trace, TRN2)
+
+
+def product(repeats=1, dtype="bfloat16", more=""):
+    """The profile of a 128 x 128 x 512 product, the moving operand loaded `repeats` times."""
+    turns = repeats * TURN.format(dtype=dtype)
+    return profiled(PRODUCT.format(dtype=dtype, turns=turns) + more)
 
 
 def test_figures_of_one_product():
-    profile = profile_trace(product().trace, TRN2)
+    profile = product()
     assert profile.target == "trn2"
     assert profile.hbm_read_bytes == 128 * 128 * 2 + 128 * 512 * 2
     assert profile.hbm_write_bytes == 128 * 512 * 4
@@ -59,26 +70,25 @@ def test_figures_of_one_product():
 
 
 def test_float32_reaches_a_quarter_of_the_bf16_peak():
-    slow, fast = (profile_trace(product(dtype=d).trace, TRN2) for d in ("float32", "bfloat16"))
+    slow, fast = (product(dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert slow.compute_us == pytest.approx(4 * fast.compute_us)
     assert slow.flops == fast.flops
 
 
 def test_reloads_count_as_traffic_but_not_as_minimal_traffic():
-    once, thrice = profile_trace(product(1).trace, TRN2), profile_trace(product(3).trace, TRN2)
+    once, thrice = product(1), product(3)
     assert thrice.hbm_read_bytes == once.hbm_read_bytes + 2 * 128 * 512 * 2
     assert thrice.minimal_hbm_bytes == once.minimal_hbm_bytes
 
 
 def test_scratch_is_not_minimal_traffic():
-    builder = product()
-    before = minimal_hbm_bytes(builder.trace)
-    scratch = builder.tensor("hbm", 128, 512)
-    tile = builder.tensor("sbuf", 128, 512)
-    source = builder.trace.instructions[-1].reads[0]
-    builder.dma(scratch.all, source)
-    builder.dma(tile.all, scratch.all)
-    assert minimal_hbm_bytes(builder.trace) == before
+    more = """
+        hbm scratch 128x512
+        sbuf tile 128x512
+        dma scratch result
+        dma tile scratch
+    """
+    assert product(more=more).minimal_hbm_bytes == product().minimal_hbm_bytes
 
 
 REGIONS = {
@@ -124,17 +134,16 @@ def test_what_an_index_chooses_is_minimal_traffic_up_to_the_whole_tensor():
 
 
 def test_transposes_are_counted_by_place():
-    builder = Builder()
-    source = builder.tensor("hbm", 128, 128, "bfloat16")
-    tile = builder.tensor("sbuf", 128, 128, "bfloat16")
-    bank = builder.tensor("psum", 128, 128, "bfloat16")
-    small = builder.tensor("sbuf", 32, 32, "bfloat16")
-    builder.add("dma_transpose", "dma", [tile.all], [source.all], transpose=True)
-    builder.matmul(bank.all, tile.all, tile.all, is_transpose=True)
-    turned = {"k": 128, "m": 128, "n": 128, "is_transpose": True}
-    builder.add("nc_transpose", "tensor", [bank.all], [tile.all], **turned)
-    builder.add("nc_transpose", "vector", [small.all], [tile[0:32, 0:32]], is_transpose=True)
-    profile = profile_trace(builder.trace, TRN2)
+    profile = profiled("""
+        hbm source 128x128 bfloat16
+        sbuf tile 128x128 bfloat16
+        psum bank 128x128 bfloat16
+        sbuf small 32x32 bfloat16
+        dma tile source op=dma_transpose transpose=1
+        tensor bank tile tile is_transpose=1
+        tensor bank tile op=nc_transpose k=128 m=128 n=128 is_transpose=1
+        vector small tile[:32,:32] op=nc_transpose is_transpose=1
+    """)
     assert profile.transposes == {"dma": 1, "tensor": 2, "vector": 1}
     assert profile.flops == 0
     assert profile.transpose_flops == 2 * 2 * 128**3
@@ -142,7 +151,7 @@ def test_transposes_are_counted_by_place():
 
 
 def test_json_round_trip():
-    profile = profile_trace(product(2).trace, TRN2)
+    profile = product(2)
     again = Profile.from_json(profile.to_json())
     assert again == profile
     assert again.digest() == profile.digest()
@@ -154,17 +163,14 @@ def test_json_round_trip():
 
 
 def test_prints_on_one_line():
-    text = repr(profile_trace(product().trace, TRN2))
+    text = repr(product())
     assert "\n" not in text
     assert "simulated" in text
 
 
 def test_chrome_trace(tmp_path):
-    builder = product(2)
-    narrow = builder.tensor("sbuf", 8, 64)
-    builder.dma(narrow.all, builder.tensor("hbm", 8, 64).all, dge_mode="hwdge", issuer="scalar")
-    profile = profile_trace(builder.trace, TRN2)
-    path = profile.to_chrome_trace(tmp_path / "trace.json")
+    more = "sbuf narrow 8x64\nhbm few 8x64\ndma narrow few dge_mode=hwdge issuer=scalar"
+    path = product(2, more=more).to_chrome_trace(tmp_path / "trace.json")
     events = json.loads(path.read_text())["traceEvents"]
     rows = {
         (e["pid"], e["tid"]): e["args"]["name"]
@@ -186,7 +192,7 @@ def test_chrome_trace(tmp_path):
 
 
 def test_an_empty_kernel_has_a_profile():
-    profile = profile_trace(Builder().trace, TRN2)
+    profile = profiled("")
     assert profile.latency_us == 0.0
     assert (profile.mfu, profile.mbu) == (0.0, 0.0)
 
@@ -223,12 +229,12 @@ ONE_PRODUCT = """
     ],
 )  # fmt: skip
 def test_a_profile_names_what_is_not_modelled(target, text, starts):
-    said = profile_trace(Scene(text).builder.trace, targets.get(target)).unmodelled
+    said = profile_trace(Scene(text).trace, targets.get(target)).unmodelled
     assert [text[: len(start)] for text, start in zip(said, starts, strict=True)] == starts
 
 
 def test_a_profile_carries_the_error_of_its_class():
-    profile = profile_trace(product().trace, TRN2)
+    profile = product()
     assert profile.error_band.kind in str(profile)
     assert f"{profile.error_band.worst:.0%} worst" in str(profile)
     again = Profile.from_json(profile.to_json())

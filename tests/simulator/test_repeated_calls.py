@@ -41,31 +41,17 @@ def test_a_breaker_is_refused_after_calls_that_hold_the_rule(rule):
     assert type(caught.value).__name__ == rule.error, caught.value
 
 
-def test_a_call_is_known_by_which_operands_share_memory():
-    body = """
-    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
-    b = nl.ndarray((128, 8), nl.float32, nl.sbuf)
-    nisa.memset(dst=a, value=0.0)
-    nisa.memset(dst=b, value=0.0)
-    nisa.tensor_copy(dst=a[:, 1:5], src=b[:, 0:4])
-    nisa.tensor_copy(dst=b[:, 1:5], src=a[:, 0:4])
-    nisa.tensor_copy(dst=a[:, 1:5], src=a[:, 0:4])
+@pytest.mark.parametrize("before", ["a[:, 1:5], b[:, 0:4]", "a[:, 4:8], a[:, 0:4]"])
+def test_a_call_is_known_by_which_operands_share_memory_and_where_they_begin(before):
+    body = f"""
+    a, b = nl.zeros((128, 8), nl.float32), nl.zeros((128, 8), nl.float32)
+    nisa.tensor_copy({before})
+    {{}}
     return out(a)
     """
+    run(body.format(""), mode="timing")
     with pytest.raises(errors.HazardError):
-        run(body, mode="timing")
-
-
-def test_a_call_within_one_tensor_is_known_by_where_its_operands_begin():
-    body = """
-    a = nl.ndarray((128, 8), nl.float32, nl.sbuf)
-    nisa.memset(dst=a, value=0.0)
-    nisa.tensor_copy(dst=a[:, 4:8], src=a[:, 0:4])
-    nisa.tensor_copy(dst=a[:, 1:5], src=a[:, 0:4])
-    return out(a)
-    """
-    with pytest.raises(errors.HazardError):
-        run(body, mode="timing")
+        run(body.format("nisa.tensor_copy(a[:, 1:5], a[:, 0:4])"), mode="timing")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from trace_builder import STEADY, TRN1, TRN2, TRN3, Builder, load, matmuls, us
+from trace_builder import STEADY, TRN1, TRN2, TRN3, Builder, Scene, load, matmuls, us
 
 from nmm_compiler.simulator.timing.costs import ComputeCosts
 from nmm_compiler.simulator.timing.dma import DmaCosts
@@ -34,16 +34,16 @@ def cycles(instruction, target=TRN2):
     return interval * hz / 1e6 - target.engine_streaming_overhead_cycles
 
 
-def matmul(n, dtype=B, **attributes):
-    return matmuls(1, n, dtype, **attributes).instructions[0]
+def matmul(n, dtype=B, flags=""):
+    return matmuls(1, n, dtype, flags).instructions[0]
 
 
-def dma(rows, columns, memories=("sbuf", "hbm"), dtype=B, first=0, **attributes):
+def dma(rows, columns, memories="sbuf hbm", dtype=B, first=0, flags=""):
     """Return a DMA of [rows, columns], into or from partition `first` on."""
-    builder = Builder()
-    ends = [builder.tensor(memory, 128, columns, dtype) for memory in memories]
-    builder.dma(*(end[first : first + rows, :] for end in ends), **attributes)
-    return builder.trace.instructions[0]
+    to, of = (f"{memory} {end} 128x{columns} {dtype}\n"
+              for end, memory in zip("ab", memories.split(), strict=True))  # fmt: skip
+    part = f"[{first}:{first + rows},:]"
+    return Scene(f"{to}{of}dma a{part} b{part} {flags}").trace.instructions[0]
 
 
 # -- costs depend on each of these -----------------------------------------------------------
@@ -52,8 +52,8 @@ def dma(rows, columns, memories=("sbuf", "hbm"), dtype=B, first=0, **attributes)
 @pytest.mark.parametrize(
     "variants",
     [
-        [matmul(128, F), matmul(128, F, is_transpose=True), matmul(256, F)],
-        [matmul(128, F), matmul(128, B), matmul(128, F, onezero=True)],
+        [matmul(128, F), matmul(128, F, "is_transpose=1"), matmul(256, F)],
+        [matmul(128, F), matmul(128, B), matmul(128, F, "onezero=1")],
         [one("activation", "scalar", PAIR, reduces=v) for v in (0, 1)],
         [one("memset", "vector", PAIR[:0] + [("sbuf", B, 512)], nonzero=v) for v in (0, 1)],
         [one("reciprocal", engine, PAIR) for engine in ("vector", "gpsimd")],
@@ -65,11 +65,11 @@ def dma(rows, columns, memories=("sbuf", "hbm"), dtype=B, first=0, **attributes)
             one("tensor_copy", "vector", [(memory, dtype, 512), ("sbuf", B, 512)])
             for memory, dtype in (("sbuf", B), ("psum", B), ("sbuf", F))
         ],
-        [dma(128, 128), dma(128, 128, transpose=True), dma(128, 256)],
-        [dma(128, 128, dge_mode="hwdge", issuer=i) for i in ("sync", "scalar")],
-        [dma(128, 128, dge_mode=mode) for mode in ("none", "hwdge", "swdge")],
+        [dma(128, 128), dma(128, 128, flags="transpose=1"), dma(128, 256)],
+        [dma(128, 128, flags=f"dge_mode=hwdge issuer={i}") for i in ("sync", "scalar")],
+        [dma(128, 128, flags=f"dge_mode={mode}") for mode in ("none", "hwdge", "swdge")],
         [dma(8, 128), dma(8, 128, first=64)],
-        [dma(64, 128), dma(64, 128, ("hbm", "hbm")), dma(64, 128, ("hbm", "sbuf"))],
+        [dma(64, 128), dma(64, 128, "hbm hbm"), dma(64, 128, "hbm sbuf")],
     ],
 )
 def test_these_differ_in_cost(variants):
@@ -83,23 +83,23 @@ def test_these_differ_in_cost(variants):
 
 
 @pytest.mark.parametrize(
-    ("target", "n", "dtype", "attributes", "cycles"),
+    ("target", "n", "dtype", "flags", "cycles"),
     [
-        (STEADY, 512, B, {}, 512 + 9),
-        (STEADY, 16, B, {}, 64 + 9),
-        (STEADY, 512, F, {}, 4 * 512 + 16),
-        (STEADY, 16, F, {}, 4 * 128 + 16),
-        (STEADY, 128, F, {"is_transpose": True}, 2 * 128 + 16),
-        (STEADY, 128, F, {"onezero": True}, 2 * 128 + 16),
-        (TRN1, 512, B, {}, 512 + 12),
-        (TRN1, 512, F, {}, 4 * 512 + 340),
-        (TRN1, 128, F, {"is_transpose": True}, 4 * 128 + 340),  # it has no transpose mode
+        (STEADY, 512, B, "", 512 + 9),
+        (STEADY, 16, B, "", 64 + 9),
+        (STEADY, 512, F, "", 4 * 512 + 16),
+        (STEADY, 16, F, "", 4 * 128 + 16),
+        (STEADY, 128, F, "is_transpose=1", 2 * 128 + 16),
+        (STEADY, 128, F, "onezero=1", 2 * 128 + 16),
+        (TRN1, 512, B, "", 512 + 12),
+        (TRN1, 512, F, "", 4 * 512 + 340),
+        (TRN1, 128, F, "is_transpose=1", 4 * 128 + 340),  # it has no transpose mode
         # weights wider than the moving tile, where they load slowly
-        (dataclasses.replace(STEADY, stationary_load_speedup=1.0), 16, B, {}, 128 + 9),
+        (dataclasses.replace(STEADY, stationary_load_speedup=1.0), 16, B, "", 128 + 9),
     ],
 )
-def test_matmul_interval(target, n, dtype, attributes, cycles):
-    timeline = time_trace(matmuls(3, n, dtype, **attributes), target)
+def test_matmul_interval(target, n, dtype, flags, cycles):
+    timeline = time_trace(matmuls(3, n, dtype, flags), target)
     held = pytest.approx(us(cycles, target.tensor_clock_hz))
     assert timeline.start[2] - timeline.start[1] == held
     fill = target.tensor_latency_seconds * 1e6
@@ -111,12 +111,15 @@ def test_matmul_interval(target, n, dtype, attributes, cycles):
     ("rows", "step", "passes"), [(128, 1, 4), (65, 1, 4), (64, 1, 8), (128, 8, 4)]
 )
 def test_short_contractions_slow_float32_products(rows, step, passes):
-    builder = Builder()
-    weight, moving = builder.tensor("sbuf", 128, 128), builder.tensor("sbuf", 128, 512 * step)
-    for _ in range(2):
-        out = builder.tensor("psum", 128, 512)
-        builder.matmul(out.all, weight[:rows, :], moving[:rows, ::step])
-    start = time_trace(builder.trace, STEADY).start[1]
+    scene = (
+        f"sbuf weight 128x128\nsbuf moving 128x{512 * step}\n"
+        + 2
+        * f"""
+        psum out 128x512
+        tensor out weight[:{rows},:] moving[:{rows},::{step}]
+    """
+    )
+    start = time_trace(Scene(scene).trace, STEADY).start[1]
     assert start == pytest.approx(us(passes * 512 + 16, 2.4e9))  # 64 rows: 1,707 ns measured
 
 
@@ -136,14 +139,17 @@ def test_clock_ramp_starts_at_half_and_ends():
 @pytest.mark.parametrize(("gap_columns", "slow_again"), [(600, False), (2600, True)])
 def test_clock_ramp_engages_again_after_an_idle_gap(gap_columns, slow_again):
     """600 fp32 columns of VectorE are 0.8 us, 2600 are 2.9 us; the limit is half of 3 us."""
-    builder = Builder()
-    builder.trace = trace = matmuls(40)
-    source, moving = (builder.tensor("sbuf", 128, gap_columns) for _ in range(2))
-    stationary, out = builder.tensor("sbuf", 128, 128), builder.tensor("psum", 128, 512)
-    last = trace.instructions[-1].writes[0]
-    builder.add("tensor_copy", "vector", [moving.all], [source.all, last])
-    builder.matmul(out.all, stationary.all, moving[:, :512])
-    timeline = time_trace(trace, TRN2)
+    products = "psum sum 128x512\ntensor sum weight tile\n" * 40
+    timeline = time_trace(Scene(f"""
+        sbuf weight 128x128 bfloat16
+        sbuf tile 128x512 bfloat16
+        {products}
+        sbuf source moving 128x{gap_columns}
+        sbuf stationary 128x128
+        psum out 128x512
+        vector moving source sum
+        tensor out stationary moving[:,:512]
+    """).trace, TRN2)  # fmt: skip
     full = us(4 * 512 + 16, 2.4e9)
     took = timeline.interval_end[-1] - timeline.start[-1]
     assert took == pytest.approx(2 * full if slow_again else full)
@@ -212,16 +218,16 @@ def test_scalar_answers_later_than_vector(function, reads_bias):
 
 
 def test_a_table_loads_when_the_function_changes_and_is_work_of_scalar():
-    builder = Builder()
-    source = builder.tensor("sbuf", 128, 512)
-    for function in ("exp", "exp", "copy", "gelu", "exp"):
-        out = builder.tensor("sbuf", 128, 512)
-        builder.add("activation", "scalar", [out.all], [source.all], function=function)
-    timeline = time_trace(builder.trace, TRN2)
+    calls = "".join(
+        f"sbuf out 128x512\nscalar out source op=activation function={function}\n"
+        for function in ("exp", "exp", "copy", "gelu", "exp")
+    )
+    trace = Scene("sbuf source 128x512\n" + calls).trace
+    timeline = time_trace(trace, TRN2)
     assert timeline.start[0] == pytest.approx(1.3)
     assert [stop - start for start, stop in timeline.table_loads] == [pytest.approx(1.3)] * 3
-    del builder.trace.instructions[1:]
-    alone = time_trace(builder.trace, TRN2).busy_us["scalar"]
+    del trace.instructions[1:]
+    alone = time_trace(trace, TRN2).busy_us["scalar"]
     assert alone == pytest.approx(1.3 + us(512 + 228 + 108, 1.2e9))
 
 
@@ -246,15 +252,14 @@ def test_a_gather_on_chip_pays_for_each_index_and_less_for_longer_runs(
 @pytest.mark.parametrize(("columns", "filled"), [(3, True), (512, False)])
 def test_independent_work_fills_the_stalls_of_tiny_instructions(columns, filled):
     """Pairs of dependent instructions: the scheduler interleaves them if that is worth it."""
-    builder = Builder()
-    source = builder.tensor("sbuf", 128, columns)
-    for _ in range(50):
-        middle, out = builder.tensor("sbuf", 128, columns), builder.tensor("sbuf", 128, columns)
-        builder.add("tensor_reduce", "vector", [middle.all], [source.all])
-        builder.add("tensor_reduce", "vector", [out.all], [middle.all])
+    trace = Scene(f"sbuf source 128x{columns}\n" + 50 * f"""
+        sbuf middle out 128x{columns}
+        vector middle source op=tensor_reduce
+        vector out middle op=tensor_reduce
+    """).trace  # fmt: skip
     interval = us(max(columns + 20, 64), 1.12e9)
     stalled = us(columns + 100, 1.12e9) - interval
-    moved, kept = (time_trace(builder.trace, TRN1, reorder=order) for order in (True, False))
+    moved, kept = (time_trace(trace, TRN1, reorder=order) for order in (True, False))
     assert max(kept.interval_end) == pytest.approx(100 * interval + 50 * stalled)
     least = 100 * interval + (0 if filled else 50 * stalled)
     assert max(moved.interval_end) == pytest.approx(least, abs=2 * (interval + stalled))
@@ -263,32 +268,23 @@ def test_independent_work_fills_the_stalls_of_tiny_instructions(columns, filled)
 @pytest.mark.parametrize(("target", "on_scalar"), [(TRN1, 3), (TRN2, 0)])
 def test_open_engines_are_placed_as_profiles_show(target, on_scalar):
     pairs = ("multiply", ""), ("multiply", "add"), ("add", ""), ("maximum", ""), ("add", "multiply")
-    builder = Builder()
-    for first, second in pairs:
-        tiles = [builder.tensor("sbuf", 128, 512).all for _ in range(2)]
-        builder.add(
-            "tensor_scalar", "vector", tiles[:1], tiles[1:], function=first, function1=second,
-            unset=True,
-        )  # fmt: skip
-    assert time_trace(builder.trace, target).placed == dict.fromkeys(range(on_scalar), "scalar")
+    trace = Scene("".join(
+        "sbuf a b 128x512\n"
+        f"vector a b op=tensor_scalar function={first} function1={second} unset=1\n"
+        for first, second in pairs
+    )).trace  # fmt: skip
+    assert time_trace(trace, target).placed == dict.fromkeys(range(on_scalar), "scalar")
 
 
 def test_cores_wait_for_each_other_at_a_barrier():
-    def program(copies):
-        builder = Builder()
-        a, b = builder.tensor("sbuf", 128, 512), builder.tensor("sbuf", 128, 512)
-        for _ in range(copies):
-            builder.copy(b.all, a.all)
-        flag = builder.tensor("hbm", 1, 1).all
-        builder.add("core_barrier", "gpsimd", [flag], [flag], cores=2)
-        return builder, builder.copy(a.all, b.all)
-
-    (short, after_short), (long, after_long) = program(1), program(9)
-    lines = time_traces([short.trace, long.trace], TRN2)
+    copy, barrier = "vector b a\n", "gpsimd flag flag op=core_barrier cores=2\n"
+    tensors, after = "sbuf a b 128x512\nhbm flag 1x1\n", "vector a b"
+    short, long = (Scene(tensors + n * copy + barrier + after).trace for n in (1, 9))
+    lines = time_traces([short, long], TRN2)
     arrival = max(lines[1].end[:9])
-    assert lines[0].start[after_short] >= arrival > max(lines[0].end[:1])
-    assert lines[1].start[after_long] >= arrival
-    assert time_trace(short.trace, TRN2).start[after_short] < arrival
+    assert lines[0].start[-1] >= arrival > max(lines[0].end[:1])
+    assert lines[1].start[-1] >= arrival
+    assert time_trace(short, TRN2).start[-1] < arrival
 
 
 # -- transfers -------------------------------------------------------------------------------
@@ -320,10 +316,8 @@ def test_short_rows_waste_the_engines(rows, columns, fraction):
 
 
 def test_strided_elements_are_descriptors_of_their_own():
-    builder = Builder()
-    source, tile = builder.tensor("hbm", 128, 64), builder.tensor("sbuf", 128, 32)
-    builder.dma(tile.all, source[:, ::2])
-    cost = DmaCosts(TRN2).cost(builder.trace.instructions[0])
+    scene = Scene("hbm source 128x64\nsbuf tile 128x32\ndma tile source[:,::2]")
+    cost = DmaCosts(TRN2).cost(scene.trace.instructions[0])
     assert cost.descriptors == 128 * 32
     assert cost.uniform_us == pytest.approx(8 * 32 * 0.041)  # 41 ns each, from software
 
@@ -333,10 +327,12 @@ def test_strided_elements_are_descriptors_of_their_own():
     [(0, 4, {0: 4}), (64, 72, {8: 8}), (0, 12, {0: 8, 1: 4}), (32, 64, {4: 8, 5: 8, 6: 8, 7: 8})],
 )
 def test_partitions_choose_the_dma_engines_which_start_one_after_another(first, last, engines):
-    builder = Builder()
-    source, tile = builder.tensor("hbm", 128, 4096, B), builder.tensor("sbuf", 128, 4096, B)
-    builder.dma(tile[first:last, :], source[first:last, :])
-    (transfer,) = time_trace(builder.trace, TRN2).transfers
+    scene = Scene(f"""
+        hbm source 128x4096 {B}
+        sbuf tile 128x4096 {B}
+        dma tile[{first}:{last},:] source[{first}:{last},:]
+    """)
+    (transfer,) = time_trace(scene.trace, TRN2).transfers
     row = 0.006 + 8192 / FROM_HBM * 1e6
     assert {engine: stop - start for engine, start, stop in transfer.parts} == {
         engine: pytest.approx(rows * row) for engine, rows in engines.items()
@@ -346,17 +342,25 @@ def test_partitions_choose_the_dma_engines_which_start_one_after_another(first, 
 
 
 def test_loads_issue_one_after_another_and_overlap():
-    builder = Builder()
-    source = builder.tensor("hbm", 256, 64)
-    for at in (0, 128):
-        builder.dma(builder.tensor("sbuf", 128, 64).all, source[at : at + 128, :])
-    one, two = time_trace(builder.trace, TRN2).transfers
+    scene = Scene("""
+        hbm source 256x64
+        sbuf a b 128x64
+        dma a source[:128,:]
+        dma b source[128:,:]
+    """)
+    one, two = time_trace(scene.trace, TRN2).transfers
     assert two.issue_start == pytest.approx(one.issue_end)
     assert two.parts[0][1] == pytest.approx(1.3 + 0.485 + 128 * 0.95e-3)
 
 
 SOFTWARE = 0.485 + 128 * 0.95e-3
-NONE, SWDGE, HWDGE = ({"dge_mode": mode} for mode in ("none", "swdge", "hwdge"))
+NONE, SWDGE, HWDGE = (f"dge_mode={mode}" for mode in ("none", "swdge", "hwdge"))
+
+
+def transfers(columns, *modes):
+    """Return the timeline of a load in each mode, `columns` wide."""
+    loads = "".join(f"sbuf a 128x{columns}\ndma a source {mode}\n" for mode in modes)
+    return time_trace(Scene(f"hbm source 128x{columns}\n" + loads).trace, TRN2)
 
 
 @pytest.mark.parametrize(
@@ -364,42 +368,33 @@ NONE, SWDGE, HWDGE = ({"dge_mode": mode} for mode in ("none", "swdge", "hwdge"))
     [
         ([NONE] * 2, {"static"}, 0.6),
         ([HWDGE] * 2, {"hwdge-sync"}, 0.6),
-        ([HWDGE, HWDGE | {"issuer": "scalar"}], {"hwdge-sync", "hwdge-scalar"}, 0.0),
-        ([{}] * 2, {"software"}, SOFTWARE),
-        ([{}, SWDGE], {"software"}, SOFTWARE),
-        ([{}, NONE], {"software", "static"}, 0.0),
+        ([HWDGE, HWDGE + " issuer=scalar"], {"hwdge-sync", "hwdge-scalar"}, 0.0),
+        ([""] * 2, {"software"}, SOFTWARE),
+        (["", SWDGE], {"software"}, SOFTWARE),
+        (["", NONE], {"software", "static"}, 0.0),
     ],
 )
 def test_descriptor_modes_issue_through_the_generators_there_are(modes, queues, second):
-    builder = Builder()
-    source = builder.tensor("hbm", 128, 64)
-    for mode in modes:
-        builder.dma(builder.tensor("sbuf", 128, 64).all, source.all, **mode)
-    transfers = time_trace(builder.trace, TRN2).transfers
-    assert {t.queue for t in transfers} == queues
-    assert transfers[1].issue_start == pytest.approx(second)
+    found = transfers(64, *modes).transfers
+    assert {t.queue for t in found} == queues
+    assert found[1].issue_start == pytest.approx(second)
 
 
 def test_many_small_transfers_are_no_faster_than_their_generators():
     """Two hardware generators, GpSimd, and descriptors in HBM: no mixture beats their number."""
 
-    def latency(modes):
-        builder = Builder()
-        source = builder.tensor("hbm", 128, 1)
-        for index in range(300):
-            mode = modes[index % len(modes)]
-            builder.dma(builder.tensor("sbuf", 128, 1).all, source.all, **mode)
-        return time_trace(builder.trace, TRN2).latency_us
+    def latency(*modes):
+        return transfers(1, *modes * (300 // len(modes))).latency_us
 
-    hardware = [HWDGE | {"issuer": issuer} for issuer in ("sync", "scalar")]
-    single = [latency([mode]) for mode in ({}, SWDGE, NONE, *hardware)]
-    assert latency([{}, SWDGE]) >= min(single[:2])
-    assert min(single) / 2.1 < latency([{}, NONE]) < min(single)
-    assert min(single) / 4.1 < latency([{}, NONE, *hardware]) < min(single) / 2
+    hardware = [f"{HWDGE} issuer={issuer}" for issuer in ("sync", "scalar")]
+    single = [latency(mode) for mode in ("", SWDGE, NONE, *hardware)]
+    assert latency("", SWDGE) >= min(single[:2])
+    assert min(single) / 2.1 < latency("", NONE) < min(single)
+    assert min(single) / 4.1 < latency("", NONE, *hardware) < min(single) / 2
 
 
 def test_a_copy_within_hbm_shares_its_bandwidth_between_reading_and_writing():
-    cost = DmaCosts(TRN2).cost(dma(128, 2048, ("hbm", "hbm")))
+    cost = DmaCosts(TRN2).cost(dma(128, 2048, "hbm hbm"))
     assert cost.hbm_read_bytes == cost.hbm_write_bytes == 128 * 4096
     runs = -(-128 * 4096 // 65536)  # 512 KiB without a gap: whole descriptors
     each = 0.006 + 65536 / (FROM_HBM / 2) * 1e6
@@ -423,18 +418,20 @@ def test_a_copy_within_hbm_shares_its_bandwidth_between_reading_and_writing():
     ],
 )
 def test_dma_transpose_rates(rows, columns, memory, dtype, rate):
-    cost = DmaCosts(TRN2).cost(dma(rows, columns, ("sbuf", memory), dtype, transpose=True))
+    moved = dma(rows, columns, f"sbuf {memory}", dtype, flags="transpose=1")
+    cost = DmaCosts(TRN2).cost(moved)
     size = rows * columns * (2 if dtype == B else 4)
     assert cost.uniform_us == pytest.approx(size / 16 / rate * 1e6)
 
 
 def test_only_an_index_is_no_data():
-    builder = Builder()
-    out = builder.tensor("hbm", 128, 64, "int32")
-    left, right = (builder.tensor("sbuf", 128, 64, "int32") for _ in range(2))
-    index = builder.tensor("sbuf", 1, 1, "int32")
-    builder.add("dma_compute", "dma", [out.all], [left.all, right.all])
-    builder.add("dma_copy", "dma", [out.all], [left.all, index.all])
-    builder.add("dma_copy", "dma", [out.all], [left.all, right.all], indirect=True)
-    read = [DmaCosts(TRN2).cost(ins).read_bytes for ins in builder.trace.instructions]
+    scene = Scene("""
+        hbm out 128x64 int32
+        sbuf left right 128x64 int32
+        sbuf index 1x1 int32
+        dma out left right op=dma_compute
+        dma out left index
+        dma out left right indirect=1
+    """)
+    read = [DmaCosts(TRN2).cost(ins).read_bytes for ins in scene.trace.instructions]
     assert read == [2 * 128 * 256, 128 * 256, 128 * 256]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_builder import Builder, touched
+from trace_builder import Builder, Scene, touched
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.dependence import ENGINES, wake_table
@@ -166,19 +166,19 @@ def test_faster_parts_never_make_it_slower_and_more_work_never_faster(name):
     target = targets.get(name)
 
     def matmul(repeats, columns):
-        builder = Builder()
-        source = builder.tensor("hbm", 128, columns, "bfloat16")
-        sink = builder.tensor("hbm", 128, columns)
-        for _ in range(repeats):
-            weight = builder.tensor("sbuf", 128, 128, "bfloat16")
-            moving = builder.tensor("sbuf", 128, columns, "bfloat16")
-            out, result = builder.tensor("psum", 128, columns), builder.tensor("sbuf", 128, columns)
-            builder.dma(weight.all, source[:, :128])
-            builder.dma(moving.all, source.all)
-            builder.matmul(out.all, weight.all, moving.all)
-            builder.copy(result.all, out.all)
-            builder.dma(sink.all, result.all)
-        return time_trace(builder.trace, target).latency_us
+        turn = f"""
+            sbuf weight 128x128 bfloat16
+            sbuf moving 128x{columns} bfloat16
+            psum out 128x{columns}
+            sbuf result 128x{columns}
+            dma weight source[:,:128]
+            dma moving source
+            tensor out weight moving
+            vector result out
+            dma sink result
+        """
+        ends = f"hbm source 128x{columns} bfloat16\nhbm sink 128x{columns}\n"
+        return time_trace(Scene(ends + turn * repeats).trace, target).latency_us
 
     assert matmul(1, 128) < matmul(1, 512) < matmul(2, 512) < matmul(8, 512)
 

@@ -240,7 +240,7 @@ SCENES = [
 )
 def test_starts(target, text, expected):
     scene = Scene(text)
-    timeline = time_trace(scene.builder.trace, target)
+    timeline = time_trace(scene.trace, target)
     for expectation in expected.split(";"):
         assert scene.holds(timeline, expectation), expectation
     assert timeline.sbuf_overflow_bytes == 0
@@ -249,11 +249,11 @@ def test_starts(target, text, expected):
 def test_program_order_on_request_is_that_of_no_reorder():
     """A load behind a store that waits: it passes the store, or waits for its turn."""
     moved, ordered = Scene(STORE_THEN_LOAD), Scene(STORE_THEN_LOAD + "in order")
-    kept = time_trace(moved.builder.trace, TRN2, reorder=False)
+    kept = time_trace(moved.trace, TRN2, reorder=False)
     assert moved.holds(kept, "after >= store")
-    assert kept.latency_us > time_trace(moved.builder.trace, TRN2).latency_us
-    assert time_trace(ordered.builder.trace, TRN2).start == kept.start
-    transfers = time_trace(moved.builder.trace, TRN2).transfers
+    assert kept.latency_us > time_trace(moved.trace, TRN2).latency_us
+    assert time_trace(ordered.trace, TRN2).start == kept.start
+    transfers = time_trace(moved.trace, TRN2).transfers
     assert [t.index for t in transfers] == [0, 2, 3]  # in trace order, whichever came first
 
 
@@ -265,7 +265,7 @@ def test_more_live_than_fits_is_reported_and_still_timed():
         dma two source
         vector one one two op=tensor_tensor
     """)
-    timeline = time_trace(scene.builder.trace, TRN2)
+    timeline = time_trace(scene.trace, TRN2)
     assert timeline.sbuf_overflow_bytes == 240000 - TRN2.sbuf_usable_bytes_per_partition
     assert timeline.latency_us > 0
 
@@ -286,7 +286,7 @@ def test_psum_banks_rotate(columns, ninth):
         sbuf out 128x{columns}
         {turns}
     """)
-    timeline = time_trace(scene.builder.trace, STEADY)
+    timeline = time_trace(scene.trace, STEADY)
     assert scene.holds(timeline, f"product7 = 0 + {7 * (columns + 9)}/2400")
     assert scene.holds(timeline, f"product8 = {ninth}")
     assert scene.holds(timeline, "product8 >= copy0.free + 0.1")

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trace_builder import Builder
+from trace_builder import Scene
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.timeline import time_trace
@@ -15,23 +15,25 @@ import laws
 
 def kernel(dtype):
     """Loads, products, copies, a scan of equal work and stores, in turns that leave stalls."""
-    builder = Builder()
-    source, target = builder.tensor("hbm", 128, 512, dtype), builder.tensor("hbm", 128, 512, dtype)
-    weight = builder.tensor("sbuf", 64, 128, dtype)
-    builder.add("memset", "vector", [weight.all])
-    for turn in range(3):
-        tile, out, other = (builder.tensor("sbuf", 128, 512, dtype) for _ in range(3))
-        bank = builder.tensor("psum", 128, 512)
-        builder.dma(tile.all, source.all, dge_mode="swdge" if turn else "none")
-        builder.dma(tile[:, :8], source[:, :8])
-        for _ in range(2):
-            builder.matmul(bank[:, :64], weight.all, tile[:64, ::8])
-        builder.copy(out.all, bank.all)
-        builder.add("activation", "scalar", [other.all], [out.all], function="exp")
-        builder.add("reciprocal", "vector", [out.all], [other.all])
-        builder.add("tensor_tensor", "vector", [out.all], [tile.all, other.all], function="add")
-        builder.dma(target.all, out.all)
-    return builder.trace
+    turns = "".join(f"""
+        sbuf tile out other 128x512 {dtype}
+        psum bank 128x512
+        dma tile source dge_mode={mode}
+        dma tile[:,:8] source[:,:8]
+        tensor bank[:,:64] weight tile[:64,::8]
+        tensor bank[:,:64] weight tile[:64,::8]
+        vector out bank
+        scalar other out op=activation function=exp
+        vector out other op=reciprocal
+        vector out tile other op=tensor_tensor function=add
+        dma target out
+    """ for mode in ("none", "swdge", "swdge"))  # fmt: skip
+    return Scene(f"""
+        hbm source target 128x512 {dtype}
+        sbuf weight 64x128 {dtype}
+        vector weight op=memset
+        {turns}
+    """).trace
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.name)

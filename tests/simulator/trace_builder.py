@@ -1,6 +1,7 @@
 """A small hand for writing traces in tests: tensors, slices and a few instructions."""
 
 import dataclasses
+import functools
 import operator
 import re
 
@@ -10,8 +11,8 @@ from nmm_compiler import targets
 from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int32": 4,
-        "uint16": 2}  # fmt: skip
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e4m3fn_x4": 4,
+        "int32": 4, "uint16": 2}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,19 +121,19 @@ class Scene:
 
     def __init__(self, text):
         self.builder, self.tensors, self.names = Builder(), {}, {}
+        self.trace = self.builder.trace
         for line in filter(None, map(str.strip, text.splitlines())):
             self.add(line)
 
     def add(self, line):
         name, _, rest = line.rpartition(": ")
         kind, *words = rest.split()
-        trace = self.builder.trace
+        trace = self.trace
         if kind in ("hbm", "sbuf", "psum"):
             at = next(i for i, word in enumerate(words) if re.fullmatch(r"\d+x\d+", word))
-            rows, columns = map(int, words[at].split("x"))
-            for tensor in words[:at]:
-                made = self.builder.tensor(kind, rows, columns, *words[at + 1 :])
-                self.tensors[tensor] = made
+            shape = map(int, words[at].split("x"))
+            make = functools.partial(self.builder.tensor, kind, *shape, *words[at + 1 :])
+            self.tensors.update({tensor: make() for tensor in words[:at]})
         elif kind == "at":
             place = tuple(map(int, words[1].split(",")))
             trace.allocations[self.tensors[words[0]].storage].address = place
@@ -148,13 +149,12 @@ class Scene:
         else:
             views = [self.view(word) for word in words if "=" not in word]
             pairs = dict(word.split("=") for word in words if "=" in word)
-            op = pairs.pop("op", "tensor_copy")
-            if kind == "dma":
-                self.names[name] = self.builder.dma(*views, **pairs)
-            elif kind == "tensor":
-                self.names[name] = self.builder.matmul(*views)
-            else:
-                self.names[name] = self.builder.add(op, kind, views[:1], views[1:], **pairs)
+            pairs = {key: int(v) if v.isdigit() else v for key, v in pairs.items()}
+            if kind == "tensor" and "op" not in pairs:
+                self.names[name] = self.builder.matmul(*views, **pairs)
+                return
+            op = pairs.pop("op", "dma_copy" if kind == "dma" else "tensor_copy")
+            self.names[name] = self.builder.add(op, kind, views[:1], views[1:], **pairs)
 
     def view(self, word):
         name, _, key = word.partition("[")
@@ -190,22 +190,16 @@ def us(cycles, hz):
     return cycles / hz * 1e6
 
 
-def matmuls(count, n=512, dtype="bfloat16", m=128, **attributes):
-    builder = Builder()
-    stationary = builder.tensor("sbuf", 128, m, dtype)
-    moving = builder.tensor("sbuf", 128, n, dtype)
-    for _ in range(count):
-        out = builder.tensor("psum", m, n)
-        builder.matmul(out.all, stationary.all, moving.all, **attributes)
-    return builder.trace
+def matmuls(count, n=512, dtype="bfloat16", flags=""):
+    product = f"psum out 128x{n}\ntensor out stationary moving {flags}\n"
+    return Scene(
+        f"sbuf stationary 128x128 {dtype}\nsbuf moving 128x{n} {dtype}\n" + product * count
+    ).trace
 
 
-def load(rows, columns, dtype="float32", target=TRN2, **attributes):
-    builder = Builder()
-    source = builder.tensor("hbm", rows, columns, dtype)
-    tile = builder.tensor("sbuf", rows, columns, dtype)
-    builder.dma(tile.all, source.all, **attributes)
-    return time_trace(builder.trace, target)
+def load(rows, columns):
+    shape = f"{rows}x{columns}"
+    return time_trace(Scene(f"hbm a {shape}\nsbuf tile {shape}\ndma tile a").trace, TRN2)
 
 
 def touched(access):
