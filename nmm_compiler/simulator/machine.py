@@ -153,7 +153,7 @@ class Machine:
         "accumulators", "alone", "assign", "data", "dialect", "failure", "grid", "identities",
         "instructions", "kept", "max_instructions", "names", "no_reorder_depth", "outcomes",
         "outputs", "poisoned", "program_id", "programs", "random_state", "rank",
-        "ranks", "shared_count", "storages", "strict", "target", "trace", "turn", "turns", "warned",
+        "ranks", "storages", "strict", "target", "trace", "turn", "turns", "warned",
         "warning_keys", "warnings",
     )  # fmt: skip
 
@@ -192,7 +192,6 @@ class Machine:
         self.random_state: Any = None
         self.turn: Any = None
         self.failure: SimulationError | None = None
-        self.shared_count = 0
         self.no_reorder_depth = 0
         self.outputs: Any = None
         self.dialect: Any = None

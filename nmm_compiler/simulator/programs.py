@@ -34,8 +34,8 @@ class Programs:
         self.finished = [False] * count
         self.events = 0
         self.failure: BaseException | None = None
-        self.tensors: dict[int, list[NkiTensor]] = {}
-        self.mail: dict[tuple[Any, ...], Any] = {}
+        self.tensors: dict[tuple[int, int], NkiTensor] = {}
+        self.mail: dict[tuple[Any, ...], dict[int, Any]] = {}
         self.sequence: dict[tuple[Any, ...], int] = {}
         # by rank: what was used since the programs last met, and how many writes each has begun
         self.shared_uses: dict[int, dict[int, Storage]] = {}
@@ -46,13 +46,11 @@ class Programs:
         self, machine: Machine, name: str, shape: tuple[int, ...], dtype: Any, region: Any
     ) -> NkiTensor:
         """Return the n-th shared_hbm tensor, the same for all programs of a rank."""
-        place = machine.shared_count
-        machine.shared_count += 1
-        tensors = self.tensors.setdefault(machine.rank, [])
-        if place == len(tensors):
-            storage = Storage(machine, name, region, "hbm", shape, dtype)
-            tensors.append(make_tensor(storage))
-        tensor = tensors[place]
+        place = self._number(machine.place, "shared_hbm")
+        tensor = self.tensors.get((machine.rank, place))
+        if tensor is None:
+            tensor = make_tensor(Storage(machine, name, region, "hbm", shape, dtype))
+            self.tensors[machine.rank, place] = tensor
         if tensor.shape != shape or tensor.dtype != dtype:
             raise machine.error(
                 SimulationError,
@@ -81,11 +79,33 @@ class Programs:
             if self.failure is not None:
                 raise Stopped
 
-    def _wait_for(self, machine: Machine, ready: Callable[[], bool], what: str) -> None:
-        """Let the others run until `ready`; raise when a round of all programs changes nothing."""
+    def _number(self, *key: Any) -> int:
+        """Return how often this was called with the key before."""
+        number = self.sequence.get(key, 0)
+        self.sequence[key] = number + 1
+        return number
+
+    def meet(
+        self, machine: Machine, what: str, key: Any, who: int, count: int, sent: Any = None,
+        *, orders: bool = False,
+    ) -> dict[int, Any]:  # fmt: skip
+        """Return what each of `count` brings to its n-th meeting of a kind, when all are there.
+
+        It lets the others run until then, and raises when a round of all programs changes nothing.
+        orders: they are the programs of a rank, whose uses of shared HBM are in order from then on.
+        """
+        place = key, self._number(machine.place, key)
+        met = self.mail.setdefault(place, {})
+        met[who] = sent
+        if len(met) == count:
+            del self.mail[place]
+            if orders:
+                for storage in self.shared_uses.pop(machine.rank, {}).values():
+                    storage.uses = None
+                self.writes.pop(machine.rank, None)
         self.events += 1
         seen = -1
-        while not ready():
+        while len(met) < count:
             if seen == self.events:
                 raise machine.error(
                     SimulationError,
@@ -94,27 +114,7 @@ class Programs:
                 )
             seen = self.events
             self._pass_on(machine.place)
-
-    def _number(self, *key: Any) -> int:
-        """Return how often this was called with the key before."""
-        number = self.sequence.get(key, 0)
-        self.sequence[key] = number + 1
-        return number
-
-    def barrier(self, machine: Machine) -> None:
-        """Wait until every program of the rank has arrived as often as this one."""
-        here = self._arrive(machine, (machine.rank,), machine.program_id, None)
-        if len(here) == machine.grid:
-            self._met(machine)
-        self._wait_for(machine, lambda: len(here) == machine.grid, "nisa.core_barrier")
-
-    def _arrive(
-        self, machine: Machine, key: tuple[Any, ...], who: int, sent: Any
-    ) -> dict[int, Any]:
-        """Return what those have brought so far who are at the n-th meeting of a kind, too."""
-        here: dict[int, Any] = self.mail.setdefault((key, self._number(machine.place, key)), {})
-        here[who] = sent
-        return here
+        return met
 
     def used(self, machine: Machine, storage: Storage) -> None:
         """Note that a program uses shared HBM, which is forgotten when the programs meet."""
@@ -135,29 +135,6 @@ class Programs:
                 f"{what} number {number} of program {machine.program_id} is not what another "
                 "program has; all programs of a grid share it, so make it the same",
             )
-
-    def _met(self, machine: Machine) -> None:
-        """Forget who used what: both programs are here, so what they did is in order."""
-        for storage in self.shared_uses.pop(machine.rank, {}).values():
-            storage.uses = None
-        self.writes.pop(machine.rank, None)
-
-    def exchange(self, machine: Machine, ranks: tuple[int, int], pipe: str, sent: Any) -> Any:
-        """Leave `sent` for program ranks[0] and return what ranks[1] left for this program."""
-        me, rank = machine.program_id, machine.rank
-        number = self._number(rank, me, pipe)
-        self.mail[(rank, me, ranks[0], pipe, number)] = (sent,)
-        wanted = (rank, ranks[1], me, pipe, number)
-        if wanted in self.mail:
-            self._met(machine)
-        self._wait_for(machine, lambda: wanted in self.mail, f"nisa.sendrecv on pipe {pipe}")
-        return self.mail.pop(wanted)[0]
-
-    def meet(self, machine: Machine, op: str, ranks: tuple[int, ...], sent: Any) -> dict[int, Any]:
-        """Return what each rank of the group brought to its n-th collective of this kind."""
-        met = self._arrive(machine, (machine.program_id, ranks, op), machine.rank, sent)
-        self._wait_for(machine, lambda: len(met) == len(ranks), f"ncc.{op} of ranks {ranks}")
-        return dict(met)
 
     def run(self, bodies: list[Callable[[], None]]) -> None:
         """Run all programs to their end; raise the first failure.

@@ -161,21 +161,13 @@ def _reciprocal(x: Any) -> Any:
     return _F(1.0) / x
 
 
-def _right_shift(x: Any, y: Any) -> Any:
-    """Return the logical shift: zeros come in from the left."""
+def _logical_shift(x: Any, y: Any, move: Callable[..., Any]) -> Any:
+    """Shift bits: zeros come in, whatever the sign; all of them for as many bits as there are."""
     x = np.asarray(x)
-    bits = x.dtype.itemsize * 8
-    unsigned = x.view(f"u{x.dtype.itemsize}") if x.dtype.kind == "i" else x
+    bits, unsigned = x.dtype.itemsize * 8, x.view(f"u{x.dtype.itemsize}")
     amount = np.asarray(y).astype(unsigned.dtype)
-    moved = np.where(amount >= bits, 0, np.right_shift(unsigned, amount % bits))
+    moved = np.where(amount >= bits, 0, move(unsigned, amount % bits))
     return moved.astype(unsigned.dtype).view(x.dtype)
-
-
-def _left_shift(x: Any, y: Any) -> Any:
-    x = np.asarray(x)
-    bits = x.dtype.itemsize * 8
-    amount = np.asarray(y).astype(x.dtype)
-    return np.where(amount >= bits, 0, np.left_shift(x, amount % bits)).astype(x.dtype)
 
 
 _INF = math.inf
@@ -206,8 +198,8 @@ _LIST = [
     Op("bitwise_and", "bitvec", np.bitwise_and, None, np.bitwise_and, -1),
     Op("bitwise_or", "bitvec", np.bitwise_or, None, np.bitwise_or, 0),
     Op("bitwise_xor", "bitvec", np.bitwise_xor, None, np.bitwise_xor, 0),
-    Op("left_shift", "bitvec", _left_shift),
-    Op("right_shift", "bitvec", _right_shift),
+    Op("left_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.left_shift)),
+    Op("right_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.right_shift)),
     Op("invert", "bitvec unary", np.invert),
     Op("logical_not", "unary", lambda x: (np.asarray(x) == 0).astype(_F)),
     Op("bypass", "bypass", lambda x, y=None: x),

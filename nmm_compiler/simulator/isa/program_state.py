@@ -255,7 +255,9 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
     if call.engine == "dma":
         raise call.error(OperandError, "engine=dma has no sequencer; use another engine")
     yield attributes(cores=2)
-    machine.programs.barrier(machine)
+    machine.programs.meet(
+        machine, "nisa.core_barrier", (machine.rank,), machine.program_id, machine.grid, orders=True
+    )
 
 
 @instruction(
@@ -301,9 +303,11 @@ def sendrecv(
     )
     sent = (raw(src).copy(), machine.poisoned) if machine.data else None
     machine.poisoned = []
-    received = machine.programs.exchange(
-        machine, (send_to_rank, recv_from_rank), str(pipe_id), sent
-    )
+    me, what = machine.program_id, f"nisa.sendrecv on pipe {pipe_id}"
+    # the peer has the same key only if each sends to the other and receives from it
+    pairs = (tuple(sorted({me, other})) for other in (send_to_rank, recv_from_rank))
+    key = machine.rank, str(pipe_id), *pairs
+    met = machine.programs.meet(machine, what, key, me, machine.grid, sent, orders=True)
     if machine.data:
-        values, machine.poisoned = received
+        values, machine.poisoned = met[recv_from_rank]
         put(dst, values, exact=True)
