@@ -66,3 +66,11 @@ def run(
     text = f"{header}@nki.jit\ndef kernel({arguments}):\n{lines}\n"
     options.setdefault("mode", "functional")
     return simulate(f"{kernel_file(text)}:kernel", *arrays, **options)
+
+
+def check(body: str, arrays: Any, *wanted: Any, within: Any = 0.0, **options: Any) -> None:
+    """Run `body`, and hold each output to the wanted array, up to a largest difference of each."""
+    outputs, bounds = run(body, *arrays, **options).outputs, np.broadcast_to(within, len(wanted))
+    for output, array, bound in zip(outputs, wanted, bounds, strict=True):
+        assert output.shape == array.shape
+        assert np.abs(output.astype(np.float64) - array).max() <= bound

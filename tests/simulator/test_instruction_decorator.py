@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nmm_compiler import errors, simulate
+from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, attributes, instruction
 from nmm_compiler.simulator.isa.operands import SBUF
 from nmm_compiler.simulator.isa.values import f32, put
@@ -45,6 +46,10 @@ def run(body, **options):
     return simulate(kernel, **options)
 
 
+def bank():
+    return nl.ndarray((128, 8), nl.float32, buffer=nl.psum)
+
+
 def test_it_computes_and_records():
     done = run(lambda dst, data: twice(dst, data, 3.0, name="t"))
     assert (done.output == 3).all()
@@ -75,29 +80,14 @@ def test_its_signature_is_that_of_the_body_and_a_name():
         (lambda d, x: twice(d[1:128], x[0:127]), errors.OperandError, "starts at partition 1"),
         (lambda d, x: twice(d), errors.KernelFailedError, "missing 1 required .* 'data'"),
         (lambda d, x: twice(d, x, wide=1), errors.KernelFailedError, "unexpected keyword"),
+        (lambda d, x: twice(x, bank()), errors.OperandError, "in PSUM, it must be in SBUF"),
+        (
+            lambda d, x: twice(bank(), x, engine=engine.gpsimd),
+            errors.OperandError, "GpSimd cannot access PSUM",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_names_the_instruction_and_the_kernels_line(body, kind, said):
     with pytest.raises(kind, match=said) as caught:
         run(body)
     assert __file__ in str(caught.value)
-
-
-def test_a_memory_that_it_does_not_reach():
-    def body(dst, data):
-        bank = nl.ndarray((128, 8), nl.float32, buffer=nl.psum)
-        twice(data, bank)
-
-    with pytest.raises(errors.OperandError, match=r"data .* is in PSUM, it must be in SBUF"):
-        run(body)
-
-
-def test_gpsimd_does_not_reach_psum():
-    from nmm_compiler.simulator.isa.enums import engine
-
-    def body(dst, data):
-        bank = nl.ndarray((128, 8), nl.float32, buffer=nl.psum)
-        twice(bank, data, engine=engine.gpsimd)
-
-    with pytest.raises(errors.OperandError, match="GpSimd cannot access PSUM"):
-        run(body)

@@ -59,6 +59,19 @@ def tensor(r):
 TENSORS = [tensor]
 
 
+LIKELY = {
+    **dict.fromkeys(("op", "op0", "op1", "reduce_op", "cmp_op", "comp_op0", "comp_op1"),
+                    tuple(getattr(nl, name) for name in OPERATORS)),
+    **dict.fromkeys(("tile_position", "tile_size"),
+                    ((), (32, 128), (0, 0), (64, 64), (1, 2, 3), (0.5, 0))),
+    "pattern": [[[1, 4]], [[1, 2], [2, 2]], [[1, 8]], [[0, 1]] * 5, [[1, 32]], [[1.5, 4]]],
+    "axis": [1, -1, 0, (1, 2), (2,), 7],
+    "shuffle_mask": [list(range(32)), [255] * 32, [0] * 31, [99] * 32],
+    "cores": [(0, 1), (1, 0), 3],
+}  # fmt: skip
+"""Arguments of some parameters."""
+
+
 def value(r, name, parameter):
     """Return a likely argument for a parameter, or an odd one."""
     if name == "name" or (parameter.default is not parameter.empty and r.random() < 0.5):
@@ -67,20 +80,10 @@ def value(r, name, parameter):
         return r.choice(ODD)
     if name in MEMBERS:
         return r.choice([*MEMBERS[name], 1, 9])
-    if name in ("op", "op0", "op1", "reduce_op", "cmp_op", "comp_op0", "comp_op1"):
-        return getattr(nl, r.choice(OPERATORS))
-    if name == "pattern":
-        return r.choice([[[1, 4]], [[1, 2], [2, 2]], [[1, 8]], [[0, 1]] * 5, [[1, 32]], [[1.5, 4]]])
-    if name == "axis":
-        return r.choice([1, -1, 0, (1, 2), (2,), 7])
+    if name in LIKELY:
+        return r.choice(LIKELY[name])
     if name == "srcs":
         return [tensor(r) for _ in range(r.choice([0, 1, 2, 17]))]
-    if name == "shuffle_mask":
-        return r.choice([list(range(32)), [255] * 32, [0] * 31, [99] * 32])
-    if name in ("tile_position", "tile_size"):
-        return r.choice([(), (32, 128), (0, 0), (64, 64), (1, 2, 3), (0.5, 0)])
-    if name in ("cores",):
-        return r.choice([(0, 1), (1, 0), 3])
     if parameter.annotation in (bool, "bool") or name in ("accumulate", "unique_indices"):
         return r.choice([True, False])
     kinds = {"dst", "src", "data", "stationary", "moving", "predicate", "on_true", "vals", "index"}
