@@ -102,15 +102,9 @@ class Binder:
 
     def write_back(self, machines: list[Machine]) -> None:
         """Copy what the kernel wrote into its inputs back into the caller's arrays."""
-        written = {
-            access.storage
-            for machine in machines
-            for instruction in machine.instructions
-            for access in instruction.writes
-            if access.memory == "hbm"
-        }
         for tensor, _, array in self.pairs:
-            if tensor.storage.identity in written and array.flags.writeable:
+            of_programs = [m.trace.allocations[tensor.storage.identity] for m in machines]
+            if any(a.last_write >= 0 for a in of_programs) and array.flags.writeable:
                 values = tensor.array()
                 if array.dtype.names:  # x4-packed
                     values = np.ascontiguousarray(values).view(array.dtype)

@@ -241,6 +241,7 @@ class Call(Caller):
         row = self.row
         if not self.engine:
             self.engine = self.choose() if len(row.engines) > 1 else row.engines[0]
+        require_present(self, f"{self.op}(engine={self.engine})")
         written, read = self.tensors(row.writes), self.tensors(row.reads)
         for _, dst in written:
             check_destination(self, dst)

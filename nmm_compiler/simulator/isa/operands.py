@@ -75,22 +75,18 @@ def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> 
             f"{role} {view.name!r} is in {access.memory.upper()}, it must be in "
             f"{' or '.join(m.upper() for m in memories)}; copy it there first",
         )
-    start = access.partition_start
+    start, count = access.partition_start, access.partition_stop - access.partition_start
     if role.endswith("_scale") and start % 32 in (4, 8, 12):
         # scales of MX blocks may be at an offset in each quadrant (mxfp-matmul: packing scales)
-        count, start = access.partition_stop - start, start // 32 * 32
-        access_stop = start + count
-    else:
-        access_stop = access.partition_stop
-    if start and access.memory != "hbm" and "hbm" not in memories:
-        count = access_stop - start
-        if start % 32 or (count > 32 and start % 64) or count > 64:
-            caller.rule(
-                OperandError,
-                f"{role} {view.name!r} starts at partition {start} with {count} "
-                "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
-                "more at 0",
-            )
+        start -= start % 32
+    misplaced = start % 32 or (count > 32 and start % 64) or count > 64
+    if start and misplaced and access.memory != "hbm" and "hbm" not in memories:
+        caller.rule(
+            OperandError,
+            f"{role} {view.name!r} starts at partition {start} with {count} "
+            "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
+            "more at 0",
+        )
     if view.dtype.kind == "packed" and not caller.packed:
         raise caller.error(
             OperandError,

@@ -46,10 +46,8 @@ def generator(machine: Machine) -> np.random.Generator:
     operands="-> dst",
     dtypes={"dst": INTEGERS - {"int64", "uint64"}},
 )
-def rng(call: Call, dst: Any, engine: Any = engine.vector) -> Steps:
+def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
-    require_present(call, f"rng(engine={call.choose()})")
-    yield NO_ATTRIBUTES
     bits = generator(call.machine).integers(0, 1 << 32, dst.shape, np.uint64)
     item = dst.dtype.item_bytes
     low = (bits & ((1 << (8 * item)) - 1)).astype(f"u{item}").view(dst.dtype.numpy)
@@ -72,7 +70,6 @@ def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
 def _check_state(call: Call, view: NkiTensor) -> str:
     """Return the engine whose state a tile holds, after the rules for it."""
     chosen = call.choose()
-    require_present(call, f"{call.op}(engine={chosen})")
     wanted = 6 if chosen == "gpsimd" else 24
     if view.dtype != "uint32" or view.free_size != wanted:
         raise call.error(
@@ -184,14 +181,12 @@ def _register(role: str, value: Any) -> VirtualRegister:
 def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     target = _register("register_move", dst)
-    number = (
-        0 if isinstance(src, VirtualRegister) else call.integer("src", src, range(-(2**31), 2**32))
-    )
-    yield NO_ATTRIBUTES
     if isinstance(src, VirtualRegister):
-        target.write(src.value, src.known)
+        value, known = src.value, src.known
     else:
-        target.write(number)
+        value, known = call.integer("src", src, range(-(2**31), 2**32)), True
+    yield NO_ATTRIBUTES
+    target.write(value, known)
 
 
 @instruction(

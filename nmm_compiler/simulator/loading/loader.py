@@ -207,9 +207,9 @@ class Rebuilder:
 
     def value(self, value: Any, home: dict[str, Any] | None = None) -> Any:
         """Return the replacement of one value, or the value."""
+        if isinstance(value, (standins.StandIn, standins.JitKernel)):
+            return value
         if isinstance(value, types.ModuleType):
-            if isinstance(value, standins.StandIn):
-                return value
             top = value.__name__.partition(".")[0]
             return standins.find(value.__name__) if top == "nki" else value
         module = getattr(value, "__module__", None) or ""
@@ -217,8 +217,6 @@ class Rebuilder:
             replaced = self._by_name(value)
             if replaced is not None:
                 return replaced
-        if isinstance(value, standins.JitKernel):
-            return value
         inner, _ = _unwrapped(value) if callable(value) and not isinstance(value, type) \
             else (value, 1)  # fmt: skip
         if isinstance(inner, types.FunctionType) and (

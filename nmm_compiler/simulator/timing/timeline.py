@@ -131,15 +131,11 @@ def time_traces(
         walks = [_Pass(trace, target, reorder) for trace in traces]
         running = [(walk, walk.run()) for walk in walks]
         while running:
-            arrived = []
-            for walk, steps in running:
-                when = next(steps, None)
-                if when is not None:
-                    arrived.append((walk, steps, when))
-            latest = max((when for *_, when in arrived), default=0.0)
-            for walk, _, _ in arrived:
+            arrivals = [(walk, steps, next(steps, None)) for walk, steps in running]
+            latest = max((when for *_, when in arrivals if when is not None), default=0.0)
+            running = [(walk, steps) for walk, steps, when in arrivals if when is not None]
+            for walk, _ in running:
                 walk.floor = max(walk.floor, latest)
-            running = [(walk, steps) for walk, steps, _ in arrived]
         timelines = [walk.timeline() for walk in walks]
         for walk in walks:  # it and its dependences know each other: nobody has to find that cycle
             vars(walk).clear()
