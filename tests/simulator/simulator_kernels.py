@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 import textwrap
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from nmm_compiler.simulator.run import Simulation, simulate
 
@@ -66,6 +68,13 @@ def run(
     text = f"{header}@nki.jit\ndef kernel({arguments}):\n{lines}\n"
     options.setdefault("mode", "functional")
     return simulate(f"{kernel_file(text)}:kernel", *arrays, **options)
+
+
+def refused(
+    kind: type[Exception], match: str = "", *, unless: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """Expect a refusal of the block, unless a condition holds: then it runs."""
+    return contextlib.nullcontext() if unless else pytest.raises(kind, match=match)
 
 
 def check(body: str, arrays: Any, *wanted: Any, within: Any = 0.0, **options: Any) -> None:

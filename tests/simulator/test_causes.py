@@ -37,23 +37,6 @@ def test_the_path_covers_the_whole_time_and_nothing_is_unexplained(timeline):
     assert not [step for step in path if "other" in (step.what, step.why)]
 
 
-def test_idle_time_is_what_the_engine_does_not_compute(timeline):
-    causes = causes_of(timeline)
-    engines = {}
-    for index, instruction in enumerate(timeline.trace.instructions):
-        if instruction.engine == "dma":
-            continue
-        cause = causes[index]
-        assert cause.kind in WHY
-        assert cause.kind != "other", (index, instruction.op)
-        engine = timeline.placed.get(index, instruction.engine)
-        spent = engines.setdefault(engine, [0.0, 0.0])
-        spent[0] += timeline.interval_end[index] - timeline.start[index] + cause.waited_us
-        spent[1] = max(spent[1], timeline.interval_end[index])
-    for computed_and_idle, last_end in engines.values():
-        assert computed_and_idle == pytest.approx(last_end, abs=1e-3)
-
-
 def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
     worked = {}
     for index, instruction in enumerate(timeline.trace.instructions):
@@ -71,6 +54,7 @@ def test_a_wait_ends_with_the_signal_of_the_one_that_is_blamed(timeline):
     causes = causes_of(timeline)
     for index, instruction in enumerate(timeline.trace.instructions):
         cause = causes[index]
+        assert cause.kind in WHY
         if instruction.engine != "dma" and cause.kind in ("load", "result"):
             assert 0 <= timeline.start[index] - cause.ended_us < 3
             blamed = timeline.trace.instructions[cause.index]

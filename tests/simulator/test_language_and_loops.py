@@ -228,27 +228,22 @@ def test_two_programs_exchange_and_wait():
     assert any(i.op == "core_barrier" for i in result.traces[1].instructions)
 
 
-def test_a_missing_barrier_reads_what_is_not_there():
-    with pytest.raises(errors.HazardError):
-        run(TWO.format(barrier="pass"), values((8, 4)), grid=2)
-
-
 @pytest.mark.parametrize(
-    "body",
+    ("body", "kind", "said"),
     [
-        "if nl.program_id(0) == 0:\n    nisa.core_barrier(data=a, cores=(0, 1))\nreturn a",
-        "r = nl.ndarray((2 + nl.program_id(0), 4), a.dtype, nl.shared_hbm)\nreturn a",
+        # it reads what is not there
+        (TWO.format(barrier="pass"), errors.HazardError, ""),
+        ("if nl.program_id(0) == 0:\n    nisa.core_barrier(data=a, cores=(0, 1))\nreturn a",
+         errors.SimulationError, "same"),
+        ("r = nl.ndarray((2 + nl.program_id(0), 4), a.dtype, nl.shared_hbm)\nreturn a",
+         errors.SimulationError, "same"),
+        ("assert nl.program_id(0) == 0, 'second fails'\n"
+         "nisa.core_barrier(data=a, cores=(0, 1))\nreturn a",
+         errors.KernelFailedError, "second fails"),
     ],
-)
-def test_programs_that_part_are_refused(body):
-    with pytest.raises(errors.SimulationError, match="same"):
-        run(body, values((8, 4)), grid=2)
-
-
-def test_an_error_in_one_program_is_the_run_error():
-    body = "assert nl.program_id(0) == 0, 'second fails'\n" \
-           "nisa.core_barrier(data=a, cores=(0, 1))\nreturn a"  # fmt: skip
-    with pytest.raises(errors.KernelFailedError, match="second fails"):
+)  # fmt: skip
+def test_programs_that_part_are_refused(body, kind, said):
+    with pytest.raises(kind, match=said):
         run(body, values((8, 4)), grid=2)
 
 

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 from simulator_kernels import run, values
 
-from nmm_compiler.errors import SimulationError
-
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3, ml_dtypes.float8_e5m2]
 
 
@@ -82,17 +80,14 @@ def test_sums_of_one_psum_bank_grow_in_turn(accumulate):
     assert (error <= 192 * 2.0**-23 * (np.abs(a).T @ np.abs(b))).all()
 
 
-def test_accumulate_onto_nothing_or_memset_is_refused():
+def test_accumulate_onto_nothing_warns_and_onto_memset_adds_on_trn3():
     a, b = values((128, 16)), values((128, 32), seed=1)
     onto_nothing = MATMUL.replace("moving=y)", "moving=y, accumulate=True)")
-    with pytest.raises(SimulationError, match="no matmul has written"):
-        run(onto_nothing, a, b)
-    assert run(onto_nothing, a, b, strict=False).warnings
+    (said,) = run(onto_nothing, a, b, strict=False).warnings
+    assert "no matmul has written" in said
     onto_ones = MATMUL.replace(
         "    nisa.nc_matmul", "    nisa.memset(dst=acc, value=1.0)\n    nisa.nc_matmul"
     )
-    with pytest.raises(SimulationError, match="undefined before trn3"):
-        run(onto_ones, a, b)
     result = run(onto_ones, a, b, target="trn3").output
     assert np.abs(result - (a.astype(np.float64).T @ b + 1)).max() < 1e-3
 
@@ -162,7 +157,7 @@ def test_nc_transpose_tensor(dtype, shape):
     assert run(body, a).output.tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
-def test_fp8_comes_out_of_tensor_transposes_in_16_bit_elements():
+def test_fp8_comes_out_of_products_that_transpose_in_its_own_elements():
     body = """
         x = load(a)
         r = nl.ndarray((8, 16), a.dtype, nl.psum)
@@ -170,8 +165,6 @@ def test_fp8_comes_out_of_tensor_transposes_in_16_bit_elements():
         return out(r)
     """
     a = values((16, 8), ml_dtypes.float8_e4m3)
-    with pytest.raises(SimulationError, match="16-bit elements: give dst a last dimension of 2"):
-        run(body, a)
     assert run(body, a, target="trn1").output.tobytes() == np.ascontiguousarray(a.T).tobytes()
 
 

@@ -6,7 +6,7 @@ operands share no element with dst. Each row is a call with D for dst and S for 
 
 import numpy as np
 import pytest
-from simulator_kernels import run
+from simulator_kernels import refused, run
 
 from nmm_compiler import errors
 from nmm_compiler.nki_api.api import api
@@ -165,11 +165,8 @@ def test_two_results_share_no_element(row, mode):
 def test_a_reduction_writes_behind_what_it_reads(dst, holds):
     text = TILE.format(shape="32, 64", dtype="float32")
     text += f"nisa.tensor_reduce({dst}, nl.add, t[:, 0:8].reshape((32, 4, 2)), 2)\nreturn a"
-    if holds:
+    with refused(errors.HazardError, unless=holds):
         run(text, np.ones((2, 2), np.float32))
-    else:
-        with pytest.raises(errors.HazardError):
-            run(text, np.ones((2, 2), np.float32))
 
 
 def test_bytes_inside_of_a_wider_element_count():
@@ -199,10 +196,7 @@ def test_a_dma_moves_elements_in_no_order(views, op, memory, mode):
     dst, src = views.split(", t[")
     call = DMA[op].replace("D", dst).replace("S", "t[" + src)
     text = f"t = nl.full((32, 64), 1.0, nl.float32, {memory})\n{call}\nreturn a"
-    if MOVES[views]:
-        run(text, np.ones((2, 2), np.float32), mode=mode)
-        return
-    with pytest.raises(errors.HazardError, match="still has to read"):
+    with refused(errors.HazardError, "still has to read", unless=MOVES[views]):
         run(text, np.ones((2, 2), np.float32), mode=mode)
 
 
@@ -234,10 +228,7 @@ def test_rows_that_are_chosen_at_run_time_count_where_they_are(call, kind):
 def test_a_vector_of_offsets_chooses_rows(dim, holds, mode):
     text = INDEXED.format(kind="vector", call="nl.ndarray((4, 8), nl.float32), chosen", first=1)
     text = text.replace("vector_offset=rows", f"vector_offset=rows, indirect_dim={dim}")
-    if holds:
-        run(text, mode=mode)
-        return
-    with pytest.raises(errors.UnsupportedInstructionError, match="dimension 0 only"):
+    with refused(errors.UnsupportedInstructionError, "dimension 0 only", unless=holds):
         run(text, mode=mode)
 
 
@@ -285,8 +276,5 @@ def test_a_sum_goes_on_where_it_began(op):
 @pytest.mark.parametrize("first", SUMS)
 def test_instructions_of_one_engine_share_its_sums(first, then):
     calls = (first, "0:32", "reset_reduce"), (then, "0:32", "reduce")
-    if (first in VECTOR) == (then in VECTOR):
+    with refused(errors.HazardError, unless=(first in VECTOR) == (then in VECTOR)):
         summed(*calls)
-    else:
-        with pytest.raises(errors.HazardError):
-            summed(*calls)

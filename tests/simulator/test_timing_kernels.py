@@ -1,10 +1,7 @@
 """Real kernel files through `simulate`: the trace of a kernel gives the timeline one expects."""
 
-import json
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from nmm_compiler.simulator.run import ArraySpec, simulate
@@ -13,15 +10,9 @@ KERNELS = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
 MATMUL = KERNELS / "matmul_steps.py"
 
 
-def product(kernel, size=512, dtype="bfloat16", mode="timing", **arguments):
-    if mode == "timing":
-        operands = [ArraySpec((size, size), dtype)] * 2
-    else:
-        random = np.random.default_rng(0)
-        operands = [
-            random.standard_normal((size, size)).astype(ml_dtypes.bfloat16) for _ in range(2)
-        ]
-    return simulate(f"{MATMUL}:{kernel}", *operands, mode=mode, **arguments)
+def product(kernel, size=512, **arguments):
+    operands = [ArraySpec((size, size), "bfloat16")] * 2
+    return simulate(f"{MATMUL}:{kernel}", *operands, mode="timing", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -52,21 +43,6 @@ def test_each_step_is_at_least_as_fast_as_the_one_before():
     ]
     times = [step.profile.latency_us for step in steps]
     assert times == sorted(times, reverse=True)
-
-
-def test_data_does_not_change_the_timing():
-    with_data = product("rows_of_blocks", mode="full", block_m=2, block_n=1)
-    without = product("rows_of_blocks", block_m=2, block_n=1)
-    assert with_data.profile == without.profile
-
-
-def test_chrome_trace_names_the_kernels_lines(tmp_path):
-    profile = product("left_hoisted").profile
-    events = json.loads(profile.to_chrome_trace(tmp_path / "t.json").read_text())["traceEvents"]
-    (line,) = {e["args"]["source"] for e in events if e.get("name") == "nc_matmul"}
-    file, number = line.rsplit(":", 1)
-    assert Path(file).name == "matmul_steps.py"
-    assert "nc_matmul" in MATMUL.read_text().splitlines()[int(number) - 1]
 
 
 @pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])

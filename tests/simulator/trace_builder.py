@@ -23,36 +23,19 @@ class Tensor:
     dtype: str
 
     def __getitem__(self, key):
-        rows, columns = (k.indices(n) for k, n in zip(key, self.shape, strict=True))
-        return region(self, rows, columns)
+        rows, columns = (range(n)[k] for k, n in zip(key, self.shape, strict=True))
+        item, memory = ITEM[self.dtype], self.memory
+        start, stop = columns[0] * item, (columns[-1] + 1) * item
+        pattern, place = ((item * columns.step, len(columns)),), (rows.start, rows.stop)
+        if memory == "hbm":
+            width, place = self.shape[1] * item, (0, 1)
+            start, stop = rows[0] * width + start, rows[-1] * width + stop
+            pattern = ((width * rows.step, len(rows)), *pattern)
+        return Access(self.storage, memory, *place, start, stop, pattern, self.dtype, item)
 
     @property
     def all(self):
         return self[:, :]
-
-
-def region(tensor, rows, columns):
-    item = ITEM[tensor.dtype]
-    (r0, r1, rs), (c0, c1, cs) = rows, columns
-    count_r, count_c = len(range(r0, r1, rs)), len(range(c0, c1, cs))
-    width = tensor.shape[1] * item
-    last_column = c0 + (count_c - 1) * cs
-    if tensor.memory == "hbm":
-        start = r0 * width + c0 * item
-        stop = (r0 + (count_r - 1) * rs) * width + (last_column + 1) * item
-        pattern = ((width * rs, count_r), (item * cs, count_c))
-        return Access(tensor.storage, "hbm", 0, 1, start, stop, pattern, tensor.dtype, item)
-    return Access(
-        tensor.storage,
-        tensor.memory,
-        r0,
-        r1,
-        c0 * item,
-        (last_column + 1) * item,
-        ((item * cs, count_c),),
-        tensor.dtype,
-        item,
-    )
 
 
 class Builder:
