@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
-from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.ops.backward_calls import backward_calls
 from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.prices.ways import ways
@@ -230,13 +228,13 @@ def cores(spec: Any, target: str, timings: Timings) -> Judged:
 
 
 def ranks(spec: Any, target: str, timings: Timings) -> Judged:
-    """Compare one core with groups, by each way of sharing; published all-reduces are charged."""
+    """Compare one core with groups that cut x by features; published all-reduces are charged."""
     us, found = timings.us(spec, target), {}
-    for tp, axis in itertools.product(GROUPS, AXES):
+    for tp in GROUPS:
         with contextlib.suppress(ShapeError, SpecError):  # a size that does not divide
-            way = ways(spec.sharded(tp, axis), target, source="simulated")
-            found[f"{tp} by {axis}"] = us / way.fused
-            found[f"{tp} by {axis}, separate"] = us / way.separate
+            way = ways(spec.sharded(tp, "rows"), target, source="simulated")
+            found[f"{tp} ranks"] = us / way.fused
+            found[f"{tp} ranks, separate"] = us / way.separate
     return found, []
 
 

@@ -147,10 +147,6 @@ class KernelSpec(Record):
         """Return the operands of each rank, from those of the whole."""
         return (arrays,)
 
-    def result_of(self, rank: int, result: Any) -> Any:
-        """Return what a rank has of an array as large as the whole result."""
-        return result
-
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return the positional operands of the kernel, as they are passed."""
         raise NotImplementedError

@@ -1,12 +1,8 @@
-"""A low-rank product on several ranks: how its operands are cut, and what the ranks sum.
+"""A low-rank product on several ranks, each with a part of the input features: tp_axis "rows".
 
-    axis       x            u            v            summed over the ranks       y
-    columns    whole        whole        columns      nothing                     cut by features
-    rows       by features  rows         whole        x u, r wide, before v       whole
-    rank       whole        columns      rows         y, n wide                   whole
-
-What is summed crosses in the format in which it is kept, so each rank's part is rounded once before
-the sum: `part_error` is the error of that.
+x is cut by features and u by rows. The ranks sum x u, r wide, before v, which every rank has
+whole, as it has y. What is summed crosses in the format in which it is kept, so each rank's part is
+rounded once before the sum: `part_error` is the error of that.
 """
 
 from __future__ import annotations
@@ -21,15 +17,8 @@ from nmm_compiler.kernels.error_bounds import combine, rounding_error
 from nmm_compiler.kernels.tiling import item_bytes
 from nmm_compiler.targets import Target
 
-AXES = ("columns", "rows", "rank")
+AXES = ("rows",)
 MOST_RANKS = 64
-_SIZE = {"columns": "n", "rows": "k", "rank": "r"}
-# The features of each operand that are cut: those that come "in" or go "out" of a product.
-_CUTS: dict[str, dict[str, str]] = {
-    "columns": {"v": "out", "w": "out", "bias": "out", "v_scale": "out"},
-    "rows": {"x": "out", "u": "in"},
-    "rank": {"u": "out", "v": "in", "inner_bias": "out", "u_scale": "out"},
-}
 
 
 def check_ranks(spec: Any) -> None:
@@ -41,15 +30,11 @@ def check_ranks(spec: Any) -> None:
             raise SpecError(f"lowrank: tp_axis is {spec.tp_axis!r} and tp 1; pass tp, or no axis")
         return
     check_name("tp_axis", spec.tp_axis, AXES)
-    if spec.tp_axis != "columns" and (spec.base or spec.inner_norm):
+    if spec.base or spec.inner_norm:
         raise SpecError(
             f"lowrank: tp_axis {spec.tp_axis!r} sums the low-rank product alone, and a norm takes "
-            f"whole sums; base is {spec.base}, inner_norm {spec.inner_norm}: use 'columns'"
-        )
-    if spec.tp_axis == "rank" and spec.activation != "identity":
-        raise SpecError(
-            f"lowrank: tp_axis 'rank' sums y, and activation {spec.activation!r} of a sum is no "
-            "sum of activations; use 'rows' or 'columns', or apply it after the kernel"
+            f"whole sums; base is {spec.base}, inner_norm {spec.inner_norm}: cut v by its outputs "
+            "instead, which sums nothing, in calls without tp"
         )
 
 
@@ -62,113 +47,56 @@ def check_target(spec: Any, target: Target) -> None:
         )
 
 
-def sizes_of_whole(spec: Any) -> dict[str, Any]:
-    """Return the fields of the product that all ranks compute together."""
-    field = _SIZE[spec.tp_axis]
-    return {field: getattr(spec, field) * spec.tp, "tp": 1, "tp_axis": ""}
-
-
 def sizes_of_shard(spec: Any, tp: int, axis: str) -> dict[str, Any]:
     """Return the fields of one rank's share of a product."""
     check_name("tp_axis", axis, AXES)
-    field = _SIZE[axis]
-    size = getattr(spec, field)
-    if size % tp:
+    if spec.k % tp:
         raise ShapeError(
-            f"{spec.short()}: {field} is {size}, which does not divide by {tp} ranks; pad it, or "
-            "use another axis"
+            f"{spec.short()}: k is {spec.k}, which does not divide by {tp} ranks; pad it"
         )
-    return {field: size // tp, "tp": tp, "tp_axis": axis}
+    return {"k": spec.k // tp, "tp": tp, "tp_axis": axis}
+
+
+def _cut_dims(spec: Any) -> dict[str, int]:
+    """Return the dimension of which ranks have parts, of x and of u."""
+    return {"x": int(spec.x_layout == "row"), "u": int(spec.u_layout == "col")}
 
 
 def shards(spec: Any, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
-    """Return the operands of each rank.
-
-    A bias that is summed with the rest is on the first rank; the others have zeros.
-    """
-    names = [tensor.name for tensor in spec.whole().inputs()]
-    return tuple(
-        tuple(_shard(spec, name, array, rank) for name, array in zip(names, arrays, strict=True))
-        for rank in range(spec.tp)
-    )
+    """Return the operands of each rank."""
+    x, u, *rest = arrays
+    x_dim, u_dim = _cut_dims(spec).values()
+    each = zip(_parts(x, x_dim, spec.tp), _parts(u, u_dim, spec.tp), strict=True)
+    return tuple((*own, *rest) for own in each)
 
 
-def _shard(spec: Any, name: str, array: Any, rank: int) -> Any:
-    if name == "bias" and spec.tp_axis == "rank" and rank:
-        return array * 0
-    dim = _cut_dim(spec, name, array)
-    return array if dim is None else _cut(array, dim, spec.tp, rank)
-
-
-def _cut_dim(spec: Any, name: str, array: Any) -> int | None:
-    """Return the dimension along which ranks have parts of an operand, None for all of it."""
-    side = _CUTS[spec.tp_axis].get(name)
-    if side is None or (name.endswith("_scale") and spec.scales != "channel"):
-        return None
-    if len(array.shape) == 1:
-        return 0
-    return int((side == "out") ^ (spec.layout_of(name) == "col"))
-
-
-def _cut(array: Any, dim: int, parts: int, place: int) -> Any:
-    size = array.shape[dim] // parts
-    at = slice(place * size, (place + 1) * size)
-    return array[at] if dim == 0 else array[:, at]
+def _parts(array: Any, dim: int, count: int) -> list[Any]:
+    size = array.shape[dim] // count
+    cuts = [slice(place * size, (place + 1) * size) for place in range(count)]
+    return [array[at] if dim == 0 else array[:, at] for at in cuts]
 
 
 def joined(spec: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the operands of the whole product, of which every rank has these.
-
-    What a rank alone adds to a sum, a bias of "rank", is what all of them add.
-    """
-    made = []
-    for tensor, array in zip(spec.inputs(), arrays, strict=True):
-        dim = _cut_dim(spec, tensor.name, array)
-        if tensor.name == "bias" and spec.tp_axis == "rank":
-            array = (array.astype(np.float64) * spec.tp).astype(array.dtype)
-        elif dim is not None:
-            array = np.concatenate([array] * spec.tp, dim)
-        made.append(array)
-    return tuple(made)
-
-
-def result_of(spec: Any, rank: int, result: Any) -> Any:
-    """Return the part of the whole result, [m, n] as it is laid out, that a rank has."""
-    if spec.tp_axis != "columns":
-        return result
-    return _cut(result, spec.out_layout == "row", spec.tp, rank)
+    """Return the operands of the whole product, of which every rank has these."""
+    x, u, *rest = arrays
+    x_dim, u_dim = _cut_dims(spec).values()
+    return np.concatenate([x] * spec.tp, x_dim), np.concatenate([u] * spec.tp, u_dim), *rest
 
 
 def exchanged_bytes(spec: Any) -> int:
     """Return the bytes that each rank brings to the sum."""
-    if spec.tp == 1 or spec.tp_axis == "columns":
-        return 0
-    rows = spec.tp_axis == "rows"
-    size = item_bytes(exchanged_dtype(spec))
-    return int(spec.m * (spec.r if rows else spec.n) * size)
+    return int(spec.m * spec.r * item_bytes(spec.layer.kept_dtype)) if spec.tp > 1 else 0
 
 
-def exchanged_dtype(spec: Any) -> str:
-    """Return the format in which the ranks' parts cross."""
-    if spec.tp_axis == "rank":
-        return str(spec.result_dtype)
-    return str(spec.layer.kept_dtype)
-
-
-def part_error(
-    spec: Any, left: Array, right: Array, error: Array | float, typical: bool, *, again: bool
-) -> Array | float:
+def part_error(spec: Any, left: Array, right: Array, typical: bool, *, again: bool) -> Array:
     """Return the error of rounding each rank's part of left @ right before the sum.
 
-    error: of a part, a bias in it included. again: a function follows the sum, which is rounded for
-    it; without one that rounding is the one of what is kept.
+    again: a function follows the sum, which is rounded for it; without one that rounding is the one
+    of what is kept.
     """
-    dtype = exchanged_dtype(spec)
-    cut = zip(np.split(left, spec.tp, 1), np.split(right, spec.tp, 0), strict=True)
-    made: Array | float = 0.0
-    for one, other in cut:
-        made = combine(made, rounding_error(np.abs(one @ other) + error, dtype), typical)
-    if again:
-        total = rounding_error(np.abs(left @ right) + error, dtype)
-        made = combine(made, total, typical)
+    dtype = spec.layer.kept_dtype
+    parts = zip(np.split(left, spec.tp, 1), np.split(right, spec.tp, 0), strict=True)
+    made = np.zeros(1)
+    for one, other in [*parts, *([(left, right)] * again)]:
+        made = combine(made, rounding_error(np.abs(one @ other), dtype), typical)
     return made

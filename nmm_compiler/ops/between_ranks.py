@@ -1,10 +1,8 @@
-"""Sums over the processes of a group, inside of an op's reference, with their gradients.
+"""The sum over the processes of a group, inside of an op's reference, with its gradient.
 
-    summed(t, group)    the sum over the group; its gradient is the result's, which every rank has
-    spread(t, group)    t itself, which every rank has; its gradient is the sum over the group
-
-Both are collectives of torch.distributed, by the name of a process group. A DTensor knows its
-devices and what it is on each: a Partial one becomes its sum, and no other one changes.
+It is a collective of torch.distributed, by the name of a process group. Its gradient is that of the
+result, which every rank has. A DTensor knows its devices and what it is on each: a Partial one
+becomes its sum, and no other one changes.
 """
 
 from __future__ import annotations
@@ -15,10 +13,13 @@ import torch
 from torch import Tensor
 
 from nmm_compiler.errors import SpecError
+from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.over_ranks import AXES
 
 
 def check_group(tp: int, tp_axis: str, group: str) -> None:
-    """Raise SpecError unless a call that sums names its group."""
+    """Raise UnknownNameError or SpecError unless a call says what it sums, and over which group."""
+    check_name("tp_axis", tp_axis, AXES)
     if not group:
         raise SpecError(
             f"tp={tp}, tp_axis={tp_axis!r} without a group; pass group=, the name of a process "
@@ -31,13 +32,6 @@ def summed(t: Tensor, group: str) -> Tensor:
     if _is_dtensor(t):
         return _whole(t)
     return _Summed.apply(t, group) if t.requires_grad else _all_reduce(t, group)
-
-
-def spread(t: Tensor, group: str) -> Tensor:
-    """Return t, with a gradient that is the sum over the processes of the group."""
-    if _is_dtensor(t):
-        return t
-    return _Spread.apply(t, group) if t.requires_grad else t
 
 
 def _is_dtensor(t: Tensor) -> bool:
@@ -66,14 +60,3 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _all_reduce(grad, ctx.group), None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nmm_compiler.errors import UnknownNameError
-from nmm_compiler.ops.between_ranks import check_group, spread, summed
+from nmm_compiler.ops.between_ranks import check_group, summed
 
 linear = torch._C._nn.linear
 tracing = torch._C._len_torch_dispatch_stack
@@ -168,31 +168,24 @@ def lowrank_matmul(
         check_group(tp, tp_axis, group)
     if x_layout == "col":
         x = x.t()
-    if tp_axis == "rank":
-        x = spread(x, group)
     read = read or activation != "identity"
     shaped = inner_bias is not None or inner_gain is not None or inner_activation != "identity"
-    if not shaped and tp_axis not in ("rows", "columns"):
+    if not shaped and tp == 1:
         base = None if w is None else (w, w_layout)
         weights, layouts = (u, v), (u_layout, v_layout)
         y = by.chain(x, weights, layouts, bias, out_layout, base, scale, read=read)
     else:
-        sums = tp_axis == "rows"
-        h = by.chain(x, (u,), (u_layout,), None if sums else inner_bias, "row")
-        if sums:
+        h = by.chain(x, (u,), (u_layout,), None if tp > 1 else inner_bias, "row")
+        if tp > 1:
             h = summed(h, group)
             h = h if inner_bias is None else h + inner_bias
         h = activate(h, inner_activation)
         if inner_gain is not None:
             h = rms_norm(h, inner_gain, inner_eps)
-        if tp_axis == "columns":
-            h, x = spread(h, group), x if w is None else spread(x, group)
         own = bias if w is None else None
         y = by.chain(h, (v,), (v_layout,), own, out_layout, None, scale, read=read)
         if w is not None:
             y = by.chain(x, (w,), (w_layout,), bias, out_layout, read=read) + y
-    if tp_axis == "rank":
-        y = summed(y, group)
     return activate(y, activation) if read else y
 
 

@@ -12,8 +12,8 @@ A gated MLP has "column" for its gate and up, whose features "row" of its down p
 activation or a gate is not linear, so a call that has one refuses the Partial rows; a bias of a
 Partial result is Partial too, which DTensor makes of a whole one without moving anything.
 Row parallelism that sums at width r needs the collective between the two products: a call with
-tp_axis "rows" has it inside. A call with a tp_axis has one row, its own (ON_RANKS). Cuts are
-dimensions of each operand as it is stored.
+tp_axis "rows" has it inside. Such a call has one row, its own (ON_RANKS). Cuts are dimensions of
+each operand as it is stored.
 """
 
 from __future__ import annotations
@@ -45,12 +45,8 @@ SHAPED: tuple[Way, ...] = (PRODUCTS[0], PRODUCTS[2])
 """Of products with a function between them, which needs whole sums of x u."""
 NORMED: tuple[Way, ...] = PRODUCTS[:1]
 """Of products with a norm over the rank between them."""
-ON_RANKS: dict[str, tuple[Way, ...]] = {
-    "columns": NORMED,
-    "rows": (("whole", "features", PRODUCTS[1][2] | {"bias": "whole"}),),
-    "rank": (("whole", "whole", PRODUCTS[2][2]),),
-}
-"""Of calls whose kernels sum over the ranks themselves, by their tp_axis."""
+ON_RANKS: tuple[Way, ...] = (("whole", "features", PRODUCTS[1][2] | {"bias": "whole"}),)
+"""Of calls whose kernels sum x u over the ranks themselves."""
 GATED_UP: tuple[Way, ...] = (COLUMN,)
 GATED_MLP: tuple[Way, ...] = (
     ("features", "whole",
@@ -80,7 +76,7 @@ def _ways(given: Mapping[str, Any]) -> tuple[Way, ...]:
     if "gate" in given:
         return GATED_MLP if "down" in given else GATED_UP
     if given.get("tp_axis"):
-        return ON_RANKS[given["tp_axis"]]
+        return ON_RANKS
     if given.get("inner_gain") is not None:
         return NORMED
     inner = given.get("inner_activation", "identity") != "identity"

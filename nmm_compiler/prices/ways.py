@@ -178,8 +178,6 @@ def _smaller(call: Any) -> tuple[Row, ...]:
         return beside(tuple(_projection(call, branch, **ends) for branch in call.branches))
     if isinstance(call, LowRankSharedSpec):
         return tuple(part for part, _ in call.parts()), call.as_products()[0]
-    if getattr(call, "tp_axis", "") in ("columns", "rank"):  # nothing to sum between the products
-        return ((dataclasses.replace(call, tp=1, tp_axis=""),),)
     products = call.as_products()[0]
     return () if products == (call,) else (products,)
 

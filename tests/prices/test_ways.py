@@ -14,7 +14,6 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
-from nmm_compiler.kernels.over_ranks import AXES
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.prices import kernel as prices
 from nmm_compiler.prices.collectives import PAIR_BARRIER_US, collective_us, wait_us
@@ -157,16 +156,15 @@ def test_two_cores_are_charged_a_barrier_on_every_way():
 def test_ranks_are_priced_with_the_sum_inside_and_apart():
     """The kernel that sums p hides v behind the sum; kernels apart add up."""
     whole = LowRankSpec(m=16, k=4096, r=512, n=1024)
-    found = {axis: ways(whole.sharded(4, axis), "trn2", source="simulated") for axis in AXES}
-    rows, columns = whole.sharded(4, "rows"), found["columns"]
-    assert found["rows"].fused == simulated_us(rows, "trn2") + wait_us(4, TRN2)
+    rows = whole.sharded(4, "rows")
+    found = ways(rows, "trn2", source="simulated")
+    assert found.fused == simulated_us(rows, "trn2") + wait_us(4, TRN2)
     alone = dataclasses.replace(rows, tp=1, tp_axis="")
     products = sum(simulated_us(one, "trn2") for one in alone.as_products()[0])
     summed = collective_us("all_reduce", 16 * 512 * 2, 4, TRN2)
-    assert found["rows"].separate == pytest.approx(products + summed + 2 * LAUNCH_GAP_US)
-    assert found["rows"].fused + 4 < found["rows"].separate
-    assert columns.fused == columns.separate
-    assert {way.tp for way in found.values()} == {4}
+    assert found.separate == pytest.approx(products + summed + 2 * LAUNCH_GAP_US)
+    assert found.fused + 4 < found.separate
+    assert found.tp == 4
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Estimates:
     def _pair(self, left: Estimate, pair: LowRank, of_x: bool) -> tuple[Estimate, Any]:
         """Return p as it is kept, and one over its norm where the norm follows it."""
         p, error = self._times(left, pair.u, of_x)
-        error = combine(error, self._crossing("u", left, pair), self.typical)
+        error = combine(error, self._crossing(left, pair), self.typical)
         p, error = pair.scale * p, abs(pair.scale) * error
         if pair.scale != 1.0:
             error = combine(error, 2 * FP32_ROUNDOFF * (np.abs(p) + error), self.typical)
@@ -103,8 +103,6 @@ class Estimates:
             p, roots = middle[pair.u.name]
             terms = len(self.operands[pair.v.name]) + (len(left[0].T) if dense.k else 0)
             total = self._times(p, pair.v, False, terms)
-            crossing = self._crossing("v", p, pair)
-            total = total[0], combine(total[1], crossing, self.typical)
         if dense.k:
             if dense.mx:
                 off = rounding_of_x(np.abs(left[0]) + left[1])
@@ -153,21 +151,12 @@ class Estimates:
     def _biased(self, left: Estimate, name: str) -> Estimate:
         return plus_bias(left, self.operands[name], self.typical) if name else left
 
-    def _crossing(self, which: str, left: Estimate, pair: LowRank) -> Array | float:
-        """Return the error of rounding what each rank adds to a sum over the ranks.
-
-        which: the factor of the product that they sum, "u" or "v".
-        """
-        spec = self.spec
-        if spec.world_size == 1 or {"rows": "u", "rank": "v"}.get(spec.tp_axis) != which:
+    def _crossing(self, left: Estimate, pair: LowRank) -> Array | float:
+        """Return the error of rounding what each rank adds to p, summed over the ranks."""
+        if self.spec.world_size == 1:
             return 0.0
-        weight = pair.u if which == "u" else pair.v
-        value, error = left
-        if which == "u":
-            value = value * self.operands.get("x_scale", 1.0)
-        right = self.operands[weight.name] * self.operands.get(weight.scale, 1.0)
-        shaped = which == "u" and (self.layer.fp8 or pair.shaped or pair.scale != 1.0)
-        bias = np.abs(self.operands["bias"]) if which == "v" and "bias" in self.operands else 0.0
-        more = np.abs(error) @ np.abs(right) if which == "v" else 0.0
-        made = over_ranks.part_error(spec, value, right, more + bias, self.typical, again=shaped)
-        return abs(pair.scale) * made if which == "u" else made
+        value = left[0] * self.operands.get("x_scale", 1.0)
+        right = self.operands[pair.u.name] * self.operands.get(pair.u.scale, 1.0)
+        shaped = self.layer.fp8 or pair.shaped or pair.scale != 1.0
+        made = over_ranks.part_error(self.spec, value, right, self.typical, again=shaped)
+        return abs(pair.scale) * made

@@ -13,7 +13,6 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.between_ranks import sum_results
 from ..pieces.expand import combine, dense_term, epilogue_of, expand, low_rank_term
 from ..pieces.groups import (
     gather_gains,
@@ -58,17 +57,7 @@ def linear(x, spec, schedule, **others):
                 dtype=getattr(nl, spec.result_dtype) if spec.fp8 else x.dtype, buffer=nl.shared_hbm,
             )
         )  # fmt: skip
-        if spec.tp_axis == "rank":
-            # what this rank adds to y
-            part.append(
-                nl.ndarray(
-                    (spec.m, y.n) if y.rows else (y.n, spec.m),
-                    dtype=getattr(nl, spec.result_dtype) if spec.fp8 else x.dtype,
-                    buffer=nl.private_hbm,
-                )
-            )  # fmt: skip
-        else:
-            part.append(own(out[y.place], y.cut, core))
+        part.append(own(out[y.place], y.cut, core))
     if spec.residual:
         more = own(others.get("residual"), spec.results[0].cut, core)
     else:
@@ -165,8 +154,6 @@ def linear(x, spec, schedule, **others):
     for m0 in range(first, spec.m, schedule.m_block):
         at = Block(m0, min(schedule.m_block, spec.m - m0), core)
         compute_block(part, more, x, ends, norm, at, spec, schedule, others)
-    if spec.tp_axis == "rank":
-        sum_results(own(out[0], spec.results[0].cut, core), part[0], spec.tp)
     return out[0] if len(spec.results) == 1 else tuple(out)
 
 

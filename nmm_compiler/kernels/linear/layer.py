@@ -238,8 +238,8 @@ class Layer(Record):
     combine: "multiply" for one result, activation(gate) * up. down: a linear of that. scales: fp8
     weights have one scale, "tensor", or one for each output, "channel"; "" for other formats.
     x_cut: the dimension of which each of two cores has half, -1 for none; out_cut that of results.
-    tp, tp_axis: ranks that share the product, and what they sum. A schedule sets x_load, how x gets
-    onto the partitions, and x_chunk, its rows a load; 0 where it comes with the first weight.
+    tp: ranks that share the product, and sum x u. A schedule sets x_load, how x gets onto the
+    partitions, and x_chunk, its rows a load; 0 where it comes with the first weight.
     """
 
     m: int
@@ -262,7 +262,6 @@ class Layer(Record):
     x_cut: int = -1
     split: str = ""
     tp: int = 1
-    tp_axis: str = ""
     x_load: str = "rows"
     x_chunk: int = 0
     nothing: Weight = Weight()
@@ -360,8 +359,7 @@ class Layer(Record):
     def of_x_stage(self) -> Stage:
         """The first factors that multiply x."""
         plain = not any(pair.shaped or pair.scales for pair in self.factors)
-        ranks = self.tp_axis == "rows"
-        return Stage(pairs=self.factors, cores=self.exchanges_p, ranks=ranks, plain=plain)
+        return Stage(pairs=self.factors, cores=self.exchanges_p, ranks=self.tp > 1, plain=plain)
 
     @functools.cached_property
     def of_h_stage(self) -> Stage:

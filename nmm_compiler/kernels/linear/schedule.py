@@ -161,7 +161,7 @@ class LinearSchedule(Schedule):
             x["norm"] += 10 * tiles(layer.k, 128) * (layer.norm_gain + layer.norm_bias)
         p = {"p": made.p_tiles * tokens * kept}
         sums = {"sums": 2 * made.p_tiles * tokens * 4} if layer.exchanges_p else {}
-        if layer.tp_axis == "rows":
+        if layer.tp > 1:
             sums["rank sums"] = 2 * made.p_tiles * tokens * kept
         always = self._vectors(made, y_size)
         stages = []
@@ -314,7 +314,7 @@ class LinearSchedule(Schedule):
                 "schedule: split 'weights' exchanges values between the cores, which no loop on "
                 "the device does; drop m_loop, or split 'tokens'"
             )
-        if layer.tp_axis == "rows":
+        if layer.tp > 1:
             raise SpecError(
                 "schedule: tp_axis 'rows' sums over the ranks once a block of tokens, and the "
                 "collective is not in a loop on the device; drop m_loop, or launch fewer tokens"

@@ -158,7 +158,7 @@ class LinearSpec(KernelSpec):
                 m=self.m, k=self.k, dtype=self._dtype(), x_format=self.x_format,
                 result_dtype=self.result_dtype, kept_dtype=self._plain_dtype(),
                 x_layout=self.layout_of("x"), scales=getattr(self, "scales", None) or "",
-                tp=self.world_size, tp_axis=getattr(self, "tp_axis", ""), **more, **self._layer(),
+                tp=self.world_size, **more, **self._layer(),
             )
         )  # fmt: skip
 

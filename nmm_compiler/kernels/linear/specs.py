@@ -45,9 +45,8 @@ class LowRankSpec(LinearSpec):
     norm of x u over the rank, with inner_eps under the root, times inner_gain [r].
 
     tp: ranks that compute the product together, each from its shard, whose sizes these are.
-    tp_axis: "columns" (v cut by outputs, nothing summed), "rows" (x and u cut by inputs, x u summed
-    before v) or "rank" (u and v cut by the rank, y summed). `whole` and `sharded` go between the
-    product and its shards; reference and error bounds take the operands of the whole.
+    tp_axis: "rows", x and u are cut by inputs, and x u is summed before v. `whole` and `sharded` go
+    between the product and its shards; reference and error bounds take the operands of the whole.
     """
 
     r: int
@@ -126,7 +125,7 @@ class LowRankSpec(LinearSpec):
         """Return the spec of the product that all ranks compute together."""
         if self.tp == 1:
             return self
-        return dataclasses.replace(self, **over_ranks.sizes_of_whole(self))
+        return dataclasses.replace(self, k=self.k * self.tp, tp=1, tp_axis="")
 
     def sharded(self, tp: int, axis: str) -> LowRankSpec:
         """Return the spec of one of `tp` ranks; raises ShapeError where sizes do not divide."""
@@ -139,10 +138,6 @@ class LowRankSpec(LinearSpec):
     def joined(self, *arrays: Any) -> tuple[Any, ...]:
         """Return the operands of the whole, of which every rank has `arrays`."""
         return over_ranks.joined(self, arrays) if self.tp > 1 else arrays
-
-    def result_of(self, rank: int, result: Any) -> Any:
-        """Return what a rank has of an array as large as the whole result."""
-        return over_ranks.result_of(self, rank, result)
 
     def exchanged_bytes(self) -> int:
         """Return the bytes of each rank that the kernel sums over the ranks."""
@@ -162,7 +157,7 @@ class LowRankSpec(LinearSpec):
         """Return family, sizes and dtype."""
         base = " base" if self.base else ""
         inner = f" inner {'rms' if self.inner_norm else self.inner_activation}" * self.inner
-        ranks = f" {self.tp_axis}" if self.tp > 1 else ""
+        ranks = " rows" * (self.tp > 1)
         return (
             f"lowrank m{self.m} k{self.k} r{self.r} n{self.n} {self.formats()}{base}{inner}{ranks}"
         )

@@ -4,7 +4,6 @@ A rank is a logical core. Of its two physical ones each exchanges with the same 
 """
 
 import nki.collectives as ncc
-import nki.isa as nisa
 import nki.language as nl
 
 
@@ -20,10 +19,3 @@ def sum_strips(total, sums, n, ranks):
         ncc.ReplicaGroup([list(range(ranks))]),
         nl.add,
     )
-
-
-def sum_results(out, part, ranks):
-    """Write the sum of the results of all ranks, private matrices in HBM, to `out`."""
-    total = nl.ndarray(part.shape, dtype=part.dtype, buffer=nl.private_hbm)
-    ncc.all_reduce([part], [total], ncc.ReplicaGroup([list(range(ranks))]), nl.add)
-    nisa.dma_copy(dst=out, src=total)
