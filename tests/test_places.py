@@ -36,7 +36,7 @@ def as_toy(family: str, file: str) -> str:
     for word in ("Spec", "Schedule"):
         text = text.replace(family.capitalize() + word, "Toy" + word)
     text = text.replace(family.upper(), "TOY").replace(f" {family}(**named)", " toy(**named)")
-    for old in ('"{}"', 'f"{} ', "kernels.{}", "`{}`", "def {}(", "return {}("):
+    for old in ('"{}"', 'f"{} ', "kernels.{}", "`{}`", "def {}(", "bare={},"):
         text = text.replace(old.format(family), old.format("toy"))
     return text
 

@@ -136,8 +136,6 @@ CONSTRUCTS = (
          needs="fp8_double_row"),
     Rung("TensorE transpose", "tensor_transpose", "nc_transpose on TensorE",
          (((128, 128), _BF16),), _turned),
-    Rung("TensorE transpose fp8", "tensor_transpose_fp8", "fp8 into every second byte",
-         (((128, 64), _FP8),), _turned, needs="fp8_double_row"),
     *(Rung(f"DMA transpose {rows}", "dma_transpose", f"dma_transpose of {rows} rows",
            (((rows, 128), _BF16),), _turned, needs="dma_transposes") for rows in (512, 77, 8)),
     Rung("DMA transpose 3-D", "dma_transpose_tiles", "dma_transpose, axes (2, 1, 0)",

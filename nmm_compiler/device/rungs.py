@@ -105,16 +105,6 @@ def tensor_transpose(x):
 
 
 @nki.jit
-def tensor_transpose_fp8(x):
-    """Return fp8 numbers transposed on TensorE, which writes 16 bits for each."""
-    rows, columns = x.shape
-    held = in_sbuf(x)
-    turned = nl.ndarray((columns, rows, 2), dtype=x.dtype, buffer=nl.psum)
-    nisa.nc_transpose(dst=turned[0:columns, 0:rows, 0], data=held, engine=nisa.engine.tensor)
-    return stored(turned[0:columns, 0:rows, 0], x.dtype)
-
-
-@nki.jit
 def dma_transpose(x):
     """Return x transposed by DMA; rows of the result are 32 bytes apart."""
     rows, columns = x.shape

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-import numpy as np
-
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.error_bounds import Array as Array
+from nmm_compiler.kernels.error_bounds import Estimate, rounded
 from nmm_compiler.kernels.tiling import item_bytes as item_bytes
 from nmm_compiler.kernels.tiling import numpy_dtype as numpy_dtype
 from nmm_compiler.kernels.work import Work
@@ -38,8 +38,6 @@ GROUPS = "groups"
 # The same for attention: half of the heads of keys each, with the query heads that share them; or
 # half of the query heads of each group, with the keys whole.
 HEADS, QUERY_HEADS = "heads", "query_heads"
-
-Array = np.ndarray[Any, Any]
 
 CORES = 1
 """Physical cores that a kernel runs on, unless two are asked for (lnc=2). What is predicted, or
@@ -88,8 +86,25 @@ class KernelSpec(Record):
 
     family: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")  # the fields that must be positive
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES
     # Whether each token's result depends on that token alone: then a launch may pad or split them.
     splits_tokens: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raise ShapeError, SpecError or UnknownNameError for what no spec has in a field."""
+        if self.lnc not in (1, 2) or isinstance(self.lnc, bool):
+            raise SpecError(
+                f"{self.family}: lnc is {self.lnc!r}; pass 1 or 2 physical cores of a logical one"
+            )
+        check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
+        check_name("dtype", self._dtype(), self.dtypes)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                if field.name in ("activation", "inner_activation"):
+                    check_name(field.name, one, ACTIVATIONS)
+                elif field.name.endswith("_layout"):
+                    check_name(field.name, one, LAYOUTS)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON data; lnc only where it is not 1."""
@@ -165,27 +180,42 @@ class KernelSpec(Record):
 
     def flops(self) -> int:
         """Return multiplications and additions of the matrix products (2 per term)."""
-        raise NotImplementedError
+        return sum(self.flops_by_dtype().values())
 
     def flops_by_dtype(self) -> dict[str, int]:
-        """Return the flops at the rate of each operand dtype; they sum to `flops`."""
-        return {self._dtype(): self.flops()}
+        """Return the flops at the rate of each operand dtype."""
+        raise NotImplementedError
+
+    def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterable[Estimate]:
+        """Return float64 values before they are rounded to the result's dtype, with their errors.
+
+        typical: the errors are those of independent roundings, else bounds. Sums are in fp32, and
+        what is kept between two products is rounded once.
+        """
+        raise NotImplementedError
+
+    def laid(self, made: Iterable[Array]) -> Any:
+        """Return what belongs to each of `estimates` as the kernel gives its results."""
+        raise NotImplementedError
 
     def reference(self, *arrays: Array) -> Any:
         """Return the exact result in float64 (nothing rounded in between)."""
-        raise NotImplementedError
+        return self.laid(value for value, _ in self.estimates(arrays, False))
 
     def error_bound(self, *arrays: Array) -> Any:
         """Return, per element, how far a right kernel may be from `reference`."""
-        raise NotImplementedError
+        return self._errors(arrays, False)
 
     def typical_error(self, *arrays: Array) -> Any:
         """Return, per element, the error of a right kernel if roundings are independent.
 
-        Its norm is what `codegen.check_against_float64` holds an error to. A family without it
-        is held to the norm of its bound.
+        Its norm is what `codegen.check_against_float64` holds an error to.
         """
-        return self.error_bound(*arrays)
+        return self._errors(arrays, True)
+
+    def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Any:
+        made = self.estimates(arrays, typical)
+        return self.laid(rounded(one, self.result_dtype, typical)[1] for one in made)
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""
@@ -247,22 +277,22 @@ class KernelSpec(Record):
     @property
     def x_format(self) -> str:
         """The dtype of x."""
-        return self._dtype()
+        return self.dtype
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of the results."""
+        return self.dtype
 
     def _dtype(self) -> str:
-        return str(getattr(self, "dtype", "bfloat16"))
+        """Return the dtype of the weights, which says at what rate they are multiplied."""
+        return self.dtype
 
 
 def check_name(kind: str, value: object, known: tuple[str, ...]) -> None:
     """Raise UnknownNameError, with the closest name, unless `value` is one of `known`."""
     if value not in known:
         raise UnknownNameError(kind, value, known)
-
-
-def check_cores(owner: str, lnc: object) -> None:
-    """Raise SpecError unless a logical core can have so many physical ones."""
-    if lnc not in (1, 2) or isinstance(lnc, bool):
-        raise SpecError(f"{owner}: lnc is {lnc!r}; pass 1 or 2 physical cores of a logical one")
 
 
 def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:

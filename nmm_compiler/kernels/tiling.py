@@ -8,7 +8,7 @@ import numpy as np
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.targets import Target
 
-LOADS = ("rows", "strided", "dma", "tensor", "tensor8")
+LOADS = ("rows", "strided", "dma", "tensor")
 # One long run per partition, or the order that transposes produce.
 # Or four consecutive rows a partition, as products of MX blocks want them.
 FOURS = "fours"
@@ -20,7 +20,6 @@ LOADED = {
     "strided": "in short runs",
     "dma": "through DMA transposes",
     "tensor": "through TensorE transposes",
-    "tensor8": "through TensorE transposes",
 }
 
 
@@ -66,8 +65,6 @@ def turned_loads(dtype: str, target: Target) -> list[str]:
     """Return the ways to load an operand whose contraction index is the inner one in HBM."""
     if item_bytes(dtype) == 2 and target.dma_transposes:
         return ["dma", "tensor"]
-    if item_bytes(dtype) == 1 and target.tensor_transposes_fp8:
-        return ["tensor8"]
     return ["tensor"]
 
 

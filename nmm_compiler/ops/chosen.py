@@ -6,7 +6,7 @@ Both are differentiated by their references: no kernel computes them backward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,11 @@ from nmm_compiler.ops.launches import (
     features,
     mx_weight,
     turned,
-    weight,
 )
+from nmm_compiler.ops.linear import LinearOp
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
-    check_vector,
-    empty_result,
     read_layouts,
     tokens_of,
     weight_shape,
@@ -238,35 +236,30 @@ class ChosenOp(Op):
         return [([Replicate()], [None if one is None else Replicate() for one in args])]
 
 
-class AdaptersOp(ChosenOp):
+class AdaptersOp(ChosenOp, LinearOp):
     """A linear layer of all tokens, and for each the branch of its adapter."""
 
-    def reference(self, *args: Any, **kw: Any) -> Tensor:
-        """Return what the op computes."""
-        return adapters_matmul(*args, **kw)
+    def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Tensor:
+        """Return the result again; no kernel computes it backward."""
+        made: Tensor = self.reference(*args, **kw)
+        return made
+
+    def of_one_dtype(self, given: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the tensors, or None, that have the dtype of x."""
+        yield from (given[name] for name in ("u", "v", "bias", "w"))
 
     def fake(self, *args: Any, **kw: Any) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
         given = self.bound(args, kw)
-        read_layouts(kw)
-        x, u, v, w, gains = (given[name] for name in ("x", "u", "v", "w", "gains"))
-        check_dtypes(x, u, v, given["bias"], w)
-        tokens, k = tokens_of(x, given["x_layout"])
-        inputs, rank = weight_shape("u", u, given["u_layout"])
-        check_same("features of x and u", k, inputs)
-        rows, n = weight_shape("v", v, given["v_layout"])
-        check_same("rank of u and v", rank, rows)
+        made: Tensor = super().fake(*args, **kw)
+        gains, rank = given["gains"], features(given["u"], given["u_layout"])[1]
         if gains.dim() != 1 or rank % gains.shape[0]:
             raise ShapeError(
                 f"gains has shape {tuple(gains.shape)}; pass one for each adapter, whose ranks add "
                 f"up to {rank}"
             )
-        _check_index(given["index"], tokens)
-        if w is not None:
-            shape = weight_shape("w", w, given["w_layout"])
-            check_same("shapes of the dense w and of u v", shape, (k, n))
-        check_vector("bias", given["bias"], n)
-        return empty_result(x, tokens, n, given["out_layout"])
+        _check_index(given["index"], tokens_of(given["x"], given["x_layout"])[0])
+        return made
 
     def lower(
         self, rows: Tensor, args: Sequence[Any], kw: dict[str, Any], m: int,
@@ -274,30 +267,15 @@ class AdaptersOp(ChosenOp):
     ) -> list[Launch]:  # fmt: skip
         """Return the launch of a call."""
         given = self.bound(args, kw)
-        v, v_layout = weight(given["v"], given["v_layout"], transpose)
-        w, w_layout = given["w"], "row"
-        if w is not None:
-            w, w_layout = weight(w, given["w_layout"], transpose)
-        groups, bias = given["gains"].shape[0], given["bias"]
-        k, rank = features(given["u"], given["u_layout"])
-        spec = AdaptersSpec(
-            m=m, k=k, r=rank // groups, n=features(v, v_layout)[1], groups=groups,
-            dtype=dtype_name(rows), x_layout=given["x_layout"], out_layout=given["out_layout"],
-            u_layout=given["u_layout"], v_layout=v_layout, w_layout=w_layout,
-            bias=bias is not None, base=w is not None, activation=given["activation"],
-        )  # fmt: skip
-        chosen = given["index"].reshape(-1).to(torch.int32)
-        gains = given["gains"].float().repeat_interleave(spec.r)
-        operands = (rows, given["u"], v, w, bias, chosen, gains)
-        return [Launch(spec, tuple(t for t in operands if t is not None))]
+        groups = given["gains"].shape[0]
+        rank = features(given["u"], given["u_layout"])[1] // groups
+        given["index"] = given["index"].reshape(-1).to(torch.int32)
+        given["gains"] = given["gains"].float().repeat_interleave(rank)
+        return [self.launch(rows, given, m, transpose, {"r": rank, "groups": groups})]
 
 
 class ExpertsOp(ChosenOp):
     """Gated MLPs that an index chooses for each token."""
-
-    def reference(self, *args: Any, **kw: Any) -> Tensor:
-        """Return what the op computes."""
-        return experts(*args, **kw)
 
     def fake(self, *args: Any, **kw: Any) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
@@ -355,21 +333,14 @@ class ExpertsOp(ChosenOp):
 
     def spec_of(self, given: Mapping[str, Any], m: int, dtype: str) -> ExpertsSpec:
         """Return the spec of a call with m tokens; its stored weights lie as kernels take them."""
-        down, form = given["down"], given["format"]
-        n, rank = down.shape[2 if given["weight_layout"] == "col" else 1], 1
-        ranks = [0, 0]
-        if given["factor_layout"] == "row":
-            rank = 2
-        for place, name in enumerate(("gate_up_u", "down_u")):
-            if given[name] is not None:
-                ranks[place] = given[name].shape[rank]
-        if form in MX:
-            n = down.shape[2] * 8 // MX[form].bits
-        elif form == FACTORS:
-            n = given["down_u"].shape[3 - rank]
+        form, n = given["format"], self._sizes(given, "down")[0]
+        first, last = (
+            0 if u is None else features(u[0], given["factor_layout"])[1]
+            for u in (given["gate_up_u"], given["down_u"])
+        )
         return ExpertsSpec(
-            m=m, k=given["x"].shape[-1], n=n, groups=down.shape[0],
-            top_k=given["index"].shape[-1], dtype=dtype, weight=form, ranks=(ranks[0], ranks[1]),
+            m=m, k=given["x"].shape[-1], n=n, groups=given["down"].shape[0],
+            top_k=given["index"].shape[-1], dtype=dtype, weight=form, ranks=(first, last),
             weight_layout="row" if form else given["weight_layout"],
             gate_up_bias=given["gate_up_bias"] is not None,
             down_bias=given["down_bias"] is not None, **{name: given[name] for name in _SAID},
@@ -420,10 +391,11 @@ _MORE = (
     *(f"{name}_{end}" for name in ("gate_up", "down") for end in ("u", "v")),
 )
 ADAPTERS = AdaptersOp(
-    name="adapters_matmul",
-    operands=(
-        *map(Operand, ("x", "index", "u", "v", "gains")),
-        Operand("bias", "Tensor?"), Operand("w", "Tensor?"),
+    name="adapters_matmul", bare=adapters_matmul, spec=AdaptersSpec,
+    operands=(  # u as it is stored: a kernel gathers its rows
+        *map(Operand, ("x", "index", "u")), Operand("v", layout="v_layout"),
+        Operand("gains", kernel="row_scale"), Operand("bias", "Tensor?"),
+        Operand("w", "Tensor?", layout="w_layout"),
     ),
     keywords={
         "activation": "identity", **LAYOUTS, "u_layout": "row", "v_layout": "row",
@@ -432,6 +404,7 @@ ADAPTERS = AdaptersOp(
 )  # fmt: skip
 EXPERTS = ExpertsOp(
     name="experts",
+    bare=experts,
     operands=(
         *map(Operand, ("x", "gate_up", "down", "index", "gates")),
         *(Operand(name, "Tensor?") for name in _MORE),

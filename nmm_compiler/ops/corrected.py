@@ -44,13 +44,9 @@ from nmm_compiler.ops.launches import (
     turned,
     weight,
 )
-from nmm_compiler.ops.linear import LinearOp, Product, check_norm_of
+from nmm_compiler.ops.linear import LinearOp, Product
 from nmm_compiler.ops.operands import (
-    check_dtypes,
     check_same,
-    empty_result,
-    read_layouts,
-    tokens_of,
     weight_shape,
 )
 from nmm_compiler.ops.scaled import FP8_DTYPE, refuse_gradients
@@ -230,44 +226,26 @@ class CorrectedOp(LinearOp):
         own = [given[one.name] for one in self.operands if one.name not in scales]
         return super().reference(*own, **{name: kw[name] for name in kw if name not in scales})
 
-    def fake(self, *args: Any, **kw: Any) -> Any:
-        """Return empty results; raises NmmError for operands that do not fit."""
-        given = self.bound(args, kw)
-        read_layouts(kw)
+    def of_one_dtype(self, given: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the tensors, or None, that have the dtype of x: branches, biases, and the ends."""
         check_name("format", given["format"], MULTIPLIED)
-        x, each = given["x"], [one for _, one in self.linears(given)]
-        for one in each:
+        for _, one in self.linears(given):
             _check_branch(one, given["u_layout"])
-            branch = () if _in_fp8(one) else (one["u"], one["v"])
-            check_dtypes(x, *branch, one["bias"])
-        check_dtypes(x, *(given.get(one.name) for one in _ENDS))
-        tokens, k = tokens_of(x, given["x_layout"])
-        if self.own:
-            check_norm_of(given, k)
-        sizes: list[Any] = []
-        for one in each:
-            behind = self.gated and len(sizes) == 2
-            sizes.append(self._outputs(x, one, given, sizes[0] if behind else k))
-        if self.gated:
-            check_same("outputs of gate and up", *sizes[:2])
-            sizes = sizes[2:]
-        layouts = references.layouts_of(given["out_layout"], given.get("out_layouts"), len(sizes))
-        made = [empty_result(x, tokens, n, way) for n, way in zip(sizes, layouts, strict=True)]
-        if given.get("residual") is not None:
-            check_same("shapes of residual and result", given["residual"].shape, made[0].shape)
-        return made if self.many else made[0]
+            yield from () if _in_fp8(one) else (one["u"], one["v"])
+            yield one["bias"]
+        yield from (given.get(one.name) for one in _ENDS)
 
-    @staticmethod
-    def _outputs(x: Tensor, one: Mapping[str, Any], given: Mapping[str, Any], k: Any) -> Any:
-        """Return the outputs of one linear of k features; raise ShapeError for what differs."""
-        inputs, n = _weight_sizes(one, given["format"], given["w_layout"])
-        dense = ("w", x.new_empty((inputs, n)), "row")
-        check_same("factors u and v", one["u"] is None, one["v"] is None)
-        bias = ("bias", one["bias"])
-        if one["u"] is None:
-            return Product([dense], bias).outputs(k)
-        factors = [(name, one[name], given[f"{name}_layout"]) for name in "uv"]
-        return Product(factors, bias, dense).outputs(k)
+    def products(self, given: Mapping[str, Any]) -> list[Product]:
+        """Return the linears of a call; a weight stands there with its shape alone."""
+        made = []
+        for _, one in self.linears(given):
+            sizes = _weight_sizes(one, given["format"], given["w_layout"])
+            dense, bias = ("w", given["x"].new_empty(sizes), "row"), ("bias", one["bias"])
+            check_same("factors u and v", one["u"] is None, one["v"] is None)
+            factors = [(name, one[name], given[f"{name}_layout"]) for name in "uv"]
+            plain = one["u"] is None
+            made.append(Product([dense], bias) if plain else Product(factors, bias, dense))
+        return made
 
     def lower(
         self, rows: Tensor, args: Any, kw: dict[str, Any], m: int, transpose: Transpose | None

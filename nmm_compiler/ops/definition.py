@@ -67,8 +67,8 @@ class Operand:
 class Op:
     """One torch op; subclasses say what it computes and how it reaches kernels.
 
-    operands: x first. keywords: each with its default. bare, own: PyTorch's computation of a call
-    that has no more than so many operands and no norm; it saves a Python call.
+    operands: x first. keywords: each with its default. bare: what `reference` computes; own: of a
+    call that has no more than so many operands and no norm, which saves a Python call.
     """
 
     name: str
@@ -109,7 +109,8 @@ class Op:
 
     def reference(self, *args: Any, **kw: Any) -> Any:
         """Return what the op computes, in plain PyTorch; takes the schema's arguments."""
-        raise NotImplementedError
+        assert self.bare is not None
+        return self.bare(*args, **kw)
 
     def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
         """Return the results again, differentiable by calls of this package's ops."""

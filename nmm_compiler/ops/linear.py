@@ -15,7 +15,7 @@ residual, behind their own operands. The result is rounded, then the residual is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -110,7 +110,7 @@ def products_of(given: Mapping[str, Any]) -> list[Product]:
     if not weights:
         assert base is not None
         return [Product([base], ("bias", given["bias"]))]
-    between = [(name, given[name]) for name in ("inner_bias", "inner_gain")]
+    between = [(name, given.get(name)) for name in ("inner_bias", "inner_gain")]
     return [Product(weights, ("bias", given["bias"]), base, between)]
 
 
@@ -162,9 +162,8 @@ class LinearOp(Op):
 
     def reference(self, *args: Any, **kw: Any) -> Any:
         """Return what the op computes, in plain PyTorch."""
-        assert self.bare is not None
-        if not self.own:
-            return self.bare(*args, **kw)
+        if not self.own or self.bare is None:
+            return super().reference(*args, **kw)
         given = self.bound(args, kw)
         own = [given[one.name] for one in self.operands[: self.own]]
         extra = {*NORM, *(one.name for one in self.operands)}
@@ -181,22 +180,36 @@ class LinearOp(Op):
         where = {name: kw.get(name, default) for name, default in WHERE.items()}
         return self.reference(*args, **kw, by=ByKernels(**where))
 
+    @property
+    def gated(self) -> bool:
+        """Whether the second linear multiplies the first, and a third one is of the product."""
+        return "gate" in self.defaults
+
+    def of_one_dtype(self, given: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the tensors, or None, that have the dtype of x."""
+        for _, _, tensor, _ in self.parts(given):
+            yield tensor
+
+    def products(self, given: Mapping[str, Any]) -> list[Product]:
+        """Return the linears of a call, from its arguments by name."""
+        return products_of(given)
+
     def fake(self, *args: Any, **kw: Any) -> Any:
         """Return empty results; raises NmmError for operands that do not fit."""
         given = self.bound(args, kw)
         read_layouts(kw)
         x = given["x"]
-        check_dtypes(x, *(tensor for _, _, tensor, _ in self.parts(given)))
+        check_dtypes(x, *self.of_one_dtype(given))
         tokens, k = tokens_of(x, given["x_layout"])
         if given.get("token_axis", "m") not in TOKEN_AXES:
             raise UnknownNameError("token_axis", given["token_axis"], TOKEN_AXES)
-        if self.own:
+        if "norm" in given:
             check_norm_of(given, k)
-        products = products_of(given)
-        sizes = [one.outputs(k) for one in products[: 2 if "gate" in given else None]]
-        if "gate" in given:
+        products = self.products(given)
+        sizes = [one.outputs(k) for one in products[: 2 if self.gated else None]]
+        if self.gated:
             check_same("output features of gate and up", *sizes)
-            sizes = [products[2].outputs(sizes[0], "h") if "down" in given else sizes[0]]
+            sizes = [one.outputs(sizes[0], "h") for one in products[2:]] or sizes[:1]
         layouts = references.layouts_of(given["out_layout"], given.get("out_layouts"), len(sizes))
         made = [empty_result(x, tokens, n, way) for n, way in zip(sizes, layouts, strict=True)]
         residual = given.get("residual")

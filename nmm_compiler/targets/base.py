@@ -140,7 +140,6 @@ class Target:
     absent_instructions: tuple[str, ...]
     absent_forms: tuple[str, ...]
     tensor_transpose_mode: bool
-    tensor_transposes_fp8: bool
     device_loops: bool
     dma_transposes_in_loops: bool
     float8_kernels: bool

@@ -35,8 +35,6 @@ WITHOUT: Mapping[str, Mapping[str, Any]] = {
 
 The other rungs have no other form that a kernel could take.
 """
-WITH: Mapping[str, Mapping[str, Any]] = {"TensorE transpose fp8": {"tensor_transposes_fp8": True}}
-"""Rung of the ladder -> the capabilities that a target has where it passes."""
 
 FILE = ".json"
 """How the name of a target ends that is a file."""
@@ -100,7 +98,6 @@ def _with_verdicts(
     for verdict in verdicts:
         failed = verdict["verdict"] in ("failed", "wrong")
         values |= WITHOUT.get(verdict["rung"], {}) if failed else {}
-        values |= WITH.get(verdict["rung"], {}) if verdict["verdict"] == "passed" else {}
     return changed(target, values, Source("measured", f"nmm doctor --device: {path}"))
 
 

@@ -194,11 +194,6 @@ TARGET = Target.of(
         ),
         "nki.isa, nki.api.shared and the release notes of 0.4: what only newer targets have",
     ),
-    tensor_transposes_fp8=assumed(
-        False,
-        "trainium2_arch and nki.isa.nc_transpose take fp8, nki-library's attention_block_tkg.py "
-        "says that it is not supported and goes by bf16",
-    ),
     tensor_transpose_mode=documented(
         True, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
     ),

@@ -27,15 +27,14 @@ from nmm_compiler.options import Options
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import simulated_us
 from nmm_compiler.runtime.kernels import Kernels
-from nmm_compiler.targets.this_machine import WITH, WITHOUT
+from nmm_compiler.targets.this_machine import WITHOUT
 
 FP8 = "float8_e4m3"
 
 
-def verdicts(path, failed=(), passed=(), executor="neuron", target="trn2", nki="0.6.0"):
+def verdicts(path, failed=(), executor="neuron", target="trn2", nki="0.6.0"):
     """Write a ladder's file in which some rungs failed; return options that name it."""
     rungs = [{"rung": name, "verdict": "failed"} for name in failed]
-    rungs += [{"rung": name, "verdict": "passed"} for name in passed]
     told = {"executor": executor, "target": target, "verdicts": rungs, "machine": {"nki": nki}}
     path.write_text(json.dumps(told), encoding="utf-8")
     return Options(cache=f"off:{path.parent}")
@@ -84,17 +83,6 @@ def test_x_turns_on_tensor_engine_in_a_loop_where_dma_transposes_fail_there(tmp_
     ]  # fmt: skip
     assert "dma" in looped[0]
     assert set(looped[1]) == {"tensor"}
-
-
-def test_fp8_turns_as_bytes_where_that_passed(tmp_path):
-    spec = MatmulSpec(m=100, k=300, n=200, dtype=FP8)
-    passed = verdicts(tmp_path / "device.json", passed=["TensorE transpose fp8"])
-    kernel = build_kernel(spec, "trn2", options=passed)
-    assert "turned[0:deep, 0:width, 0]" in kernel.source
-    assert prove(kernel).passed
-    plain = build_kernel(spec, "trn2", options=Options(cache="off"))
-    assert "width), dtype=nl.bfloat16, buffer=nl.psum)" in plain.source
-    assert prove(plain).passed
 
 
 @pytest.mark.parametrize("change", [{"executor": "simulator"}, {"target": "trn3"}])
@@ -172,13 +160,12 @@ def test_one_process_keeps_kernels_of_each_machine_apart(tmp_path):
 
 def test_every_rung_that_is_named_exists_and_every_change_is_a_capability():
     rungs = {rung.name for rung in ladder.RUNGS}
-    for table in (WITHOUT, WITH):
-        assert set(table) <= rungs
-        for changes in table.values():
-            assert all(isinstance(getattr(targets.get("trn2"), name), bool) for name in changes)
+    assert set(WITHOUT) <= rungs
+    for changes in WITHOUT.values():
+        assert all(isinstance(getattr(targets.get("trn2"), name), bool) for name in changes)
     # a rung about a construct that has another form is in the table
     about = {r.name for r in ladder.RUNGS if "transpose" in r.name or "double row" in r.name}
-    assert about - {"TensorE transpose"} <= set(WITHOUT) | set(WITH)
+    assert about - {"TensorE transpose"} <= set(WITHOUT)
 
 
 def test_the_variable_names_the_file_else_it_is_beside_the_cache(tmp_path, monkeypatch):

@@ -72,11 +72,7 @@ def _mask(q: Tensor, context: Any, window: int) -> Tensor:
 
 
 class AttentionOp(Op):
-    """softmax(scale q k^T + mask) v."""
-
-    def reference(self, *args: Any, **kw: Any) -> Tensor:
-        """Return what the op computes; no kernel computes its backward pass."""
-        return attention(*args, **kw)
+    """softmax(scale q k^T + mask) v; no kernel computes its backward pass."""
 
     def fake(
         self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, **kw: Any
@@ -139,7 +135,7 @@ class AttentionOp(Op):
 
 OPS = (
     AttentionOp(
-        name="attention",
+        name="attention", bare=attention,
         operands=(*map(Operand, "qkv"), Operand("rope", "Tensor?")),
         keywords={
             "causal": True, "window": 0, "soft_cap": 0.0, "scale": None, "k_layout": "row",

@@ -23,8 +23,8 @@ _0 = (0, 0, 0)
 class AttentionSchedule(Schedule):
     """How an attention kernel runs.
 
-    q_load, k_load: how the head size gets onto the partitions: "rows" as it lies, "dma" a DMA
-        transpose, "tensor" TensorE.
+    k_load: how the head size of keys gets onto the partitions: "rows" as it lies, "dma" a DMA
+        transpose, "tensor" TensorE, as that of queries does.
     loop: the groups of heads are a loop on the device.
     split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
@@ -32,7 +32,6 @@ class AttentionSchedule(Schedule):
         TensorE's rows.
     """
 
-    q_load: str = "tensor"
     k_load: str = "tensor"
     loop: bool = False
     own_queue: bool = False
@@ -48,8 +47,8 @@ class AttentionSchedule(Schedule):
 
         DMA transposes there take 16 rows at a time: TensorE turns instead.
         """
-        q_load, k_load = ("tensor" if how == "dma" else how for how in (self.q_load, self.k_load))
-        return dataclasses.replace(self, loop=True, q_load=q_load, k_load=k_load)
+        k_load = "tensor" if self.k_load == "dma" else self.k_load
+        return dataclasses.replace(self, loop=True, k_load=k_load)
 
     def without_loop(self) -> AttentionSchedule:
         """Return the schedule without a loop on the device."""
@@ -106,9 +105,8 @@ class AttentionSchedule(Schedule):
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         spec = spec.share(self.split)
-        for name, ways in self.loads(spec, target).items():
-            check_name(f"{name} of {spec.dtype} on {target.name}", getattr(self, name), ways)
-        if self.loop and (not target.device_loops or "dma" in (self.q_load, self.k_load)):
+        check_name(f"k_load of {spec.dtype} on {target.name}", self.k_load, k_loads(spec, target))
+        if self.loop and (not target.device_loops or self.k_load == "dma"):
             raise SpecError(
                 f"schedule: loop needs loops on the device, which {target.name} "
                 f"{'has' if target.device_loops else 'lacks'}, and loads without DMA transposes; "
@@ -129,21 +127,20 @@ class AttentionSchedule(Schedule):
         remedy = "keys and values of a head stay in SBUF: split the context"
         self.check_sbuf(spec.short(), spec, target, remedy)
 
-    def loads(self, spec: AttentionSpec, target: Target) -> dict[str, tuple[str, ...]]:
-        """Return the ways in which q and k can be loaded."""
-        turned = tuple(turned_loads(spec.dtype, target))
-        on_tensor = ("tensor",)
-        q = on_tensor if spec.rope != "none" else turned
-        k = on_tensor if spec.rope == "qk" or spec.decode else turned
-        q = on_tensor if spec.decode else q
-        return {"q_load": q, "k_load": ("rows",) if spec.k_layout == "col" else k}
-
     def short(self) -> str:
         """Return the axes in a few words, for tables."""
         loop = " loop" if self.loop else ""
         loop += f" {self.split}-split" if self.split else ""
         pack = f" pack{self.pack}" if self.pack > 1 else ""
-        return f"q-{self.q_load} k-{self.k_load}{pack}{loop}"
+        return f"k-{self.k_load}{pack}{loop}"
+
+
+def k_loads(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    """Return the ways in which keys can be loaded."""
+    if spec.k_layout == "col":
+        return ("rows",)
+    by_tensor = spec.rope == "qk" or spec.decode
+    return ("tensor",) if by_tensor else tuple(turned_loads(spec.dtype, target))
 
 
 def packed(d: int) -> int:
@@ -154,13 +151,11 @@ def packed(d: int) -> int:
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
     """Yield schedules that may be legal, in no order."""
     queue = target.dma_generates_descriptors
-    loads = AttentionSchedule().loads(spec, target)
-    for k_load in loads["k_load"]:
+    for k_load in k_loads(spec, target):
         # the one dialect of targets without generated descriptors has no views for packs
         packs = spec.decode and k_load == "tensor" and queue
         pack = packed(spec.d) if packs else 1
-        for q_load in loads["q_load"]:
-            yield AttentionSchedule(q_load=q_load, k_load=k_load, own_queue=queue, pack=pack)
+        yield AttentionSchedule(k_load=k_load, own_queue=queue, pack=pack)
 
 
 def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
@@ -220,7 +215,7 @@ def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     passes = 5 if spec.soft_cap else 3
     tally.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
     for how, count, each in (
-        (schedule.q_load, heads * q_tiles, 128),
+        ("tensor", heads * q_tiles, 128),
         (schedule.k_load, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
     ):
         turned = count * parts * tiles(each, 128), count, spec.d * size

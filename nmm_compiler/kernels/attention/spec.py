@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,15 +17,12 @@ from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
     DTYPES,
     HEADS,
-    LAYOUTS,
     QUERY_HEADS,
     Array,
     KernelSpec,
     TensorSpec,
     check_arrays,
-    check_cores,
     check_name,
-    check_sizes,
 )
 from nmm_compiler.kernels.error_bounds import (
     FP32_ROUNDOFF,
@@ -94,10 +91,7 @@ class AttentionSpec(KernelSpec):
         }
         for name, value in settled.items():
             object.__setattr__(self, name, value)
-        check_cores(self.family, self.lnc)
-        check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
-        check_name("dtype", self.dtype, self.dtypes)
-        check_name("k_layout", self.k_layout, LAYOUTS)
+        super().__post_init__()
         check_name("rope", self.rope, ROPES)
         self._check_sizes()
         self._check_mask()
@@ -270,9 +264,9 @@ class AttentionSpec(KernelSpec):
         shape = (self.batch * self.heads, self.m, self.d)
         return (TensorSpec(name="y", shape=shape, dtype=self.dtype),)
 
-    def flops(self) -> int:
+    def flops_by_dtype(self) -> dict[str, int]:
         """Return those of both products over the pairs that the mask leaves."""
-        return 4 * self.batch * self.heads * self.pairs * self.d
+        return {self.dtype: 4 * self.batch * self.heads * self.pairs * self.d}
 
     def minimal_hbm_bytes(self) -> int:
         """Return the bytes of all operands but the keys and values that no query sees."""
@@ -289,21 +283,9 @@ class AttentionSpec(KernelSpec):
         words += [f"rope_{self.rope}"] if self.rope != "none" else []
         return " ".join([*words, self.dtype])
 
-    def reference(self, *arrays: Array) -> Array:
-        """Return y in float64."""
-        return np.stack([made[0] for made in self._estimates(arrays, False)])
-
-    def error_bound(self, *arrays: Array) -> Array:
-        """Return elementwise bounds: sums are in fp32, the weights of v are rounded once."""
-        return self._errors(arrays, False)
-
-    def typical_error(self, *arrays: Array) -> Array:
-        """Return the error per element if roundings are independent."""
-        return self._errors(arrays, True)
-
-    def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Array:
-        each = self._estimates(arrays, typical)
-        return np.stack([rounded(made, self.dtype, typical)[1] for made in each])
+    def laid(self, made: Iterable[Array]) -> Array:
+        """Return y of all heads."""
+        return np.stack(list(made))
 
     def seen(self, first: int = 0, stop: int | None = None) -> Array:
         """Return [queries, context]: whether a query, from `first` to `stop`, sees a key."""
@@ -313,8 +295,8 @@ class AttentionSpec(KernelSpec):
         back = (rows + self.context - self.m)[:, None] - np.arange(self.context)
         return np.asarray((back >= 0) & (back < (self.window or self.context)))
 
-    def _estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterator[Estimate]:
-        """Yield y of each head and its error before it is stored."""
+    def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterator[Estimate]:
+        """Yield y of each head before it is stored; the weights of v are rounded once."""
         check_arrays(self, arrays)
         q, k, v, *angles = arrays
         rope = np.asarray(angles[0], dtype=np.float64) if angles else np.empty(0)

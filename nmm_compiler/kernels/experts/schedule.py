@@ -43,9 +43,8 @@ class ExpertsPlan(Record):
     are computed as one, 1 where they are wide. tokens, blocks: of a block, and the most blocks
     there can be, in whole turns. n: features of h, as they are stored; width: those of all cores.
     up, down: the weights; of gate_up the outputs of a half are `step` apart, and those of up begin
-    at up_first. up_u .. down_v: the factors. down_tail: the last 64 rows of down, where h has them
-    on both halves of the partitions. up_block, down_block: outputs of a panel. bias_row:
-    one row of weights, none where no bias of y is added by TensorE. scaled: sums have scales.
+    at up_first. up_u .. down_v: the factors. up_block, down_block: outputs of a panel.
+    scaled: sums have scales.
     """
 
     m: int
@@ -65,12 +64,10 @@ class ExpertsPlan(Record):
     up_v: Weight
     down_u: Weight
     down_v: Weight
-    down_tail: Weight
     up_block: int
     down_block: int
     group: int
     patch: int
-    bias_row: Weight
     has_down_bias: bool
     has_up_bias: bool
     scaled: bool
@@ -191,40 +188,22 @@ class ExpertsSchedule(Schedule):
         ]
         group = max(1, self.banks // patch * (2 if few else 1))
         stored = spec.stored()
-        by_tensor = self.bias_by_tensor(spec)
         arriving = {
             field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
             for field, name in _FIELDS.items()
         }
-        tail = NOTHING
-        if self.twice(spec):
-            down = arriving["down"]
-            tail = dataclasses.replace(down, k=64, chunk=128)
-            whole = dataclasses.replace(down, k=down.k - 64, chunk=min(down.chunk, down.k - 64))
-            arriving |= {"up": dataclasses.replace(arriving["up"], twice=True), "down": whole}
         return ExpertsPlan(
             m=spec.m, k=spec.k, n=n, width=width, count=spec.groups, top_k=spec.top_k,
             way=self.way, at_once=slots, stack=self.stack(spec, slots),
             tokens=self.tokens, blocks=self.most_blocks(spec),
-            **arriving, down_tail=tail,
+            **arriving,
             up_block=blocks[0], down_block=blocks[1], group=group, patch=patch,
-            bias_row=Weight(k=1 if by_tensor else 0, ahead=True),
             has_down_bias=spec.down_bias, has_up_bias=spec.gate_up_bias,
             scaled=spec.weight == "fp8", mx=spec.mx,
             step=2 if interleaved else 1, up_first=0 if interleaved else width,
             activation=spec.activation, op=OPS[spec.activation], split=self.split,
             limit=spec.limit, slope=spec.slope, plus=spec.plus,
         )  # fmt: skip
-
-    def twice(self, spec: ExpertsSpec) -> bool:
-        """Return whether the last 64 features of h lie on both halves of the partitions."""
-        plain = not (spec.mx or any(spec.ranks)) and spec.weight_layout == "row"
-        alone = self.way != "blocks" and self.stack(spec, self.at_once) == 1
-        return plain and alone and spec.n > 128 and spec.n % 128 == 64
-
-    def bias_by_tensor(self, spec: ExpertsSpec) -> bool:
-        """Return whether TensorE adds the bias of rows of y to their sums: plain weights alone."""
-        return self.way == "blocks" and spec.down_bias and not spec.weight and not spec.ranks[1]
 
     def _arriving(self, one: Weight, spec: ExpertsSpec, patch: int, group: int) -> Weight:
         """Return a weight and how it arrives; gate_up with the outputs of one half."""
@@ -310,10 +289,9 @@ class ExpertsSchedule(Schedule):
         held |= {
             "x": 2 * (deep * m + made.token_tiles * spec.k) * size,
             "rows": 2 * size * min(made.down_block, 512 * made.group) * made.patch,
-            "bias row": 2 * (made.down_block + m) * size * spec.down_bias,
+            # on every partition, and what is between sums and rows
+            "spread": (made.scaled + spec.down_bias) * 8 * made.down_block + 4 * 512 * 2,
         }  # fmt: skip
-        if not made.bias_row.k:  # on every partition, and what is between sums and rows
-            held["spread"] = (made.scaled + spec.down_bias) * 8 * made.down_block + 4 * 512 * 2
         sorting = {
             "picks": 4 * (8 * picks + tiles(spec.m, 128) * spec.top_k + 16 * groups),
             "blocks": 4 * (made.blocks * (4 + made.token_tiles) + 2 * m),

@@ -12,24 +12,21 @@ An index of -1 is no expert: of a token whose expert is on another device, say.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
-    ACTIVATIONS,
     GROUPS,
-    LAYOUTS,
     WEIGHTS,
     Array,
     KernelSpec,
     Products,
     TensorSpec,
     check_arrays,
-    check_cores,
     check_name,
-    check_sizes,
 )
 from nmm_compiler.kernels.error_bounds import (
     FP32_ROUNDOFF,
@@ -110,15 +107,11 @@ class ExpertsSpec(KernelSpec):
     family: ClassVar[str] = "experts"
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n", "groups", "top_k")
     splits_tokens: ClassVar[bool] = False
-    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16", "float32")
 
     def __post_init__(self) -> None:
-        check_cores(self.family, self.lnc)
-        check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
-        check_name("dtype", self.dtype, self.dtypes)
-        check_name("weight_layout", self.weight_layout, LAYOUTS)
+        check_name("dtype", self.dtype, ("bfloat16", "float16", "float32"))
+        super().__post_init__()
         check_name("halves", self.halves, HALVES)
-        check_name("activation", self.activation, ACTIVATIONS)
         for name in ("limit", "slope", "plus", "distinct"):
             value = float(getattr(self, name))
             if not np.isfinite(value) or value < 0:
@@ -167,11 +160,6 @@ class ExpertsSpec(KernelSpec):
 
     def _dtype(self) -> str:
         return FP8 if self.weight == "fp8" else self.dtype
-
-    @property
-    def x_format(self) -> str:
-        """The dtype of x."""
-        return self.dtype
 
     @property
     def mx(self) -> bool:
@@ -258,10 +246,6 @@ class ExpertsSpec(KernelSpec):
         """Return y."""
         return (TensorSpec(name="y", shape=(self.m, self.k), dtype=self.dtype),)
 
-    def flops(self) -> int:
-        """Return those of the picks."""
-        return sum(self.flops_by_dtype().values())
-
     def flops_by_dtype(self) -> dict[str, int]:
         """Return those of the picks: of few-bit weights, and of what is in x's dtype."""
         made: dict[str, int] = {}
@@ -280,20 +264,13 @@ class ExpertsSpec(KernelSpec):
         rest = sum(whole.pop(name) for name in ("x", "y", "index", "gates"))
         return rest + round(sum(whole.values()) * self.expected / self.groups)
 
-    def reference(self, *arrays: Array) -> Any:
-        """Return y in float64."""
-        return self._estimate(arrays, False)[0]
+    def laid(self, made: Iterable[Array]) -> Any:
+        """Return y."""
+        (y,) = made
+        return y
 
-    def error_bound(self, *arrays: Array) -> Any:
-        """Return elementwise bounds: sums are in fp32, h, y, and of many tokens the rows of their
-        picks are rounded once."""
-        return rounded(self._estimate(arrays, False), self.dtype, False)[1]
-
-    def typical_error(self, *arrays: Array) -> Any:
-        """Return the error per element if roundings are independent."""
-        return rounded(self._estimate(arrays, True), self.dtype, True)[1]
-
-    def _estimate(self, arrays: tuple[Array, ...], typical: bool) -> Estimate:
+    def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterable[Estimate]:
+        """Return y before it is rounded; of many tokens the rows of picks are rounded, too."""
         check_arrays(self, arrays)
         named = {t.name: a for t, a in zip(self.inputs(), arrays, strict=True)}
         index, gates = (np.asarray(named[name], np.float64) for name in ("index", "gates"))
@@ -307,7 +284,7 @@ class ExpertsSpec(KernelSpec):
             value += own[0]
             error = combine(error, own[1], typical)
             error = combine(error, FP32_ROUNDOFF * (np.abs(value) + error), typical)
-        return value, error
+        return [(value, error)]
 
     def _of_group(self, named: dict[str, Array], group: int) -> dict[str, Array]:
         """Return the operands of a group in float64, weights as they multiply."""

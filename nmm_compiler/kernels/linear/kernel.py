@@ -58,10 +58,7 @@ def linear(x, spec, schedule, **others):
             )
         )  # fmt: skip
         part.append(own(out[y.place], y.cut, core))
-    if spec.residual:
-        more = own(others.get("residual"), spec.results[0].cut, core)
-    else:
-        more = None
+    more = own(others.get("residual"), spec.results[0].cut, core) if spec.residual else None
 
     bias_sb = []
     scale_sb = []
@@ -70,7 +67,7 @@ def linear(x, spec, schedule, **others):
         if y.bias != "":
             vector = own(others.get(y.bias), 0 if spec.split == "weights" else -1, core)
             if along:
-                bias_sb.append(spread_bias(vector, y.n, spec.spread_to, schedule.own_queue))
+                bias_sb.append(spread_bias(vector, y.n, schedule.own_queue))
             else:
                 bias_sb.append(bias_columns(vector, y.n, schedule.own_queue))
         else:
@@ -82,7 +79,7 @@ def linear(x, spec, schedule, **others):
                 product_scales(
                     own(others.get(y.scaled.scale), 0 if halved else -1, core),
                     others.get("x_scale"), y.n, spec.scales, not along, of_x,
-                    spec.spread_to, schedule.own_queue,
+                    schedule.own_queue,
                 )
             )  # fmt: skip
         else:
@@ -94,10 +91,11 @@ def linear(x, spec, schedule, **others):
     p_bias = []
     p_scale = []
     for factors in spec.pairs:
-        if factors.bias != "":
-            p_bias.append(bias_columns(others.get(factors.bias), factors.u.n, schedule.own_queue))
-        else:
-            p_bias.append(None)
+        p_bias.append(
+            bias_columns(others.get(factors.bias), factors.u.n, schedule.own_queue)
+            if factors.bias != ""
+            else None
+        )
         if factors.gain != "":
             p_scale.append(bias_columns(others.get(factors.gain), factors.u.n, schedule.own_queue))
         elif factors.groups.slots > 0:
@@ -112,7 +110,7 @@ def linear(x, spec, schedule, **others):
             p_scale.append(
                 product_scales(
                     others.get(factors.u.scale), others.get("x_scale"), factors.u.n, spec.scales,
-                    True, spec.fp8_x and factors.place < len(spec.factors), 128, schedule.own_queue,
+                    True, spec.fp8_x and factors.place < len(spec.factors), schedule.own_queue,
                 )
             )  # fmt: skip
             if factors.scale != 1.0:
@@ -181,10 +179,7 @@ def compute_block(
         load_normed(x_sb, x, spec.x_load, spec.x_chunk, at, spec.k, norm)
     squares = []
     for each in spec.pairs:
-        if each.gain != "":
-            squares.append(new_squares(each.u.n, at.tokens))
-        else:
-            squares.append(None)
+        squares.append(new_squares(each.u.n, at.tokens) if each.gain != "" else None)
     around = Ends(ends.scale, ends.bias, p_factors, ends.p_bias, squares)
     if spec.p_tiles > 0:
         # p^T = (x u)^T of every pair of factors, one after another in tiles of the rank
@@ -229,28 +224,28 @@ def compute_block(
     else:
         panels = []
         low_panels = []
-        for one in spec.in_turn:
-            x_of = Left(x_strip, x, x_left.how if one.turn == 0 else "none", x_scales)
+        for one in spec.linears:
+            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
             from_x = dense_term(one, x_of, at, others)
             from_p = low_rank_term(one, p_sb, at, others)
             wide = min(one.n, one.last.block)
             panels.append([])
             low_panels.append([])
             if one.weight.k > 0 and not spec.mx:
-                panels[one.turn].append(load_panel(from_x, 0, wide, at))
+                panels[one.place].append(load_panel(from_x, 0, wide, at))
             if spec.gathers:
                 v_sb = gather_second(from_p.weight, columns, one.n, one.low_rank.r)
-                low_panels[one.turn] = panels_of(v_sb, one.low_rank.v)
+                low_panels[one.place] = panels_of(v_sb, one.low_rank.v)
             elif one.low_rank.r > 0:
-                low_panels[one.turn].append(load_panel(from_p, 0, wide, at))
+                low_panels[one.place].append(load_panel(from_p, 0, wide, at))
             if spec.mx:
-                panels[one.turn].append(load_panel(from_x, 0, wide, at))
+                panels[one.place].append(load_panel(from_x, 0, wide, at))
         for pair in spec.pairs:
             if pair.groups.count > 0 and pair.groups.slots == 0:
                 # behind the first loads of weights, which do not wait for the index
                 table = others.get("row_scale").reshape((pair.groups.count, pair.groups.rank))
                 read_rows(stacked, table)
-        for one in spec.in_turn:
+        for one in spec.linears:
             if one.normed:
                 factor = inverse_roots(
                     squares[one.low_rank.place], one.low_rank.r, at.tokens, one.low_rank.eps,
@@ -259,11 +254,11 @@ def compute_block(
             else:
                 factor = ends.scale[one.place]
             ending = epilogue_of(one, factor, ends.bias[one.place], None, False, spec)
-            x_of = Left(x_strip, x, x_left.how if one.turn == 0 else "none", x_scales)
+            x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
-            ahead = Loaded(panels[one.turn], low_panels[one.turn])
+            ahead = Loaded(panels[one.place], low_panels[one.place])
             expand(result, ahead, x_of, p_sb, one, ending, at, spec, others)
     if spec.down.n > 0:
         if spec.mx:

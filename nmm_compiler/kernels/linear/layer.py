@@ -39,8 +39,7 @@ class Weight(Record):
     tiles of tokens that are, where the weight moves; ahead, a panel is loaded before the results of
     the one before it are stored; double_row, two tiles of an fp8 contraction a pass; spread,
     a tile of outputs has every fourth of 512; halves, the second half of a panel lies on the second
-    half of the partitions, so that all DMA engines load it; twice, a last tile of 64 outputs comes
-    out on both halves of the partitions; few_sums, its sums are several at once.
+    half of the partitions, so that all DMA engines load it; few_sums, its sums are several at once.
     """
 
     name: str = ""
@@ -59,7 +58,6 @@ class Weight(Record):
     double_row: bool = False
     spread: bool = False
     halves: bool = False
-    twice: bool = False
     few_sums: bool = False
 
     @property
@@ -161,8 +159,8 @@ class Linear(Record):
 
     bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
     groups: its weights, or its factors alone, are chosen for each token. place: among all linears
-    of the kernel. cut: as of a weight, of the result. A schedule sets the rest: turned, where the
-    result comes by rows and its sums have outputs on the partitions; turn, when it is computed.
+    of the kernel. cut: as of a weight, of the result. A schedule sets turned, where the result
+    comes by rows and its sums have outputs on the partitions.
     """
 
     n: int = 0
@@ -175,7 +173,6 @@ class Linear(Record):
     place: int = 0
     cut: int = -1
     turned: bool = False
-    turn: int = 0
 
     @property
     def op(self) -> str:
@@ -296,11 +293,6 @@ class Layer(Record):
         return max((one.tiles for one in self.pairs if one.u.format == FP8), default=0)
 
     @property
-    def in_turn(self) -> tuple[Linear, ...]:
-        """The linears of x in the order in which they are computed."""
-        return tuple(sorted(self.linears, key=lambda one: one.turn))
-
-    @property
     def layers(self) -> tuple[Linear, ...]:
         """The linears of x, and the one of h."""
         return (*self.linears, *((self.down,) if self.down.n else ()))
@@ -366,12 +358,6 @@ class Layer(Record):
         """The first factor that multiplies h."""
         cores = self.exchanges_down
         return Stage(pairs=self.down_pairs, cores=cores, ranks=False, plain=not self.fp8)
-
-    @property
-    def spread_to(self) -> int:
-        """The partitions to which vectors along the free axis are copied: as many as tokens, by a
-        DMA, or all of them, by TensorE."""
-        return self.m if self.m <= 16 else 128
 
     @property
     def x_later(self) -> str:
@@ -453,7 +439,7 @@ def placed(layer: Layer) -> Layer:
             pair = dataclasses.replace(
                 pair, tile=known.tile, place=known.place, scales=scales, groups=linear.groups
             )
-        return dataclasses.replace(linear, place=place, turn=place, low_rank=pair)
+        return dataclasses.replace(linear, place=place, low_rank=pair)
 
     linears = []
     for place, linear in enumerate(layer.linears):

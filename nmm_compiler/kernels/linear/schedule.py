@@ -36,7 +36,7 @@ class LinearSchedule(Schedule):
 
     x_load, w_load: how the contraction index of x, and of weights that are stored [n, k], gets onto
         the partitions: "rows" as it lies, "strided" in short runs, "dma" by DMA transposes,
-        "tensor" on TensorE, "tensor8" there without widening fp8.
+        "tensor" on TensorE, fp8 widened to 16 bits there.
     order: which rows of x and of its weights share a partition: "consecutive_rows", or every 128th,
         "strided_rows", as transposes leave them; or "fours" where products of MX blocks take x.
     m_block: tokens in SBUF at a time. u_block, block, down_block: outputs of a panel of a first
@@ -97,7 +97,6 @@ class LinearSchedule(Schedule):
         step = 512 * tiles(step, 512) if layer.mx else step
         made = layer.changed(lambda weight, linear: self._arriving(weight, linear, layer))
         made = made.each(lambda one: dataclasses.replace(one, turned=self.turned and one.rows))
-        made = _short_ones_first(made) if first and not layer.combine else made
         return dataclasses.replace(made, x_load=x_load, x_chunk=step if first else 0)
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
@@ -261,6 +260,8 @@ class LinearSchedule(Schedule):
             if value < 1 or (name != "load_bytes" and value % 128):
                 raise SpecError(f"schedule: {name} is {value}; pass a multiple of 128")
         check_load("x_load", self.x_load, layer.x_layout == "col", layer.x_format, target)
+        if layer.mx:
+            check_name("x_load of MX blocks", self.x_load, _mx_loads(layer))
         turned = {weight.layout for weight in layer.weights()} - {"row"}
         if turned or self.w_load != "rows":
             check_load("w_load", self.w_load, not turned, layer.dtype, target)
@@ -449,17 +450,6 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
                 yield dataclasses.replace(made, ahead=False)
 
 
-def _short_ones_first(layer: Layer) -> Layer:
-    """Return the layer with linears of one panel before the others.
-
-    The first panels of all are loaded one after the other, then what is left of each.
-    """
-    order = sorted(layer.linears, key=lambda one: one.n > one.last.block)
-    turns = {one.place: turn for turn, one in enumerate(order)}
-    linears = [dataclasses.replace(one, turn=turns[one.place]) for one in layer.linears]
-    return dataclasses.replace(layer, linears=tuple(linears))
-
-
 def whole_blocks(weight: Weight, chunk: int) -> int:
     """Return rows a load of a weight in order "fours": of MX blocks four tiles, whose scales take
     the partitions of two DMA engines a quadrant."""
@@ -472,11 +462,9 @@ def _load(weight: Weight, turned: str) -> str:
     return "rows" if weight.layout == "row" else turned
 
 
-def _mx_loads(layer: Layer) -> list[str]:
+def _mx_loads(layer: Layer) -> tuple[str, ...]:
     """Return the ways to load x for products of MX blocks, which take it in no DMA's order."""
-    if layer.x_layout == "col":
-        return ["rows"]
-    return ["tensor"]
+    return ("rows",) if layer.x_layout == "col" else ("tensor",)
 
 
 def _blocks(layer: Layer, target: Target) -> list[int]:

@@ -14,9 +14,6 @@ import numpy as np
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import (
-    ACTIVATIONS,
-    DTYPES,
-    LAYOUTS,
     TOKENS,
     WEIGHTS,
     Array,
@@ -24,11 +21,9 @@ from nmm_compiler.kernels.base import (
     Products,
     TensorSpec,
     check_arrays,
-    check_cores,
     check_name,
-    check_sizes,
 )
-from nmm_compiler.kernels.error_bounds import rounded
+from nmm_compiler.kernels.error_bounds import Estimate
 from nmm_compiler.kernels.linear.estimates import Estimates
 from nmm_compiler.kernels.linear.layer import (
     Layer,
@@ -58,8 +53,6 @@ class LinearSpec(KernelSpec):
     dtype, the residual is added, the sum is rounded again, as PyTorch does.
     """
 
-    dtypes: ClassVar[tuple[str, ...]] = DTYPES
-
     m: int
     k: int
     x_dtype: str | None = None
@@ -74,10 +67,8 @@ class LinearSpec(KernelSpec):
     adds_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_cores(self.family, self.lnc)
-        check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
+        super().__post_init__()
         self._settle_formats()
-        self._check_names()
         check_norm(self)
         if self.residual and not self.adds_residual:
             raise SpecError(
@@ -92,20 +83,9 @@ class LinearSpec(KernelSpec):
         plain = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: v for name, v in made.items() if name not in rare or v != plain[name]}
 
-    def _check_names(self) -> None:
-        """Raise UnknownNameError unless activations and layouts are known."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            for one in value if isinstance(value, (tuple, list)) else (value,):
-                if field.name in ("activation", "inner_activation"):
-                    check_name(field.name, one, ACTIVATIONS)
-                elif field.name.endswith("_layout"):
-                    check_name(field.name, one, LAYOUTS)
-
     def _settle_formats(self) -> None:
-        """Check dtype, scales, x_dtype and out_dtype; equal meanings become equal fields."""
+        """Check scales, x_dtype and out_dtype; equal meanings become equal fields."""
         dtype, scales = self._dtype(), getattr(self, "scales", None)
-        check_name("dtype", dtype, self.dtypes)
         if dtype != FP8 and scales is not None:
             raise SpecError(
                 f"{self.family}: scales={scales!r} belongs to dtype {FP8}, and dtype is {dtype}; "
@@ -271,10 +251,6 @@ class LinearSpec(KernelSpec):
             for i, one in enumerate(results)
         )
 
-    def flops(self) -> int:
-        """Return those of every weight, 2 m times its elements."""
-        return sum(self.flops_by_dtype().values())
-
     def flops_by_dtype(self) -> dict[str, int]:
         """Return the flops of products of x, and of products of intermediates, by their dtypes."""
         made = {self.x_format: 0}
@@ -284,24 +260,8 @@ class LinearSpec(KernelSpec):
             made[dtype] = made.get(dtype, 0) + 2 * self.m * one.k * one.n
         return made
 
-    def reference(self, *arrays: Array) -> Any:
-        """Return the results in float64, laid out as `out_layout` says."""
-        return self._laid(value for value, _ in self._estimates(arrays, False))
-
-    def error_bound(self, *arrays: Array) -> Any:
-        """Return elementwise bounds: sums are in fp32, intermediates and results are rounded
-        once."""
-        return self._errors(arrays, False)
-
-    def typical_error(self, *arrays: Array) -> Any:
-        """Return the error per element if roundings are independent."""
-        return self._errors(arrays, True)
-
-    def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Any:
-        made = self._estimates(arrays, typical)
-        return self._laid(rounded(one, self.result_dtype, typical)[1] for one in made)
-
-    def _estimates(self, arrays: tuple[Array, ...], typical: bool) -> Any:
+    def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterable[Estimate]:
+        """Return each result [m, n] before it is rounded to its dtype."""
         whole = self.whole()
         check_arrays(whole, arrays)
         layer = whole.layer
@@ -319,11 +279,11 @@ class LinearSpec(KernelSpec):
         }
         return Estimates(self, layer, named, typical).results()
 
-    def _laid(self, results: Iterable[Any]) -> Any:
+    def laid(self, made: Iterable[Array]) -> Any:
         """Return results [m, n] laid out as their kernel gives them."""
-        each = zip(results, self.result_layouts(), strict=True)
-        made = tuple(y if layout == "row" else np.ascontiguousarray(y.T) for y, layout in each)
-        return made if self.many else made[0]
+        each = zip(made, self.result_layouts(), strict=True)
+        results = tuple(y if way == "row" else np.ascontiguousarray(y.T) for y, way in each)
+        return results if self.many else results[0]
 
     def as_products(self) -> Products:
         """Return (every product, every linear dense) of the layer, what is between transposed.

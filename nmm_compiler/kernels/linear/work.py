@@ -58,9 +58,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
         if one.turned:
             tally.matmuls.append((tiles(one.n, 128), layer.m))
             tally.evictions.append((tiles(one.n, wide), wide))
-        elif (
-            one.rows and made.spread_to == 128
-        ):  # ones times the row of scales, and of biases, for all partitions
+        elif one.rows:  # ones times the row of scales, and of biases, for all partitions
             scales = int(made.scales == "channel")
             tally.wide_matmuls.append((scales * tiles(one.n, wide), wide))
             tally.matmuls.append((bool(one.bias) * tiles(one.n, wide), wide))

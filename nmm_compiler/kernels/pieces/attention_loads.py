@@ -98,31 +98,17 @@ def load_values(v, spec):
     return v_sb
 
 
-def fetch_queries(q, q0, spec, schedule):
-    """Load a tile of queries of all heads of a group: [d, heads, queries], or as they lie."""
+def fetch_queries(q, q0, spec):
+    """Load a tile of queries of all heads of a group as they lie."""
     rows = min(128, spec.m - q0)
-    parts = (spec.d + 127) // 128
-    if schedule.q_load == "dma":
-        q_t = nl.ndarray((128, parts, spec.group, 128), dtype=q.dtype, buffer=nl.sbuf)
-        for h in range(spec.group):
-            for part in range(parts):
-                deep = min(128, spec.d - 128 * part)
-                nisa.dma_transpose(
-                    dst=q_t[0:deep, part, h, 0:rows],
-                    src=q[h, q0 : q0 + rows, 128 * part : 128 * part + deep],
-                    axes=(1, 0),
-                )
-        return q_t
     natural = nl.ndarray((128, spec.group, spec.d), dtype=q.dtype, buffer=nl.sbuf)
     block = q[0 : spec.group, q0 : q0 + rows, 0 : spec.d]
     nisa.dma_copy(dst=natural[0:rows, 0 : spec.group, 0 : spec.d], src=block.permute((1, 0, 2)))
     return natural
 
 
-def turn_queries(flat, rope, q0, spec, schedule):
+def turn_queries(flat, rope, q0, spec):
     """Return q^T [128, parts of d, heads, 128] of a tile of queries."""
-    if schedule.q_load == "dma":
-        return flat
     rows = min(128, spec.m - q0)
     parts = (spec.d + 127) // 128
     natural = flat

@@ -40,7 +40,7 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
     steps = list_steps(len(qs), spec)
     keys = [load_keys(ks[0], rope, spec, schedule)]
     values = [load_values(vs[0], spec)]
-    fetched = [fetch_queries(qs[0], 0, spec, schedule)]
+    fetched = [fetch_queries(qs[0], 0, spec)]
     queries = []
     scores = []
     turned = []
@@ -60,10 +60,10 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
                 keys.append(load_keys(ks[g + 1], rope, spec, schedule))
                 values.append(load_values(vs[g + 1], spec))
             if q0 + 128 < spec.m:
-                fetched.append(fetch_queries(qs[g], q0 + 128, spec, schedule))
+                fetched.append(fetch_queries(qs[g], q0 + 128, spec))
             elif g + 1 < len(qs):
-                fetched.append(fetch_queries(qs[g + 1], 0, spec, schedule))
-            queries.append(turn_queries(fetched[len(queries)], rope, q0, spec, schedule))
+                fetched.append(fetch_queries(qs[g + 1], 0, spec))
+            queries.append(turn_queries(fetched[len(queries)], rope, q0, spec))
         if has_step(t, 4, steps):
             stacks.append(take_out(turned[t - 4], steps[t - 4]))
         if has_step(t, 1, steps):

@@ -42,16 +42,7 @@ def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
         down_scale = numbers_of(operands[5], one, 0, spec.k, 1, 0) if spec.scaled else None
         h = make_h(ups, downs, left, groups[0], s, operands, core, spec)
         from_h = stored_term(h, spec.down)
-        last_h = h[1].shape[1] - 1
-        from_q = Term(
-            Left(
-                h[1][64 * (s % 2) : 64 * (s % 2) + 64, last_h : last_h + 1, 0:m]
-                if spec.up.twice
-                else h[3],
-                None, "none",
-            ),
-            None, spec.down_tail if spec.up.twice else spec.down_v,
-        )  # fmt: skip
+        from_q = plain_term(h[3], spec.down_v)
         for k0 in range(0, spec.k, spec.down_block):
             outputs = min(spec.down_block, spec.k - k0)
             load_following(ups, downs, groups[0], s, k0, operands, core, spec)
@@ -80,8 +71,6 @@ def make_blocks(out, x, tokens, groups, operands, spec):
     downs = []
     flats = []
     m = spec.tokens
-    ones = nl.ndarray((1, 1, m), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
     flats.append(gather_block(x, tokens, 0, spec))
     ups.append(load_up(operands, groups[0:1, 0:1], 0, 0, spec))
     left = strips_of(flats[0], m, spec)
@@ -89,32 +78,24 @@ def make_blocks(out, x, tokens, groups, operands, spec):
         if s + 1 < spec.at_once:
             flats.append(gather_block(x, tokens, s + 1, spec))
         one = groups[0:1, s : s + 1]
-        if spec.has_down_bias and spec.bias_row.k == 0:
-            wide_bias = spread_of(operands[3], one, spec)
-        else:
-            wide_bias = None
+        wide_bias = spread_of(operands[3], one, spec) if spec.has_down_bias else None
         wide_scale = spread_of(operands[5], one, spec) if spec.scaled else None
         h = make_h(ups, downs, left, groups, s, operands, 0, spec)
         from_h = stored_term(h, spec.down)
+        from_q = plain_term(h[3], spec.down_v)
         if s + 1 < spec.at_once:
             left = strips_of(flats[s + 1], m, spec)
         for k0 in range(0, spec.k, spec.down_block):
             outputs = min(spec.down_block, spec.k - k0)
-            by_tensor = spec.bias_row.k > 0  # the bias, as a product of ones
-            bias = [bias_row(operands[3], one, k0, outputs)] if by_tensor else []
             load_following(ups, downs, groups, s, k0, operands, 0, spec)
             panel = downs[s * spec.down_panels + k0 // spec.down_block]
             make_rows(
                 Result(out, None, False, False, None, False),
-                from_h, panel[0],
-                Term(
-                    Left(ones if by_tensor else h[3], None, "none"), None,
-                    spec.bias_row if by_tensor else spec.down_v,
-                ), bias if by_tensor else panel[1],
+                from_h, panel[0], from_q, panel[1],
                 Panel(k0, outputs, spec.group, spec.patch, outputs, 0), Block(s * m, m, 0),
                 Epilogue(
-                    wide_scale, spec.scales, wide_bias, spec.has_down_bias and spec.bias_row.k == 0,
-                    "identity", nl.copy, None, False, None, False,
+                    wide_scale, spec.scales, wide_bias, spec.has_down_bias, "identity", nl.copy,
+                    None, False, None, False,
                 ),
             )  # fmt: skip
 
@@ -180,14 +161,8 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
     at = Block(0, m, core)
     one = groups[0:1, s : s + 1]
     first = core * spec.n * spec.step
-    if spec.has_up_bias:
-        biases = halves_of(operands[2], one, first, spec)
-    else:
-        biases = [None, None]
-    if spec.scaled:
-        scales = halves_of(operands[4], one, first, spec)
-    else:
-        scales = [None, None]
+    biases = halves_of(operands[2], one, first, spec) if spec.has_up_bias else [None, None]
+    scales = halves_of(operands[4], one, first, spec) if spec.scaled else [None, None]
     if spec.up_u.k > 0:
         p_sb = project_group(left[0], ups[s * spec.up_panels][4], spec.up_u, spec.up_u.n, at, spec)
     else:
@@ -201,7 +176,7 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
         if n0 + spec.up_block < spec.n:
             ups.append(load_up(operands, one, n0 + spec.up_block, core, spec))
         else:
-            downs.append(load_down(operands, one, 0, s, core, spec))
+            downs.append(load_down(operands, one, 0, core, spec))
         panel = ups[s * spec.up_panels + n0 // spec.up_block]
         tiles = (columns + 511) // 512 * 4 if spec.mx else (columns + 127) // 128
         active = nl.ndarray((128, tiles, m), dtype=nl.float32, buffer=nl.sbuf)
@@ -257,7 +232,7 @@ def load_following(ups, downs, groups, s, k0, operands, core, spec):
     """Load the panel behind one of down: the next of down, or the first of the next group."""
     if k0 + spec.down_block < spec.k:
         one = groups[0:1, s : s + 1]
-        downs.append(load_down(operands, one, k0 + spec.down_block, s, core, spec))
+        downs.append(load_down(operands, one, k0 + spec.down_block, core, spec))
     elif s + 1 < spec.at_once:
         ups.append(load_up(operands, groups[0:1, s + 1 : s + 2], 0, core, spec))
 
@@ -271,19 +246,7 @@ def halves_of(vectors, one, first, spec):
         gate = numbers_of(vectors, one, first, spec.n, spec.step, 0)
         up_first = spec.up_first + first
         both = [gate, numbers_of(vectors, one, up_first, spec.n, spec.step, spec.step - 1)]
-        if spec.up.twice:
-            for half in both:
-                last = half.shape[1] - 1
-                nisa.tensor_copy(dst=half[64:128, last : last + 1], src=half[0:64, last : last + 1])
     return both
-
-
-def bias_row(vectors, one, first, count):
-    """Return a part of a group's bias as the only chunk of a weight of one row."""
-    row = nl.ndarray((1, 1, count), dtype=vectors.dtype, buffer=nl.sbuf)
-    own = vectors.select(0, one)[first : first + count]
-    nisa.dma_copy(dst=row.reshape((1, count)), src=own.reshape_dim(0, (1, count)))
-    return row
 
 
 def spread_of(vectors, one, spec):
@@ -456,13 +419,9 @@ def load_halves(matrix, plan: Plan, first, columns, spec):
     return [gate, up]
 
 
-def load_down(operands, one, k0, s, core, spec):
+def load_down(operands, one, k0, core, spec):
     """Return a panel of a group's down: the rows of this core's features of h, the second factor,
-    and with the first panel the first factor.
-
-    Where h has its last 64 features on both halves of the partitions, the panel's rows of these are
-    in the place of a second factor, on the halves in turn, so that all DMA engines load them.
-    """
+    and with the first panel the first factor."""
     columns = min(spec.down_block, spec.k - k0)
     first = core * spec.n
     if spec.down_u.k > 0 and k0 == 0:
@@ -472,14 +431,6 @@ def load_down(operands, one, k0, s, core, spec):
         u = []
     if spec.down_v.k > 0:
         v = load_columns(operands[9].select(0, one), spec.down_v, k0, columns)
-    elif spec.up.twice:
-        low = 64 * (s % 2)
-        tail = nl.ndarray((128, 1, columns), dtype=operands[1].dtype, buffer=nl.sbuf)
-        own_rows = operands[1].select(0, one)[
-            first + spec.down.k : first + spec.n, k0 : k0 + columns
-        ]
-        nisa.dma_copy(dst=tail[low : low + 64, 0, 0:columns], src=own_rows)
-        v = [tail[low : low + 64, 0:1, 0:columns]]
     else:
         v = []
     if spec.mx:
@@ -528,9 +479,8 @@ def load_columns(matrix, plan: Plan, first, columns):
 def clamp_tiles(dst, gate, up, columns, spec):
     """Write g sigmoid(slope g) (u + plus) for g = min(gate, limit), u within both limits."""
     m = dst.shape[2]
-    features = (columns + 127) // 128 * 128 if spec.up.twice else columns
-    tiles = features // 512 * 4 if spec.mx else features // 128
-    rest = features % 512 // 4 if spec.mx else features % 128
+    tiles = columns // 512 * 4 if spec.mx else columns // 128
+    rest = columns % 512 // 4 if spec.mx else columns % 128
     last = dst.shape[1]
     if tiles > 0:
         clamped_product(

@@ -28,8 +28,6 @@ def load(dst, tile, part: Part, how, order, total):
         load_transposed_by_dma(dst, tile, part)
     elif how == "dma16":
         load_transposed_in_steps(dst, tile, part)
-    elif how == "tensor8":
-        load_bytes_transposed_by_tensor(dst, tile, part)
     else:
         load_transposed_by_tensor(dst, tile, part, how == "tensor16")
 
@@ -173,29 +171,6 @@ def load_transposed_by_tensor(dst, tile, part: Part, widen):
             evict(
                 dst[0 : part.rows % 128, tile + tiles, start : start + width], turned, start // 128
             )
-
-
-def load_bytes_transposed_by_tensor(dst, tile, part: Part):
-    """Load rows of fp8 numbers, then turn tiles on TensorE, which writes 16 bits for each."""
-    for start in range(0, part.columns, 128):
-        width = min(128, part.columns - start)
-        flat = nl.ndarray((width, part.rows), dtype=part.src.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(
-            dst=flat,
-            src=part.src[
-                part.column + start : part.column + start + width, part.row : part.row + part.rows
-            ],
-        )
-        for first in range(0, part.rows, 128):
-            deep = min(128, part.rows - first)
-            turned = nl.ndarray((deep, width, 2), dtype=part.src.dtype, buffer=nl.psum)
-            nisa.nc_transpose(
-                dst=turned[0:deep, 0:width, 0],
-                data=flat[0:width, first : first + deep],
-                engine=nisa.engine.tensor,
-            )
-            place = dst[0:deep, tile + first // 128, start : start + width]
-            evict(place, turned[0:deep, 0:width, 0], first // 128 + start // 128)
 
 
 def evict(dst, src, turn):

@@ -37,26 +37,6 @@ def load_fours(dst, tile, part: Part, how):
                 dst=dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns],
                 src=rows.reshape_dim(0, (rest // 4, 4)),
             )
-    elif how == "strided":
-        if whole > 0:
-            rows = part.src[
-                part.column : part.column + part.columns, part.row : part.row + 512 * whole
-            ]
-            strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns].permute((0, 2, 1))
-            nisa.dma_copy(
-                dst=strip.reshape_dim(2, (whole, 4)),
-                src=rows.reshape_dim(1, (whole, 128, 4)).permute((2, 0, 1, 3)),
-            )
-        if rest > 0:
-            rows = part.src[
-                part.column : part.column + part.columns,
-                part.row + 512 * whole : part.row + part.rows,
-            ]
-            strip = dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns]
-            nisa.dma_copy(
-                dst=strip.permute((0, 2, 1)),
-                src=rows.reshape_dim(1, (rest // 4, 4)).permute((1, 0, 2)),
-            )
     else:
         for start in range(0, part.columns, 128):
             width = min(128, part.columns - start)

@@ -48,7 +48,6 @@ class Plan(nl.NKIObject):
     mx_bytes: int
     spread: bool
     halves: bool
-    twice: bool
     order: str
     load: str
     block: int

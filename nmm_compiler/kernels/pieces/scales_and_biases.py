@@ -19,11 +19,11 @@ def load_vector(dst, src, own_queue):
         nisa.dma_copy(dst=dst, src=src)
 
 
-def product_scales(scale, factor, n, scales, down, has_factor, parts, own_queue):
+def product_scales(scale, factor, n, scales, down, has_factor, own_queue):
     """Return what the sums of a product are multiplied by, as its outputs lie."""
     factor_sb = load_scale(factor, own_queue) if has_factor else None
     if scales == "channel" and not down:
-        product = spread_scales(scale, factor_sb, n, has_factor, parts, own_queue)
+        product = spread_scales(scale, factor_sb, n, has_factor, own_queue)
     else:
         if scales == "channel":
             product = scale_columns(scale, n, own_queue)
@@ -74,13 +74,8 @@ def scale_columns(scale, n, own_queue):
     return columns
 
 
-def spread_scales(scale, factor, n, has_factor, parts, own_queue):
-    """Load a scale per output, [n], and return it on so many partitions, [parts, n]."""
-    if parts < 128:
-        few = spread_by_dma(scale, n, parts, own_queue)
-        if has_factor:
-            times(few, factor[0:parts, 0:1])
-        return few
+def spread_scales(scale, factor, n, has_factor, own_queue):
+    """Load a scale per output, [n], and return it on every partition, [128, n]."""
     row = nl.ndarray((1, n), dtype=nl.float32, buffer=nl.sbuf)
     load_vector(row, scale.reshape((1, n)), own_queue)
     ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)
@@ -102,21 +97,8 @@ def spread_scales(scale, factor, n, has_factor, parts, own_queue):
     return spread
 
 
-def spread_by_dma(vector, n, parts, own_queue):
-    """Load a vector [n] to each of a few partitions, [parts, n]."""
-    spread = nl.ndarray((parts, n), dtype=vector.dtype, buffer=nl.sbuf)
-    copies = vector.reshape((1, n)).broadcast(0, parts)
-    if own_queue:
-        nisa.dma_copy(dst=spread, src=copies, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
-    else:
-        nisa.dma_copy(dst=spread, src=copies)
-    return spread
-
-
-def spread_bias(bias, n, parts, own_queue):
-    """Load a bias [n] and return it on so many partitions, all by ones times the row on TensorE."""
-    if parts < 128:
-        return spread_by_dma(bias, n, parts, own_queue)
+def spread_bias(bias, n, own_queue):
+    """Load a bias [n] and return it on every partition, by ones times the row on TensorE."""
     row = nl.ndarray((1, n), dtype=bias.dtype, buffer=nl.sbuf)
     load_vector(row, bias.reshape((1, n)), own_queue)
     return spread_row(row, n)

@@ -88,9 +88,7 @@ def make_columns(
             if second.plan.k > 0:
                 sum_columns(sums, second_tiles, second, part, at, first.plan.k > 0)
         for i in range(count):
-            if first.plan.twice:
-                width = 128
-            elif spread:
+            if spread:
                 width = min(128, (panel.columns - 512 * ((n1 + i) // 4)) // 4)
             else:
                 width = min(128, panel.columns - 128 * (n1 + i))
@@ -143,15 +141,7 @@ def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun)
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
-            if term.plan.twice and width == 64:
-                part = w_sb[0 : step.rows, step.kt, first : first + 64]
-                nisa.nc_matmul(
-                    dst=sums[i * m_tiles + mt][0:128, 0:mw],
-                    stationary=part.reshape((step.rows, 1, 64)).broadcast(1, 2),
-                    moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
-                    accumulate=begun or step.tile > 0,
-                )
-            elif term.plan.spread:
+            if term.plan.spread:
                 nisa.nc_matmul(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
                     stationary=w_sb[0 : step.rows, step.kt, first : first + 4 * width - 3 : 4],
