@@ -1,6 +1,8 @@
 """Small models and data for the tests of compress/."""
 
 import contextlib
+import copy
+import re
 import resource
 import signal
 
@@ -44,6 +46,23 @@ def tokens(count=4, length=40, width=32, seed=1):
     mix = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
     generator.manual_seed(seed)
     return [torch.randn(2, length, width, generator=generator) * scale @ mix for _ in range(count)]
+
+
+def check_reasons(skipped, *wanted):
+    """Assert that these layers were left alone for reasons that match: (name, expression)."""
+    reasons = {skip.name: skip.reason for skip in skipped}
+    for name, words in wanted:
+        assert re.search(words, reasons[name]), (name, reasons[name])
+
+
+@contextlib.contextmanager
+def unchanged(model):
+    """Assert that a block leaves every tensor of a model as it was."""
+    before = copy.deepcopy(model.state_dict())
+    yield
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @contextlib.contextmanager

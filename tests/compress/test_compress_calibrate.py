@@ -9,20 +9,20 @@ from torch import nn
 from toy_models import Model, ModelOfAnyInputs
 
 from nmm_compiler.errors import ModelError
-from nmm_compiler.lowrank_models.calibrate import (
-    as_batches,
-    collect,
-)
+from nmm_compiler.lowrank_models.calibrate import as_batches, collect
 from nmm_compiler.lowrank_models.moments import SecondMoment, regularize, shrinkage_of
 from nmm_compiler.lowrank_models.select import find_sites
 
 EPS = torch.finfo(torch.float64).eps
 
 
+def collected(model, batches, **keywords):
+    return collect(model, find_sites(model)[0], batches, **keywords)
+
+
 def test_input_moments_are_those_of_the_activations():
     model, batches = stack(), tokens()
-    sites, _ = find_sites(model)
-    statistics = collect(model, sites, batches)
+    statistics = collected(model, batches)
     x = torch.cat([batch.reshape(-1, 32) for batch in batches]).double()
     moment = statistics.inputs["layers.0.q"]
     assert moment.tokens == len(x) == statistics.tokens
@@ -36,9 +36,8 @@ def test_input_moments_are_those_of_the_activations():
 def test_gradient_moments_are_gauss_newton_for_features():
     """For y = W x the gradient of signs . y is the signs: E[g g^T] is the identity."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5, bias=False))
-    sites, _ = find_sites(model)
     batches = [torch.randn(500, 6) for _ in range(20)]
-    statistics = collect(model, sites, batches, gradients=True)
+    statistics = collected(model, batches, gradients=True)
     last = statistics.gradients["1"].mean
     off = last - torch.eye(5, dtype=torch.float64)
     assert off.abs().max() <= 5 / math.sqrt(10_000)  # five standard errors of a mean of signs
@@ -53,8 +52,7 @@ def test_gradient_moments_are_fisher_for_logits():
 
     model = Model(lambda m, x: {"logits": m.head(x)}, head=nn.Linear(4, 3))
     x = torch.randn(1, 4).expand(20_000, 4)
-    sites, _ = find_sites(model)
-    got = collect(model, sites, [x], gradients=True).gradients["head"].mean
+    got = collected(model, [x], gradients=True).gradients["head"].mean
     p = model(x[:1])["logits"].softmax(-1)[0].double().detach()
     assert (got - (p.diag() - torch.outer(p, p))).abs().max() <= 5 / math.sqrt(20_000)
 
@@ -64,9 +62,8 @@ def test_padding_is_not_counted():
     x = torch.randn(2, 3, 4)
     x[1, 2] = math.nan  # what padding holds must not matter
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    sites, _ = find_sites(model)
     batch = {"x": x, "attention_mask": mask}
-    moment = collect(model, sites, [batch]).inputs["linear"]
+    moment = collected(model, [batch]).inputs["linear"]
     assert moment.tokens == 5
     rows = x[mask.bool()].double()
     assert torch.allclose(moment.total, rows.T @ rows, rtol=EPS * 100)
@@ -75,9 +72,8 @@ def test_padding_is_not_counted():
 def test_layers_that_share_an_input_only_sometimes_are_kept_apart():
     layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
     model = ModelOfAnyInputs(lambda m, x, same: m.a(x) + m.b(x if same else 2 * x), **layers)
-    sites, _ = find_sites(model)
     x = torch.randn(8, 4)
-    found = collect(model, sites, [(x, True), (x, False)]).inputs
+    found = collected(model, [(x, True), (x, False)]).inputs
     wide = x.double().T @ x.double()
     assert torch.allclose(found["a"].total, 2 * wide, rtol=EPS * 100)
     assert torch.allclose(found["b"].total, 5 * wide, rtol=1e-6)  # 2 x was computed in float32
@@ -87,8 +83,7 @@ def test_modes_and_gradient_flags_are_put_back():
     model = stack()
     model.train()
     model.layers[0].q.weight.requires_grad_(False)
-    sites, _ = find_sites(model)
-    collect(model, sites, tokens(1), gradients=True)
+    collected(model, tokens(1), gradients=True)
     assert model.training
     assert model.layers[1].training
     assert not model.layers[0].q.weight.requires_grad
@@ -134,7 +129,6 @@ def test_a_layer_that_sees_only_zeros_gets_the_identity():
 
 def test_bad_calibration_is_named():
     model = stack()
-    sites, _ = find_sites(model)
     with pytest.raises(ModelError, match="no batches"):
         as_batches(iter(()))
     with pytest.raises(ModelError, match="int"):
@@ -142,35 +136,30 @@ def test_bad_calibration_is_named():
     bad = tokens(2)
     bad[1][0, 3, 4] = math.nan
     with pytest.raises(ModelError, match=r"input of layers\.0\.q .*NaN.* batch 1"):
-        collect(model, sites, bad)
+        collected(model, bad)
     assert not any(module._forward_hooks for module in model.modules())
     model.layers[1].up.weight.data[0, 0] = math.inf
     with pytest.raises(ModelError, match=r"input of layers\.1\.down"):
-        collect(model, sites, tokens(1))
+        collected(model, tokens(1))
 
 
-def test_layers_that_calibration_never_reaches_are_listed():
-    layers = {"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)}
-    model = Model(lambda m, x: m.used(x), **layers)
-    sites, _ = find_sites(model)
-    with pytest.raises(ModelError, match=r"never reached 1 of 2 layers: unused; .*exclude"):
-        collect(model, sites, [torch.randn(3, 4)])
+def in_place(m, x):
+    y = m.a(x).exp()
+    return y.mul_(y)
 
 
-def test_a_result_without_a_known_output_asks_for_one():
-    model = Model(lambda m, x: {"thing": m.linear(x)}, linear=nn.Linear(4, 4))
-    sites, _ = find_sites(model)
-    with pytest.raises(ModelError, match="wrap it in a module"):
-        collect(model, sites, [torch.randn(3, 4)], gradients=True)
-    assert collect(model, sites, [torch.randn(3, 4)]).inputs["linear"].tokens == 3
-
-
-def test_a_model_that_cannot_be_differentiated_says_what_to_pass():
-    def in_place(m, x):
-        y = m.linear(x).exp()
-        return y.mul_(y)
-
-    model = Model(in_place, linear=nn.Linear(4, 4))
-    sites, _ = find_sites(model)
-    with pytest.raises(ModelError, match=r'Model cannot be differentiated.*"whitened"'):
-        collect(model, sites, [torch.randn(3, 4)], gradients=True)
+@pytest.mark.parametrize(
+    ("forward", "text", "passes"),
+    [
+        (lambda m, x: m.a(x), r"never reached 1 of 2 layers: b; .*exclude", False),
+        (lambda m, x: {"thing": m.b(m.a(x))}, "wrap it in a module", True),
+        (in_place, r'Model cannot be differentiated.*"whitened"', False),
+    ],
+)
+def test_what_cannot_be_collected_says_what_to_pass(forward, text, passes):
+    """passes: without gradients all is well."""
+    model, batches = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), [torch.randn(3, 4)]
+    with pytest.raises(ModelError, match=text):
+        collected(model, batches, gradients=True)
+    if passes:
+        assert collected(model, batches).inputs["a"].tokens == 3

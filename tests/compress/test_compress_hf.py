@@ -90,17 +90,15 @@ def test_round_trip_gives_equal_logits(name, dtype, tmp_path):
     expected = logits(model, name)
     hf.save(model, tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").is_file()
-    loaded, info = auto.from_pretrained(tmp_path / "a", dtype=dtype, output_loading_info=True)
-    assert not any(info.values())
-    assert lowrank_count(loaded) == lowrank_count(model)
-    assert torch.equal(logits(loaded.eval(), name), expected)
-    loaded.save_pretrained(tmp_path / "b")  # a loaded model needs nothing of ours to save again
-    again = auto.from_pretrained(tmp_path / "b", dtype=dtype).eval()
-    assert torch.equal(logits(again, name), expected)
-    model.save_pretrained(tmp_path / "c")  # nor does the compressed one
-    again = auto.from_pretrained(tmp_path / "c", dtype=dtype).eval()
-    assert torch.equal(logits(again, name), expected)
-    assert again.double().dtype == torch.float64  # not "quantized": free to be cast
+    model.save_pretrained(tmp_path / "b")  # which needs nothing of ours
+    for directory in "abc":
+        loaded, info = auto.from_pretrained(tmp_path / directory, dtype=dtype,
+                                            output_loading_info=True)  # fmt: skip
+        assert not any(info.values())
+        assert lowrank_count(loaded) == lowrank_count(model)
+        assert torch.equal(logits(loaded.eval(), name), expected)
+        loaded.save_pretrained(tmp_path / "c")  # nor does a loaded model
+    assert loaded.double().dtype == torch.float64  # not "quantized": free to be cast
     base = transformers.AutoModel.from_pretrained(tmp_path / "a", dtype=dtype)
     assert lowrank_count(base) > 0
 
@@ -143,16 +141,6 @@ def test_compressed_models_can_be_copied_and_pickled(tmp_path):
     assert again.config.quantization_config.saved == model.config.quantization_config.saved
 
 
-def test_saved_ranks_that_do_not_fit_are_named(saved_llama, tmp_path):
-    path = tmp_path / "a" / "config.json"
-    path.write_text(path.read_text().replace("layers.1.mlp.up_proj", "layers.7.mlp.up_proj"))
-    with pytest.raises(FileError, match=r"layers\.7\.mlp\.up_proj"):
-        load_llama(tmp_path / "a")
-    saved_llama.config.quantization_config = {"quant_method": "bitsandbytes"}
-    with pytest.raises(FileError, match="already quantized by 'bitsandbytes'"):
-        hf.save(saved_llama, tmp_path / "b")
-
-
 def test_a_full_disk_leaves_the_old_directory(saved_llama, tmp_path):
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
     with full_disk(), pytest.raises(OutputError, match=r"(?i)cannot be written.*large"):
@@ -182,41 +170,50 @@ def test_a_config_that_another_model_shares_is_not_written_into(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["gguf", "bitsandbytes"])
-def test_quantized_models_are_refused_before_any_work(method):
+def test_quantized_models_are_refused_before_any_work(method, saved_llama, tmp_path):
     _, model = make("llama")
-    if method == "gguf":
-        model.config.quantization_config = transformers.GgufConfig()  # as a loaded one has
-    else:
-        model.config.quantization_config = {"quant_method": method}
+    for one in (model, saved_llama):
+        # as a model of GGUF that was loaded has it
+        gguf = method == "gguf" and transformers.GgufConfig()
+        one.config.quantization_config = gguf or {"quant_method": method}
     with pytest.raises(FileError, match=f"already quantized by '{method}'"):
         compress(model, 0.2, align=4)
     assert lowrank_count(model) == 0
+    with pytest.raises(FileError, match=f"already quantized by '{method}'"):
+        hf.save(saved_llama, tmp_path / "b")
+
+
+def edit(directory, change):
+    """Let `change` edit what config.json of a saved model says of its low-rank layers."""
+    path = directory / "config.json"
+    saved = json.loads(path.read_text())
+    change(saved["quantization_config"])
+    path.write_text(json.dumps(saved))
+
+
+UP = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"),
+    ("fields", "text"),
     [
-        (None, "has none where its ranks belong"),
-        ([4], "has a list where"),
-        ({"model.layers.0.mlp.up_proj": None}, "rank None"),
-        ({"model.layers.0.mlp.up_proj": "8"}, "rank '8'"),
-        ({"model.layers.0.mlp.up_proj": True}, "rank True"),
-        ({"model.layers.0.mlp.up_proj": 0}, "rank 0"),
-        ({"model.layers.0.mlp.up_proj": 1 << 40}, "rank 1099511627776"),
+        ({}, "has none where its ranks belong"),
+        ({"ranks": None}, "has none where its ranks belong"),
+        ({"ranks": [4]}, "has a list where"),
+        ({"ranks": {UP: None}}, "rank None"),
+        ({"ranks": {UP: "8"}}, "rank '8'"),
+        ({"ranks": {UP: True}}, "rank True"),
+        ({"ranks": {UP: 0}}, "rank 0"),
+        ({"ranks": {UP: 1 << 40}}, "rank 1099511627776"),
+        ({"ranks": {UP: 8}, "formats": {UP: "int7"}}, "int7"),
+        ({"ranks": {UP.replace("0", "7"): 8}}, r"layers\.7\.mlp\.up_proj"),
     ],
 )
-def test_ranks_that_are_none_are_refused_by_name(ranks, text, saved_llama, tmp_path):
-    path = tmp_path / "a" / "config.json"
-    saved = json.loads(path.read_text())
-    saved["quantization_config"]["ranks"] = ranks
-    path.write_text(json.dumps(saved))
+def test_saved_layers_that_are_none_are_refused_by_name(fields, text, saved_llama, tmp_path):
+    edit(tmp_path / "a", lambda said: [said.pop("ranks"), said.update(fields)])
     with pytest.raises(FileError, match=text) as caught:
         load_llama(tmp_path / "a")
     assert "\n" not in str(caught.value)
-    del saved["quantization_config"]["ranks"]
-    path.write_text(json.dumps(saved))
-    with pytest.raises(FileError, match="has none where its ranks belong"):
-        load_llama(tmp_path / "a")
 
 
 def test_a_missing_factor_is_refused_and_dropped_ranks_do_not_load(saved_llama, tmp_path):
@@ -228,9 +225,6 @@ def test_a_missing_factor_is_refused_and_dropped_ranks_do_not_load(saved_llama, 
     with pytest.raises(FileError, match=rf"no {key} \["):
         load_llama(tmp_path / "a")
     save_file(tensors, file, {"format": "pt"})
-    path = tmp_path / "a" / "config.json"
-    saved = json.loads(path.read_text())
-    del saved["quantization_config"]["ranks"]["model.layers.1.mlp.up_proj"]
-    path.write_text(json.dumps(saved))
+    edit(tmp_path / "a", lambda said: said["ranks"].pop("model.layers.1.mlp.up_proj"))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # by the guard
         load_llama(tmp_path / "a")

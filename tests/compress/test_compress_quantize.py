@@ -11,6 +11,7 @@ from toy_models import llama
 from nmm_compiler.errors import FileError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.lowrank_models import hf
 from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, quantize_factors
 from nmm_compiler.lowrank_models.recover import recover
@@ -51,37 +52,14 @@ def test_elements_are_off_by_half_a_step(format, half_step):
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_they_are_saved_and_loaded_bit_for_bit(format, dtype, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = small(dtype)
-    names = quantize_factors(model, format)
-    assert set(names) == set(lowrank_layers(model))
-    expected = model(IDS).logits
-    hf.save(model, tmp_path / "a")
-    model.save_pretrained(tmp_path / "b")
-    for where in "ab":
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / where, dtype=dtype)
-        state = loaded.state_dict()
-        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-        if dtype == torch.float32:  # `.to(bfloat16)` also rounds the frequencies of the positions
-            assert torch.equal(loaded(IDS).logits, expected)
-        layer = loaded.model.layers[0].mlp.up_proj
-        assert (layer.down.format, layer.down.values.dtype) == (format, torch.uint8)
-
-
-@pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_kernels_are_kept_through_quantizing_saving_and_loading(format, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     model = small()
-    before = fused(model)
-    assert before == ["gated_mlp"]
-    quantize_factors(model, format)
-    assert fused(model) == before
+    assert fused(model) == ["gated_mlp"]
+    assert set(quantize_factors(model, format)) == set(lowrank_layers(model))
+    assert model.model.layers[0].mlp.up_proj.down.values.dtype == torch.uint8
+    assert fused(model) == ["gated_mlp"]
     hf.save(model, tmp_path)
-    assert fused(AutoModelForCausalLM.from_pretrained(tmp_path)) == before
+    assert fused(load(tmp_path)) == ["gated_mlp"]
 
 
 @pytest.mark.parametrize(("name", "format"), [("float8_e4m3", "fp8"), ("int8", "int8")])
@@ -97,13 +75,6 @@ def test_compress_rounds_the_factors_that_it_makes(name, format):
     said = " ".join(str(report).split())  # its lines are wrapped
     assert (report.factors, f"factors of {format}" in said) == (format, True)
     assert report.to_dict()["factors"] == format
-
-
-def test_an_unknown_format_is_refused_before_any_work():
-    model = stack()
-    with pytest.raises(UnknownNameError, match="float8_e4m3"):
-        compress(model, 0.3, align=4, factors="fp4")
-    assert not lowrank_layers(model)
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2048, 512), (4096, 1024)])
@@ -139,18 +110,6 @@ def test_predictions_count_the_bytes_of_rounded_factors():
                for layer in lowrank_layers(small()).values())  # fmt: skip
     plain, rounded = (one.memory.weight_bytes for one in made)
     assert plain - rounded == 2 * held - (held + 2 * rows)
-
-
-def test_a_config_with_other_formats_is_refused(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = small()
-    quantize_factors(model, "int8")
-    hf.save(model, tmp_path / "a")
-    path = tmp_path / "a" / "config.json"
-    path.write_text(path.read_text().replace('"int8"', '"int7"', 1))
-    with pytest.raises(FileError, match="int7"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "a")
 
 
 def test_what_does_not_go_on_top_is_refused_by_name(tmp_path):

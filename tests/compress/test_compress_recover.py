@@ -46,19 +46,13 @@ def test_recovery_lowers_the_held_out_loss(dtype):
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_bad_learning_rate_never_makes_it_worse():
-    model, teacher = pair()
-    before = copy.deepcopy(model.state_dict())
-    report = recover(model, data(), teacher=teacher, steps=10, lr=1.0)
-    assert report.validation_after <= report.validation_before
-    if report.kept_step == 0:
-        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
 def test_a_rate_that_is_too_high_is_cut_until_it_helps():
     model, teacher = pair()
+    report = recover(model, data(), teacher=teacher, steps=10, lr=1.0)
+    assert report.validation_after <= report.validation_before
+    model, teacher = pair()
     report = recover(model, data(), teacher=teacher, steps=100, lr=1.0)
-    assert report.history[1][1] > report.history[0][1]  # the first steps made it worse
+    assert report.history[1][1] > report.history[0][1]
     assert report.validation_after < 0.9 * report.validation_before
 
 
@@ -100,34 +94,33 @@ def test_an_interrupt_keeps_the_best_factors(monkeypatch):
     assert torch.isfinite(model(data()[0])).all()
 
 
-def test_bad_input_is_refused():
-    model, teacher = pair()
-    with pytest.raises(ModelError, match="compress on it before"):
-        recover(stack(), data(), teacher=teacher)
-    with pytest.raises(OptionTypeError, match="original model"):
-        recover(model, data(), teacher=model)
-    with pytest.raises(ModelError, match="none to train on"):
-        recover(model, data(count=1), teacher=teacher)
-    with pytest.raises(OptionTypeError, match="teacher"):
-        recover(model, data(), teacher="original")
-    with pytest.raises(OptionTypeError, match="steps"):
-        recover(model, data(), teacher=teacher, steps=0)
-    wide = stack(width=48)
-    wide.forward = lambda x: torch.zeros(*x.shape[:-1], 48)
-    with pytest.raises(ModelError, match="output is"):
-        recover(model, data(), teacher=wide)
+def nan_in_a_batch():
     bad = data()
     bad[0][0, 0, 0] = math.nan
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ModelError, match="loss is nan"):
-        recover(model, bad, teacher=teacher, steps=50)
+    return bad
+
+
+ONE = pair()[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"model": stack()}, ModelError, "compress on it before"),
+        ({"model": ONE, "teacher": ONE}, OptionTypeError, "original model"),
+        ({"teacher": "original"}, OptionTypeError, "teacher"),
+        ({"teacher": Model(lambda m, x: x[..., :24])}, ModelError, "output is"),
+        ({"data": data(count=1)}, ModelError, "none to train on"),
+        ({"data": nan_in_a_batch(), "steps": 50}, ModelError, "loss is nan"),
+        ({"steps": 0}, OptionTypeError, "steps"),
+        ({"teacher": None}, ModelError, "needs labels or input_ids"),
+    ],
+)
+def test_bad_input_is_refused(changed, error, text):
+    model, teacher = pair()
+    with pytest.raises(error, match=text):
+        recover(**{"model": model, "data": data(), "teacher": teacher, **changed})
     assert all(torch.isfinite(v).all() for v in model.state_dict().values())
-    assert before.keys() == model.state_dict().keys()
-
-
-def speech(count=12):
-    generator = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(40, (2, 20), generator=generator)} for _ in range(count)]
 
 
 def speakers():
@@ -152,12 +145,6 @@ def test_labels_need_no_teacher():
     wanted = float(nn.functional.cross_entropy(logits, ids[:, 1:].flatten()))
     assert report.validation_after == pytest.approx(wanted, rel=1e-5)
     assert report.validation_after < 0.8 * report.validation_before
-    with pytest.raises(ModelError, match="needs labels or input_ids"):
-        recover(stacked(), data())
-
-
-def stacked():
-    return pair()[0]
 
 
 def test_an_endless_iterator_gives_as_many_batches_as_there_are_steps():
