@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
-from compress_models import full_disk, stack
+from compress_models import full_disk, stack, unchanged
 from safetensors.torch import save_file
 from toy_models import llama
 
 from nmm_compiler.errors import FileError
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.modules import LowRankLinear
+from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.save import load_factors, save_factors
 
 X = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
@@ -36,28 +36,6 @@ def test_factors_round_trip_into_a_dense_model(compressed, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["f.safetensors"]
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(compressed, tmp_path):
-    path = save_factors(compressed, tmp_path / "f.safetensors")
-    other = stack(width=48)
-    before = copy.deepcopy(other)
-    with pytest.raises(FileError, match=r"'layers\.0\..*' as \[32, .*\[48, "):
-        load_factors(other, path)
-    assert torch.equal(other(torch.ones(48)), before(torch.ones(48)))
-    with pytest.raises(FileError, match="no factors of layers of Sequential"):
-        load_factors(torch.nn.Sequential(torch.nn.ReLU()), path)
-    with pytest.raises(FileError, match="no low-rank layer"):
-        save_factors(stack(), path)
-    save_file({"x": X}, tmp_path / "foreign.safetensors")
-    with pytest.raises(FileError, match="no factors of layers"):
-        load_factors(stack(), tmp_path / "foreign.safetensors")
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(FileError, match="cannot be read"):
-        load_factors(stack(), path)
-    with pytest.raises(FileError, match="cannot be read"):
-        load_factors(stack(), tmp_path / "absent.safetensors")
-
-
 def test_a_full_disk_leaves_the_old_file(compressed, tmp_path):
     path = tmp_path / "f.safetensors"
     path.write_bytes(b"old")
@@ -67,31 +45,28 @@ def test_a_full_disk_leaves_the_old_file(compressed, tmp_path):
     assert os.listdir(tmp_path) == ["f.safetensors"]
 
 
-def test_public_checkpoints_load(compressed, tmp_path):
-    names = {n for n, m in compressed.named_modules() if isinstance(m, LowRankLinear)}
-    state = {}
+@pytest.mark.parametrize(
+    "names", [(".down.", ".up."), ("_v_proj.", "_u_proj."), (".V.", ".U.")], ids=str
+)
+def test_public_checkpoints_load(names, compressed, tmp_path):
+    state, (down, up) = {}, names
     for key, tensor in compressed.state_dict().items():
-        for name in names:
-            key = key.replace(f"{name}.down.", f"{name}_v_proj.")
-            key = key.replace(f"{name}.up.", f"{name}_u_proj.")
+        for name in lowrank_layers(compressed):
+            key = key.replace(f"{name}.down.", name + down).replace(f"{name}.up.", name + up)
         state[key] = tensor
-    model = stack(seed=9)
-    assert set(load_factors(model, state)) == names
-    assert torch.equal(model(X), compressed(X))
-    keys = list(state)
-    (tmp_path / "two").mkdir()
-    save_file({k: state[k] for k in keys[:5]}, tmp_path / "two" / "a.safetensors")
-    save_file({k: state[k] for k in keys[5:]}, tmp_path / "two" / "b.safetensors")
-    index = {"weight_map": {k: "a.safetensors" if k in keys[:5] else "b.safetensors" for k in keys}}
-    (tmp_path / "two" / "model.safetensors.index.json").write_text(json.dumps(index))
-    model = stack(seed=9)
-    load_factors(model, tmp_path / "two")
-    assert torch.equal(model(X), compressed(X))
-    for down, up in ((".down.", ".up."), (".V.", ".U.")):
-        renamed = {k.replace("_v_proj.", down).replace("_u_proj.", up): t for k, t in state.items()}
-        model = stack(seed=9)
-        load_factors(model, renamed)
-        assert torch.equal(model(X), compressed(X))
+    first = dict(list(state.items())[:5])
+    save_file(first, tmp_path / "a.safetensors")
+    rest = {key: tensor for key, tensor in state.items() if key not in first}
+    save_file(rest, tmp_path / "b.safetensors")
+    for indexed in (False, True):
+        if indexed:
+            files = {key: f"{'a' if key in first else 'b'}.safetensors" for key in state}
+            index = tmp_path / "model.safetensors.index.json"
+            index.write_text(json.dumps({"weight_map": files}))
+        for source in (state, tmp_path):
+            model = stack(seed=9)
+            assert set(load_factors(model, source)) == set(lowrank_layers(compressed))
+            assert torch.equal(model(X), compressed(X))
 
 
 def test_llama_names_where_up_and_v_are_layers_too():
@@ -110,22 +85,52 @@ def test_llama_names_where_up_and_v_are_layers_too():
     assert torch.equal(dense(ids).logits, model(ids).logits)
 
 
-def test_bad_checkpoints_are_refused(compressed, tmp_path):
+UP, DOWN = torch.zeros(32, 4), torch.zeros(4, 32)
+PAIR = {"layers.0.q_u_proj.weight": UP, "layers.0.q_v_proj.weight": DOWN}
+
+
+def factors(up, down, end=""):
+    return {f"layers.0.q.up{end}": up, f"layers.0.q.down{end}": down}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"x": X}, "no factors of layers of Stack"),
+        ({"layers.0.q.weight": torch.zeros(32, 32)}, "no factors of layers of Stack"),
+        ({"layers.0.q_u_proj.weight": UP}, r"layers\.0\.q has only up"),
+        ({**PAIR, "foreign.weight": X}, r"'foreign\.weight'.*no place"),
+        ({**PAIR, "layers.0.q_v_proj.bias": torch.zeros(4)}, "bias between"),
+        (factors(UP, DOWN[:3]), "do not chain"),
+        (factors(UP, DOWN[:3], ".weight"), "do not chain"),
+        (factors(UP.int(), DOWN.int()), "floating-point"),
+        (factors(torch.zeros(48, 4), torch.zeros(4, 48)), r"'layers\.0\..*\[48, .*\[32, "),
+    ],
+)
+def test_factors_that_do_not_fit_are_refused_and_change_nothing(tensors, reason, tmp_path):
     model = stack()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(FileError, match="no factors of layers of Stack"):
-        load_factors(model, {"layers.0.q.weight": torch.zeros(32, 32)})
-    pair = {"layers.0.q_u_proj.weight": torch.zeros(32, 4)}
-    with pytest.raises(FileError, match=r"layers\.0\.q has only up"):
-        load_factors(model, pair)
-    pair["layers.0.q_v_proj.weight"] = torch.zeros(4, 32)
-    with pytest.raises(FileError, match=r"'foreign\.weight'.*no place"):
-        load_factors(model, {**pair, "foreign.weight": torch.zeros(1)})
-    with pytest.raises(FileError, match="bias between"):
-        load_factors(model, {**pair, "layers.0.q_v_proj.bias": torch.zeros(4)})
+    save_file(tensors, tmp_path / "f.safetensors")
+    for source in (tmp_path / "f.safetensors", tensors):
+        with unchanged(model), pytest.raises(FileError, match=reason):
+            load_factors(model, source)
+
+
+def test_what_is_no_file_of_factors_is_refused(compressed, tmp_path):
+    path = save_factors(compressed, tmp_path / "f.safetensors")
+    data, absent = path.read_bytes(), tmp_path / "absent.safetensors"
+    with pytest.raises(FileError, match="no factors of layers of Sequential"):
+        load_factors(torch.nn.Sequential(torch.nn.ReLU()), path)
+    with pytest.raises(FileError, match="no low-rank layer"):
+        save_factors(stack(), path)
+    for damaged in (data[: len(data) // 2], b"junk"):
+        path.write_bytes(damaged)
+        for source in (path, tmp_path, absent):
+            with pytest.raises(FileError, match="cannot be read"):
+                load_factors(stack(), source)
+    path.unlink()
     with pytest.raises(FileError, match=r"no \.safetensors file"):
-        load_factors(model, tmp_path)
-    (tmp_path / "x.safetensors").write_bytes(b"junk")
-    with pytest.raises(FileError, match="cannot be read"):
-        load_factors(model, tmp_path)
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+        load_factors(stack(), tmp_path)
+    for text in ("[", "3", '{"weight_map": {"x": "/etc/passwd"}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(FileError, match=r"model\.safetensors\.index\.json"):
+            load_factors(stack(), tmp_path)
