@@ -119,26 +119,15 @@ def test_conv1d_becomes_low_rank_and_keeps_its_map():
     assert (new(x) - expected).norm() <= bound
 
 
-def test_dequantize_merges_back():
-    hf.register()
-    _, model = make("llama")
-    compress(model, 0.2, align=4)
-    expected = logits(model, "llama")
-    hf.attach(model)
+def test_compressed_models_can_be_copied_pickled_and_merged_back(saved_llama):
+    model, expected = saved_llama, logits(saved_llama, "llama")
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(again, "llama"), expected)
+        assert again.config.quantization_config.saved == model.config.quantization_config.saved
     model.dequantize()
     assert lowrank_count(model) == 0
     bound = torch.finfo(torch.float32).eps * 128 * 50
     assert (logits(model, "llama") - expected).norm() <= bound * expected.norm()
-
-
-def test_compressed_models_can_be_copied_and_pickled(tmp_path):
-    _, model = make("llama")
-    compress(model, 0.2, align=4)
-    expected = logits(model, "llama")
-    assert torch.equal(logits(copy.deepcopy(model), "llama"), expected)
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(logits(again, "llama"), expected)
-    assert again.config.quantization_config.saved == model.config.quantization_config.saved
 
 
 def test_a_full_disk_leaves_the_old_directory(saved_llama, tmp_path):
