@@ -114,21 +114,30 @@ def test_members_that_are_no_files(tmp_path, kind, link):
     _refused(tmp_path, [*_good(2), _member(f"{D}/kernel.py", b"", kind, link), _index(2)])
 
 
-def test_entries_that_are_not_whole_or_not_those_of_the_index(tmp_path):
-    source, manifest = _good()
-    evil = _member(f"{D}/kernel.py", b"y = 2\n")
-    _refused(tmp_path, [*_good(2), evil, manifest, _index(2, 1)], DamagedEntryError, "sha256")
-    _refused(tmp_path, [*_good(), evil, manifest, _index(1, 1)], CacheTrustError, "taken")
-    extra = _member(f"{D}/nki.py", b"y = 2\n")
-    _refused(tmp_path, [extra, source, manifest, _index(1)], match=r"differ: nki\.py")
-    _refused(tmp_path, [manifest, _index(1)], match=r"differ: kernel\.py")
-    _refused(tmp_path, [source, _index()], match="is not that of")
-    other = [_member(f"{D}/{info.name.partition('/')[2]}", data) for info, data in _good(2)]
-    _refused(tmp_path, [*other, _index(1)], match="another entry")
-    _refused(tmp_path, [*_good(), _index(1, 2)], match="is not that of")
-    _refused(tmp_path, [*_good(), *_good(2), _index(1)], match="is not that of")
-    _refused(tmp_path, [*_good(), _index(1), *_good(2)], match="is not that of")
-    _refused(tmp_path, _good(), match="ends without")
+SOURCE, MANIFEST = _good()
+EVIL, EXTRA = _member(f"{D}/kernel.py", b"y = 2\n"), _member(f"{D}/nki.py", b"y = 2\n")
+UNDER_ANOTHER_NAME = [
+    _member(f"{D}/{info.name.partition('/')[2]}", data) for info, data in _good(2)
+]
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "match"),
+    [
+        ([*_good(2), EVIL, MANIFEST, _index(2, 1)], DamagedEntryError, "sha256"),
+        ([*_good(), EVIL, MANIFEST, _index(1, 1)], CacheTrustError, "taken"),
+        ([EXTRA, SOURCE, MANIFEST, _index(1)], CacheError, r"differ: nki\.py"),
+        ([MANIFEST, _index(1)], CacheError, r"differ: kernel\.py"),
+        ([SOURCE, _index()], CacheError, "is not that of"),
+        ([*UNDER_ANOTHER_NAME, _index(1)], CacheError, "another entry"),
+        ([*_good(), _index(1, 2)], CacheError, "is not that of"),
+        ([*_good(), *_good(2), _index(1)], CacheError, "is not that of"),
+        ([*_good(), _index(1), *_good(2)], CacheError, "is not that of"),
+        (_good(), CacheError, "ends without"),
+    ],
+)
+def test_entries_that_are_not_whole_or_not_those_of_the_index(tmp_path, members, error, match):
+    _refused(tmp_path, members, error, match)
 
 
 def test_sizes_are_bounded_before_anything_is_read(tmp_path):

@@ -89,30 +89,19 @@ def test_a_closed_directory_of_root_can_be_read_by_anybody_and_written_by_nobody
     shutil.rmtree(directory)
 
 
-def test_a_symlink_is_not_a_cache_directory(tmp_path, directory):
-    Store(directory).get_or_build(key_of(1), Builder())
-    link = tmp_path / "link"
-    link.symlink_to(directory)
-    with pytest.raises(CacheTrustError, match=f"NMM_CACHE_DIR={directory}"):
-        Store(link)
-    dangling = tmp_path / "dangling"
-    dangling.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CacheTrustError, match="symlink"):
-        Store(dangling)
-
-
-def test_a_symlink_below_is_refused(tmp_path, directory):
-    other = tmp_path / "other"
-    Store(other).get_or_build(key_of(1), Builder("evil = 1\n"))
-    directory.mkdir(mode=0o700)
-    (directory / FOLDER).symlink_to(other / FOLDER)
-    with pytest.raises(CacheTrustError, match="symlink"):
-        Store(directory)
-
-
-def test_a_file_is_not_a_cache_directory(directory):
-    directory.write_text("")
-    with pytest.raises(CacheTrustError, match="not a directory"):
+@pytest.mark.parametrize(
+    ("put", "match"),
+    [
+        (lambda at, other: at.symlink_to(other), "NMM_CACHE_DIR=.*/other"),
+        (lambda at, other: at.symlink_to(other.parent / "nowhere"), "symlink"),
+        (lambda at, other: [at.mkdir(0o700), (at / FOLDER).symlink_to(other / FOLDER)], "symlink"),
+        (lambda at, other: at.write_text(""), "not a directory"),
+    ],
+)
+def test_what_is_no_directory_is_no_cache(tmp_path, directory, put, match):
+    Store(tmp_path / "other").get_or_build(key_of(1), Builder("evil = 1\n"))
+    put(directory, tmp_path / "other")
+    with pytest.raises(CacheTrustError, match=match):
         Store(directory)
 
 
@@ -160,50 +149,74 @@ def entry_path(directory):
     return Store(directory).get_or_build(key_of(1), Builder()).path
 
 
-def test_an_entry_that_is_a_symlink(directory, entry_path, tmp_path):
-    entry_path.rename(tmp_path / "moved")
-    entry_path.symlink_to(tmp_path / "moved")
+def elsewhere(path):
+    """Put a link in the place of a file or an entry; return what it points to."""
+    moved = path.parent.parent.parent / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+    return moved
+
+
+@pytest.mark.parametrize("name", ["", "kernel.py", "meta.json"])
+def test_a_symlink_is_not_followed(directory, entry_path, name):
+    moved = elsewhere(entry_path / name)
     _rebuilt_with_warning(directory, "symlink")
-    assert (tmp_path / "moved" / "kernel.py").exists()  # what it pointed to is left alone
+    assert moved.exists()  # what it pointed to is left alone
+
+
+def listening_socket(path):
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path is short
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
+    finally:
+        os.chdir(here)
 
 
 @pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
-def test_a_file_that_is_a_symlink(directory, entry_path, tmp_path, name):
-    (entry_path / name).rename(tmp_path / name)
-    (entry_path / name).symlink_to(tmp_path / name)
-    _rebuilt_with_warning(directory, "symlink")
-    assert (tmp_path / name).exists()
-
-
-@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
-def test_a_file_that_is_none(directory, entry_path, name):
+@pytest.mark.parametrize(
+    ("put", "match"),
+    [
+        (os.mkfifo, "not a regular file"),  # a plain open would wait here for ever
+        (listening_socket, "socket"),
+        (os.mkdir, "not a regular file"),
+    ],
+)
+def test_a_file_that_is_none(directory, entry_path, name, put, match):
     (entry_path / name).unlink()
-    os.mkfifo(entry_path / name)  # a plain open would wait here for ever
-    _rebuilt_with_warning(directory, "not a regular file")
-    file = Store(directory).get(key_of(1)).path / name
-    file.unlink()
-    with socket.socket(socket.AF_UNIX) as listener:
-        here = os.getcwd()
-        os.chdir(file.parent)
-        try:
-            listener.bind(name)
-        finally:
-            os.chdir(here)
-    _rebuilt_with_warning(directory, "socket")
-    (file).unlink()
-    file.mkdir()
-    _rebuilt_with_warning(directory, "not a regular file")
+    put(entry_path / name)
+    _rebuilt_with_warning(directory, match)
 
 
-@pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
-def test_a_file_that_others_can_write(directory, entry_path, name):
-    (entry_path / name).chmod(0o622)
-    _rebuilt_with_warning(directory, "mode 0622")
+def file_in_its_place(path):
+    shutil.rmtree(path)
+    path.write_text("evil")
 
 
-def test_an_entry_that_others_can_write(directory, entry_path):
-    entry_path.chmod(0o777)
-    _rebuilt_with_warning(directory, "mode 0777")
+def entry_of_another_kernel(path):
+    """Copying the entry of one kernel over that of another gives wrong numbers, not an error."""
+    other = Store(path.parents[1]).get_or_build(key_of(2), Builder("other\n")).path
+    shutil.rmtree(path)
+    shutil.copytree(other, path)
+    path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda path: path.chmod(0o777), "mode 0777"),
+        (lambda path: (path / "kernel.py").chmod(0o622), "mode 0622"),
+        (lambda path: (path / "meta.json").chmod(0o622), "mode 0622"),
+        # it would be found before the real one
+        (lambda path: (path / "nki.py").write_text("evil = 1\n"), r"differ: nki\.py"),
+        (file_in_its_place, "not a directory"),
+        (entry_of_another_kernel, "another entry"),
+    ],
+)
+def test_an_entry_that_somebody_changed(directory, entry_path, change, match):
+    change(entry_path)
+    _rebuilt_with_warning(directory, match)
 
 
 @as_root
@@ -213,33 +226,12 @@ def test_what_belongs_to_another_user(directory, entry_path, name):
     _rebuilt_with_warning(directory, f"user id {NOBODY}")
 
 
-def test_a_file_in_place_of_an_entry(directory, entry_path):
-    shutil.rmtree(entry_path)
-    entry_path.write_text("evil")
-    _rebuilt_with_warning(directory, "not a directory")
-
-
-def test_a_file_nobody_published(directory, entry_path):
-    (entry_path / "nki.py").write_text("evil = 1\n")  # would be found before the real one
-    _rebuilt_with_warning(directory, r"differ: nki\.py")
-
-
 def test_bytecode_beside_the_source_is_deleted(directory, entry_path):
     (entry_path / "__pycache__").mkdir()
     (entry_path / "__pycache__" / "kernel.cpython-311.pyc").write_bytes(b"evil")
     entry = Store(directory).get(key_of(1))
     assert entry.files["kernel.py"] == "y = 1\n"
     assert not (entry_path / "__pycache__").exists()
-
-
-def test_a_whole_entry_under_another_name(directory, entry_path):
-    """Copying the entry of one kernel over that of another gives wrong numbers, not an error."""
-    store = Store(directory)
-    other = store.get_or_build(key_of(2), Builder("other\n")).path
-    shutil.rmtree(entry_path)
-    shutil.copytree(other, entry_path)
-    entry_path.chmod(0o700)
-    _rebuilt_with_warning(directory, "another entry")
 
 
 def test_reading_modes_do_not_use_or_delete_what_is_damaged(directory, entry_path):
@@ -251,7 +243,7 @@ def test_reading_modes_do_not_use_or_delete_what_is_damaged(directory, entry_pat
     assert (entry_path / "kernel.py").read_text() == "evil\n"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@as_root
 def test_a_parent_of_another_user_is_refused_until_mended():
     parent = open_directory(0o755, NOBODY)
     with pytest.raises(CacheTrustError, match=f"belongs to user id {NOBODY}, who can") as found:
