@@ -40,9 +40,10 @@ from nmm_compiler.lowrank_models.plan import (
     make_plan,
     moments_of,
 )
-from nmm_compiler.lowrank_models.predicted_time import JUDGE, Layer, Prices, kernel_prices
+from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, make_layer, residual
+from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
 from nmm_compiler.lowrank_models.rounding import rounded_beside
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites
@@ -205,7 +206,7 @@ def _prices(
         return None
     if sites[0].weight.is_meta and config.allow_slower:
         return None
-    layers = [Layer(site.name, site.k, site.n) for site in sites]
+    layers = [Shape(site.name, site.k, site.n) for site in sites]
     dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
     first = None if batches is None else batches[0]
     inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)

@@ -28,6 +28,9 @@ _BRANCH_ALIGN = 32
 _SLOWER = "its call would be slower at any rank: kept dense"
 Losses = dict[str, list[float]]
 """Per layer, the loss of keeping rank 0, 1, 2, ... in a unit common to all."""
+Ranks = dict[str, int | None]
+Notes = dict[str, tuple[str, bool]]
+"""Per layer, what to say of its rank, and whether the ratio is over this layer, too."""
 
 
 def check_meta(config: CompressionConfig, sites: Sequence[Site]) -> None:
@@ -168,31 +171,29 @@ def make_plan(
         used = {s.group for s in sites if s.name in statistics.gradients}
         unused = [site for site in sites if site.group not in used]
         sites = [site for site in sites if site.group in used]
-    by_name = {s.name: s for s in (*sites, *unused)}
     judge = None if config.allow_slower else prices
     if config.effective_ratio is None:
-        layers, align = _explicit(sites, config, judge), config.align or 1
+        ranks, notes, align = *_explicit(sites, config, judge), config.align or 1
     else:
-        layers, align = _budgeted(sites, config, statistics, judge, config.effective_ratio)
-    if prices is not None:
-        chosen = {layer.name: layer.rank for layer in layers}
-        shares, slower = prices.shares(chosen), prices.slower(chosen)
-        layers = [
-            replace(x, dense_us=shares[x.name][0], us=shares[x.name][1], slower=x.name in slower)
-            if x.name in shares
-            else x
-            for x in layers
-        ]
-    note = "the model's output does not depend on it: kept dense"
-    aside = [
-        LayerReport(name=s.name, k=s.k, n=s.n, rank=None, note=note, counted=False) for s in unused
-    ]
-    made = [*layers, *aside]
-    for layer in made:
-        if layer.rank and config.format is not None:
-            check_blocks(layer.k, config.format, f"{layer.name}.down")
-            check_blocks(layer.rank, config.format, f"{layer.name}.up")
-    return [replace(x, bytes=layer_bytes(by_name[x.name], x.rank, config)) for x in made], align
+        ranks, notes, align = _budgeted(sites, config, statistics, judge, config.effective_ratio)
+    shares, slower = ({}, {}) if prices is None else (prices.shares(ranks), prices.slower(ranks))
+    unused_note = "the model's output does not depend on it: kept dense"
+    notes |= {site.name: (unused_note, False) for site in unused}
+    layers = []
+    for site in (*sites, *unused):
+        rank, (note, counted) = ranks.get(site.name), notes[site.name]
+        if rank and config.format is not None:
+            check_blocks(site.k, config.format, f"{site.name}.down")
+            check_blocks(rank, config.format, f"{site.name}.up")
+        dense_us, us = shares.get(site.name, (None, None))
+        layers.append(
+            LayerReport(
+                name=site.name, k=site.k, n=site.n, rank=rank, note=note, counted=counted,
+                bytes=layer_bytes(site, rank, config), dense_us=dense_us, us=us,
+                slower=site.name in slower,
+            )
+        )  # fmt: skip
+    return layers, align
 
 
 def _budgeted(
@@ -201,8 +202,8 @@ def _budgeted(
     statistics: Statistics | None,
     prices: Prices | None,
     ratio: float,
-) -> tuple[list[LayerReport], int]:
-    """Return (the layers with ranks that meet a ratio, the tile of the ranks).
+) -> tuple[Ranks, Notes, int]:
+    """Return (ranks that meet a ratio, a note on each layer, the tile of the ranks).
 
     Layers that share a rank, as the experts of one weight do, are one shape of the allocation.
     """
@@ -233,7 +234,7 @@ def _budgeted(
                     slow |= dict.fromkeys(members[key], prices.slower(nominal).get(name, _SLOWER))
                 ranks_of[key] = paying or ranks_of[key]
 
-    def allocate(slow: Mapping[str, str]) -> dict[str, int | None]:
+    def allocate(slow: Mapping[str, str]) -> Ranks:
         left = [one for one in shared if members[one.name][0] not in slow]
         if uniform:
             found = allocation.allocate_uniform(left, ratio, align)
@@ -245,15 +246,12 @@ def _budgeted(
 
     legal = {names[0] for key, names in members.items() if ranks_of[key]}
     ranks, slow = _none_slower(allocate, legal, slow, prices)
-    layers = []
-    for shape in shapes:
-        counted = len(allocation.legal_ranks(shape, align)) > 0 and shape.name not in slow
-        note = "" if counted else f"no multiple of {align} is below break-even"
-        layers.append(
-            LayerReport(name=shape.name, k=shape.k, n=shape.n, rank=ranks[shape.name],
-                        note=slow.get(shape.name, note), counted=counted)
-        )  # fmt: skip
-    return layers, align
+    none = f"no multiple of {align} is below break-even"
+    notes = {
+        shape.name: ("", True) if allocation.legal_ranks(shape, align) else (none, False)
+        for shape in shapes
+    }
+    return ranks, notes | {name: (why, False) for name, why in slow.items()}, align
 
 
 def _nominal(shape: allocation.Shape, ranks: Sequence[int], ratio: float) -> int | None:
@@ -263,11 +261,11 @@ def _nominal(shape: allocation.Shape, ranks: Sequence[int], ratio: float) -> int
 
 
 def _none_slower(
-    allocate: Callable[[Mapping[str, str]], dict[str, int | None]],
+    allocate: Callable[[Mapping[str, str]], Ranks],
     legal: set[str],
     slow: dict[str, str],
     prices: Prices | None,
-) -> tuple[dict[str, int | None], dict[str, str]]:
+) -> tuple[Ranks, dict[str, str]]:
     """Return (ranks, why some layers stay dense): none makes its call slower than dense.
 
     allocate: the ranks beside these slow layers. legal: layers that have a legal rank. What a slow
@@ -294,8 +292,8 @@ def _none_slower(
 
 def _explicit(
     sites: Sequence[Site], config: CompressionConfig, prices: Prices | None
-) -> list[LayerReport]:
-    """Return the layers with the ranks that the user gave; each pattern must match something."""
+) -> tuple[Ranks, Notes]:
+    """Return the ranks that the user gave, with notes; each pattern must match something."""
     ranks_given = config.given_ranks
     given: Mapping[str, int] = (
         {"*": ranks_given} if isinstance(ranks_given, int) else ranks_given or {}
@@ -307,27 +305,21 @@ def _explicit(
                 f"rank pattern {pattern!r} matches none of the {len(sites)} selected layers"
                 f"{closest(pattern, names)} (e.g. {', '.join(names[:4])})"
             )
-    ranks: dict[str, int | None] = {}
-    notes: dict[str, str] = {}
+    ranks: Ranks = {}
+    notes: Notes = {}
     for site in sites:
         rank = next(
             (r for p, r in given.items() if any(matches(name, p) for name in site.names)), None
         )
-        ranks[site.name], notes[site.name] = rank, "no rank given: kept dense"
+        note = "no rank given: kept dense"
         if config.base is not None and not rank:
-            ranks[site.name], notes[site.name] = 0, ""
+            rank, note = 0, ""
         elif rank is not None:
-            ranks[site.name], notes[site.name] = allocation.check_explicit(
-                shape_of(site, config), rank, config.align
-            )
+            shape = shape_of(site, config)
+            rank, note = allocation.check_explicit(shape, rank, config.align)
+        ranks[site.name], notes[site.name] = rank, (note, True)
     ranks, slow = _none_slower(
         lambda slow: {name: None if name in slow else rank for name, rank in ranks.items()},
         {name for name, rank in ranks.items() if rank}, {}, prices,
     )  # fmt: skip
-    return [
-        LayerReport(
-            name=site.name, k=site.k, n=site.n, rank=ranks[site.name],
-            note=slow.get(site.name, notes[site.name]), counted=site.name not in slow,
-        )
-        for site in sites
-    ]  # fmt: skip
+    return ranks, notes | {name: (why, False) for name, why in slow.items()}

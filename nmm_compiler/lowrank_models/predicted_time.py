@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NmmError
@@ -31,6 +32,7 @@ from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.lowrank_models.config import Workload
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten, without_data
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
+from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import Timed
 from nmm_compiler.passes.emit.calls import Call, GatedCall, LowRankCall, SharedCall
 from nmm_compiler.passes.graph.canonical import owner_of
@@ -43,15 +45,6 @@ Rank = int | None
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A linear to price: y = x W^T with W [n, k]."""
-
-    name: str
-    k: int
-    n: int
-
-
-@dataclass(frozen=True)
 class Group:
     """Layers that one call may compute.
 
@@ -59,21 +52,16 @@ class Group:
     """
 
     kind: str
-    layers: tuple[Layer, ...]
+    layers: tuple[Shape, ...]
     activation: str = "identity"
 
 
 # -- which layers are together -----------------------------------------------------------------
 
 
-def alone(layers: Iterable[Layer]) -> list[Group]:
-    """Return each layer as a call of its own."""
-    return [Group("lowrank", (layer,)) for layer in layers]
-
-
 def groups_of(
     model: nn.Module,
-    layers: Sequence[Layer],
+    layers: Sequence[Shape],
     inputs: Mapping[str, Any] | Sequence[Any],
     target: str,
 ) -> list[Group]:
@@ -100,14 +88,15 @@ def groups_of(
             if all(name in known for name in names):
                 group = Group(kind, tuple(known[name] for name in names), activation)
                 found |= dict.fromkeys(names, group)
-    every = [found.get(layer.name) or alone((layer,))[0] for layer in layers]
+    every = [found.get(layer.name) or Group("lowrank", (layer,)) for layer in layers]
     return list(dict.fromkeys(every))
 
 
 def _traced(module: nn.Module, inputs: Any, target: str) -> list[tuple[list[str], str, str]]:
     """Return (names, kind, activation) of the calls that the rewriter makes of a module."""
-    args = () if isinstance(inputs, Mapping) else tuple(_on_meta(value) for value in inputs)
-    kwargs = {key: _on_meta(v) for key, v in inputs.items()} if isinstance(inputs, Mapping) else {}
+    given = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+    given = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), given)
+    args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
     forward = inspect.signature(module.forward)
     if "use_cache" in forward.parameters.keys() - forward.bind_partial(*args, **kwargs).arguments:
         kwargs["use_cache"] = False  # transformers' cache cannot be traced without data
@@ -116,10 +105,10 @@ def _traced(module: nn.Module, inputs: Any, target: str) -> list[tuple[list[str]
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     made: list[tuple[list[str], str, str]] = []
-    for graph, given in all_graphs(module, args, kwargs):
+    for graph, values in all_graphs(module, args, kwargs):
         holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        at = {h.name: names.get(id(v), "") for h, v in zip(holders, given, strict=True)}
-        result = rewrite(graph, tuple(given), options={"target": target})
+        at = {h.name: names.get(id(v), "") for h, v in zip(holders, values, strict=True)}
+        result = rewrite(graph, tuple(values), options={"target": target})
         calls = [match.data for match in result.rewritten]
         made += _joined([call for call in calls if isinstance(call, Call)], at)
     return made
@@ -130,35 +119,29 @@ def _joined(calls: list[Call], at: Mapping[str, str]) -> list[tuple[list[str], s
 
     At the traced token count the two may be faster apart, at another one together.
     """
-    halves = {c.final: c for c in calls if isinstance(c, GatedCall) and c.gated.down is None}
-    downs: dict[fx.Node, LowRankCall] = {}
-    for call in calls:
-        if isinstance(call, LowRankCall):
-            half = halves.get(owner_of(call.source.key))
-            if half is not None and call.n == half.source.k:
-                downs[half.final] = call
-    joined = {id(down) for down in downs.values()}
-    made = []
-    for call in calls:
+    made: dict[fx.Node, tuple[list[str], str, str]] = {}
+    widths: dict[fx.Node, int] = {}  # of gates that no down projection has joined
+    for call in sorted(calls, key=lambda call: not isinstance(call, GatedCall)):
         if isinstance(call, GatedCall):
             members = [at.get(owner_of(p.u.key).name, "") for p in call.gated.projections()]
-            down = downs.get(call.final)
-            members += [_name(down, at)] if down is not None else []
-            kind = "gated_mlp" if len(members) == 3 else "gated_mlp_up"
-            made.append((members, kind, call.gated.activation))
+            made[call.final] = members, "gated_mlp", call.gated.activation
+            if call.gated.down is None:
+                made[call.final] = members, "gated_mlp_up", call.gated.activation
+                widths[call.final] = call.source.k
         elif isinstance(call, SharedCall):
-            made.append(([_name(one, at) for one in call.members], "shared_x", "identity"))
-        elif isinstance(call, LowRankCall) and id(call) not in joined:
-            made.append(([_name(call, at)], "lowrank", "identity"))
-    return [one for one in made if all(one[0])]
+            made[call.final] = [_name(one, at) for one in call.members], "shared_x", "identity"
+        elif isinstance(call, LowRankCall):
+            gate, name = owner_of(call.source.key), _name(call, at)
+            if widths.get(gate) == call.n:
+                members, _, activation = made[gate]
+                made[gate] = [*members[:2], name], "gated_mlp", activation
+            else:
+                made[call.final] = [name], "lowrank", "identity"
+    return [one for one in made.values() if all(one[0])]
 
 
 def _name(call: LowRankCall, at: Mapping[str, str]) -> str:
     return "" if call.chain is None else at.get(owner_of(call.chain.u.key).name, "")
-
-
-def _on_meta(value: Any) -> Any:
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
 # -- what a call takes -------------------------------------------------------------------------
@@ -279,7 +262,7 @@ class Prices:
 
 def kernel_prices(
     model: nn.Module,
-    layers: Sequence[Layer],
+    layers: Sequence[Shape],
     dtype: str,
     workload: Workload,
     target: str,
@@ -296,7 +279,8 @@ def kernel_prices(
         return None
     chip = machine_target(target)
     fp8 = factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
-    groups, note = alone(layers), "each layer as a call of its own"
+    groups = [Group("lowrank", (layer,)) for layer in layers]
+    note = "each layer as a call of its own"
     least = _loaded_at_start(chip) / item_bytes(dtype)
     if inputs is None:
         inputs = example_inputs(model)

@@ -9,7 +9,8 @@ from toy_models import Model, llama
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.config import CompressionConfig
-from nmm_compiler.lowrank_models.predicted_time import Group, Layer, Prices, call_us, groups_of
+from nmm_compiler.lowrank_models.predicted_time import Group, Prices, call_us, groups_of
+from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.targets import get
 
@@ -44,7 +45,7 @@ def test_the_calls_that_the_backend_makes_are_the_calls_that_were_priced():
 def test_layers_of_one_call_are_found_in_the_graph(more):
     model = wide_llama()
     layers = [
-        Layer(name, m.in_features, m.out_features)
+        Shape(name, m.in_features, m.out_features)
         for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     ]  # fmt: skip
     inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long), **more}
@@ -130,7 +131,7 @@ def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
 
 def test_a_call_is_judged_whole_and_shared_out():
     """The table of the report shows the times that decide, to a tenth of a microsecond."""
-    layers = (Layer("a", 1024, 1024), Layer("b", 1024, 2048))
+    layers = (Shape("a", 1024, 1024), Shape("b", 1024, 2048))
     times = {(None, None): 10.0, (4, None): 10.2, (None, 4): 9.9, (4, 4): 10.1, (2, 2): 9.0}
     prices = Prices(
         [Group("shared_x", layers)],
