@@ -55,32 +55,19 @@ def test_beta_1_is_the_default_where_it_is_all_there_is(monkeypatch, packages, t
     assert dialects.dialect_for(get(target), "nki") == "nki"
 
 
-def test_a_kernel_runs_in_simulate_kernel(monkeypatch, tmp_path):
-    seen = install(monkeypatch, **BETA_1)
+def test_a_kernel_is_simulated_and_launched_on_torch_xla_alone(monkeypatch, tmp_path):
+    seen = install(monkeypatch, **BETA_1, **OLD_TORCH)
     kernel = write_kernel(tmp_path, SPEC, dialect="neuronxcc", name="tiny_beta_1")
-    x, u, v = given = operands(SPEC)
-    (y,) = neuron.simulate(kernel, given)
-    torch.testing.assert_close(y, (x @ u) @ v)
-    assert seen.simulated_for == ["trn2"]
-
-
-def test_a_kernel_is_launched_on_torch_xla_after_its_first_run(monkeypatch, tmp_path):
-    install(monkeypatch, **BETA_1, **OLD_TORCH)
     monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_xla)
-    kernel = write_kernel(tmp_path, SPEC, dialect="neuronxcc", name="launched_beta_1")
     x, u, v = given = operands(SPEC)
-    (y,) = neuron.launch(kernel, given)
-    torch.testing.assert_close(y, (x @ u) @ v)
-    assert len(neuron.load(kernel).calls) == 2  # the first run, and this one
+    for run in (neuron.simulate, neuron.launch):
+        (y,) = run(kernel, given)
+        torch.testing.assert_close(y, (x @ u) @ v)
+    assert seen.simulated_for == ["trn2"]
+    assert len(neuron.load(kernel).calls) == 3  # the two, and the first run before the launch
     assert "nki" not in sys.modules
-
-
-def test_torch_neuron_has_no_way_to_launch_it(monkeypatch, tmp_path):
-    install(monkeypatch, **BETA_1, torch_neuronx="2.13.3.0")
-    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._launch_on_torchneuron)
-    kernel = write_kernel(tmp_path, SPEC, dialect="neuronxcc", name="refused_beta_1")
     with pytest.raises(NeuronSetupError, match="runs on torch-xla tensors"):
-        neuron.launcher(torch.device("cpu"))(kernel, operands(SPEC))
+        neuron._LAUNCHERS["neuron"](kernel, given)
 
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """Neuron paths against stand-ins: probing, refusing, launching, checking the first run."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import os
@@ -11,7 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from runtime.neuron_stand_ins import StandInKernel, install, write_kernel
+from runtime.neuron_stand_ins import RIGHT, StandInKernel, install, write_kernel
 
 from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.errors import FileError, NeuronSetupError, OptionTypeError
@@ -23,6 +24,7 @@ from nmm_compiler.runtime import executor, first_run, kernels, machine, neuron
 
 SPEC = LowRankSpec(m=4, k=8, r=2, n=6, dtype="float32")
 PROFILE = types.SimpleNamespace(hbm_read_bytes=1, hbm_write_bytes=1, latency_us=1.0)
+LOW_RANK = torch.ops.nmm.lowrank_matmul
 names = (f"tiny{i}" for i in itertools.count())
 
 
@@ -38,6 +40,12 @@ def forget(monkeypatch):
 def operands(spec=SPEC):
     torch.manual_seed(0)
     return [torch.randn(t.shape, dtype=getattr(torch, t.dtype)) for t in spec.inputs()]
+
+
+def computes_the_product(run):
+    """Assert that `run` returns the product of the operands that it is given."""
+    x, u, v = given = operands()
+    torch.testing.assert_close(run(given)[0], (x @ u) @ v)
 
 
 @pytest.fixture
@@ -59,7 +67,7 @@ def cpu_is_neuron(monkeypatch):
 def one_kernel(monkeypatch, tmp_path):
     """Have every spec built as the stand-in kernel with this body."""
 
-    def use(body="(x @ u) @ v"):
+    def use(body=RIGHT):
         class Table(kernels.Kernels):
             def get(self, spec, target, options):
                 made = self._kernels.get((spec, target))
@@ -125,33 +133,32 @@ def test_the_probe_says_whether_kernels_are_checked_for_this_nki(monkeypatch, ve
     assert text in dict(machine.probe().rows())["kernels for this NKI"]
 
 
-@pytest.mark.parametrize("version", ["0.2.0", "0.1", "0.4.99+abc"])
-def test_an_old_nki_is_refused_with_what_to_install(monkeypatch, tmp_path, version):
+@pytest.mark.parametrize(
+    ("version", "body", "needed"),
+    [
+        ("0.2.0", RIGHT, r"need 0\.5 or newer; run: pip install nki"),
+        ("0.1", RIGHT, r"need 0\.5 or newer; run: pip install nki"),
+        ("0.4.99+abc", RIGHT, r"need 0\.5 or newer; run: pip install nki"),
+        ("0.5.0", "nl.fori_loop(0, 2, print)", r"nki 0\.5\.0 is installed, kernels need 0\.6"),
+    ],
+)
+def test_an_nki_older_than_a_kernel_needs_is_refused(monkeypatch, tmp_path, version, body, needed):
     install(monkeypatch, nki=version)
-    kernel = write_kernel(tmp_path, SPEC)
-    with pytest.raises(NeuronSetupError, match=r"need 0\.5 or newer; run: pip install nki"):
-        neuron.simulate(kernel, operands())
-
-
-def test_a_kernel_that_needs_a_newer_nki_is_refused(monkeypatch, tmp_path):
-    install(monkeypatch, nki="0.5.0")
-    kernel = write_kernel(tmp_path, SPEC, "nl.fori_loop(0, 2, print)")
+    kernel = write_kernel(tmp_path, SPEC, body)
     source = kernel.source.replace("import nki\n", "import nki\nimport nki.language as nl\n", 1)
     kernel = StandInKernel(kernel.name, SPEC, "trn2", source, tmp_path / "absent.py")
-    with pytest.raises(NeuronSetupError, match=r"nki 0\.5\.0 is installed, kernels need 0\.6"):
+    with pytest.raises(NeuronSetupError, match=needed):
         neuron.simulate(kernel, operands())
 
 
 def test_nki_simulate_runs_the_file_for_the_kernels_target(monkeypatch, tmp_path):
     seen = install(monkeypatch)
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
-    x, u, v = operands()
-    (got,) = neuron.simulate(write_kernel(tmp_path, SPEC), (x, u, v))
-    torch.testing.assert_close(got, (x @ u) @ v)
+    computes_the_product(functools.partial(neuron.simulate, write_kernel(tmp_path, SPEC)))
     assert seen.simulated_for == ["trn2"]
     assert "NEURON_PLATFORM_TARGET_OVERRIDE" not in os.environ
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")  # no kernel for trn3 is at hand
-    neuron.simulate(write_kernel(tmp_path, SPEC), (x, u, v))
+    computes_the_product(functools.partial(neuron.simulate, write_kernel(tmp_path, SPEC)))
     assert seen.simulated_for == ["trn2", "trn2"]
     assert os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] == "trn3"
 
@@ -183,7 +190,7 @@ def test_nki_simulate_as_executor(monkeypatch, one_kernel):
     install(monkeypatch)
     table = one_kernel()
     x, u, v = operands()
-    got = torch.ops.nmm.lowrank_matmul(x[:3], u, v, executor="nki_simulate")
+    got = LOW_RANK(x[:3], u, v, executor="nki_simulate")
     torch.testing.assert_close(got, (x[:3] @ u) @ v)
     assert [k.spec.m for k in table.all()] == [4]  # the bucket of 3 tokens
 
@@ -191,16 +198,14 @@ def test_nki_simulate_as_executor(monkeypatch, one_kernel):
 def test_the_neuron_executor_refuses_tensors_that_are_elsewhere(one_kernel):
     one_kernel()
     with pytest.raises(NeuronSetupError, match="got tensors on 'cpu'; move the model"):
-        torch.ops.nmm.lowrank_matmul(*operands(), executor="neuron")
+        LOW_RANK(*operands(), executor="neuron")
 
 
 def test_torch_xla_tensors_run_the_jit_kernel(monkeypatch, one_kernel, cpu_is_xla):
-    install(monkeypatch, torch_neuronx="2.9.0.1", torch_xla="2.9.0")
+    install(monkeypatch, **XLA)
     table = one_kernel()
-    x, u, v = operands()
     for name in ("auto", "neuron"):
-        got = torch.ops.nmm.lowrank_matmul(x, u, v, executor=name)
-        torch.testing.assert_close(got, (x @ u) @ v)
+        computes_the_product(lambda given, name=name: [LOW_RANK(*given, executor=name)])
     (kernel,) = table.all()
     assert len(neuron.load(kernel).calls) == 3  # the first run's check, and two calls
 
@@ -219,19 +224,19 @@ def test_a_kernel_that_fails_its_first_run_is_not_used(
     monkeypatch, one_kernel, cpu_is_xla, body, words
 ):
     """Contributed kernels have returned zeros with exit code 0 after a toolchain update."""
-    install(monkeypatch, torch_neuronx="2.9.0.1", torch_xla="2.9.0")
+    install(monkeypatch, **XLA)
     table = one_kernel(body)
     x, u, v = operands()
     with pytest.warns(UserWarning, match=words):
-        got = torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        got = LOW_RANK(x, u, v, executor="auto")
     torch.testing.assert_close(got, (x @ u) @ v)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        LOW_RANK(x, u, v, executor="auto")
         with pytest.raises(NeuronSetupError, match="failed its first run"):
-            torch.ops.nmm.lowrank_matmul(x, u, v, executor="neuron")
+            LOW_RANK(x, u, v, executor="neuron")
         with pytest.raises(NeuronSetupError, match="failed its first run"):
-            torch.ops.nmm.lowrank_matmul(x, u, v, executor=executor_name(Options(strict=True)))
+            LOW_RANK(x, u, v, executor=executor_name(Options(strict=True)))
     assert len(neuron.load(table.all()[0]).calls) == 1
 
 
@@ -248,10 +253,8 @@ def test_the_first_run_covers_all_operands(monkeypatch, tmp_path):
 def test_torchneuron_registers_each_kernel_once(monkeypatch, tmp_path, cpu_is_neuron):
     seen = install(monkeypatch, torch_neuronx="2.13.3.0")
     kernel = write_kernel(tmp_path, SPEC, name=next(names))
-    x, u, v = operands()
     for _ in range(2):
-        (got,) = neuron.launch(kernel, (x, u, v))
-        torch.testing.assert_close(got, (x @ u) @ v)
+        computes_the_product(functools.partial(neuron.launch, kernel))
     assert len(seen.registered) == 1
     assert seen.registered[0].startswith(f"nmm_kernels::{kernel.name}_")
     op = neuron.registered_op(kernel, 3)
@@ -311,7 +314,7 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
     install(monkeypatch, torch_neuronx="2.13.3.0")
     monkeypatch.setattr(kernels.Kernels, "origins", lambda self, specs, *rest: dict.fromkeys(specs))
     x, u, v = operands()
-    for body, traced in (("(x @ u) @ v", True), ("(x @ u) @ v * 2", False)):
+    for body, traced in ((RIGHT, True), ("(x @ u) @ v * 2", False)):
         table = one_kernel(body)
         monkeypatch.setattr(compile_graph, "KERNELS", table)
         work = compile_graph.Compilation(
@@ -344,52 +347,45 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
 def test_logical_cores_that_are_not_the_kernels_are_refused(
     monkeypatch, one_kernel, cpu_is_xla, variable
 ):
-    install(monkeypatch, torch_neuronx="2.9.0.1", torch_xla="2.9.0")
+    install(monkeypatch, **XLA)
     table = one_kernel()
     monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
     x, u, v = operands()
     with pytest.raises(
         NeuronSetupError, match=r"default of trn2.*export NEURON_LOGICAL_NC_CONFIG=1"
     ):
-        torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        LOW_RANK(x, u, v, executor="auto")
     monkeypatch.setenv(variable, "2")
     with pytest.raises(NeuronSetupError, match=r"NEURON_LOGICAL_NC_CONFIG=2 is set"):
-        torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        LOW_RANK(x, u, v, executor="auto")
     assert not neuron.load(table.all()[0]).calls
     monkeypatch.setenv(variable, "three")
     with pytest.raises(OptionTypeError, match=f"{variable}.*1 or 2"):
-        torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        LOW_RANK(x, u, v, executor="auto")
     monkeypatch.setenv(variable, "1")
-    torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+    LOW_RANK(x, u, v, executor="auto")
 
 
-@pytest.mark.parametrize("path", ["xla", "neuron"])
+@pytest.mark.parametrize("path", ["xla", "neuron", None])
 def test_a_kernel_of_two_cores_is_launched_on_two(monkeypatch, tmp_path, path):
+    """path: None for nki.simulate, which asks for no cores of a device."""
     install(monkeypatch, torch_neuronx="2.13.3.0")
-    monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._LAUNCHERS[path])
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    spec = dataclasses.replace(SPEC, lnc=2)
-    kernel = write_kernel(tmp_path, spec, name=next(names))
-    x, u, v = operands()
-    (got,) = neuron.launch(kernel, (x, u, v))
-    torch.testing.assert_close(got, (x @ u) @ v)
+    kernel, other = (
+        write_kernel(tmp_path, dataclasses.replace(SPEC, lnc=2), name=next(names)) for _ in "ab"
+    )
+    if path is None:
+        computes_the_product(functools.partial(neuron.simulate, kernel))
+    else:
+        monkeypatch.setitem(neuron._LAUNCHERS, "cpu", neuron._LAUNCHERS[path])
+        with pytest.raises(NeuronSetupError, match="written for 2 physical cores"):
+            neuron.check(other, torch.device("cpu"))
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+        computes_the_product(functools.partial(neuron.launch, kernel))
     assert set(neuron.load(kernel).grids) == {2}
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    with pytest.raises(NeuronSetupError, match="written for 2 physical cores"):
-        neuron.check(write_kernel(tmp_path, spec, name=next(names)), x.device)
-
-
-def test_nki_simulate_launches_two_cores(monkeypatch, tmp_path):
-    install(monkeypatch)
-    kernel = write_kernel(tmp_path, dataclasses.replace(SPEC, lnc=2), name=next(names))
-    x, u, v = operands()
-    (got,) = neuron.simulate(kernel, (x, u, v))
-    torch.testing.assert_close(got, (x @ u) @ v)
-    assert neuron.load(kernel).grids == [2]
 
 
 def test_a_kernel_for_other_hardware_is_refused(monkeypatch, tmp_path, one_kernel, cpu_is_xla):
-    install(monkeypatch, torch_neuronx="2.9.0.1", torch_xla="2.9.0")
+    install(monkeypatch, **XLA)
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: ["/dev/neuron0"])
     one_kernel()
     instance = tmp_path / "instance_type"
@@ -399,14 +395,14 @@ def test_a_kernel_for_other_hardware_is_refused(monkeypatch, tmp_path, one_kerne
         instance.write_text(name + "\n")
         assert machine.probe().target == target
         with pytest.raises(NeuronSetupError, match=f"built for trn2 and the device is {target}"):
-            torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto", target="trn2")
+            LOW_RANK(x, u, v, executor="auto", target="trn2")
     instance.write_text("trn2.48xlarge\n")
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
     with pytest.raises(NeuronSetupError, match="NEURON_PLATFORM_TARGET_OVERRIDE=trn1 asks for"):
-        torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        LOW_RANK(x, u, v, executor="auto")
     for name in ("trn2", "gen3"):
         monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", name)
-        torch.ops.nmm.lowrank_matmul(x, u, v, executor="auto")
+        LOW_RANK(x, u, v, executor="auto")
 
 
 def test_the_probe_says_what_to_set_for_logical_cores(monkeypatch, tmp_path):
@@ -426,7 +422,7 @@ def test_the_probe_says_what_to_set_for_logical_cores(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("(x @ u) @ v", None),
+        (RIGHT, None),
         (
             "nki.torch.cat([((x @ u) @ v)[:-1], ((x @ u) @ v)[-1:] * 1.5])",
             "differs from the float64",
