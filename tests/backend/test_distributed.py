@@ -6,22 +6,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks
+from processes import on_ranks, same_gradients
 from torch import nn
+from toy_models import Pair
 
 import nmm_compiler as nmm
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is missing")
-
-
-class Pair(nn.Module):
-    def __init__(self, bias=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 48, bias=bias)
-
-    def forward(self, x):
-        return self.b(self.a(x))
 
 
 class Stack(nn.Module):
@@ -61,8 +52,8 @@ def parallel(model, **plan):
 def tensor_parallel(bias, inner):
     """A chain cut along its rank is one call on each device."""
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
-    alone = Pair(bias)
-    model = parallel(Pair(bias), a=("ColwiseParallel", {}), b=("RowwiseParallel", {}))
+    alone = Pair(64, 8, 48, bias)
+    model = parallel(Pair(64, 8, 48, bias), a=("ColwiseParallel", {}), b=("RowwiseParallel", {}))
     got = compiled(model, inner)(x)
     report = nmm.last_report()
     assert close(got, alone(x)), f"{inner}: values"
@@ -70,10 +61,7 @@ def tensor_parallel(bias, inner):
     assert "r4 " in report.kernels[0].spec, report.kernels[0].spec  # of rank 8, half
     got.square().sum().backward()
     alone(x).square().sum().backward()
-    for name, parameter in alone.named_parameters():
-        grad = model.get_parameter(name).grad.full_tensor()
-        bound = 2.0**-20 * float(parameter.grad.abs().max())
-        assert float((grad - parameter.grad).abs().max()) <= bound, f"{inner}: {name}"
+    same_gradients(model, alone, 2.0**-20)
 
 
 def sums_between():
@@ -81,9 +69,9 @@ def sums_between():
     from torch.distributed.tensor import Replicate
 
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    alone = Pair()
+    alone = Pair(64, 8, 48, False)
     rows = ("RowwiseParallel", {"input_layouts": Replicate()})
-    model = parallel(Pair(), a=rows, b=("ColwiseParallel", {}))
+    model = parallel(Pair(64, 8, 48, False), a=rows, b=("ColwiseParallel", {}))
     got = compiled(model, "eager")(x)
     report = nmm.last_report()
     assert close(got, alone(x).chunk(2, -1)[dist.get_rank()]), "sums: values"
@@ -109,12 +97,7 @@ def fully_sharded():
     assert nmm.last_report().chains == 1, str(nmm.reports())
     got.square().sum().backward()
     alone(x).square().sum().backward()
-    for name, parameter in alone.named_parameters():
-        grad = model.get_parameter(
-            re.sub(r"^(layers.\d)", r"\1._orig_mod", name)
-        ).grad.full_tensor()
-        bound = 2.0**-20 * float(parameter.grad.abs().max())
-        assert float((grad - parameter.grad).abs().max()) <= bound, name
+    same_gradients(model, alone, 2.0**-20, partial(re.sub, r"^(layers.\d)", r"\1._orig_mod"))
 
 
 def test_tensor_parallel_keeps_the_chain():

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cache_helpers import Builder, fork, key_of, place
@@ -103,15 +104,8 @@ def test_two_threads_build_once(directory):
         time.sleep(0.05)
         return {"kernel.py": "y = 1\n"}
 
-    got = []
-    threads = [
-        threading.Thread(target=lambda: got.append(store.get_or_build(key_of(1), build)))
-        for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as threads:
+        got = list(threads.map(lambda _: store.get_or_build(key_of(1), build), range(6)))
     assert len(calls) == 1
     assert len(got) == 6
 

@@ -1,25 +1,16 @@
-from concurrent.futures import Future
 from contextlib import nullcontext
 
 import pytest
+from processes import Executor
 
 from nmm_compiler.codegen import build, build_many
-
-
-class Here:
-    """An executor that runs each call at once, in this process."""
-
-    def submit(self, function, text, /):
-        future = Future()
-        future.set_result(function(text))
-        return future
 
 
 @pytest.fixture
 def here(monkeypatch):
     """Builds of this test run in this process; test_fill.py starts workers and kills them."""
-    monkeypatch.setattr(build_many, "on_processes", lambda count: nullcontext(Here()))
-    return Here()
+    monkeypatch.setattr(build_many, "on_processes", lambda count: nullcontext(Executor()))
+    return Executor()
 
 
 @pytest.fixture

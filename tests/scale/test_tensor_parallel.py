@@ -4,11 +4,12 @@ import functools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks, ran
+from processes import on_ranks, ran, same_gradients
 from torch import nn
 
 import nmm_compiler as nmm
@@ -51,18 +52,23 @@ class Mesh:
         return self.devices
 
 
-def check(mesh, split, compiled):
+def cut(mesh, **more):
     from torch.distributed.tensor.parallel import parallelize_module
 
+    model = Block()
+    return parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, **more))
+
+
+def with_nmm(model, **more):
+    torch._dynamo.reset()
+    options = {"inner": "eager", "strict": True, "cache": "off", "kernels": "lazy", **more}
+    return torch.compile(model, backend="nmm", options=options)
+
+
+def check(mesh, split, compiled):
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
-    alone, model = Block(), Block()
-    parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, split=split))
-    run = model
-    if compiled:
-        torch._dynamo.reset()
-        options = {"inner": "eager", "strict": True, "cache": "off", "kernels": "lazy"}
-        run = torch.compile(model, backend="nmm", options=options)
-    want, got = alone(x), run(x)
+    alone, model = Block(), cut(mesh, split=split)
+    want, got = alone(x), (with_nmm(model) if compiled else model)(x)
     # Six products one after the other, sums of at most 96 terms in another order.
     bound = 6 * 96 * 2.0**-24 * float(want.abs().max())
     assert float((got - want).abs().max()) <= bound, split
@@ -71,10 +77,7 @@ def check(mesh, split, compiled):
         assert nmm.last_report().chains == 3, str(nmm.last_report())
     want.square().sum().backward()
     got.square().sum().backward()
-    for name, parameter in alone.named_parameters():
-        grad = model.get_parameter(name).grad.full_tensor()
-        within = 2.0**-18 * float(parameter.grad.abs().max())
-        assert float((grad - parameter.grad).abs().max()) <= within, f"{split}: {name}"
+    same_gradients(model, alone, 2.0**-18)
 
 
 def every_split(also_compiled):
@@ -100,31 +103,23 @@ def test_a_mesh_of_one_gives_the_values_and_gradients_of_the_model(split):
 
 
 @pytest.fixture
-def one_of_four():
-    """The first of four ranks, alone: the others are not there, and sums are what it has."""
+def down_of_four():
+    """The rows of the first of four ranks, alone: the others are not there, sums are its own."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        yield init_device_mesh("cpu", (4,))
+        yield nn.Sequential(cut(init_device_mesh("cpu", (4,))).down)
     finally:
         dist.destroy_process_group()
 
 
-def test_the_sum_of_rows_is_inside_of_the_call_where_it_pays(one_of_four):
+def test_the_sum_of_rows_is_inside_of_the_call_where_it_pays(down_of_four):
     """The report has both figures; where there are no collectives, two products stay."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    model = Block()
-    parallelize_module(model, one_of_four, tensor_parallel_plan(model, one_of_four))
-
-    down = nn.Sequential(model.down)
 
     def compiled(**more):
-        torch._dynamo.reset()
-        options = {"inner": "eager", "strict": True, "cache": "off", "kernels": "lazy", **more}
-        torch.compile(down, backend="nmm", options=options)(torch.zeros(2, 5, 96 // 4))
+        with_nmm(down_of_four, **more)(torch.zeros(2, 5, 96 // 4))
         return nmm.last_report()
 
     inside = compiled()
@@ -141,20 +136,12 @@ def test_the_sum_of_rows_is_inside_of_the_call_where_it_pays(one_of_four):
     assert "executor 'simulator' runs one process" in str(alone.declined)
 
 
-def test_a_model_that_trains_on_kernels_keeps_its_products(one_of_four):
+def test_a_model_that_trains_on_kernels_keeps_its_products(down_of_four):
     """The kernel that sums has no gradients, so a call of it would raise in the backward pass."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    model = Block()
-    parallelize_module(model, one_of_four, tensor_parallel_plan(model, one_of_four))
-    down = nn.Sequential(model.down)
 
     def compiled(executor):
-        torch._dynamo.reset()
-        options = {"inner": "eager", "strict": True, "cache": "off", "kernels": "lazy"}
-        made = torch.compile(down, backend="nmm", options={**options, "executor": executor})
         try:
-            made(torch.zeros(2, 5, 96 // 4))
+            with_nmm(down_of_four, executor=executor)(torch.zeros(2, 5, 96 // 4))
         except NeuronSetupError:  # the call of the kernel
             return nmm.last_report(), True
         return nmm.last_report(), False
@@ -185,24 +172,29 @@ def test_the_plan_names_every_linear_that_is_cut():
             "gate", "up", "down", "head"}  # fmt: skip
 
 
-def test_what_cannot_be_cut_is_named():
-    with pytest.raises(UnknownNameError, match="rank"):
-        tensor_parallel_plan(Block(), Mesh(2), split="columns")
-    with pytest.raises(OptionTypeError, match="tensor-parallel plan"):
-        tensor_parallel_plan(nn.Linear(4, 4), Mesh(2))
-    with pytest.raises(OptionTypeError, match="one dimension"):
-        tensor_parallel_plan(Block(), Mesh(2, ndim=2))
-    with pytest.raises(ShapeError, match="out_features 96"):
-        tensor_parallel_plan(Block(), Mesh(5))
+def block(**attributes):
+    model = Block()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "split", "error", "text"),
+    [
+        (Block(), Mesh(2), "columns", UnknownNameError, "rank"),
+        (nn.Linear(4, 4), Mesh(2), "row", OptionTypeError, "tensor-parallel plan"),
+        (Block(), Mesh(2, ndim=2), "row", OptionTypeError, "one dimension"),
+        (Block(), Mesh(5), "row", ShapeError, "out_features 96"),
+        (block(head=nn.Linear(64, 48)), Mesh(16), "rank", ShapeError, "down has rank 24"),
+        (block(config=SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)), Mesh(4),
+         "row", ShapeError, "2 num_key_value_heads"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_named(model, mesh, split, error, text):
+    with pytest.raises(error, match=text):
+        tensor_parallel_plan(model, mesh, split=split)
     tensor_parallel_plan(Block(), Mesh(4), split="rank")
-    model = Block()
-    model.head = nn.Linear(64, 48)
-    with pytest.raises(ShapeError, match="down has rank 24"):
-        tensor_parallel_plan(model, Mesh(16), split="rank")
-    model = Block()
-    model.config = type("Config", (), {"num_attention_heads": 8, "num_key_value_heads": 2})()
-    with pytest.raises(ShapeError, match="2 num_key_value_heads"):
-        tensor_parallel_plan(model, Mesh(4))
 
 
 @pytest.mark.long

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
+from processes import Executor
 
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
@@ -21,20 +22,18 @@ SPEC = LowRankSpec(m=8, k=256, r=64, n=512)
 SPECS = [SPEC, LowRankSpec(m=16, k=256, r=64, n=512)]
 
 
-class Serial:
-    """An executor that runs each task at once, here; it fails after `most` of them."""
+class Serial(Executor):
+    """Runs each task at once, here; it fails after `most` of them."""
 
     def __init__(self, most=None):
+        super().__init__(self.run)
         self.tasks, self.most = [], most
 
-    def submit(self, function, text, /):
-        future = Future()
+    def run(self, function, text):
         if self.most is not None and len(self.tasks) >= self.most:
-            future.set_exception(WorkerError(1, "the power is out"))
-            return future
+            raise WorkerError(1, "the power is out")
         self.tasks.append(json.loads(text)["spec"])
-        future.set_result(function(text))
-        return future
+        return function(text)
 
 
 @pytest.fixture(autouse=True)
@@ -78,23 +77,15 @@ def test_this_process_simulates_nothing(monkeypatch):
     """Else it takes the time that the workers gain: it is one process, and they are many."""
     answers = []
 
-    class Keeps(Serial):
-        def submit(self, function, text, /):
-            answers.append(super().submit(function, text).result())
-            return super().submit(lambda text: answers[-1], text)
+    def kept(function, text):
+        answers.append(function(text))
+        return answers[0]
 
-    tune.tune([SPEC], executor=Keeps())
+    tune.tune([SPEC], executor=Executor(kept))
     Store.open().prune(0)
     for name in (tune, choose):
         monkeypatch.setattr(name, "simulated", None)
-
-    class Answers:
-        def submit(self, function, text, /):
-            future = Future()
-            future.set_result(answers[0])
-            return future
-
-    (made,) = tune.tune([SPEC], executor=Answers())
+    (made,) = tune.tune([SPEC], executor=Executor(lambda *call: answers[0]))
     assert made.simulated == made.candidates
 
 
@@ -200,25 +191,13 @@ def test_a_remote_tuning_is_asked_for_only_where_the_kernel_is_missing(tmp_path,
 
 
 def test_a_worker_with_other_code_refuses():
-    told = json.loads(build_request())
-    told["code"]["kernels"] = "0" * 16
+    def elsewhere(function, text):
+        told = json.loads(text)
+        told["code"]["kernels"] = "0" * 16
+        return time_candidates(json.dumps(told))
+
     with pytest.raises(WorkerError, match="another version"):
-        time_candidates(json.dumps(told))
-
-
-def build_request():
-    texts = []
-
-    class Keeps:
-        def submit(self, function, text, /):
-            texts.append(text)
-            future = Future()
-            future.set_exception(WorkerError(1, "kept"))
-            return future
-
-    with pytest.raises(WorkerError, match="kept"):
-        tune.tune([SPEC], executor=Keeps())
-    return texts[0]
+        tune.tune([SPEC], executor=Executor(elsewhere))
 
 
 def test_a_kernel_without_a_legal_schedule_is_refused_before_any_work():
