@@ -225,6 +225,7 @@ sys.path.insert(0, {folder!r})
 
 def worker(rank, port):
     import tensor_parallel as example, nmm_compiler as nmm
+    from nmm_compiler.lowrank_models.tensor_parallel import tensor_parallel_plan
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
