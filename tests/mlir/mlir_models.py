@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from toy_models import Model
 
 import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
 from nmm_compiler.mlir.export import export_mlir
@@ -36,53 +37,31 @@ def factorized(module: nn.Module, rank: int) -> nn.Module:
     return module
 
 
-class One(nn.Module):
-    """x -> relu of one chain: the smallest module with a kernel and an op around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = LowRank(16, 2, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.low(x), x], dim=1)
-
-
-class Lora(nn.Module):
-    """A frozen linear with a LoRA branch, as peft writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 48)
-        self.a = nn.Linear(32, 4, bias=False)
-        self.b = nn.Linear(4, 48, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 2.0 * self.b(self.a(x))
-
-
-class LoraCall(nn.Module):
-    """One op with all its operands; the NKI function takes them in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = {"u": (4, 32), "v": (48, 4), "bias": (48,), "w": (32, 48)}
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.nmm.lowrank_matmul(
-            x, self.u, self.v, self.bias, self.w, scale=2.0, u_layout="col", v_layout="col"
-        )
-
-
 def one(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    """Return the smallest module with a kernel and an op around it."""
     torch.manual_seed(0)
-    return One().to(dtype).eval(), {"x": torch.randn(4, 16, dtype=dtype)}
+    low = LowRank(16, 2, 8, bias=False)
+    model = Model(lambda m, x: torch.cat([m.low(x), x], dim=1), low=low)
+    return model.to(dtype).eval(), {"x": torch.randn(4, 16, dtype=dtype)}
 
 
 def lora(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
+    """Return a frozen linear with a LoRA branch, as peft writes it."""
     torch.manual_seed(0)
-    return Lora().to(dtype).eval(), {"x": torch.randn(6, 32, dtype=dtype)}
+    base, low = nn.Linear(32, 48), LowRank(32, 4, 48, bias=False)
+    model = Model(lambda m, x: m.base(x) + 2.0 * m.low(x), base=base, low=low)
+    return model.to(dtype).eval(), {"x": torch.randn(6, 32, dtype=dtype)}
+
+
+def lora_call() -> tuple[nn.Module, Inputs]:
+    """Return one op with all its operands; the NKI function takes them in another order."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        layouts = {"u_layout": "col", "v_layout": "col"}
+        return torch.ops.nmm.lowrank_matmul(x, m.u, m.v, m.bias, m.w, scale=2.0, **layouts)
+
+    model = Model(call, u=(4, 32), v=(48, 4), bias=(48,), w=(32, 48))
+    return model, {"x": torch.randn(6, 32)}
 
 
 def llama_mlp(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mlir_golden import GOLDENS, golden_text
-from mlir_models import MODELS, LoraCall, exported, llama_mlp, one
+from mlir_models import MODELS, exported, llama_mlp, lora_call, one
 from torch import Tensor, nn
 from toy_models import Model
 
@@ -108,7 +108,7 @@ def test_golden(name: str) -> None:
 
 
 def test_attributes_say_what_the_kernel_is() -> None:
-    torch_form = export_mlir(LoraCall(), (torch.randn(6, 32),), dialect="torch", sources=False)
+    torch_form = export_mlir(*lora_call(), dialect="torch", sources=False)
     (kernel,) = torch_form.kernels
     (launch,) = kernel.launches
     spec = launch.spec
@@ -256,68 +256,51 @@ def test_an_exported_program_and_a_graph_module_can_be_given() -> None:
     assert export_mlir(graph, (inputs["x"],), sources=False).text == expected
 
 
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x + self.count
+
+
+X = torch.randn(4, 16)
+ODD = Model(lambda m, x: torch.special.bessel_j1(m.low(x)), low=one()[0].low).eval()
+
+
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    ("model", "inputs", "keywords", "error", "message"),
     [
-        ({"dialect": "tosa"}, UnknownNameError, "unknown dialect 'tosa'"),
-        ({"kernels": "calls"}, UnknownNameError, "did you mean 'call'"),
-        ({"weights": "arg"}, UnknownNameError, "did you mean 'args'"),
-        ({"options": {"targets": "trn2"}}, UnknownNameError, "unknown option 'targets'"),
-        ({"options": 3}, OptionTypeError, "options"),
+        (*one(), {"dialect": "tosa"}, UnknownNameError, "unknown dialect 'tosa'"),
+        (*one(), {"kernels": "calls"}, UnknownNameError, "did you mean 'call'"),
+        (*one(), {"weights": "arg"}, UnknownNameError, "did you mean 'args'"),
+        (*one(), {"options": {"targets": "x"}}, UnknownNameError, "unknown option 'targets'"),
+        (*one(), {"options": 3}, OptionTypeError, "options"),
+        (3, (), {}, ModelError, "cannot export int"),
+        (one()[0], 3, {}, ModelError, "pass a tensor, a tuple"),
+        (ODD, X, {"dialect": "linalg"}, ModelError, r'bessel_j1.*node "special_bessel_j1"'),
+        (Branching(), X, {}, ModelError, r"torch\.export cannot trace Branching"),
+        (Counting(), X, {}, ModelError, "changes count in place"),
+        (nn.Linear(16, 4, device="meta"), X, {}, ModelError, r"to_empty\(device='cpu'\)"),
     ],
 )
-def test_unknown_names_are_refused(keywords: dict[str, Any], error: type, message: str) -> None:
-    model, inputs = one()
+def test_what_cannot_be_exported_is_named(
+    model: Any, inputs: Any, keywords: dict[str, Any], error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
-        export_mlir(model, inputs, **keywords)
-
-
-def test_what_is_not_a_model_is_refused() -> None:
-    with pytest.raises(ModelError, match="cannot export int"):
-        export_mlir(3, ())
-    with pytest.raises(ModelError, match="pass a tensor, a tuple"):
-        export_mlir(one()[0], 3)
-
-
-def test_an_operator_that_torch_mlir_does_not_lower_is_named_with_its_node() -> None:
-    odd = Model(lambda m, x: torch.special.bessel_j1(m.low(x)), low=one()[0].low).eval()
-    with pytest.raises(ModelError, match=r"bessel_j1.*node \"special_bessel_j1\""):
-        export_mlir(odd, (torch.randn(4, 16),), dialect="linalg", sources=False)
-
-
-def test_a_model_that_torch_export_cannot_trace_says_why() -> None:
-    class Branching(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum() > 0 else -x
-
-    with pytest.raises(ModelError, match=r"torch\.export cannot trace Branching"):
-        export_mlir(Branching(), (torch.randn(4, 16),))
-
-
-def test_a_model_on_the_meta_device_is_refused_with_the_way_out() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 4).eval()
-    with pytest.raises(ModelError, match=r"to_empty\(device='cpu'\)"):
-        export_mlir(model, (torch.randn(2, 4),))
-    assert export_mlir(model.to_empty(device="cpu"), (torch.randn(2, 4),)).outputs == 1
-
-
-def test_a_model_that_changes_a_buffer_is_refused() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count.add_(1)
-            return x + self.count
-
-    with pytest.raises(ModelError, match="changes count in place"):
-        export_mlir(Counting(), (torch.randn(4, 16),))
+        export_mlir(model, inputs, sources=False, **keywords)
 
 
 def test_a_model_without_chains_is_exported_without_calls() -> None:
-    module = export_mlir(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
+    model = nn.Linear(4, 4, device="meta").eval().to_empty(device="cpu")
+    module = export_mlir(model, (torch.randn(2, 4),))
     assert module.kernels == ()
     parses_back(module.text, "stablehlo", 0)
 
