@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import Executor, Future
 
 import pytest
+from processes import Executor
 
 from nmm_compiler.cli import demo
 from nmm_compiler.codegen.check_against_float64 import Proof
@@ -47,18 +47,6 @@ class Letters:
         return {"input_ids": [byte % 64 for byte in text.encode()]}
 
 
-class SameProcess(Executor):
-    """An executor that works here, at once: nothing is imported twice."""
-
-    def __init__(self, *count, **more):
-        pass
-
-    def submit(self, work, *arguments):
-        done = Future()
-        done.set_result(work(*arguments))
-        return done
-
-
 @pytest.mark.parametrize(("form", "target"), [("fp8+32", "trn2"), ("mxfp4+32", "trn3")])
 def test_every_step_is_checked(form, target, monkeypatch, nmm):
     torch = pytest.importorskip("torch")
@@ -70,7 +58,9 @@ def test_every_step_is_checked(form, target, monkeypatch, nmm):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     monkeypatch.setattr(demo.models, "language_model", lambda: (model, Letters()))
-    monkeypatch.setattr(demo.concurrent.futures, "ProcessPoolExecutor", SameProcess)
+    # An executor that works here: nothing is imported twice.
+    here = lambda *count, **more: Executor()  # noqa: E731
+    monkeypatch.setattr(demo.concurrent.futures, "ProcessPoolExecutor", here)
     monkeypatch.setattr(demo.models, "LANGUAGE_MODEL", "toy")
     # predictions take a public name, a path or a config
     predicted = demo.predicted_forms
