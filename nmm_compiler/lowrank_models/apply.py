@@ -276,12 +276,11 @@ def _replace(
     inputs = None if statistics is None else statistics.inputs.get(site.name)
     inputs = inputs if inputs is not None and inputs.tokens else None
     up, down = (target.new_zeros(s, dtype=dtype) for s in ((site.n, 0), (0, site.k)))
-    inside = theory = None
+    inside = None
     if rank:
         moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
         factors = factorize(target, rank, moments, site.name)
         up, down = balance(factors, dtype)
-        theory = factors.relative_error
     made = _put_layer(model, site, up, down, base, config)
     if isinstance(made, LowRankLinear):
         up, down = made.up.weight, made.down.weight
@@ -290,9 +289,7 @@ def _replace(
     weight_error, output_error = measure(
         weight, up.detach(), down.detach(), inputs, inside, None if base is None else target
     )
-    return dataclasses.replace(
-        layer, weight_error=weight_error, output_error=output_error, theory_error=theory
-    )
+    return dataclasses.replace(layer, weight_error=weight_error, output_error=output_error)
 
 
 def _put_layer(

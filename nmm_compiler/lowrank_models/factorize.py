@@ -19,7 +19,6 @@ eigenvectors overwrite the Gram matrix. `measure` gives the errors of factors as
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,25 +41,11 @@ _SMALLEST_PIVOT = 1e-10
 
 @dataclass(frozen=True)
 class Factors:
-    """up [n, r] and down [r, k] in float64, with the squared error that theory predicts.
-
-    squared_error: |G^1/2 (W - up down) A^1/2|_F^2, as the sum of the discarded squared singular
-        values; squared_norm: the same norm of W.
-    coefficients: where n < k, the C [r, n] of down = C W.
-    """
+    """up [n, r] and down [r, k] in float64; where n < k, the C [r, n] of down = C W."""
 
     up: torch.Tensor
     down: torch.Tensor
-    squared_error: float
-    squared_norm: float
     coefficients: torch.Tensor | None = None
-
-    @property
-    def relative_error(self) -> float:
-        """The predicted weighted relative error."""
-        if not self.squared_norm:
-            return 0.0
-        return math.sqrt(self.squared_error / self.squared_norm)
 
 
 @dataclass(frozen=True)
@@ -149,14 +134,12 @@ def factorize(
     check_finite(weight, name)
     weight, moments = weight.detach(), moments or Moments()
     problem = _Problem.of(weight, moments)
-    values, vectors = eigh(problem.gram())
-    values = values.flip(0).clamp_min(0)
+    _, vectors = eigh(problem.gram())
     left, coefficients = problem.solve(vectors[:, -rank:].flip(1))
     del vectors
     right = product(coefficients, problem.weight)
     up, down = (left, right) if n <= k else (right.T, left.T)
-    inside = coefficients if n < k else None
-    return Factors(up, down, float(values[rank:].sum()), float(values.sum()), coefficients=inside)
+    return Factors(up, down, coefficients if n < k else None)
 
 
 def balance(

@@ -22,7 +22,7 @@ from nmm_compiler.lowrank_models.experts import (
     install_empty,
     stacked_home,
 )
-from nmm_compiler.lowrank_models.modules import lowrank_layers, put
+from nmm_compiler.lowrank_models.modules import lowrank_layers, put, sizes_of
 from nmm_compiler.lowrank_models.quantize import (
     FORMATS,
     QuantizedLinear,
@@ -30,7 +30,6 @@ from nmm_compiler.lowrank_models.quantize import (
     make_layer,
     quantized_layers,
 )
-from nmm_compiler.lowrank_models.select import is_conv1d
 
 METHOD = "nmm_lowrank"
 # No matrix of a model is this wide; more is a damaged file.
@@ -120,15 +119,13 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
             form = saved.bases.get(saved_name)
             install_empty(home, str(name).rpartition(".")[2], rank, form)
             continue
-        old = modules.get(name) if name is not None else None
-        if name is None or not (isinstance(old, nn.Linear) or (old is not None and is_conv1d(old))):
+        old: Any = None if name is None else modules.get(name)
+        if name is None or not sizes_of(old):
             raise FileError(
                 f"the saved config gives rank {rank} to {saved_name!r}, which is no linear layer "
                 f"of {type(model).__name__}; load it into the architecture it was saved from"
             )
-        weight = old.weight
-        assert isinstance(weight, torch.Tensor)
-        n, k = weight.shape if isinstance(old, nn.Linear) else weight.shape[::-1]
+        weight, (n, k) = old.weight, sizes_of(old)
         down, up, dense = (
             torch.empty(shape, device="meta", dtype=weight.dtype)
             for shape in ((rank, k), (n, rank), (n, k))

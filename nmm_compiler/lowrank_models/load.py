@@ -67,10 +67,8 @@ def check_files(directory: Path) -> None:
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == hf_layers.METHOD:
         hf_layers.SavedLayers.read(quantization)
-    files = [path for path in directory.glob("*.safetensors") if path.name == "model.safetensors"]
-    if not files and (directory / _INDEX).exists():
-        files = [directory / name for name in shards_of(read_json(directory / _INDEX))]
-    for path in files:
+    whole = directory / "model.safetensors"
+    for path in [whole] if whole.exists() else indexed(directory):
         check_weights(path)
 
 
@@ -88,9 +86,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def shards_of(index: dict[str, Any]) -> list[str]:
-    """Return the safetensors files that an index names, all in its own directory."""
-    names = index.get("weight_map")
+def indexed(directory: Path) -> list[Path]:
+    """Return the safetensors files that a directory's index names, all in it; [] without one."""
+    if not (directory / _INDEX).exists():
+        return []
+    names = read_json(directory / _INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise FileError(f"{_INDEX} has no weight_map; restore the file")
     for name in names.values():
@@ -102,7 +102,7 @@ def shards_of(index: dict[str, Any]) -> list[str]:
             raise FileError(
                 f"{_INDEX} names {name!r:.80}, which is no safetensors file of this directory"
             )
-    return sorted(set(names.values()))
+    return [directory / name for name in sorted(set(names.values()))]
 
 
 def check_weights(path: Path) -> None:

@@ -12,7 +12,7 @@ With a `base`, y = base(x) + up(down(x)): the base is the weight rounded to few 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -141,6 +141,19 @@ class LowRankLinear(nn.Module):
 def lowrank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
     """Return the low-rank layers of a model by name; shared ones once, under their first name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, LowRankLinear)}
+
+
+def is_conv1d(module: nn.Module | None) -> bool:
+    """Return whether a module is transformers' Conv1D, a linear whose weight is stored [k, n]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def sizes_of(module: nn.Module | None) -> tuple[int, ...]:
+    """Return (n, k) of a dense, Conv1D or low-rank linear, nothing for any other module."""
+    if isinstance(module, (LowRankLinear, nn.Linear)):
+        return module.out_features, module.in_features
+    return tuple(cast(Any, module).weight.shape[::-1]) if is_conv1d(module) else ()
 
 
 def distinct_modules(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:

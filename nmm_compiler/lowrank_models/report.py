@@ -62,8 +62,6 @@ class LayerReport(Record):
     weight_error: |W - W_r|_F / |W|_F of the factors as stored (rounded to their dtype).
     output_error: the same in the calibration's norm, |(W - W_r) X|_F / |W X|_F: the relative error
         of the layer's output over the calibration tokens; None without calibration.
-    theory_error: the minimized error by the method's theorem, before rounding; with a base, of
-        what the base loses.
     base: the format of the weight beside the factors, "" without one; a rank of 0 is it alone.
     bytes: what its matrices take as stored, with scales.
     counted: whether the ratio is over this matrix, too; not where it had to stay dense.
@@ -78,7 +76,6 @@ class LayerReport(Record):
     rank: int | None
     weight_error: float | None = None
     output_error: float | None = None
-    theory_error: float | None = None
     base: str = ""
     bytes: int = 0
     counted: bool = True

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,9 +28,8 @@ from torch import nn
 
 from nmm_compiler import outputs
 from nmm_compiler.errors import FileError, ShapeError
-from nmm_compiler.lowrank_models.load import read_json, shards_of
-from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put
-from nmm_compiler.lowrank_models.select import is_conv1d
+from nmm_compiler.lowrank_models.load import indexed
+from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers, put, sizes_of
 
 _FORMAT = {"format": "nmm_lowrank_factors", "version": "1"}
 _STYLES = tuple(
@@ -117,11 +117,7 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
     if isinstance(source, Mapping):
         return dict(source), "the state dict"
     path = Path(source)
-    files = [path]
-    if path.is_dir():
-        index = path / "model.safetensors.index.json"
-        named = [path / name for name in shards_of(read_json(index))] if index.is_file() else []
-        files = named or sorted(path.glob("*.safetensors"))
+    files = (indexed(path) or sorted(path.glob("*.safetensors"))) if path.is_dir() else [path]
     if not files:
         raise FileError(
             f"{path} has no .safetensors file; convert a pickled one by passing "
@@ -149,7 +145,7 @@ def _split(
         found = style.fullmatch(key)
         stem = found["name"] if found else ""
         forms = [f"{start}{stem}{end}" for end in ("", "_proj") for start in ("", f"{prefix}.")]
-        name = next((form for form in forms if _shape(modules.get(form))), None)
+        name = next((form for form in forms if sizes_of(modules.get(form))), None)
         if found is None or name is None:
             rest[key] = tensor
             continue
@@ -181,10 +177,10 @@ def _layer(
     except ShapeError as error:
         raise FileError(f"{where}: {name}: {error}") from error
     shape = (layer.out_features, layer.in_features)
-    if _shape(old) != shape:
+    if sizes_of(old) != shape:
         raise FileError(
-            f"{where} has {name!r} as {list(shape)}, the model has it as {list(_shape(old))}; load "
-            "it into the model that it was saved from"
+            f"{where} has {name!r} as {list(shape)}, the model has it as {list(sizes_of(old))}; "
+            "load it into the model that it was saved from"
         )
     return layer
 
@@ -214,22 +210,13 @@ def _rest(
     return renamed
 
 
-def _shape(module: nn.Module | None) -> tuple[int, ...]:
-    """Return (n, k) of a dense, Conv1D or low-rank linear, else nothing."""
-    if isinstance(module, (LowRankLinear, nn.Linear)):
-        return module.out_features, module.in_features
-    weight = module.weight if module is not None and is_conv1d(module) else None
-    return tuple(weight.shape[::-1]) if isinstance(weight, torch.Tensor) else ()
-
-
 def _install(
     model: nn.Module, modules: Mapping[str, nn.Module], layers: Mapping[str, LowRankLinear]
 ) -> None:
     """Replace the named linears by these layers, on the old ones' device."""
     for name, layer in layers.items():
-        old = modules[name]
+        old: Any = modules[name]
         weight = old.down.weight if isinstance(old, LowRankLinear) else old.weight
-        assert isinstance(weight, torch.Tensor)
         if not weight.is_meta:
             layer.to(weight.device)
         layer.requires_grad_(weight.requires_grad)

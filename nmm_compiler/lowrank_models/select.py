@@ -22,6 +22,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from torch.nn.utils import parametrize
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest, nearest
 from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedBase, StackedFactors
-from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules
+from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules, is_conv1d
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, residual
 from nmm_compiler.lowrank_models.report import Skipped
 
@@ -65,9 +66,8 @@ class Site:
     @property
     def weight(self) -> torch.Tensor:
         """The weight as [n, k], a view of the stored one."""
-        stored = self.module.weight
-        assert isinstance(stored, torch.Tensor)
-        return stored.detach().T if self.transposed else stored.detach()
+        stored = cast(torch.Tensor, self.module.weight).detach()
+        return stored.T if self.transposed else stored
 
     def target(self, base: str | None) -> torch.Tensor:
         """Return what factors approximate: the weight, or what rounding it to a base loses."""
@@ -104,12 +104,6 @@ def as_patterns(patterns: Patterns) -> tuple[str, ...]:
         except re.error as error:
             raise OptionTypeError("pattern", pattern, f"a valid expression ({error})") from error
     return listed
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is transformers' Conv1D, a linear whose weight is stored [k, n]."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def find_sites(
@@ -182,11 +176,8 @@ def _shape(module: nn.Module) -> tuple[int, ...] | None:
     if isinstance(module, LowRankLinear):
         return (module.out_features, module.in_features)
     if isinstance(module, nn.Linear) or is_conv1d(module):
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        if is_lazy(weight):
-            return ()
-        return tuple(weight.shape)
+        weight = cast(torch.Tensor, module.weight)
+        return () if is_lazy(weight) else tuple(weight.shape)
     for kind in (_stacked_weights(module), _foreign_weight(module)):
         if kind:
             return tuple(kind[0].shape)
@@ -241,8 +232,7 @@ def _refusal(
         return f"{kind} stacks its experts in a way that transformers' experts do not (or in bytes)"
     if not isinstance(module, nn.Linear) and not is_conv1d(module):
         return f"{kind} multiplies by a weight of its own and is not an nn.Linear"
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
+    weight = cast(torch.Tensor, module.weight)
     if is_lazy(weight):
         return f"{kind} has no weight yet; run the model once before compressing it"
     if parametrize.is_parametrized(module):
