@@ -268,11 +268,6 @@ def no_real_inputs(given: object) -> ModelError:
     )
 
 
-def rule_not_fired(rule: str, why: str) -> ModelError:
-    """Return the error of a rule to be proved that matches nothing in what it was given."""
-    return ModelError(f"rule {rule!r} matches nothing: {why}")
-
-
 def broken_rule(rule: str, node: str, cause: BaseException | str) -> BrokenRuleError:
     """Return the error of a rule that raised, or left the graph in a state that does not lint."""
     shown = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"

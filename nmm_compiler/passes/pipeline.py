@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from nmm_compiler.errors import (
     ModelError,
@@ -30,11 +29,9 @@ from nmm_compiler.errors import (
     UnknownNameError,
     broken_rule,
     no_real_inputs,
-    rule_not_fired,
 )
 from nmm_compiler.ops.corrected import CORRECTED
 from nmm_compiler.options import Options, dump_directory
-from nmm_compiler.passes import rules
 from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
@@ -46,7 +43,6 @@ from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
-from nmm_compiler.passes.patterns import PatternRule
 from nmm_compiler.passes.result import Explanation, RewriteResult, RuleCount, opportunities
 from nmm_compiler.passes.rules.adapters import Adapters
 from nmm_compiler.passes.rules.attention import Attention
@@ -516,19 +512,10 @@ def run(
     of the user that fails, UnknownNameError for a rule name that is not known, and under strict
     InternalFaultError.
     """
-    options = Options.make(options)
-    return rewrite_in_order(graph_module, example_inputs, options, rule_order(options, rules))
-
-
-def rewrite_in_order(
-    graph_module: fx.GraphModule,
-    example_inputs: Sequence[Any] | None,
-    options: Options,
-    order: tuple[Rule, ...],
-) -> RewriteResult:
-    """Rewrite as `run` does, with only the rules in `order`."""
     from nmm_compiler.ops import registration, sharding  # defines torch.ops.nmm
 
+    options = Options.make(options)
+    order = rule_order(options, rules)
     sharding.register_when_used(registration.RULES)
     result = RewriteResult(graph_module, [], [], original=graph_module, target=options.target)
     work = _Run(options, order, result)
@@ -842,98 +829,3 @@ def _holds_graphs(module: fx.GraphModule) -> bool:
 def _set_attribute(module: torch.nn.Module, path: str, value: Any) -> None:
     parent, _, last = path.rpartition(".")
     setattr(module.get_submodule(parent), last, value)
-
-
-def check_rule(
-    rule: rules.Rule,
-    inputs: Any,
-    *,
-    model: Any = None,
-    trials: int = 3,
-    options: Options | Mapping[str, Any] | None = None,
-) -> float:
-    """Run the rule's pattern and its replacement on random inputs and compare the results.
-
-    Args:
-        rule: a rule of two functions, or a class.
-        inputs: example tensors for the parameters of a rule of two functions, in order or by
-            name; or a RewriteResult or Explanation: the shapes that the rule met there, each
-            once. Random numbers take the place of floating-point inputs; others are used as they
-            are.
-        model: where a rule that is a class is checked, on its `inputs`.
-        trials: random inputs of each shape.
-        options: of the rewrite.
-
-    Returns:
-        The largest error as a fraction of the bound, which follows from the dtype and the lengths
-        of contractions.
-
-    Raises:
-        VerificationError: results differ.
-        ModelError: the rule matches nothing.
-    """
-    made = Options.make(options)
-    worst = 0.0
-    if model is not None or not isinstance(rule, PatternRule):
-        if model is None:
-            raise rule_not_fired(rule.name, "it is a class; pass model= and the model's inputs")
-        captured = to_graph(model, inputs)
-        order = rule_order(made, [rule])
-        result = rewrite_in_order(captured.module, captured.inputs, made, order)
-        args, kwargs = arguments(inputs)
-        return _proved(rule, result, args, kwargs, trials)
-    for tensors in _sets(rule, inputs):
-        values = list(tensors.values())
-
-        def pattern(*given: torch.Tensor, names: Sequence[str] = tuple(tensors)) -> Any:
-            return rule.function(**dict(zip(names, given, strict=True)))
-
-        with torch.no_grad():
-            graph = make_fx(pattern, tracing_mode="fake", pre_dispatch=True)(*values)
-        result = rewrite_in_order(graph, values, made, (rule,))
-        worst = max(worst, _proved(rule, result, values, {}, trials))
-    return worst
-
-
-def _proved(
-    rule: rules.Rule,
-    result: RewriteResult,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    trials: int,
-) -> float:
-    if not any(match.rule == rule.name for match in result.matches):
-        refused = [str(one) for one in result.declined if one.rule == rule.name]
-        count = result.rules.get(rule.name, RuleCount(rule.name))
-        raise rule_not_fired(rule.name, "; ".join([str(count), *refused]))
-    worst = 0.0
-    for trial in range(trials):
-        generator = torch.Generator().manual_seed(trial)
-        drawn = [_random(value, generator) for value in args]
-        named = {name: _random(value, generator) for name, value in kwargs.items()}
-        worst = max(worst, result.check(*drawn, **named))
-    return worst
-
-
-def _sets(rule: PatternRule, inputs: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tensors for the parameters of a rule of two functions, by name."""
-    names = rule.parameters.tensors
-    if isinstance(inputs, (RewriteResult, Explanation)):
-        met = [m.info for m in inputs.matches if m.rule == rule.name]
-        if not met:
-            raise rule_not_fired(rule.name, "it has no match in this result")
-        seen = {(i["dtype"], *(tuple(i["operands"][n]) for n in names)) for i in met}
-        for dtype, *shapes in sorted(seen, key=str):
-            sizes = [[s if isinstance(s, int) else 16 for s in shape] for shape in shapes]
-            made = [torch.empty(s, dtype=getattr(torch, dtype)) for s in sizes]
-            yield dict(zip(names, made, strict=True))
-        return
-    args, kwargs = arguments(inputs)
-    yield {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _random(value: Any, generator: torch.Generator) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    drawn = torch.randn(value.shape, generator=generator, dtype=torch.float32)
-    return drawn.to(value.device, value.dtype)
