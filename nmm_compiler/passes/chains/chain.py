@@ -437,10 +437,19 @@ class Chain:
         """Return the output features."""
         return self.last.weight.n
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps between and after the products."""
+        return (*self.middle, *self.after)
+
+    @property
+    def biased(self) -> bool:
+        """Return whether a constant vector is added to a product."""
+        return any(step.kind == "bias" for step in self.steps)
+
     def only_bias(self) -> bool:
         """Return whether nothing but biases surrounds the products."""
-        steps = (*self.middle, *self.after)
-        return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in steps)
+        return all(s.kind == "bias" or (s.key is None and s.number == 1.0) for s in self.steps)
 
     @property
     def r(self) -> int:
@@ -459,7 +468,7 @@ class Chain:
         """Return the values that the kernel reads, and what stays outside of it."""
         parts = (self, *self.more)
         keys = [part.first.x for part in parts] + self.weights
-        keys += [s.key for p in parts for s in (*p.middle, *p.after) if s.key is not None]
+        keys += [s.key for p in parts for s in p.steps if s.key is not None]
         keys += [self.inner.gain] if self.inner and self.inner.gain is not None else []
         return keys + ([self.addend[0]] if self.addend else [])
 

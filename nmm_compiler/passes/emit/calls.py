@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx
@@ -539,10 +539,6 @@ class Call:
             count = count * size
         return value.new_empty([n, count])
 
-    def result_dims(self, n: int) -> Dims:
-        """Return the dimensions of a result as the kernel makes it."""
-        return self._dims(n, self.out_layout)
-
     def _dims(self, features: int, layout: str) -> Dims:
         """Return the dimensions of an operand or a result in a layout."""
         assert self.lead is not None
@@ -550,16 +546,30 @@ class Call:
             return (*self.lead, feature_axis(features))
         return (feature_axis(features), tuple(a for d in self.lead for a in d))
 
-    def finish(self, editor: Editor, y: fx.Node, want: Dims) -> fx.Node:
+    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Emit the operands behind x; return them and the keywords, named as in the schema."""
+        raise NotImplementedError
+
+    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
+        """Emit the call and what surrounds it; return the node with the final value."""
+        x = self.prepare_x(editor)
+        operands, keywords = self.operands(editor)
+        value = self.result_value(editor, x, self.n)
+        return self.finish(editor, self.op_call(editor, {"x": x, **operands}, keywords, value))
+
+    def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces."""
         editor.raw[self.final] = (self, y)
         if self.unread:
             return y
-        return editor.like(editor.arrange(y, self.result_dims(self.n), want), self.final)
+        y = editor.arrange(y, self._dims(self.n, self.out_layout), self.out_dims)
+        return editor.like(y, self.final)
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
-        raise NotImplementedError
+        m = self.tokens_count()
+        sizes = {"m": m if isinstance(m, int) else str(m), "k": self.source.k, "n": self.n}
+        return sizes | ({"weights": self.kept.format} if self.kept.stored else {})
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
@@ -633,15 +643,38 @@ def _check_placements(editor: Editor, node: fx.Node, call: Call) -> None:
 
 
 @dataclass
-class LowRankCall(Call):
-    """nmm.lowrank_matmul for a chain.
-
-    made: whether the graph makes a factor at each call. tp, group: devices of a process group that
-    sum between the products.
-    """
+class ChainCall(Call):
+    """A call for a chain, or for one product; made: the graph makes a factor at each call."""
 
     chain: Chain = field(kw_only=True)
     made: bool = False
+
+    @classmethod
+    def of(cls, c: Canonical, chain: Chain, op: str, x: Key | None = None, **fields: Any) -> Self:
+        """Return the call of an op that a chain becomes; x: another value with the dims of its x.
+
+        fields: the others of the class.
+        """
+        final, first = owner_of(chain.out), chain.first
+        return cls(
+            op=op,
+            source=best_source(c, x or first.x, first.x_dims, chain.u.k, final),
+            final=final,
+            out_dims=chain.out_dims,
+            n=chain.n,
+            covered=chain.nodes,
+            chain=chain,
+            made=any(k in c.made or c.base(k)[0] in c.quantized for k in chain.weights),
+            kept=keep(c, chain.factors, c.dtype(final), beside_products(chain)),
+            **fields,
+        )
+
+
+@dataclass
+class LowRankCall(ChainCall):
+    """nmm.lowrank_matmul for a chain; tp, group: devices of a process group that sum between the
+    products."""
+
     tp: int = 1
     group: str = ""
 
@@ -650,51 +683,27 @@ class LowRankCall(Call):
         """Return whether nothing outside of the kernel is added to its result."""
         return self.chain.addend is None
 
-    @classmethod
-    def of(cls, c: Canonical, chain: Chain, tp: int = 1, group: str = "") -> LowRankCall:
-        """Return the call that a chain becomes."""
-        final = owner_of(chain.out)
-        kept = keep(c, chain.factors, c.dtype(final), beside_products(chain))
-        return cls(
-            op="lowrank_matmul",
-            source=best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, final),
-            final=final,
-            out_dims=chain.out_dims,
-            n=chain.v.n,
-            covered=chain.nodes,
-            chain=chain,
-            made=any(k in c.made or c.base(k)[0] in c.quantized for k in chain.weights),
-            kept=kept,
-            tp=tp,
-            group=group,
-        )
-
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
-        m = self.tokens_count()
-        u, v = self.chain.u, self.chain.v
-        return {
-            "m": m if isinstance(m, int) else str(m),
-            "k": u.k,
-            "r": self.chain.r,
-            "n": v.n,
-            "u_layout": u.layout,
-            "v_layout": v.layout,
-            "bias": any(s.kind == "bias" for s in (*self.chain.middle, *self.chain.after)),
-            "activation": self.chain.activation,
-            "base": self.chain.base is not None,
-            "chains": 1 + len(self.chain.more),
-            **({} if self.chain.inner is None else {"inner": self.chain.inner.name()}),
-            **({"weights": self.kept.format} if self.kept.stored else {}),
+        chain = self.chain
+        return super().info() | {
+            "r": chain.r,
+            "u_layout": chain.u.layout,
+            "v_layout": chain.v.layout,
+            "bias": chain.biased,
+            "activation": chain.activation,
+            "base": chain.base is not None,
+            "chains": 1 + len(chain.more),
+            **({} if chain.inner is None else {"inner": chain.inner.name()}),
             **({"tp": self.tp} if self.tp > 1 else {}),
-        }  # fmt: skip
+        }
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding and per-call work."""
         chain = self.chain
         parts = (chain, *chain.more)
         kinds = {s.kind for part in parts for s in part.middle}
-        scales = [s for p in parts for s in (*p.middle, *p.after) if s.kind == "scale"]
+        scales = [s for part in parts for s in part.steps if s.kind == "scale"]
         said = {
             "a scale that is a tensor is folded into a factor at each call": "vector" in kinds
             or any(s.key is not None for s in scales),
@@ -740,31 +749,27 @@ class LowRankCall(Call):
             inner_bias=chain.inner is not None and bool(chain.middle),
         )
 
-    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
-        """Emit the call and what surrounds it; return the node with the final value."""
-        chain = self.chain
-        x = self.prepare_x(editor)
-        stored = self.kept.stored
+    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Emit the operands behind x; return them and the keywords, named as in the schema."""
+        chain, stored = self.chain, self.kept.stored
         folded = join(editor, [fold_chain(editor, part, stored) for part in (chain, *chain.more)])
-        operands = {"x": x, "u": folded.u, "v": folded.v, "bias": folded.bias}
+        operands = {"u": folded.u, "v": folded.v, "bias": folded.bias}
         operands |= {"inner_bias": folded.inner_bias, "inner_gain": folded.inner_gain}
         keywords = {"scale": folded.scale, **self._keywords(), "group": self.group}
         keywords |= {"u_layout": chain.u.layout, "v_layout": chain.v.layout}
         if chain.base is not None:
             operands["w"] = weight_node(editor, chain.base.weight)
             keywords["w_layout"] = chain.base.weight.layout
-        value = self.result_value(editor, x, chain.v.n)
-        y = self.finish(editor, self.op_call(editor, operands, keywords, value), self.out_dims)
-        return self.surrounded(editor, y)
+        return operands, keywords
 
-    def surrounded(self, editor: Editor, y: fx.Node) -> fx.Node:
-        """Emit what stays outside of the kernel, the addend."""
-        chain = self.chain
-        if chain.addend is not None:
-            other = editor.node(chain.addend[0])
-            more = {} if chain.addend[1] == 1.0 else {"alpha": chain.addend[1]}
-            y = editor.call(aten.add.Tensor, y, other, **more)
-        return y
+    def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
+        """Bring the result to its node's dimensions, and add what stays outside of the kernel."""
+        y = super().finish(editor, y)
+        if self.chain.addend is None:
+            return y
+        addend, factor = self.chain.addend
+        more = {} if factor == 1.0 else {"alpha": factor}
+        return editor.call(aten.add.Tensor, y, editor.node(addend), **more)
 
 
 @dataclass
@@ -840,8 +845,8 @@ class SharedCall(Call):
         """Emit the call; every member's final node is replaced, the first one's is returned."""
         chains = self.chains
         for chain in chains:
-            steps = (*chain.middle, *chain.after)
-            editor.hoist([*chain.weights, *(s.key for s in steps if s.key is not None)])
+            steps = (step.key for step in chain.steps if step.key is not None)
+            editor.hoist([*chain.weights, *steps])
         x = self.prepare_x(editor)
         operands, keywords = self.operands(editor)
         operands["x"] = x
@@ -860,7 +865,7 @@ class SharedCall(Call):
         results = []
         for index, member in enumerate(self.members):
             part = editor.call(operator.getitem, y, index, meta_value=values[index])
-            results.append(member.finish(editor, part, member.out_dims))
+            results.append(member.finish(editor, part))
         for member, result in zip(self.members[1:], results[1:], strict=True):
             if not member.unread:
                 editor.replace(member.final, result)
@@ -897,16 +902,12 @@ class GatedCall(Call):
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call; n: output features of gate and up."""
-        m = self.tokens_count()
         ranks = [p.u.n if p.second else 0 for p in self.gated.projections()]
-        return {
-            "m": m if isinstance(m, int) else str(m),
-            "k": self.source.k,
+        return super().info() | {
             "r": "+".join(str(r) if r else "dense" for r in ranks),
             "n": self.gated.gate.n,
             "activation": self.gated.activation,
             "chains": sum(bool(r) for r in ranks),
-            **({"weights": self.kept.format} if self.kept.stored else {}),
         }
 
     def notes(self) -> tuple[str, ...]:
@@ -924,13 +925,12 @@ class GatedCall(Call):
         n = _sizes(c, gate.factors[-1])[1]
         return family(**self._common(c, gate.u), n=n, activation=self.gated.activation, **fields)
 
-    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
-        """Emit the call and what surrounds it; return the node with the final value."""
-        x = self.prepare_x(editor)
+    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Emit the operands behind x; return them and the keywords, named as in the schema."""
         projections = self.gated.projections()
         layouts = [w.layout for p in projections for w in p.factors]
         layout = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
-        operands: dict[str, Any] = {"x": x}
+        operands: dict[str, Any] = {}
         left = self.kept.stored
         for name, projection in zip(("gate", "up", "down"), projections, strict=False):
             own, left = left[: len(projection.factors)], left[len(projection.factors) :]
@@ -942,9 +942,7 @@ class GatedCall(Call):
             operands[name] = [
                 n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs
             ]
-        keywords = {"activation": self.gated.activation, "weight_layout": layout}
-        y = self.op_call(editor, operands, keywords, self.result_value(editor, x, self.n))
-        return self.finish(editor, y, self.out_dims)
+        return operands, {"activation": self.gated.activation, "weight_layout": layout}
 
 
 def _sizes(c: Canonical, weight: Weight) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from nmm_compiler.passes.chains.chain import Chain, Weight
 from nmm_compiler.passes.emit.calls import (
     WRITTEN,
     Bytes,
+    Call,
     Kept,
     LowRankCall,
     SharedCall,
-    best_source,
     fold_chain,
     join,
     keep,
@@ -118,7 +119,6 @@ def _parts_of(editor: Editor, node: fx.Node) -> dict[str, Any]:
 def with_base(c: Canonical, call: LowRankCall) -> LowRankCall:
     """Return the call that reads its base as it is stored, where it is of eight bits or fewer."""
     chain = call.chain
-    assert chain is not None
     if chain.base is None:
         return call
     why = "something stands between its factors" if chain.inner is not None else ""
@@ -159,24 +159,15 @@ def alone(c: Canonical, chain: Chain) -> LowRankCall | None:
     kept = read_stored(c, chain.u, c.dtype(final), "")
     if not kept.format or not chain.only_bias() or chain.addend is not None:
         return None
-    call = LowRankCall(
-        op=CORRECTED.name,
-        source=best_source(c, chain.first.x, chain.first.x_dims, chain.u.k, final),
-        final=final,
-        out_dims=chain.out_dims,
-        n=chain.n,
-        covered=chain.nodes,
-        chain=dataclasses.replace(chain, base=chain.first),
-    )
+    call = LowRankCall.of(c, dataclasses.replace(chain, base=chain.first), CORRECTED.name)
     return _read(c, call, chain.u, kept)
 
 
 def _read(c: Canonical, call: LowRankCall, weight: Weight, kept: Kept) -> LowRankCall:
     if kept.stored:
-        fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(LowRankCall)}
-        fields["op"] = CORRECTED.name
-        made = CorrectedCall(**fields, format=kept.format, blocks=kept.stored[0], weight=weight)
-        if kept.format in MX and call.chain is not None:
+        fields = vars(call) | {"op": CORRECTED.name, "format": kept.format, "weight": weight}
+        made = CorrectedCall(**fields, blocks=kept.stored[0])
+        if kept.format in MX:
             made.branch = _fp8_branch(c, call.chain)
             made.kept = call.kept if made.branch is None else Kept()
         try:
@@ -191,27 +182,19 @@ def _read(c: Canonical, call: LowRankCall, weight: Weight, kept: Kept) -> LowRan
 class CorrectedCall(LowRankCall):
     """nmm.corrected_matmul. Without a second product the chain is of the stored weight alone."""
 
-    format: str = ""
-    blocks: Bytes | None = None
-    weight: Weight | None = None
+    format: str = field(kw_only=True)
+    blocks: Bytes = field(kw_only=True)
+    weight: Weight = field(kw_only=True)
     branch: tuple[Bytes, Bytes] | None = None
 
     @property
     def single(self) -> bool:
         """Whether the weight has no branch."""
-        assert self.chain is not None
         return self.chain.second is None
-
-    @property
-    def _biased(self) -> bool:
-        assert self.chain is not None
-        return any(step.kind == "bias" for step in (*self.chain.middle, *self.chain.after))
 
     @property
     def ways(self) -> dict[str, str]:
         """The keywords that several calls need alike to be one."""
-        assert self.chain is not None
-        assert self.weight is not None
         said = {"format": self.format, "w_layout": self.weight.layout}
         if not self.single:
             said |= {"u_layout": self.chain.u.layout, "v_layout": self.chain.v.layout}
@@ -220,13 +203,10 @@ class CorrectedCall(LowRankCall):
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
-        assert self.chain is not None
         if not self.single:
             return super().info() | {"base_weight": self.format}
-        m = self.tokens_count()
-        return {
-            "m": m if isinstance(m, int) else str(m), "k": self.chain.u.k, "r": 0, "n": self.n,
-            "bias": self._biased, "activation": self.chain.activation, "base": True,
+        return Call.info(self) | {
+            "r": 0, "bias": self.chain.biased, "activation": self.chain.activation, "base": True,
             "base_weight": self.format, "chains": 1,
         }  # fmt: skip
 
@@ -239,26 +219,23 @@ class CorrectedCall(LowRankCall):
         bits = MX[self.format].bits
         read = f"the {self.format} weight is read as stored: {bits} bits an element"
         notes = (*notes, read, "a kernel rounds x to mxfp8 beside it")
-        if self.blocks is not None and self.blocks.values is self.blocks.scale:
+        if self.blocks.values is self.blocks.scale:
             notes = (*notes, "the scales of torchao's weight are put in order at each call")
         return notes
 
     def spec(self, c: Canonical) -> KernelSpec:
         """Return the spec of the weight and its branch."""
         chain = self.chain
-        assert chain is not None
         return CorrectedSpec(
             **self._common(c, chain.u), n=self.n, rank=0 if self.single else chain.r,
-            weight=self.format, activation=chain.activation, bias=self._biased,
+            weight=self.format, activation=chain.activation, bias=chain.biased,
             branch="fp8" if self.branch else "",
         )  # fmt: skip
 
-    def operands(self, editor: Editor) -> dict[str, Any]:
-        """Emit the operands behind x, by the names of the op's arguments."""
+    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chain, blocks = self.chain, self.blocks
-        assert chain is not None
-        assert blocks is not None
-        assert self.weight is not None
+        keywords = {**self.ways, "activation": chain.activation}
         made: dict[str, Any] = {}
         if blocks.values is blocks.scale:
             made = _parts_of(editor, editor.node(blocks.values))
@@ -273,33 +250,23 @@ class CorrectedCall(LowRankCall):
         elif not self.single:
             folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
             v = times(editor, folded.v, folded.scale)
-            return made | {"u": folded.u, "v": v, "bias": folded.bias}
-        for step in (*chain.middle, *chain.after):
+            return made | {"u": folded.u, "v": v, "bias": folded.bias}, keywords
+        for step in chain.steps:
             if step.key is not None:  # else times one
                 own = one_dim(editor, step.key, self.n)
                 made["bias"] = plus(editor, made.get("bias"), own, step.number)
-        return made
+        return made, keywords
 
     def _branch_operands(self, editor: Editor) -> dict[str, Any]:
         """Emit u and v as they are stored, and the scales of the rank: their product, times what
         stands behind the branch."""
         chain, branch = self.chain, self.branch
-        assert chain is not None
         assert branch is not None
         u, v = weight_nodes(editor, (chain.u, chain.v), branch)
         first, last = (one_dim(editor, one.scale, chain.r) for one in branch)
         scale = editor.call(aten.mul.Tensor, first, last)
         number = math.prod(step.number for step in chain.after if step.kind != "bias")
         return {"u": u, "v": v, "branch_scale": times(editor, scale, number)}
-
-    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
-        """Emit the call and what surrounds it; return the node with the final value."""
-        assert self.chain is not None
-        operands = {"x": self.prepare_x(editor)} | self.operands(editor)
-        keywords = {**self.ways, "activation": self.chain.activation}
-        value = self.result_value(editor, operands["x"], self.n)
-        y = self.op_call(editor, operands, keywords, value)
-        return self.surrounded(editor, self.finish(editor, y, self.out_dims))
 
 
 @dataclasses.dataclass
@@ -326,9 +293,9 @@ class SharedCorrectedCall(SharedCall):
 
     def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
-        stored = [one.blocks for one in self.each if one.blocks is not None]
+        stored = [one.blocks for one in self.each]
         editor.hoist([key for one in stored for key in (one.values, one.scale)])
-        made = [one.operands(editor) for one in self.each]
+        made = [one.operands(editor)[0] for one in self.each]
         lists = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases"}
         named = {many: [one.get(name) for one in made] for name, many in lists.items()}
         scales = [one["branch_scale"] for one in made if "branch_scale" in one]
@@ -354,10 +321,10 @@ def made_of_leaves(calls: Sequence[LowRankCall]) -> set[Key]:
     found: set[Key] = set()
     stored = all(call.kept.stored for call in calls)
     for call in calls:
-        if isinstance(call, CorrectedCall) and call.weight is not None:
+        reads_bytes = stored
+        if isinstance(call, CorrectedCall):
             found.add(call.weight.key)
-            if call.branch is not None and call.chain is not None:
-                found |= {call.chain.u.key, call.chain.v.key}
-        elif stored and call.chain is not None:
+            reads_bytes = call.branch is not None
+        if reads_bytes:
             found |= {call.chain.u.key, call.chain.v.key}
     return found

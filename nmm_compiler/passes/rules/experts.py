@@ -328,8 +328,7 @@ def _of_picks(graph: Canonical, node: Any) -> _Mixture:
     """Read a sum over the picks of each token."""
     view = _named(node.args[0], RESHAPES)
     shape = graph.shape(view) or ()
-    if len(shape) != 3:
-        raise NotExpertsError
+    _require(len(shape) == 3)
     product, inverse = view.args[0], None
     if name_of(product) == "getitem" and isinstance(product.args[1], fx.Node):
         product, inverse = product.args
@@ -340,10 +339,8 @@ def _of_picks(graph: Canonical, node: Any) -> _Mixture:
     read = _batched_picks if inverse is None else _grouped_picks
     mixture = read(graph, up, down, gates, inverse, shape)
     own: tuple[Any, ...] = (mixture.index, mixture.gates)
-    if any(tuple(graph.shape(one) or ()) != tuple(shape[:2]) for one in own):
-        raise NotExpertsError
-    if tuple(graph.shape(mixture.x) or ()) != (shape[0], shape[2]):
-        raise NotExpertsError
+    _require(all(tuple(graph.shape(one) or ()) == tuple(shape[:2]) for one in own))
+    _require(tuple(graph.shape(mixture.x) or ()) == (shape[0], shape[2]))
     return mixture
 
 
@@ -352,8 +349,7 @@ def _times_gates(product: Any) -> tuple[Any, Any]:
     both = _named(product, ("mul",)).args
     sides = [one for one in both if isinstance(one, fx.Node)]
     spread = [one for one in sides if name_of(one) == "unsqueeze"]
-    if len(sides) != 2 or not spread or spread[-1].args[1] not in (-1, 1):
-        raise NotExpertsError
+    _require(len(sides) == 2 and bool(spread) and spread[-1].args[1] in (-1, 1))
     made = sides[0] if sides[1] is spread[-1] else sides[1]
     return made, spread[-1].args[0]
 
@@ -363,8 +359,7 @@ def _linear(node: Any, kind: str) -> _Linear:
     last, bias, mask = node, None, None
     if name_of(node) == "masked_fill":
         node, mask, value = (*node.args, node.kwargs.get("value"))[:3]
-        if value != 0 or kind != "grouped":
-            raise NotExpertsError
+        _require(value == 0 and kind == "grouped")
     added = [one for one in node.users if name_of(one) == "add_" and one.args[0] is node]
     sums = added
     if len(added) == 1:
@@ -373,12 +368,10 @@ def _linear(node: Any, kind: str) -> _Linear:
         sums = [node]
         node, bias = node.args
     last = added[0] if added and mask is None else last
-    if any(one.kwargs for one in sums):
-        raise NotExpertsError  # alpha, which multiplies the bias
+    _require(not any(one.kwargs for one in sums))  # alpha, which multiplies the bias
     product = _named(node, ("squeeze",)).args[0] if kind == "batched" else node
     left, right = _named(product, GROUPED if kind == "grouped" else ("bmm",)).args[:2]
-    if any(_given(product, i, name) is not None for i, name in ((3, "bias"), (4, "out_dtype"))):
-        raise NotExpertsError
+    _require(_given(product, 3, "bias") is None and _given(product, 4, "out_dtype") is None)
     if kind == "batched":
         turned = name_of(left) == "getitem"
         chosen, token = (left, right) if turned else (right, left)
@@ -387,9 +380,9 @@ def _linear(node: Any, kind: str) -> _Linear:
     else:
         rows, weight = left, right
         turned = name_of(weight) in ("transpose", "mT")
-        if turned and sorted(d % 3 for d in weight.args[1:]) not in ([], [1, 2]):
-            raise NotExpertsError
-        weight = weight.args[0] if turned else weight
+        if turned:
+            _require(sorted(d % 3 for d in weight.args[1:]) in ([], [1, 2]))
+            weight = weight.args[0]
     picks = None
     if kind == "all":
         bias = _of_expert(bias)
@@ -403,12 +396,8 @@ def _of_expert(bias: Any) -> Any:
     if bias is None:
         return None
     held = _named(bias, ("getitem", "unsqueeze"))
-    if name_of(held) == "unsqueeze":
-        between = held.args[1] in (1, -2)
-    else:
-        between = held.args[1] in ((Ellipsis, None, slice(None)), (slice(None), None))
-    if not between:
-        raise NotExpertsError
+    places = (1, -2, (Ellipsis, None, slice(None)), (slice(None), None))
+    _require(held.args[1] in (places[:2] if name_of(held) == "unsqueeze" else places[2:]))
     return held.args[0]
 
 
@@ -417,20 +406,16 @@ def _batched_picks(
 ) -> _Mixture:
     """Read weights that are gathered for each pick."""
     rows = _named(up.rows, ("repeat_interleave",))
-    if rows.args[1] != shape[1] or _given(rows, 2, "dim") != 0:
-        raise NotExpertsError
+    _require(rows.args[1] == shape[1] and _given(rows, 2, "dim") == 0)
     picks: Any = _chosen(up)
-    other = _chosen(down)
-    if picks is None or picks is not other or not _same_biases(picks, up, down):
-        raise NotExpertsError
+    _require(picks is not None and picks is _chosen(down) and _same_biases(picks, up, down))
     groups = (graph.shape(down.weight) or (0,))[0]
     absent = name_of(picks) == "clamp"
     if absent:
         bounds = tuple(_given(picks, i, name) for i, name in ((1, "min"), (2, "max")))
         gates, mask, value = (*_named(gates, ("masked_fill",)).args, None)[:3]
         picks = picks.args[0]
-        if bounds != (0, groups - 1) or value != 0 or not _names_absent(mask, picks, groups):
-            raise NotExpertsError
+        _require(bounds == (0, groups - 1) and value == 0 and _names_absent(mask, picks, groups))
     return _Mixture(
         rows.args[0], _flattened(picks), _flattened(gates), up, down, absent=absent,
         writes=frozenset((*up.adds, *down.adds)),
@@ -445,8 +430,7 @@ def _grouped_picks(
     x, place = rows.args
     divides = isinstance(place, fx.Node) and place.target is operator.floordiv
     divides = divides or name_of(place) == "floor_divide"
-    if not divides or place.args[1] != shape[1]:
-        raise NotExpertsError
+    _require(divides and place.args[1] == shape[1])
     perm = place.args[0]
     ordered = _named(_named(perm, ("getitem",)).args[0], ("sort",))
     picks = next(
@@ -455,17 +439,15 @@ def _grouped_picks(
     gates = _named(gates, ("getitem",))
     groups = (graph.shape(down.weight) or (0,))[0]
     writes = _inverts(inverse, perm).union(up.adds, down.adds)
-    if perm.args[1] != 1 or gates.args[1] is not perm or len(ordered.args) > 1 or ordered.kwargs:
-        raise NotExpertsError
+    _require(perm.args[1] == 1 and gates.args[1] is perm)
+    _require(len(ordered.args) == 1 and not ordered.kwargs)
     offsets = [_counted(one, picks, groups) for one in (up, down)]
-    if offsets[0] is None or offsets[0] is not offsets[1] or not _same_biases(picks, up, down):
-        raise NotExpertsError
+    _require(offsets[0] is offsets[1] and _same_biases(picks, up, down))
     masks = {up.mask, down.mask}
     absent = masks != {None}
     if absent:
         mask = _named(up.mask, ("unsqueeze",))
-        if len(masks) != 1 or not _names_absent(mask.args[0], picks, groups):
-            raise NotExpertsError
+        _require(len(masks) == 1 and _names_absent(mask.args[0], picks, groups))
         writes |= _masks_in_place(rows, mask) | _clamps(picks, groups)
     return _Mixture(
         x, _flattened(ordered.args[0]), _flattened(gates.args[0]), up, down, absent=absent,
@@ -475,37 +457,26 @@ def _grouped_picks(
 
 def _of_all(graph: Canonical, node: Any) -> _Mixture:
     """Read a sum over experts of a product of all tokens with all of them."""
-    made: Any = node.args[0]
+    made: Any = _behind(node.args[0], RESHAPES)
     scores: Any = None
-    outer = made
-    while name_of(outer) in RESHAPES:
-        outer = outer.args[0]
-    if name_of(outer) == "mul":
-        made, scores = _times_scores(graph, outer)
-    while name_of(made) in RESHAPES:
-        made = made.args[0]
-    down = _linear(made, "all")
+    if name_of(made) == "mul":
+        made, scores = _times_scores(graph, made)
+    down = _linear(_behind(made, RESHAPES), "all")
     up = _linear(_region(down.rows)[1], "all")
-    rows, scaled = up.rows, scores is None
-    while name_of(rows) in RESHAPES:
-        rows = rows.args[0]
+    rows, scaled = _behind(up.rows, RESHAPES), scores is None
     if scaled:
         rows, scores = _times_scores(graph, rows)
     shape, groups = graph.shape(up.rows) or (), (graph.shape(down.weight) or (0,))[0]
     repeated = _named(rows, ("repeat",))
     x, times = repeated.args[0], tuple(repeated.args[1:])
     size = tuple(graph.shape(x) or ())
-    if scaled and (up.bias is not None or down.bias is not None):
-        raise NotExpertsError  # an expert that no token chose adds its bias
-    if len(shape) != 3 or shape[0] != groups or len(size) != 2:
-        raise NotExpertsError
-    if times not in ((groups, 1), ((groups, 1),)):
-        raise NotExpertsError
+    # else an expert that no token chose adds its bias
+    _require(not scaled or (up.bias is None and down.bias is None))
+    _require(len(shape) == 3 and shape[0] == groups and len(size) == 2)
+    _require(times in ((groups, 1), ((groups, 1),)))
     index = _sparse(scores)
-    if tuple(graph.shape(scores) or ()) != (size[0], groups):
-        raise NotExpertsError
-    if math.prod(graph.shape(node) or ()) != math.prod(size):
-        raise NotExpertsError
+    _require(tuple(graph.shape(scores) or ()) == (size[0], groups))
+    _require(math.prod(graph.shape(node) or ()) == math.prod(size))
     return _Mixture(x, index, None, up, down, scores=scores, scaled=scaled)
 
 
@@ -514,9 +485,9 @@ def _times_scores(graph: Canonical, product: Any) -> tuple[Any, fx.Node]:
     sides = [one for one in _named(product, ("mul",)).args if isinstance(one, fx.Node)]
     for rows, spread in (sides, sides[::-1]) if len(sides) == 2 else ():
         ends = (graph.shape(spread) or ())[-1:]
-        turned: Any = spread
-        while name_of(turned) in RESHAPES or _adds_dimension(turned):
-            turned = turned.args[0]
+        turned = _behind(spread, RESHAPES)
+        if _adds_dimension(turned):
+            turned = _behind(turned.args[0], RESHAPES)
         swaps = name_of(turned) == "transpose" and sorted(turned.args[1:]) in ([0, 1], [-2, -1])
         if ends == (1,) and (swaps or name_of(turned) == "t"):
             fits = tuple(graph.shape(rows) or ())[:-1] == tuple(graph.shape(spread) or ())[:-1]
@@ -532,19 +503,17 @@ def _adds_dimension(node: Any) -> bool:
 
 def _sparse(scores: Any) -> fx.Node:
     """Return the index of the experts whose scores are not 0; those are the largest of a row."""
-    node, wanted = scores, 0.0
-    while name_of(node) in ("to", "_to_copy", "float", "sigmoid"):
-        wanted = -math.inf if name_of(node) == "sigmoid" else wanted
-        node = node.args[0]
+    node, wanted = _behind(scores, _CASTS), 0.0
+    if name_of(node) == "sigmoid":
+        node, wanted = _behind(node.args[0], _CASTS), -math.inf
     given = _named(node, ("scatter", "scatter_"))
     into, index = given.args[0], _given(given, 2, "index")
-    if set(given.kwargs) - {"dim", "index", "src"} or len(given.args) > 4:
-        raise NotExpertsError  # sums where an expert is there twice
+    # else it sums where an expert is there twice
+    _require(not set(given.kwargs) - {"dim", "index", "src"} and len(given.args) <= 4)
     fill = into.args[1] if name_of(into) in ("full_like", "full") else None
     fill = 0.0 if name_of(into) in ("zeros_like", "zeros") else fill
-    right = fill == wanted and _given(given, 1, "dim") in (1, -1)
-    if not right or not _is_top_k(index) or index.args[1] != 1:  # no expert twice
-        raise NotExpertsError
+    _require(fill == wanted and _given(given, 1, "dim") in (1, -1))
+    _require(_is_top_k(index) and index.args[1] == 1)  # no expert twice
     return index
 
 
@@ -566,31 +535,25 @@ def _gathers(linear: _Linear) -> Iterator[fx.Node]:
             yield node
 
 
-def _counted(linear: _Linear, picks: Any, groups: Any) -> fx.Node | None:
-    """Return the offsets of a grouped product if they count the sorted picks."""
+def _counted(linear: _Linear, picks: Any, groups: Any) -> Any:
+    """Return the offsets of a grouped product, which count the sorted picks."""
     offsets = _given(linear.product, 2, "offs")
     total = _named(offsets, ("cumsum",))
     counts = _named(total.args[0], ("histc",))
-    source = counts.args[0]
-    while isinstance(source, fx.Node) and name_of(source) in ("float", "int", "to", "_to_copy"):
-        source = source.args[0]
     bounds = tuple(_given(counts, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
-    right = source is picks and bounds == (groups, 0, groups - 1)
-    right = right and _given(total, 1, "dim") == 0
-    return offsets if right else None
+    _require(_behind(counts.args[0], {*_CASTS, "int"}) is picks)
+    _require(bounds == (groups, 0, groups - 1) and _given(total, 1, "dim") == 0)
+    return offsets
 
 
 def _inverts(inverse: Any, perm: Any) -> frozenset[fx.Node]:
     """Return the write that fills `inverse` as inverse[perm] = arange."""
-    if name_of(inverse) not in ("empty_like", "new_empty") or inverse.args[0] is not perm:
-        raise NotExpertsError
+    _require(_named(inverse, ("empty_like", "new_empty")).args[0] is perm)
     writes = [one for one in inverse.users if name_of(one) in ("setitem_", "index_put_")]
-    if len(writes) != 1 or len(writes[0].args) < 3:
-        raise NotExpertsError
+    _require(len(writes) == 1 and len(writes[0].args) >= 3)
     _, place, value = writes[0].args[:3]
     place = place[0] if isinstance(place, (list, tuple)) else place
-    if place is not perm or name_of(value) != "arange" or len(value.args) != 1:
-        raise NotExpertsError
+    _require(place is perm and len(_named(value, ("arange",)).args) == 1)
     return frozenset(writes)
 
 
@@ -602,16 +565,14 @@ def _names_absent(mask: Any, picks: Any, groups: Any) -> bool:
 def _masks_in_place(rows: fx.Node, mask: fx.Node) -> frozenset[fx.Node]:
     """Return the writes of 0 to the rows of absent experts."""
     found = [one for one in rows.users if name_of(one) == "masked_fill_"]
-    if any(tuple(one.args[1:]) != (mask, 0.0) for one in found):
-        raise NotExpertsError
+    _require(all(tuple(one.args[1:]) == (mask, 0.0) for one in found))
     return frozenset(found)
 
 
 def _clamps(picks: Any, groups: Any) -> frozenset[fx.Node]:
     """Return the writes that bring absent picks into bounds, for gathers of biases."""
     found = [one for one in picks.users if name_of(one) in ("clamp_", "clamp_max_")]
-    if any(_given(one, 2, "max") != groups - 1 for one in found):
-        raise NotExpertsError
+    _require(all(_given(one, 2, "max") == groups - 1 for one in found))
     return frozenset(found)
 
 
@@ -625,9 +586,22 @@ def _given(node: Any, place: int, name: str) -> Any:
     return node.kwargs.get(name, node.args[place] if len(node.args) > place else None)
 
 
-def _named(node: Any, names: Any) -> Any:
-    if not isinstance(node, fx.Node) or name_of(node) not in names:
+def _require(condition: bool) -> None:
+    """Raise NotExpertsError unless a condition of the pattern holds."""
+    if not condition:
         raise NotExpertsError
+
+
+def _named(node: Any, names: Any) -> Any:
+    """Return a node that calls one of these operations; NotExpertsError for any other value."""
+    _require(name_of(node) in names)
+    return node
+
+
+def _behind(node: Any, names: Any) -> Any:
+    """Return the value behind calls of these operations."""
+    while name_of(node) in names:
+        node = node.args[0]
     return node
 
 
@@ -655,8 +629,7 @@ def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
                 ends.add(n)
             elif n not in found:
                 found.append(n)
-    if len(ends) != 1 or len(found) > 40:
-        raise NotExpertsError
+    _require(len(ends) == 1 and len(found) <= 40)
     return found, ends.pop()
 
 
@@ -693,25 +666,17 @@ def _function(
     if any(one in graph.effects.writers and one.args[0] is start for one in nodes):
         return None
     sample = _samples(nodes, width)
-    values: dict[fx.Node, Any] = {start: sample}
-    order = {n: i for i, n in enumerate(graph.graph.nodes)}
+    run = fx.Interpreter(graph.module, garbage_collect_values=False)
+    run.env = {start: sample}
     try:
-        for node in sorted(nodes, key=order.__getitem__):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            if name_of(node) in _CASTS:
-                values[node] = args[0]
-            elif node.op == "call_method":
-                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            elif node.op == "call_function":
-                values[node] = node.target(*args, **kwargs)
-            else:
-                module = graph.module.get_submodule(str(node.target))
-                values[node] = module(*args, **kwargs)
+        for node in sorted(nodes, key=graph.effects.position.__getitem__):
+            cast = name_of(node) in _CASTS
+            run.env[node] = run.env[node.args[0]] if cast else run.run_node(node)
     except (TypeError, RuntimeError, KeyError, AttributeError):
         return None
+    got = run.env[last]
     for said in _functions(nodes):
         wanted = gated(sample, **said)
-        got = values[last]
         if got.shape == wanted.shape and torch.allclose(got, wanted, 1e-6, 1e-9):
             return {name: value for name, value in said.items() if value != _PLAIN[name]}
     return None

@@ -111,7 +111,7 @@ class LoRA(KernelRule):
                 redirected=readers,
             )
             if why is None:
-                call = with_base(graph, LowRankCall.of(graph, final))
+                call = with_base(graph, LowRankCall.of(graph, final, "lowrank_matmul"))
                 return self.matched(graph, owner_of(final.out), final.nodes, call)
         assert why is not None
         return why

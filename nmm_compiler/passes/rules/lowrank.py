@@ -96,7 +96,7 @@ class Adapter(KernelRule):
         self, graph: Canonical, chain: Chain, tp: int = 1, group: str = ""
     ) -> Match | Refusal:
         """Return the match of a chain that may move."""
-        call = LowRankCall.of(graph, chain, tp, group)
+        call = LowRankCall.of(graph, chain, "lowrank_matmul", tp=tp, group=group)
         return self.matched(graph, owner_of(chain.out), chain.nodes, call)
 
 

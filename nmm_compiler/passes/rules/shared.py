@@ -140,7 +140,7 @@ class SharedU(KernelRule):
         k, r, n = chains[0].u.k, chains[0].u.n, sum(chain.v.n for chain in chains)
         if r * (k + n) >= k * n:
             return None
-        return group(graph, self, [LowRankCall.of(graph, c) for c in chains])
+        return group(graph, self, [LowRankCall.of(graph, c, "lowrank_matmul") for c in chains])
 
 
 def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:

@@ -21,16 +21,13 @@ from torch import fx
 
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.specs import MatmulSpec
-from nmm_compiler.passes.chains.chain import Chain, read_projection
+from nmm_compiler.passes.chains.chain import read_projection
 from nmm_compiler.passes.chains.safety import Refusal, crossed, refuse
 from nmm_compiler.passes.emit.calls import (
     STORED_FP8,
-    Call,
-    Kept,
-    best_source,
+    ChainCall,
     clamped,
     fold_chain,
-    keep,
     scales_of,
     times,
 )
@@ -87,7 +84,8 @@ class StaticFP8(KernelRule):
         rounded = _rounded(graph, chain.first.x)
         if rounded is None or chain.addend is not None:
             return None
-        kept = keep(graph, (chain.u,), graph.dtype(candidate), "")
+        call = StaticCall.of(graph, chain, "matmul_scaled", rounded.value, rounded=rounded)
+        kept = call.kept
         why = kept.reason if kept.format else "the weight is no fp8 numbers as they are stored"
         why = why or ("" if _bounded(graph, rounded.value) else "x may lie beyond 240")
         if why:
@@ -98,7 +96,6 @@ class StaticFP8(KernelRule):
         unsafe = unsafe or crossed(graph, {*chain.nodes, value}, candidate, [rounded.value])
         if unsafe is not None:
             return unsafe
-        call = StaticCall.of_chain(graph, chain, rounded, kept)
         if not call.source.is_row():
             return Refusal("shape", "x is rearranged behind its rounding", candidate)
         return self.matched(graph, candidate, chain.nodes, call)
@@ -138,45 +135,20 @@ def _bounded(c: Canonical, value: Key) -> bool:
 
 
 @dataclasses.dataclass
-class StaticCall(Call):
+class StaticCall(ChainCall):
     """nmm.matmul_scaled of x and a weight of fp8 numbers."""
 
-    chain: Chain = dataclasses.field(kw_only=True)
     rounded: _Rounded = dataclasses.field(kw_only=True)
-
-    @classmethod
-    def of_chain(cls, c: Canonical, chain: Chain, rounded: _Rounded, kept: Kept) -> StaticCall:
-        """Return the call of a product whose x is made of fp8 numbers."""
-        final = owner_of(chain.out)
-        return cls(
-            op="matmul_scaled",
-            source=best_source(c, rounded.value, chain.first.x_dims, chain.u.k, final),
-            final=final,
-            out_dims=chain.out_dims,
-            n=chain.n,
-            covered=chain.nodes,
-            chain=chain,
-            kept=kept,
-            rounded=rounded,
-        )
 
     @property
     def is_whole(self) -> bool:
         """Return that the result keeps its order: no kernel before it makes fp8 numbers turned."""
         return False
 
-    @property
-    def biased(self) -> bool:
-        """Whether something is added to the product."""
-        return any(step.kind == "bias" for step in (*self.chain.middle, *self.chain.after))
-
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
-        m = self.tokens_count()
-        return {
-            "m": m if isinstance(m, int) else str(m), "k": self.source.k, "r": 0, "n": self.n,
-            "bias": self.biased, "weights": self.kept.format, "x": self.kept.format, "chains": 1,
-        }  # fmt: skip
+        more = {"r": 0, "bias": self.chain.biased, "x": self.kept.format, "chains": 1}
+        return super().info() | more
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about rounding."""
@@ -186,7 +158,7 @@ class StaticCall(Call):
         """Return the spec of the product."""
         fields = self._common(c, self.chain.u)
         dtype = fields.pop("x_dtype")
-        return MatmulSpec(**fields, n=self.n, bias=self.biased, out_dtype=dtype)
+        return MatmulSpec(**fields, n=self.n, bias=self.chain.biased, out_dtype=dtype)
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call; return the node with the final value."""
@@ -205,4 +177,4 @@ class StaticCall(Call):
             out_dtype=str(editor.dtype).removeprefix("torch."), w_layout=chain.u.layout,
             target=editor.options.target, executor=editor.options.executor,
         )  # fmt: skip
-        return self.finish(editor, y, self.out_dims)
+        return self.finish(editor, y)
