@@ -456,21 +456,14 @@ class Explanation(Shown):
     """The results of every graph of a model: matches, refusals and opportunities."""
 
     results: list[RewriteResult]
+    matches: list[Match] = field(init=False)
+    declined: list[Declined] = field(init=False)
+    opportunities: list[Opportunity] = field(init=False)
 
-    @property
-    def matches(self) -> list[Match]:
-        """Return the matches of all graphs."""
-        return [m for r in self.results for m in r.matches]
-
-    @property
-    def declined(self) -> list[Declined]:
-        """Return the refusals of all graphs."""
-        return [d for r in self.results for d in r.declined]
-
-    @property
-    def opportunities(self) -> list[Opportunity]:
-        """Return the dense products that could be factorized, of all graphs."""
-        return [o for r in self.results for o in r.opportunities]
+    def __post_init__(self) -> None:
+        self.matches = [m for r in self.results for m in r.matches]
+        self.declined = [d for r in self.results for d in r.declined]
+        self.opportunities = [o for r in self.results for o in r.opportunities]
 
     def reproducer(self, match: Match | str | None = None, *, target: str = "trn2") -> str:
         """Return a script of one match of any graph, see `RewriteResult.reproducer`."""

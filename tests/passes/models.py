@@ -5,12 +5,14 @@ In those of transformers every large enough linear is replaced by two factors.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from toy_models import Model as Model
 from toy_models import Pair as Pair
 
-from nmm_compiler.passes.pipeline import run
+from nmm_compiler.passes.pipeline import explain, run
 
 
 class LlamaNorm(nn.Module):
@@ -97,216 +99,104 @@ def factorize(model: nn.Module, rank: int, exclude: tuple[str, ...] = ("lm_head"
     return count
 
 
-H, I, V = 32, 64, 50  # noqa: E741
-TOKENS = torch.arange(12).view(2, 6) % V
-
-
-def _text(config_name: str, model_name: str, **more):
-    import transformers
-
-    config = getattr(transformers, config_name)(
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=I,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        **{"num_key_value_heads": 2, **more},
-    )
-    config._attn_implementation = "eager"
-    return getattr(transformers, model_name)(config), {"input_ids": TOKENS, "use_cache": False}
-
-
-def llama():
-    return _text("LlamaConfig", "LlamaModel")
-
-
-def qwen3():
-    return _text("Qwen3Config", "Qwen3Model", head_dim=8)
-
-
-def mistral():
-    return _text("MistralConfig", "MistralModel", head_dim=8)
-
-
-def gemma():
-    return _text("GemmaConfig", "GemmaModel", head_dim=8)
-
-
-def phi():
-    return _text("PhiConfig", "PhiModel", num_key_value_heads=4)
-
-
-def gpt2():
-    import transformers
-
-    config = transformers.GPT2Config(vocab_size=V, n_embd=H, n_layer=2, n_head=4, n_positions=64)
-    config._attn_implementation = "eager"
-    return transformers.GPT2Model(config), {"input_ids": TOKENS, "use_cache": False}
-
-
-def opt():
-    import transformers
-
-    config = transformers.OPTConfig(
-        vocab_size=V, hidden_size=H, ffn_dim=I, num_hidden_layers=2, num_attention_heads=4,
-        word_embed_proj_dim=H, max_position_embeddings=64,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    return transformers.OPTModel(config), {"input_ids": TOKENS, "use_cache": False}
-
-
-def bert():
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=V, hidden_size=H, intermediate_size=I, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=64,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    return transformers.BertModel(config), {"input_ids": TOKENS}
-
-
-def vit():
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=4,
-        image_size=16, patch_size=8,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    return transformers.ViTModel(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
-def t5():
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=V, d_model=H, d_kv=8, d_ff=I, num_layers=2, num_heads=4, dropout_rate=0.0
-    )
-    model = transformers.T5EncoderModel(config)
-    return model, {"input_ids": TOKENS}
-
-
-def whisper_encoder():
-    import transformers
-
-    config = transformers.WhisperConfig(
-        vocab_size=V, d_model=H, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=I, decoder_ffn_dim=I, num_mel_bins=8,
-        max_source_positions=6, max_target_positions=8, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    model = transformers.WhisperModel(config).get_encoder()
-    return model, {"input_features": torch.randn(2, 8, 12)}
-
-
-def deepseek_v3():
-    return _text(
-        "DeepseekV3Config", "DeepseekV3Model", num_key_value_heads=4, kv_lora_rank=6,
-        q_lora_rank=6, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
-        moe_intermediate_size=16, n_shared_experts=1,
-    )  # fmt: skip
-
-
-def mixtral():
-    return _text("MixtralConfig", "MixtralModel", num_local_experts=4, num_experts_per_tok=2)
-
-
-def t5_gated():
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=V, d_model=H, d_kv=8, d_ff=I, num_layers=2, num_heads=4, dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    return transformers.T5EncoderModel(config), {"input_ids": TOKENS}
-
-
-def mamba():
-    import transformers
-
-    config = transformers.MambaConfig(
-        vocab_size=V, hidden_size=H, state_size=4, num_hidden_layers=2, use_cache=False
-    )
-    return transformers.MambaModel(config), {"input_ids": TOKENS, "use_cache": False}
-
-
-def phi3():
-    return _text("Phi3Config", "Phi3Model", pad_token_id=0)
-
-
-def qwen2_moe():
-    return _text(
-        "Qwen2MoeConfig", "Qwen2MoeModel", moe_intermediate_size=16, num_experts=4,
-        shared_expert_intermediate_size=32, num_experts_per_tok=2,
-    )  # fmt: skip
-
-
-def bloom():
-    import transformers
-
-    config = transformers.BloomConfig(vocab_size=V, hidden_size=H, n_layer=2, n_head=4)
-    return transformers.BloomModel(config), {"input_ids": TOKENS, "use_cache": False}
-
-
-def clip_vision():
-    import transformers
-
-    config = transformers.CLIPVisionConfig(
-        hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=4,
-        image_size=16, patch_size=8,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    return transformers.CLIPVisionModel(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
-def modernbert():
-    return _text("ModernBertConfig", "ModernBertModel", pad_token_id=0)
-
-
-def jamba():
-    return _text(
-        "JambaConfig", "JambaModel", num_experts=2, attn_layer_offset=1, attn_layer_period=2,
-        use_mamba_kernels=False, mamba_d_state=4, pad_token_id=0,
-    )  # fmt: skip
-
-
-def llama4():
-    return _text(
-        "Llama4TextConfig", "Llama4TextModel", head_dim=8, num_local_experts=2,
-        num_experts_per_tok=1, intermediate_size_mlp=I, interleave_moe_layer_step=2,
-        pad_token_id=0, attention_chunk_size=8,
-    )  # fmt: skip
-
-
-_LINEAR_ATTENTION = {
+V, H, I = 50, 32, 64  # noqa: E741
+IDS = {"input_ids": torch.arange(12).view(2, 6) % V}
+TOKENS = {**IDS, "use_cache": False}
+SIZES = {
+    "vocab_size": V, "hidden_size": H, "intermediate_size": I, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+TEXT = {**SIZES, "num_key_value_heads": 2}
+PICTURES = {**SIZES, "image_size": 16, "patch_size": 8}
+GPT = {"vocab_size": V, "n_embd": H, "n_layer": 2, "n_head": 4}
+T5 = {"vocab_size": V, "d_model": H, "d_kv": 8, "d_ff": I, "num_layers": 2, "num_heads": 4}
+WHISPER = {
+    "vocab_size": V, "d_model": H, "encoder_layers": 2, "decoder_layers": 1,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": I,
+    "decoder_ffn_dim": I, "num_mel_bins": 8, "max_source_positions": 6,
+    "max_target_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+LINEAR_ATTENTION = {
     "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-
-
-def qwen3_next():
-    return _text(
-        "Qwen3NextConfig", "Qwen3NextModel", num_experts=2, num_experts_per_tok=1,
-        moe_intermediate_size=16, shared_expert_intermediate_size=32, **_LINEAR_ATTENTION,
-    )  # fmt: skip
-
-
-def qwen3_5():
-    return _text("Qwen3_5TextConfig", "Qwen3_5TextModel", **_LINEAR_ATTENTION)
-
-
-MODELS = {
-    f.__name__: f
-    for f in (
-        llama, qwen3, mistral, gemma, phi, gpt2, opt, bert, vit, t5, whisper_encoder,
-        deepseek_v3, mixtral, t5_gated, mamba, phi3, qwen2_moe, bloom, clip_vision, modernbert,
-        jamba, llama4, qwen3_next, qwen3_5,
-    )
+# Of each model of transformers: its class, its inputs, and the fields of its configuration.
+ZOO = {
+    "llama": ("LlamaModel", TOKENS, TEXT),
+    "qwen3": ("Qwen3Model", TOKENS, {**TEXT, "head_dim": 8}),
+    "mistral": ("MistralModel", TOKENS, {**TEXT, "head_dim": 8}),
+    "gemma": ("GemmaModel", TOKENS, {**TEXT, "head_dim": 8}),
+    "phi": ("PhiModel", TOKENS, {**TEXT, "num_key_value_heads": 4}),
+    "gpt2": ("GPT2Model", TOKENS, {**GPT, "n_positions": 64}),
+    "opt": ("OPTModel", TOKENS, {
+        "vocab_size": V, "hidden_size": H, "ffn_dim": I, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "word_embed_proj_dim": H, "max_position_embeddings": 64}),
+    "bert": ("BertModel", IDS, {**SIZES, "max_position_embeddings": 64}),
+    "vit": ("ViTModel", {"pixel_values": (2, 3, 16, 16)}, PICTURES),
+    "t5": ("T5EncoderModel", IDS, {**T5, "dropout_rate": 0.0}),
+    "whisper_encoder": ("WhisperModel", {"input_features": (2, 8, 12)}, WHISPER),
+    "deepseek_v3": ("DeepseekV3Model", TOKENS, {
+        **TEXT, "num_key_value_heads": 4, "kv_lora_rank": 6, "q_lora_rank": 6,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16, "n_shared_experts": 1}),
+    "mixtral": ("MixtralModel", TOKENS,
+                {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "t5_gated": ("T5EncoderModel", IDS,
+                 {**T5, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}),
+    "mamba": ("MambaModel", TOKENS, {
+        "vocab_size": V, "hidden_size": H, "state_size": 4, "num_hidden_layers": 2,
+        "use_cache": False}),
+    "phi3": ("Phi3Model", TOKENS, {**TEXT, "pad_token_id": 0}),
+    "qwen2_moe": ("Qwen2MoeModel", TOKENS, {
+        **TEXT, "moe_intermediate_size": 16, "num_experts": 4,
+        "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}),
+    "bloom": ("BloomModel", TOKENS,
+              {"vocab_size": V, "hidden_size": H, "n_layer": 2, "n_head": 4}),
+    "clip_vision": ("CLIPVisionModel", {"pixel_values": (2, 3, 16, 16)}, PICTURES),
+    "modernbert": ("ModernBertModel", TOKENS, {**TEXT, "pad_token_id": 0}),
+    "jamba": ("JambaModel", TOKENS, {
+        **TEXT, "num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2,
+        "use_mamba_kernels": False, "mamba_d_state": 4, "pad_token_id": 0}),
+    "llama4": ("Llama4TextModel", TOKENS, {
+        **TEXT, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "intermediate_size_mlp": I, "interleave_moe_layer_step": 2, "pad_token_id": 0,
+        "attention_chunk_size": 8}),
+    "qwen3_next": ("Qwen3NextModel", TOKENS, {
+        **TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32, **LINEAR_ATTENTION}),
+    "qwen3_5": ("Qwen3_5TextModel", TOKENS, {**TEXT, **LINEAR_ATTENTION}),
 }  # fmt: skip
+
+
+def model_of(name):
+    """Return a small random model of the zoo, and its inputs by name."""
+    import transformers
+
+    kind, inputs, fields = ZOO[name]
+    config = getattr(transformers, kind).config_class(**fields)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, kind)(config)
+    drawn = {n: torch.randn(v) if isinstance(v, tuple) else v for n, v in inputs.items()}
+    return model.get_encoder() if kind == "WhisperModel" else model, drawn
+
+
+MODELS = {name: functools.partial(model_of, name) for name in ZOO}
+
+
+def compiled(model, **options):
+    """Return a model compiled by the backend; no code that was compiled before is used."""
+    torch._dynamo.reset()
+    return torch.compile(model, backend="nmm", options={"inner": "eager", **options})
+
+
+def explained(model, inputs, **options):
+    """Return the rules that match in a model, and the refusals as text."""
+    torch._dynamo.reset()
+    found = explain(model, inputs, options=options)
+    return [match.rule for match in found.matches], [str(one) for one in found.declined]
 
 
 def kernel_calls(module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import compiled, explained
 
 import nmm_compiler as nmm
 from nmm_compiler.prices.kernel import PRICES
@@ -22,6 +23,7 @@ MODELS = {
     },
 }  # fmt: skip
 IDS = torch.tensor([[1, 7, 3, 9, 2]])
+GIVEN = {"input_ids": IDS, "use_cache": False}
 
 
 def tiny(name, way, **changes):
@@ -36,29 +38,27 @@ def tiny(name, way, **changes):
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_become_one_call(name, way):
     model = tiny(name, way)
-    torch._dynamo.reset()
     with torch.no_grad():
         wanted = model(IDS, use_cache=False).logits
-        found = nmm.explain(model, {"input_ids": IDS, "use_cache": False})
-        assert [m.rule for r in found.results for m in r.matches].count("experts") == 1
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
-        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, wanted)
+        assert explained(model, GIVEN)[0].count("experts") == 1
+        torch.testing.assert_close(compiled(model)(IDS, use_cache=False).logits, wanted)
 
 
 def test_a_compiled_decode_step_runs_the_kernel_in_the_simulator():
     model = tiny("GptOss", "grouped_mm")
-    torch._dynamo.reset()
-    options = {"inner": "eager", "executor": "simulator"}
     with torch.no_grad():
         wanted = model(IDS[:, :2], use_cache=False).logits
-        compiled = torch.compile(model, backend="nmm", options=options)
-        made = compiled(IDS[:, :2], use_cache=False).logits
+        made = compiled(model, executor="simulator")(IDS[:, :2], use_cache=False).logits
     torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-4)
 
 
 class Experts(torch.nn.Module):
-    """One mixture in the batched form, with a function between the products."""
+    """One mixture in the batched form, with a function between the products.
+
+    What subclasses change: the rows, h before the function, the picks of the last product, keepdim.
+    """
+
+    keepdim = False
 
     def __init__(self, function):
         super().__init__()
@@ -69,10 +69,21 @@ class Experts(torch.nn.Module):
 
     def forward(self, x, index, gates):
         picks = index.reshape(-1)
-        rows = x.repeat_interleave(2, dim=0)
-        h = torch.bmm(rows.unsqueeze(1), self.up[picks]).squeeze(1)
-        y = torch.bmm(self.function(h).unsqueeze(1), self.down[picks]).squeeze(1)
-        return (y * gates.reshape(-1).unsqueeze(-1)).view(3, 2, 32).sum(1)
+        rows = self.rows(x.repeat_interleave(2, dim=0))
+        h = self.hidden(torch.bmm(rows.unsqueeze(1), self.up[picks]).squeeze(1), picks)
+        last = self.down[self.last(index)]
+        y = torch.bmm(self.function(h).unsqueeze(1), last).squeeze(1)
+        y = (y * gates.reshape(-1).unsqueeze(-1)).view(3, 2, 32)
+        return y.sum(1, keepdim=self.keepdim)
+
+    def rows(self, rows):
+        return rows
+
+    def hidden(self, h, picks):
+        return h
+
+    def last(self, index):
+        return index.reshape(-1)
 
 
 def picks():
@@ -84,42 +95,35 @@ def silu_of_first(h):
     return torch.nn.functional.silu(gate) * up
 
 
-def explained(model):
-    torch._dynamo.reset()
-    (result,) = nmm.explain(model, picks()).results
-    return [m.rule for m in result.matches], [str(d) for d in result.declined]
-
-
 def test_a_function_that_is_no_gated_product_is_refused():
-    assert explained(Experts(silu_of_first))[0] == ["experts"]
+    assert explained(Experts(silu_of_first), picks())[0] == ["experts"]
     for function in (lambda h: torch.sin(h[:, :24]) * h[:, 24:], lambda h: h[:, :24] + h[:, 24:]):
-        matches, declined = explained(Experts(function))
+        matches, declined = explained(Experts(function), picks())
         assert matches == []
         assert "no gated product" in declined[0]
 
 
 def test_an_index_of_other_picks_is_no_match():
     class Crossed(Experts):
-        def forward(self, x, index, gates):
-            picks, others = index.reshape(-1), index.flip(0).reshape(-1)
-            rows = x.repeat_interleave(2, dim=0)
-            h = torch.bmm(rows.unsqueeze(1), self.up[picks]).squeeze(1)
-            y = torch.bmm(self.function(h).unsqueeze(1), self.down[others]).squeeze(1)
-            return (y * gates.reshape(-1).unsqueeze(-1)).view(3, 2, 32).sum(1)
+        def last(self, index):
+            return index.flip(0).reshape(-1)
 
-    assert explained(Crossed(silu_of_first))[0] == []
+    assert explained(Crossed(silu_of_first), picks())[0] == []
+
+
+def results_and_gradients(model, *args):
+    """Return what the compiled model and the model return, each with the gradients of its loss."""
+    leaves, found = [*model.parameters(), *(one for one in args if one.requires_grad)], []
+    for call in (compiled(model), model):
+        y = call(*args)
+        parts = y if isinstance(y, tuple) else (y,)
+        loss = parts[0].square().sum() + sum(part.sum() for part in parts[1:])
+        found.append([parts[0].detach(), *torch.autograd.grad(loss, leaves)])
+    return found
 
 
 def test_gradients_reach_the_experts():
-    model, args = Experts(silu_of_first), picks()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
-    grads = []
-    for call in (compiled, model):
-        model.zero_grad()
-        call(*args).square().sum().backward()
-        grads.append((model.up.grad.clone(), model.down.grad.clone()))
-    torch.testing.assert_close(grads[0], grads[1])
+    torch.testing.assert_close(*results_and_gradients(Experts(silu_of_first), *picks()))
 
 
 def halves(h):
@@ -187,10 +191,8 @@ def test_a_function_that_only_looks_like_a_gated_product_stays(function):
     """Values far from zero and writes in place tell them apart."""
     model, args = Experts(function), picks()
     args = (60 * args[0], *args[1:])
-    torch._dynamo.reset()
     with torch.no_grad():
-        compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
-        torch.testing.assert_close(compiled(*args), model(*args), rtol=0.0, atol=0.0)
+        torch.testing.assert_close(compiled(model)(*args), model(*args), rtol=0.0, atol=0.0)
 
 
 def test_a_clamp_of_large_numbers_is_kept():
@@ -200,14 +202,12 @@ def test_a_clamp_of_large_numbers_is_kept():
 
     model, args = Experts(clamped), picks()
     args = (60 * args[0], *args[1:])
-    assert explained(model)[0] == ["experts"]
-    torch._dynamo.reset()
+    assert explained(model, picks())[0] == ["experts"]
     with torch.no_grad():
-        compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
         wanted = model(*args)
         rounding = (32 + 24) * torch.finfo(torch.float32).eps  # of both sums
         torch.testing.assert_close(
-            compiled(*args), wanted, rtol=0.0, atol=rounding * float(wanted.abs().max())
+            compiled(model)(*args), wanted, rtol=0.0, atol=rounding * float(wanted.abs().max())
         )
 
 
@@ -216,22 +216,17 @@ def test_a_clamp_of_large_numbers_is_kept():
 @pytest.mark.parametrize("alpha", [1, 2])
 def test_biases_and_sums_are_read_whole(bias, keepdim, alpha):
     class Biased(Experts):
-        def forward(self, x, index, gates):
-            picks = index.reshape(-1)
-            rows = x.repeat_interleave(2, dim=0)
-            h = torch.bmm(rows.unsqueeze(1), self.up[picks]).squeeze(1)
-            h = torch.add(h, bias(self.bias, picks), alpha=alpha)
-            y = torch.bmm(self.function(h).unsqueeze(1), self.down[picks]).squeeze(1)
-            return (y * gates.reshape(-1).unsqueeze(-1)).view(3, 2, 32).sum(1, keepdim=keepdim)
+        def hidden(self, h, picks):
+            return torch.add(h, bias(self.bias, picks), alpha=alpha)
 
     model = Biased(silu_of_first)
+    model.keepdim = keepdim
     model.bias = torch.nn.Parameter(torch.randn(4, 48))
     x, index, gates = picks()
     for numbers in (index, index - 4):  # negative numbers count from the end
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
         with torch.no_grad():
-            torch.testing.assert_close(compiled(x, numbers, gates), model(x, numbers, gates))
+            got, wanted = (call(x, numbers, gates) for call in (compiled(model), model))
+            torch.testing.assert_close(got, wanted)
 
 
 def one_layer(name, **changes):
@@ -249,26 +244,15 @@ def one_layer(name, **changes):
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_llama_4_multiplies_all_tokens_with_the_experts_that_they_chose(top_k):
     layer, x = one_layer("Llama4", num_experts_per_tok=top_k), torch.randn(2, 5, 64)
-    torch._dynamo.reset()
-    found = nmm.explain(layer, x)
-    (match,) = [m for r in found.results for m in r.matches if m.rule == "experts"]
+    (match,) = [m for m in nmm.explain(layer, x).matches if m.rule == "experts"]
     assert (match.info["m"], match.info["top_k"]) == (10 * top_k, 1)
-    grads = []
-    for call in (torch.compile(layer, backend="nmm", options={"inner": "eager"}), layer):
-        torch._dynamo.reset()
-        layer.zero_grad()
-        y, logits = call(x)
-        (y.square().sum() + logits.sum()).backward()
-        grads.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*results_and_gradients(layer, x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_of_llama_4_runs_the_kernel_in_the_simulator():
     layer, x = one_layer("Llama4", num_experts_per_tok=1), torch.randn(1, 3, 64)
-    torch._dynamo.reset()
-    options = {"inner": "eager", "executor": "simulator"}
     with torch.no_grad():
-        made = torch.compile(layer, backend="nmm", options=options)(x)[0]
+        made = compiled(layer, executor="simulator")(x)[0]
         torch.testing.assert_close(made, layer(x)[0], rtol=1e-3, atol=1e-4)
 
 
@@ -306,17 +290,13 @@ def dense_inputs():
 
 def test_gates_of_all_experts_that_are_0_leave_the_chosen_ones():
     model, args = AllExperts(), dense_inputs()
-    torch._dynamo.reset()
-    assert [m.rule for m in nmm.explain(model, args).results[0].matches] == ["experts"]
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
-    torch.testing.assert_close(compiled(*args), model(*args))
+    assert explained(model, args)[0] == ["experts"]
+    torch.testing.assert_close(compiled(model)(*args), model(*args))
 
 
 @pytest.mark.parametrize("changes", [{"fill": 0.5}, {"chosen": False}])
 def test_gates_of_all_experts_that_may_not_be_0_stay_as_they_are(changes):
-    torch._dynamo.reset()
-    assert nmm.explain(AllExperts(**changes), dense_inputs()).results[0].matches == []
+    assert explained(AllExperts(**changes), dense_inputs())[0] == []
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -329,23 +309,13 @@ def test_experts_of_other_devices_are_left_out(name, way):
     index = torch.tensor([[0, 1], [3, 4], [4, 2], [1, 0], [4, 4]])
     gates = torch.rand(5, 2, requires_grad=True)
     args = torch.randn(5, 64), index, gates
-    torch._dynamo.reset()
-    assert [m.rule for m in nmm.explain(experts, args).results[0].matches] == ["experts"]
-    grads = []
-    for call in (torch.compile(experts, backend="nmm", options={"inner": "eager"}), experts):
-        torch._dynamo.reset()
-        experts.zero_grad()
-        gates.grad = None
-        call(*args).square().sum().backward()
-        grads.append([gates.grad, *(p.grad.clone() for p in experts.parameters())])
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
+    assert explained(experts, args)[0] == ["experts"]
+    torch.testing.assert_close(*results_and_gradients(experts, *args), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loop_over_experts_is_refused_with_the_way_out(name):
-    torch._dynamo.reset()
-    found = nmm.explain(tiny(name, "eager"), {"input_ids": IDS, "use_cache": False})
-    texts = [str(d) for r in found.results for d in r.declined if d.rule == "experts"]
+    texts = [text for text in explained(tiny(name, "eager"), GIVEN)[1] if text.startswith("experts ")]
     assert texts
     assert all("a loop over the experts" in one and "grouped_mm" in one for one in texts)
 
@@ -354,13 +324,10 @@ def test_a_loop_over_experts_is_refused_with_the_way_out(name):
 def test_gates_of_more_bits_round_where_the_model_does(name):
     """Mixtral and DeepSeek-V3 multiply by gates in float32, and then cast to the model's dtype."""
     model = tiny(name, "grouped_mm").to(torch.bfloat16)
-    torch._dynamo.reset()
     with torch.no_grad():
-        found = nmm.explain(model, {"input_ids": IDS, "use_cache": False})
-        assert [m.rule for r in found.results for m in r.matches].count("experts") == 1
-        torch._dynamo.reset()
-        options = {"inner": "eager", "verify": True, "strict": True}  # bounds follow from the dtype
-        torch.compile(model, backend="nmm", options=options)(IDS, use_cache=False)
+        assert explained(model, GIVEN)[0].count("experts") == 1
+        # bounds follow from the dtype
+        compiled(model, verify=True, strict=True)(IDS, use_cache=False)
 
 
 def test_a_result_that_is_read_in_more_bits_is_refused():
@@ -370,45 +337,36 @@ def test_a_result_that_is_read_in_more_bits_is_refused():
 
     args = picks()
     model = Wide(silu_of_first).to(torch.bfloat16)
-    torch._dynamo.reset()
-    (result,) = nmm.explain(model, (args[0].to(torch.bfloat16), *args[1:])).results
-    assert result.matches == []
-    assert "are not one dtype" in str(result.declined[0])
+    matches, declined = explained(model, (args[0].to(torch.bfloat16), *args[1:]))
+    assert matches == []
+    assert "are not one dtype" in declined[0]
 
 
 @pytest.mark.parametrize("where", ["rows", "h"])
 def test_a_write_in_place_that_is_no_bias_is_refused(where):
     class Scaled(Experts):
-        def forward(self, x, index, gates):
-            picks = index.reshape(-1)
-            rows = x.repeat_interleave(2, dim=0)
-            if where == "rows":
-                rows.mul_(2.0)
-            h = torch.bmm(rows.unsqueeze(1), self.up[picks]).squeeze(1)
-            if where == "h":
-                h.mul_(2.0)
-            y = torch.bmm(self.function(h).unsqueeze(1), self.down[picks]).squeeze(1)
-            return (y * gates.reshape(-1).unsqueeze(-1)).view(3, 2, 32).sum(1)
+        def rows(self, rows):
+            return rows.mul_(2.0) if where == "rows" else rows
+
+        def hidden(self, h, picks):
+            return h.mul_(2.0) if where == "h" else h
 
     model, args = Scaled(silu_of_first), picks()
-    matches, declined = explained(model)
+    matches, declined = explained(model, args)
     assert matches == []
     assert declined
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="nmm", options={"inner": "eager"})
-    torch.testing.assert_close(compiled(*args), model(*args))
+    torch.testing.assert_close(compiled(model)(*args), model(*args))
 
 
 def test_experts_one_by_one_that_are_faster_stay_as_they_are(monkeypatch):
     cost = {"experts": 90.0}
     monkeypatch.setitem(PRICES, "closed_form", lambda spec, target: cost.get(spec.family, 2.0))
-    matches, declined = explained(Experts(silu_of_first))
+    matches, declined = explained(Experts(silu_of_first), picks())
     assert matches == []
     assert "one call for 3 tokens: 90.0 us on trn2, smaller calls 14.0 us" in declined[0]
 
 
 def test_trn1_takes_no_rows_that_an_index_chooses():
-    torch._dynamo.reset()
-    (result,) = nmm.explain(Experts(silu_of_first), picks(), options={"target": "trn1"}).results
-    assert result.matches == []
-    assert "trn1" in str(result.declined[0])
+    matches, declined = explained(Experts(silu_of_first), picks(), target="trn1")
+    assert matches == []
+    assert "trn1" in declined[0]

@@ -98,12 +98,13 @@ def _ordered(atoms: list[tuple[int, int, int]]) -> list[tuple[int, int, int]] | 
     return atoms
 
 
-def _feature_dims(atoms: list[tuple[int, int, int]]) -> dict[int, Atom]:
-    inner, found = 1, {}
-    for label, size, _ in reversed(atoms):
-        found[label] = Atom(FEATURE, size, inner)
+def _features(entries: list[tuple[int, int, int]]) -> tuple[int, dict[int, Atom]]:
+    """Return the size of the feature axis that labels make up in order, and the part of each."""
+    inner, parts = 1, {}
+    for label, size, _ in reversed(entries):
+        parts[label] = Atom(FEATURE, size, inner)
         inner *= size
-    return found
+    return inner, parts
 
 
 def read_stage(
@@ -115,31 +116,21 @@ def read_stage(
     """
     (x, x_labels), (w, w_labels) = form.orders[not weight_is_rhs]
     if not computed and not c.is_weight(w):
-        return Refusal(
-            "weight",
-            "the weight is computed in the graph",
-            w,
-        )
+        return Refusal("weight", "the weight is computed in the graph", w)
     base, w_dims = c.base(w)
-    shape = c.shape(base)
+    shape, x_shape = c.shape(base), c.shape(x)
     if shape is None or not all(isinstance(s, int) for s in shape):
-        return Refusal(
-            "weight",
-            "the weight has symbolic dimensions",
-            w,
-        )
-    x_shape = c.shape(x)
+        return Refusal("weight", "the weight has symbolic dimensions", w)
     assert x_shape is not None
     strides = row_major([int(s) for s in shape])
     out = set(form.out_labels)
-    real_x = {label for label, s in zip(x_labels, x_shape, strict=True) if s != 1}
-    inputs: list[tuple[int, int, int]] = []
-    outputs: list[tuple[int, int, int]] = []
+    real_x = {label: s for label, s in zip(x_labels, x_shape, strict=True) if s != 1}
     odd = Refusal(
         "weight",
         "the weight is no plain matrix of its parameter (batched, strided or repeated)",
         w,
     )
+    entries: list[tuple[int, int, int]] = []
     for label, dim in zip(w_labels, w_dims, strict=True):
         atoms = [a for a in views.coalesce(dim) if a.axis != views.BROADCAST]
         if len(atoms) != len(dim) and label not in out:
@@ -147,62 +138,35 @@ def read_stage(
         if not atoms:
             continue
         if label in out and label in real_x:
-            return Refusal(
-                "weight",
-                "both operands vary along a batch dimension (per-head weights or activations)",
-                w,
-            )
+            why = "both operands vary along a batch dimension (per-head weights or activations)"
+            return Refusal("weight", why, w)
         flat = [(label, int(a.size), strides[a.axis] * int(a.inner)) for a in atoms]
-        joined = _ordered(flat)
-        if joined is None or joined != flat:  # several axes, in an order that is not the stored one
+        if _ordered(flat) != flat:  # several axes, in an order that is not the stored one
             return odd
-        entry = (label, math.prod(size for _, size, _ in flat), joined[-1][2])
-        (outputs if label in out else inputs).append(entry)
-    k_atoms, n_atoms = _ordered(inputs), _ordered(outputs)
-    if k_atoms is None or n_atoms is None:
+        entries.append((label, math.prod(size for _, size, _ in flat), flat[-1][2]))
+    stored = _ordered(entries)
+    if stored is None or math.prod(size for _, size, _ in stored) != math.prod(shape):
         return odd
-    k, n = (math.prod(size for _, size, _ in atoms) for atoms in (k_atoms, n_atoms))
-    k_stride = k_atoms[-1][2] if k_atoms else n
-    n_stride = n_atoms[-1][2] if n_atoms else 1
-    if k * n != math.prod(shape):
+    inputs, outputs = ([e for e in stored if (e[0] in out) == kept] for kept in (False, True))
+    if stored not in (inputs + outputs, outputs + inputs):
         return odd
-    if (n_stride, k_stride) == (1, n) or (k == 1 and n_stride == 1):
-        layout = "row"
-    elif (k_stride, n_stride) == (1, k) or (n == 1 and k_stride == 1):
-        layout = "col"
-    else:
+    (k, k_parts), (n, n_parts) = _features(inputs), _features(outputs)
+    weight = Weight(base, k, n, "row" if stored == inputs + outputs else "col")
+    tokens = {label: size for label, size in real_x.items() if label in out}
+    token_parts = {label: Atom(label, size, 1) for label, size in tokens.items()}
+    own, made = k_parts | token_parts, n_parts | token_parts
+    if {label: atom.size for label, atom in own.items()} != real_x:
         return odd
-    k_dims, n_dims = _feature_dims(k_atoms), _feature_dims(n_atoms)
-    tokens: dict[int, Size] = {}
-    x_dims: list[tuple[Atom, ...]] = []
-    for label, size in zip(x_labels, x_shape, strict=True):
-        if size == 1:
-            x_dims.append(())
-        elif label in k_dims:
-            if k_dims[label].size != size:
-                return odd
-            x_dims.append((k_dims[label],))
-        elif label in out:
-            tokens[label] = size
-            x_dims.append((Atom(label, size, 1),))
-        else:
-            return odd
-    if any(label not in x_labels or label not in real_x for label in k_dims):
+    pairs = zip(w_labels, w_dims, strict=True)
+    repeated = {label for label, dim in pairs if any(a.axis == views.BROADCAST for a in dim)}
+    if repeated & out - set(made):
         return odd
-    out_dims: list[tuple[Atom, ...]] = []
-    for label in form.out_labels:
-        if label in n_dims:
-            out_dims.append((n_dims[label],))
-        elif label in tokens:
-            out_dims.append((Atom(label, tokens[label], 1),))
-        else:
-            pairs = zip(w_labels, w_dims, strict=True)
-            if any(a.axis == views.BROADCAST for own, dim in pairs if own == label for a in dim):
-                return odd
-            out_dims.append(())
+    x_dims, out_dims = (
+        tuple((parts[label],) if label in parts else () for label in labels)
+        for parts, labels in ((own, x_labels), (made, form.out_labels))
+    )
     nodes = frozenset({owner_of(key)}) | path_nodes(c, w) | c.helpers.get(key, frozenset())
-    weight = Weight(base, k, n, layout)
-    return Stage(key, x, tuple(x_dims), weight, tuple(out_dims), tokens, nodes)
+    return Stage(key, x, x_dims, weight, out_dims, tokens, nodes)
 
 
 def is_whole_feature(atoms: views.Dim, size: int) -> bool:
@@ -226,24 +190,16 @@ class Step:
     dims: Dims = ()
 
 
-def _constant_over(c: Canonical, factor: Key, target: Key) -> tuple[int, ...] | None:
-    """Return the dimensions of `target` along which a constant varies; None if no constant."""
+def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float) -> Step | None:
+    """Return the step of a constant over the dimensions of `target` along which it varies; None for
+    no constant, and for a bias that does not vary."""
     shape, own = c.shape(target), c.shape(factor)
     if shape is None or own is None or not c.is_weight(factor):
         return None
-    dims = views.expand(views.identity(own), shape)
-    if dims is None:
+    spread = views.expand(views.identity(own), shape)
+    if spread is None:
         return None
-    return tuple(
-        i for i, dim in enumerate(dims) if any(atom.axis != views.BROADCAST for atom in dim)
-    )
-
-
-def _step_over(c: Canonical, kind: str, factor: Key, target: Key, number: float) -> Step | None:
-    positions = _constant_over(c, factor, target)
-    shape = c.shape(target)
-    if positions is None or shape is None or c.dtype(factor) is None:
-        return None
+    positions = [i for i, d in enumerate(spread) if any(a.axis != views.BROADCAST for a in d)]
     if not positions:
         return None if kind == "bias" else Step("scale", number, factor)
     dims = views.identity(shape)
@@ -346,26 +302,21 @@ def _is_wider_for_a_while(c: Canonical, key: Key) -> bool:
 
 def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
     """Read scale and add as (value, steps last first), None when they are not affine."""
+    pairs: list[tuple[Key, float, str, Key, float]] = []
     if isinstance(form, Scale):
         if isinstance(form.factor, float):
             return form.value, [Step("scale", form.factor)]
-        for value, factor in form.orders:
-            if c.shape(value) == c.shape(key):
-                step = _step_over(c, "vector", factor, key, 1.0)
-                if step is not None and not isinstance(c.form(value), Leaf):
-                    return value, [step]
-        return None
-    if isinstance(form, Add):
+        pairs = [(value, 1.0, "vector", factor, 1.0) for value, factor in form.orders]
+    elif isinstance(form, Add):
         if isinstance(form.b, float):
-            if form.b == 0.0:
-                return form.a, [Step("scale", form.alpha)]
-            return None
-        pairs = ((form.a, form.alpha, form.b, form.beta), (form.b, form.beta, form.a, form.alpha))
-        for value, own, addend, sign in pairs:
-            if c.shape(value) == c.shape(key):
-                step = _step_over(c, "bias", addend, key, sign)
-                if step is not None and not isinstance(c.form(value), Leaf):
-                    return value, [step, Step("scale", own)]
+            return (form.a, [Step("scale", form.alpha)]) if form.b == 0.0 else None
+        one, two = (form.a, form.alpha), (form.b, form.beta)
+        pairs = [(*one, "bias", *two), (*two, "bias", *one)]
+    for value, own, kind, constant, number in pairs:
+        if c.shape(value) == c.shape(key) and not isinstance(c.form(value), Leaf):
+            step = _step_over(c, kind, constant, key, number)
+            if step is not None:
+                return value, [step, Step("scale", own)]
     return None
 
 
@@ -630,11 +581,9 @@ def join_stages(
     c: Canonical, second: Stage, walk: Walk, inner: Product, computed: bool = False
 ) -> Chain | Refusal:
     """Join a second stage with the product behind it, if features meet features."""
-    contracted = [dim for dim in second.x_dims if dim and all(a.axis == FEATURE for a in dim)]
-    labels: set[int] = set()
-    for position, dim in enumerate(second.x_dims):
-        if dim in contracted:
-            labels |= {inner.out_labels[a.axis] for a in walk.dims[position] if a.axis >= 0}
+    pairs = zip(second.x_dims, walk.dims, strict=True)
+    contracted = [over for own, over in pairs if own and own[0].axis == FEATURE]
+    labels = {inner.out_labels[a.axis] for over in contracted for a in over if a.axis >= 0}
     in_lhs = bool(labels & set(inner.lhs_labels))
     in_rhs = bool(labels & set(inner.rhs_labels))
     if second.weight.k == 1 and not contracted:  # rank 1: a dimension of size 1 has no label
@@ -669,15 +618,7 @@ def join_stages(
     if data_dims is None:
         return mismatch
     r = second.weight.k
-    if first.weight.n != r:
-        return mismatch
-    pieces = [
-        (dim[0].inner, data_dims[i])
-        for i, dim in enumerate(second.x_dims)
-        if dim and dim[0].axis == FEATURE
-    ]
-    features = [a for _, dim in sorted(pieces, key=lambda p: -int(p[0])) for a in dim]
-    if not is_whole_feature(tuple(features), r):
+    if first.weight.n != r or not is_whole_feature(_features_over(second, data_dims), r):
         return mismatch
     tokens = _tokens_over(second, data_dims)
     out_dims = views.compose(second.out_dims, tokens)
@@ -962,13 +903,15 @@ def _tokens_over(stage: Stage, dims: Dims) -> dict[int, Dim]:
 
 def features_over_base(c: Canonical, stage: Stage) -> Dim:
     """Return the features that a stage contracts, by the axes of the value that x is a view of."""
-    _, view = c.base(stage.x)
-    pieces = [
-        (int(own[0].inner), over)
-        for own, over in zip(stage.x_dims, view, strict=True)
-        if own and own[0].axis == FEATURE
-    ]
-    return views.coalesce([a for _, over in sorted(pieces, key=lambda p: -p[0]) for a in over])
+    return views.coalesce(_features_over(stage, c.base(stage.x)[1]))
+
+
+def _features_over(stage: Stage, dims: Dims) -> Dim:
+    """Return the features that a stage contracts by the axes of a value that x has these dims
+    over."""
+    pairs = zip(stage.x_dims, dims, strict=True)
+    pieces = [(int(own[0].inner), over) for own, over in pairs if own and own[0].axis == FEATURE]
+    return tuple(a for _, over in sorted(pieces, key=lambda p: -p[0]) for a in over)
 
 
 def same_x(c: Canonical, one: Stage, two: Stage) -> bool:

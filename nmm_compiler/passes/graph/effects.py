@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,6 @@ def region_edge(node: fx.Node) -> str | None:
     return None
 
 
-def _submodules(node: fx.Node, root: nn.Module) -> Iterator[fx.GraphModule]:
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr":
-            child = fetch_attribute(root, str(argument.target))
-            if isinstance(child, fx.GraphModule):
-                yield child
-
-
 def fetch_attribute(root: nn.Module, target: str) -> Any:
     """Return the attribute at a dotted path, None when it is not there."""
     value: Any = root
@@ -152,9 +144,9 @@ def written_arguments(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     if isinstance(target, torch._ops.OpOverload):
         return _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        bodies = list(_submodules(node, root))
-        quiet = bodies and not any(graph_writes(body) for body in bodies)
-        return [] if quiet or not inputs else inputs
+        held = (fetch_attribute(root, str(n.target)) for n in inputs if n.op == "get_attr")
+        bodies = [body for body in held if isinstance(body, fx.GraphModule)]
+        return [] if bodies and not any(map(graph_writes, bodies)) else inputs
     name = target_name(node)
     if name is None:
         return inputs

@@ -132,25 +132,20 @@ def local_part(value: Any) -> Any:
 
 
 def _redistribute(c: Canonical, call: Call) -> Result:
-    source = call.get(0, "self")
-    return _unchanged(c, source, call.node)
+    return _unchanged(c, call.get(0, "self"), call.node)
 
 
 def _from_local(c: Canonical, call: Call) -> Result:
+    """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
     local = call.get(0, "local_tensor")
     if not isinstance(local, fx.Node) or target_name(local) != "to_local":
         return None
-    if not _given_in_full(call):
+    if any(call.kwargs.get(name) for name in ("grad_placements", "run_check")):
         return None
     result = _unchanged(c, Call(local, "to_local").get(0, "self"), call.node)
     if result is not None:
         c.helpers[call.node] = frozenset((local,))
     return result
-
-
-def _given_in_full(call: Call) -> bool:
-    """Say whether a call leaves gradients as they are: nothing but mesh and placements is given."""
-    return not any(call.kwargs.get(name) for name in ("grad_placements", "run_check"))
 
 
 def _unchanged(c: Canonical, source: Any, node: fx.Node) -> Result:
@@ -352,11 +347,8 @@ def chain(
         result = tuple(x for x in have if x in kept) + tuple(
             x for x in other if x in kept and x not in have
         )
-        if any(x not in kept and x not in other for x in have):
-            return None
-        if any(x not in kept and x not in have for x in other):
-            return None
-        if not rest and set(result) != set(out):
+        summed_alone = (set(have) ^ set(other)) - kept
+        if summed_alone or (not rest and set(result) != set(out)):
             return None
         form = Product(value, operands[step], have, other, result if rest else out)
         if not rest:
@@ -428,11 +420,21 @@ def _all(value: Any, wanted: int) -> bool:
     return all(entry == wanted for entry in entries)
 
 
-def _pointwise_convolution(c: Canonical, node: fx.Node, x: Key, w: Key, bias: Any) -> Result:
-    """Return a convolution whose kernel has one element as a product over channels."""
+@_of_two
+def _convolution(c: Canonical, call: Call, x: Key, w: Key) -> Result:
+    """Read a convolution whose kernel has one element as a product over channels."""
+    padding, bias = call.get(4, "padding", default=0), call.get(2, "bias")
+    plain = _all(call.get(3, "stride", default=1), 1) and (
+        _all(padding, 0) or padding in ("same", "valid")
+    )
+    groups = call.get(6, "groups", default=1)
+    if call.name == "convolution":
+        plain = plain and not call.get(6, "transposed", default=False)
+        groups = call.get(8, "groups", default=1)
     shape, kernel = c.shape(x) or (), c.shape(w) or ()
     spatial = len(kernel) - 2
-    if spatial < 1 or any(s != 1 for s in kernel[2:]) or len(shape) != len(kernel):
+    one = spatial >= 1 and len(shape) == len(kernel) and all(s == 1 for s in kernel[2:])
+    if not plain or groups != 1 or not one:
         return None
     places = tuple(BATCH + 1 + i for i in range(spatial))
     unit = tuple(-1 - i for i in range(spatial))
@@ -442,23 +444,8 @@ def _pointwise_convolution(c: Canonical, node: fx.Node, x: Key, w: Key, bias: An
         if length is None or len(length) != 1:
             return None
         dims: tuple[Dim, ...] = (*identity(length), *((),) * spatial)
-        bias = c.viewed(node, "bias", bias, dims)
-    return with_addend(c, node, form, bias)
-
-
-@_of_two
-def _convolution(c: Canonical, call: Call, x: Key, w: Key) -> Result:
-    padding = call.get(4, "padding", default=0)
-    plain = _all(call.get(3, "stride", default=1), 1) and (
-        _all(padding, 0) or padding in ("same", "valid")
-    )
-    groups = call.get(6, "groups", default=1)
-    if call.name == "convolution":
-        plain = plain and not call.get(6, "transposed", default=False)
-        groups = call.get(8, "groups", default=1)
-    if not plain or groups != 1:
-        return None
-    return _pointwise_convolution(c, call.node, x, w, call.get(2, "bias"))
+        bias = c.viewed(call.node, "bias", bias, dims)
+    return with_addend(c, call.node, form, bias)
 
 
 @_of_two
@@ -466,19 +453,6 @@ def _inner(c: Canonical, call: Call, a: Key, b: Key) -> Result:
     rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
     whole = rank_a and rank_b
     return _dot(a, b, rank_a, rank_b, [(rank_a - 1, rank_b - 1)]) if whole else None
-
-
-CONTRACTIONS: dict[str, Handler] = {
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matmul),
-    **dict.fromkeys(("__rmatmul__",), lambda c, call: _contract(c, call.get(1), call.get(0))),
-    "linear": _linear,
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _addmm),
-    "einsum": _einsum,
-    **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
-    "tensordot": _tensordot,
-    "inner": _inner,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
-}
 
 
 def _sum_over(c: Canonical, call: Call) -> Result:
@@ -555,12 +529,6 @@ def _where(c: Canonical, call: Call) -> Result:
     return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
 
 
-DECOMPOSED: dict[str, Handler] = {
-    "sum": _sum_over,
-    "where": _where,
-}
-
-
 def _same(c: Canonical, source: fx.Node) -> View:
     return source, views.identity(c.shape(source) or ())
 
@@ -618,7 +586,7 @@ def _getitem(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Indexing by full slices, None and Ellipsis only adds dimensions."""
     index = call.get(1, "key")
     entries = list(index) if isinstance(index, tuple) else [index]
-    cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or _is_full(e))]
+    cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or e in _FULL)]
     if not cut:
         return _regroup(c, call)
     if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
@@ -629,11 +597,7 @@ def _getitem(c: Canonical, call: Call, source: fx.Node) -> Result:
     return _part(c, call, source, axis, (kept.start, kept.stop, kept.step))
 
 
-def _is_full(entry: Any) -> bool:
-    return isinstance(entry, slice) and (entry.start, entry.stop, entry.step) in _FULL
-
-
-_FULL = ((None, None, None), (None, None, 1), (0, None, None), (0, None, 1))
+_FULL = (slice(None), slice(None, None, 1), slice(0, None), slice(0, None, 1))
 
 
 @_of_one
@@ -711,23 +675,26 @@ def _dropout(c: Canonical, call: Call) -> Result:
 # -- pointwise ------------------------------------------------------------------------------
 
 
-def _multiply(c: Canonical, call: Call) -> Result:
+def _pair(c: Canonical, call: Call) -> tuple[Key, Any, bool] | None:
+    """Return the operand that the result is like, the other one or a number, and whether they
+    changed places; None for other operands."""
     a, b = call.get(0, "input", "self"), call.get(1, "other")
-    if _number(a):
+    turned = not _is_tensor(c, a) or (_is_tensor(c, b) and c.shape(a) != c.shape(call.node))
+    if turned:
         a, b = b, a
-    if not isinstance(a, fx.Node) or c.dtype(call.node) is None:
+    if not _is_tensor(c, a) or not _kept(c, a, call.node):
         return None
-    out = c.shape(call.node)
     if _number(b):
-        return Scale(a, float(b)) if _kept(c, a, call.node) else None
-    if not isinstance(b, fx.Node) or c.shape(a) is None or c.shape(b) is None:
-        return None
-    if c.shape(a) != out:
-        a, b = b, a
-    return Scale(a, b) if _kept(c, a, call.node) else None
+        return a, float(b), turned
+    return (a, b, turned) if _is_tensor(c, b) else None
 
 
-def _kept(c: Canonical, source: fx.Node, node: fx.Node) -> bool:
+def _multiply(c: Canonical, call: Call) -> Result:
+    pair = _pair(c, call)
+    return None if pair is None else Scale(*pair[:2])
+
+
+def _kept(c: Canonical, source: Key, node: fx.Node) -> bool:
     return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
 
 
@@ -746,19 +713,12 @@ def _negate(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 
 def _sum(c: Canonical, call: Call, sign: float = 1.0) -> Result:
-    a, b = call.get(0, "input", "self"), call.get(1, "other")
-    alpha, out = call.get(2, "alpha", default=1), c.shape(call.node)
-    if not _number(alpha):
+    alpha, pair = call.get(2, "alpha", default=1), _pair(c, call)
+    if pair is None or not _number(alpha):
         return None
-    factors = [1.0, sign * float(alpha)]
-    if not _is_tensor(c, a) or (_is_tensor(c, b) and c.shape(a) != out):
-        a, b = b, a
-        factors.reverse()
-    if not _is_tensor(c, a) or c.shape(a) != out or c.dtype(a) != c.dtype(call.node):
-        return None
-    if not _is_tensor(c, b) and not _number(b):
-        return None
-    return Add(a, float(b) if _number(b) else b, *factors)
+    a, b, turned = pair
+    factors = (1.0, sign * float(alpha))
+    return Add(a, b, *(factors[::-1] if turned else factors))
 
 
 def _subtract(c: Canonical, call: Call) -> Result:
@@ -858,10 +818,18 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),
-    **CONTRACTIONS,
-    **DECOMPOSED,
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matmul),
+    "__rmatmul__": lambda c, call: _contract(c, call.get(1), call.get(0)),
+    "linear": _linear,
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_"), _addmm),
+    "einsum": _einsum,
+    **dict.fromkeys(("multi_dot", "chain_matmul"), _multi_dot),
+    "tensordot": _tensordot,
+    "inner": _inner,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    "sum": _sum_over,
+    "where": _where,
     **DISTRIBUTED,
-    **dict.fromkeys(("addmm_", "baddbmm_"), CONTRACTIONS["addmm"]),
 }
 
 
