@@ -315,7 +315,8 @@ def test_experts_of_other_devices_are_left_out(name, way):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loop_over_experts_is_refused_with_the_way_out(name):
-    texts = [text for text in explained(tiny(name, "eager"), GIVEN)[1] if text.startswith("experts ")]
+    said = explained(tiny(name, "eager"), GIVEN)[1]
+    texts = [text for text in said if text.startswith("experts ")]
     assert texts
     assert all("a loop over the experts" in one and "grouped_mm" in one for one in texts)
 
