@@ -4,26 +4,31 @@ import dataclasses
 import itertools
 
 import pytest
-from trace_builder import STEADY, TRN1, TRN2, TRN3, Builder, Scene, load, matmuls, us
+from trace_builder import STEADY, TRN1, TRN2, TRN3, Scene, load, matmuls, us
 
 from nmm_compiler.simulator.timing.costs import ComputeCosts
 from nmm_compiler.simulator.timing.dma import DmaCosts
 from nmm_compiler.simulator.timing.timeline import time_trace, time_traces
 
 B, F = "bfloat16", "float32"
-PAIR = [("sbuf", F, 512), ("sbuf", F, 512)]
+ROW, BF16, SUM = "sbuf float32 512", "sbuf bfloat16 512", "psum float32 512"
+PAIR = f"{ROW}, {ROW}"
 FROM_HBM = 362e9 / 16  # an engine's share
 
 
-def one(op, engine, operands, **attributes):
-    """Return an instruction; operands are (memory, dtype, columns, step), the result first."""
-    builder = Builder()
-    views = []
-    for memory, dtype, columns, *step in operands:
-        apart = step[0] if step else 1
-        views.append(builder.tensor(memory, 128, columns * apart, dtype)[:, ::apart])
-    builder.add(op, engine, views[:1], views[1:], **attributes)
-    return builder.trace.instructions[0]
+def one(text):
+    """Return an instruction: `engine op key=value: memory dtype columns step, ...`; the result is
+    the first operand."""
+    head, _, operands = text.partition(": ")
+    engine, op, *flags = head.split()
+    scene, views = "", []
+    for number, operand in enumerate(operands.split(", ")):
+        memory, dtype, columns, *step = operand.split()
+        apart = int(*step or "1")
+        scene += f"{memory} t{number} 128x{int(columns) * apart} {dtype}\n"
+        views.append(f"t{number}[:,::{apart}]")
+    scene += " ".join((engine, *views, f"op={op}", *flags))
+    return Scene(scene).trace.instructions[0]
 
 
 def cycles(instruction, target=TRN2):
@@ -54,16 +59,16 @@ def dma(rows, columns, memories="sbuf hbm", dtype=B, first=0, flags=""):
     [
         [matmul(128, F), matmul(128, F, "is_transpose=1"), matmul(256, F)],
         [matmul(128, F), matmul(128, B), matmul(128, F, "onezero=1")],
-        [one("activation", "scalar", PAIR, reduces=v) for v in (0, 1)],
-        [one("memset", "vector", PAIR[:0] + [("sbuf", B, 512)], nonzero=v) for v in (0, 1)],
-        [one("reciprocal", engine, PAIR) for engine in ("vector", "gpsimd")],
+        [one(f"scalar activation reduces={v}: {PAIR}") for v in (0, 1)],
+        [one(f"vector memset nonzero={v}: {BF16}") for v in (0, 1)],
+        [one(f"{engine} reciprocal: {PAIR}") for engine in ("vector", "gpsimd")],
         [
-            one("tensor_reduce", "vector", [("sbuf", B, 1), ("sbuf", B, 512)], function=f)
+            one(f"vector tensor_reduce function={f}: sbuf bfloat16 1, {BF16}")
             for f in ("add", "multiply")
         ],
         [
-            one("tensor_copy", "vector", [(memory, dtype, 512), ("sbuf", B, 512)])
-            for memory, dtype in (("sbuf", B), ("psum", B), ("sbuf", F))
+            one(f"vector tensor_copy: {out} 512, {BF16}")
+            for out in ("sbuf bfloat16", "psum bfloat16", "sbuf float32")
         ],
         [dma(128, 128), dma(128, 128, flags="transpose=1"), dma(128, 256)],
         [dma(128, 128, flags=f"dge_mode=hwdge issuer={i}") for i in ("sync", "scalar")],
@@ -161,59 +166,58 @@ def test_trn3_is_timed_too():
 
 # -- VectorE, ScalarE, GpSimd ----------------------------------------------------------------
 
-ADDED = {"function": "add"}
-
 
 @pytest.mark.parametrize(
-    ("op", "operands", "attributes", "on_trn1", "on_trn2"),
+    ("text", "on_trn1", "on_trn2"),
     [
-        ("tensor_copy", [("sbuf", B, 512), ("sbuf", B, 512)], {}, 512, 128),
-        ("tensor_copy", [("sbuf", B, 512), ("sbuf", B, 512, 2)], {}, None, 256),
-        ("tensor_copy", [("sbuf", B, 512), ("psum", B, 512)], {}, None, 256),
-        ("tensor_copy", [("psum", B, 512), ("sbuf", B, 512)], {}, None, 256),
-        ("tensor_copy", [("psum", B, 512), ("psum", B, 512)], {}, None, 512),
-        ("tensor_copy", [("sbuf", B, 512), ("psum", F, 512)], {}, None, 512),
-        ("tensor_copy", PAIR, {}, None, 256),
-        ("tensor_copy", [("sbuf", B, 512), ("sbuf", F, 512)], {}, None, 256),
-        ("tensor_copy", [("sbuf", F, 512), ("sbuf", B, 512)], {}, None, 512),
-        ("tensor_copy", [("sbuf", F, 8), ("sbuf", F, 8)], {}, 44, 44),  # 64 in all
-        ("tensor_copy", [("sbuf", F, 64, 4), ("sbuf", F, 64)], {}, 128, None),  # a wide stride
-        ("tensor_scalar", [("sbuf", B, 512), ("sbuf", B, 512), ("sbuf", F, 1)], {}, None, 128),
-        ("tensor_tensor", 3 * PAIR[:1], ADDED, 1024, 512),
-        ("tensor_tensor", [*PAIR, ("psum", F, 512)], ADDED, 512, 512),
-        ("tensor_tensor", PAIR[:1] + 2 * [("psum", F, 512)], ADDED, 1024, 512),  # one port, too
-        ("tensor_tensor", 3 * [("sbuf", B, 512)], ADDED, None, 256),
-        ("tensor_tensor_scan", 3 * PAIR[:1], {}, None, 1024),
-        ("tensor_copy_predicated", 3 * PAIR[:1], {}, 1024, 512),
-        ("tensor_copy_predicated", [*PAIR, ("psum", F, 512)], {}, 512, 512),
-        ("reciprocal", PAIR, {}, None, 6 * 512),
-        ("tensor_scalar_reduce", PAIR, {}, None, 576),
-        ("tensor_reduce", [("sbuf", B, 1), ("sbuf", B, 512)], ADDED, None, 256),
-        ("tensor_reduce", [("sbuf", B, 1), ("sbuf", B, 512)], {"function": "min"}, None, 512),
-        ("bn_aggr", [("sbuf", F, 2), ("sbuf", F, 48)], {}, None, 13 * 16),
-        ("topk", PAIR, {"k": 16}, None, 4 * 512 + 16),
-        ("memset", [("sbuf", B, 512)], {}, None, 256),
-        ("memset", [("sbuf", F, 512)], {}, None, 0.8 * 512),
-        ("activation", PAIR, {}, None, 512),
-        ("activation", PAIR, {"reduces": True}, None, 576),  # it reads its sums out
-        ("iota", [("sbuf", "int32", 512)], {}, None, 150 + 512),
-        ("affine_select", PAIR, {}, None, 150 + 512),
-        ("tensor_partition_reduce", PAIR, {}, None, 150 + 16 * 512),
+        (f"vector tensor_copy: {BF16}, {BF16}", 512, 128),
+        (f"vector tensor_copy: {BF16}, {BF16} 2", None, 256),
+        (f"vector tensor_copy: {BF16}, psum bfloat16 512", None, 256),
+        (f"vector tensor_copy: psum bfloat16 512, {BF16}", None, 256),
+        ("vector tensor_copy: psum bfloat16 512, psum bfloat16 512", None, 512),
+        (f"vector tensor_copy: {BF16}, {SUM}", None, 512),
+        (f"vector tensor_copy: {PAIR}", None, 256),
+        (f"vector tensor_copy: {BF16}, {ROW}", None, 256),
+        (f"vector tensor_copy: {ROW}, {BF16}", None, 512),
+        ("vector tensor_copy: sbuf float32 8, sbuf float32 8", 44, 44),  # 64 in all
+        ("vector tensor_copy: sbuf float32 64 4, sbuf float32 64", 128, None),  # a wide stride
+        (f"vector tensor_scalar: {BF16}, {BF16}, sbuf float32 1", None, 128),
+        (f"vector tensor_tensor function=add: {PAIR}, {ROW}", 1024, 512),
+        (f"vector tensor_tensor function=add: {PAIR}, {SUM}", 512, 512),
+        # one port, too
+        (
+            f"vector tensor_tensor function=add: {ROW}, {SUM}, {SUM}",
+            1024,
+            512,
+        ),
+        (f"vector tensor_tensor function=add: {BF16}, {BF16}, {BF16}", None, 256),
+        (f"vector tensor_tensor_scan: {PAIR}, {ROW}", None, 1024),
+        (f"vector tensor_copy_predicated: {PAIR}, {ROW}", 1024, 512),
+        (f"vector tensor_copy_predicated: {PAIR}, {SUM}", 512, 512),
+        (f"vector reciprocal: {PAIR}", None, 6 * 512),
+        (f"vector tensor_scalar_reduce: {PAIR}", None, 576),
+        (f"vector tensor_reduce function=add: sbuf bfloat16 1, {BF16}", None, 256),
+        (f"vector tensor_reduce function=min: sbuf bfloat16 1, {BF16}", None, 512),
+        ("vector bn_aggr: sbuf float32 2, sbuf float32 48", None, 13 * 16),
+        (f"vector topk k=16: {PAIR}", None, 4 * 512 + 16),
+        (f"vector memset: {BF16}", None, 256),
+        (f"vector memset: {ROW}", None, 0.8 * 512),
+        (f"scalar activation: {PAIR}", None, 512),
+        (f"scalar activation reduces=1: {PAIR}", None, 576),  # it reads its sums out
+        ("gpsimd iota: sbuf int32 512", None, 150 + 512),
+        (f"gpsimd affine_select: {PAIR}", None, 150 + 512),
+        (f"gpsimd tensor_partition_reduce: {PAIR}", None, 150 + 16 * 512),
     ],
 )
-def test_cycles(op, operands, attributes, on_trn1, on_trn2):
-    engines = {"activation": "scalar"} | dict.fromkeys(
-        ("iota", "affine_select", "tensor_partition_reduce"), "gpsimd"
-    )
-    instruction = one(op, engines.get(op, "vector"), operands, **attributes)
+def test_cycles(text, on_trn1, on_trn2):
     for target, expected in ((TRN1, on_trn1), (TRN2, on_trn2)):
         if expected is not None:
-            assert cycles(instruction, target) == pytest.approx(expected)
+            assert cycles(one(text), target) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("function", "reads_bias"), [({}, 0), ({"function": "exp"}, 108)])
-def test_scalar_answers_later_than_vector(function, reads_bias):
-    latency = ComputeCosts(TRN2).other(one("activation", "scalar", PAIR, **function))[1]
+@pytest.mark.parametrize(("flag", "reads_bias"), [("", 0), ("function=exp", 108)])
+def test_scalar_answers_later_than_vector(flag, reads_bias):
+    latency = ComputeCosts(TRN2).other(one(f"scalar activation {flag}: {PAIR}"))[1]
     assert latency == pytest.approx(us(512 + 228 + reads_bias, 1.2e9))
 
 
@@ -240,9 +244,8 @@ def test_a_gather_on_chip_pays_for_each_index_and_less_for_longer_runs(
     """nki.isa.local_gather: 28 / 4 cycles for an index, 1 for each of its elements of 4 bytes."""
     took = [
         cycles(one(
-            "local_gather", "gpsimd",
-            [("sbuf", dtype, count * elements), ("sbuf", dtype, 4096), ("sbuf", "uint16", 8)],
-            indices=count, elements=elements,
+            f"gpsimd local_gather indices={count} elements={elements}: "
+            f"sbuf {dtype} {count * elements}, sbuf {dtype} 4096, sbuf uint16 8"
         ))
         for count in (128, 256)
     ]  # fmt: skip
