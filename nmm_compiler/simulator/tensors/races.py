@@ -8,6 +8,7 @@ with the higher number stays, as if both ran in step. Equal values are no race, 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -28,23 +29,11 @@ class Uses:
         self.read = np.zeros((programs, elements), np.bool_)
 
 
-def _part(rows: np.ndarray, view: NkiTensor, places: np.ndarray | None) -> np.ndarray:
-    """Return the rows' part that an access covers: one that changes `rows` if places is None."""
-    if places is not None:
-        return rows[:, places]
-    item = rows.itemsize
-    return np.ndarray(
-        (len(rows), *view.shape), rows.dtype, rows, view.offset * item,
-        (rows.strides[0], *(step * item for step in view.strides)),
-    )  # fmt: skip
-
-
-def _uses(
-    machine: Machine, view: NkiTensor, places: np.ndarray | None
-) -> tuple[Uses, np.ndarray | None]:
+def _uses(machine: Machine, view: NkiTensor, places: np.ndarray | None) -> tuple[Uses, np.ndarray]:
     """Return the record of a view's storage, and which of its elements an access covers.
 
-    None are those of the view itself. A view of another dtype covers every element it touches.
+    places: the elements of the storage, in the view's dtype; None for those of the view. An element
+    of a wider dtype covers several along the last axis.
     """
     storage, item = view.storage, view.dtype.item_bytes
     unit = storage.dtype.item_bytes
@@ -52,19 +41,10 @@ def _uses(
     if storage.uses is None:
         storage.uses = Uses(machine.grid, storage.raw.size // unit)
     machine.programs.used(machine, storage)
-    if item == unit:
-        return storage.uses, places
     if places is None:
-        every = np.arange(storage.raw.size // item)
-        places = np.ndarray(
-            view.shape, every.dtype, every, 8 * view.offset, [8 * s for s in view.strides]
-        )
+        lines = (np.arange(n) * step for n, step in zip(view.shape, view.strides, strict=True))
+        places = functools.reduce(np.add.outer, lines, np.asarray(view.offset))
     return storage.uses, places[..., None] * item // unit + np.arange(max(item // unit, 1))
-
-
-def _of_elements(marks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the largest mark of each element of a view of another dtype, else the marks."""
-    return marks if marks.shape == shape else np.asarray(marks.max(axis=-1))
 
 
 def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
@@ -75,15 +55,12 @@ def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
     machine = current()
     if machine.programs is None:
         return
-    me = machine.program_id
-    uses, covered = _uses(machine, view, places)
-    written, read = _part(uses.written, view, covered), _part(uses.read, view, covered)
-    first = written[me] == 0  # after a write of its own, only other values would be a race
-    read[me] |= first
-    if covered is not None:
-        uses.read[me, covered] = read[me]
-    theirs = first & (np.delete(written, me, axis=0).max(axis=0) > 0)
-    _warn_of(theirs, machine, view, "use", "reads from", "were written by another program")
+    me, (uses, covered) = machine.program_id, _uses(machine, view, places)
+    first = uses.written[me, covered] == 0  # after its own write, only other values would race
+    uses.read[me, covered] |= first
+    theirs = first & (np.delete(uses.written[:, covered], me, axis=0).max(axis=0) > 0)
+    what = "were written by another program"
+    _warn_of(theirs.any(axis=-1), machine, view, "use", "reads from", what)
 
 
 def _warn_of(
@@ -109,20 +86,16 @@ def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None
         return values
     me, number = machine.program_id, machine.programs.next_write(machine)
     uses, covered = _uses(machine, dst, places)
-    old = dst.array() if places is None else storage.raw.view(dst.dtype.numpy)[places]
-    written, read = (_part(rows, dst, covered) for rows in (uses.written, uses.read))
-    theirs, seen = (
-        _of_elements(np.delete(rows, me, axis=0).max(axis=0), old.shape) for rows in (written, read)
-    )
+    written, read = (rows[:, covered].max(axis=-1) for rows in (uses.written, uses.read))
+    theirs, seen = (np.delete(rows, me, axis=0).max(axis=0) for rows in (written, read))
     if theirs.any() or seen.any():
+        old = dst.array() if places is None else storage.raw.view(dst.dtype.numpy)[places]
         values = np.broadcast_to(values, old.shape).astype(old.dtype)
         bits = np.dtype(f"u{old.dtype.itemsize}")
         other = np.ascontiguousarray(old).view(bits) != values.view(bits)
-        stays = theirs > _of_elements(written[me], old.shape)
+        stays = theirs > written[me]
         _warn_of(stays & other, machine, dst, "write to", "writes to", "have other values")
         _warn_of(seen & other, machine, dst, "use", "writes to", "were read by another program")
         values = np.where(theirs > number, old, values)
-    written[me] = number
-    if covered is not None:
-        uses.written[me, covered] = number
+    uses.written[me, covered] = number
     return values
