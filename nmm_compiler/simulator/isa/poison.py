@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.data import refuse_poison
+from nmm_compiler.simulator.tensors.data import parts_of, refuse_poison
 from nmm_compiler.simulator.tensors.indirect import positions
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -154,9 +154,9 @@ def mark(dst: NkiTensor, here: np.ndarray, origin: str) -> None:
         storage.missing = 0
     if dst.indirection is not None:
         table, valid = positions(dst)
-        factor = max(dst.dtype.item_bytes // storage.granule, 1)
-        flat = table[valid][here.reshape(table.shape)[valid]]
-        storage.unwritten[(flat[:, None] * factor + np.arange(factor)).reshape(-1)] = True
+        chosen, item = table[valid][here.reshape(table.shape)[valid]], dst.dtype.item_bytes
+        storage.refine(item)
+        storage.unwritten[parts_of(chosen, item, storage.granule)] = True
     else:
         mask = dst.unwritten_view()
         assert mask is not None

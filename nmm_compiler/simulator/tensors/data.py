@@ -54,6 +54,11 @@ def walk_pattern(
     return tuple(merged) or ((item, 1),), extent, bool(out_of_reach(shape, strides))
 
 
+def parts_of(places: np.ndarray, item: int, unit: int) -> np.ndarray:
+    """Return which units of `unit` bytes elements of `item` bytes cover: a last axis of them."""
+    return places[..., None] * item // unit + np.arange(max(item // unit, 1))
+
+
 def whole(value: Any) -> int | None:
     """Return an integer that is one, also a NumPy one, else None."""
     try:

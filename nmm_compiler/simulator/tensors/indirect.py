@@ -14,7 +14,7 @@ import numpy as np
 
 from nmm_compiler.errors import HazardError, OperandError, OutOfBoundsError
 from nmm_compiler.simulator.machine import current
-from nmm_compiler.simulator.tensors.data import FILL, note_unwritten
+from nmm_compiler.simulator.tensors.data import FILL, note_unwritten, parts_of
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.races import note_read, settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -142,15 +142,10 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray 
 
 def _unwritten_rows(view: NkiTensor, table: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """Return the mask, in the view's shape, of unwritten elements that valid indices choose."""
-    storage = view.storage
-    if view.dtype.item_bytes < storage.granule:
-        storage.refine(view.dtype.item_bytes)
+    storage, item = view.storage, view.dtype.item_bytes
+    storage.refine(item)
     assert storage.unwritten is not None
-    factor = view.dtype.item_bytes // storage.granule
-    whole = storage.unwritten
-    if factor > 1:
-        whole = np.asarray(whole.reshape(-1, factor).any(axis=1))
-    mask = whole[table]
+    mask = storage.unwritten[parts_of(table, item, storage.granule)].any(axis=-1)
     return np.asarray(mask & valid[:, None]).reshape(view.shape)
 
 
@@ -194,9 +189,8 @@ def store_at(view: NkiTensor, places: np.ndarray, stored: np.ndarray) -> None:
         stored = settled(view, stored, places)
     storage.raw.view(view.dtype.numpy)[places] = stored
     if storage.unwritten is not None:
-        factor = max(view.dtype.item_bytes // storage.granule, 1)
-        where = (places[..., None] * factor + np.arange(factor)).reshape(-1)
-        storage.unwritten[where] = False
+        storage.refine(view.dtype.item_bytes)
+        storage.unwritten[parts_of(places, view.dtype.item_bytes, storage.granule)] = False
         storage.missing = int(np.count_nonzero(storage.unwritten))
         if storage.missing == 0:
             storage.unwritten = None

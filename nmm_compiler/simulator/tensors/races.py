@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.data import parts_of
 
 NkiTensor = Any  # its file knows this one
 
@@ -44,7 +45,7 @@ def _uses(machine: Machine, view: NkiTensor, places: np.ndarray | None) -> tuple
     if places is None:
         lines = (np.arange(n) * step for n, step in zip(view.shape, view.strides, strict=True))
         places = functools.reduce(np.add.outer, lines, np.asarray(view.offset))
-    return storage.uses, places[..., None] * item // unit + np.arange(max(item // unit, 1))
+    return storage.uses, parts_of(places, item, unit)
 
 
 def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
