@@ -19,7 +19,7 @@ from nmm_compiler.kernels.linear.specs import (
     MatmulSpec,
 )
 from nmm_compiler.simulator.run import ArraySpec
-from nmm_compiler.simulator.timing.profile import profile_trace
+from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.targets import get, names
 
 # Layers of Llama-3.2-1B, several panels of weights each, so that loads follow stores.
@@ -39,7 +39,7 @@ def latencies(kernel, target):
     arrays = [ArraySpec(t.shape, t.dtype) for t in kernel.spec.inputs()]
     trace = kernel.simulate(*arrays, mode="timing").trace
     return tuple(
-        profile_trace(trace, get(target), reorder=reorder).latency_us for reorder in (True, False)
+        time_trace(trace, get(target), reorder=reorder).latency_us for reorder in (True, False)
     )
 
 

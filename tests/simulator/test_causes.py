@@ -6,12 +6,12 @@ import itertools
 import weakref
 
 import pytest
+from trace_builder import profile_trace
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.simulator.timing.causes import WHY, causes_of, critical_path, waits
-from nmm_compiler.simulator.timing.profile import profile_trace
 from nmm_compiler.simulator.trace import Trace
 
 SPECS = [

@@ -4,13 +4,13 @@ import itertools
 import json
 
 import pytest
-from trace_builder import Scene
+from trace_builder import Scene, profile_trace
 
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import OutputError, SimulationError
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec
-from nmm_compiler.simulator.timing.profile import Profile, profile_trace, write_trace
+from nmm_compiler.simulator.timing.profile import Profile, write_trace
 
 
 def profile(columns):

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_kernels import run, values
-from trace_builder import Builder, Scene
+from trace_builder import Builder, Scene, profile_trace
 
 from nmm_compiler import targets
 from nmm_compiler.errors import HazardError, InternalFaultError
 from nmm_compiler.simulator.tensors.dtypes import round_tfloat32
 from nmm_compiler.simulator.timing.costs import ComputeCosts
-from nmm_compiler.simulator.timing.profile import Profile, profile_trace
+from nmm_compiler.simulator.timing.profile import Profile
 
 # Product of the peak: what mfu may reach, for each way to multiply.
 LIMITS = {"float32": 0.25, "bfloat16": 1.0, "float8_e4m3": 1.0}

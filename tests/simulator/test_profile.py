@@ -5,11 +5,11 @@ import json
 import random
 
 import pytest
-from trace_builder import Builder, Scene, touched
+from trace_builder import Builder, Scene, profile_trace, touched
 
 from nmm_compiler import targets
 from nmm_compiler.errors import SimulationError
-from nmm_compiler.simulator.timing.profile import Profile, minimal_hbm_bytes, profile_trace
+from nmm_compiler.simulator.timing.profile import Profile, minimal_hbm_bytes
 
 TRN2 = targets.get("trn2")
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from trace_builder import STEADY, TRN1, TRN2, TRN3, Scene, load, matmuls, us
+from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, us
 
 from nmm_compiler.simulator.timing.costs import ComputeCosts
 from nmm_compiler.simulator.timing.dma import DmaCosts
@@ -158,10 +158,6 @@ def test_clock_ramp_engages_again_after_an_idle_gap(gap_columns, slow_again):
     full = us(4 * 512 + 16, 2.4e9)
     took = timeline.interval_end[-1] - timeline.start[-1]
     assert took == pytest.approx(2 * full if slow_again else full)
-
-
-def test_trn3_is_timed_too():
-    assert time_trace(matmuls(4), TRN3).latency_us > 0
 
 
 # -- VectorE, ScalarE, GpSimd ----------------------------------------------------------------

@@ -153,14 +153,6 @@ def test_nothing_crosses_the_edge_of_a_turn(trace, target, data):
             assert timeline.start[index] >= ended - TINY
 
 
-@settings(max_examples=40, deadline=None)
-@given(programs(), st.sampled_from(TARGETS))
-def test_same_trace_same_timeline(trace, target):
-    first, second = time_trace(trace, target), time_trace(trace, target)
-    assert first.start == second.start
-    assert first.end == second.end
-
-
 @pytest.mark.parametrize("name", targets.names())
 def test_faster_parts_never_make_it_slower_and_more_work_never_faster(name):
     target = targets.get(name)
@@ -267,13 +259,6 @@ def test_work_takes_the_first_gap_that_is_long_enough(work):
             gaps += kept((tail, at))
             tail = at + duration
         assert slots.place(ready, duration) == at
-
-
-def test_work_leaves_a_gap_that_is_too_short_for_it():
-    slots = Slots()
-    assert [slots.place(*work) for work in ((5, 1), (0, 4), (10, 1))] == [5, 0, 10]
-    assert slots.place(0, 2) == 6  # 4..5 is free, and 6..10
-    assert slots.place(0, 1) == 4
 
 
 def test_a_thousand_columns_are_told_apart_quickly():

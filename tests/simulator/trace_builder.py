@@ -8,6 +8,7 @@ import re
 import pytest
 
 from nmm_compiler import targets
+from nmm_compiler.simulator.timing.profile import profile_traces
 from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 
@@ -165,8 +166,12 @@ class Scene:
         return times[what][index]
 
 
-TRN1, TRN2, TRN3 = (targets.get(name) for name in ("trn1", "trn2", "trn3"))
+TRN1, TRN2 = (targets.get(name) for name in ("trn1", "trn2"))
 STEADY = dataclasses.replace(TRN2, tensor_ramp_seconds=0.0)  # trn2 without the clock ramp
+
+
+def profile_trace(trace, target):
+    return profile_traces([trace], target)[0]
 
 
 def us(cycles, hz):

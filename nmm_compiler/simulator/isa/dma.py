@@ -118,8 +118,10 @@ def dma_copy(
         values = values.astype(F32)
     if dst.indirection is not None:
         scatter(dst, values, _skips(oob_mode))
-    elif valid is not None:
-        _store_rows(dst, values, valid, src)
+    elif valid is not None:  # rows whose index was out of bounds keep what they had
+        keep = np.repeat(valid, values.size // src.shape[0]).reshape(dst.shape)
+        stored = cast(values.reshape(dst.shape), dst.dtype)
+        store_at(dst, positions(dst)[0].reshape(dst.shape)[keep], stored[keep])
     else:
         put(dst, values, exact=same)
 
@@ -132,15 +134,6 @@ def _skips(mode: Any) -> bool:
 def _chooses_rows(view: NkiTensor) -> bool:
     """Return whether an index tensor chooses rows of the view."""
     return view.indirection is not None and view.indirection.kind == "vector"
-
-
-def _store_rows(dst: NkiTensor, values: np.ndarray, valid: np.ndarray, src: NkiTensor) -> None:
-    """Write the rows whose index was in bounds; the others keep what they had."""
-    rows = src.shape[0]
-    keep = np.repeat(valid, values.size // rows).reshape(dst.shape)
-    stored = cast(values.reshape(dst.shape), dst.dtype)
-    places = positions(dst)[0].reshape(dst.shape)
-    store_at(dst, places[keep], stored[keep])
 
 
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}

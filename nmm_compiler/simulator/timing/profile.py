@@ -217,11 +217,6 @@ class Profile(Shown, Record):
         return f"Profile({self.summary()})"
 
 
-def profile_trace(trace: Trace, target: Target, *, reorder: bool = True) -> Profile:
-    """Time `trace` on `target` and sum it up; reorder as for `time_trace`."""
-    return profile_traces([trace], target, reorder=reorder)[0]
-
-
 def profile_traces(
     traces: Sequence[Trace], target: Target, *, reorder: bool = True
 ) -> list[Profile]:
