@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from simulator_kernels import kernel_file
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import LowRankSpec
@@ -28,19 +29,12 @@ def copies(x, columns):
 """
 
 
-@pytest.fixture
-def copies(tmp_path):
-    path = tmp_path / "loads.py"
-    path.write_text(LOADS)
-
-    def run(columns, total=8192):
-        x = np.ones((128, total), np.float32)
-        return simulate(f"{path}:copies", x, columns=columns).profile
-
-    return run
+def copies(columns, total=8192):
+    x = np.ones((128, total), np.float32)
+    return simulate(f"{kernel_file(LOADS)}:copies", x, columns=columns).profile
 
 
-def test_the_gain_of_wider_rows_bounds_that_of_the_kernel_with_wider_rows(copies):
+def test_the_gain_of_wider_rows_bounds_that_of_the_kernel_with_wider_rows():
     narrow, wide = copies(64, 2048), copies(256, 2048)
     found = {advice.remedy: advice for advice in narrow.advice()}
     rows = found["1 KiB rows"]
@@ -72,7 +66,7 @@ def test_a_kernel_at_the_roofline_gets_no_advice_on_rows():
     assert "1 KiB rows" not in {advice.remedy for advice in found.advice()}
 
 
-def test_shares_add_up_to_the_latency(copies):
+def test_shares_add_up_to_the_latency():
     profile = copies(64)
     for shares in (by_line(profile.timeline), by_instruction(profile.timeline)):
         assert sum(share.path_us for share in shares) == pytest.approx(profile.latency_us)

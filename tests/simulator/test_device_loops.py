@@ -3,6 +3,7 @@
 import textwrap
 
 import pytest
+from simulator_kernels import kernel_file
 
 from nmm_compiler.simulator.run import ArraySpec, simulate
 
@@ -41,33 +42,29 @@ LOOP = textwrap.dedent(
 )
 
 
-@pytest.fixture
-def kernel(tmp_path):
-    path = tmp_path / "double.py"
-    path.write_text(LOOP, encoding="utf-8")
-    return f"{path}:double"
+KERNEL = f"{kernel_file(LOOP)}:double"
 
 
-def profile(kernel, blocks, on_device):
+def profile(blocks, on_device):
     array = ArraySpec((128 * blocks, 512), "bfloat16")
-    return simulate(kernel, array, on_device=on_device, target="trn2", mode="timing").profile
+    return simulate(KERNEL, array, on_device=on_device, target="trn2", mode="timing").profile
 
 
-def test_turns_do_not_overlap_so_that_their_times_add_up(kernel):
-    one, eight = (profile(kernel, n, True).latency_us for n in (1, 8))
+def test_turns_do_not_overlap_so_that_their_times_add_up():
+    one, eight = (profile(n, True).latency_us for n in (1, 8))
     assert eight == pytest.approx(8 * one, rel=0.02)
-    assert profile(kernel, 8, False).latency_us < 0.6 * eight
+    assert profile(8, False).latency_us < 0.6 * eight
 
 
-def test_the_program_holds_the_body_of_a_loop_once(kernel):
-    looped, unrolled = profile(kernel, 8, True), profile(kernel, 8, False)
+def test_the_program_holds_the_body_of_a_loop_once():
+    looped, unrolled = profile(8, True), profile(8, False)
     assert looped.program_instructions == 4
     assert sum(sum(ops.values()) for ops in looped.instructions.values()) == 8 * 4
     assert unrolled.program_instructions == 8 * 3
 
 
-def test_one_runtime_index_costs_a_copy_nothing_but_its_wait(kernel):
+def test_one_runtime_index_costs_a_copy_nothing_but_its_wait():
     """The bytes of the index are no data: they must not make a descriptor per element."""
-    looped, unrolled = profile(kernel, 1, True), profile(kernel, 1, False)
+    looped, unrolled = profile(1, True), profile(1, False)
     assert looped.latency_us < unrolled.latency_us + 2
     assert looped.hbm_read_bytes == unrolled.hbm_read_bytes

@@ -54,41 +54,35 @@ def test_a_call_is_known_by_which_operands_share_memory_and_where_they_begin(bef
         run(body.format("nisa.tensor_copy(a[:, 1:5], a[:, 0:4])"), mode="timing")
 
 
+NUMBERED = """
+t = nl.ndarray((128, 8), nl.float32, nl.sbuf)
+nisa.memset(dst=t, value=0.0)
+for n in [64] * 300:
+    s = {}
+    nisa.tensor_scalar(dst=t, data=t, op0=nl.multiply, operand0=s)
+return out(t)
+"""
+PLACED = """
+t = nl.ndarray((32, 32), nl.bfloat16, nl.sbuf)
+nisa.memset(dst=t, value=0.0)
+p = nl.ndarray((32, 32), nl.float32, nl.psum)
+for n in range(300):
+    nisa.nc_matmul(dst=p, stationary=t, moving=t, tile_position=(n % 2 * 32, 0), tile_size=(32, 32))
+return out(p)
+"""
+COMPUTED = "1.0 / n", "float(n) + 0.5", "n * 1000", "np.float32(1.0) / n", "-(1.0 / n)"
+
+
 @pytest.mark.parametrize(
-    "number", ["1.0 / n", "float(n) + 0.5", "n * 1000", "np.float32(1.0) / n", "-(1.0 / n)"]
+    ("body", "most"), [*((NUMBERED.format(number), 4) for number in COMPUTED), (PLACED, 6)]
 )
-def test_a_number_that_is_computed_for_each_call_is_known_by_its_value(number, monkeypatch):
+def test_what_is_computed_for_each_call_is_known_by_its_value(body, most, monkeypatch):
     """Its identity is new each time: so the memory of calls grew, and knew none of them."""
     monkeypatch.setattr(machine, "_OUTCOMES", {})
-    body = f"""
-    t = nl.ndarray((128, 8), nl.float32, nl.sbuf)
-    nisa.memset(dst=t, value=0.0)
-    for n in [64] * 300:
-        s = {number}
-        nisa.tensor_scalar(dst=t, data=t, op0=nl.multiply, operand0=s)
-    return out(t)
-    """
     trace = run(body, mode="timing").trace
     ((_, known),) = machine._OUTCOMES.values()
-    assert len(known) <= 4
-    (kind,) = {i.kind for i in trace.instructions if i.op == "tensor_scalar"}
-    assert kind
-
-
-def test_places_of_tiles_that_are_computed_for_each_call_are_known_by_their_values(monkeypatch):
-    monkeypatch.setattr(machine, "_OUTCOMES", {})
-    body = """
-    t = nl.ndarray((32, 32), nl.bfloat16, nl.sbuf)
-    nisa.memset(dst=t, value=0.0)
-    p = nl.ndarray((32, 32), nl.float32, nl.psum)
-    for n in range(300):
-        nisa.nc_matmul(dst=p, stationary=t, moving=t, tile_position=(n % 2 * 32, 0),
-                       tile_size=(32, 32))
-    return out(p)
-    """
-    run(body, mode="timing")
-    ((_, known),) = machine._OUTCOMES.values()
-    assert len(known) <= 6
+    assert len(known) <= most
+    assert all(instruction.kind for instruction in trace.instructions)
 
 
 def test_an_equal_number_of_another_class_is_checked_anew():
