@@ -19,9 +19,8 @@ from typing import Any
 
 import libcst as cst
 
-from nmm_compiler.codegen.beta1.expressions import Expression, integer, number, parsed, root, text
+from nmm_compiler.codegen.beta1.expressions import Expression, parsed, root
 from nmm_compiler.codegen.beta1.facts import Functions, parameters
-from nmm_compiler.codegen.fold_constants import BodyFolder
 from nmm_compiler.codegen.trees import (
     Editor,
     Names,
@@ -32,34 +31,9 @@ from nmm_compiler.codegen.trees import (
     new_list,
     nodes,
     only_statement,
-    small,
 )
-from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
-
-
-def unrolled(body: Sequence[Statement]) -> list[Statement]:
-    """Return a kernel's statements with loops that make tensors in shared HBM written out.
-
-    Beta 1 makes them at the top level of a kernel only (err_shared_hbm_must_in_kernel_level).
-    """
-    folder = BodyFolder({}, {}, named=True)
-    made: list[Statement] = []
-    for statement in body:
-        folded = folder.fold([statement])
-        if not (isinstance(statement, cst.For) and "nl.shared_hbm" in text(statement)):
-            made.append(statement)
-            continue
-        iterator: Any = folded[0]
-        bounds = [number(arg.value) for arg in iterator.iter.args]
-        if None in bounds:
-            raise no_beta1_form(f"results made in a loop of {text(iterator.iter)}")
-        for turn in range(*bounds):  # type: ignore[arg-type]
-            once = [cst.Arg(integer(turn)), cst.Arg(integer(turn + 1))]
-            lone = statement.with_changes(iter=statement.iter.with_changes(args=once))
-            made += folder.fold([lone])
-    return made
 
 
 def is_counter(function: cst.FunctionDef) -> bool:
@@ -112,25 +86,6 @@ def with_lists(body: Sequence[Statement]) -> list[Statement]:
 def _fills(body: Sequence[Statement], name: str) -> int:
     """Return how many statements append to a list, wherever they are in a block."""
     return sum(called(node) == f"{name}.append" for node in nodes(*body))
-
-
-def chosen_tile(test: Expression, body: Any, other: Any) -> Any:
-    """Return one tile of a shape that `test` chooses, for an `if` that makes one in each branch."""
-    made: list[Any] = []
-    for block in (body, other):
-        only = small(block.body[0]) if len(block.body) == 1 else None
-        if not isinstance(only, cst.Assign) or called(only.value) not in ("nl.ndarray", "nl.zeros"):
-            return None
-        made.append(only)
-    one, two = made
-    shapes = [one.value.args[0] for one in made]
-    two_as_one = two.value.with_changes(args=[shapes[0], *two.value.args[1:]])
-    if text(one.with_changes(value=two_as_one)) != text(one):
-        return None
-    shape = cst.IfExp(test=test, body=shapes[0].value, orelse=shapes[1].value)
-    arguments = [shapes[0].with_changes(value=shape), *one.value.args[1:]]
-    call = one.value.with_changes(args=arguments)
-    return cst.SimpleStatementLine([one.with_changes(value=call)])
 
 
 def with_moves(functions: Functions) -> dict[str, cst.FunctionDef]:

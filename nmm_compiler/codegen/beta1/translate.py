@@ -47,9 +47,7 @@ from nmm_compiler.codegen.beta1.facts import (
 )
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
 from nmm_compiler.codegen.beta1.statements import (
-    chosen_tile,
     is_counter,
-    unrolled,
     with_lists,
     with_moves,
     without_counters,
@@ -77,7 +75,6 @@ def to_beta_1(source: str) -> str:
     module = cst.parse_module(source)
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
-    functions[kernel] = _with_body(functions[kernel], unrolled(_body(functions[kernel])))
     views = {name: f for name, f in functions.items() if returned_view(f) is not None}
     counters = {name for name, f in functions.items() if is_counter(f)}
     facts = Facts(functions, kernel)
@@ -185,6 +182,8 @@ class _Function:
         if isinstance(statement, cst.If):
             return self._if(statement)
         if isinstance(statement, cst.For):
+            if "nl.shared_hbm" in text(statement):
+                raise no_beta1_form(f"results made in a loop of {text(statement.iter)}")
             return [statement.with_changes(body=self._nested(statement.body))]
         small = statement.body[0]
         if isinstance(small, cst.Assign):
@@ -213,12 +212,6 @@ class _Function:
             (orelse,) = self._if(orelse)
         elif orelse is not None:
             orelse = orelse.with_changes(body=self._nested(orelse.body))
-        if isinstance(orelse, cst.Else):
-            if [text(s) for s in orelse.body.body] == [text(s) for s in body.body]:
-                return list(body.body)
-            chosen = chosen_tile(statement.test, body, orelse.body)
-            if chosen is not None:  # a tile made in a branch is not known outside of it
-                return [chosen.with_changes(leading_lines=statement.leading_lines)]
         test = self._spelled(statement.test)
         assert not self.names.new
         return [statement.with_changes(test=test, body=body, orelse=orelse)]
@@ -347,7 +340,7 @@ class _Function:
         return subscript(shape, [cst.Index(integer(0))])
 
     def _copy(self, dst: Expression, src: Expression) -> Any:
-        """Return nl.load or nl.store, or a DMA copy in a helper that callers use both ways."""
+        """Return nl.load or nl.store."""
         directions = self.facts.memory(self.name, dst), self.facts.memory(self.name, src)
         view = self.scope.view(src)
         spread = None if view is None else view.spread
@@ -362,8 +355,7 @@ class _Function:
             call = cst.Call(parsed("nl.store"), [cst.Arg(target), _named("value", source)])
             return cst.Expr(call)
         if directions != (CHIP, HBM):
-            arguments = [_named("dst", target), _named("src", source)]
-            return cst.Expr(cst.Call(parsed("nisa.dma_copy"), arguments))
+            raise no_beta1_form(f"a DMA from {directions[1]} to {directions[0]}")
         dtype = _named("dtype", cst.Attribute(_tensor(dst), cst.Name("dtype")))
         value = _spread(cst.Call(parsed("nl.load"), [cst.Arg(source), dtype]), spread)
         return cst.Assign([cst.AssignTarget(_target(target))], value)
