@@ -108,28 +108,22 @@ def _mx_weight(weight: Any, seed: int, stack: int) -> tuple[np.ndarray, np.ndarr
 
 
 def prove(kernel: Kernel, seed: int = 0) -> Proof:
-    """Run `kernel`'s emitted source on random arrays and compare with the float64 reference."""
+    """Run `kernel`'s emitted source on random arrays and compare with the float64 reference.
+
+    Of a kernel of many ranks, the result of each is compared with the whole result.
+    """
     spec = kernel.spec
     arrays = random_arrays(spec.whole(), seed)
-    if spec.world_size > 1:
-        return _prove_ranks(kernel, arrays)
-    outputs = kernel.simulate(*arrays, mode="functional").outputs or ()
-    references = kernel.spec.reference(*arrays)
-    bounds = kernel.spec.error_bound(*arrays)
-    typical = kernel.spec.typical_error(*arrays)
-    if not isinstance(references, tuple):
-        references, bounds, typical = (references,), (bounds,), (typical,)
-    return compare(kernel.name, outputs, references, bounds, typical)
-
-
-def _prove_ranks(kernel: Kernel, arrays: tuple[np.ndarray, ...]) -> Proof:
-    """Compare the result of every rank with the whole result, which each has."""
-    spec = kernel.spec
-    made = kernel.simulate_ranks(*arrays, mode="functional")
+    limits: tuple[Any, ...]
     limits = spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays)
-    wanted = [[one] * spec.world_size for one in limits]
-    outputs = tuple(y for simulation in made for y in simulation.outputs or ())
-    return compare(kernel.name, outputs, *map(tuple, wanted))
+    if spec.world_size > 1:
+        runs = kernel.simulate_ranks(*arrays, mode="functional")
+        limits = tuple((one,) * spec.world_size for one in limits)
+    else:
+        runs = (kernel.simulate(*arrays, mode="functional"),)
+    outputs = tuple(y for run in runs for y in run.outputs or ())
+    several = isinstance(limits[0], tuple)
+    return compare(kernel.name, outputs, *(one if several else (one,) for one in limits))
 
 
 # The typical error takes every rounding at its largest, 1.7 times the root mean square. A right

@@ -93,20 +93,8 @@ def with_static_argument(source: str, function: str, name: str) -> str:
     Callers that keep compiled kernels by name and arguments tell kernels apart by what they pass.
     """
     tree = cst.parse_module(source)
-    changed = tree.visit(_Parameter(function, name))
-    assert isinstance(changed, cst.Module)
-    return changed.code
-
-
-class _Parameter(cst.CSTTransformer):
-    def __init__(self, function: str, name: str) -> None:
-        self.function, self.name = function, name
-
-    def leave_FunctionDef(  # noqa: N802  (libcst's name)
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.FunctionDef:
-        if original_node.name.value != self.function:
-            return updated_node
-        given = updated_node.params
-        last = cst.Param(cst.Name(self.name))
-        return updated_node.with_changes(params=given.with_changes(params=[*given.params, last]))
+    functions = (s for s in tree.body if isinstance(s, cst.FunctionDef))
+    (kernel,) = (one for one in functions if one.name.value == function)
+    params = [*kernel.params.params, cst.Param(cst.Name(name))]
+    code: str = tree.with_deep_changes(kernel.params, params=params).code
+    return code

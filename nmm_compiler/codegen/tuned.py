@@ -61,8 +61,6 @@ def tuned_schedule(
     kernel: its key without tuning. The remote level is asked only if the cache lacks that kernel.
     A process looks once; `forget` makes it look again.
     """
-    if store.mode == "off":
-        return None
     key = tuning_key(spec, target, budget)
     entry = store.get(key, remote=False)
     if entry is None and store.remote is not None and store.get(kernel, remote=False) is None:
@@ -77,9 +75,7 @@ forget = tuned_schedule.cache_clear
 
 def tuned_choice(spec: KernelSpec, target: Target, budget: int, store: Store) -> Choice | None:
     """Return what tuning chose for a kernel, with its times; None where the disk has no tuning."""
-    entry = None
-    if store.mode != "off":
-        entry = store.get(tuning_key(spec, target, budget), remote=False)
+    entry = store.get(tuning_key(spec, target, budget), remote=False)
     return None if entry is None else _best(entry, spec, target)
 
 
@@ -87,7 +83,7 @@ def tuning_files(
     spec: KernelSpec, target: Target, budget: int, store: Store
 ) -> dict[str, str] | None:
     """Return the files of a kernel's tuning, None where the cache has none."""
-    entry = store.get(tuning_key(spec, target, budget)) if store.mode != "off" else None
+    entry = store.get(tuning_key(spec, target, budget))
     return None if entry is None else {name: entry.files[name] for name in (BEST, DEFAULT)}
 
 
