@@ -30,14 +30,12 @@ value that a name gets; `return` is the helper's last statement.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
 
 from nmm_compiler.codegen.fold_constants import assigned_names
-from nmm_compiler.codegen.tidy import with_comments
 from nmm_compiler.codegen.trees import Editor, Names, assigned, bound, called, nodes, small
 from nmm_compiler.errors import CodegenError
 
@@ -92,46 +90,33 @@ def _flat_function(
     node: cst.FunctionDef, signatures: dict[str, list[tuple[str, str]]], classes: Classes
 ) -> cst.FunctionDef:
     own = signatures[node.name.value]
-    leaves = {p: list(_paths(kind, classes)) for p, kind in own if kind}
-    every = [(p, *path) for p, paths in leaves.items() for path in paths]
+    leaves = [(p, *path) for p, kind in own if kind for path in _paths(kind, classes)]
     found = {name.value for name in nodes(node) if isinstance(name, cst.Name)}
-    taken = found - set(leaves)
-    records: dict[str, Leaves] = {}
-    for parameter, paths in leaves.items():
-        records[parameter] = {}
-        for path in paths:
-            records[parameter][path] = cst.Name(_name((parameter, *path), every, taken))
-    flat = [
-        [cst.Param(cst.Name(leaf.value)) for leaf in records[p.name.value].values()]  # type: ignore[attr-defined]
-        if p.name.value in records
-        else [p.with_changes(annotation=None)]
-        for p in node.params.params
-    ]
-    parameters = node.params.with_changes(params=list(itertools.chain(*flat)))
-    changed = node.with_changes(params=parameters)
+    taken = found - {leaf[0] for leaf in leaves}
+    records: dict[str, Leaves] = {leaf[0]: {} for leaf in leaves}
+    for leaf in leaves:
+        records[leaf[0]][leaf[1:]] = cst.Name(_name(leaf, leaves, taken))
+    flat: list[cst.Param] = []
+    for p in node.params.params:
+        fields = records.get(p.name.value, {})
+        flat += [cst.Param(cst.ensure_type(leaf, cst.Name)) for leaf in fields.values()]
+        flat += [] if fields else [p.with_changes(annotation=None)]
+    changed = node.with_changes(params=node.params.with_changes(params=flat))
     flattened: cst.FunctionDef = _Flatten(records, signatures, classes).edit(changed)
     return flattened
 
 
 def _name(leaf: tuple[str, ...], every: Sequence[tuple[str, ...]], taken: set[str]) -> str:
-    """Return the first unused of: the field's name, with the parameter's, with its record's."""
-    for short in (_last, _first_and_last, _last_two):
-        name = short(leaf)
-        if name not in taken and [short(other) for other in every].count(name) == 1:
+    """Return the first unused name of a field."""
+    for place, name in enumerate(_names(leaf)):
+        if name not in taken and [_names(other)[place] for other in every].count(name) == 1:
             return name
     raise CodegenError(f"{'.'.join(leaf)} has no name of its own; rename the parameter")
 
 
-def _last(leaf: tuple[str, ...]) -> str:
-    return leaf[-1]
-
-
-def _first_and_last(leaf: tuple[str, ...]) -> str:
-    return f"{leaf[0]}_{leaf[-1]}"
-
-
-def _last_two(leaf: tuple[str, ...]) -> str:
-    return f"{leaf[-2]}_{leaf[-1]}"
+def _names(leaf: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a field's name: alone, with the parameter's, with its record's."""
+    return leaf[-1], f"{leaf[0]}_{leaf[-1]}", "_".join(leaf[-2:])
 
 
 class _Flatten(Editor):
@@ -174,6 +159,12 @@ class _Flatten(Editor):
             self.records[name] = self.leaves(value, kind)
             self.unsure.discard(name)
 
+    def leave_SimpleStatementLine(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> Any:
+        made = _made_class(assigned(original)[1], self.classes)
+        return cst.RemoveFromParent() if made else updated
+
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
         """Remember the records before the block."""
         self.outer.append(dict(self.records))
@@ -181,14 +172,10 @@ class _Flatten(Editor):
     def leave_IndentedBlock(
         self, original: cst.IndentedBlock, updated: cst.IndentedBlock
     ) -> cst.IndentedBlock:
-        made = [
-            None if _made_class(assigned(before)[1], self.classes) else after
-            for before, after in zip(original.body, updated.body, strict=True)
-        ]
         before_block = self.outer.pop()
         changed = {n for n, made in self.records.items() if before_block.get(n) is not made}
         self.records, self.unsure = before_block, self.unsure | changed
-        return updated.with_changes(body=with_comments(made, list(original.body)))
+        return updated
 
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
         name = called(original)

@@ -24,6 +24,7 @@ from nmm_compiler.codegen.trees import (
     new_list,
     nodes,
     text,
+    with_comments,
 )
 
 WIDTH = 100
@@ -43,7 +44,7 @@ def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseSta
     if not aliases:
         return list(statements)
     replacer = _Replace({name: _resolved(value, aliases) for name, value in aliases.items()})
-    return with_comments([replacer.edit(statement) for statement in statements], statements)
+    return list(replacer.edit_all(statements))
 
 
 def _resolved(
@@ -55,25 +56,6 @@ def _resolved(
     if isinstance(value, cst.Name) and value.value in aliases:
         return _resolved(aliases[value.value], aliases)
     return value
-
-
-def with_comments(
-    made: Sequence[Any], before: Sequence[cst.BaseStatement]
-) -> list[cst.BaseStatement]:
-    """Return the remaining statements; the comment of a removed one moves to the next."""
-    left: list[cst.BaseStatement] = []
-    waiting: list[cst.EmptyLine] = []
-    for new, old in zip(made, before, strict=True):
-        if not isinstance(new, cst.BaseStatement):
-            lines = getattr(old, "leading_lines", ())
-            waiting += lines if any(line.comment for line in lines) else []
-            continue
-        if waiting:
-            own: Any = new
-            new = own.with_changes(leading_lines=[*waiting, *own.leading_lines])
-            waiting = []
-        left.append(new)
-    return left
 
 
 def _root(value: cst.BaseExpression) -> str:
@@ -190,27 +172,10 @@ class _Assignments:
 class _Replace(Names):
     """Replaces aliases, and removes their assignments."""
 
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:
-        return not self._defines(node)
-
     def leave_SimpleStatementLine(
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> Any:
-        return cst.RemoveFromParent() if self._defines(original) else updated
-
-    def leave_IndentedBlock(
-        self, original: cst.IndentedBlock, updated: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        kept = [s for s in original.body if not self._defines(s)]
-        if len(kept) == len(original.body):
-            return updated
-        replaced = iter(updated.body)
-        made = [next(replaced) if not self._defines(s) else None for s in original.body]
-        body: Any = original.body
-        return updated.with_changes(body=with_comments(made, body))
-
-    def _defines(self, node: Any) -> bool:
-        return assigned(node)[0] in self.given
+        return cst.RemoveFromParent() if assigned(original)[0] in self.given else updated
 
 
 class ShortCalls(Editor):
@@ -323,7 +288,7 @@ def remove_unused(statements: list[cst.BaseStatement]) -> list[cst.BaseStatement
     while True:
         used = names_used(statements)
         sweeper = _Sweep(used)
-        statements = with_comments([sweeper.edit(s) for s in statements], statements)
+        statements = list(sweeper.edit_all(statements))
         if not sweeper.removed:
             return statements
 

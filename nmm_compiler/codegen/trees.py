@@ -98,11 +98,11 @@ class Editor:
         return updated if leave is None else leave(self, node, updated)
 
     def edit_all(self, before: Any) -> Any:
-        """Return a sequence of nodes edited, without those that are removed."""
+        """Return a sequence of nodes edited, without those that are removed but for comments."""
         after = [self.edit(node) for node in before]
         if all(new is old for new, old in zip(after, before, strict=True)):
             return before
-        return [node for node in after if isinstance(node, cst.CSTNode)]
+        return with_comments(after, before)
 
 
 @functools.cache
@@ -110,6 +110,22 @@ def _methods(editor: Any, kind: type[cst.CSTNode]) -> tuple[Any, Any, tuple[str,
     """Return an editor's methods for a kind of node, None for one that it lacks; its fields."""
     visit, leave = (getattr(editor, f"{when}_{kind.__name__}", None) for when in ("visit", "leave"))
     return visit, leave, _fields(kind, editor.spelling)
+
+
+def with_comments(made: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+    """Return the nodes that remain; the comment of a removed statement moves to the next."""
+    left: list[Any] = []
+    waiting: list[cst.EmptyLine] = []
+    for new, old in zip(made, before, strict=True):
+        if not isinstance(new, cst.CSTNode):
+            lines = getattr(old, "leading_lines", ())
+            waiting += lines if any(line.comment for line in lines) else []
+            continue
+        if waiting:
+            lines = [*waiting, *getattr(new, "leading_lines")]  # noqa: B009
+            new, waiting = new.with_changes(leading_lines=lines), []
+        left.append(new)
+    return left
 
 
 class Names(Editor):

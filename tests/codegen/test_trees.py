@@ -50,7 +50,7 @@ def test_an_edit_keeps_all_that_it_does_not_touch():
     assert Editor().edit(tree) is tree
 
 
-def test_removed_statements_go_and_white_space_is_edited_on_request():
+def test_removed_statements_leave_their_comments_and_white_space_is_edited_on_request():
     class Sweep(Editor):
         spelling = True
 
@@ -61,4 +61,4 @@ def test_removed_statements_go_and_white_space_is_edited_on_request():
             return updated.with_changes(value="# new")
 
     edited = Sweep().edit(cst.parse_module(TEXT))
-    assert edited.code == "\ndef f(a, b: Part = c):\n    return [j]  # new\n"
+    assert edited.code == "\ndef f(a, b: Part = c):\n    # why\n    return [j]  # new\n"
