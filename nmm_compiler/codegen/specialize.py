@@ -134,7 +134,7 @@ def specialize(
     docstring = cst.SimpleStatementLine(
         body=[cst.Expr(cst.SimpleString('"""' + "\n".join(header) + '\n"""'))]
     )
-    needed = names_used([*parts, kernel])
+    needed = names_used([*parts, kernel]) | {"nki"}
     module = cst.Module(body=[docstring, *_imports(needed), *parts, kernel])
     code: str = ShortCalls().edit(module).code
     return code
@@ -251,16 +251,12 @@ class _Prune(Editor):
 
 
 def _on_one_line(call: cst.Call, arguments: Sequence[cst.Arg]) -> cst.Call:
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    last = len(arguments) - 1
+    plain = cst.SimpleWhitespace("")
     laid = [
-        arg.with_changes(
-            comma=cst.MaybeSentinel.DEFAULT if place == last else comma,
-            whitespace_after_arg=cst.SimpleWhitespace(""),
-        )
-        for place, arg in enumerate(arguments)
+        arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=plain)
+        for arg in arguments
     ]
-    return call.with_changes(args=laid, whitespace_before_args=cst.SimpleWhitespace(""))
+    return call.with_changes(args=laid, whitespace_before_args=plain)
 
 
 def _without_forwarders(
@@ -310,18 +306,14 @@ class _WriteOut(Editor):
         return _on_one_line(made, made.args) if isinstance(made, cst.Call) else made
 
 
-def _imports(needed: set[str]) -> list[cst.SimpleStatementLine]:
-    lines: list[cst.SimpleStatementLine] = []
-    for alias, text in (
-        ("nki", "import nki"),
-        ("ncc", "import nki.collectives as ncc"),
-        ("nisa", "import nki.isa as nisa"),
-        ("nl", "import nki.language as nl"),
-    ):
-        if alias in needed or alias == "nki":
-            line = cst.parse_statement(text)
-            assert isinstance(line, cst.SimpleStatementLine)
-            if not lines:
-                line = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-            lines.append(line)
-    return lines
+_IMPORTS = {
+    "nki": "import nki",
+    "ncc": "import nki.collectives as ncc",
+    "nisa": "import nki.isa as nisa",
+    "nl": "import nki.language as nl",
+}
+
+
+def _imports(needed: set[str]) -> list[Any]:
+    lines = [cst.parse_statement(text) for alias, text in _IMPORTS.items() if alias in needed]
+    return [lines[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)]), *lines[1:]]

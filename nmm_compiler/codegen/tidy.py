@@ -23,6 +23,7 @@ from nmm_compiler.codegen.trees import (
     called,
     new_list,
     nodes,
+    root,
     text,
     with_comments,
 )
@@ -35,11 +36,19 @@ def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseSta
 
     b is a name or `name.attribute`, and is itself assigned at most once.
     """
-    counter = _Assignments(statements)
+    counts: Counter[str] = Counter()
+    plain: dict[str, cst.BaseExpression] = {}
+    for node in nodes(*statements):
+        if isinstance(node, (cst.Assign, cst.For)):
+            target = node.target if isinstance(node, cst.For) else node.targets[0].target
+            name = target.value if isinstance(target, cst.Name) else ""
+            counts[name] += 1
+            if name and isinstance(node, cst.Assign) and _is_plain(node.value):
+                plain[name] = node.value
     aliases = {
         name: value
-        for name, value in counter.aliases.items()
-        if counter.counts[name] == 1 and counter.counts[_root(value)] <= 1
+        for name, value in plain.items()
+        if counts[name] == 1 and counts[root(value) or ""] <= 1
     }
     if not aliases:
         return list(statements)
@@ -56,12 +65,6 @@ def _resolved(
     if isinstance(value, cst.Name) and value.value in aliases:
         return _resolved(aliases[value.value], aliases)
     return value
-
-
-def _root(value: cst.BaseExpression) -> str:
-    while isinstance(value, cst.Attribute):
-        value = value.value
-    return value.value if isinstance(value, cst.Name) else ""
 
 
 def _is_plain(value: cst.BaseExpression) -> bool:
@@ -153,22 +156,6 @@ class _Elements(Editor):
         return updated
 
 
-class _Assignments:
-    """Counts assignments of each name, and records those of plain names."""
-
-    def __init__(self, statements: Sequence[cst.BaseStatement]) -> None:
-        self.counts: Counter[str] = Counter()
-        self.aliases: dict[str, cst.BaseExpression] = {}
-        for node in nodes(*statements):
-            if not isinstance(node, (cst.Assign, cst.For)):
-                continue
-            target = node.target if isinstance(node, cst.For) else node.targets[0].target
-            if isinstance(target, cst.Name):
-                self.counts[target.value] += 1
-                if isinstance(node, cst.Assign) and _is_plain(node.value):
-                    self.aliases[target.value] = node.value
-
-
 class _Replace(Names):
     """Replaces aliases, and removes their assignments."""
 
@@ -222,7 +209,7 @@ class ShortCalls(Editor):
             return updated
         if "\n" not in text(small):
             return updated
-        joined = _Join().edit(small)
+        joined = on_one_line(small)
         if "\n" in text(joined) or 4 * self.depth + len(text(joined)) > WIDTH:
             return updated
         return updated.with_changes(body=[joined])
@@ -232,7 +219,7 @@ class ShortCalls(Editor):
         if not isinstance(original.lbracket.whitespace_after, cst.ParenthesizedWhitespace):
             return updated
         plain = cst.SimpleWhitespace("")
-        joined = _Join().edit(updated)
+        joined = on_one_line(updated)
         last = joined.slice[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return joined.with_changes(
             slice=[*joined.slice[:-1], last],
@@ -241,10 +228,9 @@ class ShortCalls(Editor):
         )
 
 
-def on_one_line(node: cst.BaseExpression) -> cst.BaseExpression:
+def on_one_line(node: cst.CSTNode) -> Any:
     """Return an expression without line breaks in it."""
-    joined: cst.BaseExpression = _Join().edit(node)
-    return joined
+    return _Join().edit(node)
 
 
 class _Join(Editor):
@@ -331,7 +317,7 @@ class _Spread(ShortCalls):
             return updated
         if not isinstance(small.value, (cst.Call, cst.ListComp)):
             return updated
-        joined: Any = on_one_line(small)  # type: ignore[arg-type]
+        joined = on_one_line(small)
         if 4 * self.depth + len(text(joined)) <= WIDTH:
             return updated.with_changes(body=[joined])
         spread = _spread(joined.value, self.depth)

@@ -157,6 +157,18 @@ def called(node: Any) -> str:
     return (get_full_name_for_node(node.func) or "") if isinstance(node, cst.Call) else ""
 
 
+def root(node: cst.BaseExpression) -> str | None:
+    """Return the name that subscripts, attributes and methods of an expression start from."""
+    while not isinstance(node, cst.Name):
+        if isinstance(node, (cst.Subscript, cst.Attribute)):
+            node = node.value
+        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            node = node.func.value
+        else:
+            return None
+    return node.value
+
+
 def new_list(statement: Any) -> str:
     """Return the name that a statement gives to an empty list, "" for another one."""
     name, value = assigned(statement)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import libcst as cst
 
 from nmm_compiler.codegen.trees import parsed as parsed
+from nmm_compiler.codegen.trees import root as root
 from nmm_compiler.codegen.trees import text as text
 
 Expression = cst.BaseExpression
@@ -100,15 +101,3 @@ def elements(node: Expression) -> list[Expression]:
     """Return the elements of a literal tuple."""
     assert isinstance(node, cst.Tuple), f"{text(node)} is not spelled as a tuple"
     return [element.value for element in node.elements]
-
-
-def root(node: Expression) -> str | None:
-    """Return the name that subscripts, attributes and methods of an expression start from."""
-    while not isinstance(node, cst.Name):
-        if isinstance(node, (cst.Subscript, cst.Attribute)):
-            node = node.value
-        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            node = node.func.value
-        else:
-            return None
-    return node.value

@@ -61,7 +61,7 @@ from nmm_compiler.codegen.beta1.views import (
 )
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import laid_out, names_used, remove_unused
-from nmm_compiler.codegen.trees import Editor, called, nodes
+from nmm_compiler.codegen.trees import Editor, called, nodes, with_comments
 from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
@@ -155,25 +155,18 @@ class _Function:
     # Statements
 
     def _block(self, body: Sequence[Statement]) -> list[Statement]:
-        made: list[Statement] = []
+        made: list[Statement | None] = []
+        before: list[Statement] = []
         left = with_lists(body)
-        leading: list[cst.EmptyLine] = []
         while left:
             statement = left.pop(0)
             if isinstance(statement, cst.If):
                 statement, left = self._sunk(statement, left)
-            new = self._statement(statement)
+            new = self._statement(statement) or [None]
             self.names.change(assigned_names([statement]))
-            comments = list(getattr(statement, "leading_lines", ()))
-            if not new:  # its comment moves to the next statement
-                leading += comments if any(line.comment for line in comments) else []
-                continue
-            first: Any = new[0]
-            if leading:
-                new[0] = first.with_changes(leading_lines=[*leading, *first.leading_lines])
-                leading = []
             made += new
-        return made
+            before += [statement] * len(new)
+        return with_comments(made, before)
 
     def _statement(self, statement: Any) -> list[Statement]:
         if isinstance(statement, cst.FunctionDef):
