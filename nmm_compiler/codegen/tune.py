@@ -7,6 +7,7 @@ that was ended goes on with the others; asking again times nothing. It simulates
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,13 +155,7 @@ def time_candidates(text: str) -> str:
         raise WorkerError(
             "a worker runs another version of nmm_compiler, or has other verdicts of the device"
         )
-    known: dict[Any, tuple[float, int, float]] = {}
-
-    def timing(spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
-        if schedule not in known:
-            known[schedule] = simulated(spec, schedule, target)
-        return known[schedule]
-
+    timing = functools.cache(simulated)
     default = search(spec, chip, budget, timing)[0]
     rows = []
     for choice in rank(spec, chip, budget):

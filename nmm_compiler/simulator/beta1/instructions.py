@@ -49,7 +49,8 @@ from nmm_compiler.simulator.beta1.tensor import (
     written,
 )
 from nmm_compiler.simulator.isa import names as current_isa
-from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
+from nmm_compiler.simulator.isa.enums import engine as engines
+from nmm_compiler.simulator.isa.enums import matmul_perf_mode
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.language.functions import reduced_shape
@@ -308,16 +309,19 @@ def _last(name: str, view: NkiTensor, axes: list[int]) -> tuple[NkiTensor, tuple
     return moved, tuple(range(rank - len(axes), rank))
 
 
-def _reduced(name: str, given: Arguments) -> Tensor:
-    mask, dtype = given.pop("mask"), given.pop("dtype")
-    data, axis = tensor(name, "data", given["data"]), given["axis"]
+def _reduced(
+    name: str, data: Any, axis: Any, keepdims: bool, mask: Any, dtype: Any, **given: Any
+) -> Tensor:
+    data = tensor(name, "data", data)
     listed = [axis] if isinstance(axis, (int, np.integer)) else axis
     axes = sorted(int(a) + len(data.shape) if a < 0 else int(a) for a in listed)
-    shape = reduced_shape(data.shape, axes, given["keepdims"])
+    shape = reduced_shape(data.shape, axes, keepdims)
 
     def prepare(box: Part) -> Issue:
         view, places = _last(name, data.tile(box), axes)
-        return lambda dst: ISSUE["tensor_reduce"](dst, **{**given, "data": view, "axis": places})
+        return functools.partial(
+            ISSUE["tensor_reduce"], data=view, axis=places, keepdims=keepdims, **given
+        )
 
     return result(
         shape, asked(dtype, data.kind), prepare, mask=mask, over=data.shape,
@@ -325,21 +329,20 @@ def _reduced(name: str, given: Arguments) -> Tensor:
     )  # fmt: skip
 
 
-def _gathered(name: str, given: Arguments) -> Tensor:
+def _gathered(
+    name: str, src_buffer: Any, index: Any, num_elem_per_idx: Any, num_valid_indices: Any, mask: Any
+) -> Tensor:
     """Return (partitions, indices, elements): local_gather."""
-    no_mask(name, given)
-    data = tensor(name, "src_buffer", given["src_buffer"])
-    index = tensor(name, "index", given["index"])
-    count, width = given["num_valid_indices"], int(given["num_elem_per_idx"])
-    if count is None:
-        count = math.prod(index.shape[1:]) * 16
-    shape = (data.shape[0], int(count) * width) if width == 1 else (
-        data.shape[0], int(count), width)  # fmt: skip
-    views = {r: v.tile() if isinstance(v, Tensor) else v for r, v in given.items()}
-    return result(
-        shape, data.kind, lambda box: functools.partial(ISSUE["local_gather"], **views),
-        only=("sbuf",), exact=True,
+    no_mask(name, mask)
+    data, places = tensor(name, "src_buffer", src_buffer), tensor(name, "index", index)
+    width, count = int(num_elem_per_idx), num_valid_indices
+    count = math.prod(places.shape[1:]) * 16 if count is None else int(count)
+    issue = functools.partial(
+        ISSUE["local_gather"], src_buffer=data.tile(), index=places.tile(),
+        num_elem_per_idx=num_elem_per_idx, num_valid_indices=num_valid_indices,
     )  # fmt: skip
+    shape = (data.shape[0], count) if width == 1 else (data.shape[0], count, width)
+    return result(shape, data.kind, lambda box: issue, only=("sbuf",), exact=True)
 
 
 def product(
@@ -402,19 +405,18 @@ def _matmul_parts(left: Masked, right: Masked, box: Part, first: int) -> tuple[B
     return (*rows, columns[0]), (*rows, *columns[1:])
 
 
-def _product(name: str, given: Arguments) -> Tensor:
-    mode = given.pop("perf_mode")
-    if mode == "double_row_gen3":
+def _product(name: str, perf_mode: Any, **given: Any) -> Tensor:
+    if perf_mode == "double_row_gen3":
         given["perf_mode"] = matmul_perf_mode.double_row
-    elif mode is not None:
+    elif perf_mode is not None:
         raise fail(
             UnsupportedInstructionError,
-            f"{name}: perf_mode {mode!r}; the simulator has 'double_row_gen3'",
+            f"{name}: perf_mode {perf_mode!r}; the simulator has 'double_row_gen3'",
         )
     return product(name, **given)
 
 
-def transposed(name: str, data: Any, where: Any, dtype: Any = None, mask: Any = None) -> Tensor:
+def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any = None) -> Tensor:
     """Return data [P, F] as [F, P]: in PSUM by TensorE, in SBUF by VectorE up to 32 x 32.
 
     mask: of data's rows and columns.
@@ -428,8 +430,8 @@ def transposed(name: str, data: Any, where: Any, dtype: Any = None, mask: Any = 
     session().flush()
     box = box_of(mask, data.shape)
     cut = [b - a for a, b in box] if isinstance(box, tuple) else data.shape
-    on_vector = where is engine.vector or (
-        where is not engine.tensor and data.memory == "psum" and max(cut) <= 32
+    on_vector = engine is engines.vector or (
+        engine is not engines.tensor and data.memory == "psum" and max(cut) <= 32
     )
 
     def prepare(box: Part) -> Issue:
@@ -437,10 +439,10 @@ def transposed(name: str, data: Any, where: Any, dtype: Any = None, mask: Any = 
 
         def issue(dst: NkiTensor) -> None:
             if dst.dtype == view.dtype:
-                ISSUE["nc_transpose"](dst, view, engine.vector if on_vector else engine.tensor)
+                ISSUE["nc_transpose"](dst, view, engines.vector if on_vector else engines.tensor)
             elif on_vector:
                 turned = ndarray((view.free_size, view.shape[0]), view.dtype, sbuf)
-                ISSUE["nc_transpose"](turned, view, engine.vector)
+                ISSUE["nc_transpose"](turned, view, engines.vector)
                 ISSUE["tensor_copy"](dst, turned)
             else:  # a product with the identity matrix, which PSUM takes in float32
                 one = shared_identity_matrix(view.shape[0], view.dtype)
@@ -458,10 +460,6 @@ def transposed(name: str, data: Any, where: Any, dtype: Any = None, mask: Any = 
     )  # fmt: skip
 
 
-def _transposed(name: str, given: Arguments) -> Tensor:
-    return transposed(name, given["data"], given["engine"], given["dtype"], given["mask"])
-
-
 def turned_by_dma(dst: NkiTensor, view: NkiTensor, axes: Any) -> None:
     """Write the transpose of a view by DMA, which converts no dtype."""
     turned = dst if dst.dtype == view.dtype else ndarray(dst.shape, view.dtype, sbuf)
@@ -470,9 +468,9 @@ def turned_by_dma(dst: NkiTensor, view: NkiTensor, axes: Any) -> None:
         ISSUE["tensor_copy"](dst, turned)
 
 
-def _dma_transposed(name: str, given: Arguments) -> Tensor:
-    no_mask(name, given)
-    source, axes, dtype = tensor_anywhere(name, "src", given["src"]), given["axes"], given["dtype"]
+def _dma_transposed(name: str, src: Any, axes: Any, mask: Any, dtype: Any) -> Tensor:
+    no_mask(name, mask)
+    source = tensor_anywhere(name, "src", src)
     order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}.get(len(source.shape), (1, 0))
     axes = axes if axes is None else tuple(axes)
     return result(
@@ -482,19 +480,19 @@ def _dma_transposed(name: str, given: Arguments) -> Tensor:
     )  # fmt: skip
 
 
-def _dma_copy(name: str, given: Arguments) -> None:
+def _dma_copy(name: str, dst: Any, src: Any, dst_rmw_op: Any, mask: Any, **given: Any) -> None:
     session().flush()
-    dst, src = (tensor_anywhere(name, role, given[role]) for role in ("dst", "src"))
-    box = box_of(given["mask"], dst.shape)
+    target, origin = tensor_anywhere(name, "dst", dst), tensor_anywhere(name, "src", src)
+    box = box_of(mask, target.shape)
     if box is False:
         return
-    source, view = in_sbuf(src.tile(box)), written(dst, box)
-    if given["dst_rmw_op"] is not None:
-        ISSUE["dma_compute"](view, [view, source], given["dst_rmw_op"])
+    source, view = in_sbuf(origin.tile(box)), written(target, box)
+    if dst_rmw_op is not None:
+        ISSUE["dma_compute"](view, [view, source], dst_rmw_op)
     else:
-        ISSUE["dma_copy"](view, source, oob_mode=given["oob_mode"], dge_mode=given["dge_mode"])
+        ISSUE["dma_copy"](view, source, **given)
     if box is not True:
-        leave_undefined(dst)
+        leave_undefined(target)
 
 
 def _pattern(line: Affine) -> tuple[list[list[int]], int, int]:
@@ -503,24 +501,26 @@ def _pattern(line: Affine) -> tuple[list[list[int]], int, int]:
     return pattern, line.const, line.steps[0]
 
 
-def _selected(name: str, given: Arguments) -> Tensor:
-    tile, predicate = tensor(name, "on_true_tile", given["on_true_tile"]), given["pred"]
-    if not isinstance(predicate, Mask) or len(predicate.terms) != 1:
+def _selected(
+    name: str, pred: Any, on_true_tile: Any, on_false_value: Any, mask: Any, dtype: Any
+) -> Tensor:
+    tile = tensor(name, "on_true_tile", on_true_tile)
+    if not isinstance(pred, Mask) or len(pred.terms) != 1:
         raise fail(
             UnsupportedInstructionError,
-            f"{name}: pred is {type(predicate).__name__}; pass one comparison of index expressions",
+            f"{name}: pred is {type(pred).__name__}; pass one comparison of index expressions",
         )
-    ((op, left, right),) = predicate.terms
-    rank = max(len(tile.shape), predicate.ndim)
+    ((op, left, right),) = pred.terms
+    rank = max(len(tile.shape), pred.ndim)
     line = affine(left - right).aligned(rank)
     if line.shape != (1,) * (rank - len(tile.shape)) + tile.shape:
         raise fail(
             OperandError,
-            f"{name}: pred has shape {predicate.shape}, on_true_tile {tile.shape}; they must have "
+            f"{name}: pred has shape {pred.shape}, on_true_tile {tile.shape}; they must have "
             "the same shape, so let pred name every axis: + 0 * nl.arange(n)[None, :]",
         )
     over = Affine(tile.shape, line.const, line.steps[rank - len(tile.shape) :])
-    fill = as_number(given["on_false_value"])
+    fill = as_number(on_false_value)
 
     def prepare(box: Part) -> Issue:
         view = in_sbuf(tile.tile(box))
@@ -529,47 +529,41 @@ def _selected(name: str, given: Arguments) -> Tensor:
             dst, pattern, multiplier, view, fill, cmp_op=LANGUAGE[op], offset=offset
         )
 
-    return result(
-        tile.shape, asked(given["dtype"], tile.kind), prepare, mask=given["mask"], only=("sbuf",)
-    )
+    return result(tile.shape, asked(dtype, tile.kind), prepare, mask=mask, only=("sbuf",))
 
 
-def _expression(name: str, given: Arguments) -> Tensor:
+def _expression(name: str, expr: Any, dtype: Any, mask: Any) -> Tensor:
     """Return the values of an index expression: iota."""
-    no_mask(name, given)
-    expression, number = given["expr"], as_number(given["expr"])
-    if number is None and (not isinstance(expression, Index) or expression.ndim < 2):
+    no_mask(name, mask)
+    number = as_number(expr)
+    if number is None and (not isinstance(expr, Index) or expr.ndim < 2):
         raise fail(
             OperandError,
-            f"{name}: expr is {expression!r}; pass an index expression of two or more axes",
+            f"{name}: expr is {expr!r}; pass an index expression of two or more axes",
         )
-    line = affine(expression) if number is None else Affine((1, 1), int(number), (0, 0))
+    line = affine(expr) if number is None else Affine((1, 1), int(number), (0, 0))
     return result(
-        line.shape, kind_of(given["dtype"]),
+        line.shape, kind_of(dtype),
         lambda box: lambda dst: ISSUE["iota"](dst, *_pattern(line)), only=("sbuf",),
     )  # fmt: skip
 
 
-def _filled(name: str, given: Arguments) -> Tensor:
-    no_mask(name, given)
-    kind, shape = kind_of(given["dtype"]), tuple(int(s) for s in given["shape"])
-    value, where = in_kind(as_number(given["value"]), kind), given["engine"]
-    return result(
-        shape if len(shape) > 1 else (*shape, 1), kind,
-        lambda box: lambda dst: ISSUE["memset"](dst, value, where),
-    )  # fmt: skip
+def _filled(name: str, shape: Any, value: Any, dtype: Any, mask: Any, **given: Any) -> Tensor:
+    no_mask(name, mask)
+    kind, sizes = kind_of(dtype), tuple(map(int, shape))
+    issue = functools.partial(ISSUE["memset"], value=in_kind(as_number(value), kind), **given)
+    return result(sizes if len(sizes) > 1 else (*sizes, 1), kind, lambda box: issue)
 
 
-def no_mask(name: str, given: Arguments) -> None:
+def no_mask(name: str, mask: Any) -> None:
     """Refuse a mask that the instruction does not support."""
-    mask = given.pop("mask")
     if mask is not None and mask is not True:
         raise fail(UnsupportedInstructionError, f"{name} with a mask; index the part that is meant")
 
 
-_OWN: dict[str, Callable[[str, Arguments], Any]] = {
+_OWN: dict[str, Callable[..., Any]] = {
     "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": _product,
-    "nc_transpose": _transposed, "dma_transpose": _dma_transposed, "dma_copy": _dma_copy,
+    "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": _dma_copy,
     "affine_select": _selected, "iota": _expression, "memset": _filled,
 }  # fmt: skip
 
@@ -639,7 +633,7 @@ def _refused(name: str, **given: Any) -> Any:
 
 def _body(short: str, function: Function) -> Callable[..., Any]:
     if short in _OWN:
-        return lambda name, **given: _OWN[short](name, given)
+        return _OWN[short]
     issued = _ISSUED.get(short, short)
     return lambda name, **given: by_row(name, _ROWS[short], ISSUE[issued], function.result, given)
 
@@ -649,5 +643,5 @@ NAMES["get_nc_version"] = current_isa.NAMES["get_nc_version"]
 for _name in ISA_ENUMS:
     NAMES[_name] = current_isa.NAMES[_name]
 for _name in ("tensor", "vector", "scalar", "gpsimd", "unknown"):
-    NAMES[f"{_name}_engine"] = getattr(engine, _name)
-NAMES["dma_engine"] = engine.dma
+    NAMES[f"{_name}_engine"] = getattr(engines, _name)
+NAMES["dma_engine"] = engines.dma
