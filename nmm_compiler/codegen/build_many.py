@@ -114,8 +114,7 @@ def fill_cache(
     made = options or Options()
     if Store.for_kernels(made, check=check_foreign).mode != "rw":
         return 0
-    requests = [(spec, target) for spec in specs]
-    missing = _missing(requests, made)
+    missing = _missing(_wanted([(spec, target) for spec in specs], made), made)
     count = min(len(missing), jobs or cores())
     if count < 2 or len(missing) < (_WORTH_A_WORKER if jobs else 2 * _WORTH_A_WORKER):
         return 0
@@ -141,12 +140,13 @@ def fill(
     store = Store.open(made, check=check_foreign)
     if store.mode != "rw":
         raise CacheError(f"{store} cannot be filled; set NMM_CACHE=rw and a directory of your own")
-    whole = len(_keys(requests, made))
-    missing = _missing(requests, made)
+    wanted = _wanted(requests, made)
+    whole, missing = len(wanted), _missing(wanted, made)
     done: dict[Request, dict[str, Any]] = {}
 
     def took(request: Request, answer: str | Exception) -> str:
-        done[request] = _told(answer)
+        failed = {"failed": str(answer)}
+        done[request] = failed if isinstance(answer, Exception) else json.loads(answer)
         said = "failed" if "failed" in done[request] else "built"
         return f"{said} {request[0].short()} for {request[1]}"
 
@@ -205,28 +205,18 @@ def each(
             raise
 
 
-def _told(answer: str | Exception) -> dict[str, Any]:
-    """Return what `build_one` answers, or why there is no answer."""
-    made: dict[str, Any] = (
-        {"failed": str(answer)} if isinstance(answer, Exception) else json.loads(answer)
-    )
-    return made
-
-
-def _keys(requests: Sequence[Request], options: Options) -> dict[str, tuple[Key, Request]]:
-    """Return digest -> (key, request) of the kernels that are wanted, each once."""
-    found: dict[str, tuple[Key, Request]] = {}
+def _wanted(requests: Sequence[Request], options: Options) -> dict[Key, Request]:
+    """Return the kernels that are wanted, each key once."""
+    found: dict[Key, Request] = {}
     for spec, target in requests:
-        key = asked(spec, target, options=options).key
-        found.setdefault(key.digest, (key, (spec, target)))
+        found.setdefault(asked(spec, target, options=options).key, (spec, target))
     return found
 
 
-def _missing(requests: Sequence[Request], options: Options) -> list[Request]:
-    """Return the requests that the cache has no kernel for, each key once."""
-    wanted = _keys(requests, options)
+def _missing(wanted: dict[Key, Request], options: Options) -> list[Request]:
+    """Return the requests that the cache has no kernel for."""
     store = Store.for_kernels(options, check=check_foreign)
-    return [wanted[key.digest][1] for key in store.missing([key for key, _ in wanted.values()])]
+    return [wanted[key] for key in store.missing(list(wanted))]
 
 
 def request_text(spec: KernelSpec, target: str, options: Options) -> str:

@@ -37,7 +37,7 @@ from nmm_compiler.codegen.tidy import (
     without_aliases,
     without_lists,
 )
-from nmm_compiler.codegen.trees import Editor, Names, bound, called, only_statement, small
+from nmm_compiler.codegen.trees import Editor, Inlined, called, only_statement, small
 
 
 @functools.lru_cache(maxsize=32)
@@ -274,9 +274,9 @@ def _without_forwarders(
             if name in names_used(body)
         )
         if inner is not None and not hidden:
-            write = _WriteOut(name, parameters[name], inner)
+            write = Inlined({name: (parameters[name], inner)})
             del bodies[name]
-            bodies = {key: [write.edit(s) for s in body] for key, body in bodies.items()}
+            bodies = {key: list(write.edit_all(body)) for key, body in bodies.items()}
     return bodies
 
 
@@ -290,20 +290,7 @@ def _forwarded(body: list[Statement]) -> cst.BaseExpression | None:
         return None
     plain = (cst.Name, cst.Integer, cst.SimpleString)
     bare = all(a.keyword is None and isinstance(a.value, plain) for a in call.args)
-    return call if bare else None
-
-
-class _WriteOut(Editor):
-    """Writes what a helper forwards in place of its calls."""
-
-    def __init__(self, name: str, parameters: list[str], inner: cst.BaseExpression) -> None:
-        self.name, self.parameters, self.inner = name, parameters, inner
-
-    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        if called(updated) != self.name:
-            return updated
-        made = Names(bound(updated, self.parameters)).edit(self.inner)
-        return _on_one_line(made, made.args) if isinstance(made, cst.Call) else made
+    return _on_one_line(call, call.args) if bare else None
 
 
 _IMPORTS = {

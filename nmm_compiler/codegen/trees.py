@@ -213,3 +213,22 @@ def bound(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.BaseExpres
         (arg.keyword.value if arg.keyword else parameters[place]): arg.value
         for place, arg in enumerate(call.args)
     }
+
+
+class Inlined(Editor):
+    """Writes what helpers return in place of their calls.
+
+    helpers: name -> (its parameters, the expression that it returns).
+    """
+
+    def __init__(self, helpers: Mapping[str, tuple[Sequence[str], cst.BaseExpression]]) -> None:
+        self.helpers = helpers
+
+    def leave_Call(  # noqa: D102, N802  (libcst's name)
+        self, original: cst.Call, updated: cst.Call
+    ) -> cst.BaseExpression:
+        if called(updated) not in self.helpers:
+            return updated
+        parameters, value = self.helpers[called(updated)]
+        made: cst.BaseExpression = self.edit(Names(bound(updated, parameters)).edit(value))
+        return made

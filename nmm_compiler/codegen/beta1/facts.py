@@ -91,7 +91,7 @@ class Facts:
                 for parameter, value in given.items():
                     self.sources[helper, parameter] |= self._held(function, value)
 
-    def _held(self, function: str, node: Expression | None) -> set[Place | str]:
+    def _held(self, function: str, node: Any) -> set[Place | str]:
         """Return the places, or the memory, of the tensors that an expression may be."""
         if isinstance(node, cst.Name):
             return {(function, node.value)}

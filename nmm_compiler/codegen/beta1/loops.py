@@ -146,7 +146,7 @@ def _target(small: Any) -> Any:
         return small.targets[0].target
     if isinstance(small, cst.AugAssign):
         return small.target
-    call = getattr(small, "value", None)
+    call: Any = getattr(small, "value", None)
     if called(call) == "nl.store":
         return call.args[0].value
     return subscript(call, [cst.Index(integer(0))]) if called(call).endswith(".append") else None

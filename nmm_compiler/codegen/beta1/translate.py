@@ -44,6 +44,7 @@ from nmm_compiler.codegen.beta1.facts import (
     is_new_tile,
     is_reshaped,
     keyword,
+    parameters,
 )
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
 from nmm_compiler.codegen.beta1.statements import (
@@ -61,7 +62,7 @@ from nmm_compiler.codegen.beta1.views import (
 )
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import laid_out, names_used, remove_unused
-from nmm_compiler.codegen.trees import Editor, called, nodes, with_comments
+from nmm_compiler.codegen.trees import Editor, Inlined, called, nodes, with_comments
 from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
@@ -75,13 +76,17 @@ def to_beta_1(source: str) -> str:
     module = cst.parse_module(source)
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
-    views = {name: f for name, f in functions.items() if returned_view(f) is not None}
+    views = Inlined({
+        name: (parameters(f), view)
+        for name, f in functions.items() if (view := returned_view(f)) is not None
+    })  # fmt: skip
+    functions = {n: views.edit(f) for n, f in functions.items() if n not in views.helpers}
     counters = {name for name, f in functions.items() if is_counter(f)}
     facts = Facts(functions, kernel)
     made = {
-        name: _Function(name, f, facts, Scope(views), counters).translated()
+        name: _Function(name, f, facts, Scope(), counters).translated()
         for name, f in functions.items()
-        if name not in views and name not in counters
+        if name not in counters
     }
     made = with_iterators(with_moves(made))
     others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
@@ -118,7 +123,7 @@ class _Function:
         self.names = IndexNames()
         return _with_body(self.function, remove_unused(self._block(body)))
 
-    def _view_names(self, body: Sequence[Statement]) -> set[str]:
+    def _view_names(self, body: Sequence[Statement]) -> set[str | None]:
         """Return the names that stand for views, and so for no tensor of Beta 1.
 
         These are strided views and parts of tensors in HBM. A tile of its own stays one where a
@@ -129,7 +134,8 @@ class _Function:
         named = [(at.value, value) for at, value in given if isinstance(at, cst.Name)]
         named = [(name, value) for name, value in named if not is_reshaped(value)]
         tiles = {name for name, value in named if is_new_tile(value)}
-        found = set()
+        found: set[str | None] = set()
+        node: Any
         for node in nodes(*body):
             viewed = method(node)
             if viewed is not None and viewed[1] in METHODS and not is_reshaped(node):
@@ -142,10 +148,10 @@ class _Function:
             more = {name for name, value in named if self._is_view(value, found)}
         return found
 
-    def _is_view(self, node: Expression, names: set[str]) -> bool:
+    def _is_view(self, node: Expression, names: set[str | None]) -> bool:
         if isinstance(node, cst.Call):
             module, _, name = called(node).rpartition(".")
-            return name in (METHODS if module else self.scope.helpers) and module not in _MODULES
+            return name in METHODS and module not in ("", *_MODULES)
         if not isinstance(node, cst.Subscript):
             return False
         sliced = any(isinstance(element.slice, cst.Slice) for element in node.slice)
@@ -162,7 +168,7 @@ class _Function:
             statement = left.pop(0)
             if isinstance(statement, cst.If):
                 statement, left = self._sunk(statement, left)
-            new = self._statement(statement) or [None]
+            new: list[Any] = self._statement(statement) or [None]
             self.names.change(assigned_names([statement]))
             made += new
             before += [statement] * len(new)
@@ -221,7 +227,7 @@ class _Function:
         moved, rest = left[: uses[-1] + 1], left[uses[-1] + 1 :]
         orelse = statement.orelse
         if not isinstance(orelse, cst.Else):
-            raise no_beta1_form(f"views {sorted(views)} of an `if` without one `else`")
+            raise no_beta1_form(f"views {sorted(map(str, views))} of an `if` without one `else`")
         body = statement.body.with_changes(body=[*statement.body.body, *moved])
         other = orelse.body.with_changes(body=[*orelse.body.body, *moved])
         orelse = orelse.with_changes(body=other)

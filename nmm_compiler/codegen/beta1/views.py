@@ -10,7 +10,7 @@ A View holds, per dimension of the tensor, its start and the stride of each axis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
@@ -33,7 +33,7 @@ from nmm_compiler.codegen.beta1.expressions import (
 )
 from nmm_compiler.codegen.beta1.facts import keyword
 from nmm_compiler.codegen.tidy import names_used
-from nmm_compiler.codegen.trees import Names, bound, only_statement
+from nmm_compiler.codegen.trees import Names, only_statement
 from nmm_compiler.errors import no_beta1_form
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
@@ -160,8 +160,9 @@ class View:
         """Return the view as a subscript, and the names in it that are new, with their values."""
         made = {} if self.whole is None else {text(self.base): self.whole}
         if self.plain:
-            slices = list(map(cst.Index, self.starts))
+            slices: list[cst.BaseSlice] = list(map(cst.Index, self.starts))
             for axis in self.axes:
+                assert axis.dimension is not None
                 start = self.starts[axis.dimension]
                 slices[axis.dimension] = span(start, plus(start, axis.size))
             own = zip(self.spellings, slices, strict=True)
@@ -209,11 +210,9 @@ def _row(base: Expression) -> Expression:
 class Scope:
     """Known names of a function, while its statements are read in order.
 
-    views: names that stand for views. constants: names of integers. helpers: functions that return
-    a view of an argument.
+    views: names that stand for views. constants: names of integers.
     """
 
-    helpers: Mapping[str, cst.FunctionDef]
     views: dict[str, View] = dataclasses.field(default_factory=dict)
     constants: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -228,9 +227,6 @@ class Scope:
                 return view.at(indices)
             sliced = any(isinstance(index, cst.Slice) for index in indices)
             return View.of(node.value, indices) if sliced else None
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
-            helper = self.helpers.get(node.func.value)
-            return self.view(_inlined(node, helper)) if helper is not None else None
         called = method(node)
         if called is None or called[1] not in METHODS:
             return None
@@ -269,13 +265,6 @@ class Scope:
         if found is None:
             raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
         return found
-
-
-def _inlined(node: cst.Call, helper: cst.FunctionDef) -> Expression:
-    """Return what a helper of one `return` statement returns, its parameters written out."""
-    given = bound(node, [p.name.value for p in helper.params.params])
-    replaced: Expression = Names(given).edit(returned_view(helper))
-    return replaced
 
 
 def returned_view(function: cst.FunctionDef) -> Expression | None:
