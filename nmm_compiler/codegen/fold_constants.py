@@ -20,7 +20,7 @@ import libcst as cst
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import on_one_line
-from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes, parsed
+from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes, parsed, with_comments
 from nmm_compiler.records import Record
 
 Statement = cst.BaseStatement
@@ -354,14 +354,10 @@ class BodyFolder:
         test = _bare(self._expression(statement.test))
         truth = values.truth(self._value(test))
         if truth is not None:
-            chosen: list[Statement] = []
-            if truth:
-                chosen = list(statement.body.body)  # type: ignore[arg-type]
-            elif isinstance(statement.orelse, cst.Else):
-                chosen = list(statement.orelse.body.body)  # type: ignore[arg-type]
-            elif isinstance(statement.orelse, cst.If):
-                chosen = [statement.orelse]
-            return self._spliced(chosen, statement.leading_lines)
+            part: Any = statement if truth else statement.orelse
+            if part is None or part is statement or isinstance(part, cst.Else):
+                return self._spliced([] if part is None else part.body.body, statement)
+            return self._spliced([part], statement)  # elif
         before, inlined, lost = dict(self.environment), set(self.inline), self.lost
         self.branches += 1
         body = self.fold(statement.body.body)  # type: ignore[arg-type]
@@ -426,7 +422,7 @@ class BodyFolder:
             self.environment[name] = known(plain)
             self.inline.add(name)
             self.lost -= {name}
-            return self._spliced(body, statement.leading_lines)  # type: ignore[arg-type]
+            return self._spliced(body, statement)
         for other in assigned_names(body):
             if other in self.environment:
                 self.environment[other] = None
@@ -446,18 +442,14 @@ class BodyFolder:
         assert isinstance(statement.target, cst.Name)
         folded: list[Statement] = []
         self.loops += 1
-        for place, record in enumerate(records):
+        for record in records:
             self.environment[statement.target.value] = known(record)
-            leading = statement.leading_lines if place == 0 else ()
-            folded += self._spliced(list(statement.body.body), leading)  # type: ignore[arg-type]
+            body = statement.body.body
+            folded += self.fold(body) if folded else self._spliced(body, statement)  # type: ignore[arg-type]
         self.loops -= 1
         return folded
 
-    def _spliced(
-        self, statements: list[Statement], leading: Sequence[cst.EmptyLine]
-    ) -> list[Statement]:
+    def _spliced(self, statements: Sequence[Any], removed: Statement) -> list[Statement]:
+        """Return the statements, folded, behind the comment of the one that they replace."""
         folded = self.fold(statements)
-        if folded and any(line.comment for line in leading):
-            first: Any = folded[0]
-            folded[0] = first.with_changes(leading_lines=[*leading, *first.leading_lines])
-        return folded
+        return with_comments([None, *folded], [removed, *folded])
