@@ -9,6 +9,6 @@ stages of kernels, and NKI code that they share.
 from nmm_compiler.kernels.attention.schedule import ATTENTION
 from nmm_compiler.kernels.base import Family
 from nmm_compiler.kernels.experts.schedule import EXPERTS
-from nmm_compiler.kernels.linear.family import LINEAR
+from nmm_compiler.kernels.linear.schedule import LINEAR
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*LINEAR, ATTENTION, EXPERTS)}

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.base import check_name
-from nmm_compiler.kernels.over_ranks import AXES
+from nmm_compiler.kernels.linear.specs import RANK_AXES
 
 
 def check_group(tp: int, tp_axis: str, group: str) -> None:
     """Raise UnknownNameError or SpecError unless a call says what it sums, and over which group."""
-    check_name("tp_axis", tp_axis, AXES)
+    check_name("tp_axis", tp_axis, RANK_AXES)
     if not group:
         raise SpecError(
             f"tp={tp}, tp_axis={tp_axis!r} without a group; pass group=, the name of a process "

@@ -15,8 +15,8 @@ from torch import Tensor
 from nmm_compiler.errors import ShapeError
 from nmm_compiler.kernels.base import check_name
 from nmm_compiler.kernels.experts.spec import FACTORS, HALVES, ExpertsSpec
-from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
+from nmm_compiler.kernels.linear.specs import AdaptersSpec
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops import corrected as corrected  # defines nmm.dequantize
 from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand, Placements

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.linear.layer import NORMS
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -28,7 +29,6 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
-from nmm_compiler.kernels.normed_x import NORMS
 from nmm_compiler.ops import references
 from nmm_compiler.ops.by_kernels import ByKernels
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Op, Operand, Placements

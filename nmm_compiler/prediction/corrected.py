@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED, CorrectedMLPSpec, CorrectedSpec
+from nmm_compiler.kernels.linear.layer import NORMED
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, MatmulSpec
-from nmm_compiler.kernels.normed_x import NORMED
 from nmm_compiler.prediction.forms import Form
 from nmm_compiler.prices.kernel import NO_KERNEL
 from nmm_compiler.prices.ways import Row

@@ -18,6 +18,7 @@ from typing import Any
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.linear.layer import NORMED
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -25,7 +26,6 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
-from nmm_compiler.kernels.normed_x import NORMED
 from nmm_compiler.prices.collectives import collective_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, row_us
 from nmm_compiler.records import Record

@@ -38,13 +38,13 @@ from nmm_compiler.kernels.error_bounds import (
     scaled,
     times_weight,
 )
-from nmm_compiler.kernels.linear.adapters_spec import check_gathers
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED, check_mx_product
 from nmm_compiler.kernels.linear.layer import Groups, Weight
-from nmm_compiler.kernels.linear.specs import GatedMLPSpec
+from nmm_compiler.kernels.linear.spec import mx_scale_of, operand_of
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, check_gathers
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.kernels.packed_formats import MX, from_nki, rounding_of_x
-from nmm_compiler.kernels.tiling import lay, tiles
+from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.targets import Target
 
 HALVES = ("joined", "interleaved")
@@ -209,31 +209,21 @@ class ExpertsSpec(KernelSpec):
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return x, the weights, scales, factors and biases of all groups, the index, the gates."""
-        plain: list[tuple[str, tuple[int, ...]]] = []
+        groups, stored = self.groups, self.stored()
+        base = [one for name, one in stored.items() if name in ("gate_up", "down")]
         made = [TensorSpec(name="x", shape=(self.m, self.k), dtype=self.dtype)]
-        scales = []
-        for name, one in self.stored().items():
-            base = name in ("gate_up", "down")
-            if base and one.mx:
-                shape: tuple[int, ...] = (self.groups, one.k // 4, one.n * one.mx_bytes)
-                made.append(TensorSpec(name=name, shape=shape, dtype="uint8"))
-                shape = (self.groups, one.k // 32, one.n)
-                scales.append(TensorSpec(name=one.scale, shape=shape, dtype="uint8"))
-            elif base:
-                shape = (self.groups, *lay((one.k, one.n), self.weight_layout))
-                made.append(TensorSpec(name=name, shape=shape, dtype=self._dtype()))
-                if self.weight == "fp8":
-                    shape = (self.groups, one.n)
-                    scales.append(TensorSpec(name=one.scale, shape=shape, dtype=self.dtype))
-            else:
-                plain.append((name, (self.groups, one.k, one.n)))
-        plain += [("gate_up_bias", (self.groups, 2 * self.features))] * self.gate_up_bias
-        plain += [("down_bias", (self.groups, self.k))] * self.down_bias
+        made += [operand_of(one, self._dtype(), self.weight_layout, groups) for one in base]
+        made += [mx_scale_of(one, groups) for one in base if one.mx]
+        vectors = [(one.scale, one.n) for one in base if self.weight == "fp8"]
+        biases = [("gate_up_bias", 2 * self.features)] * self.gate_up_bias
+        biases += [("down_bias", self.k)] * self.down_bias
+        factors = [one for one in stored.values() if one not in base]
         picks = (self.m, self.top_k)
         return (
             *made,
-            *scales,
-            *(TensorSpec(name=name, shape=shape, dtype=self.dtype) for name, shape in plain),
+            *(TensorSpec(name=name, shape=(groups, n), dtype=self.dtype) for name, n in vectors),
+            *(operand_of(one, self.dtype, "row", groups) for one in factors),
+            *(TensorSpec(name=name, shape=(groups, n), dtype=self.dtype) for name, n in biases),
             TensorSpec(name="index", shape=picks, dtype="int32", below=self.groups),
             TensorSpec(name="gates", shape=picks, dtype="float32"),
         )

@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.kernels import over_ranks
 from nmm_compiler.kernels.base import Array
 from nmm_compiler.kernels.error_bounds import (
     FP32_ROUNDOFF,
     Estimate,
     activated,
     combine,
+    gamma,
     inverse_roots,
     plus_bias,
     rounded,
+    rounding_error,
     scaled,
     times_weight,
 )
 from nmm_compiler.kernels.linear.layer import Layer, Linear, LowRank, Weight
-from nmm_compiler.kernels.normed_x import normed
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import rounding_of_x
 
@@ -152,11 +152,36 @@ class Estimates:
         return plus_bias(left, self.operands[name], self.typical) if name else left
 
     def _crossing(self, left: Estimate, pair: LowRank) -> Array | float:
-        """Return the error of rounding what each rank adds to p, summed over the ranks."""
+        """Return the error of rounding what each rank adds to p, in the format that is kept."""
         if self.spec.world_size == 1:
             return 0.0
         value = left[0] * self.operands.get("x_scale", 1.0)
         right = self.operands[pair.u.name] * self.operands.get(pair.u.scale, 1.0)
-        shaped = self.layer.fp8 or pair.shaped or pair.scale != 1.0
-        made = over_ranks.part_error(self.spec, value, right, self.typical, again=shaped)
+        ranks, made = self.spec.world_size, np.zeros(1)
+        parts = list(zip(np.split(value, ranks, 1), np.split(right, ranks, 0), strict=True))
+        if self.layer.fp8 or pair.shaped or pair.scale != 1.0:
+            parts.append((value, right))  # a function follows the sum, which is rounded for it
+        for part, other in parts:
+            rounding = rounding_error(np.abs(part @ other), self.layer.kept_dtype)
+            made = combine(made, rounding, self.typical)
         return abs(pair.scale) * made
+
+
+def normed(spec: Any, x: Array, operands: dict[str, Array], typical: bool) -> Estimate:
+    """Return the estimate of the norm of x [m, k] over its features, in fp32.
+
+    The mean of a layer norm is a sum of k terms, times 1 / k.
+    """
+    value: Estimate = x, 0.0
+    if spec.norm == "layer":
+        k = x.shape[1]
+        size = np.abs(x).mean(1, keepdims=True)
+        off = (np.sqrt(k + 2) * FP32_ROUNDOFF if typical else gamma(k + 2)) * size
+        centered = x - x.mean(1, keepdims=True)
+        own = FP32_ROUNDOFF * (np.abs(centered) + off)
+        value = centered, combine(np.broadcast_to(off, x.shape), own, typical)
+    value = scaled(value, inverse_roots(value, spec.norm_eps, typical), typical)
+    if spec.norm_gain:
+        gain = operands["norm_gain"] + spec.norm_offset
+        value = scaled(value, (gain, FP32_ROUNDOFF * np.abs(gain)), typical)
+    return plus_bias(value, operands["norm_bias"], typical) if spec.norm_bias else value

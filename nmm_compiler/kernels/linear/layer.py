@@ -20,6 +20,12 @@ from nmm_compiler.records import Record
 
 MULTIPLY = "multiply"
 
+NORMS = ("none", "rms", "layer")
+NORMED = (
+    "norm", "norm_gain", "norm_bias", "norm_offset", "norm_eps", "residual",
+)  # fmt: skip
+"""The fields of a spec that say what stands before and after its products."""
+
 # NKI's names of the activations.
 OPS = {
     "identity": "copy", "relu": "relu", "silu": "silu", "gelu": "gelu",

@@ -26,16 +26,31 @@ from nmm_compiler.kernels.base import (
 from nmm_compiler.kernels.error_bounds import Estimate
 from nmm_compiler.kernels.linear.estimates import Estimates
 from nmm_compiler.kernels.linear.layer import (
+    NORMED,
+    NORMS,
     Layer,
     Linear,
     Weight,
     half,
     placed,
 )
-from nmm_compiler.kernels.normed_x import NORMED, check_norm
 from nmm_compiler.kernels.number_formats import FP8, SCALES, X_DTYPES
 from nmm_compiler.kernels.packed_formats import from_nki
 from nmm_compiler.kernels.tiling import lay
+
+
+def operand_of(weight: Weight, dtype: str, layout: str, *groups: int) -> TensorSpec:
+    """Return the operand of a weight, or of those of all groups; dtype: unless it is MX blocks."""
+    shape = lay((weight.k, weight.n), layout)
+    if weight.mx:
+        shape, dtype = (weight.k // 4, weight.n * weight.mx_bytes), "uint8"
+    return TensorSpec(name=weight.name, shape=(*groups, *shape), dtype=dtype)
+
+
+def mx_scale_of(weight: Weight, *groups: int) -> TensorSpec:
+    """Return the operand with the scales of MX blocks."""
+    shape = (*groups, weight.k // 32, weight.n)
+    return TensorSpec(name=weight.scale, shape=shape, dtype="uint8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,12 +84,45 @@ class LinearSpec(KernelSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settle_formats()
-        check_norm(self)
+        self._check_norm()
         if self.residual and not self.adds_residual:
             raise SpecError(
                 f"{self.family}: residual is not added to its results; drop residual, and add it "
                 "after the kernel"
             )
+
+    def _check_norm(self) -> None:
+        """Raise SpecError or UnknownNameError unless the norm is one that kernels compute.
+
+        Fields that mean nothing without a norm, or without a gain, get one value.
+        """
+        check_name("norm", self.norm, NORMS)
+        for name in ("norm_eps", "norm_offset"):
+            value = getattr(self, name)
+            if not np.isfinite(value) or (name == "norm_eps" and value < 0):
+                raise SpecError(f"{self.family}: {name} is {value!r}; pass a number of 0 or more")
+        if self.norm == "none":
+            if self.norm_gain or self.norm_bias:
+                raise SpecError(
+                    f"{self.family}: norm_gain and norm_bias belong to a norm; pass norm='rms' or "
+                    "'layer', or drop them"
+                )
+            object.__setattr__(self, "norm_eps", 1e-6)
+        elif self.fp8_x:
+            raise SpecError(
+                f"{self.family}: norm={self.norm!r} takes a plain x, and x is {self.x_format}; "
+                "make the norm before the kernel, or pass x_dtype bfloat16"
+            )
+        if self.world_size > 1 and (self.norm != "none" or self.residual):
+            raise SpecError(
+                f"{self.family}: norm and residual go with one rank, not {self.world_size}; make "
+                "the norm before the kernel, and add the residual behind it"
+            )
+        if self.norm_bias and self.norm == "rms":
+            raise SpecError(f"{self.family}: an rms norm has no bias; drop norm_bias")
+        offset = float(self.norm_offset) if self.norm_gain else 0.0
+        object.__setattr__(self, "norm_offset", offset)
+        object.__setattr__(self, "norm_eps", float(self.norm_eps))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON data; those that are rare only where they are not plain."""
@@ -197,14 +245,7 @@ class LinearSpec(KernelSpec):
         layer = self.layer
         weights = layer.weights()
         x = TensorSpec(name="x", shape=lay((self.m, self.k), layer.x_layout), dtype=self.x_format)
-        matrices = [
-            TensorSpec(name=one.name, shape=(one.k // 4, one.n * one.mx_bytes), dtype="uint8")
-            if one.mx
-            else TensorSpec(
-                name=one.name, shape=lay((one.k, one.n), one.layout), dtype=layer.format_of(one)
-            )
-            for one in weights
-        ]
+        matrices = [operand_of(one, layer.format_of(one), one.layout) for one in weights]
         vectors = {one.bias: one.n for one in layer.layers}
         vectors |= {name: pair.r for pair in layer.pairs for name in (pair.bias, pair.gain)}
         biases = [
@@ -217,11 +258,7 @@ class LinearSpec(KernelSpec):
             own = [one for one in weights if not one.format]
             sizes |= {one.scale: one.n if layer.scales == "channel" else 1 for one in own}
         scales = [TensorSpec(name=name, shape=(n,), dtype="float32") for name, n in sizes.items()]
-        scales += [
-            TensorSpec(name=one.scale, shape=(one.k // 32, one.n), dtype="uint8")
-            for one in weights
-            if one.mx
-        ]
+        scales += [mx_scale_of(one) for one in weights if one.mx]
         if layer.branch_tiles:
             rows = len(layer.pairs), 128 * layer.branch_tiles
             scales.append(TensorSpec(name="branch_scale", shape=rows, dtype="float32"))

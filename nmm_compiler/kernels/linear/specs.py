@@ -19,21 +19,14 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
-from nmm_compiler.kernels import over_ranks
-from nmm_compiler.kernels.base import (
-    KernelSpec,
-    check_sizes,
-)
-from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
-from nmm_compiler.kernels.linear.layer import (
-    MULTIPLY,
-    Linear,
-    LowRank,
-    Weight,
-)
+from nmm_compiler.kernels.base import WEIGHTS, KernelSpec, TensorSpec, check_name, check_sizes
+from nmm_compiler.kernels.linear.layer import MULTIPLY, NORMED, Groups, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
-from nmm_compiler.kernels.normed_x import NORMED
+from nmm_compiler.kernels.tiling import item_bytes, lay
 from nmm_compiler.targets import Target
+
+RANK_AXES = ("rows",)
+"""What ranks may cut: the rows of u, with the features of x."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +68,7 @@ class LowRankSpec(LinearSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_ranks()
         if not np.isfinite(self.scale):
             raise SpecError(f"lowrank: scale is {self.scale!r}; pass a finite number")
         if self.fp8 and self.base:
@@ -99,8 +93,21 @@ class LowRankSpec(LinearSpec):
                 "lowrank: inner_norm goes without inner_bias, inner_activation and base; drop "
                 "them, or make the products kernels of their own"
             )
-        over_ranks.check_ranks(self)
         object.__setattr__(self, "scale", float(self.scale))  # equal specs have equal JSON
+
+    def _check_ranks(self) -> None:
+        """Raise SpecError unless the ranks can compute the product together."""
+        if not isinstance(self.tp, int) or isinstance(self.tp, bool) or not 0 < self.tp <= 64:
+            raise SpecError(f"lowrank: tp is {self.tp!r}; pass 1 to 64 ranks")
+        if self.tp == 1 and self.tp_axis:
+            raise SpecError(f"lowrank: tp_axis is {self.tp_axis!r} and tp 1; pass tp, or no axis")
+        check_name("tp_axis", self.tp_axis, RANK_AXES if self.tp > 1 else ("",))
+        if self.tp > 1 and (self.base or self.inner_norm):
+            raise SpecError(
+                f"lowrank: tp_axis {self.tp_axis!r} sums the low-rank product alone, and a norm "
+                f"takes whole sums; base is {self.base}, inner_norm {self.inner_norm}: cut v by "
+                "its outputs instead, which sums nothing, in calls without tp"
+            )
 
     def _layer(self) -> dict[str, Any]:
         pair = LowRank(
@@ -123,30 +130,54 @@ class LowRankSpec(LinearSpec):
 
     def whole(self) -> LowRankSpec:
         """Return the spec of the product that all ranks compute together."""
-        if self.tp == 1:
-            return self
-        return dataclasses.replace(self, k=self.k * self.tp, tp=1, tp_axis="")
+        one = dataclasses.replace(self, k=self.k * self.tp, tp=1, tp_axis="")
+        return one if self.tp > 1 else self
 
     def sharded(self, tp: int, axis: str) -> LowRankSpec:
         """Return the spec of one of `tp` ranks; raises ShapeError where sizes do not divide."""
-        return dataclasses.replace(self, **over_ranks.sizes_of_shard(self, tp, axis))
+        if self.k % tp:
+            raise ShapeError(
+                f"{self.short()}: k is {self.k}, which does not divide by {tp} ranks; pad it"
+            )
+        return dataclasses.replace(self, k=self.k // tp, tp=tp, tp_axis=axis)
+
+    def _cut_dims(self) -> tuple[int, int]:
+        """Return the dimensions of x and of u of which ranks have parts."""
+        return int(self.x_layout == "row"), int(self.u_layout == "col")
 
     def shards(self, *arrays: Any) -> tuple[tuple[Any, ...], ...]:
         """Return the operands of each rank, from those of the whole."""
-        return over_ranks.shards(self, arrays) if self.tp > 1 else (arrays,)
+        made = []
+        for rank in range(self.tp):
+            own = [slice(rank * self.k, (rank + 1) * self.k)]
+            cut = [
+                array[tuple([slice(None)] * dim + own)]
+                for array, dim in zip(arrays, self._cut_dims(), strict=False)
+            ]
+            made.append((*cut, *arrays[2:]))
+        return tuple(made)
 
     def joined(self, *arrays: Any) -> tuple[Any, ...]:
         """Return the operands of the whole, of which every rank has `arrays`."""
-        return over_ranks.joined(self, arrays) if self.tp > 1 else arrays
+        cut = [
+            np.concatenate([array] * self.tp, dim)
+            for array, dim in zip(arrays, self._cut_dims(), strict=False)
+        ]
+        return (*cut, *arrays[2:])
 
     def exchanged_bytes(self) -> int:
         """Return the bytes of each rank that the kernel sums over the ranks."""
-        return over_ranks.exchanged_bytes(self)
+        size = item_bytes(self.layer.kept_dtype)
+        return int(self.m * self.r * size) if self.tp > 1 else 0
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""
         super().check(target)
-        over_ranks.check_target(self, target)
+        if self.tp > 1 and "nki.collectives.all_reduce" in target.absent_instructions:
+            raise SpecError(
+                f"{self.short()}: nki.collectives are documented for trn2 and trn3; on "
+                f"{target.name} pass tp=1 and sum between kernels"
+            )
 
     @property
     def inner(self) -> bool:
@@ -350,6 +381,114 @@ class GatedMLPSpec(GatedMLPUpSpec):
     family: ClassVar[str] = "gated_mlp"
     adds_residual: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+
+
+def check_gathers(spec: KernelSpec, target: Target) -> None:
+    """Raise SpecError unless the target's DMA engines take rows that an index chooses."""
+    if not target.dma_generates_descriptors:
+        raise SpecError(
+            f"{spec.short()}: the device writes the DMA descriptors of chosen rows on trn2 and "
+            f"trn3; {target.name} does not, so keep one weight for all tokens there"
+        )
+
+
+_FEW_GATHERED = 64
+"""Tokens up to which the factors of each are gathered: TensorE turns the rows of u."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptersSpec(LinearSpec):
+    """y = activation(x w + gain_i (x u_i) v_i + bias) for the adapter i that index[t] names.
+
+    The factors of all adapters are stacked: u is [k, groups r] and v [groups r, n], rows r i to
+    r i + r of the rank being adapter i. One product of all tokens takes all of them, p = x u, and p
+    is multiplied by 0 where its row belongs to another adapter than its token. For one token, and
+    for half as many tokens as adapters, a kernel gathers the factors of each token instead, if they
+    lie in rows: u as [groups r, k], layout "col", and v as [groups r, n], layout "row".
+
+    r: the rank of one adapter, n: output features, groups: adapters. base: whether there is a w.
+    Operands: x, u, v, w, bias, then index [m], -1 for a token without an adapter, and row_scale
+    [groups r], the gain of each adapter, r times.
+    """
+
+    r: int
+    n: int
+    groups: int
+    dtype: str = "bfloat16"
+    x_layout: str = "row"
+    out_layout: str = "row"
+    u_layout: str = "col"
+    v_layout: str = "row"
+    w_layout: str = "row"
+    bias: bool = False
+    activation: str = "identity"
+    base: bool = True
+
+    family: ClassVar[str] = "adapters"
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k", "r", "n", "groups")
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16", "float32")
+
+    @property
+    def slots(self) -> int:
+        """Groups whose factors are gathered, one for each token; 0 where all are loaded."""
+        lie = self.u_layout == "col" and self.v_layout == "row"
+        few = self.m == 1 or (self.m <= _FEW_GATHERED and 2 * self.m <= self.groups)
+        return self.m if lie and few and (self.lnc == 1 or self.base) else 0
+
+    def _layer(self) -> dict[str, Any]:
+        rank = self.r * (self.slots or self.groups)
+        u = self._weight("u", self.k, rank)
+        u = dataclasses.replace(u, layout="row") if self.slots else u  # a gather turns it
+        pair = LowRank(u=u, v=self._weight("v", rank, self.n))
+        one = Linear(
+            n=self.n, low_rank=pair, bias="bias" * self.bias, activation=self.activation,
+            weight=self._weight("w", self.k, self.n) if self.base else Weight(),
+            layout=self.out_layout,
+            groups=Groups(count=self.groups, rank=self.r, slots=self.slots),
+        )  # fmt: skip
+        return {"linears": (one,)}
+
+    def splits(self) -> tuple[str, ...]:
+        """Return the ways in which the cores can share the work: gathered factors by outputs."""
+        ways = super().splits()
+        return tuple(way for way in ways if way in ("", WEIGHTS)) if self.slots else ways
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return x, the factors of all adapters, w, bias, index, row_scale, the norm, residual."""
+        first, *rest = super().inputs()
+        rank = self.r * self.groups
+        whole = {"u": (self.k, rank), "v": (rank, self.n)}
+        made = [
+            dataclasses.replace(one, shape=lay(whole[one.name], self.layout_of(one.name)))
+            if one.name in whole
+            else one
+            for one in rest
+        ]
+        chosen = (
+            TensorSpec(name="index", shape=(self.m,), dtype="int32", below=self.groups),
+            TensorSpec(name="row_scale", shape=(rank,), dtype="float32"),
+        )
+        last = len(made) - sum((self.norm_gain, self.norm_bias, self.residual))
+        return (first, *made[:last], *chosen, *made[last:])
+
+    def check(self, target: Target) -> None:
+        """Raise SpecError if the target cannot compute the spec with any schedule."""
+        super().check(target)
+        check_gathers(self, target)
+
+    def minimal_hbm_bytes(self) -> int:
+        """Return every operand and the result once, of adapters those that tokens can choose."""
+        unread = max(0, self.groups - self.m) * self.r * (self.k + self.n)
+        size = next(one.bytes for one in self.inputs() if one.name == "u")
+        return super().minimal_hbm_bytes() - unread * size // (self.k * self.r * self.groups)
+
+    def short(self) -> str:
+        """Return family, sizes and dtype."""
+        base = " base" if self.base else ""
+        return (
+            f"adapters m{self.m} k{self.k} g{self.groups} r{self.r} n{self.n} "
+            f"{self.formats()}{base}"
+        )
 
 
 def read_pairs(pairs: Any) -> tuple[Pair, ...]:

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.linear.adapters_spec import AdaptersSpec
+from nmm_compiler.kernels.linear.specs import AdaptersSpec
 from nmm_compiler.passes.chains.chain import path_nodes
 from nmm_compiler.passes.chains.safety import (
     DTYPES,
