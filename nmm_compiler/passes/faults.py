@@ -52,8 +52,8 @@ class Faults:
         self.strict, self.built_in = strict, tuple(built_in)
         self.graph = ""
         self.found: list[Fault] = []
-        self._dropped: set[tuple[str, str, str]] = set()
-        self._refused: set[tuple[str, str, str]] = set()
+        self._left: set[tuple[str, str, str]] = set()
+        self._count = Counter[tuple[str, str]]()
 
     def is_built_in(self, rule: Any) -> bool:
         """Return whether a rule is one of the package's own."""
@@ -106,21 +106,16 @@ class Faults:
                     "in rewrite, with the editor",
                 )
 
-    def drop(self, rule: str, *names: str) -> None:
+    def leave(self, rule: str, *names: str, fault: bool = False) -> None:
         """Leave a rule's match at these nodes alone from now on; all of them after many faults."""
-        self._dropped.update((self.graph, rule, name) for name in names)
-        places = Counter((graph, own) for graph, own, _ in self._dropped)
-        if places[self.graph, rule] > _MOST_PLACES:
-            self._dropped.add((self.graph, rule, ""))
+        self._left.update((self.graph, rule, name) for name in names)
+        self._count[self.graph, rule] += len(set(names)) if fault else 0
+        if self._count[self.graph, rule] > _MOST_PLACES:
+            self._left.add((self.graph, rule, ""))
 
-    def refuse(self, rule: str, *names: str) -> None:
-        """Leave a rule's match at these nodes alone, which cannot be emitted: that is no fault."""
-        self._refused.update((self.graph, rule, name) for name in names)
-
-    def is_dropped(self, rule: str, name: str) -> bool:
+    def is_left(self, rule: str, name: str) -> bool:
         """Return whether a rule's match at a node is to be left alone."""
-        left = self._dropped | self._refused
-        return any((self.graph, rule, at) in left for at in (name, ""))
+        return any((self.graph, rule, at) in self._left for at in (name, ""))
 
     def warn(self, module: fx.GraphModule, inputs: Sequence[Any] | None, options: Any) -> None:
         """Warn of all faults at once, with the command that reproduces the first."""

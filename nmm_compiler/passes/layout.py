@@ -109,8 +109,7 @@ def count_transposes(c: Canonical) -> int:
         if not transposes(node) or node in c.constant or node in c.derived:
             continue
         source = c.sources.get(node)
-        over = None if source is None else c.base(source)
-        if over is None or source is None:
+        if source is None:
             count += 1
             continue
         before = [a for d in c.views[source][1] for a in d]

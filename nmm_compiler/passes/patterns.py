@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from nmm_compiler.errors import BrokenRuleError, unreadable_pattern
 from nmm_compiler.passes.chains.chain import path_nodes
-from nmm_compiler.passes.chains.safety import Refusal, unsafe
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -59,6 +60,7 @@ from nmm_compiler.passes.graph.canonical import (
     Softmax,
     Virtual,
     describe,
+    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.graph.metadata import collect_values
@@ -105,7 +107,7 @@ class Pattern:
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
         self.names = dict(zip(holders, parameters.tensors, strict=True))
         self.root, dims = c.base(result)
-        self.root_shape = c.shape(self.root) or ()
+        self.root_shape = c.sizes(self.root)
         # The axis of the base that each dimension of the result is; None for no whole axis.
         self.axes = tuple(views.whole_axis(dim, self.root_shape) for dim in dims)
 
@@ -117,24 +119,19 @@ class Pattern:
         lost = [name for name, n in numbers if not held & {n, 1.0 / n}]
         return [*(name for holder, name in self.names.items() if not holder.users), *lost]
 
-    def number(self, own: float, theirs: float, known: Mapping[str, float]) -> dict[str, float]:
-        """Return the values of the pattern's parameters for a number of a graph.
-
-        Raises ValueError where it is another number than the pattern's.
-        """
+    def number(
+        self, own: float, theirs: float, known: Mapping[str, float]
+    ) -> dict[str, float] | None:
+        """Return the values of the pattern's parameters for a number of a graph; None where it is
+        another number than the pattern's."""
         for name, traced in self.parameters.numbers.items():
             for power, sign in ((1, 1), (1, -1), (-1, 1)):
-                if own != sign * traced**power:
-                    continue
-                if theirs == 0.0 and power == -1:
-                    raise ValueError("no number has the inverse 0")
-                value = sign * theirs**power
-                if known.get(name, value) != value:
-                    raise ValueError(f"{name} is {known[name]} and {value}")
-                return {name: value}
-        if own != theirs:
-            raise ValueError(f"{theirs} is not {own}")
-        return {}
+                if own == sign * traced**power:
+                    if theirs == 0.0 and power == -1:
+                        return None
+                    value = sign * theirs**power
+                    return {name: value} if known.get(name, value) == value else None
+        return {} if own == theirs else None
 
 
 def _numbers(form: Form) -> list[float]:
@@ -209,33 +206,25 @@ def _in_products(pattern: Pattern) -> Iterator[str]:
                 yield pattern.names[base]
 
 
-@dataclass(frozen=True)
-class Labels:
-    """The labels of a product by role, without those of size 1."""
+Role = tuple[bool, bool, bool]
+"""Whether a label of a product stands in the left operand, in the right one, in the result."""
 
-    batch: tuple[int, ...]
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    inner: tuple[int, ...]
 
-    @classmethod
-    def of(
-        cls, c: Canonical, sides: tuple[Side, Side], out_labels: tuple[int, ...]
-    ) -> Labels | None:
-        """Sort the labels; None where a sum runs over what only one operand has."""
-        own, other = (_real(c, *side) for side in sides)
-        if own is None or other is None:
-            return None
-        out = [x for x in out_labels if x in own or x in other]
-        inner = [x for x in sides[0][1] if x in own and x not in out]
-        if any(x not in own for x in other if x not in out) or any(x not in other for x in inner):
-            return None
-        return cls(
-            tuple(x for x in out if x in own and x in other),
-            tuple(x for x in out if x in own and x not in other),
-            tuple(x for x in out if x in other and x not in own),
-            tuple(inner),
-        )
+def roles_of(
+    c: Canonical, sides: tuple[Side, Side], out_labels: tuple[int, ...]
+) -> dict[Role, list[int]] | None:
+    """Return the labels by role, without those of size 1; None where a sum runs over what only one
+    operand has."""
+    left, right = (_real(c, *side) for side in sides)
+    if left is None or right is None:
+        return None
+    roles: dict[Role, list[int]] = {}
+    for label in dict.fromkeys((*out_labels, *sides[0][1], *sides[1][1])):
+        if label in left or label in right:
+            role = (label in left, label in right, label in out_labels)
+            roles.setdefault(role, []).append(label)
+    alone = (True, False, False) in roles or (False, True, False) in roles
+    return None if alone else roles
 
 
 def _real(c: Canonical, key: Key, labels: tuple[int, ...]) -> set[int] | None:
@@ -252,14 +241,8 @@ def _real(c: Canonical, key: Key, labels: tuple[int, ...]) -> set[int] | None:
 
 def labels_of(dim: views.Dim, form: Product, shape: tuple[Size, ...]) -> tuple[int, ...] | None:
     """Return the labels of whole axes of a product's result; None where one is cut."""
-    found = []
-    for atom in dim:
-        if atom.axis < 0:
-            return None
-        if atom.inner != 1 or atom.size != shape[atom.axis]:
-            return None
-        found.append(form.out_labels[atom.axis])
-    return tuple(found)
+    axes = [views.whole_axis((atom,), shape) for atom in dim]
+    return None if None in axes else tuple(form.out_labels[a] for a in axes if a is not None)
 
 
 def axis_of(form: Product, key: Key, c: Canonical, label: int) -> Atom | None:
@@ -267,7 +250,7 @@ def axis_of(form: Product, key: Key, c: Canonical, label: int) -> Atom | None:
     if label not in form.out_labels:
         return None
     axis = form.out_labels.index(label)
-    return Atom(axis, (c.shape(key) or ())[axis], 1)
+    return Atom(axis, c.sizes(key)[axis], 1)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -323,6 +306,10 @@ class Found:
 NOTHING = Found({}, {}, frozenset())
 
 
+Pair = tuple[Key, Key]
+"""A value of the pattern and one of the graph."""
+
+
 class Unifier:
     """Compares one pattern with one graph; `nearest` is the mismatch that came furthest."""
 
@@ -344,12 +331,13 @@ class Unifier:
                 yield found
             return
         if self.p.dtype(own) != self.c.dtype(theirs):
-            self._differs(found, theirs, f"{self.p.dtype(own)} is wanted, not", theirs)
+            dtypes = f"{self.p.dtype(own)} is wanted, not {self.c.dtype(theirs)}"
+            self._differs(found, theirs, dtypes)
             return
         form, other = self.p.forms[own], self.c.forms[theirs]
         if isinstance(form, Leaf):
             place = seen if seen is not None else self._default(own, theirs)
-            if place is not None and not _part_of_an_operation(theirs):
+            if place is not None and part_of_one(theirs) is None:
                 yield _bound(found, own, theirs, place)
             return
         reader = _READERS.get(type(form))
@@ -360,17 +348,16 @@ class Unifier:
         if nodes & self.c.effects.writers:
             return
         inside = dataclasses.replace(found, nodes=found.nodes | nodes)
-        yield from reader(self, (own, form), (theirs, other), seen, inside)
+        yield from reader(self, (own, theirs), form, other, seen, inside)
 
-    def _differs(self, found: Found, at: Key, why: str, more: Key | None = None) -> None:
+    def _differs(self, found: Found, at: Key, why: str) -> None:
         if found.depth and (self.nearest is None or found.depth > self.nearest[0]):
-            shown = why if more is None else f"{why} {self.c.dtype(more)}"
-            self.nearest = (found.depth, shown, owner_of(at))
+            self.nearest = (found.depth, why, owner_of(at))
 
     def _default(self, own: Key, theirs: Key) -> Dims | None:
         """Return the reading of a value of the graph as tokens and features, in this order."""
         shape = self.c.shape(theirs)
-        wanted = len(self.p.shape(own) or ())
+        wanted = len(self.p.sizes(own))
         if shape is None or len(shape) < wanted - 1 or (wanted == 1 and len(shape) != 1):
             return None
         whole = views.identity(shape)
@@ -381,12 +368,12 @@ class Unifier:
     # -- operands of elementwise forms ----------------------------------------------------
 
     def _operand(
-        self, own: Key, theirs: Key, at: tuple[Key, Key], seen: Dims | None, found: Found
+        self, own: Key, theirs: Key, at: Pair, seen: Dims | None, found: Found
     ) -> Iterator[Found]:
         """Compare operands that are read element by element, or broadcast."""
         base, dims = self.p.base(own)
         other, over = self.c.base(theirs)
-        shape, wide = self.p.shape(at[0]) or (), self.c.shape(at[1]) or ()
+        shape, wide = self.p.sizes(at[0]), self.c.sizes(at[1])
         expanded, spread = views.expand(dims, shape), views.expand(over, wide)
         if expanded is None or spread is None:
             return
@@ -401,7 +388,7 @@ class Unifier:
             return
         place: dict[int, views.Dim] = {}
         for mine, theirs_dim in zip(expanded, moved, strict=True):
-            axis = views.whole_axis(mine, self.p.shape(base) or ())
+            axis = views.whole_axis(mine, self.p.sizes(base))
             real = tuple(a for a in theirs_dim if a.axis != views.BROADCAST)
             if axis is None:
                 if real or any(a.axis != views.BROADCAST for a in mine):
@@ -416,11 +403,11 @@ class Unifier:
         self, own: Key, theirs: Key, place: dict[int, views.Dim], found: Found
     ) -> Iterator[Found]:
         """Compare base values with known axes, if those cover all of the graph's value."""
-        if sorted(place) != list(range(len(self.p.shape(own) or ()))):
+        if sorted(place) != list(range(len(self.p.sizes(own)))):
             return
         dims = tuple(place[axis] for axis in sorted(place))
         atoms = [a for dim in dims for a in dim]
-        if not _covers(atoms, self.c.shape(theirs) or ()):
+        if not _covers(atoms, self.c.sizes(theirs)):
             return
         yield from self._value(own, theirs, dims, found)
 
@@ -431,8 +418,8 @@ class Unifier:
 
     def _both(
         self,
-        pairs: Sequence[tuple[Key, Key]],
-        at: tuple[Key, Key],
+        pairs: Sequence[Pair],
+        at: Pair,
         seen: Dims | None,
         found: Found,
     ) -> Iterator[Found]:
@@ -451,18 +438,18 @@ class Unifier:
     def _numbers(self, found: Found, *pairs: tuple[float, float]) -> Found | None:
         numbers = dict(found.numbers)
         for own, theirs in pairs:
-            try:
-                numbers |= self.pattern.number(own, theirs, numbers)
-            except ValueError:
+            more = self.pattern.number(own, theirs, numbers)
+            if more is None:
                 return None
+            numbers |= more
         return dataclasses.replace(found, numbers=numbers)
 
     # -- forms ----------------------------------------------------------------------------
 
     def _elementwise(
         self,
-        at: tuple[Key, Key],
-        pairs: Sequence[tuple[Key, Key]],
+        at: Pair,
+        pairs: Sequence[Pair],
         seen: Dims | None,
         found: Found | None,
     ) -> Iterator[Found]:
@@ -482,28 +469,28 @@ class Unifier:
             for one in self._both(pairs, at, seen, found):
                 yield _bound(one, *at, seen)
 
-    def _settles(self, pair: tuple[Key, Key]) -> bool:
+    def _settles(self, pair: Pair) -> bool:
         """Sort operands: those that may come from a product, then parameters."""
         return isinstance(self.p.form(pair[0]), Leaf)
 
-    def _scale(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
-        (key, form), (other, there) = own, theirs
-        at = (key, other)
+    def _scale(
+        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
+    ) -> Iterator[Found]:
         if isinstance(form.factor, float) or isinstance(there.factor, float):
             if isinstance(form.factor, float) and isinstance(there.factor, float):
                 more = self._numbers(found, (form.factor, there.factor))
                 if more is None:
                     self._differs(
-                        found, other, f"times {form.factor} is wanted, not {there.factor}"
+                        found, at[1], f"times {form.factor} is wanted, not {there.factor}"
                     )
                 yield from self._elementwise(at, [(form.value, there.value)], seen, more)
             return
         for a, b in there.orders:
             yield from self._elementwise(at, [(form.value, a), (form.factor, b)], seen, found)
 
-    def _add(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
-        (key, form), (other, there) = own, theirs
-        at = (key, other)
+    def _add(
+        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
+    ) -> Iterator[Found]:
         if isinstance(form.b, float) or isinstance(there.b, float):
             if isinstance(form.b, float) and isinstance(there.b, float):
                 added = (form.beta * form.b, there.beta * there.b)
@@ -522,39 +509,42 @@ class Unifier:
                 more = dataclasses.replace(more, nodes=more.nodes | a[2] | b[2])
             yield from self._elementwise(at, [(mine_a, a[0]), (mine_b, b[0])], seen, more)
 
-    def _named(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
+    def _named(
+        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
+    ) -> Iterator[Found]:
         """Compare activations and casts, which must be the same in all but the value."""
-        (key, form), (other, there) = own, theirs
         if dataclasses.replace(form, value=there.value) != there:
-            self._differs(found, other, f"{describe(form)} is wanted, not {describe(there)}")
+            self._differs(found, at[1], f"{describe(form)} is wanted, not {describe(there)}")
             return
-        yield from self._elementwise((key, other), [(form.value, there.value)], seen, found)
+        yield from self._elementwise(at, [(form.value, there.value)], seen, found)
 
-    def _norm(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
-        (key, form), (other, there) = own, theirs
+    def _norm(
+        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
+    ) -> Iterator[Found]:
         same = (form.kind, form.offset) == (there.kind, there.offset)
         if not same or form.eps is None or there.eps is None:
             return
         pairs = [(form.value, there.value)]
         for a, b in ((form.weight, there.weight), (form.bias, there.bias)):
             if (a is None) != (b is None):
-                self._differs(found, other, "another set of weight and bias is wanted in a norm")
+                self._differs(found, at[1], "another set of weight and bias is wanted in a norm")
                 return
             if a is not None and b is not None:
                 pairs.append((a, b))
         more = self._numbers(found, (form.eps, there.eps))
-        for one in self._elementwise((key, other), pairs, seen, more):
-            if self._last_is_last(key, other, one):
+        for one in self._elementwise(at, pairs, seen, more):
+            if self._last_is_last(at, one):
                 yield one
 
-    def _last_is_last(self, own: Key, theirs: Key, found: Found) -> bool:
+    def _last_is_last(self, at: Pair, found: Found) -> bool:
         """Return whether the last axes of two values are the same."""
-        shape = self.c.shape(theirs) or ()
-        dims = found.values[own][1]
-        return bool(dims) and bool(shape) and dims[-1] == views.identity(shape)[-1]
+        own, theirs = found.values[at[0]][1][-1:], self.c.whole(at[1])[-1:]
+        return bool(own) and own == theirs
 
-    def _opaque(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
-        (key, form), (other, there) = own, theirs
+    def _opaque(
+        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
+    ) -> Iterator[Found]:
+        key, other = at
         if isinstance(key, Virtual) or isinstance(other, Virtual) or form.name != there.name:
             self._differs(found, other, f"{form.name} is wanted, not {there.name}")
             return
@@ -562,7 +552,7 @@ class Unifier:
         if mine is None or given is None or set(mine) != set(given):
             return
         tensors = [n for n, v in mine.items() if isinstance(v, fx.Node)]
-        rank, width = len(self.p.shape(key) or ()), len(self.c.shape(other) or ())
+        rank, width = len(self.p.sizes(key)), len(self.c.sizes(other))
         last = form.name in _ALONG_LAST
         for name in set(mine) - set(tensors):
             a, b = mine[name], given[name]
@@ -575,39 +565,41 @@ class Unifier:
                 return
         if any(not isinstance(given[name], fx.Node) for name in tensors):
             return
-        pairs: list[tuple[Key, Key]] = [(mine[name], given[name]) for name in tensors]
+        pairs: list[Pair] = [(mine[name], given[name]) for name in tensors]
         if is_pointwise(key) or last:
-            for one in self._elementwise((key, other), pairs, seen, found):
-                if not last or self._last_is_last(key, other, one):
+            for one in self._elementwise(at, pairs, seen, found):
+                if not last or self._last_is_last(at, one):
                     yield one
             return
         # Nothing is known of another operation: every axis has to be in its place.
-        whole = views.identity(self.c.shape(other) or ())
+        whole = self.c.whole(other)
         if rank != width or seen not in (None, whole):
             return
         yield from self._in_place(pairs, _bound(found, key, other, whole))
 
-    def _in_place(self, pairs: Sequence[tuple[Key, Key]], found: Found) -> Iterator[Found]:
+    def _in_place(self, pairs: Sequence[Pair], found: Found) -> Iterator[Found]:
         """Compare operands with the same axes, one by one."""
         if not pairs:
             yield found
             return
         (own, theirs), rest = pairs[0], pairs[1:]
-        shape, wide = self.p.shape(own) or (), self.c.shape(theirs) or ()
+        shape, wide = self.p.sizes(own), self.c.sizes(theirs)
         if len(shape) == len(wide):
             for one in self._operand(own, theirs, (own, theirs), views.identity(wide), found):
                 yield from self._in_place(rest, one)
 
     # -- products -------------------------------------------------------------------------
 
-    def _product(self, own: Any, theirs: Any, seen: Dims | None, found: Found) -> Iterator[Found]:
-        (key, form), (other, there) = own, theirs
-        mine = Labels.of(self.p, form.orders[0], form.out_labels)
+    def _product(
+        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
+    ) -> Iterator[Found]:
+        key, other = at
+        mine = roles_of(self.p, form.orders[0], form.out_labels)
         for sides in there.orders:
-            labels = Labels.of(self.c, sides, there.out_labels)
-            if mine is None or labels is None:
+            roles = roles_of(self.c, sides, there.out_labels)
+            if mine is None or roles is None:
                 return
-            paired = self._paired(form, mine, there, other, labels, seen)
+            paired = self._paired(form, mine, there, other, roles, seen)
             if paired is None:
                 continue
             pairs = list(zip(form.orders[0], sides, strict=True))
@@ -630,21 +622,21 @@ class Unifier:
     def _paired(
         self,
         form: Product,
-        mine: Labels,
+        mine: Mapping[Role, Sequence[int]],
         there: Product,
         other: Key,
-        labels: Labels,
+        roles: Mapping[Role, Sequence[int]],
         seen: Dims | None,
     ) -> dict[int, tuple[int, ...]] | None:
         """Return which of the graph's labels each label of the pattern stands for."""
         paired: dict[int, tuple[int, ...]] = {}
-        for name in ("batch", "left", "right", "inner"):
-            wanted, given = getattr(mine, name), getattr(labels, name)
-            if seen is not None and name != "inner":
+        for role in {**mine, **roles}:
+            wanted, given = mine.get(role, ()), tuple(roles.get(role, ()))
+            if seen is not None and role[2]:
                 used: list[int] = []
                 for label in wanted:
                     dim = seen[form.out_labels.index(label)]
-                    group = labels_of(dim, there, self.c.shape(other) or ())
+                    group = labels_of(dim, there, self.c.sizes(other))
                     if group is None:
                         return None
                     paired[label] = group
@@ -668,7 +660,7 @@ class Unifier:
         over = self.c.base(theirs)[1]
         place: dict[int, views.Dim] = {}
         for label, dim in zip(own_labels, dims, strict=True):
-            axis = views.whole_axis(dim, self.p.shape(base) or ())
+            axis = views.whole_axis(dim, self.p.sizes(base))
             if axis is None or label not in paired:
                 return None
             atoms: list[Atom] = []
@@ -716,10 +708,6 @@ def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, froz
 
 def _bound(found: Found, own: Key, theirs: Key, seen: Dims) -> Found:
     return dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
-
-
-def _part_of_an_operation(key: Key) -> bool:
-    return isinstance(key, Virtual) and key.attribute is None
 
 
 Where = Callable[..., bool | str]
@@ -790,11 +778,14 @@ class PatternRule(Rule):
         for pattern in self._read(dtype):
             unifier = Unifier(pattern, graph)
             for found in unifier.at(node):
-                site = _site(pattern, found)
+                seen = found.values[pattern.root][1]
+                out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
+                tensors = {name: found.values[holder] for holder, name in pattern.names.items()}
+                site = Site(tensors, found.numbers, out_dims)
                 answer = self._refused(graph, node, found, site)
                 if answer is None:
                     told = {**site.numbers, "operands": site.shapes(), "chains": 0}
-                    told["dtype"] = str(dtype).removeprefix("torch.")
+                    told["dtype"] = dtype_name(dtype)
                     return Match(self.name, node, found.nodes, data=site, info=told)
                 refusal = refusal or answer
             if unifier.nearest is not None and (nearest is None or unifier.nearest[0] > nearest[0]):
@@ -829,7 +820,7 @@ class PatternRule(Rule):
             node = editor.node(key)
             given[name] = editor.arrange(node, views.identity(editor.shape(node)), dims)
         made = _inline(editor, self.replacement, given, site.numbers)
-        want = views.identity(graph.shape(match.node) or ())
+        want = graph.whole(match.node)
         if editor.shape(made) != views.shape_of(site.out_dims):
             raise ValueError(
                 f"the replacement returns {list(editor.shape(made))} where the pattern returns "
@@ -871,12 +862,6 @@ def rule(
     return PatternRule(shown, pattern, replacement, where, constants, ranks or {})
 
 
-def _site(pattern: Pattern, found: Found) -> Site:
-    tensors = {name: found.values[holder] for holder, name in pattern.names.items()}
-    seen = found.values[pattern.root][1]
-    return Site(tensors, found.numbers, tuple(seen[a] for a in pattern.axes if a is not None))
-
-
 def _value(c: Canonical, place: tuple[Key, Dims]) -> torch.Tensor:
     """Return a tensor without data, like a parameter at a site."""
     key, dims = place
@@ -885,11 +870,8 @@ def _value(c: Canonical, place: tuple[Key, Dims]) -> torch.Tensor:
     shape = own.shape
 
     def size(dim: views.Dim) -> Any:
-        total: Any = 1
-        for atom in dim:
-            whole = views.as_size(shape[atom.axis]) == atom.size
-            total = total * (shape[atom.axis] if whole else atom.size)
-        return total
+        axes = ((atom.size, shape[atom.axis]) for atom in dim)
+        return math.prod(own if views.as_size(own) == size else size for size, own in axes)
 
     mode = own.fake_mode if isinstance(own, FakeTensor) else FakeTensorMode()
     with mode:

@@ -114,7 +114,7 @@ class Attempt:
 
     def match(self) -> None:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
-        search = _Search(self.c)
+        search = _Search(self.c, self.path)
         for rule in self.rules:
             count = self.count(rule)
             with self.faults.only_reading(rule, self.c.graph):
@@ -127,8 +127,7 @@ class Attempt:
         self.matches = search.matches
         names = {node.name for node in search.taken}
         declined = [d for d in search.declined if d.at not in names or d in search.kept]
-        graph = self.path.rstrip(".")
-        self.result.declined += [dataclasses.replace(d, graph=graph) for d in declined]
+        self.result.declined += declined
         lines = (f"declined: {d}" for d in declined)
         self.findings = itertools.chain(map(str, self.matches), lines)
 
@@ -143,7 +142,7 @@ class Attempt:
         last = next(iter(reversed(self.c.graph.nodes)))
         for rule in self.rules:
             with self.faults.guard("joining matches of the graph that ends at", last, rule):
-                left = [m for m in self.matches if self.faults.is_dropped(rule.name, m.name)]
+                left = [m for m in self.matches if self.faults.is_left(rule.name, m.name)]
                 free = [m for m in self.matches if m not in left] if left else self.matches
                 with self.faults.only_reading(rule, self.c.graph):
                     joined = rule.combine(self.c, list(free))
@@ -151,7 +150,7 @@ class Attempt:
         position = self.c.effects.position
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
-            match.graph, match.length = self.path.rstrip("."), _terms(self.c, match.nodes)
+            match.graph, match.length = self.path, _terms(self.c, match.nodes)
         self.findings = map(str, self.matches)
 
     def lay_out(self) -> None:
@@ -201,18 +200,16 @@ class Attempt:
         for match in sorted(self.matches, key=lambda match: position[match.node]):
             editor.at = match.node
             rule = by_name[match.rule]
-            done = False
-            with self.faults.guard("emitting", match.node, rule):
-                try:
-                    _emit(c, editor, match, rule)
-                except NotEmittedError as error:
-                    why = Declined.of(rule.name, error.refusal, match.node)
-                    self.refused.append(dataclasses.replace(why, graph=self.path.rstrip(".")))
-                    self.faults.refuse(rule.name, *_places(match))
-                    return False
-                done = True
-            if not done:
-                self.faults.drop(rule.name, *_places(match))
+            try:
+                _emit(c, editor, match, rule)
+            except NotEmittedError as error:
+                why = Declined.of(rule.name, error.refusal, match.node, self.path)
+                self.refused.append(why)
+                self.faults.leave(rule.name, *_places(match))
+                return False
+            except Exception as error:  # kept, or raised again
+                self.faults.keep(error, "emitting", match.node, rule)
+                self.faults.leave(rule.name, *_places(match), fault=True)
                 return False
         return True
 
@@ -228,7 +225,7 @@ def _terms(c: Canonical, nodes: frozenset[fx.Node]) -> int:
     """Return how many terms the products of some nodes sum up, one product after the other."""
     total = 0
     for _, form in (product for node in nodes for product in products_at(c, node)):
-        labelled = zip(form.lhs_labels, c.shape(form.lhs) or (), strict=False)
+        labelled = zip(form.lhs_labels, c.sizes(form.lhs), strict=False)
         sizes = [size for label, size in labelled if label not in form.out_labels]
         total += sum(size if isinstance(size, int) else TYPICAL_TOKENS for size in sizes)
     return total
@@ -256,7 +253,7 @@ def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:
     if not isinstance(new, fx.Node):
         raise TypeError(f"rewrite returned {new!r}; return the node that takes the match's place")
     have, want = (
-        (tuple(c.shape(node) or ()), c.dtype(node)) if c.tensor(node) is not None else None
+        (c.sizes(node), c.dtype(node)) if c.tensor(node) is not None else None
         for node in (new, old)
     )
     if have is not None and want is not None and have != want:
@@ -267,10 +264,10 @@ def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:
 
 
 class _Search:
-    """The matches so far, and the nodes that they take over."""
+    """The matches in a graph so far, and the nodes that they take over."""
 
-    def __init__(self, c: Canonical) -> None:
-        self.c = c
+    def __init__(self, c: Canonical, path: str) -> None:
+        self.c, self.path = c, path
         self.taken: set[fx.Node] = set()
         self.matches: list[Match] = []
         self.declined: list[Declined] = []
@@ -302,7 +299,7 @@ class _Search:
                 continue
             moving = set[fx.Node]()
             if isinstance(found, Match):
-                if c.faults.is_dropped(rule.name, found.name):
+                if c.faults.is_left(rule.name, found.name):
                     continue
                 moving = _moving(c, found)
                 places = [c.effects.position[n] for n in (*moving, found.node)]
@@ -311,7 +308,7 @@ class _Search:
             if isinstance(found, Refusal):
                 count.refused += 1
                 if found.reason:
-                    self.declined.append(Declined.of(rule.name, found, node))
+                    self.declined.append(Declined.of(rule.name, found, node, self.path))
                     self.kept += self.declined[-1:] if found.report_even_if_superseded else []
             elif not moving & self.taken:
                 self.taken |= moving
@@ -393,7 +390,7 @@ def values_agree(attempt: Attempt) -> None:
         if was is None or now is None or not hasattr(was, "dtype"):
             continue
         pairs = zip(views.sizes_of(was), views.sizes_of(now), strict=False)
-        same = all(a == b for a, b in pairs if views.is_static(a) and views.is_static(b))
+        same = all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
         if was.dtype != now.dtype or was.dim() != now.dim() or not same:
             raise ValueError(
                 f"{new.name} is {now.dtype} {list(now.shape)} in place of {old.name}, "
@@ -683,8 +680,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
 def _internal(fault: Fault) -> Declined:
     """Return a fault of this package as a refusal, which reports show."""
     why = Refusal("internal", f"a fault in nmm_compiler, {fault}", fault.at)
-    declined = Declined.of(fault.rule or "reading", why, fault.at)
-    return dataclasses.replace(declined, graph=fault.graph)
+    return Declined.of(fault.rule or "reading", why, fault.at, fault.graph)
 
 
 class _Run:
@@ -712,21 +708,22 @@ class _Run:
             return self.done[id(original)]
         children: dict[str, fx.GraphModule] = {}
         last = next(iter(reversed(original.graph.nodes)))
-        dump = Dump(dump_directory(), path.rstrip("."))
+        dump = Dump(dump_directory(), path)
         faulty = False
         while True:
             module = copy_graph(original)
             found = RewriteResult(module, [], [])
             values = None
-            self.faults.graph = path.rstrip(".")
+            self.faults.graph = path
             if not faulty:
                 with self.faults.guard("reading the graph that ends at", last):
                     read = collect_values(module, example_inputs)
                     for name, child, inputs, kinds in _children(module, read, sources):
                         if name not in children:
-                            children[name] = self.graph(child, inputs, f"{path}{name}.", kinds)
+                            below = f"{path}.{name}".lstrip(".")
+                            children[name] = self.graph(child, inputs, below, kinds)
                     values = read
-            self.faults.graph = path.rstrip(".")
+            self.faults.graph = path
             for name, child in children.items():
                 _set_attribute(module, name, child)
             if faulty:
@@ -785,9 +782,12 @@ def _children(
     """
     found: dict[str, Child] = {}
     left: set[str] = set()
-    outer = read_graph(module, values, sources) if _holds_graphs(module) else None
+    children = (child for name, child in module.named_children() if name != "_guards_fn")
+    if not any(isinstance(child, fx.GraphModule) for child in children):
+        return []
+    outer = read_graph(module, values, sources)
     for node in module.graph.nodes:
-        if outer is None or node.op not in ("call_module", "call_function"):
+        if node.op not in ("call_module", "call_function"):
             continue
         flat = [a for a in node.all_input_nodes if not _is_graph(module, a)]
         bodies = [str(a.target) for a in node.all_input_nodes if _is_graph(module, a)]
@@ -816,13 +816,6 @@ def _children(
 def _is_graph(module: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "get_attr" and isinstance(
         fetch_attribute(module, str(node.target)), fx.GraphModule
-    )
-
-
-def _holds_graphs(module: fx.GraphModule) -> bool:
-    return any(
-        name != "_guards_fn" and isinstance(child, fx.GraphModule)
-        for name, child in module.named_children()
     )
 
 

@@ -70,7 +70,9 @@ def reproducer(
         copies[node] = piece.placeholder(("p_" if stored else "") + node.name)
     for node in nodes:
         copies[node] = piece.node_copy(node, lambda n: copies[n])
-    kept = [n for n in nodes if n.name == match.name or any(map(_matters, set(n.users) - taken))]
+    # assertions of torch.export have no readers
+    read_behind = {n for n in nodes if any(u.op == "output" or u.users for u in {*n.users} - taken)}
+    kept = [n for n in nodes if n.name == match.name or n in read_behind]
     results = tuple(copies[n] for n in kept)
     piece.output(results[0] if len(results) == 1 else results)
     called = {copies[n]: fetch_attribute(inner, str(n.target)) for n in nodes
@@ -99,8 +101,3 @@ def _with_views(canonical: Canonical, names: set[str]) -> list[fx.Node]:
         if node.op.startswith("call") and (node.name in names or (is_view and read)):
             taken.add(node)
     return [node for node in canonical.graph.nodes if node in taken]
-
-
-def _matters(reader: fx.Node) -> bool:
-    """Return whether a reader's result is read: assertions of torch.export have none."""
-    return reader.op == "output" or bool(reader.users)

@@ -25,7 +25,7 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.passes import verify
 from nmm_compiler.passes.chains.chain import read_stage
 from nmm_compiler.passes.chains.safety import Refusal
-from nmm_compiler.passes.graph.canonical import Canonical, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, dtype_name, owner_of
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.layout import transposes
 from nmm_compiler.passes.reproduce import reproducer
@@ -127,13 +127,8 @@ def _ways_at_a_rank(one: Any, target: str) -> Ways | None:
 def _looked_up(weight: fx.Node) -> bool:
     """Return whether an embedding reads the weight too; `compress` leaves such tied weights
     dense."""
-    seen, left = set[fx.Node](), [weight]
-    while left:
-        node = left.pop()
-        if node not in seen and (node is weight or node.op in ("placeholder", "get_attr")):
-            seen.add(node)
-            left += node.all_input_nodes
-    readers = [user for node in seen for user in node.users]
+    leaves = (node for node in weight.all_input_nodes if node.op in ("placeholder", "get_attr"))
+    readers = (user for node in (weight, *leaves) for user in node.users)
     return any("embedding" in getattr(user.target, "__name__", "") for user in readers)
 
 
@@ -146,41 +141,35 @@ def _count(sizes: Iterable[Any]) -> int | None:
 def opportunities(c: Canonical, covered: set[fx.Node]) -> list[Opportunity]:
     """Return the dense products with a constant 2-D weight that factors would make smaller."""
     found: list[Opportunity] = []
-    for node in c.graph.nodes:
-        if node in covered:
+    left = (node for node in c.graph.nodes if node not in covered)
+    for key, form in (product for node in left for product in products_at(c, node)):
+        rhs = c.is_constant(form.rhs)
+        (data, _), (weight, _) = form.orders[not rhs]
+        if c.is_constant(data) or not c.is_constant(weight) or _looked_up(owner_of(weight)):
             continue
-        for key, form in products_at(c, node):
-            rhs = c.is_constant(form.rhs)
-            data = form.lhs if rhs else form.rhs
-            if c.is_constant(data) or not c.is_constant(form.rhs if rhs else form.lhs):
-                continue
-            if _looked_up(owner_of(form.rhs if rhs else form.lhs)):
-                continue
-            stage = read_stage(c, key, form, rhs)
-            if isinstance(stage, Refusal):
-                continue
-            k, n = stage.weight.k, stage.weight.n
-            r = int(0.8 * k * n / (k + n))
-            if r < 1 or min(k, n) < 2:
-                continue
-            saved = k * n - r * (k + n)
-            dtype = c.dtype(key)
-            size = dtype.itemsize if dtype is not None else 2
-            break_even = -(-k * n // (k + n))
-            found.append(
-                Opportunity(
-                    node=owner_of(key).name,
-                    module=module_path(node),
-                    k=k,
-                    n=n,
-                    r=r,
-                    break_even=break_even,
-                    saved_bytes=saved * size,
-                    saved_flops_per_token=2 * saved,
-                    m=_count(stage.tokens.values()),
-                    dtype=str(dtype).removeprefix("torch."),
-                )
+        stage = read_stage(c, key, form, rhs)
+        if isinstance(stage, Refusal):
+            continue
+        k, n = stage.weight.k, stage.weight.n
+        r = int(0.8 * k * n / (k + n))
+        if r < 1 or min(k, n) < 2:
+            continue
+        saved = k * n - r * (k + n)
+        dtype = c.dtype(key)
+        found.append(
+            Opportunity(
+                node=owner_of(key).name,
+                module=module_path(owner_of(key)),
+                k=k,
+                n=n,
+                r=r,
+                break_even=-(-k * n // (k + n)),
+                saved_bytes=saved * (2 if dtype is None else dtype.itemsize),
+                saved_flops_per_token=2 * saved,
+                m=_count(stage.tokens.values()),
+                dtype=dtype_name(dtype),
             )
+        )
     return found
 
 
@@ -199,7 +188,10 @@ def graph_parts(
         groups.setdefault((f"{match.kind} {sizes}", place), []).append(match)
     parts: list[Part] = []
     for (what, place), same in list(groups.items())[:_MOST_PICTURES]:
-        before, after = _pictures(original, rewritten, same[0])
+        match = same[0]
+        fused, added = {node.name for node in match.nodes}, set(match.added)
+        before = _picture(original, match.graph, fused, "fused", "before")
+        after = _picture(rewritten, match.graph, added, "call", "after")
         times = f" x {len(same)}" if len(same) > 1 else ""
         parts.append(Section(f"{what} at {place}{times}", (before, after)))
     if len(groups) > _MOST_PICTURES:
@@ -207,46 +199,25 @@ def graph_parts(
     return parts
 
 
-def _pictures(
-    original: fx.GraphModule, rewritten: fx.GraphModule, match: Match
-) -> tuple[Drawing, Drawing]:
-    old, new = (_inner(module, match.graph) for module in (original, rewritten))
-    fused = {node.name for node in match.nodes}
-    olds = {node.name: node for node in old.graph.nodes}
-    news = {node.name: node for node in new.graph.nodes}
-    shown = [olds[name] for name in fused if name in olds]
-    calls = {name for name in match.added if name in news}
-    before = _picture(old, shown, fused, "fused")
-    after = _picture(new, [news[name] for name in calls], calls, "call")
-    around = "with what they read and who reads them"
-    texts = [
-        f"{when}: {counted(len(nodes), 'node')}, {around}"
-        for when, nodes in (("before", shown), ("after", calls))
-    ]
-    return graph(before, texts[0]), graph(after, texts[1])
-
-
-def _inner(module: fx.GraphModule, path: str) -> fx.GraphModule:
-    found: Any = module.get_submodule(path) if path else module
-    return found if isinstance(found, fx.GraphModule) else module
-
-
-def _picture(
-    module: fx.GraphModule, centre: list[fx.Node], marked: set[str], kind: str
-) -> list[GraphNode]:
+def _picture(module: fx.GraphModule, path: str, names: set[str], kind: str, when: str) -> Drawing:
+    """Return the picture of nodes of the graph at a path, marked as a kind, and of their
+    neighbours."""
+    inner: Any = module.get_submodule(path) if path else module
+    centre = [node for node in inner.graph.nodes if node.name in names]
     around = {n for node in centre for n in (node, *node.all_input_nodes, *node.users)}
-    around = {node for node in around if node.op != "output"}
-    shown = [node for node in module.graph.nodes if node in around][:_MOST_NODES]
-    return [
+    shown = [node for node in inner.graph.nodes if node in around and node.op != "output"]
+    drawn = [
         GraphNode(
             node.name,
             _what(node),
             tuple(n.name for n in node.all_input_nodes),
-            "transpose" if transposes(node) else kind if node.name in marked else "",
+            "transpose" if transposes(node) else kind if node.name in names else "",
             _stored_path(node),
         )
-        for node in shown
+        for node in shown[:_MOST_NODES]
     ]  # fmt: skip
+    count = counted(len(centre), "node")
+    return graph(drawn, f"{when}: {count}, with what they read and who reads them")
 
 
 def _stored_path(node: fx.Node) -> str:
@@ -408,9 +379,10 @@ class RewriteResult(Shown):
 
     def parts(self) -> list[Part]:
         """Return the fused calls, the layouts, the refusals with reasons, and the opportunities."""
+        gain = calls_bring(m.info["predicted"] for m in self.matches if "predicted" in m.info)
         return [
             Line(self.summary(), "headline"),
-            *_gain(self.rewritten),
+            *([Line(gain, "headline")] if gain else []),
             *_matches(self),
             *(Line(str(count), "note") for count in self.rules.values()),
             *_layouts(self),
@@ -544,13 +516,11 @@ def _matches(result: RewriteResult) -> list[Part]:
     return [*parts, *(Line(f"note, {n} x: {note}", "note") for note, n in notes.items())]
 
 
-def _figures(match: Match) -> tuple[str, str, str]:
+def _figures(match: Match) -> list[str]:
     """Return microseconds of one call, of the smaller calls that compute it, and dense."""
-    found = match.info.get("predicted")
-    if found is None:
-        return ("-", "-", "-")
-    ways = (found["fused"], found["separate"], found["dense"])
-    return tuple("-" if us is None else f"{us:,.1f}" for us in ways)  # type: ignore[return-value]
+    predicted = match.info.get("predicted", {})
+    each = (predicted.get(way) for way in ("fused", "separate", "dense"))
+    return ["-" if us is None else f"{us:,.1f}" for us in each]
 
 
 def _prices(matches: list[Match]) -> list[str]:
@@ -625,11 +595,6 @@ def _declined(declined: list[Declined]) -> list[Part]:
 def _without_names(reason: str) -> str:
     """Return a reason without the numbers of nodes and layers, so that equal ones meet."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"(\w)_\d+\b", r"\1", reason))
-
-
-def _gain(matches: list[Match]) -> list[Part]:
-    said = calls_bring(m.info["predicted"] for m in matches if "predicted" in m.info)
-    return [Line(said, "headline")] if said else []
 
 
 def _opportunities(found: list[Opportunity], target: str) -> list[Part]:

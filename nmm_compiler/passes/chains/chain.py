@@ -44,6 +44,7 @@ from nmm_compiler.passes.graph.canonical import (
     Scale,
     Virtual,
     describe,
+    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import upstream
@@ -554,7 +555,7 @@ def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | No
     """Name a first factor that is an input of the graph, beside a stored second one."""
     for key in (inner.rhs, inner.lhs):
         base = c.base(key)[0]
-        shape = c.shape(base) or ()
+        shape = c.sizes(base)
         if base not in c.input_matrices or second.weight.k not in shape:
             continue
         k, r, n = (
@@ -571,10 +572,6 @@ def _operands(c: Canonical, key: Key, form: Form) -> Sequence[Key]:
     given = [getattr(form, name, None) for name in ("value", "factor", "a", "b")]
     read = [key for key in given if isinstance(key, (fx.Node, Virtual))]
     return read or ([] if isinstance(key, Virtual) else key.all_input_nodes)
-
-
-def _short(c: Canonical, key: Key) -> str:
-    return str(c.dtype(key)).removeprefix("torch.")
 
 
 def join_stages(
@@ -604,11 +601,8 @@ def join_stages(
     if inside is not None and not computed:
         return inside
     if c.dtype(walk.key) != c.dtype(second.key):
-        return Refusal(
-            "dtype",
-            f"the products compute in {_short(c, walk.key)} and {_short(c, second.key)}",
-            walk.key,
-        )
+        names = " and ".join(dtype_name(c.dtype(key)) for key in (walk.key, second.key))
+        return Refusal("dtype", f"the products compute in {names}", walk.key)
     data_dims = views.compose(walk.dims, first.out_dims)
     mismatch = Refusal(
         "shape",
@@ -699,15 +693,9 @@ def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
     shape = c.shape(walk.key)
     if not shape or shape[-1] != second.weight.k or c.shape(norm.value) != shape:
         return False
-    last = views.identity(shape)[-1]
-    contracted = [
-        walk.dims[i]
-        for i, dim in enumerate(second.x_dims)
-        if dim and is_whole_feature(dim, second.weight.k)
-    ]
     base, dims = c.base(norm.value)
-    same = views.identity(c.shape(base) or ())
-    return contracted == [last] and bool(dims) and dims[-1] in same
+    over_last = _features_over(second, walk.dims) == views.identity(shape)[-1]
+    return over_last and bool(dims) and dims[-1] in c.whole(base)
 
 
 def read_summed_chain(c: Canonical, key: Key, form: Product) -> Chain | None:
@@ -786,59 +774,55 @@ def _reader(c: Canonical, key: Key) -> Key | None:
 
 def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
     """Absorb constant bias, scale and activation after the chain, as far as they have no others."""
-    base, base_dims = chain.out, chain.out_dims
     pending: set[fx.Node] = set()
     key: Key = chain.out
-    n = chain.v.n
     while True:
         reader = _reader(c, key)
         if reader is None or reader in c.effects.writers:
             return chain
         if c.is_view_of(owner_of(reader), key):
-            if c.base(reader)[0] != base:
+            if c.base(reader)[0] != chain.out:
                 return chain
             pending.add(owner_of(reader))
             key = reader
             continue
         form = c.forms.get(reader)  # no reader for a view of another value that names this one
-        dims = views.compose(c.base(key)[1], base_dims)
+        dims = views.compose(c.base(key)[1], chain.out_dims)
         if dims is None:
             return chain
         new: Chain | None = None
-        if isinstance(key, Virtual) and isinstance(form, Add):
-            steps = _after_steps(c, reader, form, key, dims, n)
-            if steps is None and not isinstance(form.b, float):
-                factor = (Step("scale", form.alpha),) if form.alpha != 1.0 else ()
-                return dataclasses.replace(
-                    chain,
-                    after=(*chain.after, *factor),
-                    addend=(form.b, form.beta),
-                    out=reader,
-                    out_dims=dims,
-                    nodes=chain.nodes | {owner_of(reader)},
-                )
+        steps = _after_steps(c, reader, form, key, dims, chain.n)
         if isinstance(form, Activation) and form.name in EPILOGUES and activations:
             new = dataclasses.replace(chain, activation=form.name)
-        elif isinstance(form, (Scale, Add)):
-            steps = _after_steps(c, reader, form, key, dims, n)
+        elif steps is not None:
             # a scale of the result is none of the first factor, or not of it alone
             fixed = chain.base or chain.more or chain.inner
-            scaled = any(s.kind == "scale" and s.number != 1.0 for s in steps or ())
-            if steps is not None and not (fixed and scaled):
+            if not (fixed and any(s.kind == "scale" and s.number != 1.0 for s in steps)):
                 new = dataclasses.replace(chain, after=(*chain.after, *steps))
+        elif isinstance(key, Virtual) and isinstance(form, Add) and not isinstance(form.b, float):
+            factor = (Step("scale", form.alpha),) if form.alpha != 1.0 else ()
+            return dataclasses.replace(
+                chain,
+                after=(*chain.after, *factor),
+                addend=(form.b, form.beta),
+                out=reader,
+                out_dims=dims,
+                nodes=chain.nodes | {owner_of(reader)},
+            )
         if new is None or c.dtype(reader) != c.dtype(chain.out):
             return chain
         nodes = chain.nodes | pending | {owner_of(reader)} | c.helpers.get(reader, frozenset())
         chain = dataclasses.replace(new, out=reader, out_dims=dims, nodes=nodes)
         if chain.activation != "identity":
             return chain
-        base, base_dims, key, pending = reader, dims, reader, set()
+        key, pending = reader, set()
 
 
 def _after_steps(
-    c: Canonical, reader: Key, form: Scale | Add, key: Key, dims: Dims, n: int
+    c: Canonical, reader: Key, form: Form | None, key: Key, dims: Dims, n: int
 ) -> list[Step] | None:
-    found = affine(c, reader, form)
+    """Return the steps of a value that reads another one; None for what no kernel computes."""
+    found = None if form is None else affine(c, reader, form)
     if found is None or found[0] != key:
         return None
     steps = found[1][::-1]

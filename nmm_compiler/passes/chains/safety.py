@@ -34,6 +34,7 @@ from nmm_compiler.passes.graph.canonical import (
     Leaf,
     Product,
     Virtual,
+    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import is_ignorable
@@ -134,7 +135,7 @@ def refuse(
     if wanted not in DTYPES:
         return Refusal(
             "dtype",
-            f"dtype {str(wanted).removeprefix('torch.')} has no kernel",
+            f"dtype {dtype_name(wanted)} has no kernel",
             final,
         )
     casts = casts_operands(c, nodes)
@@ -147,8 +148,7 @@ def refuse(
                 continue
             return Refusal(
                 "dtype",
-                f"dtypes differ: {str(value.dtype).removeprefix('torch.')} and "
-                f"{str(wanted).removeprefix('torch.')}",
+                f"dtypes differ: {dtype_name(value.dtype)} and {dtype_name(wanted)}",
                 owner_of(key),
             )
     return None
@@ -340,7 +340,7 @@ def too_wide(c: Canonical, stage: Any, r: int, n: int, key: Key) -> Refusal | No
     k = stage.weight.k
     if r * (k + n) < k * n:
         return None
-    dtype = str(c.dtype(key)).removeprefix("torch.")
+    dtype = dtype_name(c.dtype(key))
     m = tokens_to_judge(views.product(list(stage.tokens.values())))
     text = f"r (k + n) >= k n: {r} * ({k} + {n}) >= {k} * {n}, so one dense product is cheaper"
     if dtype in LowRankSpec.dtypes:  # else no kernel has a price

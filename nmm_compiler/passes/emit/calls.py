@@ -44,6 +44,7 @@ from nmm_compiler.passes.graph.canonical import (
     Opaque,
     Scale,
     Virtual,
+    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.graph.read_operations import is_distributed, local_part
@@ -123,7 +124,7 @@ def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
         else:
             inner = clamped(c, key)
             bound = bound or inner is not None
-        if inner is None or c.base(inner)[1] != views.identity(c.shape(key) or ()):
+        if inner is None or c.base(inner)[1] != c.whole(key):
             return None
         key = c.base(inner)[0]
     dtype = c.dtype(key)
@@ -194,8 +195,7 @@ def keep(c: Canonical, weights: Sequence[Weight], dtype: torch.dtype | None, why
     if not c.chip.float8_kernels:
         why = f"{c.chip.name} has no fp8 kernels; trn2 and trn3 have"
     if dtype not in X_DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        why = why or f"x is {name}; cast the model to bfloat16"
+        why = why or f"x is {dtype_name(dtype)}; cast the model to bfloat16"
     return Kept(format, () if why else stored, why)
 
 
@@ -252,7 +252,7 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     base, inner = c.base(key)
     if base is key or isinstance(base, Virtual):
         return here
-    inverse = _invert(inner, dims, dict(enumerate(c.shape(base) or ())))
+    inverse = _invert(inner, dims, dict(enumerate(c.sizes(base))))
     if inverse is None:
         return here
     below = Source(base, inverse, k)
@@ -371,7 +371,8 @@ def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Bytes] = ()) -> Fa
         if chain.inner.gain is not None:
             gain = one_dim(editor, chain.inner.gain, chain.u.n)
     elif bias is not None:
-        bias = times_matrix(editor, plain_v, chain.v.layout, bias)
+        matrix = plain_v if chain.v.layout == "col" else editor.permute(plain_v, (1, 0))
+        bias = editor.call(aten.mv.default, matrix, bias)
     absorb(chain.after, chain.n)
     return Factors(chain, u, v, scale, bias, inner, gain)
 
@@ -425,12 +426,6 @@ def scales_of(editor: Editor, kept: Kept) -> list[fx.Node]:
     """Return the 1-D nodes of the scales of fp8 weights."""
     nodes = [editor.node(stored.scale) for stored in kept.stored]
     return [editor.reshape(node, (math.prod(editor.shape(node)),)) for node in nodes]
-
-
-def times_matrix(editor: Editor, node: fx.Node, layout: str, vector: fx.Node) -> fx.Node:
-    """Emit vector @ matrix for a matrix stored in either layout."""
-    matrix = node if layout == "col" else editor.permute(node, (1, 0))
-    return editor.call(aten.mv.default, matrix, vector)
 
 
 def times(editor: Editor, node: fx.Node, number: float) -> fx.Node:
@@ -520,10 +515,10 @@ class Call:
             self.lead = source.dims[:-1] if source.is_row() else tokens
         return node, source
 
-    def result_value(self, editor: Editor, x: fx.Node, n: int) -> Any:
-        """Return the metadata value of a result with n features."""
+    def result_value(self, editor: Editor, x: fx.Node) -> Any:
+        """Return the metadata value of the result."""
         assert self.lead is not None
-        shape = (*views.shape_of(self.lead), n)
+        shape = (*views.shape_of(self.lead), self.n)
         old = editor.c.values[self.final]
         if self.out_layout == "row" and all(isinstance(s, int) for s in shape):
             # Fake operations are slow; the replaced value often is also the result's.
@@ -533,11 +528,8 @@ class Call:
         lead = [editor.size_value(s, x) for s in shape[:-1]]
         value = editor.c.values[x]
         if self.out_layout == "row":
-            return value.new_empty([*lead, n])
-        count: Any = 1
-        for size in lead:
-            count = count * size
-        return value.new_empty([n, count])
+            return value.new_empty([*lead, self.n])
+        return value.new_empty([self.n, math.prod(lead)])
 
     def _dims(self, features: int, layout: str) -> Dims:
         """Return the dimensions of an operand or a result in a layout."""
@@ -554,7 +546,7 @@ class Call:
         """Emit the call and what surrounds it; return the node with the final value."""
         x = self.prepare_x(editor)
         operands, keywords = self.operands(editor)
-        value = self.result_value(editor, x, self.n)
+        value = self.result_value(editor, x)
         return self.finish(editor, self.op_call(editor, {"x": x, **operands}, keywords, value))
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
@@ -584,7 +576,7 @@ class Call:
 
     def _common(self, c: Canonical, first: Weight) -> dict[str, Any]:
         """Return the fields of every spec; first: the weight that x is multiplied by."""
-        dtype = str(c.dtype(self.final)).removeprefix("torch.")
+        dtype = dtype_name(c.dtype(self.final))
         m, k = tokens_to_judge(self.tokens_count()), self.source.k
         value = c.tensor(self.source.key)
         if value is not None and is_distributed(value):
@@ -844,12 +836,9 @@ class SharedCall(Call):
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call; every member's final node is replaced, the first one's is returned."""
         chains = self.chains
-        for chain in chains:
-            steps = (step.key for step in chain.steps if step.key is not None)
-            editor.hoist([*chain.weights, *steps])
+        editor.hoist(key for chain in chains for key in chain.operands)
         x = self.prepare_x(editor)
         operands, keywords = self.operands(editor)
-        operands["x"] = x
         if any(chain.activation != "identity" for chain in chains):
             keywords["activations"] = [chain.activation for chain in chains]
         layouts = [member.out_layout for member in self.members]
@@ -860,8 +849,8 @@ class SharedCall(Call):
         for member in self.members:
             member.x_layout = self.x_layout
             member._resolve(editor)
-            values.append(member.result_value(editor, x, member.n))
-        y = self.op_call(editor, operands, keywords, values)
+            values.append(member.result_value(editor, x))
+        y = self.op_call(editor, {"x": x, **operands}, keywords, values)
         results = []
         for index, member in enumerate(self.members):
             part = editor.call(operator.getitem, y, index, meta_value=values[index])

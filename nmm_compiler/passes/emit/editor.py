@@ -276,10 +276,9 @@ class Editor:
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         self.replaced[old] = new
 
-    def erase(self, nodes: Iterable[fx.Node]) -> int:
-        """Erase nodes that nothing reads, last first; return how many went."""
+    def erase(self, nodes: Iterable[fx.Node]) -> None:
+        """Erase nodes that nothing reads, last first."""
         wanted = set(nodes)
-        gone = 0
         for node in reversed(list(self.graph.nodes)):
             if node not in wanted or node.op in ("placeholder", "output"):
                 continue
@@ -288,8 +287,6 @@ class Editor:
                     self.graph.erase_node(user)
             if not node.users:
                 self.graph.erase_node(node)
-                gone += 1
-        return gone
 
 
 # A data-dependent size, where strides are sorted: longer than any other.

@@ -202,6 +202,11 @@ class Part(Opaque):
 Form = Leaf | Product | Scale | Add | Cast | Activation | Norm | Diagonal | Opaque
 
 
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype as kernels and messages say it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def describe(form: Form) -> str:
     """Return two or three words for messages."""
     if isinstance(form, Opaque):
@@ -211,7 +216,7 @@ def describe(form: Form) -> str:
     if isinstance(form, Norm):
         return f"{form.kind} norm"
     if isinstance(form, Cast):
-        return f"cast to {str(form.dtype).removeprefix('torch.')}"
+        return f"cast to {dtype_name(form.dtype)}"
     return type(form).__name__.lower()
 
 
@@ -302,6 +307,14 @@ class Canonical:
             found = self._shapes[key] = views.sizes_of(value)
         return found
 
+    def sizes(self, key: Key) -> tuple[Size, ...]:
+        """Return the shape, () for no tensor."""
+        return self.shape(key) or ()
+
+    def whole(self, key: Key) -> Dims:
+        """Return the dimensions of a base as it lies."""
+        return views.identity(self.sizes(key))
+
     def dtype(self, key: Key) -> torch.dtype | None:
         """Return the dtype, None for no tensor."""
         if isinstance(key, Virtual):
@@ -320,17 +333,17 @@ class Canonical:
     def is_whole(self, key: Key) -> bool:
         """Return whether a value is its base as it lies."""
         base, dims = self.views[key]
-        return dims == views.identity(self.shape(base) or ())
+        return dims == self.whole(base)
 
-    def origin(self, key: Key, parts: bool = False) -> Key:
-        """Return the base behind views and casts, and behind parts of it."""
+    def origin(self, key: Key) -> Key:
+        """Return the base behind views, casts and parts."""
         base = self.base(key)[0]
         form = self.forms[base]
         if isinstance(form, Cast):
-            return self.origin(form.value, parts)
+            return self.origin(form.value)
         cut = isinstance(form, Opaque) and (isinstance(form, Part) or form.name in _SPLITS)
         sources = owner_of(base).all_input_nodes
-        return self.origin(sources[0], parts) if parts and cut and sources else base
+        return self.origin(sources[0]) if cut and sources else base
 
     def is_constant(self, key: Key) -> bool:
         """Return whether the value comes from outside the graph, by nothing but views."""
@@ -383,7 +396,7 @@ class Canonical:
                 continue
             renamed = {inside[0]: sum(labels) - inside[0]}
             if form.out_labels == tuple(renamed.get(label, label) for label in own):
-                (along,) = views.identity(self.shape(diagonal.vector) or ())
+                (along,) = self.whole(diagonal.vector)
                 dims = tuple(along if label in inside else () for label in own)
                 return Scale(value, self.viewed(owner, "diagonal", diagonal.vector, dims))
         return form
@@ -404,13 +417,15 @@ class Canonical:
         assert composed is not None
         assert dtype is not None
         key = Virtual(owner, label, views.shape_of(dims), dtype)
-        self.views[key] = (base, composed)
-        self.sources[key] = source
-        if source in self.constant:
-            self.constant.add(key)
-        if source in self.made:
-            self.made.add(key)
+        self.note_view(key, source, (base, composed))
         return key
+
+    def note_view(self, key: Key, source: Key, view: View) -> None:
+        """Note that a value rearranges a source, and is a constant where that is one."""
+        self.views[key], self.sources[key] = view, source
+        for known in (self.constant, self.made):
+            if source in known:
+                known.add(key)
 
     def is_view_of(self, node: fx.Node, value: Key) -> bool:
         """Return whether `node` rearranges `value` itself.

@@ -222,7 +222,7 @@ def matmul_labels(a: int, b: int) -> tuple[tuple[int, ...], tuple[int, ...], tup
 def _contract(c: Canonical, a: Any, b: Any) -> Product | None:
     if not _is_tensor(c, a) or not _is_tensor(c, b):
         return None
-    ranks = len(c.shape(a) or ()), len(c.shape(b) or ())
+    ranks = len(c.sizes(a)), len(c.sizes(b))
     if 0 in ranks:
         return None
     return Product(a, b, *matmul_labels(*ranks))
@@ -235,8 +235,8 @@ def _matmul(c: Canonical, call: Call) -> Result:
 
 @_of_two
 def _linear(c: Canonical, call: Call, x: Key, w: Key) -> Result:
-    shape = c.shape(x) or ()
-    if len(c.shape(w) or ()) != 2 or not shape:
+    shape = c.sizes(x)
+    if len(c.sizes(w)) != 2 or not shape:
         return None
     tokens = tuple(BATCH + i for i in range(len(shape) - 1))
     result = Product(x, w, (*tokens, K), (N, K), (*tokens, N))
@@ -306,7 +306,7 @@ def _einsum(c: Canonical, call: Call) -> Result:
     operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args[1:]]
     if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in operands):
         return None
-    read = _einsum_labels(equation, [len(c.shape(o) or ()) for o in operands])
+    read = _einsum_labels(equation, [len(c.sizes(o)) for o in operands])
     if read is None or len(operands) < 2:
         return None
     return chain(c, call.node, operands, *read)
@@ -325,7 +325,7 @@ def chain(
     """
     sizes: dict[int, Size] = {}
     for operand, own in zip(operands, labels, strict=True):
-        for label, size in zip(own, c.shape(operand) or (), strict=True):
+        for label, size in zip(own, c.sizes(operand), strict=True):
             if sizes.get(label, 1) == 1:
                 sizes[label] = size
     rest = list(range(len(operands)))
@@ -376,7 +376,7 @@ def _multi_dot(c: Canonical, call: Call) -> Result:
         return None
     labels: list[tuple[int, ...]] = []
     for i, operand in enumerate(operands):
-        rank = len(c.shape(operand) or ())
+        rank = len(c.sizes(operand))
         if rank == 2:
             labels.append((i, i + 1))
         elif rank == 1 and i in (0, len(operands) - 1):
@@ -389,7 +389,7 @@ def _multi_dot(c: Canonical, call: Call) -> Result:
 
 @_of_two
 def _tensordot(c: Canonical, call: Call, a: Key, b: Key) -> Result:
-    rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
+    rank_a, rank_b = len(c.sizes(a)), len(c.sizes(b))
     dims: Any = call.get(2, "dims", "dims_self", default=2)
     if call.get(3, "dims_other") is not None:
         dims = (dims, call.get(3, "dims_other"))
@@ -431,7 +431,7 @@ def _convolution(c: Canonical, call: Call, x: Key, w: Key) -> Result:
     if call.name == "convolution":
         plain = plain and not call.get(6, "transposed", default=False)
         groups = call.get(8, "groups", default=1)
-    shape, kernel = c.shape(x) or (), c.shape(w) or ()
+    shape, kernel = c.sizes(x), c.sizes(w)
     spatial = len(kernel) - 2
     one = spatial >= 1 and len(shape) == len(kernel) and all(s == 1 for s in kernel[2:])
     if not plain or groups != 1 or not one:
@@ -450,54 +450,31 @@ def _convolution(c: Canonical, call: Call, x: Key, w: Key) -> Result:
 
 @_of_two
 def _inner(c: Canonical, call: Call, a: Key, b: Key) -> Result:
-    rank_a, rank_b = len(c.shape(a) or ()), len(c.shape(b) or ())
+    rank_a, rank_b = len(c.sizes(a)), len(c.sizes(b))
     whole = rank_a and rank_b
     return _dot(a, b, rank_a, rank_b, [(rank_a - 1, rank_b - 1)]) if whole else None
 
 
 def _sum_over(c: Canonical, call: Call) -> Result:
-    """Read the sum over an axis of a constant matrix times a value as their product."""
-    source = call.get(0, "input", "self")
+    """Read the sum over axes of a constant matrix times a value as their product."""
+    source, node = call.get(0, "input", "self"), call.node
     shape = c.shape(source) if isinstance(source, fx.Node) else None
     if shape is None or target_name(source) != "mul" or call.get(3, "dtype") is not None:
         return None
     operands = source.all_input_nodes
-    if len(operands) != 2 or len(source.args) != 2 or any(c.shape(o) is None for o in operands):
-        return None
     given = call.get(1, "dim", "axis")
     axes = list(given) if isinstance(given, (tuple, list)) else [given]
-    form = _summed(c, call.node, operands, shape, axes)
-    if form is None:
-        return None
-    summed = {a % len(shape) for a in axes}
-    out = form.out_labels
-    c.helpers[call.node] = frozenset((source,))
-    if not call.get(2, "keepdim", default=False):
-        return form
-    sizes = tuple(shape[i] for i in out)
-    made = c.virtual(call.node, "product", form, sizes)
-    c.helpers[made] = frozenset((source,))
-    dims = iter(views.identity(sizes))
-    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
-
-
-def _summed(
-    c: Canonical, node: fx.Node, operands: list[fx.Node], shape: tuple[Any, ...], axes: list[Any]
-) -> Product | None:
-    """Return the sum over axes of two operands' elementwise product, which has this shape.
-
-    One operand has to be given by constants.
-    """
-    if any(c.dtype(o) != c.dtype(node) for o in operands):
-        return None
-    if not any(_is_given(c, o) for o in operands):
+    alike = all(c.shape(o) is not None and c.dtype(o) == c.dtype(node) for o in operands)
+    if len(operands) != 2 or len(source.args) != 2 or not alike:
         return None
     if not axes or not all(isinstance(a, int) for a in axes):
+        return None
+    if not any(_is_given(c, o) for o in operands):
         return None
     summed = {a % len(shape) for a in axes}
     labels = []
     for operand in operands:
-        own = c.shape(operand) or ()
+        own = c.sizes(operand)
         places = range(len(shape) - len(own), len(shape))
         if any(a not in places or own[a - len(shape)] != shape[a] for a in summed):
             return None  # a sum over an axis that is repeated counts it several times
@@ -505,7 +482,15 @@ def _summed(
         spread = (own[i - len(shape)] == 1 != shape[i] for i in places)
         labels.append(tuple(-1 - i if one else i for i, one in zip(places, spread, strict=True)))
     out = tuple(i for i in range(len(shape)) if i not in summed)
-    return Product(operands[0], operands[1], labels[0], labels[1], out)
+    form = Product(operands[0], operands[1], labels[0], labels[1], out)
+    c.helpers[node] = frozenset((source,))
+    if not call.get(2, "keepdim", default=False):
+        return form
+    sizes = tuple(shape[i] for i in out)
+    made = c.virtual(node, "product", form, sizes)
+    c.helpers[made] = frozenset((source,))
+    dims = iter(views.identity(sizes))
+    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
 
 
 def _is_given(c: Canonical, key: Any) -> bool:
@@ -516,7 +501,7 @@ def _is_given(c: Canonical, key: Any) -> bool:
 def _where(c: Canonical, call: Call) -> Result:
     """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
     mask, vector, other = (call.get(i, n) for i, n in enumerate(("condition", "input", "other")))
-    shape = c.shape(call.node) or ()
+    shape = c.sizes(call.node)
     if not isinstance(vector, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
         return None
     base, dims = c.base(vector)
@@ -530,7 +515,7 @@ def _where(c: Canonical, call: Call) -> Result:
 
 
 def _same(c: Canonical, source: fx.Node) -> View:
-    return source, views.identity(c.shape(source) or ())
+    return source, c.whole(source)
 
 
 # -- rearrangements -------------------------------------------------------------------------
@@ -541,7 +526,7 @@ def _regroup(c: Canonical, call: Call, source: fx.Node) -> Result:
     """Read view, reshape, flatten, squeeze, ...: the target shape is in the metadata."""
     if c.dtype(source) != c.dtype(call.node):
         return None
-    dims = views.reshape(_same(c, source)[1], c.shape(call.node) or ())
+    dims = views.reshape(_same(c, source)[1], c.sizes(call.node))
     return None if dims is None else (source, dims)
 
 
@@ -577,7 +562,7 @@ def _getattr(c: Canonical, call: Call) -> Result:
 
 @_of_one
 def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
-    dims = views.expand(_same(c, source)[1], c.shape(call.node) or ())
+    dims = views.expand(_same(c, source)[1], c.sizes(call.node))
     return None if dims is None else (source, dims)
 
 
@@ -591,7 +576,7 @@ def _getitem(c: Canonical, call: Call, source: fx.Node) -> Result:
         return _regroup(c, call)
     if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
         return None
-    rank, after = len(c.shape(source) or ()), entries[cut[0] + 1 :]
+    rank, after = len(c.sizes(source)), entries[cut[0] + 1 :]
     axis = rank - 1 - len(after) if Ellipsis in entries[: cut[0]] else cut[0]
     kept: slice = entries[cut[0]]
     return _part(c, call, source, axis, (kept.start, kept.stop, kept.step))
@@ -608,7 +593,7 @@ def _slice(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 def _part(c: Canonical, call: Call, source: fx.Node, axis: Any, ends: tuple[Any, ...]) -> Result:
     """Read a slice with step 1 of one axis; the same value where it leaves nothing out."""
-    shape = c.shape(source) or ()
+    shape = c.sizes(source)
     if not isinstance(axis, int) or not shape or ends[2] not in (None, 1):
         return None
     if shape == c.shape(call.node) and ends[0] in (0, None):
@@ -624,7 +609,7 @@ def _concatenate(c: Canonical, call: Call) -> Result:
     parts, axis = call.get(0, "tensors"), call.get(1, "dim", "axis", default=0)
     if not isinstance(parts, (tuple, list)) or not isinstance(axis, int):
         return None
-    return Concatenation(call.name, tuple(parts), axis % max(len(c.shape(call.node) or ()), 1))
+    return Concatenation(call.name, tuple(parts), axis % max(len(c.sizes(call.node)), 1))
 
 
 @_of_one
@@ -640,7 +625,7 @@ def _repeat(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 @_of_one
 def _softmax(c: Canonical, call: Call, source: fx.Node) -> Result:
-    axis, rank = call.get(1, "dim"), len(c.shape(call.node) or ())
+    axis, rank = call.get(1, "dim"), len(c.sizes(call.node))
     last = isinstance(axis, int) and axis in (-1, rank - 1)
     return Softmax(call.name, (source,)) if last else None
 
@@ -769,7 +754,7 @@ def _norm(c: Canonical, call: Call, source: fx.Node) -> Result:
 @_of_one
 def _diagonal(c: Canonical, call: Call, source: fx.Node) -> Result:
     plain = all(call.get(i, n, default=0) in (0, d) for i, n, d in _DIAGONAL_DEFAULTS)
-    return Diagonal(source) if plain and len(c.shape(source) or ()) == 1 else None
+    return Diagonal(source) if plain and len(c.sizes(source)) == 1 else None
 
 
 _DIAGONAL_DEFAULTS = ((1, "diagonal", 0), (2, "dim1", -2), (3, "dim2", -1))

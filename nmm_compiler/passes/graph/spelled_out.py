@@ -115,7 +115,7 @@ class SpelledOut:
         """Return the operation that makes a value; None for one that no expression has."""
         base, dims = value
         c = self._c
-        if not isinstance(base, fx.Node) or dims != views.identity(c.shape(base) or ()):
+        if not isinstance(base, fx.Node) or dims != c.whole(base):
             return None
         known = target_name(base) in _STEPS or isinstance(c.forms.get(base), Cast)
         plain = known and base.op in ("call_function", "call_method")
@@ -124,7 +124,7 @@ class SpelledOut:
     def _form(self, end: fx.Node, value: fx.Node, steps: set[fx.Node]) -> Activation | Norm | None:
         """Return what an expression computes of a value; add its steps."""
         c = self._c
-        rank = len(c.shape(end) or ())
+        rank = len(c.sizes(end))
         if not 0 < rank <= _LARGEST_RANK:
             return None
         x, known = _known(rank)
@@ -152,7 +152,7 @@ class SpelledOut:
         Steps compute in one dtype; casts to it from a narrower one are none.
         """
         c = self._c
-        shape, dtype = c.shape(end) or (), c.dtype(end)
+        shape, dtype = c.sizes(end), c.dtype(end)
 
         def operand(node: fx.Node) -> torch.Tensor:
             value = c.views.get(node, (node, ()))
@@ -273,14 +273,14 @@ def _vector(c: Canonical, key: Key) -> tuple[Key, float] | None:
         form = c.forms[base]
     if isinstance(form, Cast):
         base = c.base(form.value)[0]
-    return (base, offset) if c.is_constant(base) and len(c.shape(base) or ()) == 1 else None
+    return (base, offset) if c.is_constant(base) and len(c.sizes(base)) == 1 else None
 
 
 def _is_last(c: Canonical, vector: Key, node: fx.Node) -> bool:
     """Return whether a constant varies along the last dimension alone, and along all of it."""
-    shape, base = c.shape(node) or (), c.base(vector)[0]
+    shape, base = c.sizes(node), c.base(vector)[0]
     dims = views.expand(c.base(vector)[1], shape)
-    if dims is None or len(c.shape(base) or ()) != 1:
+    if dims is None or len(c.sizes(base)) != 1:
         return False
     lead = all(a.axis == views.BROADCAST for dim in dims[:-1] for a in dim)
-    return lead and dims[-1] == views.identity(c.shape(base) or ())[0]
+    return lead and dims[-1] == c.whole(base)[0]

@@ -108,9 +108,6 @@ _SYNONYMS = {
 }
 
 
-_SIGNATURES: dict[Any, tuple[str, ...] | None] = {}
-
-
 def target_name(node: fx.Node) -> str | None:
     """Return the canonical name of what the node calls, None for an unknown Python callable.
 
@@ -153,12 +150,6 @@ def is_inplace_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def changes_gradient(node: fx.Node) -> bool:
-    """Return whether a view may change gradients: `detach`, `.data`, a hook, a custom op."""
-    name = target_name(node) or "::"
-    return name == "detach" or "::" in name or tuple(node.args[1:2]) == ("data",)
-
-
 class Call:
     """The arguments of a node, by position or by any name that torch gives them."""
 
@@ -178,14 +169,10 @@ class Call:
         return default
 
 
-def _signature(target: Any) -> tuple[str, ...] | None:
-    """Return the parameter names of a Python function, None where it has no signature to read."""
-    if target not in _SIGNATURES:
-        try:
-            _SIGNATURES[target] = tuple(inspect.signature(target).parameters)
-        except (TypeError, ValueError):  # builtins
-            _SIGNATURES[target] = None
-    return _SIGNATURES[target]
+@functools.lru_cache(maxsize=1024)
+def _signature(target: Any) -> tuple[str, ...]:
+    """Return the parameter names of a Python function."""
+    return tuple(inspect.signature(target).parameters)
 
 
 def inplace_flag(node: fx.Node) -> bool:
@@ -194,8 +181,8 @@ def inplace_flag(node: fx.Node) -> bool:
         return False
     if node.kwargs.get("inplace") is True:
         return True
-    names = _signature(node.target) if inspect.isfunction(node.target) else None
-    if not names or "inplace" not in names:
+    names = _signature(node.target) if inspect.isfunction(node.target) else ()
+    if "inplace" not in names:
         return False
     index = names.index("inplace")
     return index < len(node.args) and node.args[index] is True

@@ -1,4 +1,4 @@
-"""Operands as a base tensor plus strides, so that no rule has to match names of view operations.
+"""Operands as a base tensor and dimensions over it, so that no rule matches names of views.
 
 A view of a base node is a tuple of dimensions; each dimension is a tuple of atoms, outermost
 first, and an atom (axis, size, inner) says: "`size` steps along axis `axis` of the base, each
@@ -12,6 +12,7 @@ Sizes are ints, or sympy expressions for symbolic token dimensions; nothing here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,11 +49,6 @@ def as_size(value: Any) -> Size:
     return value
 
 
-def is_static(value: Size) -> bool:
-    """Return whether the size is a plain number."""
-    return isinstance(value, int)
-
-
 def sizes_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     """Return a tensor's shape; two of them compare as expressions, which adds no guard."""
     return tuple(map(as_size, tensor.shape))
@@ -86,10 +82,7 @@ def divide(a: Size, b: Size) -> Size | None:
 
 def product(sizes: Sequence[Size]) -> Size:
     """Return the product of the sizes."""
-    total: Size = 1
-    for size in sizes:
-        total = times(total, size)
-    return total
+    return as_size(math.prod(sizes))
 
 
 def dim_size(dim: Dim) -> Size:
@@ -201,31 +194,4 @@ def coalesce(atoms: Sequence[Atom]) -> Dim:
 
 def row_major(shape: Sequence[Size]) -> tuple[Size, ...]:
     """Return the strides, in elements, of a contiguous array of this shape."""
-    strides: list[Size] = []
-    total: Size = 1
-    for size in reversed(shape):
-        strides.append(total)
-        total = times(total, size)
-    return tuple(reversed(strides))
-
-
-def from_strides(
-    shape: Sequence[Size], strides: Sequence[Size], new: Sequence[Size], new_strides: Sequence[Size]
-) -> Dims | None:
-    """Find the view that turns (shape, strides) into (new, new_strides) over the same memory.
-
-    The strides must differ and be positive, so that they identify the dimensions; None otherwise.
-    View operations without a handler are read in this way.
-    """
-    old = {st: i for i, (s, st) in enumerate(zip(shape, strides, strict=True)) if s != 1}
-    if len(old) != sum(s != 1 for s in shape) or 0 in old:
-        return None
-    out: list[Dim] = []
-    for size, stride in zip(new, new_strides, strict=True):
-        if size == 1:
-            out.append(())
-        elif stride in old and shape[old[stride]] == size:
-            out.append((Atom(old.pop(stride), size, 1),))
-        else:
-            return None
-    return None if old else tuple(out)
+    return tuple(product(shape[axis + 1 :]) for axis in range(len(shape)))

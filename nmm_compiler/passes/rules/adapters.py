@@ -40,7 +40,15 @@ from nmm_compiler.passes.chains.safety import (
 )
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Canonical, Cast, Key, Product, Scale, owner_of
+from nmm_compiler.passes.graph.canonical import (
+    Canonical,
+    Cast,
+    Key,
+    Product,
+    Scale,
+    dtype_name,
+    owner_of,
+)
 from nmm_compiler.passes.graph.views import Dim
 from nmm_compiler.passes.rules.base import Match, Rule
 from nmm_compiler.passes.rules.experts import counted_from_end, name_of
@@ -110,25 +118,20 @@ class Adapters(Rule):
         if name_of(node) != "linear":
             return self._gathered(graph, node)
         x, w, bias = (*node.args, *node.kwargs.values(), None)[:3]
-        branches: list[_Branch] = []
-        for write in (user for user in node.users if _writes_rows(user)):
-            branch = _branch(graph, node, x, write)
-            if branch is None:
-                return None
-            branches.append(branch)
+        found = [_branch(graph, node, x, user) for user in node.users if _writes_rows(user)]
+        branches = tuple(branch for branch in found if branch is not None)
+        if len(branches) < len(found):
+            return None
         rows = [row for branch in branches for row in branch.rows]
-        shape = graph.shape(x) or ()
+        shape = graph.sizes(x)
         size = shape[0] if shape and isinstance(shape[0], int) else 0
         if len(rows) != len(set(rows)) or not all(0 <= row < size for row in rows):
-            why = f"rows {rows} of a batch of {size} are not written once each"
-            return Refusal("shape", why, node)
+            text = f"rows {rows} of a batch of {size} are not written once each"
+            return Refusal("shape", text, node)
         inner = {node, *(n for branch in branches for n in branch.nodes)}
         last = max(inner, key=graph.effects.position.__getitem__)
-        early = [user for user in node.users if user not in inner
-                 and graph.effects.position[user] < graph.effects.position[last]]  # fmt: skip
-        if early:
-            return Refusal("other_user", f"{early[0].name} reads it before all branches", node)
-        return self._matched(graph, node, inner, last, _Call(x, w, bias, tuple(branches)))
+        why = _read_early(graph, node, inner, last, node, "all branches")
+        return why or self._matched(graph, node, inner, last, _Call(x, w, bias, branches))
 
     def _gathered(self, graph: Canonical, node: Any) -> Match | Refusal | None:
         """Read linear(x, w, b) + branches of gathered factors, which may be added in place."""
@@ -144,17 +147,13 @@ class Adapters(Rule):
         if node.users:  # two names of one sum
             return Refusal("mutation", "the base is read under two names", node)
         position = graph.effects.position
-        early = [
-            user for user in base.users if user not in inner and position[user] < position[node]
-        ]
-        if early:
-            return Refusal("other_user", f"{early[0].name} reads it before its branch", node)
         late = [one for one in (*call.operands(), branch.index, branch.gains)
                 if one is not None and position[one] > position[base]]  # fmt: skip
-        if late:
-            why = f"{late[0].name} is made behind the linear to which its branch is added in place"
-            return Refusal("mutation", why, node, remedy="add the branch out of place")
-        return self._matched(graph, base, inner, node, call)
+        why = _read_early(graph, base, inner, node, node, "its branch")
+        if why is None and late:
+            text = f"{late[0].name} is made behind the linear to which its branch is added in place"
+            return Refusal("mutation", text, node, remedy="add the branch out of place")
+        return why or self._matched(graph, base, inner, node, call)
 
     def _matched(
         self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, call: _Call
@@ -162,7 +161,7 @@ class Adapters(Rule):
         """Return the match of one call, or why there is none."""
         floats = {graph.dtype(one) for one in call.operands()}
         if len(floats) != 1 or not floats <= {*DTYPES} or graph.dtype(node) not in floats:
-            names = ", ".join(sorted(str(one).removeprefix("torch.") for one in floats))
+            names = ", ".join(sorted(dtype_name(one) for one in floats))
             return Refusal("dtype", f"x, weights and factors are {names}", node)
         reads = call.operands()
         if call.gathered is not None:
@@ -191,19 +190,17 @@ class Adapters(Rule):
     def _spec(self, graph: Canonical, call: _Call) -> AdaptersSpec:
         """Return the spec of the call."""
         n, k = graph.shape(call.w) or (0, 0)
-        tokens = 1
-        for size in (graph.shape(call.x) or ())[:-1]:
-            tokens *= size
+        tokens = views.product(graph.sizes(call.x)[:-1])
         if call.gathered is None:
             groups = len(call.branches)
             rank = max((graph.shape(one.a) or (0,))[0] for one in call.branches)
         else:
             factor, turned = call.gathered.factors[1]
-            sizes = graph.shape(factor) or ()
+            sizes = graph.sizes(factor)
             groups, rank = sizes[0], sizes[-2 if turned else -1]
         return AdaptersSpec(
             m=tokens_to_judge(tokens), k=k, r=rank, n=n, groups=groups,
-            dtype=str(graph.dtype(call.x)).removeprefix("torch."), bias=call.bias is not None,
+            dtype=dtype_name(graph.dtype(call.x)), bias=call.bias is not None,
             w_layout="col", v_layout="col" if call.gathered is None else "row",
         )  # fmt: skip
 
@@ -229,13 +226,19 @@ class Adapters(Rule):
         )  # fmt: skip
 
 
+def _read_early(
+    graph: Canonical, base: Any, inner: set[fx.Node], last: fx.Node, at: fx.Node, what: str
+) -> Refusal | None:
+    """Refuse a linear that is read by another node before the last one that adds to it."""
+    position = graph.effects.position
+    early = [u for u in base.users if u not in inner and position[u] < position[last]]
+    return Refusal("other_user", f"{early[0].name} reads it before {what}", at) if early else None
+
+
 def _rows_index(call: _Call, x: torch.Tensor) -> list[Any]:
     """Return the adapter of each token: of each row of the batch, for all tokens of it."""
-    rows = [-1] * int(x.shape[0])
-    for number, branch in enumerate(call.branches):
-        for row in branch.rows:
-            rows[row] = number
-    return rows
+    numbers = {row: i for i, branch in enumerate(call.branches) for row in branch.rows}
+    return [numbers.get(row, -1) for row in range(int(x.shape[0]))]
 
 
 def _constant(editor: Editor, numbers: list[Any], dtype: torch.dtype, x: torch.Tensor) -> fx.Node:
@@ -331,7 +334,7 @@ def _base_and_branch(graph: Canonical, node: Any) -> tuple[Any, Any, list[fx.Nod
 
 def _whole(graph: Canonical, value: Any, place: Any) -> bool:
     """Return whether a place is all of a value: slices from the start to the end."""
-    sizes = graph.shape(value) or ()
+    sizes = graph.sizes(value)
     slices = place if isinstance(place, tuple) else (place,)
     if len(slices) > len(sizes) or not all(isinstance(one, slice) for one in slices):
         return False
@@ -351,7 +354,7 @@ def _gathered_branch(graph: Canonical, node: Any, x: Any) -> _Gathered | None:
             return None
     assert key is not None
     key = _filled(graph, key, branch)
-    sizes = [graph.shape(one) or () for one in (x, branch.index)]
+    sizes = [graph.sizes(one) for one in (x, branch.index)]
     if len(sizes[0]) not in (2, 3) or len(sizes[1]) != 1 or sizes[0][0] != sizes[1][0]:
         return None
     taken = itertools.takewhile(lambda one: one is not x, graph.through(key))
@@ -406,7 +409,7 @@ def _gathered_product(graph: Canonical, key: Key, branch: _Gathered) -> Key | No
         return None
     for (token, labels), (held, held_labels) in form.orders:
         made, dims = graph.base(held)
-        sizes, index = graph.shape(made) or (), _gather(made)
+        sizes, index = graph.sizes(made), _gather(made)
         if index is None or not _same_index(graph, index[1], branch):
             continue
         pairs = [(labels, graph.shape(token)), (form.out_labels, graph.shape(base))]
@@ -433,10 +436,10 @@ def _scaled(graph: Canonical, key: Key, form: Scale, branch: _Gathered) -> Any:
     if isinstance(form.factor, float):
         branch.scale *= form.factor
         return _read(graph, form.value, branch)
-    for value, factor in form.orders if len(graph.shape(key) or ()) == 2 else ():
+    for value, factor in form.orders if len(graph.sizes(key)) == 2 else ():
         made, dims = graph.base(factor)
         held = _gather(made)
-        spread = (*views.identity(graph.shape(made) or ()), ())
+        spread = (*graph.whole(made), ())
         if held is None or branch.gains is not None or dims != spread:
             continue
         if graph.shape(value) == graph.shape(key) and _same_index(graph, held[1], branch):

@@ -46,6 +46,7 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
     Scale,
     Softmax,
+    dtype_name,
 )
 from nmm_compiler.passes.graph.effects import fetch_attribute, upstream
 from nmm_compiler.passes.graph.metadata import collect_values
@@ -94,8 +95,8 @@ class Attention(Rule):
         q, k, v = operands = tuple(given.get(name) for name in _ARGUMENTS[:3])
         if any(graph.tensor(operand) is None for operand in operands):
             return None
-        shape, keys = graph.tensor(q).shape, graph.tensor(k).shape  # type: ignore[union-attr]
-        why = _unlike(node, given, shape, keys, graph.tensor(v).shape)  # type: ignore[union-attr]
+        shape, keys, values = (graph.sizes(operand) for operand in operands)
+        why = _unlike(node, given, shape, keys, values)
         if why is not None:
             return why
         seen: tuple[bool, int] | Refusal = bool(given.get("is_causal", False)), 0
@@ -112,7 +113,7 @@ class Attention(Rule):
             spec = AttentionSpec(
                 m=shape[2], heads=shape[1], kv_heads=(graph.shape(k) or keys)[1], context=keys[2],
                 d=shape[3], batch=shape[0],
-                dtype=str(graph.dtype(q)).removeprefix("torch."),
+                dtype=dtype_name(graph.dtype(q)),
                 causal=seen[0], window=seen[1], scale=given.get("scale"), rope=rope,
                 soft_cap=given.get("soft_cap", 0.0),
             )  # fmt: skip
@@ -210,7 +211,7 @@ def _spelled_out(c: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | None
 def _is_matmul(c: Canonical, form: Product) -> bool:
     """Return whether a product is that of [b, heads, m, k] and [b, heads, k, n]."""
     labels = (form.lhs_labels, form.rhs_labels, form.out_labels)
-    shapes = c.shape(form.lhs) or (), c.shape(form.rhs) or ()
+    shapes = c.sizes(form.lhs), c.sizes(form.rhs)
     return labels == matmul_labels(4, 4) and shapes[0][:2] == shapes[1][:2]
 
 
@@ -338,7 +339,7 @@ def _rotation(c: Canonical, node: fx.Node) -> tuple[fx.Node, ...] | None:
 
 def _is_half_turn(c: Canonical, key: Key, x: Key) -> bool:
     """Return whether a value is cat(-x[..., d/2:], x[..., :d/2])."""
-    form, shape = c.form(key), c.shape(x) or ()
+    form, shape = c.form(key), c.sizes(x)
     if not isinstance(form, Concatenation) or len(form.inputs) != 2 or len(shape) != 4:
         return False
     half, (sign, back) = shape[3] // 2, _factor(c, form.inputs[0])
@@ -355,7 +356,7 @@ def _is_half_turn(c: Canonical, key: Key, x: Key) -> bool:
 
 def _are_angles(c: Canonical, key: Key, x: Key) -> bool:
     """Return whether angles [1, 1, tokens, d] turn x [b, heads, tokens, d] as the kernel does."""
-    shape = c.shape(x) or ()
+    shape = c.sizes(x)
     fits = c.shape(key) == (1, 1, *shape[2:]) and c.dtype(key) == c.dtype(x)
     return isinstance(key, fx.Node) and fits and _halves_are_equal(c, key)
 
@@ -363,12 +364,12 @@ def _are_angles(c: Canonical, key: Key, x: Key) -> bool:
 def _halves_are_equal(c: Canonical, key: Key) -> bool:
     """Return whether a value is a function of cat((f, f), -1), element by element."""
     base, dims = c.base(key)
-    last = views.identity(c.shape(base) or ())[-1:]
+    last = c.whole(base)[-1:]
     if not last or dims[-1:] != last:
         return False
     form = c.forms[base]
     if isinstance(form, Concatenation):
-        whole = form.axis == len(c.shape(base) or ()) - 1
+        whole = form.axis == len(c.sizes(base)) - 1
         return whole and len(form.inputs) == 2 and form.inputs[0] is form.inputs[1]
     if isinstance(form, Cast) or (isinstance(form, Scale) and isinstance(form.factor, float)):
         return _halves_are_equal(c, form.value)

@@ -61,8 +61,8 @@ class Declined(Record):
     source: str = ""
 
     @classmethod
-    def of(cls, rule: str, refusal: Refusal, at: fx.Node) -> Declined:
-        """Return the refusal of a rule at a node."""
+    def of(cls, rule: str, refusal: Refusal, at: fx.Node, graph: str = "") -> Declined:
+        """Return the refusal of a rule at a node of a graph."""
         blamed = refusal.node
         return cls(
             rule=rule,
@@ -72,6 +72,7 @@ class Declined(Record):
             remedy=refusal.remedy or REMEDIES.get(refusal.code, ""),
             at=at.name,
             module=module_path(at) or module_path(blamed),
+            graph=graph,
             source=source_line(blamed) or source_line(at),
         )
 

@@ -47,7 +47,7 @@ from nmm_compiler.passes.chains.safety import (
     unsafe,
 )
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.canonical import Canonical, dtype_name
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import Match, Rule
 
@@ -154,8 +154,7 @@ class Experts(Rule):
             by_pick = _given(node, 1, "dim") in (1, [1], (1,))
             mixture = _of_picks(graph, node) if by_pick else _of_all(graph, node)
             kinds = {one.turned for one in (mixture.up, mixture.down)}
-            if len(graph.shape(mixture.down.weight) or ()) != 3 or len(kinds) != 1:
-                return None
+            _require(len(graph.sizes(mixture.down.weight)) == 3 and len(kinds) == 1)
             between, h = _region(mixture.down.rows)
         except NotExpertsError:
             return None
@@ -176,7 +175,7 @@ class Experts(Rule):
             return Refusal("dtype", f"no kernel computes experts in {dtype}", node)
         try:
             tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
-            spec = EXPERTS.spec_of(given, tokens, str(dtype).removeprefix("torch."))
+            spec = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
             spec.check(graph.chip)
         except NmmError as error:
             return Refusal("no_kernel", str(error), node)
@@ -199,18 +198,18 @@ class Experts(Rule):
     def _matched(self, graph: Canonical, node: Any, mixture: _Mixture) -> Match | Refusal:
         """Return the match of one call, or why there is none."""
         reads = mixture.operands()
-        stops = {*reads, mixture.x}
-        inner = _between([node, *mixture.writes], stops)
+        inner = _between([node, *mixture.writes], {*reads})
         spec = self._spec(graph, mixture)
         if isinstance(spec, Refusal):
             return spec
         weights = mixture.up.weight, mixture.down.weight
         dtypes = [graph.dtype(one) for one in (mixture.x, *weights)]
         if len({*dtypes}) > 1 or dtypes[0] not in DTYPES or not _rounds(graph, node, dtypes[0]):
-            said_of = "x {}, gate_up {}, down {} and the result {}"
-            said_of = said_of.format(*dtypes, graph.dtype(node))
-            why = f"{said_of} are not one dtype that kernels compute in"
-            return Refusal("dtype", why, node)
+            why = (
+                "x {}, gate_up {}, down {} and the result {} are not one dtype that kernels "
+                "compute in"
+            )
+            return Refusal("dtype", why.format(*dtypes, graph.dtype(node)), node)
         why_not = unsafe(graph, inner, node, reads, allowed=mixture.writes)
         if why_not is not None:
             return why_not
@@ -225,7 +224,7 @@ class Experts(Rule):
         """Return the spec of the call."""
         tokens, k = graph.shape(mixture.x) or (0, 0)
         turned = mixture.down.turned
-        weights = graph.shape(mixture.down.weight) or ()
+        weights = graph.sizes(mixture.down.weight)
         top_k = int((graph.shape(mixture.index) or (0, 0))[-1])
         tokens = tokens_to_judge(tokens)
         if mixture.scaled:
@@ -233,7 +232,7 @@ class Experts(Rule):
         try:
             return ExpertsSpec(
                 m=tokens, k=k, n=weights[2 if turned else 1], groups=mixture.groups, top_k=top_k,
-                dtype=str(graph.dtype(mixture.x)).removeprefix("torch."),
+                dtype=dtype_name(graph.dtype(mixture.x)),
                 gate_up_bias=mixture.up.bias is not None,
                 down_bias=mixture.down.bias is not None,
                 weight_layout="col" if turned else "row", **(mixture.said or {}),
@@ -327,7 +326,7 @@ def _rounds(graph: Canonical, node: Any, dtype: Any) -> bool:
 def _of_picks(graph: Canonical, node: Any) -> _Mixture:
     """Read a sum over the picks of each token."""
     view = _named(node.args[0], RESHAPES)
-    shape = graph.shape(view) or ()
+    shape = graph.sizes(view)
     _require(len(shape) == 3)
     product, inverse = view.args[0], None
     if name_of(product) == "getitem" and isinstance(product.args[1], fx.Node):
@@ -339,8 +338,8 @@ def _of_picks(graph: Canonical, node: Any) -> _Mixture:
     read = _batched_picks if inverse is None else _grouped_picks
     mixture = read(graph, up, down, gates, inverse, shape)
     own: tuple[Any, ...] = (mixture.index, mixture.gates)
-    _require(all(tuple(graph.shape(one) or ()) == tuple(shape[:2]) for one in own))
-    _require(tuple(graph.shape(mixture.x) or ()) == (shape[0], shape[2]))
+    _require(all(graph.sizes(one) == tuple(shape[:2]) for one in own))
+    _require(graph.sizes(mixture.x) == (shape[0], shape[2]))
     return mixture
 
 
@@ -388,7 +387,8 @@ def _linear(node: Any, kind: str) -> _Linear:
         bias = _of_expert(bias)
     elif bias is not None:
         bias, picks = _named(bias, ("getitem",)).args
-    return _Linear(_cast(rows), weight, bias, turned, product, last, tuple(added), mask, picks)
+    rows = _behind(rows, ("to", "_to_copy"))  # x and weights have one dtype, which is checked
+    return _Linear(rows, weight, bias, turned, product, last, tuple(added), mask, picks)
 
 
 def _of_expert(bias: Any) -> Any:
@@ -448,7 +448,12 @@ def _grouped_picks(
     if absent:
         mask = _named(up.mask, ("unsqueeze",))
         _require(len(masks) == 1 and _names_absent(mask.args[0], picks, groups))
-        writes |= _masks_in_place(rows, mask) | _clamps(picks, groups)
+        # zeros in the rows of absent experts, and absent picks in bounds for gathers of biases
+        zeros = _writes_to(rows, ("masked_fill_",))
+        _require(all(tuple(one.args[1:]) == (mask, 0.0) for one in zeros))
+        bounds = _writes_to(picks, ("clamp_", "clamp_max_"))
+        _require(all(_given(one, 2, "max") == groups - 1 for one in bounds))
+        writes |= zeros | bounds
     return _Mixture(
         x, _flattened(ordered.args[0]), _flattened(gates.args[0]), up, down, absent=absent,
         writes=writes,
@@ -466,17 +471,17 @@ def _of_all(graph: Canonical, node: Any) -> _Mixture:
     rows, scaled = _behind(up.rows, RESHAPES), scores is None
     if scaled:
         rows, scores = _times_scores(graph, rows)
-    shape, groups = graph.shape(up.rows) or (), (graph.shape(down.weight) or (0,))[0]
+    shape, groups = graph.sizes(up.rows), (graph.shape(down.weight) or (0,))[0]
     repeated = _named(rows, ("repeat",))
     x, times = repeated.args[0], tuple(repeated.args[1:])
-    size = tuple(graph.shape(x) or ())
+    size = graph.sizes(x)
     # else an expert that no token chose adds its bias
     _require(not scaled or (up.bias is None and down.bias is None))
     _require(len(shape) == 3 and shape[0] == groups and len(size) == 2)
     _require(times in ((groups, 1), ((groups, 1),)))
     index = _sparse(scores)
-    _require(tuple(graph.shape(scores) or ()) == (size[0], groups))
-    _require(math.prod(graph.shape(node) or ()) == math.prod(size))
+    _require(graph.sizes(scores) == (size[0], groups))
+    _require(math.prod(graph.sizes(node)) == math.prod(size))
     return _Mixture(x, index, None, up, down, scores=scores, scaled=scaled)
 
 
@@ -484,14 +489,14 @@ def _times_scores(graph: Canonical, product: Any) -> tuple[Any, fx.Node]:
     """Return rows and scores of rows * scores.T, each score for one row of features."""
     sides = [one for one in _named(product, ("mul",)).args if isinstance(one, fx.Node)]
     for rows, spread in (sides, sides[::-1]) if len(sides) == 2 else ():
-        ends = (graph.shape(spread) or ())[-1:]
+        ends = graph.sizes(spread)[-1:]
         turned = _behind(spread, RESHAPES)
         if _adds_dimension(turned):
             turned = _behind(turned.args[0], RESHAPES)
         swaps = name_of(turned) == "transpose" and sorted(turned.args[1:]) in ([0, 1], [-2, -1])
         if ends == (1,) and (swaps or name_of(turned) == "t"):
-            fits = tuple(graph.shape(rows) or ())[:-1] == tuple(graph.shape(spread) or ())[:-1]
-            if fits and len(graph.shape(turned) or ()) == 2:
+            fits = graph.sizes(rows)[:-1] == graph.sizes(spread)[:-1]
+            if fits and len(graph.sizes(turned)) == 2:
                 return rows, turned.args[0]
     raise NotExpertsError
 
@@ -519,20 +524,15 @@ def _sparse(scores: Any) -> fx.Node:
 
 def _chosen(linear: _Linear) -> Any:
     """Return the picks by which a batched product gathers its weights, and its biases."""
-    found: set[Any] = {one.args[1] for one in _gathers(linear)}
+    nodes = _between([linear.last, *linear.adds], {linear.rows, linear.weight})
+    gathers = [one for one in nodes if name_of(one) == "getitem" and one is not linear.rows]
+    found: set[Any] = {one.args[1] for one in gathers if isinstance(one.args[1], fx.Node)}
     return found.pop() if len(found) == 1 else None
 
 
 def _same_biases(picks: Any, *linears: _Linear) -> bool:
     """Return whether biases are those of these picks."""
     return all(one.picks is picks for one in linears if one.bias is not None)
-
-
-def _gathers(linear: _Linear) -> Iterator[fx.Node]:
-    for node in _between([linear.last, *linear.adds], {linear.rows, linear.weight}):
-        held = name_of(node) == "getitem" and isinstance(node.args[1], fx.Node)
-        if held and node is not linear.rows:
-            yield node
 
 
 def _counted(linear: _Linear, picks: Any, groups: Any) -> Any:
@@ -549,12 +549,12 @@ def _counted(linear: _Linear, picks: Any, groups: Any) -> Any:
 def _inverts(inverse: Any, perm: Any) -> frozenset[fx.Node]:
     """Return the write that fills `inverse` as inverse[perm] = arange."""
     _require(_named(inverse, ("empty_like", "new_empty")).args[0] is perm)
-    writes = [one for one in inverse.users if name_of(one) in ("setitem_", "index_put_")]
-    _require(len(writes) == 1 and len(writes[0].args) >= 3)
-    _, place, value = writes[0].args[:3]
+    writes = _writes_to(inverse, ("setitem_", "index_put_"))
+    _require([len(one.args) >= 3 for one in writes] == [True])
+    _, place, value = next(iter(writes)).args[:3]
     place = place[0] if isinstance(place, (list, tuple)) else place
     _require(place is perm and len(_named(value, ("arange",)).args) == 1)
-    return frozenset(writes)
+    return writes
 
 
 def _names_absent(mask: Any, picks: Any, groups: Any) -> bool:
@@ -562,18 +562,9 @@ def _names_absent(mask: Any, picks: Any, groups: Any) -> bool:
     return name_of(mask) == "ge" and tuple(mask.args) == (picks, groups)
 
 
-def _masks_in_place(rows: fx.Node, mask: fx.Node) -> frozenset[fx.Node]:
-    """Return the writes of 0 to the rows of absent experts."""
-    found = [one for one in rows.users if name_of(one) == "masked_fill_"]
-    _require(all(tuple(one.args[1:]) == (mask, 0.0) for one in found))
-    return frozenset(found)
-
-
-def _clamps(picks: Any, groups: Any) -> frozenset[fx.Node]:
-    """Return the writes that bring absent picks into bounds, for gathers of biases."""
-    found = [one for one in picks.users if name_of(one) in ("clamp_", "clamp_max_")]
-    _require(all(_given(one, 2, "max") == groups - 1 for one in found))
-    return frozenset(found)
+def _writes_to(value: Any, names: Any) -> frozenset[fx.Node]:
+    """Return the users of a value that write to it by one of these operations."""
+    return frozenset(one for one in value.users if name_of(one) in names)
 
 
 def _flattened(picks: Any) -> fx.Node:
@@ -603,11 +594,6 @@ def _behind(node: Any, names: Any) -> Any:
     while name_of(node) in names:
         node = node.args[0]
     return node
-
-
-def _cast(node: Any) -> Any:
-    """Return what a cast is of: x and weights have one dtype, which is checked."""
-    return node.args[0] if name_of(node) in ("to", "_to_copy") else node
 
 
 def _between(ends: list[fx.Node], stops: set[Any]) -> list[fx.Node]:

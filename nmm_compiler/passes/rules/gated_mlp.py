@@ -145,7 +145,7 @@ def _is_bottleneck(gate: Chain, down: Chain) -> bool:
 
 def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal | None:
     """Return why two values are no gate and up, if one comes from a low-rank projection."""
-    sources = [c.origin(key, parts=True) for key in (gate, up)]
+    sources = [c.origin(key) for key in (gate, up)]
     if sources[0] is sources[1] and sources[0] is not c.base(gate)[0]:
         merged = read_projection(c, sources[0])
         if merged is not None and merged.second:

@@ -70,28 +70,22 @@ class LoRA(KernelRule):
         if read is None:
             return None
         base, branches = read
-        first = branches[0]
-        for branch in branches:
-            others = [first] if base is None else [base, first]
-            if not all(
-                same_tokens(graph, branch.first, branch.out_dims, one.first, one.out_dims)
-                for one in others
-            ):
-                if base is None:
-                    return None
-                return Refusal(
-                    "other_x",
-                    "base and branch do not read the same x in the same way",
-                    base.out,
-                )
+        first, bases = branches[0], [] if base is None else [base]
+        alike = all(
+            same_tokens(graph, branch.first, branch.out_dims, one.first, one.out_dims)
+            for branch in branches
+            for one in (*bases, first)
+        )
+        if not alike:
+            why = "base and branch do not read the same x in the same way"
+            return None if base is None else Refusal("other_x", why, base.out)
         wide = too_wide(graph, first.first, sum(c.r for c in branches), first.n, first.last.key)
         if wide is not None:
             return wide if base is not None else None
-        nodes = frozenset(added.nodes | {node}).union(*(c.nodes for c in branches))
-        nodes |= frozenset() if base is None else base.nodes
+        nodes = frozenset(added.nodes | {node}).union(*(c.nodes for c in (*branches, *bases)))
         whole = dataclasses.replace(
             first,
-            after=(*first.after, *(() if base is None else base.after)),
+            after=(*first.after, *(step for one in bases for step in one.after)),
             out=node,
             nodes=nodes,
             base=None if base is None else base.first,
@@ -99,10 +93,10 @@ class LoRA(KernelRule):
             more=tuple(branches[1:]),
         )
         readers = _later_readers(graph, node)
-        why: Refusal | None = None
+        refusal: Refusal | None = None
         tries = (extend(graph, whole), extend(graph, whole, activations=False), whole)
         for final in tries if not readers else (whole,):
-            why = _in_place(graph, node, nodes, added.writers, readers) or refuse(
+            refusal = _in_place(graph, node, nodes, added.writers, readers) or refuse(
                 graph,
                 final.nodes,
                 owner_of(final.out),
@@ -110,11 +104,11 @@ class LoRA(KernelRule):
                 allowed=added.writers,
                 redirected=readers,
             )
-            if why is None:
+            if refusal is None:
                 call = with_base(graph, LowRankCall.of(graph, final, "lowrank_matmul"))
                 return self.matched(graph, owner_of(final.out), final.nodes, call)
-        assert why is not None
-        return why
+        assert refusal is not None
+        return refusal
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the fused call; readers of the memory of an in-place sum then read its value."""

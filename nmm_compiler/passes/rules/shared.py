@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
-from nmm_compiler.passes.chains.safety import Refusal, crossed, readings, refuse
+from nmm_compiler.passes.chains.safety import Refusal, readings, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.corrected import CorrectedCall, made_of_leaves, several
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
@@ -54,8 +54,6 @@ def group(c: Canonical, rule: KernelRule, calls: list[LowRankCall]) -> Match | N
         if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
             return None
     if refuse(c, nodes, finals[-1], keys, also_final=finals) is not None:
-        return None
-    if crossed(c, set(nodes), finals[-1], keys) is not None:
         return None
     match = rule.matched(c, finals[0], nodes, several(c, rule.name, calls))
     return match if isinstance(match, Match) else None

@@ -39,6 +39,7 @@ from nmm_compiler.passes.graph.canonical import (
     Opaque,
     Product,
     Scale,
+    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -174,7 +175,7 @@ class StaticCall(ChainCall):
         y = editor.call(
             torch.ops.nmm.matmul_scaled.default,
             editor.node(self.source.key), [scale], folded.u, folded.bias, x_scale=1.0,
-            out_dtype=str(editor.dtype).removeprefix("torch."), w_layout=chain.u.layout,
+            out_dtype=dtype_name(editor.dtype), w_layout=chain.u.layout,
             target=editor.options.target, executor=editor.options.executor,
         )  # fmt: skip
         return self.finish(editor, y)
