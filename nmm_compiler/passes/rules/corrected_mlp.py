@@ -23,13 +23,11 @@ from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_MLP, CORRECTED_SHARED
 from nmm_compiler.passes.chains.safety import Refusal, call_ways, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, Opaque, Scale, owner_of
 from nmm_compiler.passes.rules.base import Match, Rule
 from nmm_compiler.passes.rules.inside_calls import KernelCall, kernel_call
 
 _SAME = ("format", "u_layout", "v_layout", "w_layout")
-_BRANCHES = ("branch_scale", "branch_scales")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +48,8 @@ class _Linear:
     @property
     def plain(self) -> bool:
         """Whether the call has nothing beside weights, branches and activations."""
-        gain, names = self.call.gain, [one.name for one in self.call.op.operands]
-        more = dict(zip(names[gain:], self.call.args[gain:], strict=False))
-        alone = all(value is None for name, value in more.items() if name not in _BRANCHES)
-        alone = alone and self.bias is None
+        beside = (self.call.given.get(name) for name in ("norm_gain", "norm_bias", "residual"))
+        alone = self.bias is None and all(value is None for value in beside)
         return alone and "norm" not in self.call.node.kwargs
 
 
@@ -69,7 +65,7 @@ class CorrectedMLP(Rule):
         call = kernel_call(node)
         if call is None or call.op is not CORRECTED:
             return
-        h, down = _whole(graph, call.args[0]), _linear(node)
+        h, down = _whole(graph, call.given["x"]), _linear(node)
         form = None if h is None else graph.forms.get(h)
         if down is None or not isinstance(form, Scale) or isinstance(form.factor, float):
             return
@@ -85,10 +81,10 @@ class CorrectedMLP(Rule):
         down, h, gate, up = candidate
         linears = (gate, up, down)
         calls = {one.call.node: one.call for one in linears}
-        same_x = gate.call.args[0] is up.call.args[0]
+        same_x = gate.call.given["x"] is up.call.given["x"]
         said: dict[str, Any] = {}
         alike = gate.call.is_row("x_layout") == up.call.is_row("x_layout")
-        read = down.call.node.kwargs.get("x_layout", "row")
+        read = down.call.given["x_layout"]
         alike = alike and gate.out_layout == up.out_layout == read  # h is written as it is read
         for name in _SAME:
             # a call without a branch has no layouts of factors
@@ -97,15 +93,14 @@ class CorrectedMLP(Rule):
             alike = alike and len(found) < 2
             said[name] = next(iter(found), None)
         said = {name: value for name, value in said.items() if value is not None}
-        whole = all(len(one.call.args[1]) == 2 for one in (gate, up) if one.call.op.many)
-        if not (same_x and alike and whole and all(one.plain for one in linears)):
-            return None
-        if up.activation != "identity" or down.activation != "identity":
-            return None
-        if gate.operands[0] is up.operands[0]:
+        whole = all(len(one.call.given["ws"]) == 2 for one in (gate, up) if one.call.op.many)
+        one_gate = up.activation == down.activation == "identity"
+        apart = gate.operands[0] is not up.operands[0]
+        plain = all(one.plain for one in linears)
+        if not (same_x and alike and whole and one_gate and apart and plain):
             return None
         *lists, scales = map(list, zip(*(one.operands for one in linears), strict=True))
-        args = (gate.call.args[0], *lists)
+        args = (gate.call.given["x"], *lists)
         if any(scale is not None for scale in scales):
             if any(scale is None for scale in scales):
                 return None  # of fp8 branches and others
@@ -113,7 +108,7 @@ class CorrectedMLP(Rule):
         own = ("target", "executor", "out_layout")
         kwargs = said | {"activation": gate.activation}
         kwargs |= {n: value for n, value in down.call.node.kwargs.items() if n in own}
-        kwargs["x_layout"] = gate.call.node.kwargs.get("x_layout", "row")
+        kwargs["x_layout"] = gate.call.given["x_layout"]
         values, known = fx.map_arg((args, kwargs), graph.values.__getitem__)
         try:
             m = tokens_to_judge(tokens(values[0], known))
@@ -121,9 +116,8 @@ class CorrectedMLP(Rule):
             launch.spec.check(graph.chip)
         except (NmmError, ValueError, TypeError):
             return None  # symbolic sizes, or features that are no whole 512s
-        apart = sum(call.us(graph, {}, {}) for call in calls.values())
         times = call_ways(graph, launch.spec)
-        if times.fused > apart:
+        if times.fused > sum(call.us(graph, {}) for call in calls.values()):
             return Refusal("slower", "the calls apart are predicted to be faster", down.call.node)
         nodes = frozenset({owner_of(h)}).union(*(one.nodes for one in linears))
         operands = [node for call in (gate.call, up.call) for node in call.node.all_input_nodes]
@@ -148,31 +142,26 @@ def _linear(key: Key) -> _Linear | None:
     call = kernel_call(node if place is None else node.args[0])  # type: ignore[arg-type]
     if call is None or call.op is not (CORRECTED if place is None else CORRECTED_SHARED):
         return None
-    kwargs: Any = call.node.kwargs
-    layout = kwargs.get("out_layout", "row")
+    given = call.given
     if place is None:
-        activation = kwargs.get("activation", "identity")
-        operands = (*call.args[1:5], _branch_scale(call))
-        return _Linear(call, operands, call.args[5], activation, layout, frozenset({node}))
-    *own, bias = (values[place] for values in call.args[1:6])
-    scales = _branch_scale(call)
+        operands = tuple(given[n] for n in ("w", "w_scale", "u", "v", "branch_scale"))
+        activation, layout = given["activation"], given["out_layout"]
+        return _Linear(call, operands, given["bias"], activation, layout, frozenset({node}))
+    names = ("ws", "w_scales", "us", "vs", "biases")
+    *own, bias = (given[name][place] for name in names)
+    scales = given["branch_scales"]
     operands = (*own, None if scales is None else scales[place])
-    activation = (kwargs.get("activations") or ["identity"] * (place + 1))[place]
-    layout = (kwargs.get("out_layouts") or [layout] * (place + 1))[place]
+    activation = (given["activations"] or ["identity"] * (place + 1))[place]
+    layout = (given["out_layouts"] or [given["out_layout"]] * (place + 1))[place]
     nodes = frozenset({node, call.node})
     return _Linear(call, operands, bias, activation, layout, nodes)
-
-
-def _branch_scale(call: KernelCall) -> Any:
-    """Return the scales of the branches of a call, None where it has none: its last operand."""
-    return call.args[-1] if len(call.args) == len(call.op.operands) else None
 
 
 def _whole(c: Canonical, key: Key) -> Key | None:
     """Return the base of a value that has its elements in its order, in other dimensions or not."""
     base, dims = c.base(key)
-    own = views.identity(c.shape(base) or ())
-    return base if list(itertools.chain(*dims)) == list(itertools.chain(*own)) else None
+    same = list(itertools.chain(*dims)) == list(itertools.chain(*c.whole(base)))
+    return base if same else None
 
 
 def _activated(c: Canonical, key: Key) -> _Linear | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -44,40 +44,36 @@ from nmm_compiler.passes.rules.base import Match, Rule
 class KernelCall:
     """A call of an op whose calls may have a norm of x and a residual.
 
-    args: its operands, those of a norm and a residual too, None for each that it does not have.
+    given: its arguments by name, those that it leaves out too.
     """
 
     node: fx.Node
     op: Op
-    args: tuple[Any, ...]
-
-    @property
-    def gain(self) -> int:
-        """The place of the gain among the operands; the bias and the residual follow."""
-        return self.op.own
+    given: Mapping[str, Any]
 
     @property
     def takes_residual(self) -> bool:
         """Whether a residual can be added, and none is."""
-        place = self.gain + 2
-        return "Tensor? residual" in self.op.schema and self.args[place] is None
+        return "residual" in self.given and self.given["residual"] is None
 
     def is_row(self, layout: str) -> bool:
         """Return whether its "x_layout" or "out_layout" is row."""
-        return self.node.kwargs.get(layout, "row") == "row"
+        return bool(self.given[layout] == "row")
 
-    def changed(self, more: dict[int, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """Return args and kwargs with other operands, by place, and more keywords."""
-        args = [more.get(place, value) for place, value in enumerate(self.args)]
+    def changed(self, more: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return args and kwargs with other arguments, by name."""
+        given = {**self.given, **more}
+        args = [given[one.name] for one in self.op.operands]
         while args and args[-1] is None:
             args.pop()
+        keywords = {name: value for name, value in more.items() if name in self.op.keywords}
         return tuple(args), {**self.node.kwargs, **keywords}
 
-    def us(self, c: Canonical, more: dict[int, Any], keywords: dict[str, Any]) -> float:
+    def us(self, c: Canonical, more: Mapping[str, Any]) -> float:
         """Return the predicted microseconds of the changed call; infinity without a kernel."""
         from nmm_compiler.ops.lower import lower, tokens
 
-        args, kwargs = fx.map_arg(self.changed(more, keywords), lambda n: c.values[n])
+        args, kwargs = fx.map_arg(self.changed(more), lambda n: c.values[n])
         try:
             m = tokens_to_judge(tokens(args[0], kwargs))
             (launch,) = lower(self.op.name, args, kwargs, m).launches
@@ -85,9 +81,9 @@ class KernelCall:
             return math.inf  # symbolic sizes
         return call_ways(c, launch.spec).fused
 
-    def emit(self, editor: Editor, more: dict[int, Any], keywords: dict[str, Any]) -> fx.Node:
+    def emit(self, editor: Editor, more: Mapping[str, Any]) -> fx.Node:
         """Emit the changed call."""
-        args, kwargs = self.changed(more, keywords)
+        args, kwargs = self.changed(more)
         value = editor.c.values[self.node]
         return editor.call(self.node.target, *args, meta_value=value, **kwargs)  # type: ignore[arg-type]
 
@@ -100,15 +96,14 @@ def kernel_call(node: Key) -> KernelCall | None:
     op = DEFINITIONS.get(name) if space == "nmm" else None
     if op is None or op.own == 0:
         return None
-    args = (*owner_of(node).args, *[None] * (len(op.operands) - len(owner_of(node).args)))
-    return KernelCall(owner_of(node), op, args)
+    return KernelCall(owner_of(node), op, op.bound(owner_of(node).args, owner_of(node).kwargs))
 
 
 def _slower(
     c: Canonical,
     call: KernelCall,
     what: str,
-    change: tuple[dict[int, Any], dict[str, Any]],
+    change: Mapping[str, Any],
     value: Key,
     passes: int,
     readers: int = 1,
@@ -119,7 +114,7 @@ def _slower(
     and a store start one after the other, its own launch is not counted, and each of its readers
     has its part of it.
     """
-    plain, inside = call.us(c, {}, {}), call.us(c, *change)
+    plain, inside = call.us(c, {}), call.us(c, change)
     tensor = c.tensor(value)
     if tensor is None or not math.isfinite(plain + inside):
         return Refusal("slower", f"no kernel takes the {what} in", value)
@@ -146,8 +141,8 @@ class NormInside(Rule):
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose our calls of a norm."""
         call = kernel_call(node) if graph.options.norms else None
-        if call is not None and "norm" not in node.kwargs and isinstance(call.args[0], fx.Node):
-            final = graph.base(call.args[0])[0]
+        if call is not None and "norm" not in node.kwargs and isinstance(call.given["x"], fx.Node):
+            final = graph.base(call.given["x"])[0]
             norm = graph.forms[final]
             if isinstance(norm, Norm) and isinstance(final, fx.Node):
                 yield call, final, norm
@@ -155,7 +150,7 @@ class NormInside(Rule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check whether the norm can move into all that read it."""
         call, final, norm = candidate
-        shape, dtype = graph.shape(final) or (), graph.dtype(final)
+        shape, dtype = graph.sizes(final), graph.dtype(final)
         vectors = [v for v in (norm.weight, norm.bias) if v is not None]
         if dtype not in DTYPES or norm.eps is None or graph.dtype(norm.value) != dtype:
             return None
@@ -174,7 +169,7 @@ class NormInside(Rule):
                 return Refusal("other_user", f"the norm is also read by {reader.name}", final)
         # inner values of the norm may have other readers: those are computed as before
         seen = {owner_of(key) for value, _ in reads for key in graph.through(value)}
-        moved = {*(owner_of(key) for key in graph.through(call.args[0])), final, call.node}
+        moved = {*(owner_of(key) for key in graph.through(call.given["x"])), final, call.node}
         operands = [norm.value, *vectors]
         whole = {*graph.helpers.get(final, ()), *moved}
         why = crossed(graph, whole, call.node, operands) or unsafe(
@@ -188,7 +183,7 @@ class NormInside(Rule):
         own = [None if v is None else owner_of(v) for v in (norm.weight, norm.bias)]
         if any(node is not None and node.op == "call_module" for node in own):
             own = [None, None]  # parameters of a module that the graph calls
-        change = {call.gain: own[0], call.gain + 1: own[1]}, keywords
+        change = {"norm_gain": own[0], "norm_bias": own[1], **keywords}
         return _slower(graph, call, "norm", change, norm.value, 2, len(readers)) or Match(
             rule=self.name,
             node=call.node,
@@ -201,26 +196,23 @@ class NormInside(Rule):
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call on the input of the norm."""
         call, norm, keywords = match.data
-        base, dims = graph.base(call.args[0])
-        x = editor.arrange(
-            editor.operand(norm.value), views.identity(graph.shape(base) or ()), dims
-        )
-        vectors = [None if key is None else editor.operand(key) for key in (norm.weight, norm.bias)]
-        more = {0: x, call.gain: vectors[0], call.gain + 1: vectors[1]}
-        return call.emit(editor, more, keywords)
+        base, dims = graph.base(call.given["x"])
+        x = editor.arrange(editor.operand(norm.value), graph.whole(base), dims)
+        gain, bias = (None if v is None else editor.operand(v) for v in (norm.weight, norm.bias))
+        return call.emit(editor, {"x": x, "norm_gain": gain, "norm_bias": bias, **keywords})
 
 
 def _along_features(c: Canonical, call: KernelCall, final: fx.Node) -> bool:
     """Return whether the features that a call contracts are the last axis of the norm."""
-    last = views.identity(c.shape(final) or ())[-1:]
-    features = c.base(call.args[0])[1][-1 if call.is_row("x_layout") else 0]
+    last = c.whole(final)[-1:]
+    features = c.base(call.given["x"])[1][-1 if call.is_row("x_layout") else 0]
     return bool(last) and features == last[0]
 
 
 def _reads_as_x(c: Canonical, call: KernelCall, final: fx.Node) -> bool:
     """Return whether a call reads the norm as its x, and as nothing else."""
     read = [n for n in call.node.all_input_nodes if n in c.views and c.base(n)[0] is final]
-    return read == [call.args[0]] and _along_features(c, call, final)
+    return read == [call.given["x"]] and _along_features(c, call, final)
 
 
 class ResidualInside(Rule):
@@ -243,7 +235,7 @@ class ResidualInside(Rule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check shapes and dtypes, the call's readers, and what is written in between."""
         node, call, y, residual = candidate
-        in_order = _in_order(graph.base(y)[1], graph.shape(call.node) or ())
+        in_order = _in_order(graph.base(y)[1], graph.sizes(call.node))
         if not in_order or not call.is_row("out_layout"):
             return Refusal("shape", "the result is rearranged before the sum", node)
         shapes = {graph.shape(key) for key in (node, y, residual)}
@@ -253,10 +245,10 @@ class ResidualInside(Rule):
             return Refusal("shape", reason, residual)
         nodes = frozenset({node, call.node, *(owner_of(key) for key in graph.through(y))})
         operands = [*call.node.all_input_nodes, residual]
-        more = {call.gain + 2: call.node}  # of the shape of the residual
+        more = {"residual": call.node}  # of the shape of the residual
         return (
             unsafe(graph, nodes, node, operands)
-            or _slower(graph, call, "sum", (more, {}), node, 3)
+            or _slower(graph, call, "sum", more, node, 3)
             or Match(
                 rule=self.name,
                 node=node,
@@ -270,9 +262,9 @@ class ResidualInside(Rule):
         """Emit the call at the place of the sum, on the residual in the shape of its result."""
         call, y, residual = match.data
         dims = graph.base(y)[1]
-        have = views.identity(graph.shape(call.node) or ())
+        have = graph.whole(call.node)
         added = editor.arrange(editor.operand(residual), dims, have)
-        return editor.arrange(call.emit(editor, {call.gain + 2: added}, {}), have, dims)
+        return editor.arrange(call.emit(editor, {"residual": added}), have, dims)
 
 
 def _in_order(dims: Dims, shape: tuple[Size, ...]) -> bool:
