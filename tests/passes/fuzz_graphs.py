@@ -93,30 +93,24 @@ class Builder:
         shape = self.shape(x)
         k = shape[-1]
         self.length += k
-        w = self.parameter(k, n)
-        stored = self.parameter(n, k)
-        pick = self.rng.randrange(10)
-        if pick == 0:
-            return self.f(operator.matmul, x, w)
-        if pick == 1:
-            return self.f(F.linear, x, stored)
-        if pick == 2:
-            return self.f(F.linear, x, stored, self.parameter(n))
-        if pick == 3:
-            return self.f(aten.linear.default, x, stored)
-        if pick == 4:
-            return self.f(torch.matmul, x, self.m("t", stored))
-        if pick == 5 and len(shape) == 2:
-            return self.f(torch.addmm, self.parameter(n), x, w, alpha=0.5)
-        if pick == 6:
-            return self.f(torch.einsum, "...k,kn->...n", x, w)
-        if pick == 7 and len(shape) == 2:
-            flipped = self.f(operator.matmul, stored, self.m("t", x))
-            return self.m("t", flipped)
-        if pick == 8 and len(shape) == 3:
-            batch = self.m("expand", self.m("unsqueeze", w, 0), shape[0], k, n)
-            return self.f(torch.bmm, x, batch)
-        return self.m("matmul", x, self.f(getattr, stored, "T"))
+        w, stored = self.parameter(k, n), self.parameter(n, k)
+        ways = {
+            0: lambda: self.f(operator.matmul, x, w),
+            1: lambda: self.f(F.linear, x, stored),
+            2: lambda: self.f(F.linear, x, stored, self.parameter(n)),
+            3: lambda: self.f(aten.linear.default, x, stored),
+            4: lambda: self.f(torch.matmul, x, self.m("t", stored)),
+            6: lambda: self.f(torch.einsum, "...k,kn->...n", x, w),
+        }
+        if len(shape) == 2:
+            ways[5] = lambda: self.f(torch.addmm, self.parameter(n), x, w, alpha=0.5)
+            ways[7] = lambda: self.m("t", self.f(operator.matmul, stored, self.m("t", x)))
+        if len(shape) == 3:
+            ways[8] = lambda: self.f(
+                torch.bmm, x, self.m("expand", self.m("unsqueeze", w, 0), shape[0], k, n)
+            )
+        chosen = ways.get(self.rng.randrange(10))
+        return chosen() if chosen else self.m("matmul", x, self.f(getattr, stored, "T"))
 
     def width(self, x: fx.Node) -> int:
         return self.rng.randint(2, 4) if self.shape(x)[-1] > 6 else self.rng.randint(10, 20)
@@ -125,54 +119,40 @@ class Builder:
         """Add something that a matcher may look through or fold, or must not."""
         shape = self.shape(x)
         n, rng = shape[-1], self.rng
-        pick = rng.randrange(24)
-        if pick == 0:
-            return self.m("reshape", x, -1, n)
-        if pick == 1 and len(shape) == 2 and shape[0] % 2 == 0:
-            return self.m("reshape", x, 2, -1, n)
-        if pick == 2 and len(shape) == 3:
-            return self.m("transpose", x, 0, 1)
-        if pick == 3:
-            return self.m("contiguous", x)
-        if pick == 4:
-            return self.f(aten.clone.default, x)
-        if pick == 5:
-            return self.f(operator.mul, x, rng.choice([0.5, -2.0, 1.0]))
-        if pick == 6:
-            return self.f(torch.mul, self.parameter(n), x)
-        if pick == 7:
-            return self.f(operator.add, x, self.parameter(n))
-        if pick == 8:
-            return self.f(operator.truediv, x, 4.0)
-        if pick == 9:
-            return self.f(F.dropout, x, 0.3, False)
-        if pick == 10:
-            return self.m("to", x, self.computed)
-        if pick == 11:
-            return self.f(rng.choice([torch.relu, F.silu, torch.tanh]), x)
-        if pick == 12 and len(shape) == 2:
-            return self.m("t", self.m("contiguous", self.m("t", x)))
-        if pick == 13 and shape[0] > 1:
-            return self.f(operator.getitem, x, slice(1, None))
-        if pick == 14:
-            return self.m(rng.choice(["mul_", "add_"]), x, 0.5)
-        if pick == 15:
-            self.f(operator.setitem, x, 0, 0.25)
-            return x
-        if pick == 16:
-            self.m("mul_", self.m("view_as", x, x), 0.5)
-            return x
-        if pick == 17:
-            return self.f(operator.matmul, x, self.f(torch.diag, self.parameter(n)))
-        if pick == 18:
-            return self.f(operator.neg, x)
-        if pick == 19:
-            return self.m("squeeze", self.m("unsqueeze", x, 1), 1)
-        if pick == 20:
-            return self.f(operator.mul, x, self.m("sigmoid", x))
-        if pick == 21:
-            return self.f(torch.sub, x, self.parameter(n), alpha=2)
-        return self.two_tensor(x)
+        ways = {
+            0: lambda: self.m("reshape", x, -1, n),
+            3: lambda: self.m("contiguous", x),
+            4: lambda: self.f(aten.clone.default, x),
+            5: lambda: self.f(operator.mul, x, rng.choice([0.5, -2.0, 1.0])),
+            6: lambda: self.f(torch.mul, self.parameter(n), x),
+            7: lambda: self.f(operator.add, x, self.parameter(n)),
+            8: lambda: self.f(operator.truediv, x, 4.0),
+            9: lambda: self.f(F.dropout, x, 0.3, False),
+            10: lambda: self.m("to", x, self.computed),
+            11: lambda: self.f(rng.choice([torch.relu, F.silu, torch.tanh]), x),
+            14: lambda: self.m(rng.choice(["mul_", "add_"]), x, 0.5),
+            15: lambda: self.written(x, self.f(operator.setitem, x, 0, 0.25)),
+            16: lambda: self.written(x, self.m("mul_", self.m("view_as", x, x), 0.5)),
+            17: lambda: self.f(operator.matmul, x, self.f(torch.diag, self.parameter(n))),
+            18: lambda: self.f(operator.neg, x),
+            19: lambda: self.m("squeeze", self.m("unsqueeze", x, 1), 1),
+            20: lambda: self.f(operator.mul, x, self.m("sigmoid", x)),
+            21: lambda: self.f(torch.sub, x, self.parameter(n), alpha=2),
+        }
+        if len(shape) == 2 and shape[0] % 2 == 0:
+            ways[1] = lambda: self.m("reshape", x, 2, -1, n)
+        if len(shape) == 3:
+            ways[2] = lambda: self.m("transpose", x, 0, 1)
+        if len(shape) == 2:
+            ways[12] = lambda: self.m("t", self.m("contiguous", self.m("t", x)))
+        if shape[0] > 1:
+            ways[13] = lambda: self.f(operator.getitem, x, slice(1, None))
+        chosen = ways.get(rng.randrange(24))
+        return chosen() if chosen else self.two_tensor(x)
+
+    def written(self, x: fx.Node, write: fx.Node) -> fx.Node:
+        """Return x behind a write to it."""
+        return x
 
     def two_tensor(self, x: fx.Node) -> fx.Node:
         """Add a view or a cast of one tensor as another, x being either; return what follows x."""

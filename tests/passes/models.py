@@ -99,6 +99,9 @@ def factorize(model: nn.Module, rank: int, exclude: tuple[str, ...] = ("lm_head"
     return count
 
 
+# The rewrite compares both graphs itself, and a fault of ours is no refusal.
+VERIFIED = {"verify": True, "strict": True}
+
 V, H, I = 50, 32, 64  # noqa: E741
 IDS = {"input_ids": torch.arange(12).view(2, 6) % V}
 TOKENS = {**IDS, "use_cache": False}
@@ -186,6 +189,21 @@ def model_of(name):
 MODELS = {name: functools.partial(model_of, name) for name in ZOO}
 
 
+def trace_and_run(model, *inputs, **options):
+    """Return the result of the passes on the symbolic trace of a model."""
+    return run(torch.fx.symbolic_trace(model), inputs, options)
+
+
+def kinds_of(result):
+    """Return the kinds of the matches of a result, in order."""
+    return [match.kind for match in result.matches]
+
+
+def codes_of(result):
+    """Return the codes of the refusals of a result, in order."""
+    return [declined.code for declined in result.declined]
+
+
 def compiled(model, **options):
     """Return a model compiled by the backend; no code that was compiled before is used."""
     torch._dynamo.reset()
@@ -197,6 +215,12 @@ def explained(model, inputs, **options):
     torch._dynamo.reset()
     found = explain(model, inputs, options=options)
     return [match.rule for match in found.matches], [str(one) for one in found.declined]
+
+
+def calls_of(result):
+    """Return the nodes that call our ops in the graph of a result."""
+    nodes = result.graph_module.graph.nodes
+    return [node for node in nodes if str(node.target).startswith("nmm.")]
 
 
 def kernel_calls(module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import calls_of, compiled
 
 import nmm_compiler as nmm
 
@@ -51,10 +52,6 @@ def assert_as_right_as_eager(got, model):
     assert exact.abs().max() > 1.0
 
 
-def ops(graph_module):
-    return [n for n in graph_module.graph.nodes if "nmm.attention" in str(n.target)]
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_layers_of_models_become_the_op(name):
     """Masks are read, keys are those of the heads of keys, and RoPE is inside."""
@@ -64,7 +61,7 @@ def test_layers_of_models_become_the_op(name):
         ("attention", window, "qk") for window in windows
     ]
     assert [d for d in result.declined if d.rule == "attention"] == []
-    calls = ops(result.graph_module)
+    calls = calls_of(result)
     assert [call.kwargs.get("soft_cap", 0.0) for call in calls] == [cap, cap]
     left = {str(n.target) for n in result.graph_module.graph.nodes}
     assert not {t for t in left if "softmax" in t or "scaled_dot" in t or "aten.cat" in t}
@@ -77,9 +74,8 @@ def test_layers_of_models_become_the_op(name):
 def test_a_compiled_model_is_that_of_eager(name):
     """Dynamo's graph spells the same otherwise: methods, indices, operators."""
     model, windows, _ = made(name)
-    compiled = torch.compile(model, backend="nmm", options=ON)
     with torch.no_grad():
-        got = compiled(IDS).logits
+        got = compiled(model, **ON)(IDS).logits
     assert_as_right_as_eager(got, model)
     report = nmm.last_report().to_dict()
     assert [match.split()[0] for match in report["matches"]] == ["attention"] * len(windows)
@@ -91,7 +87,7 @@ def test_a_padding_mask_stays_with_pytorch_and_is_told():
     padding = torch.ones_like(IDS)
     padding[0, :3] = 0
     result = nmm.rewrite(model, (IDS, padding), options=ON)
-    assert ops(result.graph_module) == []
+    assert calls_of(result) == []
     declined = [d for d in result.declined if d.rule == "attention"]
     assert [d.code for d in declined] == ["no_kernel"] * 2
     assert all("unknown values" in d.reason for d in declined)

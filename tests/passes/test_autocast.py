@@ -7,10 +7,9 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Backend
+from models import VERIFIED, Backend, codes_of, kinds_of
 from torch import nn
 
-VERIFIED = {"verify": True, "strict": True}
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 
@@ -39,6 +38,12 @@ def compiled(model, x, around):
         return model(x), torch.compile(model, backend=results)(x), results
 
 
+def assert_no_worse(want, got, truth):
+    """A rewrite takes roundings of the middle away; at most those of results are left."""
+    before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
+    assert after <= 2 * before
+
+
 def exact(model, x):
     inside, model.inside = model.inside, False
     y = model.double()(x.double())
@@ -53,12 +58,10 @@ def test_a_region_and_a_model_under_autocast(inside, train):
     truth = exact(model, x).detach()
     with contextlib.nullcontext() if train else torch.no_grad():
         want, got, (result,) = compiled(model, x, not inside)
-    assert [m.kind for m in result.rewritten] == ["lowrank", "lora", "gated_mlp_up"]
+    assert kinds_of(result) == ["lowrank", "lora", "gated_mlp_up"]
     assert not result.declined
     assert got.dtype == want.dtype == torch.bfloat16
-    before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
-    # The rewrite takes roundings of the middle away; at most those of results are left.
-    assert after <= 2 * before
+    assert_no_worse(want, got, truth)
     if train:
         for y in (want, got):
             y.float().square().mean().backward()
@@ -83,9 +86,7 @@ def test_gradients_reach_float32_weights():
 
 def test_peft_branches_under_autocast():
     peft = pytest.importorskip("peft")
-    from models import MODELS, Backend
-
-    model, inputs = MODELS["llama"]()
+    model, inputs = models.MODELS["llama"]()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.0)
     model = peft.get_peft_model(model, config).train()
     counts = []
@@ -104,10 +105,8 @@ def test_a_cast_weight_is_a_weight():
     model = models.Model(cast, a=(8, 64), b=(48, 8))
     x = torch.randn(5, 64, dtype=torch.bfloat16)
     want, got, (result,) = compiled(model, x, False)
-    assert [m.kind for m in result.rewritten] == ["lowrank"]
-    truth = exact_chain(x, model.a, model.b)
-    before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
-    assert after <= 2 * before
+    assert kinds_of(result) == ["lowrank"]
+    assert_no_worse(want, got, exact_chain(x, model.a, model.b))
 
 
 def exact_chain(x, a, b):
@@ -125,14 +124,12 @@ def test_a_middle_that_is_wider_for_a_while():
     shapes = {"a": (8, 64), "b": (48, 8)}
     model, x = models.Model(wide, **shapes).bfloat16(), torch.randn(5, 64, dtype=torch.bfloat16)
     want, got, (result,) = compiled(model, x, False)
-    assert [m.kind for m in result.rewritten] == ["lowrank"]
-    truth = 0.3 * exact_chain(x, model.a, model.b)
-    before, after = (float((y.detach().double() - truth).abs().max()) for y in (want, got))
-    assert after <= 2 * before
+    assert kinds_of(result) == ["lowrank"]
+    assert_no_worse(want, got, 0.3 * exact_chain(x, model.a, model.b))
     model, x = models.Model(narrow, **shapes), torch.randn(5, 64)
     _, _, (result,) = compiled(model, x, False)
     assert not result.rewritten
-    assert [d.code for d in result.declined] == ["dtype"]
+    assert codes_of(result) == ["dtype"]
 
 
 def test_two_regions_are_not_one_chain():
@@ -147,4 +144,4 @@ def test_two_regions_are_not_one_chain():
     want, got = half(x), torch.compile(half, backend=results)(x)
     assert torch.equal(want, got)
     assert not results[0].rewritten
-    assert [d.code for d in results[0].declined] in (["region"], ["dtype"])
+    assert codes_of(results[0]) in (["region"], ["dtype"])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from models import compiled
 from torch import nn
 
 import nmm_compiler as nmm
@@ -31,6 +32,13 @@ class Corrected(nn.Module):
         return self.base(x) + self.scale * self.up(self.down(x))
 
 
+def assert_gradients(results, leaves, bound):
+    """Hold the gradients of two results to a part of themselves and of their largest number."""
+    made, wanted = (torch.autograd.grad(y.sum(), leaves) for y in results)
+    for one, want in zip(made, wanted, strict=True):
+        torch.testing.assert_close(one, want, rtol=bound, atol=bound * want.abs().max().item())
+
+
 def x(m=8, k=128):
     torch.manual_seed(1)
     return torch.randn(m, k, dtype=torch.bfloat16)
@@ -52,22 +60,13 @@ def test_base_and_branch_are_one_call_that_reads_the_bytes(bias, scale, m):
 def test_the_simulator_agrees_with_eager_and_the_branch_has_gradients():
     model, data = Corrected(), x()
     expected = model(data)
-    options = {**OPTIONS, "executor": "simulator", "inner": "eager"}
     with torch.no_grad():
-        got = torch.compile(model, backend="nmm", options=options)(data)
+        got = compiled(model, **OPTIONS, executor="simulator")(data)
     scale = expected.abs().max().item()
     # 128 and 16 products in fp32, p, v / s and y rounded to bfloat16: a few halves of 2^-8
     assert (got - expected).abs().max().item() <= 4 * 2**-8 * scale
-    model.down.weight.grad = model.up.weight.grad = None
-    expected.sum().backward()
-    own = [model.down.weight.grad.clone(), model.up.weight.grad.clone()]
-    model.down.weight.grad = model.up.weight.grad = None
-    torch._dynamo.reset()
-    torch.compile(model, backend="nmm", options={**options, "executor": "reference"})(
-        data
-    ).sum().backward()
-    for made, want in zip((model.down.weight.grad, model.up.weight.grad), own, strict=True):
-        torch.testing.assert_close(made, want, rtol=2**-6, atol=2**-6 * want.abs().max().item())
+    results = compiled(model, **OPTIONS, executor="reference")(data), expected
+    assert_gradients(results, [model.down.weight, model.up.weight], 2**-6)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,8 @@ def test_where_no_kernel_reads_the_bytes_the_report_says_so(target, dtype, reaso
 
 
 MX = {"k": 512, "n": 256, "r": 32}
-TRN3 = {**OPTIONS, "target": "trn3", "strict": True}
+ON_TRN3 = {"target": "trn3", "strict": True}
+TRN3 = {**OPTIONS, **ON_TRN3}
 
 
 def calls(made):
@@ -145,7 +145,7 @@ def test_compressed_models_are_found_and_blocks_alone_are_calls(tmp_path):
     made = nmm.rewrite(model, x(4, 512), options={"target": "trn3"})
     assert len(calls(made)) == 2
     alone = QuantizedLinear.of(torch.randn(256, 512, dtype=torch.bfloat16), "mxfp8")
-    made = nmm.rewrite(alone, x(4, 512), options={"target": "trn3", "strict": True})
+    made = nmm.rewrite(alone, x(4, 512), options=ON_TRN3)
     assert [match.rule for match in made.matches] == ["quantized"]
     assert len(calls(made)) == 1
     made.check(x(4, 512))
@@ -167,19 +167,10 @@ def test_where_no_kernel_reads_blocks_the_report_says_so(target, k, reason):
 def test_kernels_of_blocks_agree_with_eager_and_the_branch_has_gradients():
     model, data = Corrected(**MX, format="mxfp4", scale=0.5), x(8, 512).requires_grad_()
     expected = model(data)
-    expected.sum().backward()
-    leaves = [data, model.down.weight, model.up.weight]
-    own = [leaf.grad.clone() for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    options = {**TRN3, "executor": "simulator", "inner": "eager"}
-    got = torch.compile(model, backend="nmm", options=options)(data)
-    got.sum().backward()
+    got = compiled(model, **TRN3, executor="simulator")(data)
     # x rounded to three bits of mantissa: 2^-4 of each term, 2^-4 / 1.7 on average, of 512
     assert (got - expected).norm() <= 2**-4 * expected.norm()
-    for leaf, want in zip(leaves, own, strict=True):
-        most = 2**-5 * want.abs().max().item()
-        torch.testing.assert_close(leaf.grad, want, rtol=2**-5, atol=most)
+    assert_gradients((got, expected), [data, model.down.weight, model.up.weight], 2**-5)
 
 
 def test_the_op_refuses_what_is_no_weight_of_blocks():
@@ -216,14 +207,13 @@ class MLP(nn.Module):
 @pytest.mark.parametrize("rank", [0, 32])
 def test_a_gated_mlp_of_blocks_is_one_call_and_agrees_with_eager(rank):
     model, data = MLP(rank), x(3, 512)
-    made = nmm.rewrite(model, data, options={"target": "trn3", "strict": True})
+    made = nmm.rewrite(model, data, options=ON_TRN3)
     names = [str(n.target) for n in made.graph_module.graph.nodes if n.op == "call_function"]
     assert sum("corrected_mlp" in name for name in names) == 1
     assert not any("corrected_matmul" in name for name in names)
     made.check(data)
-    options = {"target": "trn3", "executor": "simulator", "inner": "eager", "strict": True}
     with torch.no_grad():
-        want, got = model(data), torch.compile(model, backend="nmm", options=options)(data)
+        want, got = model(data), compiled(model, **ON_TRN3, executor="simulator")(data)
     # both left factors rounded to three bits of mantissa, gate and up in quadrature
     assert (got - want).norm() <= 3**0.5 * 2**-4 * want.norm()
 
@@ -240,7 +230,7 @@ def test_a_value_of_a_gated_mlp_that_is_turned_stays_turned(place, tokens):
             return self.down(h.transpose(0, 1) if place == "h" else h)
 
     model, data = Turned(0), torch.randn(*tokens, 512, dtype=torch.bfloat16)
-    made = nmm.rewrite(model, data, options={"target": "trn3", "strict": True})
+    made = nmm.rewrite(model, data, options=ON_TRN3)
     made.check(data)
     if place != "h":  # tokens in another order may be put so behind the call
         assert "corrected_mlp" not in [match.rule for match in made.matches]
@@ -273,21 +263,15 @@ def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, 
     assert match.info["base_weight"] == format
     assert len(calls(made)) == 1
     made.check(data)
-    expected = model(data)
-    expected.sum().backward()
     leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {"x": data}
-    own = {name: leaf.grad.clone() for name, leaf in leaves.items()}
-    model.zero_grad()
-    data.grad = None
-    options = where | {"executor": "simulator", "inner": "eager"}
-    got = torch.compile(model, backend="nmm", options=options)(data)
-    got.sum().backward()
+    expected, got = model(data), compiled(model, **where, executor="simulator")(data)
+    own, made = (torch.autograd.grad(y.sum(), list(leaves.values())) for y in (expected, got))
     # of MX blocks x is rounded to three bits of mantissa; p, v / s and y to bfloat16
     bound = 2**-4 if format == "mxfp4" else 2**-6
     assert (got - expected).norm() <= bound * expected.norm()
     assert len(own) == 3 * 2 + 2 + 1
-    for name, want in own.items():
-        assert (leaves[name].grad - want).norm() <= bound * want.norm(), name
+    for name, one, want in zip(leaves, made, own, strict=True):
+        assert (one - want).norm() <= bound * want.norm(), name
 
 
 def llama(hidden_size):
@@ -308,11 +292,11 @@ def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, targ
     model = llama(256)
     nmm.compress(model, base=format, rank=16, factors=factors)
     given = {"input_ids": torch.arange(5)[None], "use_cache": False}
-    options = {"target": target, "executor": "simulator", "inner": "eager", "strict": True}
+    options = {"target": target, "strict": True}
     with torch.no_grad():
         want = model(**given).logits
-        got = torch.compile(model, backend="nmm", options=options)(**given).logits
-    made = nmm.explain(model, given, options={"target": target, "strict": True})
+        got = compiled(model, **options, executor="simulator")(**given).logits
+    made = nmm.explain(model, given, options=options)
     found = sorted(match.rule for match in made.matches if match.rule not in ("norm", "residual"))
     assert found.count("shared_x") == 2  # q, k and v; gate and up, which the MLP takes in
     assert found.count("corrected_mlp") == 1
@@ -361,10 +345,8 @@ def test_an_fp8_branch_is_read_as_stored_unless_it_is_written(factor, written):
     made = nmm.explain(copy.deepcopy(model), data, options={"target": "trn3"})
     notes = [note for match in made.matches for note in match.notes]
     assert any("fp8 branch is read as stored" in note for note in notes) != written
-    torch._dynamo.reset()
-    options = {"target": "trn3", "inner": "eager", "executor": "simulator"}
     with torch.no_grad():
-        got = torch.compile(model, backend="nmm", options=options)(data)
+        got = compiled(model, target="trn3", executor="simulator")(data)
     assert (got - want).norm() <= 2**-4 * want.norm()
 
 
@@ -385,7 +367,5 @@ def test_blocks_that_are_written_in_place_are_not_read_as_stored(written):
     notes = [note for result in made.results for match in result.matches for note in match.notes]
     assert not any("read as stored" in note for note in notes)
     want = copy.deepcopy(model)(data)
-    torch._dynamo.reset()
-    options = {"target": "trn3", "inner": "eager", "kernels": "lazy"}
-    got = torch.compile(model, backend="nmm", options=options)(data)
+    got = compiled(model, target="trn3", kernels="lazy")(data)
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6 * want.abs().max().item())

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from models import Backend, Model
+from models import VERIFIED, Backend, Model, calls_of, compiled
 from torch import nn
 
 from nmm_compiler.lowrank_models.modules import LowRankLinear
@@ -17,7 +17,6 @@ from nmm_compiler.passes.pipeline import rewrite
 
 BF16 = torch.bfloat16
 K, R, N = 256, 16, 512
-VERIFIED = {"verify": True, "strict": True}
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +58,8 @@ def at_level(level, model, x, options):
 
 
 def called(result):
-    """Every kernel call of the graph: op, dtypes of the weights, dtypes of the scales."""
-    for node in result.graph_module.graph.nodes:
-        if "nmm" in str(node.target):
-            yield str(node.target).split(".")[1]
+    """Return the op of every kernel call of the graph."""
+    return [str(node.target).split(".")[1] for node in calls_of(result)]
 
 
 CALLS = {
@@ -78,7 +75,7 @@ def test_fused_calls_read_the_bytes(kind, level):
     model, x = made(kind)
     with torch.no_grad():
         result = at_level(level, model, x, VERIFIED if level == "dynamo" else {})
-        assert list(called(result)) == CALLS[kind]
+        assert called(result) == CALLS[kind]
         names = [str(n.target) for n in result.graph_module.graph.nodes]
         assert not any("clamp" in name or "_to_copy" in name for name in names)
         assert not any(n.op == "call_method" and n.target in ("to", "clamp")
@@ -93,10 +90,8 @@ def test_a_compiled_model_computes_what_it_did(kind):
     model, x = made(kind)
     want = model(x)
     for executor, most in (("reference", 0.0), ("simulator", 2.0**-7)):
-        torch._dynamo.reset()
-        options = {"executor": executor, "strict": True, "inner": "eager"}
         with torch.no_grad():
-            got = torch.compile(model, backend="nmm", options=options)(x)
+            got = compiled(model, executor=executor, strict=True)(x)
         for one, other in zip(*(y if isinstance(y, tuple) else (y,) for y in (got, want)),
                               strict=True):  # fmt: skip
             assert float((one - other).detach().norm()) <= most * float(other.detach().norm())
@@ -147,7 +142,7 @@ def test_a_gate_of_other_numbers_is_said():
 
 def test_plain_factors_are_as_they_were():
     result = rewrite(mlp().eval().to(BF16), (torch.randn(4, K, dtype=BF16),))
-    assert list(called(result)) == ["gated_mlp"]
+    assert called(result) == ["gated_mlp"]
     assert not any("fp8" in note for match in result.matches for note in match.notes)
 
 

@@ -5,13 +5,10 @@ from collections import Counter
 import pytest
 import torch
 from fuzz_graphs import build
-from models import Backend
+from models import VERIFIED, Backend
 from torch import fx
 
 from nmm_compiler.passes.pipeline import run
-
-# The rewrite compares both graphs itself too, and a fault of ours is no refusal here.
-VERIFIED = {"verify": True, "strict": True}
 
 
 class _Largest(fx.Interpreter):
@@ -35,6 +32,15 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return order == sorted(real, key=lambda d: -b.stride()[d])
 
 
+def assert_same(seed: int, wanted, found, bound: float) -> None:
+    """Hold results to those of the original graph: shapes, strides, and values to a bound."""
+    for index, (a, b) in enumerate(zip(wanted, found, strict=True)):
+        assert a.shape == b.shape, f"seed {seed}, output {index}: {a.shape} != {b.shape}"
+        assert _same_strides(a, b), f"seed {seed}, output {index}: {a.stride()} {b.stride()}"
+        error = float((a - b).abs().max()) if a.numel() else 0.0
+        assert error <= bound, f"seed {seed}, output {index}: {error:.2e} > {bound:.2e}"
+
+
 def check(seed: int) -> Counter:
     """Rewrite the graph of a seed and compare it with the original; return the kinds found."""
     program = build(seed)
@@ -46,11 +52,7 @@ def check(seed: int) -> Counter:
     # Every op rounds once per element and every contraction at most once per term; weights have
     # norm 1, and products of activations scale an error by at most the largest value.
     bound = 2.0**-23 * program.length * 8 * probe.largest**2
-    for index, (a, b) in enumerate([*zip(want, got, strict=True), (first, second)]):
-        assert a.shape == b.shape, f"seed {seed}, output {index}: {a.shape} != {b.shape}"
-        assert _same_strides(a, b), f"seed {seed}, output {index}: {a.stride()} {b.stride()}"
-        error = float((a - b).abs().max()) if a.numel() else 0.0
-        assert error <= bound, f"seed {seed}, output {index}: {error:.2e} > {bound:.2e}\n{result}"
+    assert_same(seed, (*want, first), (*got, second), bound)
     again = run(result.graph_module, (program.x.clone(),))
     assert not again.rewritten, f"seed {seed}: a second run still rewrites\n{again}"
     return Counter(m.kind for m in result.matches)
@@ -134,11 +136,7 @@ def check_dynamic(seed: int) -> int:
         probe.run(x.clone())
         got = compiled(x.clone())
         bound = 2.0**-23 * program.length * 8 * probe.largest**2
-        for index, (a, b) in enumerate(zip(want, got, strict=True)):
-            assert a.shape == b.shape, f"seed {seed}, output {index}: {a.shape} != {b.shape}"
-            assert _same_strides(a, b), f"seed {seed}, output {index}: strides"
-            error = float((a - b).abs().max()) if a.numel() else 0.0
-            assert error <= bound, f"seed {seed}, output {index}: {error:.2e} > {bound:.2e}"
+        assert_same(seed, want, got, bound)
     return sum(result.chains for result in found)
 
 

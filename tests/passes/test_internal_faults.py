@@ -1,5 +1,6 @@
-"""An internal fault drops the match or the region that met it; the rest is rewritten."""
+"""Steps are dumped and checked; an internal fault drops the place that met it, and no other."""
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Backend, Pair, Three
+from models import Backend, Pair, Three, codes_of
 from torch import fx, nn
 
 from nmm_compiler import backend
@@ -17,7 +18,7 @@ from nmm_compiler.passes.emit import calls
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import canonical
 from nmm_compiler.passes.graph import read_operations as table
-from nmm_compiler.passes.pipeline import run
+from nmm_compiler.passes.pipeline import Attempt, run
 from nmm_compiler.passes.rules.lowrank import LowRank
 from nmm_compiler.passes.rules.shared import SharedX
 
@@ -131,7 +132,7 @@ def test_internal_fault_in_reading_leaves_the_graph_as_it_was(monkeypatch, name)
     with pytest.warns(UserWarning, match="a fault in nmm_compiler, IndexError while") as caught:
         result = run(module, (X,))
     assert len([w for w in caught if str(w.message).startswith("nmm: ")]) == 1
-    assert [d.code for d in result.declined] == ["internal"]
+    assert codes_of(result) == ["internal"]
     assert not result.matches
     assert result.graph_module.code == module.code
     with pytest.raises(InternalFaultError, match="a fault in nmm_compiler, IndexError while"):
@@ -195,3 +196,81 @@ def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypat
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "no fault", done.stderr
     assert "'strict': True" in Path(program).read_text(encoding="utf-8")
+
+
+# -- the steps -----------------------------------------------------------------------------------
+
+NAMES = ["read", "match", "combine", "layout", "emit", "lint"]
+
+
+def test_dump_writes_the_graph_after_each_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("NMM_DUMP", str(tmp_path / "new"))
+    for _ in range(2):
+        run(traced(), (X,))
+    folders = sorted(p.name for p in (tmp_path / "new").iterdir())
+    assert folders == ["graph000", "graph001"]
+    files = sorted((tmp_path / "new" / "graph001").iterdir())
+    assert [f.name for f in files] == [f"{i:02d}_{n}.py" for i, n in enumerate(NAMES)]
+    texts = {f.stem[3:]: f.read_text(encoding="utf-8") for f in files}
+    assert "# p_b.product: Product(" in texts["read"]
+    assert texts["match"].count("# lowrank at") == 3
+    assert "# shared_x at" in texts["combine"]
+    assert "row" in texts["layout"]
+    assert "lowrank_matmul" not in texts["layout"].split("def forward")[1]
+    assert "lowrank_matmul_shared_x" in texts["emit"].split("def forward")[1]
+    for text in texts.values():
+        compile(text, "dump", "exec")
+
+
+def _forget_a_form(attempt):
+    del attempt.c.forms[next(n for n in attempt.c.graph.nodes if n.name == "tanh")]
+
+
+def _match_twice(attempt):
+    attempt.matches.append(copy.copy(attempt.matches[0]))
+
+
+def _read_a_transpose_of_nothing(attempt):
+    attempt.matches[0].data.x_layout = "col"
+
+
+def _give_another_dtype(attempt):
+    old, new = next(iter(attempt.editor.replaced.items()))
+    attempt.c.values[new] = attempt.c.values[old].double()
+
+
+def _leave_a_node(attempt):
+    attempt.editor.at = next(iter(reversed(attempt.module.graph.nodes)))
+    attempt.editor.call(torch.ops.aten.relu.default, attempt.editor.at.args[0][0])
+
+
+# What a step may get wrong, and the words of the check that finds it.
+WRONG = {
+    "read": (_forget_a_form, "tanh has neither a form nor a view"),
+    "match": (_match_twice, "both take over node"),
+    "combine": (_match_twice, "both take over node"),
+    "layout": (_read_a_transpose_of_nothing, "the transpose that nothing makes"),
+    "emit": (_give_another_dtype, r"is torch.float64 .* in place of"),
+    "lint": (_leave_a_node, "nothing reads the new node relu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_step_is_checked(monkeypatch, name):
+    breaks, words = WRONG[name]
+
+    def broken(attempt, step):
+        step.run(attempt)
+        breaks(attempt)
+
+    passes = tuple(
+        pipeline.Pass(p.name, lambda a, p=p: broken(a, p), p.check) if p.name == name else p
+        for p in pipeline.PASSES
+    )
+    assert [p.name for p in passes] == NAMES
+    assert all(p.run.__qualname__.startswith(Attempt.__name__) for p in pipeline.PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    with pytest.raises(InternalFaultError, match=words):
+        run(traced(), (X,), {"strict": True})
+    with pytest.warns(UserWarning, match="a fault in nmm_compiler"):
+        assert not run(traced(), (X,)).rewritten

@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Pair
+from models import Pair, kinds_of, trace_and_run
 from torch import fx, nn
 
 import nmm_compiler as nmm
@@ -166,7 +166,7 @@ def test_a_swiglu_mlp_ends_with_no_transpose_in_graph_or_kernels(name, whole):
     x = torch.randn(K, 64)
     options = Options(rules=() if whole else ("-gated_mlp",))
     result = run(fx.symbolic_trace(model), (x,), options)
-    kinds = [m.kind for m in result.rewritten]
+    kinds = kinds_of(result)
     assert kinds == (["gated_mlp"] if whole else ["gated_mlp_up", "lowrank"])
     assert result.transposes_after == 0
     made = kernels(result.graph_module, x)
@@ -183,7 +183,7 @@ def test_a_swiglu_mlp_ends_with_no_transpose_in_graph_or_kernels(name, whole):
 
 def test_a_row_input_is_transposed_by_the_kernel_that_loads_it():
     x = torch.randn(64, K)
-    result = run(fx.symbolic_trace(SwiGLU(mlp).requires_grad_(False)), (x,))
+    result = trace_and_run(SwiGLU(mlp).requires_grad_(False), x)
     (kernel,) = kernels(result.graph_module, x)
     assert sum(kernel.profile().transposes.values()) > 0
 
@@ -192,7 +192,7 @@ def test_pictures_show_the_call_whose_result_is_only_read_transposed():
     """Nothing takes the place of such a result's node, so the call is found by what was added."""
     shapes = ((64, 8), (8, 96), (96, 8), (8, 64))
     model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
-    result = run(fx.symbolic_trace(model), (torch.randn(4, 64),))
+    result = trace_and_run(model, torch.randn(4, 64))
     unread = [match for match in result.rewritten if not match.emitted]
     assert unread, "the layout assignment turns the tensor between the two calls"
     pictures = graph_parts(result.original, result.graph_module, unread)
@@ -242,7 +242,7 @@ CASES = {
 def test_values_and_strides_are_the_graphs(name, dtype):
     model = Model(CASES[name]).requires_grad_(False).to(dtype)
     x = torch.randn(3, 5, K).to(dtype)
-    result = run(fx.symbolic_trace(model), (x.clone(),), Options(strict=True))
+    result = trace_and_run(model, x.clone(), strict=True)
     want, got = (
         torch.utils._pytree.tree_leaves(m(x.clone())) for m in (model, result.graph_module)
     )

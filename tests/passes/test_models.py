@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from models import MODELS, Backend, factorize
+from models import MODELS, VERIFIED, Backend, factorize
 
 from nmm_compiler.passes.pipeline import explain
 
@@ -36,7 +36,6 @@ EXPECTED = {
     "qwen3_next": {"shared_x": 2, "gated_mlp": 2, "lowrank": 2, "chains": 13},
     "qwen3_5": {"shared_x": 1, "gated_mlp": 2, "lowrank": 4, "chains": 13},
 }
-VERIFIED = {"verify": True, "strict": True}
 QUICK = ("llama", "gpt2", "bert", "deepseek_v3")
 
 
@@ -59,23 +58,15 @@ def compile_and_count(name: str, rank: int = 4, exclude=("lm_head",)):
     return matches, pairs
 
 
-def check(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in MODELS]
+)
+def test_model(name):
     matches, pairs = compile_and_count(name)
     counts = Counter(m.kind for m in matches)
     chains = sum(m.info.get("chains", 1) for m in matches)
     assert {**counts, "chains": chains} == EXPECTED[name]
     assert chains == pairs
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_model(name):
-    check(name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in QUICK])
-def test_more_models(name):
-    check(name)
 
 
 @pytest.mark.long
@@ -99,16 +90,23 @@ def test_explain_says_what_factorizing_would_save():
 
 
 @pytest.mark.long
-def test_two_peft_adapters_are_one_call_each():
+@pytest.mark.parametrize(
+    ("targets", "adapters", "calls"),
+    [
+        (["q_proj", "v_proj", "down_proj"], ["default"], 6),
+        (["q_proj", "down_proj"], ["default", "second"], 4),
+    ],
+)
+def test_peft_adapters_are_one_call_a_layer(targets, adapters, calls):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model, inputs = MODELS["llama"]()
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, lora_alpha=8)
+    config = peft.LoraConfig(target_modules=targets, r=4, lora_alpha=8)
     model = peft.get_peft_model(model, config)
-    model.add_adapter("second", config)
-    model.base_model.set_adapter(["default", "second"])
-    model = model.eval()
-    for name, parameter in model.named_parameters():
+    for name in adapters[1:]:
+        model.add_adapter(name, config)
+    model.base_model.set_adapter(adapters)
+    for name, parameter in model.eval().named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     found = Backend(VERIFIED)
@@ -116,24 +114,5 @@ def test_two_peft_adapters_are_one_call_each():
         want = model(**inputs).last_hidden_state
         got = torch.compile(model, backend=found, dynamic=False)(**inputs).last_hidden_state
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
-    assert Counter(m.kind for r in found for m in r.matches) == {"lora": 4}
-    assert {m.info["chains"] for r in found for m in r.matches} == {2}
-
-
-@pytest.mark.long
-def test_peft_lora_model():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    model, inputs = MODELS["llama"]()
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=4, lora_alpha=8)
-    model = peft.get_peft_model(model, config).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    found = Backend(VERIFIED)
-    with torch.no_grad():
-        want = model(**inputs).last_hidden_state
-        got = torch.compile(model, backend=found, dynamic=False)(**inputs).last_hidden_state
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
-    kinds = Counter(m.kind for r in found for m in r.matches)
-    assert kinds == {"lora": 6}
+    assert Counter(m.kind for r in found for m in r.matches) == {"lora": calls}
+    assert {m.info["chains"] for r in found for m in r.matches} == {len(adapters)}

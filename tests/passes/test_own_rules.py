@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Model
+from models import VERIFIED, Model
 from torch import nn
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import BrokenRuleError, VerificationError
 
 ROOT = Path(__file__).parents[2]
-VERIFIED = {"verify": True, "strict": True}
 EAGER = {"inner": "eager", "kernels": "lazy", **VERIFIED}
 
 

@@ -9,11 +9,11 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from models import kinds_of, trace_and_run
 
 from nmm_compiler import backend
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
-from nmm_compiler.passes.pipeline import explain, run
+from nmm_compiler.passes.pipeline import explain
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES, simulated_us
 from nmm_compiler.prices.ways import ways
@@ -24,7 +24,7 @@ Pair = functools.partial(models.Pair, bias=False)
 def rewritten(model, tokens, **options):
     k = model.a.in_features
     model = model.to(torch.bfloat16)
-    return run(fx.symbolic_trace(model), (torch.randn(tokens, k).to(torch.bfloat16),), options)
+    return trace_and_run(model, torch.randn(tokens, k).to(torch.bfloat16), **options)
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_a_group_is_one_call_only_where_that_is_faster(priced):
     for shared, kinds in ((1.0, ["shared_x"]), (90.0, ["lowrank", "lowrank"])):
         cost = {"lowrank_shared": shared, "lowrank": 2.0, "matmul": 3.0}
         priced(lambda spec, target, cost=cost: cost[spec.family])
-        result = run(fx.symbolic_trace(two), (torch.randn(8, 64),))
-        assert [m.kind for m in result.matches] == kinds
+        result = trace_and_run(two, torch.randn(8, 64))
+        assert kinds_of(result) == kinds
 
 
 def test_a_rank_that_is_too_large_is_told_with_the_times_of_all_ways():
@@ -101,7 +101,7 @@ def test_one_call_has_one_price_in_a_compile_report(r):
     model = Pair(512, r, 2048).to(torch.bfloat16)
     x = torch.randn(96, 512, dtype=torch.bfloat16)
     with torch.no_grad():
-        torch.compile(model, backend="nmm", options={"inner": "eager"})(x)
+        models.compiled(model)(x)
     report = backend.last_report()
     times = ways(LowRankSpec(m=96, k=512, r=r, n=2048), "trn2", source="simulated")
     (line,) = report.kernels
@@ -144,6 +144,6 @@ def test_a_lora_is_not_compared_with_its_merged_weight():
         return F.linear(x, p.w) + p.pair(x)
 
     adapted = models.Model(function, pair=Pair(64, 4, 64), w=torch.randn(64, 64))
-    result = run(fx.symbolic_trace(adapted), (torch.randn(8, 64),))
-    assert [m.kind for m in result.matches] == ["lora"]
+    result = trace_and_run(adapted, torch.randn(8, 64))
+    assert kinds_of(result) == ["lora"]
     assert result.matches[0].info["predicted"]["dense"] is None

@@ -3,12 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Backend
+from models import VERIFIED, Backend, kinds_of
 from torch import nn
 
 import nmm_compiler as nmm
-
-VERIFIED = {"verify": True, "strict": True}
 
 
 class Quantized(nn.Module):
@@ -46,7 +44,7 @@ def test_plain_modules(kind, after, dtype):
     layers = [Quantized(torch.randn(n, k), kind, after) for n, k in ((8, 64), (48, 8))]
     model, x = nn.Sequential(*layers), torch.randn(5, 64, dtype=dtype)
     want, got, result = compiled(model, x)
-    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    assert kinds_of(result) == ["lowrank"]
     assert "made of stored weights" in result.matches[0].notes[-1]
     truth = x.double() @ layers[0].exact().T @ layers[1].exact().T
     had, error = (float((y.double() - truth).abs().max()) for y in (want, got))
@@ -63,7 +61,7 @@ def test_torchao(name):
     quantization.quantize_(model, getattr(quantization, name)())
     x = torch.randn(5, 64, dtype=torch.bfloat16)
     want, got, result = compiled(model, x)
-    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    assert kinds_of(result) == ["lowrank"]
     weights = [layer.weight.detach().dequantize().double() for layer in model]
     truth = x.double() @ weights[0].T @ weights[1].T + model[1].bias.detach().double()
     had, error = (float((y.double() - truth).abs().max()) for y in (want, got))

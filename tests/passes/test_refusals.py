@@ -6,7 +6,7 @@ Of numbers and conditions that decide, each test fails when the one that it name
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS, Model
+from models import MODELS, Model, codes_of, kinds_of, trace_and_run
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,9 +14,9 @@ from nmm_compiler.passes.pipeline import explain, run
 
 
 def refused(model, x):
-    result = run(fx.symbolic_trace(model), (x,))
+    result = trace_and_run(model, x)
     assert not result.rewritten
-    return [declined.code for declined in result.declined]
+    return codes_of(result)
 
 
 def chain(p, x):
@@ -28,7 +28,7 @@ def test_break_even_is_no_gain(rank, fused):
     """64 x 64: at rank 32 the chain has as many products as the dense matrix."""
     model, x = Model(chain, a=(rank, 64), b=(64, rank)), torch.randn(5, 64)
     if fused:
-        assert len(run(fx.symbolic_trace(model), (x,)).rewritten) == 1
+        assert len(trace_and_run(model, x).rewritten) == 1
     else:
         assert refused(model, x) == ["rank_too_large"]
 
@@ -42,8 +42,8 @@ def test_break_even_of_a_shared_first_factor_is_no_gain(rank, fused):
         return F.linear(h, p.b), F.linear(h, p.c)
 
     model = Model(two, a=(rank, 48), b=(48, rank), c=(48, rank))
-    result = run(fx.symbolic_trace(model), (torch.randn(5, 48),))
-    assert [match.kind for match in result.rewritten] == (["shared_u"] if fused else [])
+    result = trace_and_run(model, torch.randn(5, 48))
+    assert kinds_of(result) == (["shared_u"] if fused else [])
 
 
 def test_one_dtype_for_all_operands():
@@ -56,7 +56,7 @@ def test_an_epilogue_that_promotes_stays_outside():
     model = Model(lambda p, x: chain(p, x) + p.d, a=(4, 32), b=(32, 4), d=(32,)).bfloat16()
     model.d.data = model.d.data.float()
     x = torch.randn(6, 32, dtype=torch.bfloat16)
-    result = run(fx.symbolic_trace(model), (x,))
+    result = trace_and_run(model, x)
     (match,) = result.rewritten
     assert match.name == "linear_1"
     assert result.graph_module(x).dtype == torch.float32
@@ -65,7 +65,7 @@ def test_an_epilogue_that_promotes_stays_outside():
 def test_a_sparse_weight_is_no_plain_matrix():
     model = Model(lambda p, x: p.b @ (p.a @ x.t()), a=(4, 32), b=(32, 4))
     model.b = nn.Parameter(model.b.detach().to_sparse(), requires_grad=False)
-    result = run(fx.symbolic_trace(model), (torch.randn(6, 32),))
+    result = trace_and_run(model, torch.randn(6, 32))
     assert not result.rewritten
 
 
@@ -80,38 +80,9 @@ def test_a_product_that_writes_into_memory_of_others_is_not_fused():
 
     for function in (last, first):
         model, x = Model(function, a=(4, 32), b=(32, 4)).requires_grad_(False), torch.randn(6, 32)
-        result = run(fx.symbolic_trace(model), (x,))
+        result = trace_and_run(model, x)
         assert torch.equal(result.graph_module(x), model(x))
         assert not result.rewritten
-
-
-def _reordered(h):
-    return h.unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2)
-
-
-# x is [6, 32]; a [8, 32], b [32, 8], t [6, 1], w [48, 16], q [2, 16, 4], g [4, 8, 8].
-ODD = {
-    "features in another order": (lambda p, x: F.linear(_reordered(F.linear(x, p.a)), p.b),
-                                  "shape"),
-    "tokens contracted too": (lambda p, x: F.linear(x, p.a).flatten() @ p.w, "shape"),
-    "a bias for each token": (lambda p, x: F.linear(F.linear(x, p.a) + p.t, p.b), "between"),
-    "a weight for each head": (
-        lambda p, x: torch.einsum("mhk,hkr->mhr", x.view(6, 2, 16), p.q) @ p.b[:16].view(4, 32),
-        "weight"),
-    "a weight in another order": (
-        lambda p, x: F.linear(x @ p.g.transpose(0, 1).reshape(32, 8), p.b), "weight"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_products_that_are_no_chain_of_plain_matrices(name):
-    function, code = ODD[name]
-    shapes = {"a": (8, 32), "b": (32, 8), "t": (6, 1), "w": (48, 16), "q": (2, 16, 4)}
-    model, x = Model(function, **shapes, g=(4, 8, 8)).requires_grad_(False), torch.randn(6, 32)
-    result = run(fx.symbolic_trace(model), (x,))
-    torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 64)
-    assert not result.rewritten
-    assert code in [declined.code for declined in result.declined]
 
 
 def test_a_base_that_is_subtracted_keeps_its_sign():
@@ -120,40 +91,29 @@ def test_a_base_that_is_subtracted_keeps_its_sign():
 
     model = Model(scaled, a=(4, 32), b=(32, 4), w=(32, 32)).requires_grad_(False)
     x = torch.randn(6, 32)
-    result = run(fx.symbolic_trace(model), (x,))
+    result = trace_and_run(model, x)
     torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 256)
-    assert "lora" not in [match.kind for match in result.rewritten]
-
-
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_an_uncompressed_llama_has_no_refusals(tokens):
-    """Dense layers, rotary embeddings and attention are no chains that something hinders."""
-    pytest.importorskip("transformers")
-    model, _ = MODELS["llama"]()
-    found = explain(model.eval(), torch.arange(tokens).view(1, tokens))
-    assert not found.matches
-    assert not found.declined, str(found)
-    assert "left alone" not in str(found)
-    assert found.opportunities
+    assert "lora" not in kinds_of(result)
 
 
 # Models that are low-rank as they come: a latent behind a norm, a time step of small rank.
 _OWN_CHAINS = {"deepseek_v3": {"between"}, "mamba": {"between"}, "jamba": {"between"}}
-_QUICK = ("gpt2", "vit")
+_QUICK = ("llama", "gpt2", "vit")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in _QUICK else pytest.mark.long)
-        for name in MODELS
-        if name != "llama"
-    ],
+    ("name", "tokens"),
+    [("llama", 1)]
+    + [pytest.param(n, None, marks=() if n in _QUICK else pytest.mark.long) for n in MODELS],
 )
-def test_uncompressed_models_have_no_refusals(name):
+def test_uncompressed_models_have_no_refusals(name, tokens):
+    """Dense layers, rotary embeddings and attention are no chains that something hinders."""
     pytest.importorskip("transformers")
     model, inputs = MODELS[name]()
+    if tokens is not None:
+        inputs = {"input_ids": inputs["input_ids"][:1, :tokens]}
     found = explain(model.eval(), inputs)
+    assert found.opportunities
     assert {d.code for d in found.declined} == _OWN_CHAINS.get(name, set()), str(found)
     assert {m.kind for m in found.matches} == ({"mla"} if name == "deepseek_v3" else set())
 
@@ -162,10 +122,6 @@ def graph_of(function, **weights):
     """Return the symbolic trace of a function of (parameters, x)."""
 
     return fx.symbolic_trace(Model(function, **weights))
-
-
-def pair(x, a, b):
-    return F.linear(F.linear(x, a), b)
 
 
 # -- cost: factors that are as large as the dense matrix are none -------------------------------
@@ -213,7 +169,7 @@ def unknown_write(written_first):
 def test_a_write_to_unknown_memory_between_the_products_is_refused(written_first, codes):
     module = unknown_write(written_first)
     result = run(module, (torch.randn(6, 32), object()))
-    assert [d.code for d in result.declined] == codes
+    assert codes_of(result) == codes
     assert len(result.rewritten) == (not codes)
 
 
@@ -247,5 +203,5 @@ def test_operands_on_two_devices_are_refused(odd):
         y.meta["example_value"] = torch.empty(6, 32)
     graph.output(y)
     result = run(fx.GraphModule(nn.Module(), graph), None)
-    assert [d.code for d in result.declined] == (["device"] if odd else [])
-    assert [m.kind for m in result.rewritten] == ([] if odd else ["lowrank"])
+    assert codes_of(result) == (["device"] if odd else [])
+    assert kinds_of(result) == ([] if odd else ["lowrank"])

@@ -46,7 +46,6 @@ def test_a_script_finds_the_match_again(name, level, capsys):
         assert code == 0, said
         assert match.kind in said
         assert "of what rounding explains" in said
-    torch._dynamo.reset()
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import Model, Pair, kernel_calls
+from models import Model, Pair, calls_of, compiled, kernel_calls
 from torch import nn
 
 import nmm_compiler as nmm
@@ -16,22 +16,17 @@ def fork():
     return Model(lambda p, x: (p.down(p.into(x)), p.out(x)), **parts)
 
 
-def calls(graph_module):
-    return [n for n in graph_module.graph.nodes if str(n.target).startswith("nmm.")]
-
-
 def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
     model, x = fork(), torch.randn(2, 12, 64)
     result = nmm.rewrite(model, (x,))
-    shared, down = calls(result.graph_module)
+    shared, down = calls_of(result)
     assert shared.kwargs["out_layouts"] == ["col", "row"]
     assert down.kwargs["x_layout"] == "col"
     assert result.transposes_after == 0
     (match,) = [m for m in result.matches if m.rule == "shared_x"]
     assert match.info["out_layout"] == "col,row"
-    for got, want in zip(result.graph_module(x), model(x), strict=True):
-        # fp32 sums of at most 96 terms of size ~1, four products in a row: 4 * 96 * 2^-24 < 3e-5
-        torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
+    # fp32 sums of at most 96 terms of size ~1, four products in a row: 4 * 96 * 2^-24 < 3e-5
+    torch.testing.assert_close(result.graph_module(x), model(x), rtol=3e-5, atol=3e-5)
     (_, spec), _ = kernel_calls(result.graph_module)
     assert spec.family == "lowrank_shared"
     assert (spec.m, spec.pairs) == (24, ((8, (96,)), (8, (48,))))
@@ -41,19 +36,13 @@ def test_a_result_for_another_kernel_is_col_and_its_neighbour_row():
 @pytest.mark.parametrize("executor", ["reference", "simulator"])
 def test_layouts_of_each_result_through_torch_compile(executor):
     model, x = fork(), torch.randn(2, 12, 64)
-    options = {"executor": executor, "inner": "aot_eager", "strict": True, "kernels": "lazy"}
-    compiled = torch.compile(model, backend="nmm", options=options)
-    got, want = compiled(x), model(x)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=3e-5, atol=3e-5)
-    upstream = [torch.randn_like(y) for y in want]
-    weights = list(model.parameters())
-    mine = torch.autograd.grad(got, weights, upstream)
-    theirs = torch.autograd.grad(want, weights, upstream)
-    for a, b in zip(mine, theirs, strict=True):
-        # sums over 24 tokens on top of the chains' own
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "strict": True, "kernels": "lazy"}
+    got, want = compiled(model, **options, executor=executor)(x), model(x)
+    torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
+    upstream, weights = [torch.randn_like(y) for y in want], list(model.parameters())
+    gradients = [torch.autograd.grad(y, weights, upstream) for y in (got, want)]
+    # sums over 24 tokens on top of the chains' own
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["lowrank_matmul_shared_x", "lowrank_matmul_shared_u"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import compiled
 from torch import nn
 
 import nmm_compiler as nmm
@@ -52,9 +53,8 @@ def test_a_checkpoint_is_one_call_of_fp8_numbers_and_right_against_float64(m, bi
     names = [str(node.target) for node in made.graph_module.graph.nodes]
     assert sum("matmul_scaled" in name for name in names) == 1
     assert not any("linear" in name for name in names)
-    options = {**OPTIONS, "executor": "simulator", "inner": "eager"}
     with torch.no_grad():
-        got = torch.compile(model, backend="nmm", options=options)(x).double()
+        got = compiled(model, **OPTIONS, executor="simulator")(x).double()
     want = exact(x, state)
     # exact products of fp8 numbers; halving loses a bit of a subnormal, 2^-10 of 448 in w and in x
     # where K add up; the bias and the result are rounded to bfloat16
@@ -136,7 +136,6 @@ def test_numbers_that_are_written_in_place_are_not_read_as_stored(place):
 
     _, x, state = loaded(16, False)
     written = Written(state["0.weight"], state["0.weight_scale"], state["0.input_scale"])
-    torch._dynamo.reset()
     with torch.no_grad():
-        compiled = torch.compile(written, backend="nmm", options={**OPTIONS, "inner": "eager"})
-        torch.testing.assert_close(compiled(x), written(x), rtol=2**-6, atol=2**-6)
+        got = compiled(written, **OPTIONS)(x)
+        torch.testing.assert_close(got, written(x), rtol=2**-6, atol=2**-6)

@@ -6,10 +6,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Backend
-from torch import fx
-
-from nmm_compiler.passes.pipeline import run
+from models import Backend, trace_and_run
 
 # Two chains of 32 features, a dense weight, and a bias.
 Model = functools.partial(
@@ -82,7 +79,7 @@ def check(model, graph, x):
 @pytest.mark.parametrize("name", CASES)
 def test_strides_at_the_output(name, shape):
     model, x = Model(CASES[name]), torch.randn(*shape)
-    result = run(fx.symbolic_trace(model), (x,))
+    result = trace_and_run(model, x)
     # A convolution without a batch dimension is left as it is.
     assert bool(result.rewritten) == ((name, shape) != ("convolution", (6, 32)))
     check(model, result.graph_module, x)
@@ -118,7 +115,7 @@ def test_the_memory_order_that_is_read_is_the_graphs_own(reader, between):
 
     model = Model(function).requires_grad_(False)
     x = torch.randn(6, 32)
-    result = run(fx.symbolic_trace(model), (x,))
+    result = trace_and_run(model, x)
     assert len(result.rewritten) == 1
     # two orders of adding 32 and 4 fp32 products near 1, doubled at most
     torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 36 * 4)

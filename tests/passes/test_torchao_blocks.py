@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import compiled
 from torch import nn
 
 import nmm_compiler as nmm
@@ -43,9 +44,8 @@ def test_blocks_are_read_as_stored(dtype, format, adapted):
     assert [one.rule for one in made.matches] == ["lora" if adapted else "quantized"] * 2
     assert {one.info["base_weight"] for one in made.matches} == {format}
     assert any("put in order" in note for note in made.matches[0].notes)
-    options |= {"executor": "simulator", "inner": "eager"}
     with torch.no_grad():
-        got = torch.compile(model, backend="nmm", options=options)(x)
+        got = compiled(model, **options, executor="simulator")(x)
         if format == "mxfp8":
             want = model(x)  # which rounds x to MXFP8 as the kernels do
         else:  # this rounds x to four bits; the kernels keep eight

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import kernel_calls
+from models import codes_of, kernel_calls, kinds_of
 from torch import nn
 
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec
@@ -41,8 +41,11 @@ class MLP(nn.Module):
 X = torch.randn(2, 5, 32)
 
 
-def kinds(result):
-    return [m.kind for m in result.rewritten]
+def rewritten(model, kinds, x=X):
+    """Return the result for a model that has matches of these kinds."""
+    result = rewrite(model, x)
+    assert kinds_of(result) == kinds
+    return result
 
 
 def agree(result, model, x=X):
@@ -54,8 +57,7 @@ def agree(result, model, x=X):
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (0, 4, 4), (4, 0, 0), (0, 0, 4), (0, 4, 0)])
 def test_any_projection_may_be_dense(ranks, bias):
     model = MLP(ranks, bias=bias)
-    result = rewrite(model, X)
-    assert kinds(result) == ["gated_mlp"]
+    result = rewritten(model, ["gated_mlp"])
     assert not result.declined
     ((_, spec),) = kernel_calls(result.graph_module)
     assert tuple(map(spec.rank, spec.branches)) == ranks
@@ -90,15 +92,13 @@ def test_spellings(function):
             return function(self, x)
 
     model = Spelled()
-    result = rewrite(model, X)
-    assert kinds(result) == ["gated_mlp"]
+    result = rewritten(model, ["gated_mlp"])
     agree(result, model)
 
 
 def test_h_with_another_reader_stays_two_kernels():
     model = MLP((4, 4, 4), after=lambda mlp, y, h: y + h.sum())
-    result = rewrite(model, X)
-    assert kinds(result) == ["gated_mlp_up", "lowrank"]
+    result = rewritten(model, ["gated_mlp_up", "lowrank"])
     (declined,) = result.declined
     assert (declined.rule, declined.code) == ("gated_mlp", "other_user")
     assert "is also used by sum" in declined.reason
@@ -107,30 +107,27 @@ def test_h_with_another_reader_stays_two_kernels():
 
 def test_other_features_come_back():
     model = MLP((4, 4, 4), back=48)
-    result = rewrite(model, X)
-    assert kinds(result) == ["gated_mlp_up", "lowrank"]
-    assert [d.code for d in result.declined] == ["no_kernel"]
+    result = rewritten(model, ["gated_mlp_up", "lowrank"])
+    assert codes_of(result) == ["no_kernel"]
     assert "returns 48 features" in result.declined[0].reason
 
 
 def test_dropout_before_the_down_projection_stays_two_kernels():
     model = MLP((4, 4, 4)).train()
     model.down.a = nn.Sequential(nn.Dropout(0.5), model.down.a)
-    result = rewrite(model, X)
-    assert kinds(result) == ["gated_mlp_up", "lowrank"]
+    rewritten(model, ["gated_mlp_up", "lowrank"])
 
 
 def test_what_does_not_fit_is_declined_with_the_numbers():
     n = 120_000  # h^T of 128 tokens takes 938 tiles of 256 bytes per partition, trn2 has 212,472
     model, x = MLP((2, 2, 2), n=n).to(torch.bfloat16), torch.randn(128, 32).to(torch.bfloat16)
-    result = rewrite(model, x)
-    assert kinds(result) == ["gated_mlp_up", "lowrank"]
+    result = rewritten(model, ["gated_mlp_up", "lowrank"], x)
     (declined,) = result.declined
     assert declined.code == "no_kernel"
     assert "h 240,128" in declined.reason
     assert "trn2 has 212,472" in declined.reason
     assert "h 240,128" in " ".join(str(result).split())
-    assert kinds(rewrite(model, x[:100])) == ["gated_mlp"]
+    assert kinds_of(rewrite(model, x[:100])) == ["gated_mlp"]
 
 
 def test_two_kernels_where_they_are_predicted_to_be_faster():
