@@ -1,6 +1,7 @@
 """Few-bit weights with low-rank branches, as `compress(base=)` and adapters spell them."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -44,19 +45,6 @@ def x(m=8, k=128):
     return torch.randn(m, k, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("m", [1, 8, 130])
-def test_base_and_branch_are_one_call_that_reads_the_bytes(bias, scale, m):
-    model, data = Corrected(bias=bias, scale=scale), x(m)
-    made = nmm.rewrite(model, data, options=OPTIONS)
-    (match,) = made.matches
-    assert match.info["base_weight"] == "fp8"
-    assert any("read as stored" in note for note in match.notes)
-    assert len(calls(made)) == 1
-    made.check(data)
-
-
 def test_the_simulator_agrees_with_eager_and_the_branch_has_gradients():
     model, data = Corrected(), x()
     expected = model(data)
@@ -70,13 +58,15 @@ def test_the_simulator_agrees_with_eager_and_the_branch_has_gradients():
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "reason"),
-    [("trn1", torch.bfloat16, "trn1 has no fp8 kernels"),
-     ("trn2", torch.float16, "cast the model to bfloat16")],
+    ("target", "dtype", "k", "format", "reason"),
+    [("trn1", torch.bfloat16, 128, "fp8", "trn1 has no fp8 kernels"),
+     ("trn2", torch.float16, 128, "fp8", "cast the model to bfloat16"),
+     ("trn2", torch.bfloat16, 512, "mxfp4", "trn2 has no such product; take fp8"),
+     ("trn3", torch.bfloat16, 96, "mxfp4", "whole 128s of inputs")],
 )  # fmt: skip
-def test_where_no_kernel_reads_the_bytes_the_report_says_so(target, dtype, reason):
-    model = Corrected().to(dtype)
-    made = nmm.rewrite(model, x().to(dtype), options={**OPTIONS, "target": target})
+def test_where_no_kernel_reads_the_bytes_the_report_says_so(target, dtype, k, format, reason):
+    model = Corrected(k=k, format=format).to(dtype)
+    made = nmm.rewrite(model, x(8, k).to(dtype), options={**OPTIONS, "target": target})
     (match,) = made.matches
     assert any("dequantized at each call" in n and reason in n for n in match.notes)
     assert "base_weight" not in match.info
@@ -93,15 +83,23 @@ def calls(made):
     return [name for name in targets if "corrected_matmul" in name]
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
-@pytest.mark.parametrize(("bias", "scale", "m"), [(True, 1.0, 1), (False, 0.5, 130)])
-def test_blocks_and_their_branch_are_one_call_that_reads_them(format, bias, scale, m):
-    model, data = Corrected(**MX, format=format, bias=bias, scale=scale), x(m, 512)
-    made = nmm.rewrite(model, data, options=TRN3)
+@pytest.mark.parametrize(
+    ("format", "bias", "scale", "m"),
+    [
+        *itertools.product(["fp8"], [True, False], [1.0, 0.5], [1, 8, 130]),
+        ("mxfp4", True, 1.0, 1), ("mxfp4", False, 0.5, 130),
+        ("mxfp8", True, 1.0, 1), ("mxfp8", False, 0.5, 130),
+    ],
+)  # fmt: skip
+def test_base_and_branch_are_one_call_that_reads_them_as_stored(format, bias, scale, m):
+    sizes, options = ({}, OPTIONS) if format == "fp8" else (MX, TRN3)
+    model = Corrected(**sizes, format=format, bias=bias, scale=scale)
+    data = x(m, model.down.in_features)
+    made = nmm.rewrite(model, data, options=options)
     (match,) = made.matches
     assert match.info["base_weight"] == format
     assert any("read as stored" in note for note in match.notes)
-    assert any("rounds x to mxfp8" in note for note in match.notes)
+    assert any("rounds x to mxfp8" in note for note in match.notes) == (format != "fp8")
     assert len(calls(made)) == 1
     made.check(data)
 
@@ -149,19 +147,6 @@ def test_compressed_models_are_found_and_blocks_alone_are_calls(tmp_path):
     assert [match.rule for match in made.matches] == ["quantized"]
     assert len(calls(made)) == 1
     made.check(x(4, 512))
-
-
-@pytest.mark.parametrize(
-    ("target", "k", "reason"),
-    [("trn2", 512, "trn2 has no such product; take fp8"), ("trn3", 96, "whole 128s of inputs")],
-)
-def test_where_no_kernel_reads_blocks_the_report_says_so(target, k, reason):
-    made = nmm.rewrite(
-        Corrected(k=k, r=16, format="mxfp4"), x(8, k), options={**OPTIONS, "target": target}
-    )
-    assert any(
-        "dequantized at each call" in note and reason in note for note in made.matches[0].notes
-    )
 
 
 def test_kernels_of_blocks_agree_with_eager_and_the_branch_has_gradients():
