@@ -42,10 +42,14 @@ from nmm_compiler.lowrank_models.plan import (
 )
 from nmm_compiler.lowrank_models.predicted_time import JUDGE, Prices, kernel_prices
 from nmm_compiler.lowrank_models.progress import steps
-from nmm_compiler.lowrank_models.quantize import QuantizedLinear, make_layer, residual
+from nmm_compiler.lowrank_models.quantize import (
+    QuantizedLinear,
+    make_layer,
+    residual,
+    rounded_beside,
+)
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
-from nmm_compiler.lowrank_models.rounding import rounded_beside
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites
 
 

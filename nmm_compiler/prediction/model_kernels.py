@@ -18,7 +18,6 @@ from nmm_compiler.errors import ModelError, UnknownNameError
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import lowrank_layers
-from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import fitting, graph_call, lower
@@ -40,8 +39,6 @@ def model_kernels(
     tps: Iterable[int] = (1,),
     split: str = "row",
     dtype: str = "bfloat16",
-    include: Patterns = None,
-    exclude: Patterns = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[KernelSpec, str]]:
     """Return (spec, target) of every kernel that the model's calls launch, each once.
@@ -62,10 +59,8 @@ def model_kernels(
     settings = [(ratio, tp) for ratio in ratios for tp in tps]
     found: dict[tuple[KernelSpec, str], None] = {}
     for i, (ratio, tp) in enumerate(settings):
-        cut = None
-        if ratio is not None:
-            cut = {"ratio": ratio, "rank": None, "include": include, "exclude": exclude}
-        model = prepare(given, cut, dtype, 1).model
+        low = {"ratio": ratio, "rank": None, "include": None, "exclude": None}
+        model = prepare(given, None if ratio is None else low, dtype, 1).model
         for j, m in enumerate(counts):
             if progress is not None:
                 shown = "as it is" if ratio is None else f"ratio {ratio:g}"

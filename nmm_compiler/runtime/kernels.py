@@ -3,6 +3,11 @@
 Also remembers the specs of static graphs, so that their calls run a kernel of exactly that token
 count, and the specs without a kernel, so that one warning says the reason and PyTorch computes the
 calls.
+
+A kernel has a fixed shape. Static graphs get one for their exact token count; calls with a symbolic
+count go to buckets: a call takes the next larger bucket with its rows padded, or is cut into
+several launches, whichever is predicted to be faster. Padding is safe because tokens are
+independent rows of every product here: the padded rows' results are dropped.
 """
 
 from __future__ import annotations
@@ -10,16 +15,51 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from nmm_compiler.errors import CacheMissError
-from nmm_compiler.options import KERNEL_EXECUTORS, Options, verdict_setting
-from nmm_compiler.runtime import buckets
+from nmm_compiler.errors import CacheMissError, ShapeError
+from nmm_compiler.options import KERNEL_EXECUTORS, LADDER, Options, verdict_setting
 
 _WORTH_SPLITTING_TOKENS = 128
 
 Key = tuple[Any, ...]
+
+
+def bucket(tokens: int, ladder: tuple[int, ...] | None = None) -> int:
+    """Return the smallest bucket that holds `tokens`.
+
+    A ladder goes on with the multiples of its last step; the default one is 1, 2, 4 ... 4096.
+    Raises ShapeError for less than one token.
+    """
+    if tokens < 1:
+        raise ShapeError(f"a kernel needs at least 1 token, got {tokens}")
+    steps = ladder or LADDER
+    beyond = -(-tokens // steps[-1]) * steps[-1]
+    return min((step for step in steps if step >= tokens), default=beyond)
+
+
+def planned_buckets(
+    tokens: int,
+    ladder: tuple[int, ...] | None = None,
+    cost_us: Callable[[int], float] | None = None,
+) -> tuple[int, ...]:
+    """Return the buckets to launch, in token order: their sum is at least `tokens`.
+
+    cost_us gives the predicted time of one launch with that many tokens, in microseconds; without
+    it the answer is one padded launch. Only the last launch is ever padded. The choice is between
+    one padded launch, and the largest full bucket followed by a padded rest.
+    """
+    whole, steps = bucket(tokens, ladder), ladder or LADDER
+    full = max((step for step in steps if step <= tokens), default=0)
+    if full == steps[-1]:
+        full = tokens // full * full
+    if cost_us is None or whole == tokens or not full:
+        return (whole,)
+    rest = bucket(tokens - full, ladder)
+    if rest >= whole or cost_us(full) + cost_us(rest) >= cost_us(whole):
+        return (whole,)
+    return (full, rest)
 
 
 def _key(spec: Any, target: str, options: Options) -> Key:
@@ -106,7 +146,7 @@ class Kernels:
         if static and options.buckets is None:
             self.keep_static(spec, target)
         elif spec.splits_tokens:
-            whole = buckets.bucket(getattr(spec, axis), options.buckets)
+            whole = bucket(getattr(spec, axis), options.buckets)
             return dataclasses.replace(spec, **{axis: whole})
         return spec
 
@@ -120,12 +160,12 @@ class Kernels:
         tokens = int(getattr(spec, axis))
         if options.buckets is None and (spec, target) in self._static:
             return (tokens,)
-        whole = buckets.bucket(tokens, options.buckets)
+        whole = bucket(tokens, options.buckets)
         if axis == "k" or whole - tokens < _WORTH_SPLITTING_TOKENS:
             return (whole,)
         key = (_key(spec, target, options), options.buckets)
         if key not in self._plans:
-            self._plans[key] = buckets.plan(
+            self._plans[key] = planned_buckets(
                 tokens, options.buckets, lambda m: self._launch_us(spec, m, target, options)
             )
         return self._plans[key]

@@ -18,7 +18,7 @@ from nmm_compiler.errors import (
     ShapeError,
 )
 from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
-from nmm_compiler.lowrank_models import hf, rounding
+from nmm_compiler.lowrank_models import hf, quantize
 from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
 from nmm_compiler.lowrank_models.hf_layers import SavedLayers
 from nmm_compiler.lowrank_models.load import load
@@ -175,8 +175,8 @@ def test_a_base_is_rounded_for_its_inputs_and_its_branch(base, rank, monkeypatch
     errors = []
     for fitted in (False, True):
         if not fitted:
-            monkeypatch.setattr(rounding, "ROUNDS", 0)
-            monkeypatch.setattr(rounding, "PULL", 1 - 1e-9)
+            monkeypatch.setattr(quantize, "ROUNDS", 0)
+            monkeypatch.setattr(quantize, "PULL", 1 - 1e-9)
         model = nn.Sequential(nn.Linear(128, 96, bias=False))
         torch.manual_seed(1)
         nn.init.normal_(model[0].weight)

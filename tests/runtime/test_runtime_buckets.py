@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmm_compiler.errors import ShapeError
-from nmm_compiler.runtime.buckets import bucket, plan
+from nmm_compiler.runtime.kernels import bucket, planned_buckets
 
 LADDERS = st.none() | st.lists(st.integers(1, 5000), min_size=1, max_size=8, unique=True).map(
     lambda steps: tuple(sorted(steps))
@@ -26,16 +26,16 @@ def test_a_plan_covers_the_tokens_pads_only_at_its_end_and_is_never_dearer(
     def cost_us(m):
         return fixed + each * m
 
-    chosen = plan(tokens, ladder, cost_us)
+    chosen = planned_buckets(tokens, ladder, cost_us)
     assert sum(chosen) >= tokens > sum(chosen[:-1])
     assert sum(map(cost_us, chosen)) <= cost_us(bucket(tokens, ladder))
 
 
 def test_a_plan_splits_when_padding_costs_more_than_a_launch():
-    assert plan(4097, None, lambda m: 10 + m) == (4096, 1)
-    assert plan(4097, None, lambda m: 10000 + m) == (8192,)
-    assert plan(4097) == (8192,)
-    assert plan(64, None, lambda m: -m) == (64,)
+    assert planned_buckets(4097, None, lambda m: 10 + m) == (4096, 1)
+    assert planned_buckets(4097, None, lambda m: 10000 + m) == (8192,)
+    assert planned_buckets(4097) == (8192,)
+    assert planned_buckets(64, None, lambda m: -m) == (64,)
 
 
 def test_no_tokens_is_an_error():
