@@ -54,18 +54,6 @@ def test_every_linear_becomes_two_and_the_report_says_so():
     assert "layers.1.down" in str(report)
 
 
-def test_full_information_is_kept_at_low_rank():
-    """A matrix of rank 3 is the same after compression to rank 4."""
-    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh())
-    with torch.no_grad():
-        model[0].weight.copy_(torch.randn(30, 3) @ torch.randn(3, 20))
-    x = torch.randn(5, 20)
-    before = model(x)
-    compress(model, rank=4)
-    eps = torch.finfo(torch.float32).eps
-    assert (model(x) - before).abs().max() <= 50 * eps * 20
-
-
 def test_weight_property_and_merge_are_the_product():
     model = stack()
     compress(model, 0.3, align=4)
@@ -99,17 +87,6 @@ def test_calibrated_methods_are_better_where_they_should_be():
         errors[method] = relative_output_error(model, original, held_out)
     assert errors["whitened"] < 0.8 * errors["svd"]
     assert errors["two-sided"] < errors["whitened"]
-
-
-def test_output_error_is_the_measured_error_of_the_layer():
-    model, batches = stack(), tokens()
-    original = copy.deepcopy(model)
-    report = compress(model, rank=8, calibration=batches)
-    x = torch.cat([b.reshape(-1, 32) for b in batches])
-    exact = x @ original.layers[0].q.weight.detach().T
-    got = x @ model.layers[0].q.weight.detach().T
-    measured = float((got - exact).norm() / exact.norm())
-    assert report.layers[0].output_error == pytest.approx(measured, rel=1e-3)
 
 
 def test_ranks_and_configs():
