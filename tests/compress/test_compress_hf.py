@@ -24,22 +24,20 @@ SMALL = {
 IDS = torch.arange(14).reshape(2, 7)
 
 
-def config(name):
-    if name == "llama":
-        return transformers.LlamaConfig(**SMALL, num_key_value_heads=2)
-    if name == "qwen3":
-        return transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16)
-    if name == "gpt2":
-        ends = {"bos_token_id": 0, "eos_token_id": 1}
-        return transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **ends)
-    if name == "t5":
-        return transformers.T5Config(
-            d_model=64, d_ff=128, num_layers=2, d_kv=16, num_heads=4, vocab_size=100
-        )
-    return transformers.BertConfig(**SMALL)
-
-
+CONFIGS = {
+    "llama": {**SMALL, "num_key_value_heads": 2},
+    "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "bos_token_id": 0,
+             "eos_token_id": 1},
+    "t5": {"d_model": 64, "d_ff": 128, "num_layers": 2, "d_kv": 16, "num_heads": 4,
+           "vocab_size": 100},
+    "bert": SMALL,
+}  # fmt: skip
 AUTO = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
+
+
+def config(name):
+    return transformers.AutoConfig.for_model(name, **CONFIGS[name])
 
 
 def make(name, dtype=torch.float32):
