@@ -1,22 +1,31 @@
-"""Transposed copies of weights: every way a weight changes is seen at the next use."""
+"""Transposed copies of weights: every way a weight changes is seen at the next use.
 
+On a device their bits cannot be compared: the storage and the version must tell.
+"""
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from nmm_compiler.runtime.weights import Packs
+from nmm_compiler.runtime import weights
 
 
 @pytest.fixture
 def packs():
-    return Packs()
+    return weights.Packs()
+
+
+def values(w):
+    return w.detach().as_subclass(torch.Tensor)
 
 
 def check(packs, w):
     got = packs.transposed(w)
     assert got.is_contiguous()
     assert not got.requires_grad
-    assert torch.equal(got, w.detach().t())
+    assert got.dtype == w.dtype
+    assert torch.equal(values(got), values(w).t())
     return got
 
 
@@ -124,3 +133,108 @@ def test_capacity_drops_the_least_recently_used(packs):
     assert packs.made == 3
     check(packs, weights[1])
     assert packs.made == 4
+
+
+class OnDevice(torch.Tensor):
+    """A CPU tensor that says it is on an accelerator, so that nobody compares its bits."""
+
+    kind = "privateuseone"
+
+    @property
+    def device(self):
+        return torch.device(self.kind)
+
+
+class OnXla(OnDevice):
+    kind = "xla"
+
+
+def on_device(w, kind=OnDevice):
+    return w.as_subclass(kind)
+
+
+@pytest.fixture
+def device_packs(monkeypatch):
+    """Copies that take the stand-in for a plain tensor of another device."""
+    monkeypatch.setattr(weights, "Tensor", OnDevice)
+    return weights.Packs()
+
+
+def test_the_stand_in_hides_the_bits(device_packs):
+    """Without this, nothing below would show what the storage and the version guard."""
+    w = on_device(torch.randn(4, 8))
+    before = check(device_packs, w)
+    values(w).data.add_(1)
+    assert device_packs.transposed(w) is before  # documented: such a write needs clear()
+    device_packs.clear()
+    check(device_packs, w)
+    assert device_packs.made == 2
+
+
+def test_a_write_in_place_is_seen_by_its_version(device_packs):
+    w = on_device(torch.randn(4, 8))
+    first = check(device_packs, w)
+    assert check(device_packs, w) is first
+    for _ in range(3):
+        values(w).mul_(2)
+        check(device_packs, w)
+    assert device_packs.made == 4
+
+
+def test_a_write_to_any_view_is_seen(device_packs):
+    both = torch.randn(8, 8)
+    upper = on_device(both[:4])
+    check(device_packs, upper)
+    both[0, 0] = 7.0
+    check(device_packs, upper)
+
+
+def test_a_new_weight_at_a_reused_address_is_not_the_old_one(device_packs):
+    """Two storages over one buffer stand for a freed weight and one allocated in its place."""
+    buffer = np.zeros((64, 32), np.float32)
+    old, new = torch.from_numpy(buffer), torch.from_numpy(buffer)
+    assert old.data_ptr() == new.data_ptr()
+    check(device_packs, on_device(old))
+    buffer[:] = 1.0
+    assert old._version == new._version == 0
+    check(device_packs, on_device(new))
+
+
+def test_views_of_one_storage_are_kept_apart_by_offset_shape_strides_and_dtype(device_packs):
+    base = torch.randn(8, 8)
+    views = [
+        base[:4, :4],
+        base[4:, :4],  # another offset
+        base[:4, :2],  # another shape
+        base.as_strided((4, 4), (16, 1)),  # other strides
+        base.view(torch.int32)[:4, :4],  # another dtype
+    ]
+    for _ in range(2):
+        for view in views:
+            check(device_packs, on_device(view))
+    assert device_packs.made == len(views)
+
+
+def test_a_lazy_tensor_and_a_subclass_are_copied_at_each_call(device_packs):
+    """Neither has a storage of its own whose address and version say anything."""
+    weights_without = [on_device(torch.randn(4, 8), OnXla), torch.randn(4, 8).as_subclass(Wrapped)]
+    for w in weights_without:
+        assert device_packs.transposed(w) is not device_packs.transposed(w)
+    assert (device_packs.made, len(device_packs)) == (0, 0)
+
+
+class Wrapped(OnDevice):
+    pass
+
+
+def test_lazy_and_meta_tensors_have_no_memory_of_their_own(monkeypatch):
+    assert weights.has_own_memory(torch.empty(4, 8))
+    assert not weights.has_own_memory(torch.empty(4, 8, device="meta"))
+    monkeypatch.setattr(weights, "Tensor", OnXla)
+    assert not weights.has_own_memory(on_device(torch.randn(4, 8), OnXla))
+
+
+def test_a_weight_made_in_inference_mode_has_no_version(device_packs):
+    with torch.inference_mode():
+        w = on_device(torch.randn(4, 8))
+    assert check(device_packs, w) is check(device_packs, w)
