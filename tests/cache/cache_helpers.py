@@ -1,7 +1,5 @@
 """Shared by the tests of the cache: keys, a counting builder, child processes, mended commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

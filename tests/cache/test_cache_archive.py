@@ -1,7 +1,5 @@
 """Archives: what goes out comes back byte for byte, and nothing else comes in."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

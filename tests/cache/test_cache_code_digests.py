@@ -1,7 +1,5 @@
 """The key covers every file that can change an emitted source, and no file can be forgotten."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

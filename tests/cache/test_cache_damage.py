@@ -1,7 +1,5 @@
 """Whatever happens to the bytes of an entry, it is seen, and the kernel is built again."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 

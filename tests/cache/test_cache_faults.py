@@ -4,8 +4,6 @@ Everything here happens to real processes and real files. Where root would be le
 gives up root first. Where a device is needed and cannot be mounted, the error is injected.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

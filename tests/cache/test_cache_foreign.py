@@ -1,7 +1,5 @@
 """Sources from elsewhere: kernels pass, anything that could do more does not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

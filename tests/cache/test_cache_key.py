@@ -1,7 +1,5 @@
 """The key: what reaches the digest, what is refused, and what a difference is called."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import hashlib

@@ -1,7 +1,5 @@
 """Many processes and kills: entries are whole or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

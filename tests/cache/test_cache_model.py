@@ -1,7 +1,5 @@
 """Random histories of a cache against a model that is a set: no history makes it lie."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile

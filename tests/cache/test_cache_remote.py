@@ -1,7 +1,5 @@
 """The shared store: read-through, explicit push, and no trust in what lies there."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import io

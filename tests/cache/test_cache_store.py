@@ -1,7 +1,5 @@
 """The store: what is kept, found, bounded and answered, in each mode."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

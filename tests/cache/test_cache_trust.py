@@ -1,7 +1,5 @@
 """Entries are code: who may have written them decides whether they are taken."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

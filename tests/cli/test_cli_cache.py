@@ -1,7 +1,5 @@
 """`nmm cache`, and what `nmm build` takes from archives: on a cache of small entries."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

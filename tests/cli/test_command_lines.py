@@ -1,7 +1,5 @@
 """No command line ends in a traceback: random lines in this process, and the guard itself."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

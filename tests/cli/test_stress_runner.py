@@ -1,7 +1,5 @@
 """`make stress` as a program: an area that is not clean, or cannot run, ends it with 1."""
 
-from __future__ import annotations
-
 import importlib
 import io
 

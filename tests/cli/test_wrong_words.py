@@ -1,7 +1,5 @@
 """A wrong word is answered before torch is imported: for every argument of every command."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -9,8 +9,6 @@ evaluation, so two evaluations differ by at most twice that. The worst case inst
 one grows by the length of every contraction, and says nothing after a layer in bfloat16.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

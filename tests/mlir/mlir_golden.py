@@ -3,8 +3,6 @@
 `python tests/mlir/mlir_golden.py` writes them anew.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mlir_models import one

@@ -1,7 +1,5 @@
 """Small models with low-rank chains, and IREE as an independent way to run what was exported."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

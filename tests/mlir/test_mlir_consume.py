@@ -4,8 +4,6 @@ Everything here is read from the saved files: types from the MLIR text, the rest
 The NKI file runs in the simulator, the meaning comes from the torch op.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """export_mlir: every form parses back and verifies, calls equal matches, no transposes left."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Inline modules compiled and run by IREE on the CPU equal eager within derived bounds."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

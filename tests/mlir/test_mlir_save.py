@@ -1,7 +1,5 @@
 """Saving: module, manifest and sources together; nothing half-written when it cannot be."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
