@@ -7,7 +7,7 @@ more the time is that of issuing DMAs.
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import P, copied, load, new
+from pieces import P, both, copied, load, new
 
 
 @nki.jit
@@ -18,10 +18,7 @@ def add_tiles(a, b, rows, columns):
     for row in range(0, height, rows):
         for column in range(0, width, columns):
             tile = (slice(row, row + rows), slice(column, column + columns))
-            total = new(rows, columns, a.dtype)
-            left, right = load(a[tile], rows, columns), load(b[tile], rows, columns)
-            nisa.tensor_tensor(dst=total, data1=left, data2=right, op=nl.add)
-            nisa.dma_copy(dst=result[tile], src=total)
+            nisa.dma_copy(dst=result[tile], src=both(load(a[tile]), load(b[tile]), nl.add))
     return result
 
 
@@ -40,12 +37,9 @@ def copy_tiles(a, columns):
         nisa.dge_mode.hwdge,
         nisa.dge_mode.unknown,
     )
-    for tile in range(width // columns):
-        column = tile * columns
-        mode = modes[tile * columns * 4 // width]
-        held = new(rows, columns, a.dtype)
-        nisa.dma_copy(dst=held, src=a[:, column : column + columns], dge_mode=mode)
-        nisa.dma_copy(dst=result[:, column : column + columns], src=held, dge_mode=mode)
+    for column in range(0, width, columns):
+        tile, mode = slice(column, column + columns), modes[column * 4 // width]
+        nisa.dma_copy(dst=result[:, tile], src=load(a[:, tile], dge_mode=mode), dge_mode=mode)
     for row in range(0, 64, 16):
         block, back = new(128, 16, a.dtype), new(16, 128, a.dtype)
         nisa.dma_transpose(dst=block, src=a[row : row + 16, 0:128])
@@ -62,7 +56,6 @@ def transpose_tiles(a):
     for row in range(0, height, P):
         for column in range(0, width, P):
             turned = new(P, P, a.dtype, nl.psum)
-            nisa.nc_transpose(dst=turned, data=load(a[row : row + P, column : column + P], P, P))
-            out = copied(turned, new(P, P, a.dtype))
-            nisa.dma_copy(dst=result[column : column + P, row : row + P], src=out)
+            nisa.nc_transpose(dst=turned, data=load(a[row : row + P, column : column + P]))
+            nisa.dma_copy(dst=result[column : column + P, row : row + P], src=copied(turned))
     return result

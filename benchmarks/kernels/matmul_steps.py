@@ -8,7 +8,7 @@ Tiles are 128 x 128 stationary and 128 x 512 moving throughout; sizes must be mu
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import COLUMNS, P, columns_of, copied, load, load_rows, new, summed
+from pieces import COLUMNS, P, both, columns_of, copied, filled, load, load_rows, new, summed
 
 
 def store_product(result, product, row, column):
@@ -18,58 +18,40 @@ def store_product(result, product, row, column):
 
 
 @nki.jit
-def both_loaded_inside(lhs_t, rhs):
-    """Both operand tiles are loaded for every product."""
-    return innermost(lhs_t, rhs, lambda row: None)
+def loaded_inside(lhs_t, rhs, hoisted):
+    """The tiles of rhs are loaded for every product.
 
-
-@nki.jit
-def left_hoisted(lhs_t, rhs):
-    """The stationary tiles of a row of the result are loaded once and kept."""
-    return innermost(lhs_t, rhs, lambda row: load_rows(lhs_t, row, P))
-
-
-def innermost(lhs_t, rhs, hoisted):
-    """Load a tile of rhs, and one of lhs_t that is not hoisted for the row, for each product."""
+    hoisted: the tiles of lhs_t are loaded once for a row of the result, else for every product too.
+    """
     k, m = lhs_t.shape
     n = rhs.shape[1]
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
     for row in range(0, m, P):
-        lefts = hoisted(row)
+        lefts = load_rows(lhs_t, row, P) if hoisted else None
         for column in range(0, n, COLUMNS):
             product = new(P, COLUMNS, buffer=nl.psum)
             for step in range(k // P):
                 at = slice(step * P, (step + 1) * P)
-                left = lefts[step] if lefts else load(lhs_t[at, row : row + P], P, P)
-                right = load(rhs[at, column : column + COLUMNS], P, COLUMNS)
+                left = lefts[step] if hoisted else load(lhs_t[at, row : row + P])
+                right = load(rhs[at, column : column + COLUMNS])
                 nisa.nc_matmul(dst=product, stationary=left, moving=right)
             store_product(result, product, row, column)
     return result
 
 
 @nki.jit
-def free_dimensions_blocked(lhs_t, rhs, block_m, block_n):
-    """Blocks of block_m x block_n tiles share their operands; every tile is one DMA."""
+def free_dimensions_blocked(lhs_t, rhs, block_m, block_n, whole_rows):
+    """Blocks of block_m x block_n tiles share their operands.
+
+    whole_rows: one DMA loads the row of a whole block, else every tile is one.
+    """
 
     def tiles(source, first, count, width):
+        if whole_rows:
+            rows = [columns_of(row, width) for row in load_rows(source, first, count * width)]
+            return list(zip(*rows, strict=True))
         return [load_rows(source, first + i * width, width) for i in range(count)]
 
-    return blocks(lhs_t, rhs, block_m, block_n, tiles)
-
-
-@nki.jit
-def rows_of_blocks(lhs_t, rhs, block_m, block_n):
-    """As free_dimensions_blocked, but one DMA loads the row of a whole block."""
-
-    def tiles(source, first, count, width):
-        rows = [columns_of(row, width) for row in load_rows(source, first, count * width)]
-        return list(zip(*rows, strict=True))
-
-    return blocks(lhs_t, rhs, block_m, block_n, tiles)
-
-
-def blocks(lhs_t, rhs, block_m, block_n, tiles):
-    """Multiply blocks whose tiles, by column and depth, a function loads."""
     m, n = lhs_t.shape[1], rhs.shape[1]
     wide_m, wide_n = P * block_m, COLUMNS * block_n
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
@@ -91,26 +73,21 @@ def all_dimensions_blocked(lhs_t, rhs, block_m, block_n, block_k):
     n = rhs.shape[1]
     wide_m, wide_n, deep = P * block_m, COLUMNS * block_n, P * block_k
     result = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.shared_hbm)
-    for block_column in range(0, n, wide_n):
-        sums = []
-        for _ in range(m // P * block_n):
-            sums.append(new(P, COLUMNS, lhs_t.dtype))
-            nisa.memset(dst=sums[-1], value=0.0)
+    for column in range(0, n, wide_n):
+        sums = [filled(P, COLUMNS, dtype=lhs_t.dtype) for _ in range(m // P * block_n)]
         for depth in range(0, k, deep):
-            rights = load_rows(rhs, block_column, wide_n, depth, depth + deep)
+            rights = load_rows(rhs, column, wide_n, depth, depth + deep)
             for block_row in range(0, m, wide_m):
                 lefts = load_rows(lhs_t, block_row, wide_m, depth, depth + deep)
                 for j in range(block_n):
-                    right = [one[:, j * COLUMNS : (j + 1) * COLUMNS] for one in rights]
+                    right = [columns_of(one, COLUMNS)[j] for one in rights]
                     for i in range(block_m):
-                        product = summed([one[:, i * P : (i + 1) * P] for one in lefts], right)
+                        product = summed([columns_of(one)[i] for one in lefts], right)
                         part = sums[(block_row // P + i) * block_n + j]
-                        nisa.tensor_tensor(dst=part, data1=part, data2=product, op=nl.add)
+                        both(part, product, nl.add, part)
         for row in range(0, m, P):
             packed = new(P, wide_n)
             for j, part in enumerate(columns_of(packed, COLUMNS)):
                 copied(sums[row // P * block_n + j], part)
-            nisa.dma_copy(
-                dst=result[row : row + P, block_column : block_column + wide_n], src=packed
-            )
+            nisa.dma_copy(dst=result[row : row + P, column : column + wide_n], src=packed)
     return result

@@ -1,36 +1,44 @@
-"""Pieces of the published kernels: tiles, loads, and sums of products."""
+"""Pieces of the published kernels: tiles, loads, steps on one tile, and sums of products."""
 
 import nki.isa as nisa
 import nki.language as nl
 
 P = 128
 COLUMNS = 512
+WIDE = 1024
 
 
 def new(rows, columns, dtype=nl.float32, buffer=nl.sbuf):
     return nl.ndarray((rows, columns), dtype=dtype, buffer=buffer)
 
 
-def load(source, rows, columns):
+def filled(rows, columns, value=0.0, dtype=nl.float32):
+    tile = new(rows, columns, dtype)
+    nisa.memset(dst=tile, value=value)
+    return tile
+
+
+def load(source, **how):
     """Return an SBUF tile with a copy of an HBM region."""
-    tile = new(rows, columns, source.dtype)
-    nisa.dma_copy(dst=tile, src=source)
+    tile = new(*source.shape, source.dtype)
+    nisa.dma_copy(dst=tile, src=source, **how)
     return tile
 
 
 def load_rows(source, first, width, start=0, stop=None):
     """Return tiles [128, width] of rows start to stop, from column `first` on: a DMA each."""
     rows = range(start, stop or source.shape[0], P)
-    return [load(source[row : row + P, first : first + width], P, width) for row in rows]
+    return [load(source[row : row + P, first : first + width]) for row in rows]
 
 
-def columns_of(tile, width):
+def columns_of(tile, width=P):
     """Return a tile's views of `width` columns."""
     return [tile[:, at : at + width] for at in range(0, tile.shape[1], width)]
 
 
-def copied(product, out):
+def copied(product, out=None):
     """PSUM to SBUF; nl.copy of Beta 1, whose engine the compiler chooses."""
+    out = new(*product.shape) if out is None else out
     nisa.tensor_copy(dst=out, src=product)
     return out
 
@@ -53,20 +61,42 @@ def row_of_sums(lefts, rights):
     return out
 
 
-def spread(row, columns):
+def spread(row):
     """Return an SBUF tile with one row in all partitions, by products with ones."""
-    ones = new(1, P)
-    nisa.memset(dst=ones, value=1.0)
-    return row_of_sums([ones], [row[:, :columns]])
+    return row_of_sums([filled(1, P, 1.0)], [row])
 
 
-def scaled(data, op, number, columns=COLUMNS, rows=P):
-    out = new(rows, columns)
-    nisa.tensor_scalar(dst=out, data=data, op0=op, operand0=number)
+def activated(data, op, **more):
+    out = new(*data.shape)
+    nisa.activation(dst=out, op=op, data=data, **more)
     return out
 
 
-def both(left, right, op, columns=COLUMNS, rows=P):
-    out = new(rows, columns)
+def inverse(data):
+    out = new(*data.shape)
+    nisa.reciprocal(dst=out, data=data)
+    return out
+
+
+def reduced(data, op, out=None, **more):
+    """Return one number a row."""
+    out = new(data.shape[0], 1) if out is None else out
+    nisa.tensor_reduce(dst=out, op=op, data=data, axis=1, **more)
+    return out
+
+
+def scaled(data, op, number, out=None, **more):
+    out = new(*data.shape) if out is None else out
+    nisa.tensor_scalar(dst=out, data=data, op0=op, operand0=number, **more)
+    return out
+
+
+def both(left, right, op, out=None):
+    out = new(*left.shape) if out is None else out
     nisa.tensor_tensor(dst=out, data1=left, data2=right, op=op)
     return out
+
+
+def sigmoid(x):
+    """Return 1 / (1 + exp(-x)) as the published kernels compute it."""
+    return inverse(scaled(activated(x, nl.exp, scale=-1.0), nl.add, 1.0))

@@ -10,23 +10,28 @@ import nki.isa as nisa
 import nki.language as nl
 from pieces import (
     COLUMNS,
+    WIDE,
     P,
+    activated,
     both,
     columns_of,
     copied,
+    inverse,
     load,
     load_rows,
     new,
+    reduced,
     row_of_sums,
     scaled,
+    sigmoid,
     spread,
     summed,
 )
 
 
-def transposed(tile, identity, rows, columns, out):
+def transposed(tile, identity, out=None):
     """Transpose a float32 tile by a product with the identity, and copy it out of PSUM."""
-    turned = new(columns, rows, buffer=nl.psum)
+    turned = new(tile.shape[1], tile.shape[0], buffer=nl.psum)
     nisa.nc_matmul(dst=turned, stationary=tile, moving=identity, is_moving_onezero=True)
     return copied(turned, out)
 
@@ -35,17 +40,14 @@ def loaded_together(rows, first, count, together, width):
     """Return views of `count` tiles of 128 rows, of which one DMA brings some."""
     tiles = []
     for column in range(first, first + count * width, together * width):
-        wide = load(rows[:, column : column + together * width], P, together * width)
-        tiles += columns_of(wide, width)
+        tiles += columns_of(load(rows[:, column : column + together * width]), width)
     return tiles
 
 
 def turned_columns(tile, identity, out=None):
-    """Transpose each 128 columns of a tile."""
-    out = new(P, tile.shape[1]) if out is None else out
-    for part, to in zip(columns_of(tile, P), columns_of(out, P), strict=True):
-        transposed(part, identity, P, P, to)
-    return out
+    """Transpose each 128 columns of a tile; return the tiles."""
+    outs = columns_of(new(*tile.shape) if out is None else out)
+    return [transposed(p, identity, to) for p, to in zip(columns_of(tile), outs, strict=True)]
 
 
 @nki.jit
@@ -81,15 +83,13 @@ def resident(lhs_t, rhs, kinds):
     The kinds: M = 32, N = 64, K = 32, and full (K = M = 128, N = 512), 512 products each.
     """
     result = nl.ndarray((P, COLUMNS), dtype=nl.float32, buffer=nl.shared_hbm)
-    left, right = load(lhs_t, P, P), load(rhs, P, COLUMNS)
+    left, right = load(lhs_t), load(rhs)
     sizes = [(32, 512, 128), (128, 64, 128), (128, 512, 32), (128, 512, 128)]
-    for kind in range(4):
-        m, n, k = sizes[kind] if kinds == 4 else sizes[3]
+    for m, n, k in sizes if kinds == 4 else sizes[3:] * 4:
         total = new(P, COLUMNS, buffer=nl.psum)
         for _ in range(512):
             nisa.nc_matmul(dst=total[:m, :n], stationary=left[:k, :m], moving=right[:k, :n])
-        out = copied(total[:m, :n], new(m, n))
-        nisa.dma_copy(dst=result[:m, :n], src=out)
+        nisa.dma_copy(dst=result[:m, :n], src=copied(total[:m, :n]))
     return result
 
 
@@ -98,18 +98,16 @@ def transposing(lhs, rhs, identity):
     """float32 lhs [m, k] times rhs [k, n]: rows of lhs are transposed for each 1,024 columns."""
     m, k = lhs.shape
     n = rhs.shape[1]
-    wide = 1024
     result = nl.ndarray((m, n), dtype=lhs.dtype, buffer=nl.shared_hbm)
-    one = load(identity, P, P)
-    for column in range(0, n, wide):
-        rights = load_rows(rhs, column, wide)
+    one = load(identity)
+    for column in range(0, n, WIDE):
+        rights = load_rows(rhs, column, WIDE)
         for row in range(0, m, P):
             turned = []
-            for depth in range(0, k, wide):
-                tile = load(lhs[row : row + P, depth : depth + wide], P, wide)
-                turned += columns_of(turned_columns(tile, one), P)
+            for depth in range(0, k, WIDE):
+                turned += turned_columns(load(lhs[row : row + P, depth : depth + WIDE]), one)
             out = row_of_sums(turned, rights)
-            nisa.dma_copy(dst=result[row : row + P, column : column + wide], src=out)
+            nisa.dma_copy(dst=result[row : row + P, column : column + WIDE], src=out)
     return result
 
 
@@ -118,113 +116,76 @@ def rmsnorm_then_product(x, w, identity):
     """RMSNorm of rows of x [m, 1024], transposed on TensorE, times w [1024, n]."""
     m, k = x.shape
     n = w.shape[1]
-    wide = 1024
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
-    one = load(identity, P, P)
+    one = load(identity)
     for block in range(0, m, 8 * P):
-        turned = []
+        turned = {}
         for row in range(block, block + 8 * P, P):
-            tile = load(x[row : row + P, :], P, k)
-            sums = new(P, 2)
-            for half in range(2):
-                at = slice(half * COLUMNS, (half + 1) * COLUMNS)
-                squares = new(P, COLUMNS)
-                nisa.activation(dst=squares, op=nl.square, data=tile[:, at])
-                means = scaled(squares, nl.multiply, 1.0 / k)
-                nisa.tensor_reduce(dst=sums[:, half : half + 1], op=nl.add, data=means, axis=1)
-            total, root = new(P, 1), new(P, 1)
-            nisa.tensor_reduce(dst=total, op=nl.add, data=sums, axis=1)
-            nisa.activation(dst=root, op=nl.rsqrt, data=total)
-            again = load(x[row : row + P, :], P, k)
-            columns = new(P, k)
-            for half in range(2):
-                at = slice(half * COLUMNS, (half + 1) * COLUMNS)
-                normed = scaled(again[:, at], nl.multiply, root)
-                turned_columns(normed, one, columns[:, at])
-            turned.append(columns)
-        for column in range(0, n, wide):
-            rights = load_rows(w, column, wide)
-            for index, columns in enumerate(turned):
-                out = row_of_sums(columns_of(columns, P), rights)
-                row = block + index * P
-                nisa.dma_copy(dst=result[row : row + P, column : column + wide], src=out)
+            sums, columns = new(P, 2), new(P, k)
+            halves = columns_of(load(x[row : row + P, :]), COLUMNS)
+            for half, total in zip(halves, columns_of(sums, 1), strict=True):
+                means = scaled(activated(half, nl.square), nl.multiply, 1.0 / k)
+                reduced(means, nl.add, total)
+            root = activated(reduced(sums, nl.add), nl.rsqrt)
+            again = columns_of(load(x[row : row + P, :]), COLUMNS)
+            turned[row] = []
+            for half, out in zip(again, columns_of(columns, COLUMNS), strict=True):
+                turned[row] += turned_columns(scaled(half, nl.multiply, root), one, out)
+        for column in range(0, n, WIDE):
+            rights = load_rows(w, column, WIDE)
+            for row, lefts in turned.items():
+                out = row_of_sums(lefts, rights)
+                nisa.dma_copy(dst=result[row : row + P, column : column + WIDE], src=out)
     return result
 
 
-def rms_normed(data, width, gain):
-    """RMSNorm of a tile [128, width] and its gain, in whole rows as the nl functions do it."""
-    squares, total, mean, root = new(P, width), new(P, 1), new(P, 1), new(P, 1)
-    nisa.activation(dst=squares, op=nl.square, data=data)
-    nisa.tensor_reduce(dst=total, op=nl.add, data=squares, axis=1)
-    nisa.tensor_scalar(
-        dst=mean, data=total, op0=nl.multiply, operand0=1.0 / width, op1=nl.add, operand1=1e-5
-    )
-    nisa.activation(dst=root, op=nl.rsqrt, data=mean)
-    normed = scaled(data, nl.multiply, root, width)
-    return both(normed, gain, nl.multiply, width)
+def rms_normed(data, gain):
+    """RMSNorm of a tile and its gain, in whole rows as the nl functions do it."""
+    total = reduced(activated(data, nl.square), nl.add)
+    mean = scaled(total, nl.multiply, 1.0 / data.shape[1], op1=nl.add, operand1=1e-5)
+    normed = scaled(data, nl.multiply, activated(mean, nl.rsqrt))
+    return both(normed, gain, nl.multiply)
 
 
-def times(tile, weights, identity, k, n):
-    """Yield (column, PSUM tile) of tile [128, k] times weights(step, column).
+def times(tile, weights, identity):
+    """Yield (slice of columns, PSUM tile) of a tile [128, k] times rows of weights in SBUF.
 
     nl.matmul transposes the tile for each 512 columns of the result.
     """
-    for column in range(0, n, COLUMNS):
-        total = new(P, COLUMNS, buffer=nl.psum)
-        for step in range(k // P):
-            part = tile[:, step * P : (step + 1) * P]
-            turned = transposed(part, identity, P, P, new(P, P))
-            nisa.nc_matmul(dst=total, stationary=turned, moving=weights(step, column))
-        yield column, total
-
-
-def weights_of(w, inside):
-    """Return (step, column) -> tile [128, 512] of w: from rows loaded once, or loaded at each use.
-
-    inside: the published text loads where it multiplies; the profiles of trn1 count one load.
-    """
-    if inside:
-        return lambda step, column: load(
-            w[step * P : (step + 1) * P, column : column + COLUMNS], P, COLUMNS
-        )
-    rows = load_rows(w, 0, w.shape[1])
-    return lambda step, column: rows[step][:, column : column + COLUMNS]
+    for column in range(0, weights[0].shape[1], COLUMNS):
+        total, at = new(P, COLUMNS, buffer=nl.psum), slice(column, column + COLUMNS)
+        for part, row in zip(columns_of(tile), weights, strict=True):
+            turned = transposed(part, identity)
+            nisa.nc_matmul(dst=total, stationary=turned, moving=row[:, at])
+        yield at, total
 
 
 @nki.jit
-def add_rmsnorm_then_product(x, z, g, w, identity, inside=False):
-    """(x + z) normed and scaled, times w; inside: `weights_of` says."""
-    m, k = x.shape
-    n = w.shape[1]
+def add_rmsnorm_then_product(x, z, g, w, identity):
+    """(x + z) normed and scaled, times w, which the profiles of trn1 count as loaded once."""
+    m, n = x.shape[0], w.shape[1]
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
-    one = load(identity, P, P)
-    gain = spread(load(g, 1, k), k)
-    weights = weights_of(w, inside)
+    one, gain, weights = load(identity), spread(load(g)), load_rows(w, 0, n)
     for row in range(0, m, P):
-        total = both(load(x[row : row + P, :], P, k), load(z[row : row + P, :], P, k), nl.add, k)
-        normed = rms_normed(total, k, gain)
-        for column, product in times(normed, weights, one, k, n):
-            out = copied(product, new(P, COLUMNS))
-            nisa.dma_copy(dst=result[row : row + P, column : column + COLUMNS], src=out)
+        rows = slice(row, row + P)
+        normed = rms_normed(both(load(x[rows, :]), load(z[rows, :]), nl.add), gain)
+        for at, product in times(normed, weights, one):
+            nisa.dma_copy(dst=result[rows, at], src=copied(product))
     return result
 
 
 @nki.jit
-def product_then_add_rmsnorm(x, w, z, g, identity, inside=False):
-    """x times w, plus z, normed and scaled; inside: `weights_of` says."""
-    m, k = x.shape
-    n = w.shape[1]
+def product_then_add_rmsnorm(x, w, z, g, identity):
+    """x times w, which is loaded once, plus z, normed and scaled."""
+    m, n = x.shape[0], w.shape[1]
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
-    one = load(identity, P, P)
-    gain = spread(load(g, 1, n), n)
-    weights = weights_of(w, inside)
+    one, gain, weights = load(identity), spread(load(g)), load_rows(w, 0, n)
     for row in range(0, m, P):
-        tile = load(x[row : row + P, :], P, k)
-        products = new(P, n)
-        for column, product in times(tile, weights, one, k, n):
-            copied(product, products[:, column : column + COLUMNS])
-        total = both(products, load(z[row : row + P, :], P, n), nl.add, n)
-        nisa.dma_copy(dst=result[row : row + P, :], src=rms_normed(total, n, gain))
+        rows, products = slice(row, row + P), new(P, n)
+        for at, product in times(load(x[rows, :]), weights, one):
+            copied(product, products[:, at])
+        total = both(products, load(z[rows, :]), nl.add)
+        nisa.dma_copy(dst=result[rows, :], src=rms_normed(total, gain))
     return result
 
 
@@ -236,51 +197,44 @@ def batched(lhs, rhs, identity, softmax):
     """
     batches, m, k = lhs.shape
     n = rhs.shape[2]
-    wide = 1024
     result = nl.ndarray((batches, m, n), dtype=lhs.dtype, buffer=nl.shared_hbm)
-    one = load(identity, P, P)
+    one = load(identity)
     for b in range(batches):
-        scores = {}
-        for column in range(0, n, wide):
-            right = load(rhs[b, :, column : column + wide], k, wide)
-            for block in range(0, m, wide):
-                turned = new(k, wide)
-                for at in range(0, wide, P):
-                    row = block + at
-                    left = load(lhs[b, row : row + P, :], P, k)
-                    transposed(left, one, P, k, turned[:, at : at + P])
-                for at in range(0, wide, P):
-                    out = row_of_sums([turned[:, at : at + P]], [right])
-                    row = block + at
-                    if softmax:
-                        scores[row, column] = out
-                    else:
-                        nisa.dma_copy(dst=result[b, row : row + P, column : column + wide], src=out)
-        for row in range(0, m, P) if softmax else ():
-            tops, top, sums, total, inverse = (new(P, c) for c in (8, 1, 8, 1, 1))
-            halves = [
-                part
-                for column in range(0, n, wide)
-                for part in columns_of(scores[row, column], COLUMNS)
-            ]
-            for i, part in enumerate(halves):
-                nisa.tensor_reduce(dst=tops[:, i : i + 1], op=nl.maximum, data=part, axis=1)
-            nisa.tensor_reduce(dst=top, op=nl.maximum, data=tops, axis=1, negate=True)
-            powers = [new(P, COLUMNS) for _ in halves]
-            for i, part in enumerate(halves):
-                nisa.activation(dst=powers[i], op=nl.exp, data=part, bias=top)
-                nisa.tensor_reduce(dst=sums[:, i : i + 1], op=nl.add, data=powers[i], axis=1)
-            nisa.tensor_reduce(dst=total, op=nl.add, data=sums, axis=1)
-            nisa.reciprocal(dst=inverse, data=total)
-            for column in range(0, n, wide):
-                out = new(P, wide)
-                for half in range(2):
-                    nisa.tensor_scalar(
-                        dst=out[:, half * COLUMNS : (half + 1) * COLUMNS],
-                        data=powers[column // COLUMNS + half], op0=nl.multiply, operand0=inverse,
-                    )  # fmt: skip
-                nisa.dma_copy(dst=result[b, row : row + P, column : column + wide], src=out)
+        scores = {row: [] for row in range(0, m, P)}
+        for column in range(0, n, WIDE):
+            right = load(rhs[b, :, column : column + WIDE])
+            for block in range(0, m, WIDE):
+                turned = columns_of(new(k, WIDE))
+                rows = range(block, block + WIDE, P)
+                for row, to in zip(rows, turned, strict=True):
+                    transposed(load(lhs[b, row : row + P, :]), one, to)
+                for row, left in zip(rows, turned, strict=True):
+                    out = row_of_sums([left], [right])
+                    scores[row] += columns_of(out, COLUMNS)
+                    if not softmax:
+                        nisa.dma_copy(dst=result[b, row : row + P, column : column + WIDE], src=out)
+        for row, parts in scores.items() if softmax else ():
+            for column, out in zip(range(0, n, WIDE), softmax_of(parts), strict=True):
+                nisa.dma_copy(dst=result[b, row : row + P, column : column + WIDE], src=out)
     return result
+
+
+def softmax_of(parts):
+    """Yield the softmax of rows that lie in eight tiles of 512 columns, two tiles at a time."""
+    tops, sums = new(P, 8), new(P, 8)
+    for part, top in zip(parts, columns_of(tops, 1), strict=True):
+        reduced(part, nl.maximum, top)
+    top = reduced(tops, nl.maximum, negate=True)
+    powers = [new(P, COLUMNS) for _ in parts]
+    for part, power, total in zip(parts, powers, columns_of(sums, 1), strict=True):
+        nisa.activation(dst=power, op=nl.exp, data=part, bias=top)
+        reduced(power, nl.add, total)
+    share = inverse(reduced(sums, nl.add))
+    for pair in zip(powers[::2], powers[1::2], strict=True):
+        out = new(P, WIDE)
+        for power, half in zip(pair, columns_of(out, COLUMNS), strict=True):
+            scaled(power, nl.multiply, share, half)
+        yield out
 
 
 @nki.jit
@@ -288,20 +242,17 @@ def left_transposed(lhs_t, rhs):
     """float32 lhs_t [k, m] times rhs [k, n]; rows of one tile are k / 128 rows apart in HBM."""
     k, m = lhs_t.shape
     n = rhs.shape[1]
-    wide, steps = 1024, k // P
-    lefts_of, rights_of = lhs_t.reshape((P, steps, m)), rhs.reshape((P, steps, n))
+    steps = range(k // P)
+    lefts_of, rights_of = lhs_t.reshape((P, k // P, m)), rhs.reshape((P, k // P, n))
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
-    for block in range(0, m, wide):
-        lefts = [load(lefts_of[:, s, block : block + wide], P, wide) for s in range(steps)]
-        for column in range(0, n, wide):
-            width = min(wide, n - column)
-            rights = [
-                load(rights_of[:, s, column : column + width], P, width) for s in range(steps)
-            ]
-            for row in range(0, wide, P):
-                out = row_of_sums([left[:, row : row + P] for left in lefts], rights)
-                place = block + row
-                nisa.dma_copy(dst=result[place : place + P, column : column + width], src=out)
+    for block in range(0, m, WIDE):
+        lefts = [columns_of(load(lefts_of[:, s, block : block + WIDE])) for s in steps]
+        for column in range(0, n, WIDE):
+            columns = slice(column, min(column + WIDE, n))
+            rights = [load(rights_of[:, s, columns]) for s in steps]
+            for index, tiles in enumerate(zip(*lefts, strict=True)):
+                row = block + index * P
+                nisa.dma_copy(dst=result[row : row + P, columns], src=row_of_sums(tiles, rights))
     return result
 
 
@@ -309,9 +260,9 @@ def turned_rows(x, row, identity):
     """Transpose 512 rows of x [m, 1024]; return eight tiles [128, 512]."""
     out = [new(P, COLUMNS) for _ in range(8)]
     for i in range(4):
-        tile = load(x[row + i * P : row + (i + 1) * P, :], P, 1024)
-        for part, turned in zip(columns_of(tile, P), out, strict=True):
-            transposed(part, identity, P, P, turned[:, i * P : (i + 1) * P])
+        tile = load(x[row + i * P : row + (i + 1) * P, :])
+        for part, turned in zip(columns_of(tile), out, strict=True):
+            transposed(part, identity, columns_of(turned)[i])
     return out
 
 
@@ -320,39 +271,30 @@ def swiglu(x, up, down, gate, identity):
     """float32: x [m, 1024], gate and up [1024, 3072], down [3072, 1024]; the middle goes to HBM."""
     m, k = x.shape
     hidden = up.shape[1]
-    wide = 1024
-    one = load(identity, P, P)
+    one = load(identity)
     middle = nl.ndarray((hidden // P, m // COLUMNS, P, COLUMNS), x.dtype, buffer=nl.private_hbm)
     result = nl.ndarray((m, k), dtype=x.dtype, buffer=nl.shared_hbm)
-    gates = {}
+    blocks, gates = range(m // COLUMNS), {}
 
-    def products(weights, column, rows):
-        for piece in range(0, wide, P):
-            total = summed([weight[:, piece : piece + P] for weight in weights], rows)
-            yield (column + piece) // P, total
+    def products(weights):
+        """Yield ((piece of the hidden features, block of tokens), x times weights in PSUM)."""
+        for column in range(0, hidden, WIDE):
+            lefts = [columns_of(rows) for rows in load_rows(weights, column, WIDE)]
+            for block in blocks:
+                rights = turned_rows(x, block * COLUMNS, one)
+                for piece, tiles in enumerate(zip(*lefts, strict=True), column // P):
+                    yield (piece, block), summed(tiles, rights)
 
-    for column in range(0, hidden, wide):
-        weights = load_rows(gate, column, wide)
-        for block in range(m // COLUMNS):
-            rows = turned_rows(x, block * COLUMNS, one)
-            for piece, total in products(weights, column, rows):
-                gates[piece, block] = copied(total, new(P, COLUMNS))
-    for column in range(0, hidden, wide):
-        weights = load_rows(up, column, wide)
-        for block in range(m // COLUMNS):
-            rows = turned_rows(x, block * COLUMNS, one)
-            for piece, total in products(weights, column, rows):
-                held = gates[piece, block]
-                power, inverse = new(P, COLUMNS), new(P, COLUMNS)
-                nisa.activation(dst=power, op=nl.exp, data=held, scale=-1.0)
-                nisa.reciprocal(dst=inverse, data=scaled(power, nl.add, 1.0))
-                out = both(both(held, inverse, nl.multiply), total, nl.multiply)
-                nisa.dma_copy(dst=middle[piece, block], src=out)
+    for place, total in products(gate):
+        gates[place] = copied(total)
+    for place, total in products(up):
+        held = gates[place]
+        out = both(both(held, sigmoid(held), nl.multiply), total, nl.multiply)
+        nisa.dma_copy(dst=middle[place], src=out)
     weights = load_rows(down, 0, k)
-    for block in range(m // COLUMNS):
-        parts = [load(middle[piece, block], P, COLUMNS) for piece in range(hidden // P)]
-        for i in range(4):
-            out = row_of_sums([part[:, i * P : (i + 1) * P] for part in parts], weights)
-            row = block * COLUMNS + i * P
-            nisa.dma_copy(dst=result[row : row + P, :], src=out)
+    for block in blocks:
+        parts = [columns_of(load(middle[piece, block])) for piece in range(hidden // P)]
+        for index, tiles in enumerate(zip(*parts, strict=True)):
+            row = block * COLUMNS + index * P
+            nisa.dma_copy(dst=result[row : row + P, :], src=row_of_sums(tiles, weights))
     return result

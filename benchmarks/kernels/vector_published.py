@@ -8,9 +8,22 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 from pieces import COLUMNS as HALF
-from pieces import P, both, load, new, scaled, spread
-
-WIDE = 1024
+from pieces import (
+    WIDE,
+    P,
+    activated,
+    both,
+    columns_of,
+    copied,
+    filled,
+    inverse,
+    load,
+    new,
+    reduced,
+    scaled,
+    sigmoid,
+    spread,
+)
 
 
 @nki.jit
@@ -22,16 +35,9 @@ def silu(x):
     result = nl.ndarray((P, blocks, width), dtype=x.dtype, buffer=nl.shared_hbm)
     for block in range(blocks):
         for column in range(0, width, WIDE):
-            tile = load(source[:, block, column : column + WIDE], P, WIDE)
-            out = new(P, WIDE)
-            for at in range(0, WIDE, HALF):
-                part = tile[:, at : at + HALF]
-                power, inverse = new(P, HALF), new(P, HALF)
-                nisa.activation(dst=power, op=nl.exp, data=part, scale=-1.0)
-                nisa.reciprocal(dst=inverse, data=scaled(power, nl.add, 1.0))
-                nisa.tensor_tensor(
-                    dst=out[:, at : at + HALF], data1=part, data2=inverse, op=nl.multiply
-                )
+            tile, out = load(source[:, block, column : column + WIDE]), new(P, WIDE)
+            for part, to in zip(columns_of(tile, HALF), columns_of(out, HALF), strict=True):
+                both(part, sigmoid(part), nl.multiply, to)
             nisa.dma_copy(dst=result[:, block, column : column + WIDE], src=out)
     return result
 
@@ -42,33 +48,21 @@ def adamw(theta, gradient, first, second):
     height, width = theta.shape
     result = nl.ndarray((height, width), dtype=theta.dtype, buffer=nl.shared_hbm)
     for row in range(0, height, P):
-        rows = min(P, height - row)
         for column in range(0, width, WIDE):
-            where = (slice(row, row + rows), slice(column, column + WIDE))
-            tiles = [load(a[where], rows, WIDE) for a in (theta, first, second, gradient)]
-            out = new(rows, WIDE)
-            for at in range(0, WIDE, HALF):
-                t, m, v, g = (tile[:, at : at + HALF] for tile in tiles)
-                decayed = both(t, scaled(t, nl.multiply, 1e-5, rows=rows), nl.subtract, rows=rows)
-                mean = both(
-                    scaled(m, nl.multiply, 0.9, rows=rows),
-                    scaled(g, nl.multiply, 0.1, rows=rows),
-                    nl.add,
-                    rows=rows,
-                )
-                step = scaled(mean, nl.multiply, 0.01, rows=rows)
-                kept = scaled(v, nl.multiply, 0.999, rows=rows)
-                square = both(scaled(g, nl.multiply, 0.001, rows=rows), g, nl.multiply, rows=rows)
-                moment = both(kept, square, nl.add, rows=rows)
-                root, inverse = new(rows, HALF), new(rows, HALF)
-                nisa.activation(dst=root, op=nl.sqrt, data=moment, scale=1000.0)
-                nisa.reciprocal(dst=inverse, data=scaled(root, nl.add, 1e-8, rows=rows))
-                nisa.tensor_tensor(
-                    dst=out[:, at : at + HALF],
-                    data1=decayed,
-                    data2=both(step, inverse, nl.multiply, rows=rows),
-                    op=nl.subtract,
-                )
+            where = (slice(row, min(row + P, height)), slice(column, column + WIDE))
+            tiles = [load(a[where]) for a in (theta, first, second, gradient)]
+            out = new(*tiles[0].shape)
+            for t, m, v, g, to in zip(
+                *(columns_of(tile, HALF) for tile in (*tiles, out)), strict=True
+            ):
+                decayed = both(t, scaled(t, nl.multiply, 1e-5), nl.subtract)
+                kept, added = scaled(m, nl.multiply, 0.9), scaled(g, nl.multiply, 0.1)
+                step = scaled(both(kept, added, nl.add), nl.multiply, 0.01)
+                kept = scaled(v, nl.multiply, 0.999)
+                square = both(scaled(g, nl.multiply, 0.001), g, nl.multiply)
+                root = activated(both(kept, square, nl.add), nl.sqrt, scale=1000.0)
+                change = both(step, inverse(scaled(root, nl.add, 1e-8)), nl.multiply)
+                both(decayed, change, nl.subtract, to)
             nisa.dma_copy(dst=result[where], src=out)
     return result
 
@@ -77,27 +71,21 @@ def adamw(theta, gradient, first, second):
 def rope(x, cos, sin):
     """Rotary embedding of x [d, s] with cos, sin [d / 2, s], 512 positions at a time."""
     d, s = x.shape
-    half = d // 2
+    low, high = slice(d // 2), slice(d // 2, d)
     result = nl.ndarray((d, s), dtype=x.dtype, buffer=nl.shared_hbm)
     for at in range(0, s, HALF):
         part = slice(at, at + HALF)
-        tile = load(x[:, part], d, HALF)
+        tile = load(x[:, part])
         factors = new(d, HALF)
-        nisa.dma_copy(dst=factors[:half, :], src=cos[:, part])
-        nisa.dma_copy(dst=factors[half:, :], src=sin[:, part])
-        odd = new(half, HALF)
-        nisa.tensor_copy(dst=odd, src=tile[half:, :])
-        even_by, odd_by = new(d, HALF), new(d, HALF)
-        for of in (slice(half), slice(half, d)):
-            for by, side in ((even_by, tile[:half, :]), (odd_by, odd)):
-                nisa.tensor_tensor(dst=by[of, :], data1=side, data2=factors[of, :], op=nl.multiply)
-        out = new(d, HALF)
-        nisa.tensor_tensor(
-            dst=out[:half, :], data1=even_by[:half, :], data2=odd_by[half:, :], op=nl.subtract
-        )
-        nisa.tensor_tensor(
-            dst=out[half:, :], data1=odd_by[:half, :], data2=even_by[half:, :], op=nl.add
-        )
+        nisa.dma_copy(dst=factors[low, :], src=cos[:, part])
+        nisa.dma_copy(dst=factors[high, :], src=sin[:, part])
+        even, odd = tile[low, :], copied(tile[high, :])
+        even_by, odd_by, out = new(d, HALF), new(d, HALF), new(d, HALF)
+        for of in (low, high):
+            both(even, factors[of, :], nl.multiply, even_by[of, :])
+            both(odd, factors[of, :], nl.multiply, odd_by[of, :])
+        both(even_by[low, :], odd_by[high, :], nl.subtract, out[low, :])
+        both(odd_by[low, :], even_by[high, :], nl.add, out[high, :])
         nisa.dma_copy(dst=result[:, part], src=out)
     return result
 
@@ -110,24 +98,21 @@ def depthwise_conv(image, taps, in_psum):
     """
     n, channels, width = image.shape
     window = taps.shape[1]
-    padded = width + window - 1
     result = nl.ndarray((n, channels, width), dtype=image.dtype, buffer=nl.shared_hbm)
     for channel in range(0, channels, P):
         rows = slice(channel, channel + P)
-        tap = load(taps[rows, :], P, window)
+        tap = load(taps[rows, :])
         if in_psum:
             held = new(P, window, buffer=nl.psum)
             nisa.tensor_copy(dst=held, src=tap, engine=nisa.engine.vector)
             tap = held
         for one in range(n):
-            row = new(P, padded)
-            nisa.memset(dst=row, value=0.0)
+            row = filled(P, width + window - 1)
             nisa.dma_copy(dst=row[:, 1 : 1 + width], src=image[one, rows, :])
-            out = new(P, width)
-            nisa.memset(dst=out, value=0.0)
+            out = filled(P, width)
             for at in range(width):
-                product = both(row[:, at : at + window], tap, nl.multiply, window)
-                nisa.tensor_reduce(dst=out[:, at : at + 1], op=nl.add, data=product, axis=1)
+                product = both(row[:, at : at + window], tap, nl.multiply)
+                reduced(product, nl.add, out[:, at : at + 1])
             nisa.dma_copy(dst=result[one, rows, :], src=out)
     return result
 
@@ -137,25 +122,16 @@ def layer_norm(x, gamma, beta):
     """LayerNorm of rows: mean(x^2) - mean(x)^2, whole rows of 8,192 columns a tile."""
     height, width = x.shape
     result = nl.ndarray((height, width), dtype=x.dtype, buffer=nl.shared_hbm)
-    scale = spread(load(gamma, 1, width), width)
-    shift = spread(load(beta, 1, width), width)
+    scale, shift = spread(load(gamma)), spread(load(beta))
     for row in range(0, height, P):
-        tile = load(x[row : row + P, :], P, width)
-        total, square_total, squares = new(P, 1), new(P, 1), new(P, width)
-        nisa.tensor_reduce(dst=total, op=nl.add, data=tile, axis=1)
-        mean = scaled(total, nl.multiply, 1.0 / width, 1)
-        nisa.activation(dst=squares, op=nl.square, data=tile)
-        nisa.tensor_reduce(dst=square_total, op=nl.add, data=squares, axis=1)
-        square_mean = scaled(square_total, nl.multiply, 1.0 / width, 1)
-        variance = both(square_mean, both(mean, mean, nl.multiply, 1), nl.subtract, 1)
-        root = new(P, 1)
-        nisa.activation(dst=root, op=nl.rsqrt, data=scaled(variance, nl.add, 1e-5, 1))
-        centred = new(P, width)
-        nisa.tensor_scalar(
-            dst=centred, data=tile, op0=nl.subtract, operand0=mean, op1=nl.multiply, operand1=root
-        )
-        out = both(centred, scale, nl.multiply, width)
-        out = both(out, shift, nl.add, width)
+        tile = load(x[row : row + P, :])
+        mean = scaled(reduced(tile, nl.add), nl.multiply, 1.0 / width)
+        square_total = reduced(activated(tile, nl.square), nl.add)
+        square_mean = scaled(square_total, nl.multiply, 1.0 / width)
+        variance = both(square_mean, both(mean, mean, nl.multiply), nl.subtract)
+        root = activated(scaled(variance, nl.add, 1e-5), nl.rsqrt)
+        centred = scaled(tile, nl.subtract, mean, op1=nl.multiply, operand1=root)
+        out = both(both(centred, scale, nl.multiply), shift, nl.add)
         nisa.dma_copy(dst=result[row : row + P, :], src=out)
     return result
 
@@ -183,13 +159,14 @@ def max_pool_separable(x, rows_of_tile):
     height, width = x.shape
     result = nl.ndarray((height - 2, width - 2), dtype=x.dtype, buffer=nl.shared_hbm)
     for row in range(0, height - 2, rows_of_tile):
-        rows = min(rows_of_tile, height - 2 - row)
-        strips = [load(x[row + i : row + i + rows, :], rows, width) for i in range(3)]
-        tall = both(strips[0], strips[1], nl.maximum, width, rows)
-        tall = both(tall, strips[2], nl.maximum, width, rows)
-        out = both(tall[:, : width - 2], tall[:, 1 : width - 1], nl.maximum, width - 2, rows)
-        out = both(out, tall[:, 2:], nl.maximum, width - 2, rows)
-        nisa.dma_copy(dst=result[row : row + rows, :], src=out)
+        stop = min(row + rows_of_tile, height - 2)
+        tall, *strips = [load(x[row + i : stop + i, :]) for i in range(3)]
+        for strip in strips:
+            tall = both(tall, strip, nl.maximum)
+        out = tall[:, : width - 2]
+        for shift in (1, 2):
+            out = both(out, tall[:, shift : width - 2 + shift], nl.maximum)
+        nisa.dma_copy(dst=result[row:stop, :], src=out)
     return result
 
 
@@ -198,7 +175,7 @@ def scalar_copies(x, count, stride):
     """`count` independent copies of 512 columns on ScalarE, every `stride`-th element read."""
     columns = 512
     result = nl.ndarray((P, columns), dtype=x.dtype, buffer=nl.shared_hbm)
-    tile = load(x, P, x.shape[1])
+    tile = load(x)
     for _ in range(count):
         out = new(P, columns)
         nisa.tensor_copy(

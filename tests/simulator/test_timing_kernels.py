@@ -18,10 +18,10 @@ def product(kernel, size=512, **arguments):
 @pytest.mark.parametrize(
     ("kernel", "arguments", "loads"),
     [
-        ("both_loaded_inside", {}, 16 * 2),
-        ("left_hoisted", {}, 16 + 16),
-        ("free_dimensions_blocked", {"block_m": 2, "block_n": 1}, 16 + 2 * 4),
-        ("rows_of_blocks", {"block_m": 4, "block_n": 1}, 4 + 4),
+        ("loaded_inside", {"hoisted": False}, 16 * 2),
+        ("loaded_inside", {"hoisted": True}, 16 + 16),
+        ("free_dimensions_blocked", {"block_m": 2, "block_n": 1, "whole_rows": False}, 16 + 2 * 4),
+        ("free_dimensions_blocked", {"block_m": 4, "block_n": 1, "whole_rows": True}, 4 + 4),
     ],
 )
 def test_matmul_steps(kernel, arguments, loads):
@@ -36,10 +36,10 @@ def test_matmul_steps(kernel, arguments, loads):
 
 def test_each_step_is_at_least_as_fast_as_the_one_before():
     steps = [
-        product("both_loaded_inside", 1024),
-        product("left_hoisted", 1024),
-        product("free_dimensions_blocked", 1024, block_m=4, block_n=2),
-        product("rows_of_blocks", 1024, block_m=4, block_n=2),
+        product("loaded_inside", 1024, hoisted=False),
+        product("loaded_inside", 1024, hoisted=True),
+        product("free_dimensions_blocked", 1024, block_m=4, block_n=2, whole_rows=False),
+        product("free_dimensions_blocked", 1024, block_m=4, block_n=2, whole_rows=True),
     ]
     times = [step.profile.latency_us for step in steps]
     assert times == sorted(times, reverse=True)
