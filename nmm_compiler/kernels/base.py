@@ -194,7 +194,7 @@ class KernelSpec(Record):
         """
         raise NotImplementedError
 
-    def laid(self, made: Iterable[Array]) -> Any:
+    def laid(self, made: Iterable[Any]) -> Any:
         """Return what belongs to each of `estimates` as the kernel gives its results."""
         raise NotImplementedError
 

@@ -206,7 +206,7 @@ def _sent(machine: Machine, src: NkiTensor) -> Sent:
 
 def _reduced(one: Sent, other: Sent, reduce: Combine) -> Sent:
     """Return what a rank sends that reduces two of its own tensors first."""
-    values, mask = (reduce([one[i], other[i]], 0) for i in (0, 1))
+    values, mask = reduce([one[0], other[0]], 0), reduce([one[1], other[1]], 0)
     return values, mask, one[2] or other[2]
 
 

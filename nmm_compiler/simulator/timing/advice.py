@@ -23,12 +23,12 @@ from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
 
 WIDE_ROW_BYTES = 1024
-_FREE_ISSUE = dict.fromkeys(
+_FREE_ISSUE: dict[str, Any] = dict.fromkeys(
     ("dma_issue_seconds", "dma_issue_descriptor_seconds", "dma_static_issue_seconds",
      "dma_hardware_issue_seconds"),
     0.0,
 )  # fmt: skip
-_FREE_ROWS = dict.fromkeys(
+_FREE_ROWS: dict[str, Any] = dict.fromkeys(
     ("dma_descriptor_seconds", "dma_descriptor_min_seconds", "dma_short_row_seconds"), 0.0
 )
 _TURNED_OPERANDS = "operands that already lie the other way around"
