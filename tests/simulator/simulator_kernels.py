@@ -71,7 +71,7 @@ def run(
 
 
 def refused(
-    kind: type[Exception], match: str = "", *, unless: bool
+    kind: type[Exception], match: str | None = None, *, unless: bool
 ) -> contextlib.AbstractContextManager[Any]:
     """Expect a refusal of the block, unless a condition holds: then it runs."""
     return contextlib.nullcontext() if unless else pytest.raises(kind, match=match)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_kernels import run, values
-from trace_builder import Builder, Scene, profile_trace
+from trace_builder import Scene, profile_trace
 
 from nmm_compiler import targets
 from nmm_compiler.errors import HazardError, InternalFaultError
@@ -127,26 +127,32 @@ def test_a_float32_transpose_costs_the_same_with_any_identity():
     assert costs.tensor(one) == costs.tensor(other)
 
 
-@st.composite
-def products(draw):
-    """Products of one dtype, with any flags, loads before and a store behind them or none."""
-    builder = Builder()
-    dtype = draw(st.sampled_from(sorted(LIMITS)))
-    double = dtype.startswith("float8") and draw(st.booleans())
-    for _ in range(draw(st.integers(1, 40))):
-        k, m = draw(st.sampled_from([1, 32, 128])), draw(st.sampled_from([1, 64, 128]))
-        n = draw(st.sampled_from([1, 64, 512]))
-        stationary = builder.tensor("sbuf", k, m, dtype)
-        moving = builder.tensor("sbuf", k, n, dtype)
-        flags = {"perf_mode": "double_row"} if double else {}
-        for name in ("is_transpose", "onezero"):
-            flags[name] = draw(st.booleans())
-        builder.matmul(builder.tensor("psum", m, n).all, stationary.all, moving.all, **flags)
-    return dtype, double, builder.trace
+SIZES = (st.sampled_from(sizes) for sizes in ([1, 32, 128], [1, 64, 128], [1, 64, 512]))
+SHAPES = st.tuples(*SIZES, st.booleans(), st.booleans())
+
+
+def products(dtype, double, shapes):
+    """Return the dtype, whether rows are double, and a trace of products with any flags."""
+    double = double and dtype.startswith("float8")
+    mode = "perf_mode=double_row" if double else ""
+    return dtype, double, Scene("".join(f"""
+        sbuf stationary {k}x{m} {dtype}
+        sbuf moving {k}x{n} {dtype}
+        psum sum {m}x{n}
+        tensor sum stationary moving {mode} is_transpose={turns:d} onezero={onezero:d}
+    """ for k, m, n, turns, onezero in shapes)).trace  # fmt: skip
 
 
 @settings(max_examples=80, deadline=None)
-@given(products(), st.sampled_from(["trn1", "trn2", "trn3"]))
+@given(
+    st.builds(
+        products,
+        st.sampled_from(sorted(LIMITS)),
+        st.booleans(),
+        st.lists(SHAPES, min_size=1, max_size=40),
+    ),
+    st.sampled_from(["trn1", "trn2", "trn3"]),
+)
 def test_no_profile_is_above_the_limit_of_its_dtype(made, target):
     dtype, double, trace = made
     profile = profile_trace(trace, targets.get(target))

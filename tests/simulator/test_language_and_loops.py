@@ -232,7 +232,7 @@ def test_two_programs_exchange_and_wait():
     ("body", "kind", "said"),
     [
         # it reads what is not there
-        (TWO.format(barrier="pass"), errors.HazardError, ""),
+        (TWO.format(barrier="pass"), errors.HazardError, "never written"),
         ("if nl.program_id(0) == 0:\n    nisa.core_barrier(data=a, cores=(0, 1))\nreturn a",
          errors.SimulationError, "same"),
         ("r = nl.ndarray((2 + nl.program_id(0), 4), a.dtype, nl.shared_hbm)\nreturn a",
