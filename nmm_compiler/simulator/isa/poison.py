@@ -24,7 +24,7 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 Arguments = dict[str, Any]
 Flow = Callable[[Arguments, Any, np.ndarray, NkiTensor], np.ndarray]
 
-KNOWN = frozenset({"predicate", "indices", "index", "src_seeds"})
+KNOWN = ("predicate", "indices", "index", "src_seeds")
 """Operands whose values an instruction needs, whatever instruction it is."""
 
 
