@@ -143,7 +143,8 @@ def nc_matmul(
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
     check_bank(call, dst, target.matmul_psum_banks)
-    tile = check_tile(call, tile_position, tile_size, k, m)
+    tiled = tile_position or tile_size
+    tile = check_tile(call, tile_position, tile_size, k, m) if tiled else None
     if double and tile is not None and (tile[1] or tile[3] != 128):
         raise call.error(
             OperandError,

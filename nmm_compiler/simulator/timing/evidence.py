@@ -82,9 +82,8 @@ def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> tuple[s
     tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline)
     barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
     queues = sorted({transfer.queue for transfer in timeline.transfers})
-    unset = sum(
-        i.engine == "vector" and bool(i.attributes.get("unset")) for i in trace.instructions
-    )
+    on_vector = [i.attributes for i in trace.instructions if i.engine == "vector"]
+    unset = sum(1 for attributes in on_vector if attributes.get("unset"))
     chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
     measured = any(source.kind == "measured" for source in target.sources.values())
     effects = (
