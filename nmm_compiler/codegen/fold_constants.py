@@ -30,6 +30,8 @@ Call = tuple[str, Environment]
 
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     cst.Add: operator.add, cst.Subtract: operator.sub, cst.Multiply: operator.mul,
+}  # fmt: skip
+_DIVISIONS: dict[type, Callable[[int, int], int]] = {
     cst.FloorDivide: operator.floordiv, cst.Modulo: operator.mod,
 }  # fmt: skip
 _ORDER: dict[type, Callable[[int, int], bool]] = {
@@ -73,14 +75,11 @@ class Evaluator:
     _float = _simplestring = _integer
 
     def _binaryoperation(self, node: cst.BinaryOperation) -> Value:
-        rule = _ARITHMETIC.get(type(node.operator))
         left, right = self.value(node.left), self.value(node.right)
-        divides = isinstance(node.operator, (cst.FloorDivide, cst.Modulo))
-        if rule is None or (divides and not values.constant(right)[1]):
-            return None
-        if isinstance(node.operator, cst.Modulo):
-            return values.remainder(left, right)
-        return values.of_whole(rule, left, right)
+        if type(node.operator) in _DIVISIONS:
+            return values.divided(_DIVISIONS[type(node.operator)], left, right)
+        rule = _ARITHMETIC.get(type(node.operator))
+        return values.of_whole(rule, left, right) if rule else None
 
     def _unaryoperation(self, node: cst.UnaryOperation) -> Value:
         rule = {cst.Not: operator.not_, cst.Minus: operator.neg}.get(type(node.operator))
@@ -396,9 +395,10 @@ class BodyFolder:
         fixed, plain = values.constant(Evaluator(before).value(target.comparator))
         if len(test.comparisons) != 1 or not isinstance(target.operator, cst.Equal) or not fixed:
             return {}
-        name = test.left.value
-        value = before.get(name)
-        return {name: value - {plain}} if value is not None and value != {plain} else {}
+        value = before.get(test.left.value)
+        if value is None or value == {plain} or values.is_whole(plain):
+            return {}
+        return {test.left.value: value - {plain}}
 
     def _for(self, statement: cst.For) -> list[Statement]:
         assert isinstance(statement.target, cst.Name)

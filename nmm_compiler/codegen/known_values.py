@@ -71,19 +71,33 @@ def computed(function: Callable[..., Any], *values: Value) -> Value:
     return _spaced(itertools.starmap(function, itertools.product(*given)))
 
 
+def are_whole(*values: Value) -> bool:
+    """Return whether values are known and integers."""
+    return None not in values and all(map(is_whole, itertools.chain(*filter(None, values))))
+
+
 def of_whole(function: Callable[..., Any], *values: Value) -> Value:
-    """Return what `computed` does if the arguments are integers, else None."""
-    if not all(map(is_whole, itertools.chain(*filter(None, values)))):
+    """Return the known value of a function of integers that grows or falls with each of them.
+
+    The first and the last two of each argument give the bounds and the spacing of all results.
+    """
+    if not are_whole(*values):
         return None
-    return computed(function, *values)
+    ends = (sorted(value) for value in values if value is not None)
+    return computed(function, *(frozenset([*each[:2], *each[-2:]]) for each in ends))
 
 
-def remainder(value: Value, divisor: Value) -> Value:
-    """Return value % divisor, a constant: the one remainder, all values, or every remainder."""
-    found = of_whole(operator.mod, value, divisor)
-    if found is None or value is None or len(found) == 1 or found == value:
-        return found
-    return frozenset(range(constant(divisor)[1]))
+def divided(function: Callable[[int, int], int], value: Value, divisor: Value) -> Value:
+    """Return the known value of value // divisor, or of value % divisor, for a constant divisor.
+
+    A remainder is the one that all values have, or the values themselves, or any.
+    """
+    size = constant(divisor)[1]
+    if not size or value is None or not are_whole(value, divisor):
+        return None
+    found = computed(function, value, divisor)
+    several = found is not None and len(found) > 1 and found != value
+    return frozenset(range(size)) if several and function is operator.mod else found
 
 
 def loop_values(

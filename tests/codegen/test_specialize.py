@@ -271,7 +271,10 @@ STEPS = st.sets(st.integers(-40, 40), min_size=1, max_size=6)
 @given(EXPRESSIONS, STEPS, STEPS)
 def test_a_known_value_holds_every_result(text, several, others):
     """Where `and` and `or` are known, they are known as a bool."""
-    environment = {"i": frozenset(several), "j": frozenset(others)}
+    environment = {
+        name: values.join(list(map(known, given)))
+        for name, given in (("i", several), ("j", others))
+    }
     known_value = Evaluator(environment).value(cst.parse_expression(text))
     for i, j in itertools.product(several, others):
         try:
