@@ -16,59 +16,53 @@ MODULES = {"nl": "nki.language", "nisa": "nki.isa", "nki": "nki"}
 
 def of_source(source: str) -> set[str]:
     """Return the constructs of a kernel's text."""
-    found: set[str] = set()
     tree = ast.parse(source)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     known = {f.name for f in functions}
-    for node in ast.walk(tree):
-        found |= set(_of_node(node, known))
-    for function in functions:
-        inner = [n for n in ast.walk(function) if isinstance(n, ast.FunctionDef) and n != function]
-        found |= {"Python: a function within a kernel, which reads its variables" for _ in inner}
-    return found
+    found = {text for node in ast.walk(tree) for text in _of_node(node, known)}
+    inner = (n for f in functions for n in ast.walk(f) if isinstance(n, ast.FunctionDef) and n != f)
+    return found | {"Python: a function within a kernel, which reads its variables" for _ in inner}
 
 
 def _of_node(node: ast.AST, functions: set[str]) -> Iterator[str]:
-    if isinstance(node, ast.Call):
-        yield _call(node, functions)
-    elif isinstance(node, ast.FunctionDef):
-        for decorator in node.decorator_list:
-            yield f"@{ast.unparse(decorator)}"
-        yield "Python: def, with a docstring"
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-        if isinstance(node.value, ast.Name) and node.value.id == "nl" and node.attr[0].islower():
-            yield f"nl.{node.attr}"
-        elif node.attr in ("shape", "dtype"):
+    match node:
+        case ast.Call():
+            yield _call(node, functions)
+        case ast.FunctionDef():
+            yield from (f"@{ast.unparse(decorator)}" for decorator in node.decorator_list)
+            yield "Python: def, with a docstring"
+        case ast.Attribute(ast.Name("nl"), name, ast.Load()) if name[0].islower():
+            yield f"nl.{name}"
+        case ast.Attribute(attr="shape" | "dtype", ctx=ast.Load()):
             yield f"tensor.{node.attr}"
-    elif isinstance(node, ast.Subscript):
-        yield from _subscript(node)
-    elif isinstance(node, (ast.For, ast.If, ast.IfExp, ast.Return, ast.Assign, ast.Compare)):
-        yield f"Python: {_statement(node)}"
-    elif isinstance(node, ast.BinOp):
-        yield f"Python: {type(node.op).__name__} of whole numbers"
-    elif isinstance(node, (ast.BoolOp, ast.UnaryOp)):
-        yield f"Python: {type(node.op).__name__}"
-    elif isinstance(node, (ast.List, ast.Tuple)):
-        yield f"Python: {type(node).__name__.lower()}"
-    elif isinstance(node, ast.Constant):
-        yield f"Python: {type(node.value).__name__}"
-    elif isinstance(
-        node,
-        (ast.While, ast.Try, ast.With, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.ClassDef,
-         ast.Global, ast.Starred, ast.JoinedStr, ast.Dict, ast.NamedExpr, ast.Yield, ast.Match,
-         ast.AugAssign, ast.AnnAssign, ast.Delete, ast.Assert, ast.Raise),
-    ):  # fmt: skip
-        yield f"Python: {type(node).__name__}"
+        case ast.Subscript():
+            yield from _subscript(node)
+        case ast.For():
+            yield f"Python: for over {ast.unparse(node.iter).partition('(')[0]}"
+        case ast.Return():
+            yield f"Python: return{'' if isinstance(node.value, ast.Name) else ' of an expression'}"
+        case ast.Compare():
+            yield f"Python: comparison {type(node.ops[0]).__name__}"
+        case ast.If() | ast.IfExp() | ast.Assign():
+            yield f"Python: {_FORMS[type(node)]}"
+        case ast.BinOp():
+            yield f"Python: {type(node.op).__name__} of whole numbers"
+        case ast.BoolOp() | ast.UnaryOp():
+            yield f"Python: {type(node.op).__name__}"
+        case ast.List() | ast.Tuple():
+            yield f"Python: {type(node).__name__.lower()}"
+        case ast.Constant():
+            yield f"Python: {type(node.value).__name__}"
+        case _ if isinstance(node, _RARE):
+            yield f"Python: {type(node).__name__}"
 
 
-def _statement(node: ast.AST) -> str:
-    if isinstance(node, ast.For):
-        return f"for over {ast.unparse(node.iter).partition('(')[0]}"
-    if isinstance(node, ast.Return):
-        return "return" if isinstance(node.value, ast.Name) else "return of an expression"
-    if isinstance(node, ast.Compare):
-        return f"comparison {type(node.ops[0]).__name__}"
-    return {ast.If: "if", ast.IfExp: "conditional expression", ast.Assign: "assignment"}[type(node)]
+_FORMS = {ast.If: "if", ast.IfExp: "conditional expression", ast.Assign: "assignment"}
+_RARE = (
+    ast.While, ast.Try, ast.With, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.ClassDef,
+    ast.Global, ast.Starred, ast.JoinedStr, ast.Dict, ast.NamedExpr, ast.Yield, ast.Match,
+    ast.AugAssign, ast.AnnAssign, ast.Delete, ast.Assert, ast.Raise,
+)  # fmt: skip
 
 
 def _subscript(node: ast.Subscript) -> Iterator[str]:
@@ -107,20 +101,21 @@ def _call(node: ast.Call, functions: set[str]) -> str:
 def _value(node: ast.expr) -> str:
     """Return what is fixed in an argument: a name of nki, a constant; "..." for the rest."""
     text = ast.unparse(node)
-    if isinstance(node, ast.Attribute) and text.partition(".")[0] in MODULES:
-        return text
-    if isinstance(node, ast.Attribute) and node.attr == "dtype":
-        return "tensor.dtype"
-    if isinstance(node, ast.Constant):
-        return text if isinstance(node.value, (bool, type(None))) else "number"
-    if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
-        return "number"
-    if isinstance(node, (ast.Compare, ast.BoolOp)):
-        return "bool"
-    if isinstance(node, ast.Tuple) and all(isinstance(e, ast.Constant) for e in node.elts):
-        return text
-    if isinstance(node, ast.Call) and text.startswith("nisa."):
-        return "register"
+    match node:
+        case ast.Attribute() if text.partition(".")[0] in MODULES:
+            return text
+        case ast.Attribute(attr="dtype"):
+            return "tensor.dtype"
+        case ast.Constant():
+            return text if isinstance(node.value, (bool, type(None))) else "number"
+        case ast.UnaryOp(operand=ast.Constant()):
+            return "number"
+        case ast.Compare() | ast.BoolOp():
+            return "bool"
+        case ast.Tuple() if all(isinstance(e, ast.Constant) for e in node.elts):
+            return text
+        case ast.Call() if text.startswith("nisa."):
+            return "register"
     return "..."
 
 

@@ -382,13 +382,8 @@ def _named(name: str, value: Expression) -> cst.Arg:
 
 def _tensor(dst: Expression) -> Expression:
     """Return the tensor of a destination, without its indices."""
-    while True:
-        if isinstance(dst, cst.Call) and isinstance(dst.func, cst.Attribute):
-            dst = dst.func.value
-        elif isinstance(dst, cst.Subscript):
-            return dst.value
-        else:
-            return dst
+    base = _receiver(dst)
+    return base.value if isinstance(base, cst.Subscript) else base
 
 
 def _target(dst: Expression) -> Any:

@@ -168,9 +168,7 @@ class View:
             own = zip(self.spellings, slices, strict=True)
             return subscript(self.base, [given or new for given, new in own]), made
         totals = list(self.starts)
-        for place, (name, axis) in enumerate(
-            zip(index_names(len(self.axes)), self.axes, strict=True)
-        ):
+        for place, (name, axis) in enumerate(zip(_NAMES[len(self.axes)], self.axes, strict=True)):
             if axis.dimension is not None:
                 made[name] = along(axis.size, place, len(self.axes))
                 step = times(axis.factor, cst.Name(name))
@@ -184,11 +182,6 @@ class View:
 
 def _start(index: Any) -> Expression:
     return index.value if isinstance(index, cst.Index) else index.lower
-
-
-def index_names(rank: int) -> tuple[str, ...]:
-    """Return the names of the indices along so many axes."""
-    return _NAMES[rank]
 
 
 def along(size: Expression, place: int, rank: int) -> Expression:
@@ -335,7 +328,7 @@ def predicate(call: cst.Call, partitions: Expression) -> tuple[Expression, dict[
     sizes = [partitions, *(size for _, size in rows)]
     total = keyword(call, "offset") or integer(0)
     used: dict[str, Expression] = {}
-    names = index_names(len(sizes))
+    names = _NAMES[len(sizes)]
     # an axis without a factor is there all the same: the comparison has the shape of the tile
     for place, (name, factor) in enumerate(zip(names, factors, strict=True)):
         used[name] = along(sizes[place], place, len(sizes))

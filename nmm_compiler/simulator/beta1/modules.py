@@ -140,21 +140,18 @@ def _unchanged(function: Any = None, **options: Any) -> Any:
 
 
 def _compiler() -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    for region in (sbuf, psum):
-        names[region.value] = module(
-            f"neuronxcc.nki.compiler.{region.value}",
-            {
-                "alloc": _own(region), "mod_alloc": _modulo(region),
-                "auto_alloc": lambda region=region: region,
-            },
-        )  # fmt: skip
-    for name in ("enable_stack_allocator", "force_auto_alloc", "skip_middle_end_transformations"):
-        names[name] = _unchanged
-    names["no_reorder"] = no_reorder
-    names["allocation_scope"] = contextlib.nullcontext
-    names["multi_buffer"] = lambda factor=2: contextlib.nullcontext()
-    return names
+    passes = ("enable_stack_allocator", "force_auto_alloc", "skip_middle_end_transformations")
+    return {
+        **dict.fromkeys(passes, _unchanged),
+        **{region.value: _allocators(region) for region in (sbuf, psum)},
+        "no_reorder": no_reorder, "allocation_scope": contextlib.nullcontext,
+        "multi_buffer": lambda factor=2: contextlib.nullcontext(),
+    }  # fmt: skip
+
+
+def _allocators(region: MemoryRegion) -> StandIn:
+    names = {"alloc": _own(region), "mod_alloc": _modulo(region), "auto_alloc": lambda: region}
+    return module(f"neuronxcc.nki.compiler.{region.value}", names)
 
 
 def _build() -> dict[str, StandIn]:
