@@ -92,8 +92,8 @@ def divided(function: Callable[[int, int], int], value: Value, divisor: Value) -
 
     A remainder is the one that all values have, or the values themselves, or any.
     """
-    size = constant(divisor)[1]
-    if not size or value is None or not are_whole(value, divisor):
+    fixed, size = constant(divisor)
+    if not fixed or not are_whole(value, divisor) or size < 1:
         return None
     found = computed(function, value, divisor)
     several = found is not None and len(found) > 1 and found != value

@@ -284,6 +284,14 @@ def test_a_known_value_holds_every_result(text, several, others):
         assert known_value is None or result in known_value or bool(result) in known_value
 
 
+@pytest.mark.parametrize("size", [-3, 0, 3])
+@pytest.mark.parametrize("sign", ["//", "%"])
+def test_division_is_known_by_a_positive_constant_alone(sign, size):
+    node = cst.parse_expression(f"i {sign} size")
+    found = Evaluator({"i": frozenset(range(8)), "size": known(size)}).value(node)
+    assert found == (None if size < 1 else frozenset(range(3)))
+
+
 @given(st.integers(0, 20), st.integers(0, 60), st.integers(1, 20))
 def test_loop_values(start, stop, step):
     taken = range(start, stop, step)

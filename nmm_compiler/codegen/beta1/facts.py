@@ -87,9 +87,9 @@ class Facts:
             call = cst.ensure_type(node, cst.Call)
             self.sources[function, root(call) or ""] |= self._held(function, call.args[0].value)
         elif called(node) in self.functions:
-            for helper, given in calls(cst.ensure_type(node, cst.Call), self.functions):
-                for parameter, value in given.items():
-                    self.sources[helper, parameter] |= self._held(function, value)
+            names = parameters(self.functions[called(node)])
+            for name, value in bound(cst.ensure_type(node, cst.Call), names).items():
+                self.sources[called(node), name] |= self._held(function, value)
 
     def _held(self, function: str, node: Any) -> set[Place | str]:
         """Return the places, or the memory, of the tensors that an expression may be."""
