@@ -151,28 +151,34 @@ class Names:
 
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         name, bound = None, Binding(node)
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            package = ""
-            if isinstance(node, ast.ImportFrom):
-                package = self._known_as("." * node.level + (node.module or "")) + "."
-            for alias in node.names:
-                path = alias.name if alias.asname or package else alias.name.partition(".")[0]
-                known = Binding(node, self._known_as(package + path))
-                scope.bindings.setdefault(alias.asname or path, []).append(known)
-        elif isinstance(node, (ast.Global, ast.Nonlocal)):
-            scope.outward.update(node.names)
-        elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)) or type(node).__name__ in _NAMED:
-            name = getattr(node, "name")  # noqa: B009
-        elif isinstance(node, ast.arg):
-            name = node.arg
-        elif isinstance(node, ast.MatchMapping):
-            name = node.rest
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            name, around = node.id, self.parent.get(node)
-            if isinstance(around, ast.Assign) and around.targets == [node]:
-                bound.value = around.value
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                self._bind_import(node, scope)
+            case ast.Global() | ast.Nonlocal():
+                scope.outward.update(node.names)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                name = node.name
+            case ast.arg():
+                name = node.arg
+            case ast.MatchMapping():
+                name = node.rest
+            case ast.Name(ctx=ast.Store() | ast.Del()):
+                name, around = node.id, self.parent.get(node)
+                if isinstance(around, ast.Assign) and around.targets == [node]:
+                    bound.value = around.value
+            case _ if type(node).__name__ in _NAMED:
+                name = getattr(node, "name")  # noqa: B009
         if name:
             scope.bindings.setdefault(name, []).append(bound)
+
+    def _bind_import(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
+        package = ""
+        if isinstance(node, ast.ImportFrom):
+            package = self._known_as("." * node.level + (node.module or "")) + "."
+        for alias in node.names:
+            path = alias.name if alias.asname or package else alias.name.partition(".")[0]
+            known = Binding(node, self._known_as(package + path))
+            scope.bindings.setdefault(alias.asname or path, []).append(known)
 
     def _find_kernels(self) -> list[FunctionNode]:
         """Return the functions under @nki.jit, called or not, and those that nki.jit is given."""

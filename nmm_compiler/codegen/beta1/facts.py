@@ -93,21 +93,23 @@ class Facts:
 
     def _held(self, function: str, node: Any) -> set[Place | str]:
         """Return the places, or the memory, of the tensors that an expression may be."""
-        if isinstance(node, cst.Name):
-            return {(function, node.value)}
-        if isinstance(node, (cst.Tuple, cst.List)):
-            return set().union(*(self._held(function, one.value) for one in node.elements))
-        if isinstance(node, cst.IfExp):
-            return self._held(function, node.body) | self._held(function, node.orelse)
-        if is_new_tile(node):
-            buffer = keyword(node, "buffer")
-            return {HBM if buffer is not None and text(buffer).endswith("hbm") else CHIP}
-        if called(node) in self.functions:
-            return {(called(node), RESULT)}
-        if isinstance(node, cst.Call):
-            node = node.func
-        view = isinstance(node, (cst.Subscript, cst.Attribute))
-        return self._held(function, node.value) if view else set()
+        match node:
+            case cst.Name():
+                return {(function, node.value)}
+            case cst.Tuple() | cst.List():
+                return set().union(*(self._held(function, one.value) for one in node.elements))
+            case cst.IfExp():
+                return self._held(function, node.body) | self._held(function, node.orelse)
+            case cst.Call() if is_new_tile(node):
+                buffer = keyword(node, "buffer")
+                return {HBM if buffer is not None and text(buffer).endswith("hbm") else CHIP}
+            case cst.Call() if called(node) in self.functions:
+                return {(called(node), RESULT)}
+            case cst.Call():
+                return self._held(function, node.func)
+            case cst.Subscript() | cst.Attribute():
+                return self._held(function, node.value)
+        return set()
 
     def memory(self, function: str, node: Expression) -> str | None:
         """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""

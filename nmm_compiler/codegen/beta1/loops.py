@@ -65,23 +65,21 @@ def _numbers_needed(functions: Functions) -> set[Place]:
 
 def _number_parts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield the parts of a node that have to be numbers."""
-    if isinstance(node, (cst.If, cst.IfExp)):
-        yield node.test
-    elif isinstance(node, cst.Comparison):
-        yield node
-    elif isinstance(node, cst.BinaryOperation):
-        constant = number(node.left) is not None or number(node.right) is not None
-        affine = isinstance(node.operator, (cst.Add, cst.Subtract))
-        if not affine and not (isinstance(node.operator, cst.Multiply) and constant):
+    match node:
+        case cst.If() | cst.IfExp():
+            yield node.test
+        case cst.Comparison():
             yield node
-    elif isinstance(node, cst.Subscript):
-        if _of_list(node):
+        case cst.BinaryOperation():
+            constant = number(node.left) is not None or number(node.right) is not None
+            affine = isinstance(node.operator, (cst.Add, cst.Subtract))
+            if not affine and not (isinstance(node.operator, cst.Multiply) and constant):
+                yield node
+        case cst.Subscript() if _of_list(node):
             yield node.slice[0].slice
-    elif isinstance(node, cst.Call):
-        full = called(node)
-        if full in _NUMBERS:
+        case cst.Call() if called(node) in _NUMBERS:
             yield from (argument.value for argument in node.args)
-        elif full in _SHAPES or full.endswith((".reshape", ".broadcast_to")):
+        case cst.Call() if called(node).endswith((*_SHAPES, ".reshape", ".broadcast_to")):
             yield node.args[0].value
 
 
