@@ -126,21 +126,17 @@ def _foreign_name(node: ast.Name, names: Names, api: Api) -> Iterator[Finding]:
 
 def _lists(names: Names) -> Iterator[Finding]:
     """E209: lists as arguments of kernels."""
-    for kernel in names.kernels:
-        for default in kernel.args.defaults:
-            if isinstance(default, ast.List):
-                text = "kernel arguments cannot be lists; write the tuple for "
-                yield at(default, "E209", text + ast.unparse(default))
+    given = [("write", value) for kernel in names.kernels for value in kernel.args.defaults]
     for node in names.nodes:
-        if not isinstance(node, ast.Call):
-            continue
-        called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
-        entry = names.definition(called)
-        if isinstance(entry, FunctionNode) and entry in names.kernels:
-            for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
-                if isinstance(value, ast.List):
-                    text = "kernel arguments cannot be lists; pass the tuple for "
-                    yield at(value, "E209", text + ast.unparse(value))
+        if isinstance(node, ast.Call):
+            called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+            if names.definition(called) in names.kernels:
+                given += [("pass", value) for value in node.args]
+                given += [("pass", keyword.value) for keyword in node.keywords]
+    for verb, value in given:
+        if isinstance(value, ast.List):
+            text = f"kernel arguments cannot be lists; {verb} the tuple for {ast.unparse(value)}"
+            yield at(value, "E209", text)
 
 
 _SUBSET: dict[type[ast.AST], tuple[Rule, ...]] = {
@@ -336,14 +332,9 @@ def _literal(node: ast.expr) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _own_returns(function: FunctionNode) -> Iterator[ast.Return]:
-    todo: list[ast.AST] = [*function.body]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.Return):
-            yield node
-        elif not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-            todo.extend(ast.iter_child_nodes(node))
+def _own_returns(function: FunctionNode) -> list[ast.Return]:
+    inside = (node for statement in function.body for node in _in_order(statement))
+    return [node for node in inside if isinstance(node, ast.Return)]
 
 
 # Tiles

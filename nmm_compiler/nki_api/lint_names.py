@@ -184,13 +184,11 @@ class Names:
         """Return the functions under @nki.jit, called or not, and those that nki.jit is given."""
         kernels: list[ast.AST | None] = []
         for node in self.nodes:
-            if isinstance(node, _FUNCTIONS):
-                for decorator in node.decorator_list:
-                    made = decorator.func if isinstance(decorator, ast.Call) else decorator
-                    kernels += [node] if self.resolve(made) == "nki.jit" else []
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and self.calls(node, "nki.jit") and node.args:
-                kernels.append(self.definition(node.args[0]))
+            for decorator in getattr(node, "decorator_list", ()):
+                made = decorator.func if isinstance(decorator, ast.Call) else decorator
+                kernels += [node] if self.resolve(made) == "nki.jit" else []
+        calls = (node for node in self.nodes if isinstance(node, ast.Call) and node.args)
+        kernels += [self.definition(c.args[0]) for c in calls if self.calls(c, "nki.jit")]
         return [k for k in dict.fromkeys(kernels) if isinstance(k, _FUNCTIONS)]
 
     def _calls_nki(self, function: ast.AST) -> bool:
