@@ -9,7 +9,7 @@ import textwrap
 import libcst as cst
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nmm_compiler.codegen import known_values as values
@@ -268,6 +268,7 @@ EXPRESSIONS = st.recursive(
 STEPS = st.sets(st.integers(-40, 40), min_size=1, max_size=6)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EXPRESSIONS, STEPS, STEPS)
 def test_a_known_value_holds_every_result(text, several, others):
     """Where `and` and `or` are known, they are known as a bool."""
