@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from nmm_compiler.kernels.work import Work
 from nmm_compiler.targets import Target
-from nmm_compiler.targets.collective_time import collective_alone_us
 
 _US = 1e6
 
@@ -81,8 +80,4 @@ def closed_form_us(work: Work, dtype: str, target: Target) -> float:
     early = work.early_bytes / target.memory_bytes_per_second * _US
     late = early + tensor_us(work.late_matmuls, dtype, target) + chained + wide
     busy = max(tensor + lead, dma + tail, late, eviction_us(work.evictions, target) + lead)
-    exchange = 0.0  # one collective, which nothing hides
-    for count, size, ranks in work.collectives:
-        exchange = collective_alone_us(size, ranks, target)
-        busy = max(busy, count * exchange)
-    return start + busy + exchange + store
+    return start + busy + store

@@ -87,6 +87,8 @@ class KernelSpec(Record):
     family: ClassVar[str] = ""
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")  # the fields that must be positive
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
+    rare: ClassVar[tuple[str, ...]] = ("lnc",)  # fields that JSON leaves out where they are plain
+    shared: ClassVar[str] = "tokens or outputs"  # that two cores halve
     # Whether each token's result depends on that token alone: then a launch may pad or split them.
     splits_tokens: ClassVar[bool] = True
 
@@ -107,9 +109,10 @@ class KernelSpec(Record):
                     check_name(field.name, one, LAYOUTS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; lnc only where it is not 1."""
-        made = super().to_dict()
-        return {name: value for name, value in made.items() if name != "lnc" or value != 1}
+        """Return the fields as plain JSON data; the rare ones only where they are not plain."""
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        made = super().to_dict().items()
+        return {name: v for name, v in made if name not in self.rare or v != plain[name]}
 
     def splits(self) -> tuple[str, ...]:
         """Return the ways in which the cores can share the work; one core has the way ""."""
@@ -227,7 +230,7 @@ class KernelSpec(Record):
             )
         if not self.splits():
             raise SpecError(
-                f"{self.short()}: two cores share even numbers of tokens or outputs; pass lnc=1"
+                f"{self.short()}: two cores share even numbers of {self.shared}; pass lnc=1"
             )
         if self._dtype().startswith("float8") and not target.float8_kernels:
             raise SpecError(
@@ -334,10 +337,6 @@ class Schedule(Record):
         """Return the fields as plain JSON data; split only where there is one."""
         made = super().to_dict()
         return {name: value for name, value in made.items() if name != "split" or value}
-
-    def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return the schedule with other values."""
-        return dataclasses.replace(self, **changes)
 
     def plan(self, spec: Any) -> Any:
         """Return what the NKI function reads as spec."""

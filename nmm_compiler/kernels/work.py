@@ -22,8 +22,7 @@ class Work(Record):
     "transpose". lead_bytes: bytes that must arrive before the first matmul. tail_matmuls: (count,
     columns) left when the last bytes are in. tail_bytes: the last store. late_matmuls: those of
     stage 2, which waits for the loads of stage 1, early_bytes. chained_matmuls: passes that each
-    add to the sum of the pass before, with no other sum to turn to. collectives: (count, bytes of
-    each rank, ranks) of sums over ranks; what follows one of them waits for it.
+    add to the sum of the pass before, with no other sum to turn to.
     """
 
     matmuls: tuple[Passes, ...]
@@ -36,7 +35,6 @@ class Work(Record):
     late_matmuls: tuple[Passes, ...] = ()
     wide_matmuls: tuple[Passes, ...] = ()
     chained_matmuls: tuple[Passes, ...] = ()
-    collectives: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def instructions(self) -> int:

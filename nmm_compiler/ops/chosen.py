@@ -5,7 +5,6 @@ Both are differentiated by their references: no kernel computes them backward.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -122,21 +121,17 @@ def experts(
         return torch.empty_like(x)
     picks, top_k = index.reshape(-1), index.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
-    col = weight_layout == "col"
-    sides = [
-        _Side(gate_up, gate_up_scale, gate_up_u, gate_up_v, gate_up_bias),
-        _Side(down, down_scale, down_u, down_v, down_bias),
-    ]
-    sides = [one.laid(format, col, factor_layout == "col") for one in sides]
+    first = gate_up, gate_up_scale, gate_up_u, gate_up_v, gate_up_bias
+    second = down, down_scale, down_u, down_v, down_bias
+    said = format, weight_layout == "col", factor_layout == "col"
 
-    def shape(both: Tensor) -> Tensor:
-        return gated(both, halves, activation, limit, slope, plus)
+    def mlp(rows: Tensor, some: Any) -> Tensor:
+        both = _times(rows, first, some, *said)
+        h = gated(both, halves, activation, limit, slope, plus)
+        return _times(h, second, some, *said)
 
     if tracing() or torch.compiler.is_compiling():  # each pick's own weights: no shape is data
-        some = picks.clamp(min=0)
-        first, second = (one.of(some, format, x.dtype) for one in sides)
-        spread = rows.repeat_interleave(top_k, 0).unsqueeze(1)
-        y = second.times(shape(first.times(spread))).squeeze(1)
+        y = mlp(rows.repeat_interleave(top_k, 0).unsqueeze(1), picks.clamp(min=0)).squeeze(1)
         each = torch.where(picks < 0, 0, gates.reshape(-1).to(y.dtype)).unsqueeze(-1)
         return (y * each).view(-1, top_k, y.shape[-1]).sum(1).to(x.dtype).reshape(x.shape)
     if rows.shape[0] == 0:
@@ -148,57 +143,38 @@ def experts(
             raise IndexError(f"experts: index {group} is none of {gate_up.shape[0]} experts")
         place = (picks == group).nonzero().squeeze(-1)
         token = torch.div(place, top_k, rounding_mode="floor")
-        first, second = (one.of(group, format, x.dtype) for one in sides)
-        y = second.times(shape(first.times(rows[token])))
+        y = mlp(rows[token], group)
         total = total.index_add(0, token, (y * gates.reshape(-1, 1)[place]).to(total.dtype))
     return total.to(x.dtype).reshape(x.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """The tensors of gate_up or of down, of all groups or of some: each as it multiplies."""
+def _times(
+    x: Tensor, side: Sequence[Any], some: Any, format: str, col: bool, factors_col: bool
+) -> Tensor:
+    """Return rows times the weight of gate_up or of down, or its factors, or both, plus the bias.
 
-    w: Tensor | None
-    scale: Tensor | None
-    u: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None
-
-    def laid(self, format: str, col: bool, factors_col: bool) -> _Side:
-        """Return the tensors as they multiply, but for what is multiplied out only when it is of
-        one group; the second factor of "factors" in its place."""
-        u = self.u.mT if self.u is not None and factors_col else self.u
-        v = self.v.mT if self.v is not None and factors_col else self.v
-        w = self.w
-        if format == FACTORS:
-            w, v = None, w.mT if w is not None and col else w
-        elif not format or format == "fp8":
-            w = w.mT if w is not None and col else w
-        return _Side(w, self.scale, u, v, self.bias)
-
-    def of(self, some: Any, format: str, dtype: torch.dtype) -> _Side:
-        """Return what one group has, or each of some picks, its weight multiplied out."""
-        w, scale, u, v, bias = (
-            None if one is None else one[some]
-            for one in (self.w, self.scale, self.u, self.v, self.bias)
-        )
-        if w is not None and scale is not None:
-            if format in MX:
-                w = torch.ops.nmm.dequantize(w, scale, format, dtype).mT
-            else:
-                w = w.to(dtype) * scale.to(dtype).unsqueeze(-2)
-        if bias is not None and isinstance(some, Tensor):
-            bias = bias.unsqueeze(1)
-        return _Side(w, None, u, v, bias)
-
-    def times(self, x: Tensor) -> Tensor:
-        """Return rows times the weight, or the factors, or both, plus the bias."""
-        y: Any = 0
-        if self.w is not None:
-            y = x @ self.w[..., : x.shape[-1], :]  # blocks are filled up with zeros
-        if self.u is not None and self.v is not None:
-            y = y + (x @ self.u) @ self.v
-        return y if self.bias is None else y + self.bias
+    side: the weight, its scale, factors and bias, of all groups. some: one group, or that of each
+    row, of which x has one more dimension.
+    """
+    w, scale, u, v, bias = (None if one is None else one[some] for one in side)
+    if factors_col:
+        u, v = (None if one is None else one.mT for one in (u, v))
+    if format in MX:
+        w = torch.ops.nmm.dequantize(w, scale, format, x.dtype).mT
+    elif col:
+        w = w.mT
+    if format == FACTORS:
+        w, v = None, w
+    elif format not in MX and scale is not None:
+        w = w.to(x.dtype) * scale.to(x.dtype).unsqueeze(-2)
+    y: Any = 0
+    if w is not None:
+        y = x @ w[..., : x.shape[-1], :]  # blocks are filled up with zeros
+    if u is not None:
+        y = y + (x @ u) @ v
+    if bias is None:
+        return y  # type: ignore[no-any-return]
+    return y + (bias.unsqueeze(1) if isinstance(some, Tensor) else bias)  # type: ignore[no-any-return]
 
 
 def gated(

@@ -5,7 +5,6 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
-from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec as ProductSpec
@@ -34,8 +33,6 @@ def spec_of(family, m, **formats):
         sizes = {"m": m, "k": 384, "pairs": ((256, (640, 128)), (130, (256,)))}
     elif family != "matmul":
         sizes["r"] = 256
-    if family == "matmul":
-        formats.pop("intermediate", None)
     return FAMILIES[family].spec_class(**sizes, dtype=FP8, scales="channel", **formats)
 
 
@@ -103,18 +100,6 @@ def test_the_products_of_a_16_bit_x_count_at_its_rate():
     weights = 256 * 2048
     scales = 8  # one fp32 number for each weight
     assert plain.minimal_hbm_bytes() - mixed.minimal_hbm_bytes() == weights - scales
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "words"),
-    [
-        ({"x_dtype": "float32"}, UnknownNameError, "x_dtype"),
-        ({"dtype": "float16", "x_dtype": "bfloat16"}, UnknownNameError, "x_dtype"),
-    ],
-)
-def test_formats_of_x_that_no_kernel_takes(fields, error, words):
-    with pytest.raises(error, match=words):
-        LowRankSpec(m=8, k=16, r=4, n=32, **{"dtype": FP8, **fields})
 
 
 def test_a_plain_spec_says_nothing_of_x():

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from judge import within
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
 from nmm_compiler.codegen.choose import choose
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
@@ -71,22 +72,7 @@ def test_a_kernel_that_takes_the_wrong_u_is_caught(tmp_path):
         path = tmp_path / "wrong.py"
         path.write_text(kernel.source.replace(*wrong))
         got = simulate(f"{path}:{kernel.name}", *arrays, mode="functional").outputs
-        want, bound = spec.reference(*arrays), spec.error_bound(*arrays)
-        assert not compare("wrong", got, want, bound, spec.typical_error(*arrays)).passed
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_zeros_and_a_lost_tile_fail_in_any_result(dtype):
-    spec = LowRankSharedSpec(m=16, k=300, pairs=((200, (290, 260)), (40, 270)), dtype=dtype)
-    arrays = random_arrays(spec)
-    want, bound = spec.reference(*arrays), spec.error_bound(*arrays)
-    typical = spec.typical_error(*arrays)
-    for j in range(3):
-        for lost in (np.s_[:], np.s_[:, :128]):
-            wrong = [y.copy() for y in want]
-            wrong[j][lost] = 0
-            assert not compare("lost", tuple(wrong), want, bound, typical).passed
-    assert compare("right", want, want, bound, typical).passed
+        assert not within(spec, arrays, got)
 
 
 def test_same_spec_same_bytes_and_same_bits():

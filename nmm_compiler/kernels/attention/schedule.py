@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
@@ -37,10 +36,6 @@ class AttentionSchedule(Schedule):
     own_queue: bool = False
     pack: int = 1
     split: str = ""
-
-    def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
-        """Return the parameters of the NKI function."""
-        return {"spec": spec, "schedule": self}
 
     def in_loop(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
         """Return the schedule with the groups of heads as a loop on the device.

@@ -33,7 +33,6 @@ from nmm_compiler.kernels.error_bounds import (
     rounding_error,
 )
 from nmm_compiler.kernels.tiling import item_bytes, tiles
-from nmm_compiler.targets import Target
 
 ROPES = ("none", "q", "qk")
 MOST_CONTEXT = 131_072
@@ -80,6 +79,7 @@ class AttentionSpec(KernelSpec):
     family: ClassVar[str] = "attention"
     dtypes: ClassVar[tuple[str, ...]] = DTYPES[:3]
     sizes: ClassVar[tuple[str, ...]] = ("m", "heads", "kv_heads", "context", "d", "batch")
+    shared: ClassVar[str] = "heads of keys, or of query heads of each"
     splits_tokens: ClassVar[bool] = False  # the mask counts tokens from the end of the context
 
     def __post_init__(self) -> None:
@@ -167,15 +167,6 @@ class AttentionSpec(KernelSpec):
             return turns
         doubled = "batch" if self.splits() == (HEADS,) else "heads"
         return dataclasses.replace(turns, lnc=self.lnc, **{doubled: 2 * getattr(turns, doubled)})
-
-    def check(self, target: Target) -> None:
-        """Raise SpecError if the target cannot compute the spec with any schedule."""
-        if self.lnc > 1 and not self.splits():
-            raise SpecError(
-                f"{self.short()}: two cores share even numbers of heads of keys, or of query heads "
-                "of each; pass lnc=1"
-            )
-        super().check(target)
 
     @property
     def decode(self) -> bool:

@@ -73,7 +73,7 @@ def compute_blocks(out, x, index, gates, operands, core, spec):
     last = first + spec.at_once * spec.tokens
 
     def body(i):
-        some = within(listed_in_turn(groups, i, core, spec), spec.count)
+        some = within(listed_in_turn(groups, i, core, spec), spec.groups)
         chosen = tokens_of_turn(tokens, i, core, spec)
         own_rows = turns.select(0, i)[first:last, 0 : spec.k]
         make_blocks(own_rows, x, chosen, some, operands, spec)
@@ -106,10 +106,10 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
         add_some(total, left, ones, numbers, weights, operands, half, tokens, spec)
     else:
         check_index(
-            index.reshape((picks,)), table_of(operands, spec)[0 : spec.count, 0:1], 0, picks
+            index.reshape((picks,)), table_of(operands, spec)[0 : spec.groups, 0:1], 0, picks
         )
         if spec.way == "distinct":
-            chosen = list_groups(numbers, spec.count, spec.at_once * spec.cores)
+            chosen = list_groups(numbers, spec.groups, spec.at_once * spec.cores)
             bound = turns_of(chosen, spec.at_once * spec.cores, spec.turn_bits)
 
             def body(i):
@@ -140,4 +140,4 @@ def add_some(total, left, some, numbers, weights, operands, half, tokens, spec):
 def table_of(operands, spec):
     """Return the last weights of all groups, a row each."""
     last = operands[1] if spec.down.k > 0 else operands[9]
-    return last.reshape((spec.count, last.shape[1] * last.shape[2]))
+    return last.reshape((spec.groups, last.shape[1] * last.shape[2]))

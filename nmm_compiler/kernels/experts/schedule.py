@@ -10,7 +10,7 @@ from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_name
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
-from nmm_compiler.kernels.linear.schedule import whole_blocks
+from nmm_compiler.kernels.linear.schedule import sizes_of_panels, whole_blocks
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
     FOURS,
@@ -21,7 +21,6 @@ from nmm_compiler.kernels.tiling import (
     weight_bytes,
 )
 from nmm_compiler.kernels.work import Tally, Work
-from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
 NOTHING = Weight()
@@ -36,23 +35,16 @@ BLOCKS = (32, 64, 128, 256, 512)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsPlan(Record):
-    """What the kernel's function reads: sizes of one core, and how each weight arrives.
+class ExpertsPlan(ExpertsSpec):
+    """What the kernel's function reads: the share of one core, and how each weight arrives.
 
     way, at_once: of the schedule, of all groups or picks where there is no loop. stack: groups that
     are computed as one, 1 where they are wide. tokens, blocks: of a block, and the most blocks
-    there can be, in whole turns. n: features of h, as they are stored; width: those of all cores.
-    up, down: the weights; of gate_up the outputs of a half are `step` apart, and those of up begin
-    at up_first. up_u .. down_v: the factors. up_block, down_block: outputs of a panel.
-    scaled: sums have scales.
+    there can be, in whole turns. up, down: the weights; of gate_up the outputs of a half are `step`
+    apart, and those of up begin at up_first. up_u .. down_v: the factors. up_block, down_block:
+    outputs of a panel.
     """
 
-    m: int
-    k: int
-    n: int
-    width: int
-    count: int
-    top_k: int
     way: str
     at_once: int
     stack: int
@@ -68,24 +60,16 @@ class ExpertsPlan(Record):
     down_block: int
     group: int
     patch: int
-    has_down_bias: bool
-    has_up_bias: bool
-    scaled: bool
-    mx: bool
     step: int
     up_first: int
-    activation: str
     op: str
-    limit: float
-    slope: float
-    plus: float
     split: str
     nothing: Weight = NOTHING
 
     @property
     def one_load(self) -> bool:
         """Whether a load brings whole rows of gate and up."""
-        return self.step == 1 and self.up_block >= self.n and self.split != WEIGHTS
+        return self.step == 1 and self.up_block >= self.features and self.split != WEIGHTS
 
     @property
     def cores(self) -> int:
@@ -95,7 +79,7 @@ class ExpertsPlan(Record):
     @property
     def scales(self) -> str:
         """What scales the sums, as an epilogue has it."""
-        return "channel" if self.scaled else ""
+        return "channel" if self.weight == "fp8" else ""
 
     @property
     def order(self) -> str:
@@ -135,7 +119,7 @@ class ExpertsPlan(Record):
     @property
     def up_panels(self) -> int:
         """Panels of gate and up."""
-        return tiles(self.n, self.up_block)
+        return tiles(self.features, self.up_block)
 
     @property
     def down_panels(self) -> int:
@@ -192,17 +176,12 @@ class ExpertsSchedule(Schedule):
             field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
             for field, name in _FIELDS.items()
         }
+        given = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return ExpertsPlan(
-            m=spec.m, k=spec.k, n=n, width=width, count=spec.groups, top_k=spec.top_k,
-            way=self.way, at_once=slots, stack=self.stack(spec, slots),
-            tokens=self.tokens, blocks=self.most_blocks(spec),
-            **arriving,
-            up_block=blocks[0], down_block=blocks[1], group=group, patch=patch,
-            has_down_bias=spec.down_bias, has_up_bias=spec.gate_up_bias,
-            scaled=spec.weight == "fp8", mx=spec.mx,
-            step=2 if interleaved else 1, up_first=0 if interleaved else width,
-            activation=spec.activation, op=OPS[spec.activation], split=self.split,
-            limit=spec.limit, slope=spec.slope, plus=spec.plus,
+            **given, **arriving, way=self.way, split=self.split, tokens=self.tokens, at_once=slots,
+            stack=self.stack(spec, slots), blocks=self.most_blocks(spec), up_block=blocks[0],
+            down_block=blocks[1], group=group, patch=patch, step=2 if interleaved else 1,
+            up_first=0 if interleaved else width, op=OPS[spec.activation],
         )  # fmt: skip
 
     def _arriving(self, one: Weight, spec: ExpertsSpec, patch: int, group: int) -> Weight:
@@ -268,7 +247,7 @@ class ExpertsSchedule(Schedule):
             up = down = 0
             more += behind
         firsts = self._panel(made.up_u, spec) + self._panel(made.down_u, spec)
-        numbers = spec.gate_up_bias + spec.down_bias + 2 * made.scaled
+        numbers = spec.gate_up_bias + spec.down_bias + 2 * (spec.weight == "fp8")
         held = {
             "panels": max(more, up + down, behind) + firsts,
             "h": 2 * wide * m * size,
@@ -290,7 +269,7 @@ class ExpertsSchedule(Schedule):
             "x": 2 * (deep * m + made.token_tiles * spec.k) * size,
             "rows": 2 * size * min(made.down_block, 512 * made.group) * made.patch,
             # on every partition, and what is between sums and rows
-            "spread": (made.scaled + spec.down_bias) * 8 * made.down_block + 4 * 512 * 2,
+            "spread": ((spec.weight == "fp8") + spec.down_bias) * 8 * made.down_block + 4 * 512 * 2,
         }  # fmt: skip
         sorting = {
             "picks": 4 * (8 * picks + tiles(spec.m, 128) * spec.top_k + 16 * groups),
@@ -387,8 +366,8 @@ def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     col = spec.weight_layout == "col"
     w_load = "tensor" if col else "rows"  # an address of the device has no DMA transpose for it
     wide = (4096,) if spec.weight else ()  # of few bytes
-    blocks = _sizes(spec.n, (*wide, 2048, 1024, 512))
-    downs = _sizes(spec.k, (4096, 2048, 1024, 512))
+    blocks = sizes_of_panels(spec.n, (*wide, 2048, 1024, 512))
+    downs = sizes_of_panels(spec.k, (4096, 2048, 1024, 512))
     for (way, at_once, tokens), block, down_block, load_bytes in itertools.product(
         ways, blocks, downs, (8192, 4096)
     ):
@@ -418,11 +397,6 @@ def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
     return ways
 
 
-def _sizes(whole: int, steps: tuple[int, ...]) -> list[int]:
-    """Return the steps, those above the whole as the whole in tiles of 128."""
-    return list(dict.fromkeys(min(step, 128 * tiles(whole, 128)) for step in steps))
-
-
 def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     """Return the passes, reads of PSUM and DMAs of a kernel, or of one of two cores."""
     made, tally, size = schedule.plan(spec), Tally(), item_bytes(spec.dtype)
@@ -432,7 +406,7 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     weights = [getattr(made, field) for field in _FIELDS]
     for weight in (one for one in weights if one.k):
         count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
-        fp8 = made.scaled and weight.name in ("gate_up", "down")
+        fp8 = spec.weight == "fp8" and weight.name in ("gate_up", "down")
         each = weight_bytes(weight.format or (FP8 if fp8 else spec.dtype))
         columns = min(weight.block, weight.n)
         loads = groups * count * tiles(weight.k, weight.chunk) * tiles(weight.n, columns)

@@ -167,11 +167,6 @@ class ExpertsSpec(KernelSpec):
         return self.weight in MX
 
     @property
-    def inputs_stored(self) -> int:
-        """The inputs of gate_up as they are stored."""
-        return 128 * tiles(self.k, 128) if self.mx else self.k
-
-    @property
     def features(self) -> int:
         """The features of h as they are stored."""
         return 128 * tiles(self.n, 128) if self.mx else self.n
@@ -179,7 +174,8 @@ class ExpertsSpec(KernelSpec):
     def stored(self) -> dict[str, Weight]:
         """Return the matrices of a group: gate_up and down, and the factors of both."""
         n, form = self.features, self.weight if self.mx else ""
-        sizes = {"gate_up": (self.inputs_stored, 2 * n), "down": (n, self.k)}
+        k = 128 * tiles(self.k, 128) if self.mx else self.k
+        sizes = {"gate_up": (k, 2 * n), "down": (n, self.k)}
         made = {}
         for rank, inputs, (name, (k, outputs)) in zip(
             self.ranks, (self.k, self.n), sizes.items(), strict=True

@@ -198,15 +198,12 @@ class CorrectedSpec(LinearSpec):
             dense.append(MatmulSpec(k=k, n=n, **ends, **out, **more))
         return tuple(separate), tuple(dense)
 
-    def _ranks(self) -> str:
-        ranks = [r for _, _, r, _ in self._linears()]
-        shown = str(ranks[0]) if len(set(ranks)) == 1 else "_".join(map(str, ranks))
-        return shown + self.branch
-
     def short(self) -> str:
         """Return family, sizes, the weight's format and the rank."""
         n = "_".join(map(str, self.n)) if isinstance(self.n, tuple) else self.n
-        what = f"{self.weight} r{self._ranks()} {self.formats()}"
+        ranks = [r for _, _, r, _ in self._linears()]
+        shown = "_".join(map(str, ranks[:1] if len(set(ranks)) == 1 else ranks))
+        what = f"{self.weight} r{shown}{self.branch} {self.formats()}"
         return f"{self.family} m{self.m} k{self.k} n{n} {what}"
 
 

@@ -137,14 +137,6 @@ class LinearSchedule(Schedule):
             halves=narrow and not weight.n % unit and not columns % unit,
         )
 
-    def panel_tiles(self, weight: Weight, layer: Layer, *, rows: bool) -> int:
-        """Return tiles of the contraction of a weight in SBUF: few if one pass takes all."""
-        per_group = 512 if rows else 128
-        once = weight.block <= per_group * weight.group
-        once = once and (not rows or tiles(self.tokens(layer), 128) <= weight.down)
-        whole = tiles(weight.k, 128)
-        return min(whole, 3 * tiles(weight.chunk, 128)) if once else whole
-
     def stages(self, layer: Layer) -> list[dict[str, int]]:
         """Return bytes per partition of each SBUF buffer, of each stage of the kernel.
 
@@ -203,10 +195,13 @@ class LinearSchedule(Schedule):
         if not weight.k:
             return 0
         aligned = weight.double_row or weight.load == "dma"
-        deep = self.panel_tiles(weight, made, rows=rows)
+        deep, few = tiles(weight.k, 128), tiles(weight.chunk, 128)
+        once = weight.block <= (512 if rows else 128) * weight.group
         if weight.ahead:
-            deep = tiles(weight.k, 128) * (2 if weight.block < weight.n else 1)
-        few = min(tiles(weight.k, 128), tiles(weight.chunk, 128))
+            deep *= 2 if weight.block < weight.n else 1
+        elif once and (not rows or tiles(self.tokens(made), 128) <= weight.down):
+            deep = min(deep, 3 * few)  # one pass over the chunks takes all
+        few = min(tiles(weight.k, 128), few)
         ahead = few if weight.block < weight.n and not weight.ahead else 0
         deep = 4 * tiles(deep + ahead, 4) if weight.order == FOURS else deep + ahead
         each = weight_bytes(made.format_of(weight), on_chip=True)
@@ -418,14 +413,14 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
     rank = max((pair.r for pair in layer.pairs), default=128)
     loads: tuple[int, ...] = (4096, 2048, 8192) if few else (2048, 8192)
     loads = (8192, 4096) if few and layer.combine else loads
-    blocks = _sizes(widest, (1024, 2048, 4096, 512) if few else (512, 1024, 256))
+    blocks = sizes_of_panels(widest, (1024, 2048, 4096, 512) if few else (512, 1024, 256))
     if layer.mx and few:
-        loads, blocks = (16384,), _sizes(widest, (1024, 2048, 4096))
+        loads, blocks = (16384,), sizes_of_panels(widest, (1024, 2048, 4096))
     if layer.combine:
-        blocks = _sizes(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
+        blocks = sizes_of_panels(widest, (4096, 2048, 1024) if few else (256, 512, 1024))
     if layer.mx and layer.down.n:
         blocks = [size for size in blocks if not size % 512]
-    downs = _sizes(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
+    downs = sizes_of_panels(layer.down.n, (1024, 2048) if few else (512, 128)) or [128]
     turns = (False, True) if few and any(one.rows for one in layer.results) else (False,)
     for x_load, w_load, m_block, turned in itertools.product(
         _mx_loads(layer) if layer.mx else x_ways, w_loads, _blocks(layer, target), turns
@@ -476,10 +471,10 @@ def _blocks(layer: Layer, target: Target) -> list[int]:
     each += (layer.p_tiles + layer.h_tiles) * item_bytes(layer.kept_dtype)
     room = 0.75 * target.sbuf_usable_bytes_per_partition
     steps = [step for step in (2048, 1024, 512, 256) if min(step, layer.m) * each <= room]
-    return _sizes(layer.m, (*steps, 128))[: 1 if layer.m <= FEW else 2]
+    return sizes_of_panels(layer.m, (*steps, 128))[: 1 if layer.m <= FEW else 2]
 
 
-def _sizes(whole: int, steps: tuple[int, ...]) -> list[int]:
+def sizes_of_panels(whole: int, steps: tuple[int, ...]) -> list[int]:
     """Return the steps, those above the whole as the whole in tiles of 128."""
     return list(dict.fromkeys(min(step, 128 * tiles(whole, 128)) for step in steps if whole))
 

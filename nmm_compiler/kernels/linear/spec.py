@@ -78,6 +78,9 @@ class LinearSpec(KernelSpec):
     norm_eps: float = 1e-6
     residual: bool = False
 
+    rare: ClassVar[tuple[str, ...]] = (
+        "lnc", "x_dtype", "scales", "out_dtype", "tp", "tp_axis", *NORMED,
+    )  # fmt: skip
     many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
     adds_residual: ClassVar[bool] = True
 
@@ -123,13 +126,6 @@ class LinearSpec(KernelSpec):
         offset = float(self.norm_offset) if self.norm_gain else 0.0
         object.__setattr__(self, "norm_offset", offset)
         object.__setattr__(self, "norm_eps", float(self.norm_eps))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON data; those that are rare only where they are not plain."""
-        made = super().to_dict()
-        rare = {"x_dtype", "scales", "out_dtype", "tp", "tp_axis", *NORMED}
-        plain = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: v for name, v in made.items() if name not in rare or v != plain[name]}
 
     def _settle_formats(self) -> None:
         """Check scales, x_dtype and out_dtype; equal meanings become equal fields."""
@@ -226,15 +222,6 @@ class LinearSpec(KernelSpec):
         """Return the shape of each weight as it multiplies, in the order of the operands."""
         return {weight.name: (weight.k, weight.n) for weight in self.layer.weights()}
 
-    def multiplies_kept(self, weight: str) -> bool:
-        """Return whether the left factor of a weight is an intermediate; else it is x."""
-        return not self.layer.of_x(Weight(name=weight))
-
-    @property
-    def out_features(self) -> int:
-        """The features of the result, those of the last one."""
-        return self.layer.results[-1].n
-
     def result_layouts(self) -> tuple[str, ...]:
         """Return "row", tokens first, or "col" for each result."""
         return tuple(one.layout for one in self.layer.results)
@@ -292,8 +279,8 @@ class LinearSpec(KernelSpec):
         """Return the flops of products of x, and of products of intermediates, by their dtypes."""
         made = {self.x_format: 0}
         for one in self.layer.weights():
-            kept = self.multiplies_kept(one.name)
-            dtype = one.format if one.mx else self._plain_dtype() if kept else self.x_format
+            plain = self.x_format if self.layer.of_x(one) else self._plain_dtype()
+            dtype = one.format if one.mx else plain
             made[dtype] = made.get(dtype, 0) + 2 * self.m * one.k * one.n
         return made
 

@@ -32,14 +32,14 @@ def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
             group = groups[1][0:128, s : s + 1]
             gates = gates_of(group, numbers, weights, m, spec.top_k)
         one = groups[0][0:1, s : s + 1]
-        if spec.has_down_bias:
+        if spec.down_bias:
             down_bias = numbers_of(operands[3], one, 0, spec.k, 1, 0)
             if spec.split == "weights":
                 # each of two cores adds half of it
                 nisa.tensor_scalar(dst=down_bias, data=down_bias, op0=nl.multiply, operand0=0.5)
         else:
             down_bias = None
-        down_scale = numbers_of(operands[5], one, 0, spec.k, 1, 0) if spec.scaled else None
+        down_scale = numbers_of(operands[5], one, 0, spec.k, 1, 0) if spec.scales != "" else None
         h = make_h(ups, downs, left, groups[0], s, operands, core, spec)
         from_h = stored_term(h, spec.down)
         from_q = plain_term(h[3], spec.down_v)
@@ -53,7 +53,7 @@ def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
                 made, from_h, panel[0], from_q, panel[1],
                 Panel(k0, outputs, spec.group, 1, outputs, 0), at,
                 Epilogue(
-                    down_scale, spec.scales, down_bias, spec.has_down_bias, "identity", nl.copy,
+                    down_scale, spec.scales, down_bias, spec.down_bias, "identity", nl.copy,
                     gates.broadcast(1, k_tiles), True, None, False,
                 ),
             )  # fmt: skip
@@ -78,8 +78,8 @@ def make_blocks(out, x, tokens, groups, operands, spec):
         if s + 1 < spec.at_once:
             flats.append(gather_block(x, tokens, s + 1, spec))
         one = groups[0:1, s : s + 1]
-        wide_bias = spread_of(operands[3], one, spec) if spec.has_down_bias else None
-        wide_scale = spread_of(operands[5], one, spec) if spec.scaled else None
+        wide_bias = spread_of(operands[3], one, spec) if spec.down_bias else None
+        wide_scale = spread_of(operands[5], one, spec) if spec.scales != "" else None
         h = make_h(ups, downs, left, groups, s, operands, 0, spec)
         from_h = stored_term(h, spec.down)
         from_q = plain_term(h[3], spec.down_v)
@@ -94,7 +94,7 @@ def make_blocks(out, x, tokens, groups, operands, spec):
                 from_h, panel[0], from_q, panel[1],
                 Panel(k0, outputs, spec.group, spec.patch, outputs, 0), Block(s * m, m, 0),
                 Epilogue(
-                    wide_scale, spec.scales, wide_bias, spec.has_down_bias, "identity", nl.copy,
+                    wide_scale, spec.scales, wide_bias, spec.down_bias, "identity", nl.copy,
                     None, False, None, False,
                 ),
             )  # fmt: skip
@@ -160,9 +160,9 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
     m = left[0].shape[2]
     at = Block(0, m, core)
     one = groups[0:1, s : s + 1]
-    first = core * spec.n * spec.step
-    biases = halves_of(operands[2], one, first, spec) if spec.has_up_bias else [None, None]
-    scales = halves_of(operands[4], one, first, spec) if spec.scaled else [None, None]
+    first = core * spec.features * spec.step
+    biases = halves_of(operands[2], one, first, spec) if spec.gate_up_bias else [None, None]
+    scales = halves_of(operands[4], one, first, spec) if spec.scales != "" else [None, None]
     if spec.up_u.k > 0:
         p_sb = project_group(left[0], ups[s * spec.up_panels][4], spec.up_u, spec.up_u.n, at, spec)
     else:
@@ -171,9 +171,9 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
     from_p = plain_term(p_sb, spec.up_v)
     h_sb = nl.ndarray((128, spec.h_tiles, m), dtype=left[0].dtype, buffer=nl.sbuf)
     joint = spec.mx and spec.one_load
-    for n0 in range(0, spec.n, spec.up_block):
-        columns = min(spec.up_block, spec.n - n0)
-        if n0 + spec.up_block < spec.n:
+    for n0 in range(0, spec.features, spec.up_block):
+        columns = min(spec.up_block, spec.features - n0)
+        if n0 + spec.up_block < spec.features:
             ups.append(load_up(operands, one, n0 + spec.up_block, core, spec))
         else:
             downs.append(load_down(operands, one, 0, core, spec))
@@ -185,7 +185,7 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
             active, from_x, panel[0], from_p, panel[2],
             Panel(n0, columns, spec.group, 1, 2 * columns if joint else columns, 0), at,
             Epilogue(
-                scales[0], spec.scales, biases[0], spec.has_up_bias,
+                scales[0], spec.scales, biases[0], spec.gate_up_bias,
                 "identity" if spec.clamped else spec.activation,
                 getattr(nl, "copy" if spec.clamped else spec.op), None, False, None, False,
             ),
@@ -201,13 +201,13 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
                 columns if joint else 0,
             ), at,
             Epilogue(
-                scales[1], spec.scales, biases[1], spec.has_up_bias, "identity", nl.copy, active,
+                scales[1], spec.scales, biases[1], spec.gate_up_bias, "identity", nl.copy, active,
                 not spec.clamped, None, False,
             ),
         )  # fmt: skip
         if spec.clamped:
             clamp_tiles(h_part, active, linear, columns, spec)
-    h = as_left(h_sb, spec.n, m, spec)
+    h = as_left(h_sb, spec.features, m, spec)
     if spec.down_u.k > 0:
         last_u = downs[s * spec.down_panels][2]
         q_sb = project_group(h_sb, last_u, spec.down_u, spec.down_u.n, at, spec)
@@ -240,12 +240,12 @@ def load_following(ups, downs, groups, s, k0, operands, core, spec):
 def halves_of(vectors, one, first, spec):
     """Return the numbers of gate's outputs and of up's of a group, as numbers_of."""
     if spec.mx:
-        gate = numbers_in_fours(vectors, one, first, spec.n)
-        both = [gate, numbers_in_fours(vectors, one, spec.up_first + first, spec.n)]
+        gate = numbers_in_fours(vectors, one, first, spec.features)
+        both = [gate, numbers_in_fours(vectors, one, spec.up_first + first, spec.features)]
     else:
-        gate = numbers_of(vectors, one, first, spec.n, spec.step, 0)
+        gate = numbers_of(vectors, one, first, spec.features, spec.step, 0)
         up_first = spec.up_first + first
-        both = [gate, numbers_of(vectors, one, up_first, spec.n, spec.step, spec.step - 1)]
+        both = [gate, numbers_of(vectors, one, up_first, spec.features, spec.step, spec.step - 1)]
     return both
 
 
@@ -365,8 +365,8 @@ def turn_in_tiles(dst, flat, m, k, order):
 def load_up(operands, one, n0, core, spec):
     """Return a panel of a group's gate and up: the chunks of their matrices, those of their second
     factors, and with the first panel the first factor, which they share."""
-    columns = min(spec.up_block, spec.n - n0)
-    first = (core * spec.n + n0) * spec.step
+    columns = min(spec.up_block, spec.features - n0)
+    first = (core * spec.features + n0) * spec.step
     if spec.up_u.k > 0 and n0 == 0:
         u = load_columns(operands[6].select(0, one), spec.up_u, 0, spec.up_u.n)
     else:
@@ -423,7 +423,7 @@ def load_down(operands, one, k0, core, spec):
     """Return a panel of a group's down: the rows of this core's features of h, the second factor,
     and with the first panel the first factor."""
     columns = min(spec.down_block, spec.k - k0)
-    first = core * spec.n
+    first = core * spec.features
     if spec.down_u.k > 0 and k0 == 0:
         rows = operands[8].select(0, one)[first : first + spec.down_u.k, 0 : spec.down_u.n]
         u = load_columns(rows, spec.down_u, 0, spec.down_u.n)
@@ -438,8 +438,8 @@ def load_down(operands, one, k0, core, spec):
         data = operands[1].select(0, one)
         own_scales = operands[5].select(0, one)
         part = load_stored(
-            data[first // 4 : (first + spec.n) // 4, 0 : size * spec.k],
-            own_scales[first // 32 : (first + spec.n) // 32, 0 : spec.k],
+            data[first // 4 : (first + spec.features) // 4, 0 : size * spec.k],
+            own_scales[first // 32 : (first + spec.features) // 32, 0 : spec.k],
             spec.down, k0, columns,
         )  # fmt: skip
     elif spec.down.k > 0:

@@ -16,7 +16,7 @@ from .records import Part
 def add_narrow_groups(total, x_sb, groups, numbers, weights, operands, m, spec):
     """Add to y^T, [128, tiles, tokens], what some groups make of the tokens that chose them."""
     stacks = spec.at_once // spec.stack
-    rows = spec.stack * spec.n
+    rows = spec.stack * spec.features
     ups = []
     downs = []
     hs = []
@@ -53,15 +53,20 @@ def add_narrow_groups(total, x_sb, groups, numbers, weights, operands, m, spec):
 
 def stacked_h(x_sb, up, gates, m, spec):
     """Return h^T of a stack, [stack n, tokens], times the gates of each feature's group."""
-    rows = spec.stack * spec.n
+    rows = spec.stack * spec.features
     halves = []
     for half in range(2):
         sums = nl.ndarray((rows, m), dtype=nl.float32, buffer=nl.psum)
-        columns = up[0:128, 0 : spec.stack, 0 : up.shape[2], half * spec.n : (half + 1) * spec.n]
+        columns = up[
+            0:128,
+            0 : spec.stack,
+            0 : up.shape[2],
+            half * spec.features : (half + 1) * spec.features,
+        ]
         for t in range(up.shape[2]):
             deep = min(128, spec.k - 128 * t)
             nisa.nc_matmul(
-                dst=sums, stationary=columns[0:deep, 0 : spec.stack, t, 0 : spec.n],
+                dst=sums, stationary=columns[0:deep, 0 : spec.stack, t, 0 : spec.features],
                 moving=x_sb[0:deep, t, 0:m], accumulate=t > 0,
             )  # fmt: skip
         halves.append(sums)
@@ -75,14 +80,14 @@ def stacked_h(x_sb, up, gates, m, spec):
 
 def on_rows(row, q, spec):
     """Return a number of each group of stack q, from fp32 [1, groups], on its features' rows."""
-    spread = nl.ndarray((1, spec.stack, spec.n), dtype=nl.float32, buffer=nl.sbuf)
+    spread = nl.ndarray((1, spec.stack, spec.features), dtype=nl.float32, buffer=nl.sbuf)
     own = row[0:1, q * spec.stack : (q + 1) * spec.stack]
-    nisa.tensor_copy(dst=spread, src=own.reshape((1, spec.stack, 1)).broadcast(2, spec.n))
+    nisa.tensor_copy(dst=spread, src=own.reshape((1, spec.stack, 1)).broadcast(2, spec.features))
     one = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=one, value=1.0)
-    sums = nl.ndarray((spec.stack * spec.n, 1), dtype=nl.float32, buffer=nl.psum)
+    sums = nl.ndarray((spec.stack * spec.features, 1), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=sums, stationary=spread, moving=one)
-    column = nl.ndarray((spec.stack * spec.n, 1), dtype=nl.float32, buffer=nl.sbuf)
+    column = nl.ndarray((spec.stack * spec.features, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=column, src=sums)
     return column
 
@@ -90,22 +95,24 @@ def on_rows(row, q, spec):
 def load_stack_up(gate_up, groups, q, spec):
     """Return gate and up of a stack: [128, stack, tiles of the contraction, 2 n]."""
     tiles = (spec.k + 127) // 128
-    tile = nl.ndarray((128, spec.stack, tiles, 2 * spec.n), dtype=gate_up.dtype, buffer=nl.sbuf)
+    tile = nl.ndarray(
+        (128, spec.stack, tiles, 2 * spec.features), dtype=gate_up.dtype, buffer=nl.sbuf
+    )
     for j in range(spec.stack):
         s = q * spec.stack + j
         matrix = gate_up.select(0, groups[0:1, s : s + 1])
-        own = tile[0:128, j, 0:tiles, 0 : 2 * spec.n]
-        load(own, 0, Part(matrix, 0, spec.k, 0, 2 * spec.n), "rows", spec.up.order, spec.k)
+        own = tile[0:128, j, 0:tiles, 0 : 2 * spec.features]
+        load(own, 0, Part(matrix, 0, spec.k, 0, 2 * spec.features), "rows", spec.up.order, spec.k)
     return tile
 
 
 def load_stack_down(down, groups, q, spec):
     """Return the rows of down of a stack, [stack n, k]."""
-    tile = nl.ndarray((spec.stack * spec.n, spec.k), dtype=down.dtype, buffer=nl.sbuf)
+    tile = nl.ndarray((spec.stack * spec.features, spec.k), dtype=down.dtype, buffer=nl.sbuf)
     for j in range(spec.stack):
         s = q * spec.stack + j
         nisa.dma_copy(
-            dst=tile[j * spec.n : (j + 1) * spec.n, 0 : spec.k],
+            dst=tile[j * spec.features : (j + 1) * spec.features, 0 : spec.k],
             src=down.select(0, groups[0:1, s : s + 1]),
         )
     return tile

@@ -43,7 +43,7 @@ def tile_picks(index, m0, spec):
 def zero_columns(spec):
     """Return a number for each group, 0: a list with fp32 [128, 1] for each 128 groups."""
     columns = []
-    for _ in range((spec.count + 127) // 128):
+    for _ in range((spec.groups + 127) // 128):
         column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=column, value=0.0)
         columns.append(column)
@@ -55,15 +55,15 @@ def blocks_of_groups(index, spec):
     counts = zero_columns(spec)
     for m0 in range(0, spec.m, 128):
         numbers = tile_picks(index, m0, spec)
-        for first in range(0, spec.count, 128):
-            deep = min(128, spec.count - first)
+        for first in range(0, spec.groups, 128):
+            deep = min(128, spec.groups - first)
             more = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
             same = picks_of_groups(numbers, first, deep)
             nisa.tensor_reduce(dst=more, op=nl.add, data=same, axis=1)
             count = counts[first // 128][0:deep, 0:1]
             nisa.tensor_tensor(dst=count, data1=count, data2=more, op=nl.add)
     needs = []
-    for first in range(0, spec.count, 128):
+    for first in range(0, spec.groups, 128):
         whole = nl.ndarray((128, 1), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=whole, data=counts[first // 128], op0=nl.add, operand0=spec.tokens - 1
@@ -78,11 +78,11 @@ def blocks_of_groups(index, spec):
 def starts_of_groups(needs, spec):
     """Return the first block of each group, laid out as the blocks that each needs."""
     starts = []
-    for first in range(0, spec.count, 128):
-        deep = min(128, spec.count - first)
+    for first in range(0, spec.groups, 128):
+        deep = min(128, spec.groups - first)
         before = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.psum)
         for earlier in range(0, first + 1, 128):
-            rows = min(128, spec.count - earlier)
+            rows = min(128, spec.groups - earlier)
             apart = nl.ndarray((rows, deep), dtype=nl.float32, buffer=nl.sbuf)
             nisa.iota(dst=apart, pattern=[[1, deep]], offset=first - earlier, channel_multiplier=-1)
             nisa.tensor_scalar(dst=apart, data=apart, op0=nl.greater, operand0=0.0)
@@ -102,8 +102,8 @@ def group_of_blocks(needs, starts, ones, spec):
     for b0 in range(0, spec.blocks, 512):
         wide = min(512, spec.blocks - b0)
         ended = nl.ndarray((1, wide), dtype=nl.float32, buffer=nl.psum)
-        for first in range(0, spec.count, 128):
-            deep = min(128, spec.count - first)
+        for first in range(0, spec.groups, 128):
+            deep = min(128, spec.groups - first)
             end = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(
                 dst=end, data1=starts[first // 128][0:deep, 0:1],
@@ -119,7 +119,7 @@ def group_of_blocks(needs, starts, ones, spec):
     listed = nl.ndarray((1, spec.blocks + 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=listed[0:1, 0 : spec.blocks], src=row)
     # blocks behind the last one are behind all groups
-    nisa.tensor_scalar(dst=row, data=row, op0=nl.less, operand0=spec.count)
+    nisa.tensor_scalar(dst=row, data=row, op0=nl.less, operand0=spec.groups)
     every = listed[0:1, spec.blocks : spec.blocks + 1]
     nisa.tensor_reduce(dst=every, op=nl.add, data=row, axis=1)
     return listed
@@ -132,7 +132,7 @@ def tokens_of_blocks(rows, index, starts, ones, spec):
     the tokens at their places.
     """
     places = []
-    for first in range(0, spec.count, 128):
+    for first in range(0, spec.groups, 128):
         place = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=place, data=starts[first // 128], op0=nl.multiply, operand0=spec.tokens
@@ -199,8 +199,8 @@ def place_picks(index, m0, places, seen, ones, spec):
     picks = count * spec.top_k
     numbers = tile_picks(index, m0, spec)
     behind = nl.ndarray((count, spec.top_k), dtype=nl.float32, buffer=nl.psum)
-    for first in range(0, spec.count, 128):
-        deep = min(128, spec.count - first)
+    for first in range(0, spec.groups, 128):
+        deep = min(128, spec.groups - first)
         same = picks_of_groups(numbers, first, deep)
         rank = nl.ndarray((deep, picks), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor_scan(

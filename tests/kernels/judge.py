@@ -1,0 +1,48 @@
+"""What the tests of kernels share: results held to float64, and schedules of each way to share."""
+
+import numpy as np
+
+from nmm_compiler.codegen.build import build_kernel
+from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.choose import rank
+from nmm_compiler.targets import get
+
+
+def several(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def within(spec, arrays, results):
+    """Return whether results are within the bounds of a spec, for its operands."""
+    limits = spec.reference(*arrays), spec.error_bound(*arrays), spec.typical_error(*arrays)
+    return compare(spec.short(), several(results), *map(several, limits)).passed
+
+
+def in_float64(arrays):
+    return tuple(np.asarray(array, np.float64) for array in arrays)
+
+
+def best_of_each_split(spec):
+    """Return a legal schedule of each way of sharing a kernel, without timing any."""
+    best = {}
+    for choice in rank(spec, get("trn2")):
+        best.setdefault(choice.schedule.split, choice.schedule)
+    return best
+
+
+def prove_every_split(spec, splits):
+    """Prove a kernel of each way of sharing, which must be these."""
+    schedules = best_of_each_split(spec)
+    assert set(schedules) == splits
+    for schedule in schedules.values():
+        proof = prove(build_kernel(spec, "trn2", schedule))
+        assert proof.passed, (schedule.split, str(proof))
+
+
+def run_with_index(spec, index, schedule=None):
+    """Return the operands and the results of a kernel for this index."""
+    arrays = list(random_arrays(spec))
+    place = [tensor.name for tensor in spec.inputs()].index("index")
+    arrays[place] = np.asarray(index, np.int32)
+    kernel = build_kernel(spec, "trn2", schedule)
+    return arrays, kernel.simulate(*arrays, mode="functional").outputs
