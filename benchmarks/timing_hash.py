@@ -31,7 +31,7 @@ NOT_OF_TIMING = frozenset({
     "matmul_float8_e4m3fn", "matmul_psum_banks", "matmul_tile_min_elements",
     "moving_free_max_elements", "physical_cores_per_logical_core", "scalar_all_operators",
     "scalar_number_bias", "scalar_tensor_scalar", "tensor_indirection",
-    "device_loops", "dma_transposes_in_loops", "float8_kernels", "nki_beta_1",
+    "device_loops", "float8_kernels", "nki_beta_1",
 })  # fmt: skip
 
 # Instructions that no published kernel with a time has: their prices move no recorded error.

@@ -173,8 +173,6 @@ LOOPED = (
     Rung("loop", "device_loop", "fori_loop, a number as bound", _LOOPED, _same, file=LOOPS),
     Rung("loop to a register", "device_loop_register", "fori_loop, a register as bound", _LOOPED,
          _same, file=LOOPS),
-    Rung("DMA transpose in a loop", "device_loop_dma_transpose", "16 rows at a register's place",
-         (((64, 128), _BF16),), _turned, needs="dma_transposes", file=LOOPS),
 )  # fmt: skip
 
 RUNGS = (*CONSTRUCTS, *TIMED, *LOOPED)

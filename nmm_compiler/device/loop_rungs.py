@@ -47,21 +47,3 @@ def device_loop_register(x):
 
     nl.fori_loop(0, nisa.register_alloc(turns), body)
     return out
-
-
-@nki.jit
-def device_loop_dma_transpose(x):
-    """Return x transposed by DMA, 16 rows in each turn of a loop on the device."""
-    rows, columns = x.shape
-    out = nl.ndarray((columns, rows), dtype=x.dtype, buffer=nl.shared_hbm)
-    blocks, results = x.reshape_dim(0, (rows // 16, 16)), out.reshape_dim(1, (rows // 16, 16))
-    turns = nisa.register_alloc(rows // 16)
-
-    def body(i):
-        at = position(i)
-        turned = nl.ndarray((columns, 16), dtype=x.dtype, buffer=nl.sbuf)
-        nisa.dma_transpose(dst=turned, src=blocks.select(0, at), axes=(1, 0))
-        nisa.dma_copy(dst=results.select(1, at), src=turned)
-
-    nl.fori_loop(0, turns, body)
-    return out

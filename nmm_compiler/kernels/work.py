@@ -64,9 +64,7 @@ class Tally:
             squares, count, run = turned
             self.matmuls.append((squares, 128))
             self.evictions.append((tiles(squares, 4), 512))
-        if how == "dma16":  # an eighth of 128 rows a DMA
-            count = 8 * turned[1]
-        kind = "transpose" if how.startswith("dma") else "copy"
+        kind = "transpose" if how == "dma" else "copy"
         self.dmas.append((count, total // count, run, kind))
 
     def store(self, total: int, count: int, run: int) -> None:

@@ -141,7 +141,6 @@ class Target:
     absent_forms: tuple[str, ...]
     tensor_transpose_mode: bool
     device_loops: bool
-    dma_transposes_in_loops: bool
     float8_kernels: bool
     matmul_tile_min_elements: int
     matmul_psum_banks: int

@@ -29,7 +29,6 @@ WITHOUT: Mapping[str, Mapping[str, Any]] = {
     "DMA transpose 8": {"dma_transposes": False},
     "DMA transpose 3-D": {"dma_transposes": False},
     "loop to a register": {"device_loops": False},
-    "DMA transpose in a loop": {"dma_transposes_in_loops": False},
 }
 """Rung of the ladder -> the capabilities that a target lacks where it does not pass.
 

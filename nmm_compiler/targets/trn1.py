@@ -142,7 +142,6 @@ TARGET = TRN2.variant(
         "nki.isa, nki.api.shared and the release notes of 0.4: what only newer targets have",
     ),
     device_loops=assumed(True, "as trn2; no current toolchain runs trn1"),
-    dma_transposes_in_loops=documented(False, "nki.isa.dma_transpose: trn2 and newer"),
     float8_kernels=assumed(False, "fp8 is no faster than bf16 there; kernels leave it out"),
     tensor_transpose_mode=documented(
         False, "trainium2_arch, Built-in Transpose Support: trn2 and newer"

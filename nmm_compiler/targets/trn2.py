@@ -198,9 +198,6 @@ TARGET = Target.of(
         True, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
     ),
     device_loops=documented(True, "nki.language.fori_loop: trn2 and newer, from NKI 0.6"),
-    dma_transposes_in_loops=documented(
-        True, "nki.isa.dma_transpose: hwdge takes a runtime address, up to 16 rows at a time"
-    ),
     float8_kernels=documented(True, "nki.isa.nc_matmul: fp8 operands at twice the rate"),
     matmul_tile_min_elements=documented(
         32, "nki.isa.nc_matmul: row tiles of 64, of 32 on trn2 and newer"

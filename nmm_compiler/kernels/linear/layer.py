@@ -134,16 +134,6 @@ class LowRank(Record):
         return self.u.n
 
     @property
-    def few_sums(self) -> bool:
-        """Whether p of few tokens is summed in several sums at once, that of a few tiles."""
-        return self.u.few_sums
-
-    @property
-    def twice(self) -> bool:
-        """Whether p^T is on both halves of the partitions."""
-        return self.v.halves
-
-    @property
     def tiles(self) -> int:
         """The tiles of p^T."""
         return tiles(self.u.n, 128)
@@ -348,11 +338,6 @@ class Layer(Record):
         """Whether the factors that tokens choose are gathered."""
         return any(pair.groups.slots for pair in self.factors)
 
-    @property
-    def p_features(self) -> int:
-        """The rank of the only pair of factors, where ranks sum its p."""
-        return self.factors[0].r if self.factors else 0
-
     @functools.cached_property
     def of_x_stage(self) -> Stage:
         """The first factors that multiply x."""
@@ -374,7 +359,7 @@ class Layer(Record):
     def x_aligned(self) -> bool:
         """Whether the tiles of x are multiples of 16 elements apart."""
         pairs = any(weight.double_row for weight in self.weights())
-        return pairs or self.x_load in ("dma", "dma16")
+        return pairs or self.x_load == "dma"
 
     @property
     def exchanges_p(self) -> bool:

@@ -88,8 +88,6 @@ class LinearSchedule(Schedule):
     def plan(self, layer: Layer) -> Layer:
         """Return the layer with the way in which x and each weight arrives."""
         x_load = self.x_load
-        if self.m_loop and x_load == "dma":
-            x_load = "dma16"  # of an address that is known at run time
         if layer.fp8_x and x_load == "tensor":
             x_load = "tensor16"
         if self.double_row and layer.m < 16 and x_load == "rows":
@@ -303,10 +301,10 @@ class LinearSchedule(Schedule):
             raise SpecError(
                 f"schedule: m_loop needs loops on the device, and {target.name} has none"
             )
-        if self.x_load == "dma" and not target.dma_transposes_in_loops:
+        if self.x_load == "dma":
             raise SpecError(
-                "schedule: x_load is 'dma' in a loop on the device, and DMA transposes do not run "
-                f"there on {target.name}; use 'tensor'"
+                "schedule: x_load is 'dma' in a loop on the device, where DMA transposes take 16 "
+                "rows at a time; use 'tensor'"
             )
         if layer.split == "weights" and (layer.factors or layer.down.n):
             raise SpecError(
@@ -344,7 +342,7 @@ class LinearSchedule(Schedule):
 
     def in_loop(self, layer: Layer, target: Target) -> LinearSchedule:
         """Return the schedule with its blocks of tokens, two at least, as a loop on the device."""
-        turned = self.x_load == "dma" and not target.dma_transposes_in_loops
+        turned = self.x_load == "dma"  # by 16 rows at a time in a loop: TensorE turns instead
         most = target.psum_banks - 2 if turned else target.psum_banks
         m_block = self.m_block
         while 2 * m_block > layer.m and m_block > 128:

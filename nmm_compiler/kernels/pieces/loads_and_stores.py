@@ -26,8 +26,6 @@ def load(dst, tile, part: Part, how, order, total):
         load_strided(dst, tile, part, order, total)
     elif how == "dma":
         load_transposed_by_dma(dst, tile, part)
-    elif how == "dma16":
-        load_transposed_in_steps(dst, tile, part)
     else:
         load_transposed_by_tensor(dst, tile, part, how == "tensor16")
 
@@ -124,15 +122,6 @@ def load_transposed_by_dma(dst, tile, part: Part):
             ],
             axes=(1, 0),
         )
-
-
-def load_transposed_in_steps(dst, tile, part: Part):
-    """Load with DMA transposes of 16 rows each: the most from an address known at run time."""
-    for start in range(0, part.columns, 16):
-        width = min(16, part.columns - start)
-        rows = dst[0:128, 0 : dst.shape[1], start : start + width]
-        step = Part(part.src, part.row, part.rows, part.column + start, width)
-        load_transposed_by_dma(rows, tile, step)
 
 
 def load_transposed_by_tensor(dst, tile, part: Part, widen):

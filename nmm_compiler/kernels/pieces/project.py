@@ -29,14 +29,14 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
         for r0 in range(0, pair.u.n, pair.u.block):
             wide = min(pair.u.block, pair.u.n - r0)
             tile = pair.tile + r0 // 128
-            if pair.few_sums and at.tokens <= 128:
+            if pair.u.few_sums and at.tokens <= 128:
                 project_few(
                     made[0:128, tile : tile + (wide + 127) // 128, 0 : at.tokens],
                     Term(
                         Left(left.strip, left.source, left.how if pair.place == 0 else "none"),
                         own(others.get(pair.u.name), pair.u.cut, at.core), pair.u,
                     ),
-                    r0, wide, pair.twice, ends.p_scale[pair.place], pair.scales != "", at,
+                    r0, wide, pair.v.halves, ends.p_scale[pair.place], pair.scales != "", at,
                 )  # fmt: skip
             else:
                 make_columns(
@@ -73,7 +73,7 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
             whole = p_sb
         else:
             whole = nl.ndarray(p_sb.shape, dtype=p_sb.dtype, buffer=nl.sbuf)
-        sum_strips(whole, total, spec.p_features, spec.tp)
+        sum_strips(whole, total, stage.pairs[0].u.n, spec.tp)
     else:
         whole = total
     if stage.shared and not stage.plain:
