@@ -155,16 +155,16 @@ def read_stage(
     weight = Weight(base, k, n, "row" if stored == inputs + outputs else "col")
     tokens = {label: size for label, size in real_x.items() if label in out}
     token_parts = {label: Atom(label, size, 1) for label, size in tokens.items()}
-    own, made = k_parts | token_parts, n_parts | token_parts
-    if {label: atom.size for label, atom in own.items()} != real_x:
+    of_x, of_result = k_parts | token_parts, n_parts | token_parts
+    if {label: atom.size for label, atom in of_x.items()} != real_x:
         return odd
     pairs = zip(w_labels, w_dims, strict=True)
     repeated = {label for label, dim in pairs if any(a.axis == views.BROADCAST for a in dim)}
-    if repeated & out - set(made):
+    if repeated & out - set(of_result):
         return odd
     x_dims, out_dims = (
         tuple((parts[label],) if label in parts else () for label in labels)
-        for parts, labels in ((own, x_labels), (made, form.out_labels))
+        for parts, labels in ((of_x, x_labels), (of_result, form.out_labels))
     )
     nodes = frozenset({owner_of(key)}) | path_nodes(c, w) | c.helpers.get(key, frozenset())
     return Stage(key, x, x_dims, weight, out_dims, tokens, nodes)
