@@ -22,6 +22,7 @@ from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import models, values
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.lowrank_models.progress import steps
+from nmm_compiler.options import LADDER, Options, cache_dir
 from nmm_compiler.outputs import write_text
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.text import counted
@@ -174,7 +175,6 @@ def open_store(mode: str | None = None) -> Store:
     Raises CacheTrustError for a directory that others can write.
     """
     from nmm_compiler.codegen.build import check_foreign
-    from nmm_compiler.options import Options
 
     return Store.open(Options(cache=mode), check=check_foreign)
 
@@ -183,7 +183,6 @@ def _rebuild(entry: Entry) -> dict[str, str] | None:
     """Build the kernel of an entry again, without a cache; None when another version made it."""
     from nmm_compiler.codegen.build import SOURCE_FILE, build_kernel, kernel_key
     from nmm_compiler.kernels import FAMILIES
-    from nmm_compiler.options import Options
     from nmm_compiler.targets import get
 
     key = entry.key.to_dict()
@@ -264,7 +263,6 @@ def build(
     if wanted.endswith(_ARCHIVE):  # taken after sha256 and lint of each; all of it or nothing
         return _moved(lambda store: store.import_(Path(wanted)), "taken", wanted)
     from nmm_compiler.codegen.build_many import fill
-    from nmm_compiler.options import cache_dir
 
     if to_list is None:
         open_store()  # refuses a directory that others can write, before any work
@@ -331,7 +329,6 @@ def _kernels(
     if given.endswith(_SPECS):
         return _of_file(Path(given), target)
     models.require_transformers("a model without its weights")
-    from nmm_compiler.options import LADDER
     from nmm_compiler.prediction.model_kernels import model_kernels
 
     return model_kernels(

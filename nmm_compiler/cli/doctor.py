@@ -16,6 +16,7 @@ from nmm_compiler.cli import values
 from nmm_compiler.errors import CacheError
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.report.parts import Grid, Line
+from nmm_compiler.targets.this_machine import DEVICE, FILE, differences
 from nmm_compiler.version import VERSION
 
 _PACKAGES = (
@@ -91,7 +92,6 @@ def doctor(
 def _without() -> str:
     """Return what kernels of each target do without on this machine, and who says so."""
     from nmm_compiler.codegen.machine_target import machine_target
-    from nmm_compiler.targets.this_machine import differences
 
     found = []
     for name in targets.names():
@@ -103,7 +103,6 @@ def _without() -> str:
 def _fit(verdicts: Path, out: Path | None) -> values.Answer:
     """Fit a target's constants to the times of a device; write and print them."""
     from nmm_compiler.device.calibrated_target import calibrate
-    from nmm_compiler.targets.this_machine import FILE
 
     if out is not None and not out.name.endswith(FILE):
         raise typer.BadParameter(f"--out {out}: a target's file ends in {FILE}")
@@ -117,7 +116,6 @@ def _fit(verdicts: Path, out: Path | None) -> values.Answer:
 def _climb(out: Path | None) -> values.Answer:
     """Run the device checks with progress; one that does not pass is no success."""
     from nmm_compiler.device.ladder import RUNGS, climb
-    from nmm_compiler.targets.this_machine import DEVICE
 
     with steps("rungs") as step:
         count = itertools.count(1)

@@ -17,8 +17,9 @@ from nmm_compiler.cli import values
 from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.errors import FileError, NmmError
 from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
+from nmm_compiler.report.page import write_page
 from nmm_compiler.report.parts import Code
-from nmm_compiler.report.text import counted
+from nmm_compiler.report.text import as_text, counted
 
 _SECONDS, _GIGABYTES = 10, 2
 """Limits of one file."""
@@ -101,8 +102,6 @@ def profile(
     --arg block=128,512,2048
     """
     from nmm_compiler.cli import kernel_runs
-    from nmm_compiler.report.page import write_page
-    from nmm_compiler.report.text import as_text
     from nmm_compiler.simulator.timing.profile import write_trace
 
     runs = [
