@@ -36,27 +36,21 @@ from nmm_compiler.errors import CacheWarning
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_an_error_at_each_system_call_of_a_build_is_survived(directory, number, monkeypatch):
     """Disk full at any moment: the answer is right, one warning, nothing half-written stays."""
-    real = {name: getattr(os, name) for name in CALLS}
     failed = 0
+
+    def strike():
+        raise OSError(number, os.strerror(number))
+
     for calls in range(200):
-        for name, call in real.items():
-            monkeypatch.setattr(disk_module.os, name, call)
         shutil.rmtree(directory, ignore_errors=True)
         store = Store(directory)
-        armed = [True]
-
-        def strike(armed=armed):
-            if armed[0]:
-                raise OSError(number, os.strerror(number))
-
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patch:
             warnings.simplefilter("always")
+            for name in CALLS:  # which `count_down` replaces, until the end of the block
+                patch.setattr(disk_module.os, name, getattr(os, name))
             count_down(calls, strike)
             entry = store.get_or_build(key_of(1), Builder())
             again = store.get_or_build(key_of(1), Builder("never\n"))
-        armed[0] = False
-        for name, call in real.items():
-            monkeypatch.setattr(disk_module.os, name, call)
         assert entry.files == again.files == {"kernel.py": "y = 1\n"}
         assert_whole_or_absent(directory, lambda key: {"kernel.py": "y = 1\n"})
         lost = Store(directory).get(key_of(1)) is None

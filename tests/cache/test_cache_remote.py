@@ -22,14 +22,14 @@ from nmm_compiler.errors import CacheError, CacheWarning
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """GET of objects held in memory; `faults` maps a path to a status to answer."""
+    """GET of objects held in memory; the server's `status` is answered instead of theirs."""
 
     def do_GET(self):
         server = self.server
         server.asked.append(self.path)
         time.sleep(server.seconds)
         data = server.objects.get(self.path)
-        status = server.faults.get(self.path, 200 if data is not None else 404)
+        status = server.status or (200 if data is not None else 404)
         self.send_response(status)
         body = data if status == 200 else b""
         self.send_header("Content-Length", str(len(body)))
@@ -44,8 +44,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        running.objects, running.faults, running.asked, running.cut = {}, {}, [], None
-        running.seconds = 0.0
+        running.objects, running.asked = {}, []
+        running.status, running.cut, running.seconds = None, None, 0.0
         running.url = f"http://127.0.0.1:{running.server_port}/kernels"
         for number in range(3):
             path = f"/kernels/{FOLDER}/{key_of(number).digest}.tar"
@@ -170,25 +170,22 @@ def test_it_is_asked_only_for_a_miss_and_only_where_it_is_declared(tmp_path, ser
         Store(tmp_path / "b").push()
 
 
-@pytest.mark.parametrize("fault", [403, 500, "cut", "slow"])
+@pytest.mark.parametrize(
+    "fault", [{"status": 403}, {"status": 500}, {"cut": 700}, {"seconds": 1.0}]
+)
 def test_a_failing_server_costs_one_warning_and_three_requests(
     tmp_path, server, fault, monkeypatch
 ):
     """A timeout costs seconds, so there is only one."""
     monkeypatch.setattr(remote_module, "ENTRY_SECONDS", 0.2)
-    if fault == "cut":
-        server.cut = 700
-    elif fault == "slow":
-        server.seconds = 1.0
-    else:
-        server.faults = dict.fromkeys(server.objects, fault)
+    vars(server).update(fault)
     store, build = Store(tmp_path / "b", remote=server.url, check=accept), Builder()
     with pytest.warns(CacheWarning, match="nothing was taken") as caught:
         found = [store.get_or_build(key_of(number), build).files for number in range(5)]
     assert all(found)
     assert len(caught) == 1
     assert build.calls == 5
-    assert len(server.asked) == (1 if fault == "slow" else 3)
+    assert len(server.asked) == (1 if "seconds" in fault else 3)
 
 
 def test_urls_of_nothing_are_said_without_their_passwords(tmp_path):
