@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import time
 
 import pytest
-from processes import Executor
+from processes import Executor, ran
 
 from nmm_compiler.cli import demo
 from nmm_compiler.codegen.check_against_float64 import Proof
@@ -19,12 +16,8 @@ from nmm_compiler.prediction.model import ModelPrediction
 def test_demo_of_the_language_model_gains_and_says_where(tmp_path):
     pytest.importorskip("gguf")
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "nmm_compiler.cli.main", "demo", "--json"],
-        capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "COLUMNS": "160", "NMM_CACHE_DIR": str(tmp_path / "empty")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran("-m", "nmm_compiler.cli.main", "demo", "--json", timeout=600, COLUMNS="160",
+               NMM_CACHE_DIR=str(tmp_path / "empty"))  # fmt: skip
     assert "about a minute" in done.stderr
     assert "torchao" not in done.stderr
     assert "Warning" not in done.stderr

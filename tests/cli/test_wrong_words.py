@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import typer
+from processes import ran
 
 from nmm_compiler.cli import models
 from nmm_compiler.cli.commands import app
@@ -79,11 +80,7 @@ print(json.dumps(found))
 def answers(tmp_path_factory) -> dict[str, tuple[int, str, float]]:
     place = tmp_path_factory.mktemp("words")
     (place / "add.py").write_text("import nki\n\n\n@nki.jit\ndef add(a):\n    return a\n")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(LINES)], cwd=place, capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = ran("-c", PROGRAM, json.dumps(LINES), cwd=place, timeout=120)
     return json.loads(done.stdout.splitlines()[-1])
 
 
