@@ -1,12 +1,10 @@
 """The key covers every file that can change an emitted source, and no file can be forgotten."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 import nmm_compiler
 from nmm_compiler.codegen import code_digests
@@ -43,12 +41,8 @@ def digests(package):
 
 
 def emit(folder: Path) -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", EMIT], env=environment, capture_output=True, text=True, cwd=folder
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
+    alone = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return ran("-c", EMIT, cwd=folder, **alone).stdout.splitlines()
 
 
 def test_an_edit_of_any_covered_file_changes_its_rooms_digest_and_no_other(copy):
