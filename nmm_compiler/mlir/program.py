@@ -15,11 +15,11 @@ function gets a body traced from the op's PyTorch reference, or stays a declarat
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -72,12 +72,9 @@ def export_program(
     return _program(exported, weights)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[Any]:
     """Hide torch.export's warnings about its own deprecated internals."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+    return warnings.catch_warnings(action="ignore", category=FutureWarning)
 
 
 def decompositions() -> dict[Any, Any]:

@@ -95,8 +95,7 @@ def fail(*_, error=ZeroDivisionError, **__):
 def test_a_fault_in_the_passes_leaves_the_graph_as_it_was_with_one_warning(monkeypatch):
     monkeypatch.setattr(pipeline, "run", fail)
     model, x = pair(), torch.randn(4, 16)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         check(model, x, chains=0)
     assert [str(w.message) for w in caught if "nmm" in str(w.message)] == [
         "nmm: the passes failed with ZeroDivisionError: a fault in a pass. The graph goes to "
@@ -246,8 +245,7 @@ def test_the_backend_works_by_name_without_importing_the_package():
 def test_without_a_cxx_compiler_auto_is_eager_with_one_warning(monkeypatch):
     monkeypatch.setattr(inner, "_inductor_compiles", lambda: False)
     inner._warn_of_eager.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         names = [inner.inner_name("auto", [torch.randn(2)]) for _ in range(2)]
     assert names == ["eager", "eager"]
     assert len(caught) == 1

@@ -12,8 +12,7 @@ from nmm_compiler.backend.compile_graph import NEWEST, OLDEST, warn_if_untested
 def test_another_version_is_one_warning(version):
     with pytest.warns(UserWarning, match="tested with torch 2.9 to 2.13"):
         warn_if_untested(version)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warn_if_untested(version)
 
 
@@ -21,6 +20,5 @@ def test_another_version_is_one_warning(version):
     "version", [torch.__version__, f"{OLDEST[0]}.{OLDEST[1]}.0", "2.13.1+cpu", "unknown"]
 )
 def test_tested_versions_are_silent(version):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warn_if_untested(version)

@@ -54,8 +54,8 @@ def fork(body: Callable[[], None], user: int | None = None) -> int:
     The child ends with 0, or with 1 and a traceback on stderr.
     """
     sys.stdout.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads of other tests
+    # fork beside threads of other tests
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         child = os.fork()
     if child:
         return child

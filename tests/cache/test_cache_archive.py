@@ -45,8 +45,7 @@ def test_damaged_entries_are_not_exported_and_are_replaced(filled, tmp_path):
     (filled.get(key_of(1)).path / "kernel.py").write_text("other\n")
     again = Store(filled.directory, check=accept)
     assert again.export(tmp_path / "b.tar") == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         assert again.import_(tmp_path / "a.tar") == 1
     assert Store(filled.directory).get(key_of(1)).files == {"kernel.py": "y = 1\n"}
 

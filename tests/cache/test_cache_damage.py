@@ -34,8 +34,7 @@ def _flips(entry, bits):
 
 def test_every_byte_flipped_once_is_rebuilt(directory, entry):
     build, count = Builder(SOURCE), 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for file, _, flipped in _flips(entry, lambda position: [(position + 3) % 8]):
             file.write_bytes(flipped)
             again = Store(directory).get_or_build(key_of(1), build, META)

@@ -44,8 +44,10 @@ def test_an_error_at_each_system_call_of_a_build_is_survived(directory, number, 
     for calls in range(200):
         shutil.rmtree(directory, ignore_errors=True)
         store = Store(directory)
-        with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patch:
-            warnings.simplefilter("always")
+        with (
+            warnings.catch_warnings(record=True, action="always") as caught,
+            monkeypatch.context() as patch,
+        ):
             for name in CALLS:  # which `count_down` replaces, until the end of the block
                 patch.setattr(disk_module.os, name, getattr(os, name))
             count_down(calls, strike)
@@ -72,8 +74,7 @@ def test_a_directory_that_cannot_be_written():
         path.chmod(0o500)
 
     def body():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             store, build = Store(directory), Builder("other\n")
             assert store.get_or_build(key_of(1), build).files == {"kernel.py": "y = 1\n"}
             for number in (2, 3, 2, 3):
@@ -124,8 +125,7 @@ def test_eviction_and_reading_at_once(directory):
 
     child = fork(evict_all)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             end = time.monotonic() + 1.2
             while time.monotonic() < end:
                 for number in range(5):

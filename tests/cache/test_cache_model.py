@@ -46,8 +46,7 @@ class History(RuleBasedStateMachine):
             built.append(number)
             return {"kernel.py": text_of(number)}
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             entry = self.store.get_or_build(key_of(number), builder, {"n": number})
         assert entry.files == {"kernel.py": text_of(number)}
         assert (entry.path / "kernel.py").read_text() == text_of(number)
@@ -56,8 +55,7 @@ class History(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def get(self, number):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             entry = self.store.get(key_of(number))
         assert (entry is not None) == (number in self.whole)
         assert entry is None or entry.files == {"kernel.py": text_of(number)}
@@ -95,8 +93,7 @@ class History(RuleBasedStateMachine):
     def away_and_back(self):
         archive = self.folder / "out.tar"
         assert self.store.export(archive) == len(self.whole)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             assert self.store.import_(archive) == 0
 
     @invariant()

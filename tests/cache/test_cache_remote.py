@@ -162,8 +162,7 @@ def test_it_is_asked_only_for_a_miss_and_only_where_it_is_declared(tmp_path, ser
     assert Store(tmp_path / "b", remote=server.url, check=accept).get(key_of(1))
     assert len(server.asked) == 1
     assert store.get(key_of(9), remote=False) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert store.get(key_of(9)) is None  # 404: no word
     assert len(server.asked) == 2
     with pytest.raises(CacheError, match="NMM_REMOTE_CACHE"):
@@ -207,8 +206,7 @@ def test_a_fifo_and_a_directory_that_is_not_there(tmp_path):
     with pytest.warns(CacheWarning, match="absent"):
         assert store.get(key_of(1)) is None
     shared_store = Store(tmp_path / "c", remote=f"file://{tmp_path}/shared", check=accept)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert shared_store.get(key_of(2)) is None  # the directory is there, the entry is not
 
 

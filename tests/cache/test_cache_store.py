@@ -19,8 +19,7 @@ from nmm_compiler.options import Options
 
 @pytest.fixture(autouse=True)
 def _warnings_are_errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CacheWarning)
+    with warnings.catch_warnings(action="error", category=CacheWarning):
         yield
 
 

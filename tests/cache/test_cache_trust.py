@@ -137,8 +137,7 @@ def _rebuilt_with_warning(directory, match):
         entry = Store(directory).get_or_build(key_of(1), build)
     assert build.calls == 1
     assert entry.files == {"kernel.py": build.text}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert Store(directory).get(key_of(1)).files == entry.files
 
 

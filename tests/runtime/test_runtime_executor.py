@@ -236,8 +236,7 @@ def test_what_no_kernel_computes_goes_to_pytorch_with_one_warning_or_raises(laun
     with pytest.warns(UserWarning, match="no kernel for a call of lowrank_matmul.*float64"):
         got = NMM.lowrank_matmul(x, u, v, executor="auto")
     torch.testing.assert_close(got, x @ u @ v)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         NMM.lowrank_matmul(x, u, v, executor="auto")
     with pytest.raises(
         NeuronSetupError, match=r"'simulator' was asked for.*float64.*'auto'"
@@ -262,8 +261,7 @@ def test_a_kernel_that_cannot_be_built(monkeypatch, launched, auto):
     with pytest.warns(UserWarning, match="ZeroDivisionError: a fault in codegen; PyTorch computes"):
         got = NMM.lowrank_matmul(x, u, v, executor="auto")
     torch.testing.assert_close(got, lowrank_matmul(x, u, v), rtol=0, atol=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         NMM.lowrank_matmul(x, u, v, executor="auto")
     assert len(tried) == 1
     for name in ("simulator", executor_name(Options(executor="simulator", freeze=True))):
@@ -303,8 +301,7 @@ def test_a_cache_that_may_not_be_used_is_said_once_and_kernels_run(
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setenv("HOME", "~nobody-of-this-name")
     name = executor_name(Options(executor="simulator", cache=path))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         got = NMM.lowrank_matmul(x, u, v, executor=name)
         again = NMM.lowrank_matmul(x[:2], u, v, executor=name)
     assert torch.equal(got, want)

@@ -230,8 +230,7 @@ def test_a_kernel_that_fails_its_first_run_is_not_used(
     with pytest.warns(UserWarning, match=words):
         got = LOW_RANK(x, u, v, executor="auto")
     torch.testing.assert_close(got, (x @ u) @ v)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+    with warnings.catch_warnings(action="error"):  # said once
         LOW_RANK(x, u, v, executor="auto")
         with pytest.raises(NeuronSetupError, match="failed its first run"):
             LOW_RANK(x, u, v, executor="neuron")
@@ -323,8 +322,7 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
         monkeypatch.setattr(compile_graph, "calls_of", lambda gm: ["a call"])
         monkeypatch.setattr(compile_graph, "graph_call", lambda *given: ("op", (), {}, 1))
         monkeypatch.setattr(compile_graph, "_specs", lambda *given: [SPEC])
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as said:
             monkeypatch.setattr(StandInKernel, "profile", lambda self: PROFILE, raising=False)
             compile_graph._build_all(work, work.gm)
         (kernel,) = table.all()
@@ -336,9 +334,8 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
                 compile_graph._build_all(work, work.gm)
         with (
             torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True),
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="error"),
         ):
-            warnings.simplefilter("error")
             assert (neuron.launch(kernel, (x, u, v)) is not None) == traced
         assert len(neuron.load(kernel).calls) == 1
 
