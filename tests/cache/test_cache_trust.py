@@ -1,5 +1,6 @@
 """Entries are code: who may have written them decides whether they are taken."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -162,13 +163,9 @@ def test_a_symlink_is_not_followed(directory, entry_path, name):
 
 
 def listening_socket(path):
-    here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path is short
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path.name)
-    finally:
-        os.chdir(here)
+    # a socket's path is short
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
 
 
 @pytest.mark.parametrize("name", ["kernel.py", "meta.json"])
