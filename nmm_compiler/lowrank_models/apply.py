@@ -19,8 +19,7 @@ from torch import nn
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import OptionTypeError
-from nmm_compiler.kernels.linear.corrected import MULTIPLIED, MX_PRODUCT
-from nmm_compiler.kernels.packed_formats import MX
+from nmm_compiler.kernels.linear.corrected import reads_as_stored
 from nmm_compiler.lowrank_models import experts, hf
 from nmm_compiler.lowrank_models.calibrate import Statistics, as_batches, collect
 from nmm_compiler.lowrank_models.config import CompressionConfig
@@ -220,13 +219,7 @@ def _prices(
 def _multiplied_out(config: CompressionConfig) -> str:
     """Return what to say of a base that no kernel of the target reads as stored."""
     base, chip = config.base_format, machine_target(config.target)
-    if base is None:
-        return ""
-    if base in MX:
-        read = MX_PRODUCT not in chip.absent_instructions
-    else:
-        read = base in MULTIPLIED and chip.float8_kernels
-    if read:
+    if base is None or reads_as_stored(chip, base):
         return ""
     return f"no kernel for {chip.name} reads {base}: calls multiply it out, which saves memory only"
 

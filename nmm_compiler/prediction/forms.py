@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.errors import OptionTypeError
-from nmm_compiler.kernels.linear.corrected import MULTIPLIED
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED, reads_as_stored
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks
 from nmm_compiler.records import Record
@@ -30,7 +30,6 @@ QUALITY = Path(__file__).with_name("form_quality.json")
 DEFAULT = ("bf16", "fp8", "lowrank:0.2", "mxfp4+32fp8")
 KEEPS = (1.1, 1.18)
 """Perplexity over that of bf16, in and out of the calibration's domain, of a form to recommend."""
-_MX_PRODUCT = "nc_matmul_mx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +45,6 @@ class Form(Record):
     rank: int = 0
     branch: str = ""
     ratio: float | None = None
-
-    @property
-    def is_mx(self) -> bool:
-        """Whether the weights are MX blocks."""
-        return bool(self.base) and FORMATS[self.base].power_scales
 
     def keywords(self) -> dict[str, Any]:
         """Return what makes the form of a model: keywords of `compress`, none for bf16."""
@@ -69,16 +63,11 @@ class Form(Record):
         """Raise OptionTypeError for weights that a target does not multiply."""
         if not self.base:
             return
-        if self.is_mx:
-            missing = _MX_PRODUCT in target.absent_instructions
-        else:
-            missing = not target.float8_kernels if self.base == "fp8" else self.base != "int8"
-        if self.ratio is not None:
-            wanted = f'ranks that are known without the weights, e.g. "{self.base}+64"'
-        elif missing:
+        wanted = f'ranks that are known without the weights, e.g. "{self.base}+64"'
+        if self.ratio is None:
+            if self.base == "int8" or reads_as_stored(target, self.base):
+                return
             wanted = f"a form that {target.name} multiplies: {', '.join(_forms_of(target))}"
-        else:
-            return
         raise OptionTypeError("weights", self.name, wanted)
 
     def stored_bytes(self, k: int, n: int) -> int:
@@ -89,8 +78,9 @@ class Form(Record):
 
 
 def _forms_of(target: Target) -> list[str]:
-    made = ["bf16", "int8", *(["fp8"] if target.float8_kernels else [])]
-    return made if _MX_PRODUCT in target.absent_instructions else [*made, "mxfp8", "mxfp4+32fp8"]
+    read = (form for form in ("fp8", "mxfp8", "mxfp4+32fp8")
+            if reads_as_stored(target, form.partition("+")[0]))  # fmt: skip
+    return ["bf16", "int8", *read]
 
 
 def read_form(name: str) -> Form:

@@ -37,9 +37,16 @@ def operand_name(name: str, end: str) -> str:
     return f"{end}_{name}" if end.isalpha() else name + end
 
 
+def reads_as_stored(target: Target, format: str) -> bool:
+    """Return whether kernels of a target multiply weights of a format as they are stored."""
+    if format in MX:
+        return MX_PRODUCT not in target.absent_instructions
+    return format in MULTIPLIED and target.float8_kernels
+
+
 def check_mx_product(spec: Any, target: Target) -> None:
     """Raise SpecError for MX weights on a target that has no product of them."""
-    if spec.weight in MX and MX_PRODUCT in target.absent_instructions:
+    if spec.weight in MX and not reads_as_stored(target, spec.weight):
         other = "fp8" if target.float8_kernels else "bfloat16, multiplied out, in family matmul"
         raise SpecError(
             f"{spec.short()}: {spec.weight} weights are multiplied by trn3, and {target.name} has "
