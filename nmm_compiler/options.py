@@ -25,13 +25,11 @@ from nmm_compiler.errors import CacheTrustError, OptionTypeError, UnknownNameErr
 from nmm_compiler.targets.this_machine import FILE
 
 TARGETS = targets.names()
-EXECUTORS = ("auto", "reference", "simulator", "nki_simulate", "neuron")
 KERNEL_EXECUTORS = ("simulator", "nki_simulate", "neuron")
 """Executors that run a kernel or raise; the others may compute a call in PyTorch."""
-INNERS = ("auto", "inductor", "eager", "aot_eager", "neuron", "openxla")
+EXECUTORS = ("auto", "reference", *KERNEL_EXECUTORS)
 KERNELS = ("build", "lazy")
 DIALECTS = ("auto", "nki", "neuronxcc")
-PRICES = ("closed_form", "simulated")
 DTYPES = ("bfloat16", "float16", "float32")
 """What a whole model computes in."""
 WEIGHTS = (*DTYPES, "float8_e4m3", "int8")
@@ -245,7 +243,7 @@ class Options:
 
     @property
     def price(self) -> str:
-        """How the passes compare calls, of PRICES."""
+        """How the passes compare calls, of `prices.kernel.PRICES`."""
         return "simulated" if "+simulated" in self.rules else "closed_form"
 
     @property
