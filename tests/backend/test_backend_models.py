@@ -12,6 +12,7 @@ from backend.small_models import FactorPair, small_llama
 from processes import ran
 from torch import nn
 from torch._dynamo.utils import counters
+from toy_models import Model
 
 from nmm_compiler.backend import compile_graph as backend
 from nmm_compiler.runtime.kernels import KERNELS
@@ -324,21 +325,15 @@ def test_the_inner_caches_hit_when_a_process_starts_again(tmp_path):
     assert origins == [["built"], ["cache"]]
 
 
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = (FactorPair(nn.Linear(16, 48, bias=False), 4) for _ in range(2))
-        self.down = FactorPair(nn.Linear(48, 16, bias=False), 4)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 def test_inductor_emits_the_products_that_it_emits_without_us():
     """PyTorch computes these calls: layouts made for kernels must cost nothing here."""
     from torch._inductor.utils import run_and_get_code
 
-    model, x = GatedMLP(), torch.randn(2, 8, 16)
+    gate, up = (FactorPair(nn.Linear(16, 48, bias=False), 4) for _ in range(2))
+    down = FactorPair(nn.Linear(48, 16, bias=False), 4)
+    silu = nn.functional.silu
+    model = Model(lambda m, x: m.down(silu(m.gate(x)) * m.up(x)), gate=gate, up=up, down=down)
+    x = torch.randn(2, 8, 16)
 
     def products(**how):
         torch._dynamo.reset()

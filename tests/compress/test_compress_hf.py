@@ -49,7 +49,6 @@ def make(name, dtype=torch.float32):
 @pytest.fixture
 def saved_llama(tmp_path):
     """A low-rank model, which is saved in tmp_path / "a"."""
-    hf.register()
     _, model = make("llama")
     compress(model, 0.2, align=4)
     hf.save(model, tmp_path / "a")
@@ -81,7 +80,6 @@ def lowrank_count(model):
     ],
 )
 def test_round_trip_gives_equal_logits(name, dtype, tmp_path):
-    hf.register()
     auto, model = make(name, dtype)
     report = compress(model, 0.2, align=4)
     assert len(report.compressed) >= 8
