@@ -105,9 +105,9 @@ $(DEV_READY): $(DEMO_READY)
 bench-public: $(DEV_READY)
 	$(RUN) benchmarks/public_kernels.py --all $(ARGS)
 
-# Experts and adapters: make bench-grouped ARGS="trn3 --checkout ../nki-library"
+# Experts and adapters: make bench-grouped ARGS="--targets trn3 --checkout ../nki-library"
 bench-grouped: $(DEV_READY)
-	$(RUN) benchmarks/grouped.py $(ARGS)
+	$(RUN) benchmarks/kernels.py --tables experts,weights,adapters --targets trn2 $(ARGS)
 
 bench-timing: $(DEV_READY)
 	$(RUN) benchmarks/timing_points.py $(ARGS)

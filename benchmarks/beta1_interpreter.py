@@ -169,7 +169,7 @@ def main(checkout: Path, target: str = "trn1") -> None:
     kernels = [
         build_kernel(spec, target, dialect="neuronxcc", options=options)
         for table, options in (("interpreted", plain), ("looped", small))
-        for spec in listed(table, **FLOAT32)
+        for _, spec in listed(table, **FLOAT32)
     ]
     viz, transform = interpreter(checkout)
     good = True

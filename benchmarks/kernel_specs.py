@@ -1,4 +1,4 @@
-"""The kernels of the benchmarks: sizes of models, and specs that data/kernel_specs.toml lists."""
+"""The kernels of the benchmarks, as data/kernel_specs.toml lists them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nmm_compiler.kernels import FAMILIES
-from nmm_compiler.kernels.base import KernelSpec
 
 RATIO = 0.2
-Named = Iterator[tuple[str, Any]]
-"""(name or "", spec) of each kernel."""
 
 
 class Sizes(NamedTuple):
@@ -23,10 +20,17 @@ class Sizes(NamedTuple):
     queries: int
     keys: int
 
-    def mlp(self, part: str) -> tuple[int, int]:
-        """Return the inputs and outputs of "down", or of "up" and every other part."""
-        both = (self.hidden, self.intermediate)
-        return both if part != "down" else (both[1], both[0])
+    def part(self, name: str, ratio: bool) -> dict[str, Any]:
+        """Return the fields of "up", "down" or "qkv"; with the ranks at RATIO, or small ones."""
+        if name == "qkv":
+            k, outputs = self.hidden, (self.queries, self.keys, self.keys)
+            small = [256 if n >= k else 128 for n in outputs]
+            ranks = [rank(k, n) for n in outputs] if ratio else small
+            pairs = [[r, [n]] for r, n in zip(ranks, outputs, strict=True)]
+            return {"k": k, "pairs": pairs}
+        up = (self.hidden, self.intermediate)
+        k, n = up if name == "up" else up[::-1]
+        return {"k": k, "n": n, **({"r": rank(k, n)} if ratio else {})}
 
 
 _FILE = Path(__file__).parent / "data" / "kernel_specs.toml"
@@ -39,13 +43,20 @@ def rank(k: int, n: int, tile: int = 128) -> int:
     return tile * round(k * n * (1 - RATIO) / ((k + n) * tile))
 
 
-def listed(table: str, sizes: Sequence[int] = (), **more: Any) -> list[KernelSpec]:
-    """Return the specs of a table; one without m with each of `sizes`, `more` for all."""
-    found = []
+def listed(
+    table: str, sizes: Sequence[int] = (), models: Sequence[str] = (), **more: Any
+) -> Iterator[tuple[str, Any]]:
+    """Yield (name, spec) of a table; one without m with each of `sizes`, `more` for all."""
     for row in TABLES_OF_SPECS[table]:
-        fields = {**more, **row}
+        own = TABLES_OF_SPECS["layers"].get(row.get("layer"), {})
+        fields = {"each": [{}], "at_most": max(sizes, default=0), **more, **own, **row}
         kind = FAMILIES[fields.pop("family")].spec_class
-        most = fields.pop("at_most", max(sizes, default=0))
-        for m in [fields.pop("m")] if "m" in fields else [m for m in sizes if m <= most]:
-            found.append(kind.from_dict({"m": m, **fields}))
-    return found
+        keys = ("name", "part", "ratio", "each", "at_most", "layer")
+        name, part, ratio, each, most, _ = (fields.pop(key, "") for key in keys)
+        for model in models if part else ("",):
+            of_model = MODELS[model].part(part, bool(ratio)) if part else {}
+            for chosen in each:
+                given = {**fields, **of_model, **chosen}
+                for m in [given["m"]] if "m" in given else [m for m in sizes if m <= most]:
+                    spec = kind.from_dict({**given, "m": m})
+                    yield name.format(**{**given, "model": model, "m": m}) or spec.short(), spec

@@ -57,13 +57,17 @@ def _key(what: str, spec: KernelSpec, schedule: Any, target: Target) -> str:
     return digest(what, rooms(), text, spec.family, spec.to_dict(), schedule.to_dict(), target)
 
 
-class Timings:
-    """The times in a file, and those that this process adds to it."""
+def latency_us(kernel: Any, *arrays: ArraySpec, **how: Any) -> float:
+    """Return the simulated microseconds of a kernel."""
+    return float(simulate(kernel, *arrays, mode="timing", **how).profile.latency_us)
 
-    def __init__(self, path: Path = FILE, checkout: Path | None = None) -> None:
+
+class Timings:
+    """The times of kernels on a target that are in a file, and those that are added to it."""
+
+    def __init__(self, target: str, path: Path = FILE, checkout: Path | None = None) -> None:
         """checkout: a clone with kernels of others."""
-        self.file = RowFile(path, "key")
-        self.checkout = checkout
+        self.target, self.file, self.checkout = get(target), RowFile(path, "key"), checkout
 
     def of(self, key: str, compute: Callable[[], Any]) -> Any:
         """Return the value of a key, computed and kept if the file has none."""
@@ -77,22 +81,26 @@ class Timings:
         latency, count, in_order = self.of(key, lambda: simulated(spec, schedule, target))
         return latency, count, in_order
 
-    def choose(self, spec: KernelSpec, target: str, budget: int = INSTRUCTION_BUDGET) -> Choice:
+    def choose(self, spec: KernelSpec) -> Choice:
         """Return the schedule that `build_kernel` takes, timed."""
-        return search(spec, get(target), budget, self.timed)[0]
+        return search(spec, self.target, INSTRUCTION_BUDGET, self.timed)[0]
 
-    def us(self, spec: KernelSpec, target: str) -> float:
+    def us(self, spec: KernelSpec) -> float:
         """Return the simulated microseconds of the kernel that `build_kernel` makes."""
-        best = self.choose(spec, target)
+        best = self.choose(spec)
         if best.simulated_us is not None:
             return best.simulated_us
-        return self.timed(spec, best.schedule, get(target))[0]
+        return self.timed(spec, best.schedule, self.target)[0]
 
-    def profile(self, spec: KernelSpec, target: str) -> dict[str, float]:
+    def roofline_share(self, spec: KernelSpec) -> float:
+        """Return the roofline over the time."""
+        return spec.roofline_us(self.target) / self.us(spec)
+
+    def profile(self, spec: KernelSpec) -> dict[str, float]:
         """Return figures of the simulated kernel that `build_kernel` makes."""
 
         def run() -> dict[str, float]:
-            ran = build_kernel(spec, target, options=Options(cache="off")).profile()
+            ran = build_kernel(spec, self.target.name, options=Options(cache="off")).profile()
             return {
                 "us": ran.latency_us,
                 "hbm_bytes": ran.hbm_read_bytes + ran.hbm_write_bytes,
@@ -102,29 +110,19 @@ class Timings:
                 "mbu": ran.mbu,
             }
 
-        key = _key("profile", spec, self.choose(spec, target).schedule, get(target))
-        found: dict[str, float] = self.of(key, run)
-        return found
+        key = _key("profile", spec, self.choose(spec).schedule, self.target)
+        return dict(self.of(key, run))
 
-    def file_us(
-        self, path: Path, name: str, target: str, shapes: list[tuple[int, int]], **values: int
-    ) -> float:
+    def file_us(self, path: Path, name: str, shapes: list[tuple[int, int]], **values: int) -> float:
         """Return the simulated microseconds of a bfloat16 kernel in a file."""
         text = [file.read_text(encoding="utf-8") for file in sorted(path.parent.glob("*.py"))]
 
         def run() -> float:
             arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
-            ran = simulate(
-                f"{path}:{name}", *arrays, target=target, mode="timing", strict=False, **values
-            )
-            assert ran.profile is not None
-            return float(ran.profile.latency_us)
+            return latency_us(f"{path}:{name}", *arrays, target=self.target, strict=False, **values)
 
-        key = digest(rooms(), text, name, get(target), shapes, values)
-        return float(self.of(key, run))
+        return float(self.of(digest(rooms(), text, name, self.target, shapes, values), run))
 
 
-@functools.cache
-def timings_of(path: Path, checkout: Path | None) -> Timings:
-    """Return the times of a file, read once in a process."""
-    return Timings(path, checkout)
+timings_of = functools.cache(Timings)
+"""The times of a target and file, read once in a process."""

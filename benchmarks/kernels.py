@@ -14,6 +14,7 @@ and a second one simulates only what changed since. The exit code is 1 when a ba
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from kernel_rows import TABLES, named_specs
-from kernel_specs import MODELS
-from kernel_timings import FILE, timings_of
+from kernel_rows import TABLES
+from kernel_specs import MODELS, listed
+from kernel_timings import FILE, latency_us, timings_of
 from rich.console import Console
 from rich.table import Table
 
 import nmm_compiler
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.options import Options
-from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.simulator.run import ArraySpec
 
 DEFAULT = ("mlp", "gated", "dense", "small", "fp8", "cliffs")
 LONGEST = 80  # lines of a table that is shown whole
@@ -52,47 +53,40 @@ class Job:
     spec: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A kernel, its microseconds, its figures, and the bars that it misses."""
-
-    table: str
-    target: str
-    name: str
-    us: float
-    figures: dict[str, float]
-    missed: list[str]
+def line_of(path: Path, checkout: Path | None, job: Job) -> dict[str, Any]:
+    """Return a job with the microseconds of its kernel, its figures, and the bars it misses."""
+    timings = timings_of(job.target, path, checkout)
+    figures, missed = TABLES[job.table].judge(job.spec, timings)
+    named = {"table": job.table, "target": job.target, "name": job.name}
+    return {**named, "us": timings.us(job.spec), "figures": figures, "missed": missed}
 
 
-def line_of(path: Path, checkout: Path | None, job: Job) -> Line:
-    """Return the line of a job."""
-    timings = timings_of(path, checkout)
-    us = timings.us(job.spec, job.target)
-    figures, missed = TABLES[job.table].judge(job.spec, job.target, timings)
-    return Line(job.table, job.target, job.name, us, figures, missed)
+def shown(figure: float | str) -> str:
+    return figure if isinstance(figure, str) else f"{figure:.2f}"
 
 
-def show(console: Console, lines: list[Line]) -> int:
+def show(console: Console, lines: list[dict[str, Any]]) -> int:
     """Print one table of one target; return how many bars are missed."""
-    one, means = lines[0], TABLES[lines[0].table].means
-    heads = list(dict.fromkeys(name for line in lines for name in line.figures))
-    table = Table("kernel", title=f"{one.table} on {one.target}; predicted by the simulator")
+    title, means = f"{lines[0]['table']} on {lines[0]['target']}", TABLES[lines[0]["table"]].means
+    heads = list(dict.fromkeys(name for line in lines for name in line["figures"]))
+    table = Table("kernel", title=f"{title}; predicted by the simulator")
     for head in ("us", *heads):
         table.add_column(head, justify="right")
     table.add_column("misses")
-    shown = lines if len(lines) <= LONGEST else [line for line in lines if line.missed]
-    for line in shown:
-        cells = [f"{line.figures[head]:.2f}" if head in line.figures else "" for head in heads]
-        table.add_row(line.name, f"{line.us:.1f}", *cells, "; ".join(line.missed))
+    for line in lines if len(lines) <= LONGEST else [line for line in lines if line["missed"]]:
+        cells = [shown(line["figures"].get(head, "")) for head in heads]
+        table.add_row(line["name"], f"{line['us']:.1f}", *cells, "; ".join(line["missed"]))
     console.print(table)
-    missed = sum(bool(line.missed) for line in lines)
+    missed = sum(bool(line["missed"]) for line in lines)
     for head in heads:
-        values = [line.figures[head] for line in lines if head in line.figures]
+        values = [line["figures"][head] for line in lines if head in line["figures"]]
+        if isinstance(values[0], str):
+            continue
         mean, bar = statistics.mean(values), means.get(head, 0.0)
         missed += mean < bar
         wanted = f", at least {bar:g} in the mean{'' if mean >= bar else ': MISSED'}" * bool(bar)
         console.print(f"{head}: mean {mean:.3f}, {min(values):.3f} to {max(values):.3f}{wanted}")
-    console.print(f"{one.table} on {one.target}: {missed} bars of {len(lines)} kernels missed")
+    console.print(f"{title}: {missed} bars of {len(lines)} kernels missed")
     return missed
 
 
@@ -156,10 +150,8 @@ def _both(asked: tuple[Any, str]) -> tuple[float, float]:
     """Return the microseconds of the other version's kernel and of today's."""
     job, kernel = asked
     arrays = [ArraySpec(t.shape, t.dtype) for t in job.spec.inputs()]
-    then = simulate(kernel, *arrays, target=job.target, mode="timing").profile
-    assert then is not None
     now = build_kernel(job.spec, job.target, options=Options(cache="off")).profile()
-    return then.latency_us, now.latency_us
+    return latency_us(kernel, *arrays, target=job.target), now.latency_us
 
 
 def main(
@@ -189,18 +181,18 @@ def main(
     jobs = []
     for table in tables.split(","):
         for target in targets.split(","):
-            named = [x for x in named_specs(table, models.split(","), sizes) if only in x[0]]
-            jobs += [Job(table, target, name, spec) for name, spec in named[:limit]]
+            one = TABLES[table]
+            named = listed(one.kernels_of or table, sizes or one.sizes, models.split(","))
+            chosen = [Job(table, target, name, spec) for name, spec in named if only in name]
+            jobs += chosen[:limit]
     if against:
         sys.exit(beside(console, jobs, against, workers))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         lines = list(pool.imap(partial(line_of, timings, checkout), jobs))
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.table, line.target), []).append(line)
-    missed = sum(show(console, group) for group in groups.values())
+    groups = itertools.groupby(lines, lambda line: (line["table"], line["target"]))
+    missed = sum(show(console, list(group)) for _, group in groups)
     if json_file:
-        json_file.write_text(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
+        json_file.write_text(json.dumps(lines, indent=1))
     sys.exit(missed > 0)
 
 

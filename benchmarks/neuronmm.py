@@ -68,9 +68,9 @@ RATIOS = {
 }
 
 
-def judge(spec: LowRankSpec, target: str, timings: Timings) -> tuple[dict[str, float], list[str]]:
+def judge(spec: LowRankSpec, timings: Timings) -> tuple[dict[str, float], list[str]]:
     """Return the times of the other kernels that run, and what they are over ours."""
-    file = _file(timings.checkout)
+    file, target = _file(timings.checkout), timings.target.name
     chain = Rival(timings, file, LOW_RANK, target, spec)
     blocks = [chain.shipped()]
     matmul = MatmulSpec(m=spec.m, k=spec.k, n=spec.n, x_layout="col")
@@ -78,10 +78,10 @@ def judge(spec: LowRankSpec, target: str, timings: Timings) -> tuple[dict[str, f
         "shipped": chain.latency(spec.m, blocks[0]),
         "tuned": chain.tuned(blocks),
         "tutorial": Rival(timings, file, TUTORIAL, target, spec).tuned([]),
-        "dense": timings.us(matmul, target),
+        "dense": timings.us(matmul),
     }
     us = {name: time for name, time in found.items() if time is not None}
-    return us | ratios(us, timings.us(spec, target)), []
+    return us | ratios(us, timings.us(spec)), []
 
 
 def ratios(us: dict[str, float], ours: float) -> dict[str, float]:
