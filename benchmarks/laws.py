@@ -48,24 +48,21 @@ EARNED = 0.003
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """A law and how it is switched off.
-
-    fields: of the target, with the values that say nothing. patch: (owner, name, replacement).
-    """
+    """A law and how it is switched off: a field of the target, whose `silent` value says nothing,
+    or a patch: (owner, name, replacement)."""
 
     name: str
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    silent: Any = None
     patch: tuple[Any, str, Any] | None = None
 
     @contextlib.contextmanager
     def off(self, target: Target) -> Iterator[Target]:
-        """Give the target without the law, and the model without its code meanwhile."""
-        without = dataclasses.replace(target, **self.fields)
+        """Give the target without the law, or the model without its code meanwhile."""
         if self.patch is None:
-            yield without
+            yield dataclasses.replace(target, **{self.name: self.silent})
         else:
             with unittest.mock.patch.object(*self.patch):
-                yield without
+                yield target
 
 
 class _NoSums(dict[Any, float]):
@@ -160,7 +157,7 @@ RULES: dict[str, tuple[Any, str, Any]] = {
 """Rules of the model's code, with what stands in for them."""
 LAWS = (
     *(Law(name, patch=patch) for name, patch in RULES.items()),
-    *(Law(name, {name: value}) for name, value in SILENT.items()),
+    *(Law(name, value) for name, value in SILENT.items()),
 )
 
 
@@ -176,16 +173,10 @@ def times(point: Point, clones: dict[str, Path], laws: tuple[Law, ...]) -> dict[
     whole = time_trace(trace, target)
     found = {"": _figure(point, whole)}
     for law in laws:
-        same = all(getattr(target, field) == value for field, value in law.fields.items())
-        if same and law.patch is None:
-            continue
-        with law.off(target) as without:
-            found[law.name] = _figure(point, time_trace(trace, without))
+        if law.patch or getattr(target, law.name) != law.silent:
+            with law.off(target) as without:
+                found[law.name] = _figure(point, time_trace(trace, without))
     return found
-
-
-def _errors(rows: list[dict[str, Any]], law: str) -> list[float]:
-    return [abs(row["times"].get(law, row["times"][""]) / row["measured"] - 1.0) for row in rows]
 
 
 def table(rows: list[dict[str, Any]], laws: tuple[Law, ...]) -> list[str]:
@@ -193,19 +184,22 @@ def table(rows: list[dict[str, Any]], laws: tuple[Law, ...]) -> list[str]:
     held = [row for row in rows if timing_texts.side(row["publisher"]) == "held out"]
     if not held:
         return ["no kernel that is held out was timed"]
-    whole, cells = _errors(held, ""), []
+
+    def of(row: dict[str, Any], law: str) -> float:
+        return float(row["times"].get(law, row["times"][""]))
+
+    def mean_and_worst(law: str) -> tuple[float, float]:
+        errors = [abs(of(row, law) / row["measured"] - 1.0) for row in held]
+        return statistics.mean(errors), max(errors)
+
+    (mean, worst), cells = mean_and_worst(""), []
     for law in laws:
-        without = _errors(held, law.name)
-        moved = [
-            row for row in rows
-            if abs(row["times"].get(law.name, row["times"][""]) / row["times"][""] - 1.0) > MOVED
-        ]  # fmt: skip
-        gain = statistics.mean(without) - statistics.mean(whole)
-        problems = {row["name"].rsplit(", ", 1)[0] for row in moved}
+        mean_without, worst_without = mean_and_worst(law.name)
+        moved = [row["name"] for row in rows if abs(of(row, law.name) / of(row, "") - 1.0) > MOVED]
         cells.append((
-            law.name, f"{statistics.mean(whole):.2%}", f"{statistics.mean(without):.2%}",
-            f"{max(whole):.0%}", f"{max(without):.0%}", str(len(moved)), str(len(problems)),
-            "yes" if gain >= EARNED else "no",
+            law.name, f"{mean:.2%}", f"{mean_without:.2%}", f"{worst:.0%}", f"{worst_without:.0%}",
+            str(len(moved)), str(len({name.rsplit(", ", 1)[0] for name in moved})),
+            "yes" if mean_without - mean >= EARNED else "no",
         ))  # fmt: skip
     return timing_points.markdown(
         ("law", "mean with", "without", "worst with", "without", "moves", "of problems",
