@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from public_examples import example_cases
-from public_library import parameter_sets
+from public_library import parameter_sets, work
 from public_outcomes import Case, WrongError
 
 from nmm_compiler.codegen.check_against_float64 import random_arrays
@@ -80,29 +80,34 @@ def _unit_test(test: Any) -> None:
             raise WrongError(str(error)) from error
 
 
-def _modules(folder: Path, load: Callable[[Path], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of all classes of a folder's tests; an error under its file's name."""
+def _cases_of_files(
+    origin: str, folder: Path, load: Callable[[Path], Any], cases: Callable[[str, type], Any]
+) -> Iterator[Case]:
+    """Yield the cases of all classes of a folder's tests; an error as a case of its file."""
     for path in sorted(folder.glob("test_*.py")):
         try:
             module = load(path)
         except NmmError as error:
-            yield path.stem, error
+            yield f"{origin}: {path.stem}", partial(_raise, error)
             continue
         for kind in vars(module).values():
             if isinstance(kind, type):
-                yield path.stem, kind
+                yield from cases(path.stem, kind)
 
 
 def documented_cases(folder: Path) -> Iterator[Case]:
     """Yield the unit tests of `nki/test` of AWS's documentation, and its tutorials."""
-    for file, kind in _modules(folder / "nki" / "test", load_file):
-        if isinstance(kind, NmmError):
-            yield f"docs: {file}", partial(_raise, kind)
-        elif issubclass(kind, unittest.TestCase):
-            for test in unittest.defaultTestLoader.loadTestsFromTestCase(kind):
-                name = test.id().rpartition(".")[2]
-                if name not in LOOSE:
-                    yield f"docs: {name} ({file})", partial(_unit_test, test)
+
+    def cases(file: str, kind: type) -> Iterator[Case]:
+        loader = unittest.defaultTestLoader
+        for test in (
+            loader.loadTestsFromTestCase(kind) if issubclass(kind, unittest.TestCase) else ()
+        ):
+            name = test.id().rpartition(".")[2]
+            if name not in LOOSE:
+                yield f"docs: {name} ({file})", partial(_unit_test, test)
+
+    yield from _cases_of_files("docs", folder / "nki" / "test", load_file, cases)
     for name, run in example_cases(folder / "nki" / "examples"):
         yield f"docs: {name}", run
 
@@ -113,15 +118,14 @@ def sample_cases(folder: Path) -> Iterator[Case]:
         yield f"samples: {name}", run
     units = folder / "test" / "unit"
     private = PrivateModules([units, folder / "src"])
-    for file, kind in _modules(units, lambda path: private.load(path.stem)):
-        if isinstance(kind, NmmError):
-            yield f"samples: {file}", partial(_raise, kind)
-        elif kind.__name__.startswith("Test"):
-            for name, test in vars(kind).items():
-                if name.startswith("test_") and "numer" in name and callable(test):
-                    given = min((row for _, row in parameter_sets(private, test)), key=_work)
-                    run = partial(test, None, simulation_only=True, **given)
-                    yield f"samples: {name[5:]}", run
+
+    def cases(_: str, kind: type) -> Iterator[Case]:
+        for name, test in vars(kind).items() if kind.__name__.startswith("Test") else ():
+            if name.startswith("test_") and "numer" in name and callable(test):
+                given = min((row for _, row in parameter_sets(private, test)), key=work)
+                yield f"samples: {name[5:]}", partial(test, None, simulation_only=True, **given)
+
+    yield from _cases_of_files("samples", units, lambda path: private.load(path.stem), cases)
     for name in ("maxpooling", "interpolate_bilinear_fwd", "interpolate_trilinear_fwd", "matmul"):
         path = folder / "contributed" / f"{name}.py"
         if path.is_file():
@@ -130,10 +134,6 @@ def sample_cases(folder: Path) -> Iterator[Case]:
 
 def _own_check(path: Path) -> None:
     load_file(path).check_correct()
-
-
-def _work(given: dict[str, Any]) -> float:
-    return math.prod(v for v in given.values() if isinstance(v, int) and v > 0)
 
 
 def bench_cases(folder: Path) -> Iterator[Case]:
@@ -219,15 +219,13 @@ def paper_kernel(path: Path, name: str, sizes: Sizes, target: str) -> Told:
     with no single element further away than its bound.
     """
     m, k, r, n = sizes
-    spec: Any = GatedMLPUpSpec(m=m, k=k, r=r, n=n, out_layout="col")
-    if name == TUTORIAL:
-        spec = MatmulSpec(m=m, k=k, n=n, x_layout="col")
-    elif name == LOW_RANK:
-        spec = LowRankSpec(m=m, k=k, r=r, n=n, x_layout="col")
+    spec: Any = {
+        LOW_RANK: LowRankSpec(m=m, k=k, r=r, n=n, x_layout="col"),
+        TUTORIAL: MatmulSpec(m=m, k=k, n=n, x_layout="col"),
+    }.get(name, GatedMLPUpSpec(m=m, k=k, r=r, n=n, out_layout="col"))
     arrays = random_arrays(spec)
     chosen = dict(getattr(load_file(path), f"get_{name}_params", lambda tokens: {})(m))
     run = simulate(f"{path}:{name}", *arrays, target=target, named=chosen)
-    assert run.profile is not None
     wanted = spec.reference(*arrays)
     off = run.output.astype(np.float64) - wanted
     largest = float(np.abs(wanted).max())
@@ -281,18 +279,18 @@ def _neuronmm(path: Path, name: str, sizes: tuple[int, int, int, int]) -> None:
             raise WrongError(f"{target}: {told}")
 
 
-def all_cases(
-    docs: Path | None, samples: Path | None, accelopt: Path | None, autocomp: Path | None,
-    neuronmm: Path | None,
-) -> Iterator[Case]:  # fmt: skip
-    """Yield the cases of the clones that are given."""
-    if neuronmm:
-        yield from neuronmm_cases(unpacked(neuronmm, "HEAD", "test_speedup.py"))
-    if docs:
-        yield from documented_cases(unpacked(docs, DOCS_COMMIT, "nki"))
-    if samples:
-        yield from sample_cases(unpacked(samples, SAMPLES_COMMIT))
-    if accelopt:
-        yield from bench_cases(unpacked(accelopt, "HEAD", "NKIBench"))
-    if autocomp:
-        yield from autocomp_cases(unpacked(autocomp, "HEAD"))
+def all_cases(**clones: Path | None) -> Iterator[Case]:
+    """Yield the cases of the clones that are given, of those that SOURCES names."""
+    for name, (cases, *packed) in SOURCES.items():
+        if clone := clones[name]:
+            yield from cases(unpacked(clone, *packed))
+
+
+SOURCES: dict[str, tuple[Any, ...]] = {
+    "neuronmm": (neuronmm_cases, "HEAD", "test_speedup.py"),
+    "docs": (documented_cases, DOCS_COMMIT, "nki"),
+    "samples": (sample_cases, SAMPLES_COMMIT),
+    "accelopt": (bench_cases, "HEAD", "NKIBench"),
+    "autocomp": (autocomp_cases, "HEAD"),
+}
+"""Of each clone its cases, the commit that is run, and the folder or file that is needed."""

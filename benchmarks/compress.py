@@ -5,8 +5,8 @@ Parts, each under 25 minutes on two free cores; exit code 1 when a part does not
                original's, over held-out sentences; each step of the ladder has to be better
   smollm-R     SmolLM2-135M at ratio R, 0 for the dense model: perplexity of every method
                (`compress_quality.py`); resumable, one (method, ratio) at a time
-  corrected    few-bit weights with low-rank branches: perplexity over that in 16 bits, of
-               SmolLM2-135M and of a decoder trained here (`compress_quality.py`); resumable
+  corrected    few-bit weights with low-rank branches: perplexity of SmolLM2-135M over that in 16
+               bits, and an encoder's cosine (`compress_quality.py`); resumable
   llama        a Llama-3.2-1B-shaped model with random bf16 weights, without calibration: at most 8
                minutes
   llama-data   the same calibrated with 16 x 512 random tokens, compressed at 0.2: at most 30
@@ -130,8 +130,7 @@ def main(
     RATIOS and recovery STEPS are the encoder's, METHODS smollm's, MODELS and FORMS of corrected:
     all if not given, and each may be repeated. FRESH measures known entries anew.
     """
-    unknown = set(parts or ()) - set(PARTS)
-    if unknown:
+    if unknown := set(parts or ()) - set(PARTS):
         raise typer.BadParameter(f"unknown part {min(unknown)}: pass {', '.join(PARTS)}")
     held = []
     for part in parts or PARTS:

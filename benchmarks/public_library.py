@@ -77,20 +77,23 @@ class Orchestrator:
             raise WrongError(f"{name} has shape {output.shape}, wanted {wanted.shape}")
         # the library reads the bytes that the device wrote in the shape of its reference
         actual, reference, kind = output.reshape(-1), wanted.reshape(-1), np.asarray(shape).dtype
-        parts = [slice(at, at + _COMPARED_AT_ONCE)
-                 for at in range(0, wanted.size, _COMPARED_AT_ONCE)]  # fmt: skip
 
-        def referred(part: slice) -> np.ndarray:
-            return np.asarray(reference[part].astype(kind).astype(np.float64))
+        def parts() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for at in range(0, wanted.size, _COMPARED_AT_ONCE):
+                part = slice(at, at + _COMPARED_AT_ONCE)
+                yield (
+                    actual[part].astype(np.float64),
+                    reference[part].astype(kind).astype(np.float64),
+                )
 
-        scale = 0.0
-        for part in parts:
-            values = np.abs(referred(part))
+        scale = largest = 0.0
+        beyond = 0
+        for _, values in parts():
+            values = np.abs(values)
             scale = max(scale, values.max(where=np.isfinite(values), initial=0.0))
         bound = tolerance.absolute_accuracy + tolerance.relative_accuracy * scale
-        largest, beyond = 0.0, 0
-        for part in parts:
-            apart = distances(actual[part].astype(np.float64), referred(part))
+        for got, values in parts():
+            apart = distances(got, values)
             largest = np.fmax(largest, np.fmax.reduce(apart, initial=0.0))
             beyond += int((~(apart <= bound)).sum())
         if beyond:
@@ -117,11 +120,10 @@ def without_write_back(inputs: dict[str, Any]) -> dict[str, Any]:
     The library's reference is computed after the kernel and from the same arrays, which a kernel
     that writes to its inputs must not change.
     """
-    views: dict[int, np.ndarray] = {}
-    for value in inputs.values():
-        if isinstance(value, np.ndarray) and id(value) not in views:
-            view = views[id(value)] = value.view()
-            view.flags.writeable = False
+    arrays = {id(v): v for v in inputs.values() if isinstance(v, np.ndarray)}
+    views = {identity: array.view() for identity, array in arrays.items()}
+    for view in views.values():
+        view.flags.writeable = False
     return {name: views.get(id(value), value) for name, value in inputs.items()}
 
 
@@ -229,17 +231,20 @@ def library_modules(library: Path) -> PrivateModules:
 def range_sets(private: PrivateModules, function: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the positive cases of the library's range harness, the smallest first."""
     harness = private.load("test.utils.ranged_test_harness")
-    assert harness is not None
     random.seed(0)
     config = getattr(function, harness.RANGE_TEST_CONFIG_ATTR_KEY)
     both = zip(*harness.RangeTestHarness(config).get_unique_test_cases(), strict=True)
     cases = {name: case for name, case in both if not case.is_negative_test_case}
 
     def size(name: str) -> tuple[int, str]:
-        sides = (v for tensor in cases[name].tensors.values() for v in tensor.values())
-        return math.prod(v for v in sides if isinstance(v, int) and v > 0), name
+        return math.prod(map(work, cases[name].tensors.values())), name
 
     return [(name, {"range_test_options": cases[name]}) for name in sorted(cases, key=size)]
+
+
+def work(sides: dict[str, Any]) -> int:
+    """Return the product of the values that are sizes."""
+    return math.prod(v for v in sides.values() if isinstance(v, int) and v > 0)
 
 
 def parameter_sets(private: PrivateModules, function: Any) -> Iterator[tuple[str, dict[str, Any]]]:

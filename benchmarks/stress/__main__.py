@@ -15,22 +15,18 @@ or an area could not run.
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.stress.processes import Verdict, verdicts_of
+
 MINUTES_AN_AREA = 14.0
 COUNTS = {
     "cache": 5000,
@@ -38,36 +34,12 @@ COUNTS = {
     "command_lines": 3000,
 }
 OUTCOMES = ("right", "wrong", "lost", "tracebacks")
-Verdict = tuple[str, str]
-# Starts the area and writes a line for each verdict, and null behind the last; whatever it prints
-# counts for nothing.
-PROGRAM = """import importlib, json, sys
-area, count, seed, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), open(sys.argv[4], "w")
-for verdict in [*importlib.import_module(area).attempts(count, seed), None]:
-    print(json.dumps(verdict), file=out)
-"""
 
 
 def run_area(module: str, count: int, seed: int, seconds: float) -> list[Verdict]:
     """Run one area in a process; one that does not come to its end is one wrong attempt more."""
-    with tempfile.TemporaryDirectory(prefix="nmm-stress-") as name:
-        out, log = Path(name) / "verdicts", Path(name) / "log"
-        with log.open("w") as said:
-            try:
-                subprocess.run(
-                    [sys.executable, "-c", PROGRAM, module, str(count), str(seed), str(out)],
-                    cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, check=False,
-                    timeout=seconds, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                )  # fmt: skip
-                why = "it ended before its last attempt"
-            except subprocess.TimeoutExpired:
-                why = f"it ran past {seconds:.0f} s"
-        lines = out.read_text().splitlines() if out.is_file() else []
-        verdicts = [(verdict[0], verdict[1]) for verdict in map(json.loads, lines) if verdict]
-        if lines[-1:] != ["null"]:
-            tail = " | ".join(log.read_text(errors="replace").splitlines()[-3:])
-            verdicts.append(("wrong", f"{why}: {tail}"))
-        return verdicts
+    verdicts, why = verdicts_of(module, "attempts", (count, seed), seconds)
+    return verdicts + [("wrong", why)] * bool(why)
 
 
 def run(

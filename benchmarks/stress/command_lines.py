@@ -42,9 +42,9 @@ from benchmarks.stress.line_values import (
     PROCESS_ENVIRONMENT,
     STREAMS,
 )
+from benchmarks.stress.processes import ROOT, Verdict, verdicts_of
 
-ROOT = Path(__file__).resolve().parents[2]
-Verdicts = Iterator[tuple[str, str]]
+Verdicts = Iterator[Verdict]
 SECONDS_A_LINE = 60
 LINES_A_WORKER = 500
 PROCESS_SHARE = 100  # one line in so many is a real process
@@ -320,7 +320,7 @@ def judge(line: dict[str, Any], guarded: Guarded, ended: tuple[Any, str]) -> tup
     return (found[0], f"{_shown(line)}: {found[1]}") if found else ("right", "")
 
 
-def work(place: Path, seed: int, start: int, stop: int, only: str | None = None) -> Verdicts:
+def work(place: str | Path, seed: int, start: int, stop: int, only: str | None = None) -> Verdicts:
     """Run lines number `start` to `stop` of a seed here; yield a verdict for each."""
 
     def too_slow(number: int, frame: Any) -> None:
@@ -328,7 +328,7 @@ def work(place: Path, seed: int, start: int, stop: int, only: str | None = None)
 
     before, home = signal.signal(signal.SIGALRM, too_slow), os.getcwd()
     os.chdir(place)
-    guarded = Guarded(place)
+    guarded = Guarded(Path(place))
     try:
         for line in itertools.islice(lines(seed, stop, only), start, None):
             signal.alarm(SECONDS_A_LINE)
@@ -371,7 +371,9 @@ def attempts(count: int = 3000, seed: int = 0) -> Verdicts:
         start, here = 0, count - processes
         while start < here:
             stop = min(here, start + LINES_A_WORKER)
-            done = _worker(place, seed, start, stop)
+            done, _ = verdicts_of(
+                __name__, "work", (name, seed, start, stop), NMM_CACHE_DIR=str(place / "cache")
+            )
             yield from done
             start += len(done)
             if start < stop:  # the worker died of line number `start`
@@ -384,23 +386,3 @@ def attempts(count: int = 3000, seed: int = 0) -> Verdicts:
             variable = choose.choice(sorted(PROCESS_ENVIRONMENT))
             line["environment"] = {variable: choose.choice(PROCESS_ENVIRONMENT[variable])}
             yield judge(line, guarded, as_process(line, place))
-
-
-def _worker(place: Path, seed: int, start: int, stop: int) -> list[tuple[str, str]]:
-    """Run lines in a process of their own; return the verdicts that it came to."""
-    program = "from benchmarks.stress.command_lines import worker; worker()"
-    given = [str(place), str(seed), str(start), str(stop)]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *given], cwd=ROOT, stdout=subprocess.PIPE, check=False,
-        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NMM_CACHE_DIR": str(place / "cache")},
-    )  # fmt: skip
-    return [(outcome, text) for outcome, text in map(json.loads, done.stdout.splitlines())]
-
-
-def worker() -> None:
-    """Print the verdicts of the lines that the arguments name, one JSON object a line."""
-    place, seed, start, stop = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    out = os.fdopen(os.dup(1), "w")  # the lines may close standard output
-    for verdict in work(place, seed, start, stop):
-        print(json.dumps(verdict), file=out, flush=True)

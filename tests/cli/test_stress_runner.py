@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.stress import __main__ as stress
+from benchmarks.stress import processes
 
 ATTEMPTS = "def attempts(count, seed):\n    "
 RIGHT = "return [('right', '')] * count\n"
@@ -15,8 +16,8 @@ RIGHT = "return [('right', '')] * count\n"
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Return a function that runs areas of these bodies; it returns (exit code, what was said)."""
-    program = f"import sys\nsys.path.append({str(tmp_path)!r})\n{stress.PROGRAM}"
-    monkeypatch.setattr(stress, "PROGRAM", program)
+    program = f"import sys\nsys.path.append({str(tmp_path)!r})\n{processes.PROGRAM}"
+    monkeypatch.setattr(processes, "PROGRAM", program)
 
     def run_areas(**bodies):
         for name, body in bodies.items():
