@@ -156,7 +156,8 @@ def _times(
     side: the weight, its scale, factors and bias, of all groups. some: one group, or that of each
     row, of which x has one more dimension.
     """
-    w, scale, u, v, bias = (None if one is None else one[some] for one in side)
+    mine: list[Any] = [None if one is None else one[some] for one in side]
+    w, scale, u, v, bias = mine
     if factors_col:
         u, v = (None if one is None else one.mT for one in (u, v))
     if format in MX:
@@ -173,8 +174,8 @@ def _times(
     if u is not None:
         y = y + (x @ u) @ v
     if bias is None:
-        return y  # type: ignore[no-any-return]
-    return y + (bias.unsqueeze(1) if isinstance(some, Tensor) else bias)  # type: ignore[no-any-return]
+        return y
+    return y + (bias.unsqueeze(1) if isinstance(some, Tensor) else bias)
 
 
 def gated(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_name
@@ -172,7 +173,7 @@ class ExpertsSchedule(Schedule):
         ]
         group = max(1, self.banks // patch * (2 if few else 1))
         stored = spec.stored()
-        arriving = {
+        arriving: dict[str, Any] = {
             field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
             for field, name in _FIELDS.items()
         }
