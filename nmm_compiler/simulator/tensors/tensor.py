@@ -664,7 +664,8 @@ class NkiTensor(NKIObject):
         if storage.unwritten is None:
             return None
         item = self.dtype.item_bytes
-        storage.refine(item)
+        if item < storage.granule:
+            storage.refine(item)
         factor, shape, strides = item // storage.granule, self.shape, self.strides
         if factor > 1:
             shape, strides = (*shape, factor), (*(s * factor for s in strides), 1)
