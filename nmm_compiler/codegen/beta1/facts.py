@@ -15,8 +15,6 @@ import libcst as cst
 from nmm_compiler.codegen.beta1.expressions import Expression, elements, method, root, text
 from nmm_compiler.codegen.trees import bound, called, nodes
 
-Statement = cst.BaseStatement
-
 HBM, CHIP, BOTH = "hbm", "chip", "both"
 Functions = Mapping[str, cst.FunctionDef]
 
