@@ -156,8 +156,8 @@ def _times(
     side: the weight, its scale, factors and bias, of all groups. some: one group, or that of each
     row, of which x has one more dimension.
     """
-    mine: list[Any] = [None if one is None else one[some] for one in side]
-    w, scale, u, v, bias = mine
+    picked: list[Any] = [None if one is None else one[some] for one in side]
+    w, scale, u, v, bias = picked
     if factors_col:
         u, v = (None if one is None else one.mT for one in (u, v))
     if format in MX:
@@ -173,9 +173,10 @@ def _times(
         y = x @ w[..., : x.shape[-1], :]  # blocks are filled up with zeros
     if u is not None:
         y = y + (x @ u) @ v
-    if bias is None:
-        return y
-    return y + (bias.unsqueeze(1) if isinstance(some, Tensor) else bias)
+    if bias is not None:
+        y = y + (bias.unsqueeze(1) if isinstance(some, Tensor) else bias)
+    made: Tensor = y
+    return made
 
 
 def gated(

@@ -274,7 +274,7 @@ class AttentionSpec(KernelSpec):
         words += [f"rope_{self.rope}"] if self.rope != "none" else []
         return " ".join([*words, self.dtype])
 
-    def laid(self, made: Iterable[Array]) -> Array:
+    def laid(self, made: Iterable[Any]) -> Array:
         """Return y of all heads."""
         return np.stack(list(made))
 

@@ -250,7 +250,7 @@ class ExpertsSpec(KernelSpec):
         rest = sum(whole.pop(name) for name in ("x", "y", "index", "gates"))
         return rest + round(sum(whole.values()) * self.expected / self.groups)
 
-    def laid(self, made: Iterable[Array]) -> Any:
+    def laid(self, made: Iterable[Any]) -> Any:
         """Return y."""
         (y,) = made
         return y

@@ -303,7 +303,7 @@ class LinearSpec(KernelSpec):
         }
         return Estimates(self, layer, named, typical).results()
 
-    def laid(self, made: Iterable[Array]) -> Any:
+    def laid(self, made: Iterable[Any]) -> Any:
         """Return results [m, n] laid out as their kernel gives them."""
         each = zip(made, self.result_layouts(), strict=True)
         results = tuple(y if way == "row" else np.ascontiguousarray(y.T) for y, way in each)
