@@ -338,6 +338,10 @@ class Schedule(Record):
         made = super().to_dict()
         return {name: value for name, value in made.items() if name != "split" or value}
 
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the schedule with other values."""
+        return dataclasses.replace(self, **changes)
+
     def plan(self, spec: Any) -> Any:
         """Return what the NKI function reads as spec."""
         return spec

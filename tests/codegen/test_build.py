@@ -113,7 +113,7 @@ WIDE = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
     ],
 )  # fmt: skip
 def test_illegal_schedules_say_why_and_what_to_lower(spec, changes, error, words):
-    schedule = changes and dataclasses.replace(choose(spec, "trn2")[0].schedule, **changes)
+    schedule = changes and choose(spec, "trn2")[0].schedule.changed(changes)
     with pytest.raises(error, match=words):
         build_kernel(spec, "trn2", schedule)
 
