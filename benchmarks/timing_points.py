@@ -44,10 +44,6 @@ _ENGINES = {"tensor": "TensorE busy, theirs / ours", "vector": "VectorE", "scala
 BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 
 
-def _busy(engine: str) -> Callable[[Profile], float]:
-    return lambda profile: profile.engine_busy_us[engine]
-
-
 def _scalar_in_flight(profile: Profile) -> float:
     line = profile.timeline
     return sum(
@@ -63,11 +59,11 @@ def _moved(profile: Profile) -> float:
 
 FIGURES: dict[str, Callable[[Profile], float]] = {
     "device us": lambda profile: profile.device_us,
-    "TensorE active us": _busy("tensor"),
-    "VectorE active us": _busy("vector"),
-    "ScalarE active us": _busy("scalar"),
+    "TensorE active us": lambda profile: profile.engine_busy_us["tensor"],
+    "VectorE active us": lambda profile: profile.engine_busy_us["vector"],
+    "ScalarE active us": lambda profile: profile.engine_busy_us["scalar"],
     "ScalarE instructions us": _scalar_in_flight,
-    "DMA active us": _busy("dma"),
+    "DMA active us": lambda profile: profile.engine_busy_us["dma"],
     "DMA packet time us": lambda profile: profile.dma_engine_busy_us,
     "GB moved": lambda profile: _moved(profile) / 1e9,
     "GB/s moved": lambda profile: _moved(profile) / profile.engine_busy_us["dma"] / 1e3,
@@ -77,7 +73,6 @@ FIGURES: dict[str, Callable[[Profile], float]] = {
 def predict(point: Point) -> Result:
     """Simulate a point."""
     profile = timing_texts.simulated(point).profile
-    assert profile is not None
     more = tuple(FIGURES[what](profile) for what, _ in point.more)
     return Result(point, FIGURES[point.figure](profile), point.kind, more)
 
@@ -116,7 +111,7 @@ def of_problems(results: Iterable[Result]) -> dict[str, list[Result]]:
     groups: dict[str, list[Result]] = {}
     for result in results:
         if result.point.counted:
-            groups.setdefault(result.point.name.rsplit(", ", 1)[0], []).append(result)
+            groups.setdefault(result.point.problem, []).append(result)
     return groups
 
 
@@ -135,11 +130,12 @@ def table(results: list[Result]) -> list[str]:
     rows = []
     for one in results:
         point, shown = one.point, ("-", "-")
+        unit = "GB/s" if point.figure.startswith("GB/s") else "us"
         if not math.isnan(one.predicted):
-            shown = f"{one.predicted:,.5g} {point.unit}", f"{one.error:+.1%}"
+            shown = f"{one.predicted:,.5g} {unit}", f"{one.error:+.1%}"
         remark = point.remark if point.counted else f"not counted: {point.remark}"
         rows.append((point.name, one.kind or "-", point.target, point.source,
-                     f"{point.measured:,.5g} {point.unit}", *shown, remark))  # fmt: skip
+                     f"{point.measured:,.5g} {unit}", *shown, remark))  # fmt: skip
     heads = ("point", "class", "target", "published in", "measured", "predicted", "error", "")
     return markdown(heads, rows)
 
@@ -245,31 +241,29 @@ def gains(results: list[Result]) -> str:
 def bands(results: list[Result]) -> list[ErrorBand]:
     """Return the error bands of what is held out and contradicts no other published figure."""
     held = but_for_conflicts(r for r in results if r.held_out)[1]
-    found = {kind: errors(held, kind) for kind in CLASSES}
     return [
         ErrorBand(kind=kind, points=len(e), mean=round(statistics.mean(e), 4),
                   worst=round(max(e), 4))
-        for kind, e in found.items()
+        for kind in CLASSES for e in [errors(held, kind)]
     ]  # fmt: skip
 
 
 def constants() -> list[str]:
     """Return the constants as a table, with kind and source; trn2's unless it says."""
     records = {name: targets.get(name) for name in targets.names()}
+    shared = set.intersection(*(set(record.sources) for record in records.values()))
     rows = []
-    for field in dataclasses.fields(targets.Target):
-        sources = {name: record.sources.get(field.name) for name, record in records.items()}
-        if None in sources.values():
+    for name in (field.name for field in dataclasses.fields(targets.Target)):
+        if name not in shared:
             continue
         cells = {}
-        for name, record in records.items():
-            value = getattr(record, field.name)
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
-            cells[name] = f"{shown} {sources[name].kind[0].upper()}"
-        first, where = sources["trn1"].where, sources["trn2"].where
+        for target, record in records.items():
+            value, kind = getattr(record, name), record.sources[name].kind[0].upper()
+            cells[target] = f"{value:g} {kind}" if isinstance(value, float) else f"{value} {kind}"
+        first, where = (records[target].sources[name].where for target in ("trn1", "trn2"))
         if first != where and cells["trn1"] != cells["trn2"]:
             where += f"; trn1: {first}"
-        rows.append((f"`{field.name}`", *cells.values(), where))
+        rows.append((f"`{name}`", *cells.values(), where))
     return markdown(("constant", *records, "source (trn2 unless said)"), rows)
 
 

@@ -74,11 +74,6 @@ class Point:
     more: tuple[tuple[str, float], ...] = ()
 
     @property
-    def unit(self) -> str:
-        """The unit of `measured`."""
-        return "GB/s" if self.figure.startswith("GB/s") else "us"
-
-    @property
     def repository(self) -> str:
         """Who published it: the repository in brackets, or the source itself."""
         return self.source.rsplit("(", 1)[-1].rstrip(")")
@@ -189,13 +184,12 @@ def digest(text: str) -> str:
 
 def candidates(trace: Path) -> list[tuple[float, str]]:
     """Return (score in ms, text) of each kernel that a published search recorded."""
-    found = []
-    for node in ast.walk(ast.parse(trace.read_text(encoding="utf-8"))):
-        fields = {k.arg: k.value for k in node.keywords} if isinstance(node, ast.Call) else {}
-        if "score" in fields and "code" in fields:
-            score = ast.literal_eval(fields["score"])
-            found.append((score, str(ast.literal_eval(fields["code"]))))
-    return found
+    nodes = ast.walk(ast.parse(trace.read_text(encoding="utf-8")))
+    calls = [{k.arg: k.value for k in one.keywords} for one in nodes if isinstance(one, ast.Call)]
+    return [
+        (ast.literal_eval(given["score"]), str(ast.literal_eval(given["code"])))
+        for given in calls if "score" in given and "code" in given
+    ]  # fmt: skip
 
 
 def published(text: Text, clone: Path) -> str:
@@ -221,7 +215,6 @@ def simulated(point: Point, clones: Mapping[str, Path] | None = None) -> Simulat
     with tempfile.TemporaryDirectory() as folder:
         kernel = HERE / "kernels" / point.kernel
         if isinstance(point, Text):
-            assert clones is not None
             path = Path(folder) / "published.py"
             header = "" if point.repository == PROFILED else HEADER
             path.write_text(header + published(point, clones[point.clone]), encoding="utf-8")
@@ -241,7 +234,6 @@ def ran(text: Text, clones: Mapping[str, Path]) -> Result:
     except (NmmError, SyntaxError) as error:
         found, left_out = Result(text, math.nan, ""), f"{type(error).__name__}: {error}"
     else:
-        assert profile is not None
         said = text.remark if text.remark.endswith(PUBLISHED_SPILLS) else ""
         left_out, busy = said or _has_no_room(profile), profile.engine_busy_us
         shares = {
@@ -295,20 +287,19 @@ class Conflict:
 
 def conflicts(worst: float) -> list[Conflict]:
     """Return one verdict a conflict; `worst` is the error that the bar allows a point."""
-    named = {point.name: point for point in (*points(), *texts())}
-    rows = tomllib.loads((DATA / "timing_conflicts.toml").read_text())["conflict"]
-    return [_conflict(row, named[row["point"]], worst) for row in rows]
-
-
-def _conflict(row: dict[str, Any], point: Point, worst: float) -> Conflict:
-    if row["kind"] == "twin":
-        other = row["twin_us"]
-        says = f"the same instructions are published with {other:,} us"
-        return Conflict(point.name, point.measured, (1 - worst) * other, (1 + worst) * other, says)
-    clock = targets.get(point.target).vector_clock_hz
-    low = row["instructions"] * row["cycles"] / clock * 1e6
-    says = f"{row['instructions']:,} instructions of {row['cycles']} cycles at {clock / 1e9:g} GHz"
-    return Conflict(point.name, point.measured, low, float("inf"), says)
+    named, found = {point.name: point for point in (*points(), *texts())}, []
+    for row in tomllib.loads((DATA / "timing_conflicts.toml").read_text())["conflict"]:
+        point = named[row["point"]]
+        if row["kind"] == "twin":
+            low, high = (1 - worst) * row["twin_us"], (1 + worst) * row["twin_us"]
+            says = f"the same instructions are published with {row['twin_us']:,} us"
+        else:
+            count, cycles = row["instructions"], row["cycles"]
+            clock = targets.get(point.target).vector_clock_hz
+            low, high = count * cycles / clock * 1e6, math.inf
+            says = f"{count:,} instructions of {cycles} cycles at {clock / 1e9:g} GHz"
+        found.append(Conflict(point.name, point.measured, low, high, says))
+    return found
 
 
 def contradicted(worst: float) -> frozenset[str]:
@@ -321,7 +312,7 @@ def arithmetic(worst: float) -> list[str]:
     found = []
     for v in conflicts(worst):
         least, most = (1 - worst) * v.measured, (1 + worst) * v.measured
-        bound = f"at least {v.low:,.0f}" if v.high == float("inf") else f"at most {v.high:,.0f}"
+        bound = f"at least {v.low:,.0f}" if v.high == math.inf else f"at most {v.high:,.0f}"
         found.append(
             f"{v.point}: {v.measured:,} us published, so {least:,.0f} to {most:,.0f} are within "
             f"the bar; {v.says}: {bound} us" + ("" if v.holds(worst) else " (DOES NOT HOLD)")

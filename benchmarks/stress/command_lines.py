@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.stress.line_values import (
     ALWAYS,
@@ -222,29 +223,27 @@ def run_here(words: Sequence[str], environment: dict[str, str], stream: str) -> 
     """Run one line in this process, in the current directory; return (exit code, all output)."""
     from nmm_compiler.cli.main import main
 
-    before = sys.stdin, sys.stdout, sys.stderr, dict(os.environ), os.getcwd()
-    errors = _errors()
+    errors, code = _errors(), None
     said = errors.buffer
-    code: Any = None
     with _output(stream) as raw:
         file = os.dup(raw.fileno())  # a line may close its output
         out = open(file, "w", encoding="ascii" if stream == "ascii" else "utf-8")  # noqa: SIM115
-        sys.stdin, sys.stdout, sys.stderr = io.TextIOWrapper(io.BytesIO(b"{}")), out, errors
-        if stream == "closed":
-            sys.stdout = None  # type: ignore[assignment]  # as Python starts with it closed
-        os.environ.update(environment)
-        try:
-            main(list(words))
-        except SystemExit as ended:
-            code = ended.code
-        finally:
-            for one in (errors.flush, out.close):
-                with contextlib.suppress(OSError, ValueError):
-                    one()
-            sys.stdin, sys.stdout, sys.stderr = before[:3]
-            os.environ.clear()
-            os.environ.update(before[3])
-            os.chdir(before[4])
+        with (
+            mock.patch.dict(os.environ, environment),
+            contextlib.chdir("."),
+            mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}"))),
+            # None: as Python starts with it closed
+            contextlib.redirect_stdout(None if stream == "closed" else out),
+            contextlib.redirect_stderr(errors),
+        ):
+            try:
+                main(list(words))
+            except SystemExit as ended:
+                code = ended.code
+            finally:
+                for one in (errors.flush, out.close):
+                    with contextlib.suppress(OSError, ValueError):
+                        one()
         written = b"" if said.closed else said.getvalue()
         if stream not in ("full", "gone"):
             raw.seek(0)
@@ -326,19 +325,18 @@ def work(place: str | Path, seed: int, start: int, stop: int, only: str | None =
     def too_slow(number: int, frame: Any) -> None:
         raise TooSlow
 
-    before, home = signal.signal(signal.SIGALRM, too_slow), os.getcwd()
-    os.chdir(place)
+    before = signal.signal(signal.SIGALRM, too_slow)
     guarded = Guarded(Path(place))
     try:
-        for line in itertools.islice(lines(seed, stop, only), start, None):
-            signal.alarm(SECONDS_A_LINE)
-            ended = run_here(line["words"], line["environment"], line["stream"])
-            signal.alarm(0)
-            yield judge(line, guarded, ended)
+        with contextlib.chdir(place):
+            for line in itertools.islice(lines(seed, stop, only), start, None):
+                signal.alarm(SECONDS_A_LINE)
+                ended = run_here(**line)
+                signal.alarm(0)
+                yield judge(line, guarded, ended)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-        os.chdir(home)
 
 
 def as_process(line: dict[str, Any], place: Path) -> tuple[Any, str]:
