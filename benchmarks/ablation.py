@@ -96,11 +96,11 @@ def time_of(spec: KernelSpec, target: str, change: Change) -> float:
                 schedule.check(spec, chip)
                 made[schedule] = chooser.priced(spec, schedule, chip)
     ranked = sorted(made.values(), key=lambda choice: choice.cost_us)
-    tried = []
+    found = math.inf
     for choice in ranked[: chooser.SIMULATED_CANDIDATES]:
         us, _, in_order = chooser.simulated(spec, choice.schedule, chip)
-        tried.append(max(us, in_order / (1 + chooser.IN_ORDER_SHARE)))
-    return min(tried, default=math.inf)
+        found = min(found, max(us, in_order / (1 + chooser.IN_ORDER_SHARE)))
+    return found
 
 
 def main(

@@ -6,6 +6,7 @@ Their inputs, references and tolerances, with the simulator in place of the devi
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import itertools
 import math
@@ -303,10 +304,10 @@ def mark_sets(mark: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "-".join(str(v) for v in combination), row
 
 
-def excluded(*marked: Any) -> list[Any]:
-    """Return the platforms that the marks of a test and of its class say it does not run on."""
-    marks = [m for one in marked for m in getattr(one, "pytestmark", ()) if m.name == "platforms"]
-    return [platform for mark in marks for platform in mark.kwargs.get("exclude", ())]
+def excluded(marks: Any) -> list[Any]:
+    """Return the platforms that the marks of a test say it does not run on."""
+    found = (mark.kwargs.get("exclude", ()) for mark in marks if mark.name == "platforms")
+    return [platform for platforms in found for platform in platforms]
 
 
 def left_out(marks: Any) -> bool:
@@ -333,7 +334,7 @@ def library_cases(private: PrivateModules, file: str, limit: int) -> Iterator[Ca
             marks = (*getattr(kind, "pytestmark", ()), *getattr(function, "pytestmark", ()))
             if not test.startswith("test") or left_out(marks):
                 continue
-            newer = platforms.TRN2 in excluded(kind, function)
+            newer = platforms.TRN2 in excluded(marks)
             sets = list(itertools.islice(parameter_sets(private, function), limit))
             for label, values in sets or [("", {})]:
                 wanted = inspect.signature(function).parameters
@@ -341,26 +342,23 @@ def library_cases(private: PrivateModules, file: str, limit: int) -> Iterator[Ca
                 arguments = {"test_manager": manager, **given, **values}
                 if newer:
                     arguments["platform_target"] = platforms.TRN3
-                arguments = {k: v for k, v in arguments.items() if k in wanted}
-                if any(
-                    p.default is p.empty and n not in arguments and n != "self"
-                    for n, p in wanted.items()
-                ):
-                    continue  # a test that needs fixtures of its own
+                needed = [n for n, p in wanted.items() if p.default is p.empty and n != "self"]
+                if arguments.keys() >= set(needed):  # else a test with fixtures of its own
+                    arguments = {k: v for k, v in arguments.items() if k in wanted}
+                    case = (kind, test, arguments, manager, platforms.TRN3)
+                    yield f"{test}[{label}]", functools.partial(run_test, *case)
 
-                def run(
-                    kind: Any = kind, test: str = test, arguments: Any = arguments,
-                    manager: Orchestrator = manager,
-                ) -> None:  # fmt: skip
-                    try:
-                        getattr(kind(), test)(**arguments)
-                    except BaseException as error:  # pytest's Skipped is one
-                        if "only supported on TRN3" not in str(error):
-                            raise
-                        manager.target = "trn3"
-                        on_trn3 = {**arguments, "platform_target": platforms.TRN3}
-                        getattr(kind(), test)(**on_trn3)
-                    if not manager.runs:
-                        raise SkippedError("a negative case: it ends before a kernel runs")
 
-                yield f"{test}[{label}]", run
+def run_test(
+    kind: Any, test: str, arguments: dict[str, Any], manager: Orchestrator, trn3: Any
+) -> None:
+    """Run a test of a class with its arguments, on trn3 where it says that it runs nowhere else."""
+    try:
+        getattr(kind(), test)(**arguments)
+    except BaseException as error:  # pytest's Skipped is one
+        if "only supported on TRN3" not in str(error):
+            raise
+        manager.target = "trn3"
+        getattr(kind(), test)(**{**arguments, "platform_target": trn3})
+    if not manager.runs:
+        raise SkippedError("a negative case: it ends before a kernel runs")

@@ -84,9 +84,6 @@ def _child(made: Any, directory: Path, kill_at: int | None) -> int:
 
 def attempts(count: int, seed: int) -> Iterator[tuple[str, str]]:
     """Kill `count` saves; wrong: another model loads, lost: none does, or other files are gone."""
-    from nmm_compiler.errors import NmmError
-    from nmm_compiler.lowrank_models.load import load
-
     generator, models = random.Random(seed), (model(1, 2), model(2, 3))
     expected = [_logits(each) for each in models]
     with tempfile.TemporaryDirectory(prefix="nmm-stress-save-") as name:
@@ -115,19 +112,25 @@ def attempts(count: int, seed: int) -> Iterator[tuple[str, str]]:
                 time.sleep(seconds)
                 os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
-            outcome, fault = "right", ""
-            put_aside = next(directory.parent.glob(".model.*/old"), directory)
-            if not directory.exists() and put_aside.exists():
-                put_aside.rename(directory)
-            try:
-                found = _logits(load(directory))
-                if not any(torch.equal(found, each) for each in expected[fresh:]):
-                    outcome, fault = "wrong", "another model loads"
-            except NmmError as error:
-                if not fresh:  # with no old model, none is right
-                    outcome, fault = "lost", f"no model loads: {error}"
-            except Exception as error:
-                outcome, fault = "tracebacks", f"{type(error).__name__}: {error}"
-            if not fault and not fresh and not others.is_file():
-                outcome, fault = "lost", "another file is gone"
+            outcome, fault = _judged(directory, [] if fresh else [others], expected[fresh:])
             yield outcome, f"save killed {where} (status {status}): {fault}"
+
+
+def _judged(directory: Path, others: list[Path], expected: list[torch.Tensor]) -> tuple[str, str]:
+    """Return what became of a save. others: what was there before, beside an old model."""
+    from nmm_compiler.errors import NmmError
+    from nmm_compiler.lowrank_models.load import load
+
+    put_aside = next(directory.parent.glob(".model.*/old"), directory)
+    if not directory.exists() and put_aside.exists():
+        put_aside.rename(directory)
+    try:
+        found = _logits(load(directory))
+        if not any(torch.equal(found, each) for each in expected):
+            return "wrong", "another model loads"
+    except NmmError as error:
+        if others:  # with no old model, none is right
+            return "lost", f"no model loads: {error}"
+    except Exception as error:  # the user would see it
+        return "tracebacks", f"{type(error).__name__}: {error}"
+    return ("right", "") if all(map(Path.is_file, others)) else ("lost", "another file is gone")
