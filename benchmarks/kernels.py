@@ -141,9 +141,8 @@ def beside(console: Console, jobs: Sequence[Job], checkout: Path, workers: int) 
 
 def _fields(spec: Any) -> dict[str, Any]:
     """Return the fields that a spec of another version needs: those that are not the default."""
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     plain = {field.name: field.default for field in dataclasses.fields(spec)}
-    return {name: value for name, value in fields.items() if value != plain[name]}
+    return {name: getattr(spec, name) for name in plain if getattr(spec, name) != plain[name]}
 
 
 def _both(asked: tuple[Any, str]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ more the time is that of issuing DMAs.
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import P, both, copied, load, new
+from pieces import P, both, copied, load, new, slices
 
 
 @nki.jit
@@ -15,10 +15,10 @@ def add_tiles(a, b, rows, columns):
     """Return a + b for 2-D arrays, one rows x columns tile at a time (three DMAs each)."""
     height, width = a.shape
     result = nl.ndarray((height, width), dtype=a.dtype, buffer=nl.shared_hbm)
-    for row in range(0, height, rows):
-        for column in range(0, width, columns):
-            tile = (slice(row, row + rows), slice(column, column + columns))
-            nisa.dma_copy(dst=result[tile], src=both(load(a[tile]), load(b[tile]), nl.add))
+    for row in slices(height, rows):
+        for column in slices(width, columns):
+            total = both(load(a[row, column]), load(b[row, column]), nl.add)
+            nisa.dma_copy(dst=result[row, column], src=total)
     return result
 
 
@@ -37,14 +37,14 @@ def copy_tiles(a, columns):
         nisa.dge_mode.hwdge,
         nisa.dge_mode.unknown,
     )
-    for column in range(0, width, columns):
-        tile, mode = slice(column, column + columns), modes[column * 4 // width]
+    for tile in slices(width, columns):
+        mode = modes[tile.start * 4 // width]
         nisa.dma_copy(dst=result[:, tile], src=load(a[:, tile], dge_mode=mode), dge_mode=mode)
-    for row in range(0, 64, 16):
+    for sixteen in slices(64, 16):
         block, back = new(128, 16, a.dtype), new(16, 128, a.dtype)
-        nisa.dma_transpose(dst=block, src=a[row : row + 16, 0:128])
+        nisa.dma_transpose(dst=block, src=a[sixteen, 0:128])
         nisa.dma_transpose(dst=back, src=block)
-        nisa.dma_copy(dst=turned[row : row + 16, :], src=back)
+        nisa.dma_copy(dst=turned[sixteen, :], src=back)
     return result, turned
 
 
@@ -53,9 +53,9 @@ def transpose_tiles(a):
     """Transpose a matrix in 128 x 128 tiles on TensorE."""
     height, width = a.shape
     result = nl.ndarray((width, height), dtype=a.dtype, buffer=nl.shared_hbm)
-    for row in range(0, height, P):
-        for column in range(0, width, P):
+    for rows in slices(height):
+        for columns in slices(width):
             turned = new(P, P, a.dtype, nl.psum)
-            nisa.nc_transpose(dst=turned, data=load(a[row : row + P, column : column + P]))
-            nisa.dma_copy(dst=result[column : column + P, row : row + P], src=copied(turned))
+            nisa.nc_transpose(dst=turned, data=load(a[rows, columns]))
+            nisa.dma_copy(dst=result[columns, rows], src=copied(turned))
     return result

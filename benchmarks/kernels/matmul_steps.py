@@ -8,13 +8,25 @@ Tiles are 128 x 128 stationary and 128 x 512 moving throughout; sizes must be mu
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import COLUMNS, P, both, columns_of, copied, filled, load, load_rows, new, summed
+from pieces import (
+    COLUMNS,
+    P,
+    both,
+    columns_of,
+    copied,
+    filled,
+    load,
+    load_rows,
+    new,
+    slices,
+    summed,
+)
 
 
-def store_product(result, product, row, column):
+def store_product(result, product, rows, columns):
     """Copy one PSUM tile out through SBUF, in the dtype of the result."""
     tile = copied(product, new(P, COLUMNS, result.dtype))
-    nisa.dma_copy(dst=result[row : row + P, column : column + COLUMNS], src=tile)
+    nisa.dma_copy(dst=result[rows, columns], src=tile)
 
 
 @nki.jit
@@ -26,16 +38,14 @@ def loaded_inside(lhs_t, rhs, hoisted):
     k, m = lhs_t.shape
     n = rhs.shape[1]
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
-    for row in range(0, m, P):
-        lefts = load_rows(lhs_t, row, P) if hoisted else None
-        for column in range(0, n, COLUMNS):
+    for rows in slices(m):
+        lefts = load_rows(lhs_t, rows) if hoisted else None
+        for columns in slices(n, COLUMNS):
             product = new(P, COLUMNS, buffer=nl.psum)
-            for step in range(k // P):
-                at = slice(step * P, (step + 1) * P)
-                left = lefts[step] if hoisted else load(lhs_t[at, row : row + P])
-                right = load(rhs[at, column : column + COLUMNS])
-                nisa.nc_matmul(dst=product, stationary=left, moving=right)
-            store_product(result, product, row, column)
+            for step, depth in enumerate(slices(k)):
+                left = lefts[step] if hoisted else load(lhs_t[depth, rows])
+                nisa.nc_matmul(dst=product, stationary=left, moving=load(rhs[depth, columns]))
+            store_product(result, product, rows, columns)
     return result
 
 
@@ -46,23 +56,22 @@ def free_dimensions_blocked(lhs_t, rhs, block_m, block_n, whole_rows):
     whole_rows: one DMA loads the row of a whole block, else every tile is one.
     """
 
-    def tiles(source, first, count, width):
+    def tiles(source, block, width):
         if whole_rows:
-            rows = [columns_of(row, width) for row in load_rows(source, first, count * width)]
+            rows = [columns_of(row, width) for row in load_rows(source, block)]
             return list(zip(*rows, strict=True))
-        return [load_rows(source, first + i * width, width) for i in range(count)]
+        return [load_rows(source, columns) for columns in slices(block.stop, width, block.start)]
 
     m, n = lhs_t.shape[1], rhs.shape[1]
-    wide_m, wide_n = P * block_m, COLUMNS * block_n
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
-    for block_row in range(0, m, wide_m):
-        lefts = tiles(lhs_t, block_row, block_m, P)
-        for block_column in range(0, n, wide_n):
-            rights = tiles(rhs, block_column, block_n, COLUMNS)
-            for i in range(block_m):
-                for j in range(block_n):
-                    product = summed(lefts[i], rights[j])
-                    store_product(result, product, block_row + i * P, block_column + j * COLUMNS)
+    for down in slices(m, P * block_m):
+        lefts = tiles(lhs_t, down, P)
+        for across in slices(n, COLUMNS * block_n):
+            rights = tiles(rhs, across, COLUMNS)
+            for left, rows in zip(lefts, slices(down.stop, P, down.start), strict=True):
+                places = slices(across.stop, COLUMNS, across.start)
+                for right, columns in zip(rights, places, strict=True):
+                    store_product(result, summed(left, right), rows, columns)
     return result
 
 
@@ -73,21 +82,21 @@ def all_dimensions_blocked(lhs_t, rhs, block_m, block_n, block_k):
     n = rhs.shape[1]
     wide_m, wide_n, deep = P * block_m, COLUMNS * block_n, P * block_k
     result = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.shared_hbm)
-    for column in range(0, n, wide_n):
+    for columns in slices(n, wide_n):
         sums = [filled(P, COLUMNS, dtype=lhs_t.dtype) for _ in range(m // P * block_n)]
         for depth in range(0, k, deep):
-            rights = load_rows(rhs, column, wide_n, depth, depth + deep)
-            for block_row in range(0, m, wide_m):
-                lefts = load_rows(lhs_t, block_row, wide_m, depth, depth + deep)
+            rights = load_rows(rhs, columns, depth, depth + deep)
+            for rows in slices(m, wide_m):
+                lefts = load_rows(lhs_t, rows, depth, depth + deep)
                 for j in range(block_n):
                     right = [columns_of(one, COLUMNS)[j] for one in rights]
                     for i in range(block_m):
                         product = summed([columns_of(one)[i] for one in lefts], right)
-                        part = sums[(block_row // P + i) * block_n + j]
+                        part = sums[(rows.start // P + i) * block_n + j]
                         both(part, product, nl.add, part)
-        for row in range(0, m, P):
+        for row, rows in enumerate(slices(m)):
             packed = new(P, wide_n)
             for j, part in enumerate(columns_of(packed, COLUMNS)):
-                copied(sums[row // P * block_n + j], part)
-            nisa.dma_copy(dst=result[row : row + P, column : column + wide_n], src=packed)
+                copied(sums[row * block_n + j], part)
+            nisa.dma_copy(dst=result[rows, columns], src=packed)
     return result

@@ -25,15 +25,19 @@ def load(source, **how):
     return tile
 
 
-def load_rows(source, first, width, start=0, stop=None):
-    """Return tiles [128, width] of rows start to stop, from column `first` on: a DMA each."""
-    rows = range(start, stop or source.shape[0], P)
-    return [load(source[row : row + P, first : first + width]) for row in rows]
+def slices(stop, step=P, start=0):
+    """Return slices of `step` from start to stop; the last may be shorter."""
+    return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
+
+
+def load_rows(source, columns, start=0, stop=None):
+    """Return tiles of 128 rows from start to stop, of a slice of the columns: a DMA each."""
+    return [load(source[rows, columns]) for rows in slices(stop or source.shape[0], P, start)]
 
 
 def columns_of(tile, width=P):
     """Return a tile's views of `width` columns."""
-    return [tile[:, at : at + width] for at in range(0, tile.shape[1], width)]
+    return [tile[:, columns] for columns in slices(tile.shape[1], width)]
 
 
 def copied(product, out=None):
@@ -53,17 +57,20 @@ def summed(lefts, rights):
 
 def row_of_sums(lefts, rights):
     """Return sums of products in SBUF, 512 columns at a time."""
-    width = rights[0].shape[1]
-    out = new(lefts[0].shape[1], width)
-    for at in range(0, width, COLUMNS):
-        part = slice(at, min(at + COLUMNS, width))
+    out = new(lefts[0].shape[1], rights[0].shape[1])
+    for part in slices(out.shape[1], COLUMNS):
         copied(summed(lefts, [right[:, part] for right in rights]), out[:, part])
     return out
 
 
-def spread(row):
-    """Return an SBUF tile with one row in all partitions, by products with ones."""
-    return row_of_sums([filled(1, P, 1.0)], [row])
+def spread(row, ones=None):
+    """Return a tile with one row in all partitions: ones times the row.
+
+    It stays in PSUM if one bank holds it; a longer one is copied to SBUF bank by bank, because no
+    instruction reads across banks.
+    """
+    ones = filled(1, P, 1.0) if ones is None else ones
+    return (summed if row.shape[1] <= COLUMNS else row_of_sums)([ones], [row])
 
 
 def activated(data, op, **more):

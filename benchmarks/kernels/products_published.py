@@ -24,6 +24,7 @@ from pieces import (
     row_of_sums,
     scaled,
     sigmoid,
+    slices,
     spread,
     summed,
 )
@@ -39,8 +40,8 @@ def transposed(tile, identity, out=None):
 def loaded_together(rows, first, count, together, width):
     """Return views of `count` tiles of 128 rows, of which one DMA brings some."""
     tiles = []
-    for column in range(first, first + count * width, together * width):
-        tiles += columns_of(load(rows[:, column : column + together * width]), width)
+    for columns in slices(first + count * width, together * width, first):
+        tiles += columns_of(load(rows[:, columns]), width)
     return tiles
 
 
@@ -63,8 +64,7 @@ def grouped(lhs_t, rhs, group_m, group_n, loads_m, loads_n):
     for row in range(0, m, P * group_m):
         for column in range(0, n, COLUMNS * group_n):
             sums = {place: new(P, COLUMNS, buffer=nl.psum) for place in places}
-            for depth in range(0, k, P):
-                rows = slice(depth, depth + P)
+            for rows in slices(k):
                 rights = loaded_together(rhs[rows, :], column, group_n, loads_n, COLUMNS)
                 lefts = loaded_together(lhs_t[rows, :], row, group_m, loads_m, P)
                 for i, j in places:
@@ -100,14 +100,13 @@ def transposing(lhs, rhs, identity):
     n = rhs.shape[1]
     result = nl.ndarray((m, n), dtype=lhs.dtype, buffer=nl.shared_hbm)
     one = load(identity)
-    for column in range(0, n, WIDE):
-        rights = load_rows(rhs, column, WIDE)
-        for row in range(0, m, P):
+    for columns in slices(n, WIDE):
+        rights = load_rows(rhs, columns)
+        for rows in slices(m):
             turned = []
-            for depth in range(0, k, WIDE):
-                turned += turned_columns(load(lhs[row : row + P, depth : depth + WIDE]), one)
-            out = row_of_sums(turned, rights)
-            nisa.dma_copy(dst=result[row : row + P, column : column + WIDE], src=out)
+            for depth in slices(k, WIDE):
+                turned += turned_columns(load(lhs[rows, depth]), one)
+            nisa.dma_copy(dst=result[rows, columns], src=row_of_sums(turned, rights))
     return result
 
 
@@ -118,24 +117,23 @@ def rmsnorm_then_product(x, w, identity):
     n = w.shape[1]
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
     one = load(identity)
-    for block in range(0, m, 8 * P):
-        turned = {}
-        for row in range(block, block + 8 * P, P):
+    for block in slices(m, 8 * P):
+        blocks, turned = slices(block.stop, P, block.start), []
+        for rows in blocks:
             sums, columns = new(P, 2), new(P, k)
-            halves = columns_of(load(x[row : row + P, :]), COLUMNS)
+            halves = columns_of(load(x[rows, :]), COLUMNS)
             for half, total in zip(halves, columns_of(sums, 1), strict=True):
                 means = scaled(activated(half, nl.square), nl.multiply, 1.0 / k)
                 reduced(means, nl.add, total)
             root = activated(reduced(sums, nl.add), nl.rsqrt)
-            again = columns_of(load(x[row : row + P, :]), COLUMNS)
-            turned[row] = []
+            again = columns_of(load(x[rows, :]), COLUMNS)
+            turned.append([])
             for half, out in zip(again, columns_of(columns, COLUMNS), strict=True):
-                turned[row] += turned_columns(scaled(half, nl.multiply, root), one, out)
-        for column in range(0, n, WIDE):
-            rights = load_rows(w, column, WIDE)
-            for row, lefts in turned.items():
-                out = row_of_sums(lefts, rights)
-                nisa.dma_copy(dst=result[row : row + P, column : column + WIDE], src=out)
+                turned[-1] += turned_columns(scaled(half, nl.multiply, root), one, out)
+        for across in slices(n, WIDE):
+            rights = load_rows(w, across)
+            for rows, lefts in zip(blocks, turned, strict=True):
+                nisa.dma_copy(dst=result[rows, across], src=row_of_sums(lefts, rights))
     return result
 
 
@@ -152,8 +150,8 @@ def times(tile, weights, identity):
 
     nl.matmul transposes the tile for each 512 columns of the result.
     """
-    for column in range(0, weights[0].shape[1], COLUMNS):
-        total, at = new(P, COLUMNS, buffer=nl.psum), slice(column, column + COLUMNS)
+    for at in slices(weights[0].shape[1], COLUMNS):
+        total = new(P, COLUMNS, buffer=nl.psum)
         for part, row in zip(columns_of(tile), weights, strict=True):
             turned = transposed(part, identity)
             nisa.nc_matmul(dst=total, stationary=turned, moving=row[:, at])
@@ -165,9 +163,8 @@ def add_rmsnorm_then_product(x, z, g, w, identity):
     """(x + z) normed and scaled, times w, which the profiles of trn1 count as loaded once."""
     m, n = x.shape[0], w.shape[1]
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
-    one, gain, weights = load(identity), spread(load(g)), load_rows(w, 0, n)
-    for row in range(0, m, P):
-        rows = slice(row, row + P)
+    one, gain, weights = load(identity), spread(load(g)), load_rows(w, slice(0, n))
+    for rows in slices(m):
         normed = rms_normed(both(load(x[rows, :]), load(z[rows, :]), nl.add), gain)
         for at, product in times(normed, weights, one):
             nisa.dma_copy(dst=result[rows, at], src=copied(product))
@@ -179,9 +176,9 @@ def product_then_add_rmsnorm(x, w, z, g, identity):
     """x times w, which is loaded once, plus z, normed and scaled."""
     m, n = x.shape[0], w.shape[1]
     result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
-    one, gain, weights = load(identity), spread(load(g)), load_rows(w, 0, n)
-    for row in range(0, m, P):
-        rows, products = slice(row, row + P), new(P, n)
+    one, gain, weights = load(identity), spread(load(g)), load_rows(w, slice(0, n))
+    for rows in slices(m):
+        products = new(P, n)
         for at, product in times(load(x[rows, :]), weights, one):
             copied(product, products[:, at])
         total = both(products, load(z[rows, :]), nl.add)
@@ -200,22 +197,22 @@ def batched(lhs, rhs, identity, softmax):
     result = nl.ndarray((batches, m, n), dtype=lhs.dtype, buffer=nl.shared_hbm)
     one = load(identity)
     for b in range(batches):
-        scores = {row: [] for row in range(0, m, P)}
-        for column in range(0, n, WIDE):
-            right = load(rhs[b, :, column : column + WIDE])
-            for block in range(0, m, WIDE):
+        scores = [[] for _ in range(m // P)]
+        for columns in slices(n, WIDE):
+            right = load(rhs[b, :, columns])
+            for block in slices(m, WIDE):
                 turned = columns_of(new(k, WIDE))
-                rows = range(block, block + WIDE, P)
-                for row, to in zip(rows, turned, strict=True):
-                    transposed(load(lhs[b, row : row + P, :]), one, to)
-                for row, left in zip(rows, turned, strict=True):
+                blocks = slices(block.stop, P, block.start)
+                for rows, to in zip(blocks, turned, strict=True):
+                    transposed(load(lhs[b, rows, :]), one, to)
+                for rows, left in zip(blocks, turned, strict=True):
                     out = row_of_sums([left], [right])
-                    scores[row] += columns_of(out, COLUMNS)
+                    scores[rows.start // P] += columns_of(out, COLUMNS)
                     if not softmax:
-                        nisa.dma_copy(dst=result[b, row : row + P, column : column + WIDE], src=out)
-        for row, parts in scores.items() if softmax else ():
-            for column, out in zip(range(0, n, WIDE), softmax_of(parts), strict=True):
-                nisa.dma_copy(dst=result[b, row : row + P, column : column + WIDE], src=out)
+                        nisa.dma_copy(dst=result[b, rows, columns], src=out)
+        for rows, parts in zip(slices(m), scores, strict=True) if softmax else ():
+            for columns, out in zip(slices(n, WIDE), softmax_of(parts), strict=True):
+                nisa.dma_copy(dst=result[b, rows, columns], src=out)
     return result
 
 
@@ -245,22 +242,20 @@ def left_transposed(lhs_t, rhs):
     steps = range(k // P)
     lefts_of, rights_of = lhs_t.reshape((P, k // P, m)), rhs.reshape((P, k // P, n))
     result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
-    for block in range(0, m, WIDE):
-        lefts = [columns_of(load(lefts_of[:, s, block : block + WIDE])) for s in steps]
-        for column in range(0, n, WIDE):
-            columns = slice(column, min(column + WIDE, n))
+    for block in slices(m, WIDE):
+        lefts = [columns_of(load(lefts_of[:, s, block])) for s in steps]
+        for columns in slices(n, WIDE):
             rights = [load(rights_of[:, s, columns]) for s in steps]
-            for index, tiles in enumerate(zip(*lefts, strict=True)):
-                row = block + index * P
-                nisa.dma_copy(dst=result[row : row + P, columns], src=row_of_sums(tiles, rights))
+            for rows, *tiles in zip(slices(block.stop, P, block.start), *lefts, strict=True):
+                nisa.dma_copy(dst=result[rows, columns], src=row_of_sums(tiles, rights))
     return result
 
 
-def turned_rows(x, row, identity):
-    """Transpose 512 rows of x [m, 1024]; return eight tiles [128, 512]."""
+def turned_rows(x, block, identity):
+    """Transpose a slice of 512 rows of x [m, 1024]; return eight tiles [128, 512]."""
     out = [new(P, COLUMNS) for _ in range(8)]
-    for i in range(4):
-        tile = load(x[row + i * P : row + (i + 1) * P, :])
+    for i, rows in enumerate(slices(block.stop, P, block.start)):
+        tile = load(x[rows, :])
         for part, turned in zip(columns_of(tile), out, strict=True):
             transposed(part, identity, columns_of(turned)[i])
     return out
@@ -274,16 +269,16 @@ def swiglu(x, up, down, gate, identity):
     one = load(identity)
     middle = nl.ndarray((hidden // P, m // COLUMNS, P, COLUMNS), x.dtype, buffer=nl.private_hbm)
     result = nl.ndarray((m, k), dtype=x.dtype, buffer=nl.shared_hbm)
-    blocks, gates = range(m // COLUMNS), {}
+    blocks, gates = slices(m, COLUMNS), {}
 
     def products(weights):
         """Yield ((piece of the hidden features, block of tokens), x times weights in PSUM)."""
-        for column in range(0, hidden, WIDE):
-            lefts = [columns_of(rows) for rows in load_rows(weights, column, WIDE)]
-            for block in blocks:
-                rights = turned_rows(x, block * COLUMNS, one)
-                for piece, tiles in enumerate(zip(*lefts, strict=True), column // P):
-                    yield (piece, block), summed(tiles, rights)
+        for columns in slices(hidden, WIDE):
+            lefts = [columns_of(rows) for rows in load_rows(weights, columns)]
+            for index, block in enumerate(blocks):
+                rights = turned_rows(x, block, one)
+                for piece, tiles in enumerate(zip(*lefts, strict=True), columns.start // P):
+                    yield (piece, index), summed(tiles, rights)
 
     for place, total in products(gate):
         gates[place] = copied(total)
@@ -291,10 +286,9 @@ def swiglu(x, up, down, gate, identity):
         held = gates[place]
         out = both(both(held, sigmoid(held), nl.multiply), total, nl.multiply)
         nisa.dma_copy(dst=middle[place], src=out)
-    weights = load_rows(down, 0, k)
-    for block in blocks:
-        parts = [columns_of(load(middle[piece, block])) for piece in range(hidden // P)]
-        for index, tiles in enumerate(zip(*parts, strict=True)):
-            row = block * COLUMNS + index * P
-            nisa.dma_copy(dst=result[row : row + P, :], src=row_of_sums(tiles, weights))
+    weights = load_rows(down, slice(0, k))
+    for index, block in enumerate(blocks):
+        parts = [columns_of(load(middle[piece, index])) for piece in range(hidden // P)]
+        for rows, *tiles in zip(slices(block.stop, P, block.start), *parts, strict=True):
+            nisa.dma_copy(dst=result[rows, :], src=row_of_sums(tiles, weights))
     return result

@@ -7,17 +7,7 @@ elementwise kernel that is bound by VectorE, with rows broadcast over partitions
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import COLUMNS as BANK
-from pieces import P, activated, both, filled, load, new, row_of_sums, summed
-
-
-def spread(row, ones):
-    """Return a tile with one row in all partitions: ones times the row.
-
-    It stays in PSUM if one bank holds it; a longer one is copied to SBUF bank by bank, because no
-    instruction reads across banks.
-    """
-    return (summed if row.shape[1] <= BANK else row_of_sums)([ones], [row])
+from pieces import P, activated, both, filled, load, new, slices, spread
 
 
 def one_state(total, delta, u, a, b_row, c_row, ones, initial=0.0):
@@ -37,16 +27,15 @@ def operands_loaded_per_state(delta, u, a, b, c):
     channels, columns = delta.shape
     result = nl.ndarray((channels, columns), dtype=delta.dtype, buffer=nl.shared_hbm)
     ones = filled(1, P, 1.0)
-    totals = {tile: filled(P, columns) for tile in range(0, channels, P)}
-    for s in range(a.shape[1]):
-        for tile, total in totals.items():
-            rows, state = slice(tile, tile + P), slice(s, s + 1)
+    totals = [(rows, filled(P, columns)) for rows in slices(channels)]
+    for state in slices(a.shape[1], 1):
+        for rows, total in totals:
             one_state(
                 total, load(delta[rows, :]), load(u[rows, :]), load(a[rows, state]),
                 load(b[state, :]), load(c[state, :]), ones,
             )  # fmt: skip
-    for tile, total in totals.items():
-        nisa.dma_copy(dst=result[tile : tile + P, :], src=total)
+    for rows, total in totals:
+        nisa.dma_copy(dst=result[rows, :], src=total)
     return result
 
 
@@ -59,16 +48,13 @@ def operands_loaded_once(delta, u, a, b, c, width=0):
     channels, columns = delta.shape
     result = nl.ndarray((channels, columns), dtype=delta.dtype, buffer=nl.shared_hbm)
     ones = filled(1, P, 1.0)
-    parts = [slice(at, at + (width or columns)) for at in range(0, columns, width or columns)]
-    for tile in range(0, channels, P):
-        rows = slice(tile, tile + P)
+    for rows in slices(channels):
         total = filled(P, columns)
         delta_tile, u_tile = load(delta[rows, :]), load(u[rows, :])
-        for s in range(a.shape[1]):
-            state = slice(s, s + 1)
+        for state in slices(a.shape[1], 1):
             factor = load(a[rows, state])
             initial = filled(P, 1) if width else 0.0
-            for part in parts:
+            for part in slices(columns, width or columns):
                 states = one_state(
                     total[:, part], delta_tile[:, part], u_tile[:, part], factor,
                     load(b[state, part]), load(c[state, part]), ones, initial,

@@ -22,6 +22,7 @@ from pieces import (
     reduced,
     scaled,
     sigmoid,
+    slices,
     spread,
 )
 
@@ -34,11 +35,11 @@ def silu(x):
     source = x.reshape((P, blocks, width))
     result = nl.ndarray((P, blocks, width), dtype=x.dtype, buffer=nl.shared_hbm)
     for block in range(blocks):
-        for column in range(0, width, WIDE):
-            tile, out = load(source[:, block, column : column + WIDE]), new(P, WIDE)
+        for columns in slices(width, WIDE):
+            tile, out = load(source[:, block, columns]), new(P, WIDE)
             for part, to in zip(columns_of(tile, HALF), columns_of(out, HALF), strict=True):
                 both(part, sigmoid(part), nl.multiply, to)
-            nisa.dma_copy(dst=result[:, block, column : column + WIDE], src=out)
+            nisa.dma_copy(dst=result[:, block, columns], src=out)
     return result
 
 
@@ -47,10 +48,9 @@ def adamw(theta, gradient, first, second):
     """One step of AdamW: seven tensor_scalar, six tensor_tensor, a square root, a reciprocal."""
     height, width = theta.shape
     result = nl.ndarray((height, width), dtype=theta.dtype, buffer=nl.shared_hbm)
-    for row in range(0, height, P):
-        for column in range(0, width, WIDE):
-            where = (slice(row, min(row + P, height)), slice(column, column + WIDE))
-            tiles = [load(a[where]) for a in (theta, first, second, gradient)]
+    for rows in slices(height):
+        for columns in slices(width, WIDE):
+            tiles = [load(a[rows, columns]) for a in (theta, first, second, gradient)]
             out = new(*tiles[0].shape)
             for t, m, v, g, to in zip(
                 *(columns_of(tile, HALF) for tile in (*tiles, out)), strict=True
@@ -63,7 +63,7 @@ def adamw(theta, gradient, first, second):
                 root = activated(both(kept, square, nl.add), nl.sqrt, scale=1000.0)
                 change = both(step, inverse(scaled(root, nl.add, 1e-8)), nl.multiply)
                 both(decayed, change, nl.subtract, to)
-            nisa.dma_copy(dst=result[where], src=out)
+            nisa.dma_copy(dst=result[rows, columns], src=out)
     return result
 
 
@@ -73,8 +73,7 @@ def rope(x, cos, sin):
     d, s = x.shape
     low, high = slice(d // 2), slice(d // 2, d)
     result = nl.ndarray((d, s), dtype=x.dtype, buffer=nl.shared_hbm)
-    for at in range(0, s, HALF):
-        part = slice(at, at + HALF)
+    for part in slices(s, HALF):
         tile = load(x[:, part])
         factors = new(d, HALF)
         nisa.dma_copy(dst=factors[low, :], src=cos[:, part])
@@ -99,8 +98,7 @@ def depthwise_conv(image, taps, in_psum):
     n, channels, width = image.shape
     window = taps.shape[1]
     result = nl.ndarray((n, channels, width), dtype=image.dtype, buffer=nl.shared_hbm)
-    for channel in range(0, channels, P):
-        rows = slice(channel, channel + P)
+    for rows in slices(channels):
         tap = load(taps[rows, :])
         if in_psum:
             held = new(P, window, buffer=nl.psum)
@@ -123,8 +121,8 @@ def layer_norm(x, gamma, beta):
     height, width = x.shape
     result = nl.ndarray((height, width), dtype=x.dtype, buffer=nl.shared_hbm)
     scale, shift = spread(load(gamma)), spread(load(beta))
-    for row in range(0, height, P):
-        tile = load(x[row : row + P, :])
+    for rows in slices(height):
+        tile = load(x[rows, :])
         mean = scaled(reduced(tile, nl.add), nl.multiply, 1.0 / width)
         square_total = reduced(activated(tile, nl.square), nl.add)
         square_mean = scaled(square_total, nl.multiply, 1.0 / width)
@@ -132,7 +130,7 @@ def layer_norm(x, gamma, beta):
         root = activated(scaled(variance, nl.add, 1e-5), nl.rsqrt)
         centred = scaled(tile, nl.subtract, mean, op1=nl.multiply, operand1=root)
         out = both(both(centred, scale, nl.multiply), shift, nl.add)
-        nisa.dma_copy(dst=result[row : row + P, :], src=out)
+        nisa.dma_copy(dst=result[rows, :], src=out)
     return result
 
 
@@ -158,15 +156,14 @@ def max_pool_separable(x, rows_of_tile):
     """The same by four maxima of two tensors: two of rows, two of columns of the first result."""
     height, width = x.shape
     result = nl.ndarray((height - 2, width - 2), dtype=x.dtype, buffer=nl.shared_hbm)
-    for row in range(0, height - 2, rows_of_tile):
-        stop = min(row + rows_of_tile, height - 2)
-        tall, *strips = [load(x[row + i : stop + i, :]) for i in range(3)]
+    for rows in slices(height - 2, rows_of_tile):
+        tall, *strips = [load(x[rows.start + i : rows.stop + i, :]) for i in range(3)]
         for strip in strips:
             tall = both(tall, strip, nl.maximum)
         out = tall[:, : width - 2]
         for shift in (1, 2):
             out = both(out, tall[:, shift : width - 2 + shift], nl.maximum)
-        nisa.dma_copy(dst=result[row:stop, :], src=out)
+        nisa.dma_copy(dst=result[rows, :], src=out)
     return result
 
 
