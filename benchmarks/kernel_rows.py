@@ -99,10 +99,8 @@ def gated(spec: Any, timings: Timings) -> Judged:
     """Judge a gated MLP beside one low-rank kernel for each projection, joined for nothing."""
     separate = 0.0
     for branch in spec.branches:
-        first, last = spec.ends(branch)
-        separate += timings.us(
-            LowRankSpec(m=spec.m, k=first, r=spec.rank(branch), n=last, x_layout="col")
-        )
+        k, n = spec.ends(branch)
+        separate += timings.us(LowRankSpec(m=spec.m, k=k, r=spec.rank(branch), n=n, x_layout="col"))
     found, missed = _whole(spec, timings)
     return {**found, "separate": separate / timings.us(spec)}, missed
 
@@ -159,8 +157,7 @@ def ranks(spec: Any, timings: Timings) -> Judged:
     for tp in GROUPS:
         with contextlib.suppress(ShapeError, SpecError):  # a size that does not divide
             way = ways(spec.sharded(tp, "rows"), timings.target, source="simulated")
-            found[f"{tp} ranks"] = us / way.fused
-            found[f"{tp} ranks, separate"] = us / way.separate
+            found |= {f"{tp} ranks": us / way.fused, f"{tp} ranks, separate": us / way.separate}
     return found, []
 
 
@@ -231,9 +228,8 @@ def attention(spec: AttentionSpec, timings: Timings) -> Judged:
     products and the last store, about 10 us, are the larger part.
     """
     ours, bound = timings.us(spec), spec.roofline_us(timings.target)
-    found, theirs = {"roofline us": bound}, None
-    if timings.checkout:
-        theirs = nki_library.attention_us(timings.checkout, spec, timings.target)
+    found = {"roofline us": bound}
+    theirs = nki_library.attention_us(timings.checkout, spec, timings.target)
     if theirs is not None:
         found["library us"] = theirs
     if spec in PUBLISHED_US and timings.target.name == "trn2":
@@ -251,11 +247,10 @@ def experts(spec: Any, timings: Timings) -> Judged:
     moe_cte for more, on two cores. Their features divide by 128, so that gpt-oss is padded for
     them, as AWS does, and for us in the same row.
     """
-    found = {"experts": spec.expected, "share": timings.roofline_share(spec)}
-    found["schedule"] = timings.choose(spec).schedule.short()
-    theirs = None
-    if timings.checkout:
-        theirs = nki_library.experts_us(timings.checkout, spec, timings.target)
+    schedule = timings.choose(spec).schedule.short()
+    share = timings.roofline_share(spec)
+    found = {"experts": spec.expected, "share": share, "schedule": schedule}
+    theirs = nki_library.experts_us(timings.checkout, spec, timings.target)
     if theirs is None:
         return found, []
     slow = timings.us(spec) > MOST_OF_LIBRARY * theirs

@@ -78,8 +78,7 @@ class Timings:
     def timed(self, spec: KernelSpec, schedule: Any, target: Target) -> tuple[float, int, float]:
         """Return what `choose.simulated` returns."""
         key = _key("times", spec, schedule, target)
-        latency, count, in_order = self.of(key, lambda: simulated(spec, schedule, target))
-        return latency, count, in_order
+        return tuple(self.of(key, lambda: simulated(spec, schedule, target)))
 
     def choose(self, spec: KernelSpec) -> Choice:
         """Return the schedule that `build_kernel` takes, timed."""

@@ -61,10 +61,6 @@ def line_of(path: Path, checkout: Path | None, job: Job) -> dict[str, Any]:
     return {**named, "us": timings.us(job.spec), "figures": figures, "missed": missed}
 
 
-def shown(figure: float | str) -> str:
-    return figure if isinstance(figure, str) else f"{figure:.2f}"
-
-
 def show(console: Console, lines: list[dict[str, Any]]) -> int:
     """Print one table of one target; return how many bars are missed."""
     title, means = f"{lines[0]['table']} on {lines[0]['target']}", TABLES[lines[0]["table"]].means
@@ -74,7 +70,8 @@ def show(console: Console, lines: list[dict[str, Any]]) -> int:
         table.add_column(head, justify="right")
     table.add_column("misses")
     for line in lines if len(lines) <= LONGEST else [line for line in lines if line["missed"]]:
-        cells = [shown(line["figures"].get(head, "")) for head in heads]
+        figures = [line["figures"].get(head, "") for head in heads]
+        cells = [one if isinstance(one, str) else f"{one:.2f}" for one in figures]
         table.add_row(line["name"], f"{line['us']:.1f}", *cells, "; ".join(line["missed"]))
     console.print(table)
     missed = sum(bool(line["missed"]) for line in lines)

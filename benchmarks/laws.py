@@ -225,9 +225,8 @@ def main(
     given = [*timing_texts.points(), *(t for t in timing_texts.texts() if t.clone in clones)]
     contradicted = timing_texts.contradicted(timing_points.BARS["worst"])
     for point in sorted(given, key=lambda point: point.measured):  # short runs first
-        if (point.name,) in known.rows or only not in point.name:
-            continue
-        if not point.counted or point.name in contradicted:
+        chosen = only in point.name and point.counted and point.name not in contradicted
+        if not chosen or (point.name,) in known.rows:
             continue
         try:
             found = times(point, clones, laws)

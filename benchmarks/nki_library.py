@@ -45,16 +45,16 @@ def of_dtype(dtype: str, **shapes: tuple[int, ...]) -> dict[str, Any]:
     return {name: ArraySpec(shape, dtype) for name, shape in shapes.items()}
 
 
-def attention_us(checkout: Path, spec: AttentionSpec, target: Any) -> float | None:
+def attention_us(checkout: Path | None, spec: AttentionSpec, target: Any) -> float | None:
     """Return the time of attention_cte, k with the head size first, or of attention_tkg.
 
-    None where the library's kernel does not compute the same, as far as it is run here.
+    None without a clone, and where the library's kernel does not compute the same, as far as it is
+    run here.
     """
-    if spec.soft_cap or spec.d > LARGEST_HEAD:
+    same = spec.rope == "none" if spec.m > 1 else spec.context <= LARGEST_CACHE
+    if checkout is None or spec.soft_cap or spec.d > LARGEST_HEAD or not same:
         return None
     if spec.m > 1:
-        if spec.rope != "none":
-            return None
         kernel = library(checkout).load("nkilib.core.attention.attention_cte").attention_cte
         named = of_dtype(
             "bfloat16", q=(spec.heads, spec.m, spec.d), k=(spec.kv_heads, spec.d, spec.context),
@@ -63,8 +63,6 @@ def attention_us(checkout: Path, spec: AttentionSpec, target: Any) -> float | No
         if spec.window:  # which takes queries that are scaled already
             named |= {"sliding_window": spec.window, "scale": 1.0}
         return latency_us(kernel, target=target, strict=False, named=named)
-    if spec.context > LARGEST_CACHE:
-        return None
     kernel, batch = library(checkout).load("attention_tkg").decode, spec.batch * spec.kv_heads
     named = of_dtype(
         "bfloat16", q=(spec.d, batch * spec.group), k_active=(spec.d, batch),
@@ -78,9 +76,9 @@ def attention_us(checkout: Path, spec: AttentionSpec, target: Any) -> float | No
     return latency_us(kernel, target=target, strict=False, named=named)
 
 
-def experts_us(checkout: Path, spec: ExpertsSpec, target: Any) -> float | None:
+def experts_us(checkout: Path | None, spec: ExpertsSpec, target: Any) -> float | None:
     """Return the time of moe_tkg, up to 128 tokens, or of moe_cte on two cores; None of others."""
-    if spec.k % 128 or (spec.m > 128) != (spec.lnc == 2):
+    if checkout is None or spec.k % 128 or (spec.m > 128) != (spec.lnc == 2):
         return None
     modules = library(checkout)
     types: Any = modules.load("nkilib.core.utils.common_types")
@@ -88,10 +86,7 @@ def experts_us(checkout: Path, spec: ExpertsSpec, target: Any) -> float | None:
     if spec.limit:
         named["gate_clamp_upper_limit"] = named["up_clamp_upper_limit"] = spec.limit
         named["up_clamp_lower_limit"] = -spec.limit
-    if spec.lnc == 2:
-        kernel, ways = many_tokens(modules, types, spec)
-    else:
-        kernel, ways = few_tokens(modules, types, spec)
+    kernel, ways = (many_tokens if spec.lnc == 2 else few_tokens)(modules, types, spec)
     return fastest_us(kernel, [named | way for way in ways], target, spec.lnc)
 
 

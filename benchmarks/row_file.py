@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,6 @@ class RowFile:
         self._hold(row)
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:  # one write, so that lines of several processes do not mix
-                os.write(file, (json.dumps(row) + "\n").encode())
-            finally:
-                os.close(file)
+            with self.path.open("ab", buffering=0) as file:
+                # one write, so that lines of several processes do not mix
+                file.write((json.dumps(row) + "\n").encode())
