@@ -33,7 +33,7 @@ from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import simulate
 
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+_FOLDER = tempfile.TemporaryDirectory(prefix="beta1-")
 LOW_RANK, TUTORIAL = "fused_three_mm_XTUV", "nki_matmul_fully_optimized_"
 PAPER_KERNELS = (LOW_RANK, "fused_mlp_up_T", TUTORIAL)
 _BF16 = 0.0016
@@ -50,9 +50,7 @@ SAMPLES_COMMIT = "fc5c69f"  # the last commit of nki-samples that is all Beta 1
 
 def scratch() -> Path:
     """Return a new folder that goes with the process."""
-    folder = tempfile.TemporaryDirectory(prefix="beta1-")
-    _FOLDERS.append(folder)
-    return Path(folder.name)
+    return Path(tempfile.mkdtemp(dir=_FOLDER.name))
 
 
 def unpacked(clone: Path, commit: str, folder: str = "") -> Path:

@@ -68,7 +68,7 @@ class _Tile:
     """An SBUF tile: the instructions that fill it, and whether only loads do."""
 
     writers: list[int] = dataclasses.field(default_factory=list)
-    first_read: int = -1
+    read: bool = False
     loads: int = 0
     pure: bool = True
 
@@ -114,17 +114,12 @@ def _tiles(trace: Trace) -> dict[int, _Tile]:
     written = {a.storage for i in trace.instructions for a in i.writes}
     tiles: dict[int, _Tile] = {}
     for index, instruction in enumerate(trace.instructions):
-        for access in instruction.reads:
-            if access.memory == "sbuf":
-                tile = tiles.setdefault(access.storage, _Tile())
-                if tile.first_read < 0:
-                    tile.first_read = index
-        for access in instruction.writes:
-            if access.memory != "sbuf":
-                continue
+        sources = instruction.reads
+        for access in [a for a in sources if a.memory == "sbuf"]:
+            tiles.setdefault(access.storage, _Tile()).read = True
+        for access in [a for a in instruction.writes if a.memory == "sbuf"]:
             tile = tiles.setdefault(access.storage, _Tile())
             tile.writers.append(index)
-            sources = instruction.reads
             load = (
                 instruction.op in ("dma_copy", "dma_transpose")
                 and len(sources) == 1
@@ -134,7 +129,7 @@ def _tiles(trace: Trace) -> dict[int, _Tile]:
             )
             tile.loads += load
             fills = load or (instruction.op == "memset" and not tile.loads)
-            tile.pure &= fills and tile.first_read < 0 and not instruction.after
+            tile.pure &= fills and not tile.read and not instruction.after
     placed = {s for s, a in trace.allocations.items() if a.address is not None}
     return {s: tile for s, tile in tiles.items() if s not in placed}
 
