@@ -8,7 +8,7 @@ For the benchmark only.
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from blocks import load_block, parts, product, zeros
+from blocks import load_block, parts, product, size, zeros
 
 
 @nki.jit
@@ -17,23 +17,17 @@ def dense_blocked(a, b, m_tiles_in_block=16, n_tiles_in_block=2, k_tiles_in_bloc
     k, m = a.shape
     n = b.shape[1]
     c = nl.ndarray((m, n), dtype=a.dtype, buffer=nl.shared_hbm)
-    n_block = 512 * n_tiles_in_block
-    m_block = 128 * m_tiles_in_block
-    k_block = 128 * k_tiles_in_block
-    for n0 in range(0, n, n_block):
-        columns = min(n_block, n - n0)
-        results = zeros(m, columns, c.dtype)
-        for k0 in range(0, k, k_block):
-            depth = min(k_block, k - k0)
-            b_sb = load_block(b, k0, depth, n0, columns)
-            for m0 in range(0, m, m_block):
-                rows = min(m_block, m - m0)
-                a_sb = load_block(a, k0, depth, m0, rows)
-                for ns in parts(columns, 512):
-                    for ms in parts(rows, 128):
-                        part = results[(m0 + ms.start) // 128][:, ns]
-                        sums = product(a_sb, ms, b_sb, ns, depth)
+    for ns in parts(n, 512 * n_tiles_in_block):
+        results = zeros(m, size(ns), c.dtype)
+        for ks in parts(k, 128 * k_tiles_in_block):
+            b_sb = load_block(b, ks, ns)
+            for ms in parts(m, 128 * m_tiles_in_block):
+                a_sb = load_block(a, ks, ms)
+                for columns in parts(size(ns), 512):
+                    for rows in parts(size(ms), 128):
+                        part = results[(ms.start + rows.start) // 128][:, columns]
+                        sums = product(a_sb, rows, b_sb, columns, size(ks))
                         nisa.tensor_tensor(dst=part, data1=part, data2=sums, op=nl.add)
         for rows, result in zip(parts(m, 128), results, strict=True):
-            nisa.dma_copy(dst=c[rows, n0 : n0 + columns], src=result)
+            nisa.dma_copy(dst=c[rows, ns], src=result)
     return c
