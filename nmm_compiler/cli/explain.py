@@ -110,7 +110,7 @@ def _predicted(name: str, model: Any, before: Any, inputs: dict[str, Any], targe
     from nmm_compiler.lowrank_models.meta_copies import without_data
     from nmm_compiler.prediction.predict import predict
 
-    setting: dict[str, Any] = {"dense": before}
+    setting: dict[str, Any] = {"dense": before, "norms": False}  # as the page compiles it
     generates = getattr(model, "can_generate", bool)()
     first = next((value for value in inputs.values() if hasattr(value, "shape")), None)
     if first is not None:

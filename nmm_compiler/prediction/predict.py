@@ -70,6 +70,7 @@ def predict(
     price: str = "simulated",
     stack: str = "own",
     routing: Sequence[float] | None = None,
+    norms: bool = True,
 ) -> ModelPrediction:
     """Return the predicted latency of a model on `target`, and that of the dense model.
 
@@ -103,6 +104,8 @@ def predict(
             time.
         routing: how often each expert of a layer was chosen, for models with experts; default:
             equally often.
+        norms: whether kernels have norms and sums inside where that is faster, as the backend
+            with `rules=["+norms"]`.
 
     Returns:
         Every piece with its time and source, and the sums.
@@ -151,7 +154,7 @@ def predict(
     machine = Machine(chip, lnc, tp, weights, price, stack)
     setting = {"prompt": prompt, "context": context, "batch": batch}
     counts = check_routing(routing or (), routing)
-    made = functools.partial(_prediction, machine, target, dtype, setting, inputs, counts)
+    made = functools.partial(_prediction, machine, target, dtype, setting, inputs, counts, norms)
     before = made(original)
     if not (wanted or saved or dense is not None):
         return before
@@ -199,7 +202,7 @@ _KEPT_MOST = 64  # models of a plan, by their ratios and the cores that share th
 
 def _prediction(
     machine: Machine, named: str, dtype: str, setting: dict[str, int], inputs: Any,
-    routing: tuple[float, ...], given: Any,
+    routing: tuple[float, ...], norms: bool, given: Any,
     low: dict[str, Any] | None = None, dense: ModelPrediction | None = None,
 ) -> ModelPrediction:  # fmt: skip
     """Return the prediction of a model as it is, or as `compress` would make it.
@@ -224,12 +227,12 @@ def _prediction(
     phases = []
     for one in asked:
         ways = prepared.pieces(one, named, machine.target, machine.lnc)
-        ours = STACKS[machine.stack].kernels == "ours"
+        inside = norms and STACKS[machine.stack].kernels == "ours"
         found = [
             _phase(
                 one.name, routed(pieces, routing, model), machine, setting["batch"], layers, head
             )
-            for pieces in ways[: 1 + ours]
+            for pieces in ways[: 1 + inside]
         ]
         phases.append(min(found, key=lambda phase: phase.us))
     return ModelPrediction(
