@@ -289,7 +289,7 @@ def code_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
-def run_methods(ratio: float, methods: list[str], fresh: bool) -> bool:
+def run_methods(ratio: float, methods: list[str], fresh: bool) -> None:
     """Measure the methods at a ratio (0: the dense model and its quantized forms) and print all."""
     known = json.loads(RESULTS.read_text(encoding="utf-8"))
     for name, make in (METHODS if ratio else WHOLE).items():
@@ -314,7 +314,6 @@ def run_methods(ratio: float, methods: list[str], fresh: bool) -> bool:
             cells = [shown(entry, domain, 2) for domain in ("in", "out")]
             table.add_row(name + mark, f"{entry['bytes']:.3f}", *cells)
     console.print(table)
-    return True
 
 
 # Forms of three models
@@ -416,7 +415,7 @@ def keys(form: str) -> tuple[str, ...]:
     return (form, form + ROUNDED) if form.startswith("mx") else (form,)
 
 
-def run_forms(names: list[str], forms: list[str], fresh: bool) -> bool:
+def run_forms(names: list[str], forms: list[str], fresh: bool) -> None:
     """Measure forms of models, and print all that are known."""
     for name in names or list(MODELS):
         known = json.loads(QUALITY.read_text(encoding="utf-8"))
@@ -437,7 +436,6 @@ def run_forms(names: list[str], forms: list[str], fresh: bool) -> bool:
             cells = [shown(row, key, 3) for key in columns]
             table.add_row(form, f"{row['bytes']:.3f}", *cells, str(row.get("tokens", "")))
         console.print(table)
-    return True
 
 
 # Steps of the encoder, and cost
@@ -539,9 +537,9 @@ def main(
     for part in parts or PARTS:
         if part.startswith("smollm-"):
             ratio = float(part.removeprefix("smollm-"))
-            held.append(run_methods(ratio, methods, fresh))
+            run_methods(ratio, methods, fresh)
         elif part == "corrected":
-            held.append(run_forms(model_names, forms, fresh))
+            run_forms(model_names, forms, fresh)
         elif part == "encoder":
             held.append(encoder(ratios, steps))
         else:

@@ -93,26 +93,25 @@ def _build_and_kill(folder: Path, count: int, seed: int) -> int:
     drawn = random.Random(seed)
     running: list[subprocess.Popen[bytes]] = []
     started = kills = 0
-    faults = open(folder / "stderr", "ab")  # noqa: SIM115  (children write to it)
-    try:
-        end = time.monotonic() + SECONDS
-        while len(_lines(folder)) < count and time.monotonic() < end:
-            while len(running) < PROCESSES:
-                started += 1
-                arguments = [str(folder / "cache"), str(folder / f"log-{started}")]
-                command = [sys.executable, "-c", WORKER, *arguments, str(seed + started), str(KEYS)]
-                running.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=faults))
-            time.sleep(drawn.uniform(0.05, 0.4))
-            if time.monotonic() < end and started > PROCESSES // 2:
-                victim = running.pop(drawn.randrange(len(running)))
-                victim.send_signal(signal.SIGKILL)
-                victim.wait()
-                kills += 1
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-        faults.close()
+    with open(folder / "stderr", "ab") as faults:
+        try:
+            end = time.monotonic() + SECONDS
+            while len(_lines(folder)) < count and time.monotonic() < end:
+                while len(running) < PROCESSES:
+                    started += 1
+                    given = [str(folder / "cache"), str(folder / f"log-{started}")]
+                    command = [sys.executable, "-c", WORKER, *given, str(seed + started), str(KEYS)]
+                    running.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=faults))
+                time.sleep(drawn.uniform(0.05, 0.4))
+                if time.monotonic() < end and started > PROCESSES // 2:
+                    victim = running.pop(drawn.randrange(len(running)))
+                    victim.send_signal(signal.SIGKILL)
+                    victim.wait()
+                    kills += 1
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
     return kills
 
 
