@@ -64,6 +64,14 @@ def test_ragged_sizes(family, norm, target):
     assert proof.passed, proof
 
 
+@pytest.mark.parametrize("dialect", ["nki", "neuronxcc"])
+def test_a_row_of_whole_tiles_takes_its_residual_in_both_dialects(dialect):
+    """TensorE turns it, 128 outputs a partition, and the residual lies so, too."""
+    spec = LowRankSpec(m=1, k=384, r=64, n=512, residual=True)
+    proof = prove(build_kernel(spec, "trn1", dialect=dialect))
+    assert proof.passed, proof
+
+
 @pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
 @pytest.mark.parametrize("family", FEW_BITS)
 def test_few_bit_weights(family, norm):

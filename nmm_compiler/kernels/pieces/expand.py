@@ -115,8 +115,8 @@ def store_one_turned(result: Result, y_sb, n0, columns, at: Block):
         left = n0 + 128 * first
         if result.has_residual:
             more = nl.ndarray((count, 128), dtype=result.out.dtype, buffer=nl.sbuf)
-            lies = result.residual[at.m0 : at.m0 + 1, left : left + 128 * count]
-            nisa.dma_copy(dst=more, src=lies.reshape_dim(1, (count, 128)))
+            lies = result.residual[at.m0, left : left + 128 * count]
+            nisa.dma_copy(dst=more, src=lies.reshape_dim(0, (count, 128)))
             nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
         place = result.out[at.m0 : at.m0 + 1, left : left + 128 * count]
         store(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
