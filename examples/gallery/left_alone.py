@@ -58,7 +58,7 @@ def write_to_x(p: Holder, x: torch.Tensor) -> torch.Tensor:
 
 
 lam("-", "attention", lambda p, x: ((x @ p.u) @ (x @ p.u).mT) @ (x @ p.w.t()),
-    A="no:weight")  # fmt: skip
+    A="no:order")  # fmt: skip  # where x may be a weight, too
 lam("no:order", "right_associated", lambda p, x: x @ (p.u @ p.v),
     A="no:rank_too_large")  # fmt: skip
 lam("no:order", "lora_delta_weight", lambda p, x: F.linear(x, p.w + 0.5 * p.b @ p.a),
@@ -78,7 +78,7 @@ def autocast(p: Holder, x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, p.a), p.b)
 
 
-@case("no:region", A="lowrank", E="no:region", C="lowrank", S="n/a")
+@case("no:region", A="lowrank", E="-", C="lowrank", S="n/a")
 def no_grad_edge(p: Holder, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         h = F.linear(x, p.a)
