@@ -194,6 +194,11 @@ class AttentionSpec(KernelSpec):
         return self.group * self.m
 
     @property
+    def pitch(self) -> int:
+        """Room for the columns in PSUM: a power of two, so that no sum is in two banks."""
+        return 1 << (self.columns - 1).bit_length()
+
+    @property
     def at_once(self) -> int:
         """Groups of a decode step in a set: up to half of them, 128 columns, and 8 kB of scores
         and weights a partition."""

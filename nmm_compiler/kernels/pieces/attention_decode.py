@@ -27,12 +27,17 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
     identity = make_identity()
     angles = spread_angles(rope, each * spec.group, spec) if spec.rope != "none" else None
     loaded = []
+    keys = []
     fetched = []
     queries = []
     scores = []
+    tops = []
+    largest = []
     weights = []
     sums = []
     made = []
+    totals = []
+    stored = []
     for t in range(len(steps)):
         # loads of the next four chunks start early
         for place in range(len(loaded), min(t + 5, len(steps))):
@@ -43,9 +48,29 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
                 if step[2] == spec.first_key and step[0] % each == 0:
                     fetched.append(fetch_columns(qs[step[0] // each], spec))
                 loaded.append(load_keys_of(ks[step[0]], step, schedule))
+        # keys of the next chunk are turned before the products of this one
+        for place in range(len(keys), min(t + 2, len(steps))):
+            step = steps[place]
+            if step[1] or schedule.k_load == "rows":
+                keys.append(loaded[place])
+            else:
+                keys.append(turn_keys(loaded[place], step, spec, schedule))
         step = steps[t]
         g = step[0]
         begins = step[2] == spec.first_key
+        # what VectorE has made of the sets before, so that no product waits for it
+        if len(stored) < len(totals):
+            done = len(stored)
+            finish_set(outs[done], made[done], totals[done], spec, schedule)
+            stored.append(done)
+        turns = len(largest) < len(tops)
+        if turns:
+            largest.append(largest_of(tops[len(largest)], identity))
+        due = step[1] and begins and g % each == 0
+        ready = len(weights)
+        if ready < each * len(largest) and (due or not turns):
+            own = scores[ready : ready + each]
+            soften(weights, own, largest[ready // each], qs[0].dtype, spec)
         if step[1]:
             if begins:
                 sums.append(make_sums(spec, schedule))
@@ -53,36 +78,33 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
                     made.append(make_results(each, spec, schedule))
             weigh_cache(sums[g], weights[g], loaded[t], step, spec, schedule)
             if step[6]:
-                total = sum_weights(weights[g + 1 - each : g + 1], spec)
-            if step[2] + step[3] * step[5] == spec.context:
                 add_sums(made[g // each], sums[g], g % each, spec, schedule)
-            if step[6]:
-                finish_set(outs[g // each], made[g // each], total, spec, schedule)
+                if (g + 1) % each == 0:
+                    totals.append(sum_weights(weights[g + 1 - each : g + 1], spec))
         else:
             if begins:
                 if g % each == 0:
                     queries.append(turn_columns(fetched[g // each], angles, spec, schedule))
                 scores.append(make_scores(spec))
             q_t = columns_of(queries[g // each], g % each, spec, schedule)
-            score_chunk(scores[g], loaded[t], q_t, step, spec, schedule)
-        if step[6] and len(weights) < len(scores):
-            # while the scores of the set after it are computed
-            ready = len(weights)
-            for i in range(ready, ready + each):
-                if spec.capped:
-                    cap_scores(scores[i], spec)
-                for j in range(len(steps)):
-                    if steps[j][0] == i and not steps[j][1]:
-                        hide_chunk(scores[i], steps[j], spec)
-            soften(weights, scores[ready : ready + each], identity, qs[0].dtype, spec)
+            score_chunk(scores[g], keys[t], q_t, step, spec, schedule)
+            if step[6] and (g + 1) % each == 0:
+                for i in range(g + 1 - each, g + 1):
+                    if spec.capped:
+                        cap_scores(scores[i], spec)
+                    for j in range(t + 1):
+                        if steps[j][0] == i and not steps[j][1]:
+                            hide_chunk(scores[i], steps[j], spec)
+                tops.append(find_tops(scores[g + 1 - each : g + 1], spec))
+    last = len(stored)
+    finish_set(outs[last], made[last], totals[last], spec, schedule)
 
 
 def list_chunks(groups, each, spec):
     """Return chunks of keys and of values, in the order of their use.
 
     Each is (group, whether it is of values, first key, tiles, tiles before it, keys of a tile,
-    whether weights of a set can be made after it). Keys of a set come before the values of the set
-    before.
+    whether it is the last of its group). Keys of a set come before the values of the set before.
     """
     whole = (spec.context - spec.first_key) // 128
     rest = (spec.context - spec.first_key) % 128
@@ -97,12 +119,12 @@ def list_chunks(groups, each, spec):
         for g in range(start, min(start + each, groups)):
             for i in range(len(chunks)):
                 chunk = chunks[i]
-                last = start == 0 and g == each - 1 and i == len(chunks) - 1
+                last = i == len(chunks) - 1
                 steps.append((g, False, chunk[0], chunk[1], chunk[2], chunk[3], last))
         for g in range(max(0, start - each), start):
             for i in range(len(chunks)):
                 chunk = chunks[i]
-                last = g == start - 1 and i == len(chunks) - 1
+                last = i == len(chunks) - 1
                 steps.append((g, True, chunk[0], chunk[1], chunk[2], chunk[3], last))
     return steps
 
@@ -135,20 +157,17 @@ def list_passes(step, schedule):
 
 
 def make_sums(spec, schedule):
-    """Return room for sums of weighted values, up to four: [128, parts of d, tiles, columns].
+    """Return room for sums of weighted values, [128, sums, parts of d x tiles x columns].
 
-    Those of packs have the columns of each tile; the last is of single tiles, where there are some.
+    Eight share a bank, or there are four in more banks. Those of packs have the columns of each
+    tile; the last is of single tiles, where there are some.
     """
     single = single_tiles(spec, schedule)
     packs = (spec.cache_tiles - single) // schedule.pack
-    parts = (spec.d + 127) // 128
-    count = min(3 if single > 0 else 4, packs) + (1 if single > 0 else 0)
-    sums = []
-    for _ in range(count):
-        sums.append(
-            nl.ndarray((128, parts, schedule.pack, spec.columns), dtype=nl.float32, buffer=nl.psum)
-        )
-    return sums
+    room = (spec.d + 127) // 128 * schedule.pack * spec.pitch
+    most = 8 if room <= 64 else 4
+    count = min(most - 1 if single > 0 else most, packs) + (1 if single > 0 else 0)
+    return nl.ndarray((128, count, room), dtype=nl.float32, buffer=nl.psum)
 
 
 def make_results(each, spec, schedule):
@@ -298,12 +317,11 @@ def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
     )
 
 
-def score_chunk(scores, loaded, q_t, step, spec, schedule):
+def score_chunk(scores, k_t, q_t, step, spec, schedule):
     """Compute the scores of a chunk, [128 keys, tiles, columns], before the scale."""
     tiles = step[3]
     wide = step[5]
     columns = spec.columns
-    k_t = loaded if schedule.k_load == "rows" else turn_keys(loaded, step, spec, schedule)
     passes = list_passes(step, schedule)
     at_once = 512 // columns // schedule.pack
     for first in range(0, len(passes), at_once):
@@ -382,16 +400,20 @@ def cap_scores(scores, spec):
     nisa.activation(dst=scores, op=nl.tanh, data=scores, scale=spec.tanh_scale)
 
 
-def soften(weights, scores, identity, dtype, spec):
-    """Add exp of the scores of each group of a set less their maximum, [128, tiles, columns]."""
-    columns = len(scores) * spec.columns
+def find_tops(scores, spec):
+    """Return the maxima of each partition of the scores of a set, [128, columns]."""
     tiles = scores[0].shape[1]
-    tops = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
+    tops = nl.ndarray((128, len(scores) * spec.columns), dtype=nl.float32, buffer=nl.sbuf)
     for i in range(len(scores)):
         own = tops[0:128, spec.columns * i : spec.columns * (i + 1)]
         by_column = scores[i][0:128, 0:tiles, 0 : spec.columns].permute((0, 2, 1))
         nisa.tensor_reduce(dst=own, op=nl.maximum, data=by_column, axis=2)
-    # the maximum over the partitions: transpose, reduce, spread by a product with ones
+    return tops
+
+
+def largest_of(tops, identity):
+    """Return the maxima of columns over the partitions, on a diagonal: [columns, columns]."""
+    columns = tops.shape[1]
     turned = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_transpose(dst=turned, data=tops, engine=nisa.engine.tensor)
     largest = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
@@ -400,6 +422,14 @@ def soften(weights, scores, identity, dtype, spec):
     nisa.tensor_scalar(
         dst=diagonal, data=identity[0:columns, 0:columns], op0=nl.multiply, operand0=largest
     )
+    return diagonal
+
+
+def soften(weights, scores, diagonal, dtype, spec):
+    """Add exp of the scores of each group of a set less their maximum, [128, tiles, columns]."""
+    columns = diagonal.shape[0]
+    tiles = scores[0].shape[1]
+    # a product with ones spreads the maxima over the partitions
     ones = nl.ndarray((columns, 128), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
     spread = nl.ndarray((128, 1, columns), dtype=nl.float32, buffer=nl.psum)
@@ -426,7 +456,7 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
     """Add the weighted values of a chunk, [d, columns]; the sums in turn, as each one waits."""
     wide = step[5]
     single = single_tiles(spec, schedule)
-    turns = len(sums) - 1 if single > 0 else len(sums)
+    turns = sums.shape[1] - 1 if single > 0 else sums.shape[1]
     passes = list_passes(step, schedule)
     for i in range(len(passes)):
         first = passes[i][0]
@@ -436,11 +466,11 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
         if count == schedule.pack:
             place = tile // schedule.pack
             adds_from = turns
-            into = sums[place % turns]
+            slot = place % turns
         else:
             place = tile
             adds_from = spec.cache_tiles - single + 1
-            into = sums[turns]
+            slot = turns
         for part in range((spec.d + 127) // 128):
             deep = min(128, spec.d - 128 * part)
             if schedule.pack > 1:
@@ -448,12 +478,11 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
                 values = values.reshape((wide, count * deep))
                 moving = weights[0:wide, tile : tile + count, 0 : spec.columns]
                 moving = moving.reshape((wide, count * spec.columns))
-                place_of = into[0 : count * deep, part, 0:count, 0 : spec.columns]
-                place_of = place_of.reshape((count * deep, count * spec.columns))
             else:
                 values = v_sb[0:wide, first, 128 * part : 128 * part + deep]
                 moving = weights[0:wide, tile, 0 : spec.columns]
-                place_of = into[0:deep, part, 0, 0 : spec.columns]
+            begin = part * schedule.pack * spec.columns
+            place_of = sums[0 : count * deep, slot, begin : begin + count * spec.columns]
             nisa.nc_matmul(
                 dst=place_of,
                 stationary=values,
@@ -463,24 +492,19 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
 
 
 def sum_weights(weights, spec):
-    """Return the sum of the weights of each column of a set, [columns, 1] in PSUM."""
-    columns = len(weights) * spec.columns
-    each = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.sbuf)
+    """Return the sums of each partition of the weights of a set, [128, columns]."""
+    sums = nl.ndarray((128, len(weights) * spec.columns), dtype=nl.float32, buffer=nl.sbuf)
     for i in range(len(weights)):
         by_column = weights[i][0:128, 0 : spec.cache_tiles, 0 : spec.columns].permute((0, 2, 1))
-        own = each[0:128, spec.columns * i : spec.columns * (i + 1)]
+        own = sums[0:128, spec.columns * i : spec.columns * (i + 1)]
         nisa.tensor_reduce(dst=own, op=nl.add, data=by_column, axis=2)
-    ones = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
-    total = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=total, stationary=each, moving=ones)
-    return total
+    return sums
 
 
 def add_sums(made, sums, slot, spec, schedule):
     """Add up the sums of a group, in the columns of its set."""
     single = single_tiles(spec, schedule) > 0
-    turns = len(sums) - 1 if single else len(sums)
+    turns = sums.shape[1] - 1 if single else sums.shape[1]
     blocks = blocks_of(spec, schedule)
     first = spec.columns * slot
     last = first + spec.columns
@@ -488,20 +512,24 @@ def add_sums(made, sums, slot, spec, schedule):
         deep = min(128, spec.d - 128 * part)
         height = blocks * deep
         each = made[0:height, part, 0:blocks, first:last]
-        evict(each, sums[0][0:height, part, 0:blocks, 0 : spec.columns], 0)
-        for i in range(1, turns):
-            more = sums[i][0:height, part, 0:blocks, 0 : spec.columns]
-            nisa.tensor_tensor(dst=each, data1=each, data2=more, op=nl.add)
+        begin = part * schedule.pack * spec.columns
+        every = sums[0:height, 0 : max(1, turns), begin : begin + blocks * spec.columns]
+        every = every.reshape_dim(2, (blocks, spec.columns)).permute((0, 2, 3, 1))
+        nisa.tensor_reduce(dst=each, op=nl.add, data=every, axis=3)
         if single and turns > 0:
             one = made[0:deep, part, 0, first:last]
-            more = sums[turns][0:deep, part, 0, 0 : spec.columns]
+            more = sums[0:deep, turns, begin : begin + spec.columns]
             nisa.tensor_tensor(dst=one, data1=one, data2=more, op=nl.add)
 
 
-def finish_set(out, made, total, spec, schedule):
+def finish_set(out, made, sums, spec, schedule):
     """Turn the weighted values, divide by the sums of the weights, and store y of a set."""
     columns = made.shape[3]
     blocks = made.shape[2]
+    ones = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    total = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=total, stationary=sums, moving=ones)
     inverse = nl.ndarray((columns, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.reciprocal(dst=inverse, data=total)
     y_sb = nl.ndarray((columns, spec.d), dtype=out.dtype, buffer=nl.sbuf)
