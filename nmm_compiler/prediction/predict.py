@@ -104,8 +104,8 @@ def predict(
             time.
         routing: how often each expert of a layer was chosen, for models with experts; default:
             equally often.
-        norms: whether kernels have norms and sums inside where that is faster, as the backend
-            with `rules=["+norms"]`.
+        norms: whether kernels have norms, sums and the RoPE of queries inside where that is
+            faster, as the backend with `rules=["+norms", "+attention"]`.
 
     Returns:
         Every piece with its time and source, and the sums.

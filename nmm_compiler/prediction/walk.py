@@ -28,9 +28,11 @@ from nmm_compiler.ops.launches import dtype_name, view_turned
 from nmm_compiler.ops.lower import graph_call, lower, op_name
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, Product, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs
+from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.pipeline import rewrite
+from nmm_compiler.passes.rules.attention import unrotated
 from nmm_compiler.passes.rules.base import module_path
 from nmm_compiler.passes.rules.gated_mlp import gates_at
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -93,7 +95,7 @@ def walk_graphs(
     model: MetaModel, graphs: Graphs, target: str, lnc: int = 1
 ) -> tuple[list[Piece], list[Piece]]:
     """Return the pieces of graphs that were traced of this model, rewritten for a target, and those
-    with norms and sums inside of kernels, where each alone gains by it.
+    with norms, sums and rotations inside of kernels, where each alone gains by it.
 
     lnc: physical cores of a logical one, on which the passes price what they fuse.
     """
@@ -148,7 +150,7 @@ class _Walk:
         takes_norms: bool = False,
     ) -> None:
         """names: of the parameters among the placeholders. takes_norms: kernels of dense products
-        may have the norm of their input and a residual inside."""
+        may have the norm of their input and a residual inside, those of attention RoPE."""
         self.model, self.c, self.names = model, c, names
         self.takes_norms = takes_norms
         self.readers: dict[fx.Node, set[fx.Node]] = {}
@@ -158,6 +160,7 @@ class _Walk:
         self.found: list[Piece] = []
         self.dense: list[_Product] = []
         self.calls: list[_Product] = []
+        self.attention: list[fx.Node] = []
         self.pointwise: dict[fx.Node, int] = {}
         self.exchanges: dict[tuple[str, int], list[tuple[fx.Node, int]]] = {}
 
@@ -175,7 +178,7 @@ class _Walk:
             if self.c.views.get(node, (node,))[0] is node or node.op == "output":
                 for source in self._sources(node):
                     self.readers.setdefault(source, set()).add(node)
-        covered = self._dense_pieces()
+        covered = self._dense_pieces().union(*map(self._attention, self.attention))
         self._regions(covered)
         return self.found
 
@@ -196,7 +199,7 @@ class _Walk:
             self._collective(node, name)
             return True
         if "scaled_dot_product" in name:
-            self._attention(node)
+            self.attention.append(node)
             return True
         products = list(products_at(c, node))
         if products:
@@ -271,7 +274,9 @@ class _Walk:
         moved = sum(self._bytes(n) for n in inputs) + self._bytes(node)
         self._add("product", node, bytes=moved, flops=2 * out * depth)
 
-    def _attention(self, node: fx.Node) -> None:
+    def _attention(self, node: fx.Node) -> set[fx.Node]:
+        """Add the piece of a call of attention; return the pointwise nodes that its kernel computes
+        too: the rotation of few queries, where nothing else reads them."""
         q, k, v = (a for a in node.args[:3] if isinstance(a, fx.Node))
         *lead, heads, queries, features = map(int, self.c.shape(q) or ())
         keys, batch = int((self.c.shape(k) or ())[-2]), math.prod(lead)
@@ -291,7 +296,16 @@ class _Walk:
                 ways = ((kernel,),)
         sizes = (batch, heads, key_heads, queries, keys, features, causal)
         moved = self._bytes(node) * 2 + stored * self._item(node)
-        self._add("attention", node, attention=sizes, bytes=moved, ways=ways)
+        piece = self._piece("attention", node, attention=sizes, bytes=moved, ways=ways)
+        rope, before, _, angles = unrotated(self.c, q, k)
+        covered: set[fx.Node] = set()
+        if rope == "q" and ways and self.takes_norms and queries <= _FEW_TOKENS:
+            turned = [n for n in upstream([q], {before, *angles}) if n in self.pointwise]
+            covered.update(turned)
+            inside = ((dataclasses.replace(kernel, rope=rope),),)
+            piece = dataclasses.replace(piece, ways=inside, apart=(self._region(turned), piece))
+        self.found.append(piece)
+        return covered
 
     def _is_encoder(self) -> bool:
         config = getattr(self.model.module, "config", None)

@@ -186,14 +186,15 @@ def blocks_of(spec, schedule):
 
 
 def spread_angles(rope, heads, spec):
-    """Return the angles of each query, [columns, 2, d / 2]."""
+    """Return the angles of each query, [columns, 2, d / 2]: those of its token, for all heads."""
     half = spec.d // 2
     angles = nl.ndarray((heads * spec.m, 2, half), dtype=rope.dtype, buffer=nl.sbuf)
-    for h in range(heads):
-        nisa.dma_copy(
-            dst=angles[spec.m * h : spec.m * (h + 1), 0:2, 0:half],
-            src=rope[0:2, 0 : spec.m, 0:half].permute((1, 0, 2)),
-        )
+    if spec.m == 1:
+        nisa.dma_copy(dst=angles, src=rope.reshape((1, 2, half)).broadcast(0, heads))
+    else:
+        for h in range(heads):
+            own = rope[0:2, 0 : spec.m, 0:half].permute((1, 0, 2))
+            nisa.dma_copy(dst=angles[spec.m * h : spec.m * (h + 1), 0:2, 0:half], src=own)
     return angles
 
 

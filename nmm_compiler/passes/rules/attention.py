@@ -108,7 +108,7 @@ class Attention(Rule):
         shared = _before_repeat(graph, k), _before_repeat(graph, v)
         if graph.shape(shared[0]) == graph.shape(shared[1]):
             k, v = shared
-        rope, q, k, angles = _unrotated(graph, q, k)
+        rope, q, k, angles = unrotated(graph, q, k)
         try:
             spec = AttentionSpec(
                 m=shape[2], heads=shape[1], kv_heads=(graph.shape(k) or keys)[1], context=keys[2],
@@ -311,7 +311,7 @@ def _before_repeat(c: Canonical, node: fx.Node) -> fx.Node:
     return found if isinstance(found, fx.Node) else node
 
 
-def _unrotated(
+def unrotated(
     c: Canonical, q: fx.Node, k: fx.Node
 ) -> tuple[str, fx.Node, fx.Node, tuple[fx.Node, ...]]:
     """Return which operands the kernel rotates, q and k before that, and the angles.
