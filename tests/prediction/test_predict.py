@@ -451,3 +451,8 @@ def test_few_tokens_have_their_norms_and_sums_inside_of_kernels(weights):
     assert sum("residual" in x.what for x in kernels) == 2
     assert all(" us apart" in x.what for x in kernels)
     assert any("norm" in x.module for x in prefill.lines if x.kind == "pointwise")
+    rotates = [
+        ["rope_q" in x.what for x in one.lines if x.kind == "attention"]
+        for one in (decode, prefill)
+    ]
+    assert rotates == [[True], [False]]
