@@ -106,9 +106,9 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
                 "it in nl.shared_hbm",
             )
         storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
-        partly = storage.unwritten is not None and storage.missing < storage.unwritten.size
+        partly = storage.raw is not None and 0 < storage.missing < storage.raw.size
         if partly and _others_ended(now.machine):
-            missing = f"{storage.missing} elements of output {value.name!r}"
+            missing = f"{storage.missing // value.itemsize} elements of output {value.name!r}"
             current().warn(f"{missing} were never written and are undefined")
             define(view)
         return view

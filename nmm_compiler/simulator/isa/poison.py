@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.data import parts_of, refuse_poison
+from nmm_compiler.simulator.tensors.data import refuse_poison
 from nmm_compiler.simulator.tensors.indirect import positions
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -148,18 +148,12 @@ def spread(call: Any) -> None:
 def mark(dst: NkiTensor, here: np.ndarray, origin: str) -> None:
     """Mark elements of dst as dependent on unwritten memory, whose first read is `origin`."""
     storage = dst.storage
-    if storage.unwritten is None:
-        assert storage.raw is not None
-        storage.unwritten = np.zeros(storage.raw.size // storage.granule, np.bool_)
-        storage.missing = 0
+    marks = storage.unwritten = storage.unwritten or storage.marks(False)
     if dst.indirection is not None:
         table, valid = positions(dst)
-        chosen, item = table[valid][here.reshape(table.shape)[valid]], dst.dtype.item_bytes
-        storage.refine(item)
-        storage.unwritten[parts_of(chosen, item, storage.granule)] = True
+        chosen = table[valid][here.reshape(table.shape)[valid]]
+        marks.values[marks.places(dst, chosen)] = True
     else:
-        mask = dst.unwritten_view()
-        assert mask is not None
-        mask[here] = True
-    storage.missing = int(np.count_nonzero(storage.unwritten))
+        marks.of(dst)[here] = True
+    storage.missing = np.count_nonzero(marks.values) * marks.granule
     storage.origin = storage.origin or origin

@@ -63,40 +63,29 @@ def put(dst: NkiTensor, values: np.ndarray, *, exact: bool = False, product: boo
         note_writer(dst, TENSOR if product else OTHER)
 
 
-TENSOR, OTHER = 1, 2
-"""Who wrote an element of PSUM; 0 is nobody."""
+NOBODY, TENSOR, OTHER = (np.uint8(who) for who in range(3))
+"""Who wrote an element of PSUM."""
 
 
 def writers_of(dst: NkiTensor) -> np.ndarray:
     """Return who wrote each element of a view of PSUM."""
-    state, step = _writers(dst)
-    if dst.indirection is not None:
-        return np.asarray(state[positions(dst)[0] * step]).reshape(dst.shape)
-    steps = tuple([s * step for s in dst.strides])
-    return np.ndarray(dst.shape, np.uint8, state, dst.offset * step, steps)
-
-
-def note_writer(dst: NkiTensor, who: int) -> None:
-    """Note who wrote a view of PSUM."""
-    dst.storage.products = None
+    marks = dst.storage.writers
+    if marks is None:
+        return np.zeros(dst.shape, np.uint8)
     if dst.indirection is None:
-        writers_of(dst)[...] = who
-        return
-    state, step = _writers(dst)
-    state[positions(dst)[0] * step] = who
+        return np.asarray(marks.of(dst).max(axis=-1))
+    return np.asarray(marks.values[marks.places(dst, positions(dst)[0])].max(axis=-1)).reshape(dst.shape)
 
 
-def _writers(dst: NkiTensor) -> tuple[np.ndarray, int]:
-    """Return who wrote each granule of a storage, and how many granules an element of dst has."""
-    storage, item = dst.storage, dst.dtype.item_bytes
-    if storage.matmul is None:
-        size = storage.shape[0] * storage.bytes_per_partition
-        storage.matmul_granule = min(item, storage.dtype.item_bytes)
-        storage.matmul = np.zeros(size // storage.matmul_granule, np.uint8)
-    elif item < storage.matmul_granule:
-        storage.matmul = np.repeat(storage.matmul, storage.matmul_granule // item)
-        storage.matmul_granule = item
-    return storage.matmul, item // storage.matmul_granule
+def note_writer(dst: NkiTensor, who: np.uint8) -> None:
+    """Note who wrote a view of PSUM."""
+    storage = dst.storage
+    storage.products = None
+    marks = storage.writers = storage.writers or storage.marks(NOBODY)
+    if dst.indirection is None:
+        marks.of(dst)[...] = who
+    else:
+        marks.values[marks.places(dst, positions(dst)[0])] = who
 
 
 def scalar_value(value: Any, rank: int) -> Any:

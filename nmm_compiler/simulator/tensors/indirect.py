@@ -14,7 +14,7 @@ import numpy as np
 
 from nmm_compiler.errors import HazardError, OperandError, OutOfBoundsError
 from nmm_compiler.simulator.machine import current
-from nmm_compiler.simulator.tensors.data import FILL, note_unwritten, parts_of
+from nmm_compiler.simulator.tensors.data import FILL, note_unwritten
 from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.races import note_read, settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -133,20 +133,13 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray 
         note_read(view, table[valid])
     values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
     if storage.unwritten is not None:
-        mask = _unwritten_rows(view, table, valid)
+        marks = storage.unwritten
+        chosen = marks.values[marks.places(view, table)].any(axis=-1)
+        mask = np.asarray(chosen & valid[:, None]).reshape(view.shape)
         if mask.any():
             note_unwritten(view, mask)
             values[mask] = FILL.get(view.dtype.kind, FILL["int"])
     return values, None if valid.all() else valid
-
-
-def _unwritten_rows(view: NkiTensor, table: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """Return the mask, in the view's shape, of unwritten elements that valid indices choose."""
-    storage, item = view.storage, view.dtype.item_bytes
-    storage.refine(item)
-    assert storage.unwritten is not None
-    mask = storage.unwritten[parts_of(table, item, storage.granule)].any(axis=-1)
-    return np.asarray(mask & valid[:, None]).reshape(view.shape)
 
 
 def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:
@@ -188,9 +181,9 @@ def store_at(view: NkiTensor, places: np.ndarray, stored: np.ndarray) -> None:
     if storage.shared:
         stored = settled(view, stored, places)
     storage.raw.view(view.dtype.numpy)[places] = stored
-    if storage.unwritten is not None:
-        storage.refine(view.dtype.item_bytes)
-        storage.unwritten[parts_of(places, view.dtype.item_bytes, storage.granule)] = False
-        storage.missing = int(np.count_nonzero(storage.unwritten))
-        if storage.missing == 0:
+    marks = storage.unwritten
+    if marks is not None:
+        marks.values[marks.places(view, places)] = False
+        storage.missing = np.count_nonzero(marks.values) * marks.granule
+        if not storage.missing:
             storage.unwritten = None

@@ -20,6 +20,7 @@ import numpy as np
 from nmm_compiler.errors import HazardError, OnChipCapacityError, OperandError
 from nmm_compiler.simulator.machine import Machine, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.marks import Marks
 from nmm_compiler.simulator.trace import Allocation
 
 _SHARED = "shared_hbm"
@@ -30,17 +31,17 @@ class Storage:
     """One allocation in HBM, SBUF or PSUM.
 
     raw: the bytes (None in timing mode). line: the kernel's line that allocates it, if known.
-    unwritten: bool per `granule` bytes: never written, or dependent on unwritten elements; None
-        when there are none. origin: of dependent elements, which unwritten elements were read
-        first, and where. shared: several programs use it, with data. uses: which of those read and
-        wrote each element since they last met (`races.py`); None if nobody.
+    unwritten: which bytes were never written, or depend on unwritten elements; None when there are
+        none. missing: how many. origin: of dependent elements, which unwritten elements were read
+        first, and where. writers: who wrote each byte of PSUM last; None if nobody.
+    shared: several programs use it, with data. uses: which of those read and wrote each element
+        since they last met (`races.py`); None if nobody.
     """
 
     __slots__ = (
-        "address", "allocation", "bytes_per_partition", "constant", "dtype", "granule",
-        "identity", "is_input", "machine", "matmul",
-        "matmul_granule", "memory", "missing", "name", "origin", "products",
-        "raw", "region", "shape", "shared", "unwritten", "uses",
+        "address", "allocation", "bytes_per_partition", "constant", "dtype",
+        "identity", "is_input", "machine", "memory", "missing", "name", "origin", "products",
+        "raw", "region", "shape", "shared", "unwritten", "uses", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -63,25 +64,22 @@ class Storage:
         self.dtype = dtype
         self.address = address
         self.constant = self.is_input = False
-        self.matmul: Any = None
-        self.matmul_granule = 1
+        self.writers: Marks | None = None
         self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
         self.uses: Any = None
         self.products: Any = None
-        self.unwritten: np.ndarray | None = None
+        self.unwritten: Marks | None = None
         self.missing = 0
         self.origin = ""
         row = item = dtype.item_bytes
         for size in shape if memory == "hbm" else shape[1:]:
             row *= size
         self.bytes_per_partition = row
-        self.granule = item
         self.raw = raw
         if machine.data and raw is None:
-            total = math.prod(shape)
-            self.raw = np.empty(total * item, np.uint8)
-            self.unwritten = np.ones(total, np.bool_)
-            self.missing = total
+            self.missing = math.prod(shape) * item
+            self.raw = np.empty(self.missing, np.uint8)
+            self.unwritten = self.marks(True)
         self.identity = identity = machine.storages
         machine.storages = identity + 1
         self.allocation = machine.trace.allocations[identity] = Allocation(
@@ -89,13 +87,10 @@ class Storage:
             kernel_frame()[1] if line < 0 else line, address,
         )  # fmt: skip
 
-    def refine(self, granule: int) -> None:
-        """Track written elements at a finer size than the tensor's own dtype."""
-        if self.unwritten is not None and granule < self.granule:
-            factor = self.granule // granule
-            self.unwritten = np.repeat(self.unwritten, factor)
-            self.missing *= factor
-        self.granule = min(granule, self.granule)
+    def marks(self, value: Any) -> Marks:
+        """Return marks of all of it."""
+        assert self.raw is not None
+        return Marks(self.raw.size, self.dtype.item_bytes, value)
 
 
 def check_allocation(machine: Machine, storage: Storage) -> None:

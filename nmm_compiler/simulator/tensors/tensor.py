@@ -659,44 +659,25 @@ class NkiTensor(NKIObject):
         return array
 
     def unwritten_view(self) -> np.ndarray | None:
-        """Return the bool view of unwritten elements, or None when all are written."""
-        storage = self.storage
-        if storage.unwritten is None:
-            return None
-        item = self.dtype.item_bytes
-        if item < storage.granule:
-            storage.refine(item)
-        factor, shape, strides = item // storage.granule, self.shape, self.strides
-        if factor > 1:
-            shape, strides = (*shape, factor), (*(s * factor for s in strides), 1)
-        return np.ndarray(shape, np.bool_, storage.unwritten, self.offset * factor, strides)
+        """Return which bytes of each element are unwritten, or None when all are written."""
+        marks = self.storage.unwritten
+        return None if marks is None else marks.of(self)
 
     def missing(self) -> np.ndarray | None:
         """Return a copy of the mask of unwritten elements, or None when there are none."""
         mask = self.unwritten_view()
-        if mask is None or not mask.any():
-            return None
-        return np.asarray(mask.any(axis=-1)) if mask.ndim > len(self.shape) else mask.copy()
+        return None if mask is None or not mask.any() else np.asarray(mask.any(axis=-1))
 
     def mark_written(self) -> None:
         """Note that all elements of the view are written."""
-        storage = self.storage
-        if storage.unwritten is None:
+        storage, marks = self.storage, self.storage.unwritten
+        if marks is None:
             return
-        strides = self.strides
-        if self.shape == storage.shape and strides[-1] == 1 and self.dtype is storage.dtype:
-            rows = self.shape[1] if len(strides) == 2 else -1
-            if strides[0] == rows and not self.offset:  # all of it: no need to count
-                storage.unwritten, storage.missing = None, 0
-                return
-        mask = self.unwritten_view()
-        assert mask is not None
-        new = int(np.count_nonzero(mask))
-        if new:
-            mask[...] = False
-            storage.missing -= new
-            if storage.missing <= 0:
-                storage.unwritten = None
+        mask = marks.of(self)
+        storage.missing -= np.count_nonzero(mask) * marks.granule
+        mask[...] = False
+        if not storage.missing:
+            storage.unwritten = None
 
     def load(self, what: str = "") -> np.ndarray:
         """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted.
