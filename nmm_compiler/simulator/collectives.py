@@ -154,11 +154,9 @@ class _Move(Caller):
                 sent = [_reduced(sent[0], _sent(machine, local[0]), local[1])]
         if machine.alone:
             return record
-        met = {self.ranks[0]: sent}
-        if machine.programs is not None:
-            what = f"ncc.{self.op} of ranks {self.ranks}"
-            key = machine.program_id, self.ranks, self.op
-            met = machine.programs.meet(machine, what, key, machine.rank, ranks, sent)
+        what = f"ncc.{self.op} of ranks {self.ranks}"
+        key = machine.program_id, self.ranks, self.op
+        met = machine.programs.meet(machine, what, key, machine.rank, ranks, sent)
         for i, (_, dst) in enumerate(pairs if machine.data else ()):
             parts, masks, origins = zip(*(met[rank][i] for rank in self.ranks), strict=True)
             values = combine(list(parts), self.place)

@@ -136,7 +136,7 @@ class Machine:
     another dialect of NKI for this program.
     program_id: of the programs of a rank, which are `grid`. rank: of `ranks` cores that exchange
         data by nki.collectives.
-    programs: the exchange with the other programs, None where there is one program.
+    programs: the exchange with the other programs.
     alone: the other ranks do not run; in timing mode they are taken to arrive at the same time.
     turns: of a loop on the device whose bound is not known without data.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
@@ -167,7 +167,7 @@ class Machine:
         grid: int,
         rank: int,
         ranks: int,
-        programs: Programs | None,
+        programs: Programs,
     ) -> None:
         self.target = target
         self.assign = assign

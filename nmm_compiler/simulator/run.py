@@ -37,7 +37,7 @@ from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
 from nmm_compiler.simulator.machine import MAX_RANKS, Machine, Options, running, set_current
 from nmm_compiler.simulator.programs import Programs, Stopped
-from nmm_compiler.simulator.tensors.data import poisoned_values
+from nmm_compiler.simulator.tensors.marks import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.timing.dependence import refused_dependency
@@ -227,7 +227,7 @@ def _launch(
     if grid not in (1, 2):
         raise KernelArgumentError(f"grid {grid}; NKI has 1 or 2 programs (LNC)")
     data, count = options.data, len(inputs) * grid
-    programs = Programs(count) if count > 1 else None
+    programs = Programs(count)
     ranks: list[tuple[list[Machine], Binder]] = []
     bodies: list[Callable[[], None]] = []
     for rank, (arrays, named) in enumerate(inputs):
@@ -248,7 +248,7 @@ def _launch(
         bodies += [functools.partial(_run, m, function, args, kwargs) for m in machines]
     with contextlib.nullcontext() if data else collector_held_off():
         with np.errstate(all="ignore"):
-            if programs is None:
+            if count == 1:
                 bodies[0]()
             else:
                 programs.run(bodies)

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from nmm_compiler import targets
+from nmm_compiler.simulator.tensors.geometry import walk_pattern
 from nmm_compiler.simulator.timing.profile import profile_traces
 from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
@@ -27,11 +28,12 @@ class Tensor:
         rows, columns = (range(n)[k] for k, n in zip(key, self.shape, strict=True))
         item, memory = ITEM[self.dtype], self.memory
         start, stop = columns[0] * item, (columns[-1] + 1) * item
-        pattern, place = ((item * columns.step, len(columns)),), (rows.start, rows.stop)
+        place, sizes, strides = (rows.start, rows.stop), (len(columns),), (columns.step,)
         if memory == "hbm":
             width, place = self.shape[1] * item, (0, 1)
             start, stop = rows[0] * width + start, rows[-1] * width + stop
-            pattern = ((width * rows.step, len(rows)), *pattern)
+            sizes, strides = (len(rows), *sizes), (self.shape[1] * rows.step, *strides)
+        pattern = walk_pattern(sizes, strides, item)[0]
         return Access(self.storage, memory, *place, start, stop, pattern, self.dtype, item)
 
     @property

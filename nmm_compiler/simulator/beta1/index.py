@@ -15,7 +15,7 @@ import numpy as np
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.machine import current
-from nmm_compiler.simulator.tensors.data import whole
+from nmm_compiler.simulator.tensors.registers import whole
 
 Box = tuple[tuple[int, int], ...]
 Part = Box | bool

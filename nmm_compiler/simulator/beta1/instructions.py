@@ -56,8 +56,8 @@ from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.language.functions import reduced_shape
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.tensors.data import MAX_FREE_DIMS, out_of_reach
 from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.geometry import MAX_FREE_DIMS, out_of_reach
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 Arguments = dict[str, Any]

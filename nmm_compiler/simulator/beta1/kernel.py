@@ -73,7 +73,8 @@ class Entry:
         mine = list(programs(self.grid, now.machine.program_id))
         now.grid = tuple(dimension.size for dimension in self.grid)
         for program in mine:
-            now.program, now.shared_count = program, 0
+            now.program = program
+            now.machine.programs.begin(now.machine)
             returned = self.__wrapped__(*tensors[0], **tensors[1])
             now.flush()
         code = self.__code__
@@ -98,8 +99,7 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
             value = _stored(value)
         view = value.tile()
         storage = view.storage
-        shared = any(t.tile().storage is storage for t in now.shared) or storage.is_input
-        if programs_run > 1 and not shared:
+        if programs_run > 1 and storage.region is not shared_hbm and not storage.is_input:
             raise current().error(
                 SimulationError,
                 f"NKI Beta 1: each of {programs_run} programs returned its own {value!r}; allocate "
@@ -119,8 +119,6 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
 
 def _others_ended(machine: Machine) -> bool:
     """Return whether every other program of the rank has written all that it writes."""
-    if machine.programs is None:
-        return True
     first = machine.rank * machine.grid
     ended = machine.programs.finished[first : first + machine.grid]
     return sum(ended) == machine.grid - 1

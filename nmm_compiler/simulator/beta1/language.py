@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from nmm_compiler.errors import OperandError, SimulationError, UnsupportedInstructionError
+from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions
 from nmm_compiler.simulator.beta1.index import Index, Part, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
@@ -56,12 +56,11 @@ from nmm_compiler.simulator.beta1.tensor import (
 )
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.language import base
-from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, shared_hbm, tile_size
+from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, tile_size
 from nmm_compiler.simulator.language.functions import EXACT_DTYPES, spread_by_product
 from nmm_compiler.simulator.language.functions import NAMES as CURRENT
 from nmm_compiler.simulator.signatures import Function
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 _SHARED = (
@@ -103,13 +102,7 @@ def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
     marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
     if len(marked) > 1:
         raise fail(OperandError, f"shape {given} has {len(marked)} partition dimensions")
-    sizes = []
-    for size in given:
-        number = as_number(size)
-        if number is None or number != int(number) or number < 1:
-            raise fail(OperandError, f"size {size!r} in shape {given}; use positive integers")
-        sizes.append(int(number))
-    return tuple(sizes), marked[0] if marked else 0
+    return base.sizes_of(session().machine, "", given), marked[0] if marked else 0
 
 
 def _created(
@@ -126,17 +119,16 @@ def _created(
         )
     session().flush()
     if base.is_hbm(region):
-        return _new_hbm(sizes, kind, region, name, value)
+        if value is None:
+            return Tensor.of(base.ndarray(sizes, kind, region, name))
+        raise fail(
+            OperandError,
+            "a tensor in HBM with an initial value (err_hbm_tensor_with_init_value_not_supported); "
+            "make it with nl.ndarray and nl.store the value",
+        )
     if len(sizes) - par < 2:
         sizes = (*sizes, 1)
     blocks, tile = sizes[:par], sizes[par:]
-    if tile[0] > tile_size.pmax:
-        raise fail(
-            OperandError,
-            f"tensor {name!r} {sizes} has {tile[0]} partitions, the memory has {tile_size.pmax} "
-            "(err_num_partition_exceed_arch_limit); tile it, or mark the partition dimension with "
-            "nl.par_dim",
-        )
     per_partition = math.prod(tile[1:]) * kind.item_bytes
 
     @functools.cache
@@ -168,31 +160,6 @@ def _fill(tile: NkiTensor, value: Any) -> None:
     if storage.raw is not None:
         storage.raw.fill(0)
         storage.unwritten, storage.missing = None, 0
-
-
-def _new_hbm(
-    sizes: tuple[int, ...], kind: DType, region: MemoryRegion, name: str, value: Any
-) -> Tensor:
-    if value is not None:
-        raise fail(
-            OperandError,
-            "a tensor in HBM with an initial value (err_hbm_tensor_with_init_value_not_supported); "
-            "make it with nl.ndarray and nl.store the value",
-        )
-    if region is not shared_hbm:
-        return Tensor.of(base.ndarray(sizes, kind, region, name))
-    now = session()
-    now.shared_count += 1
-    if len(now.shared) < now.shared_count:
-        now.shared.append(Tensor.of(base.ndarray(sizes, kind, region, name)))
-    known = now.shared[now.shared_count - 1]
-    if (known.shape, known.kind) != (sizes, kind):
-        raise fail(
-            SimulationError,
-            f"program {now.program} allocates nl.shared_hbm tensor {now.shared_count} as {sizes} "
-            f"{kind}, an earlier program as {known.shape} {known.kind}",
-        )
-    return known
 
 
 def _full(call: str, /, fill_value: Any, **given: Any) -> Tensor:
@@ -262,12 +229,6 @@ def _hbm(name: str, role: str, value: Any) -> Tensor:
 def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
     """Return a tile in SBUF with the values of an HBM tensor; the masked part is left out."""
     source = _hbm("nl.load", "src", src)
-    if source.shape[0] > tile_size.pmax:
-        raise fail(
-            OperandError,
-            f"nl.load of {src!r} takes {source.shape[0]} partitions, the memory has "
-            f"{tile_size.pmax} (err_num_partition_exceed_arch_limit); load 128 rows at a time",
-        )
     return result(
         source.shape, asked(dtype, source.kind),
         lambda box: functools.partial(ISSUE["dma_copy"], src=source.tile(box)), mask=mask,
@@ -285,8 +246,6 @@ def store(dst: Any, value: Any, *, mask: Any = None) -> None:
         return
     view = written(target, box)
     if number is not None:
-        if view.shape[0] > tile_size.pmax:
-            raise fail(OperandError, f"nl.store of {view.shape[0]} partitions; store 128 rows")
         tile = base.ndarray(view.shape, target.kind, sbuf)
         ISSUE["memset"](tile, in_kind(number, target.kind))
     else:
@@ -496,34 +455,25 @@ def _static_cast(name: str, input_data: Any, dtype: Any) -> Any:
 @_named
 def broadcast_to(src: Any, *, shape: Any) -> Tensor:
     """Return a view of `shape`; one partition becomes many by a product with ones, or by DMA."""
-    tile, shape = src, tuple(shape)
+    tile, shape = tensor_anywhere("broadcast_to", "src", src), tuple(shape)
     if tile.shape == shape:
         return tile
     lead = len(shape) - len(tile.shape)
-    if tile.memory == "hbm":
-        for _ in range(lead):
-            tile = tile.expand_dims(0)
-        return Tensor.of(stretched(tile, shape, "broadcast_to"))
-    tensor("broadcast_to", "src", tile)
-    if lead > 0 and tile.shape[0] == 1:
+    if lead > 0 and (tile.memory == "hbm" or tile.shape[0] == 1):
         tile = tile.reshape((1,) * lead + tile.shape)
     if len(tile.shape) != len(shape):
         raise no_broadcast(tile, shape, "broadcast_to")
-    if tile.shape[0] != shape[0]:
-        if tile.shape[0] != 1:
-            raise no_broadcast(tile, shape, "broadcast_to")
-        session().flush()
-        tile = _spread(tile, shape[0])
     return Tensor.of(stretched(tile, shape, "broadcast_to"))
 
 
-def _spread(tile: Tensor, partitions: int) -> Tensor:
-    view = in_sbuf(tile.tile())
+def _spread(row: NkiTensor, partitions: int) -> NkiTensor:
+    """Return a tile with one partition's elements in all partitions."""
+    machine, view = session().flush().machine, in_sbuf(row)
     if view.dtype not in EXACT_DTYPES or view.access().partition_start:
         view = copied(view, dtypes.float32)
     wide = base.ndarray((partitions, *view.shape[1:]), view.dtype, sbuf)
-    spread_by_product(session().machine, wide, view, CURRENT["copy"])
-    return Tensor.of(wide if wide.dtype == tile.kind else copied(wide, tile.kind))
+    spread_by_product(machine, wide, view, CURRENT["copy"])
+    return wide if wide.dtype == row.dtype else copied(wide, row.dtype)
 
 
 @_named
@@ -587,7 +537,7 @@ for _name, _call in functions_of("language", "nl", _body).items():
     NAMES[_name] = _call
     setattr(_call, "nki_op", getattr(CURRENT.get(_name), "nki_op", None))  # noqa: B010
 OPERATIONS.update(NAMES)
-OPERATIONS["broadcast"] = lambda tile, shape: broadcast_to(tile, shape=shape)
+OPERATIONS["spread"] = _spread
 OPERATIONS["update"] = _update
 OPERATIONS["invert"] = lambda x: NAMES["logical_not" if x.kind == "bool" else "invert"](x)
 

@@ -39,11 +39,13 @@ from nmm_compiler.simulator.beta1.index import (
     full_key,
 )
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
+from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place_instructions
-from nmm_compiler.simulator.tensors.data import whole
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.tensor import DynamicSlice, Indirection, NkiTensor, kind_of
+from nmm_compiler.simulator.tensors.marks import poisoned_values
+from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind operators and methods of a tensor; the language fills it in."""
@@ -115,8 +117,6 @@ class Session:
         self.pending: Tensor | None = None
         self.program: tuple[int, ...] = ()
         self.grid: tuple[int, ...] = ()
-        self.shared: list[Tensor] = []
-        self.shared_count = 0
         self.lent: list[weakref.ref[Tensor]] = []
         self.reductions: set[tuple[int, int, tuple[int, ...]]] = set()
         self.read_only: dict[int, str] = {}
@@ -266,11 +266,12 @@ class Tensor:
                 )
         if not isinstance(box, tuple):
             return view
+        chosen = view.indirection
+        if chosen is not None and chosen.kind == "vector":
+            chosen = Indirection("vector", 0, chosen.index[slice(*box[0])], chosen.step)
         offset = view.offset + sum(a * s for (a, _), s in zip(box, view.strides, strict=True))
-        shape = tuple(b - a for a, b in box)
-        return NkiTensor(
-            view.storage, shape, view.strides, offset, view.dtype, view.indirection
-        )  # fmt: skip
+        sizes = (b - a for a, b in box)
+        return view.over(tuple(zip(sizes, view.strides, strict=True)), offset, chosen)
 
     # Indexing
 
@@ -378,7 +379,7 @@ class Tensor:
 
     def broadcast_to(self, shape: Any) -> Tensor:
         """Return a view of `shape`; dimensions of size 1 repeat."""
-        return OPERATIONS["broadcast"](self, tuple(shape))
+        return OPERATIONS["broadcast_to"](self, shape=shape)
 
     def astype(self, dtype: Any) -> Tensor:
         """Return a copy in another dtype."""
@@ -521,16 +522,11 @@ def _slices(tensor: Tensor, keys: list[Any]) -> list[Affine]:
     on_chip, axis = tensor.memory != "hbm", 0
     lines: list[tuple[tuple[int, int, int], int]] = []
     for k in keys:
-        dim, kept = len(lines), True
-        if k is None:
-            axis += 1
-            continue
-        if isinstance(k, (slice, DynamicSlice)):
-            line = _span(tensor, dim, k)
-        else:
-            line, kept = (_number(tensor, k, dim), 1, 1), on_chip and dim == 0
-        lines.append((line, axis if kept else -1))
-        axis += kept
+        dim, sliced = len(lines), isinstance(k, (slice, DynamicSlice))
+        if k is not None:
+            span = _span(tensor, dim, k) if sliced else (_number(tensor, k, dim), 1, 0)
+            lines.append((span, axis))
+        axis += k is None or sliced or (on_chip and dim == 0)
     axes = range(max(axis, 2 if on_chip else 0))
     return [
         Affine(
@@ -628,18 +624,16 @@ def nothing(dst: NkiTensor) -> None:
 
 
 def leave_undefined(dst: Tensor) -> None:
-    """Let unwritten elements of dst on chip hold undefined values: NaN, or 4 in integers."""
-    view = dst.tile(False)
-    if view.storage.unwritten is None or dst.outside or dst.memory == "hbm":
-        return
-    define(view)
+    """Let unwritten elements of dst on chip hold undefined values."""
+    if dst.memory != "hbm" and not dst.outside:
+        define(dst.tile(False))
 
 
 def define(view: NkiTensor) -> None:
     """Let the unwritten elements of a view hold undefined values."""
     missing = view.missing()
     if missing is not None:
-        view.array()[missing] = np.nan if view.dtype.kind == "float" else 4
+        view.array()[...] = poisoned_values(view, missing)
         view.mark_written()
 
 
@@ -671,7 +665,7 @@ def written(dst: Tensor, box: Part = True) -> NkiTensor:
 def assign(dst: Tensor, value: Any) -> None:
     """Do `dst = value` for a part of a tensor."""
     now = session()
-    if isinstance(value, Tensor) and _same_elements(dst, value):
+    if isinstance(value, Tensor) and value.place is not None and same_view(dst.place, value.place):
         return  # what `a[i] += b` ends with: the sum is there
     if dst.memory == "hbm":
         now.flush()
@@ -727,13 +721,6 @@ def in_kind(number: Any, kind: DType) -> Any:
     return number if kind.kind == "float" else int(number)
 
 
-def _same_elements(a: Tensor, b: Tensor) -> bool:
-    """Return whether both are the same elements in the same order."""
-    x, y = a.place, b.place
-    return x is not None and y is not None and (x.storage, x.offset, x.shape, x.strides) == (
-        y.storage, y.offset, y.shape, y.strides)  # fmt: skip
-
-
 def _fits(dst: Tensor, value: Tensor, pending: Pending) -> bool:
     """Return whether the instruction can write dst itself, with the same values."""
     if dst.memory not in pending.only or dst.par:
@@ -763,7 +750,7 @@ def stretched(tile: Tensor, shape: tuple[int, ...], what: str, box: Part = True)
     ):
         raise no_broadcast(tile, shape, what)
     if view.shape[0] != shape[0] and tile.memory != "hbm":
-        view = OPERATIONS["broadcast"](tile, (shape[0], *tile.shape[1:])).tile()
+        view = OPERATIONS["spread"](view, shape[0])
     for d, want in enumerate(shape):
         if view.shape[d] != want:
             view = view.broadcast(d, want)

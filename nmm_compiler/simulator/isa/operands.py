@@ -22,8 +22,8 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.data import out_of_reach
 from nmm_compiler.simulator.tensors.dtypes import INTEGERS
+from nmm_compiler.simulator.tensors.geometry import out_of_reach
 from nmm_compiler.simulator.tensors.indirect import positions
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -307,7 +307,7 @@ def _addresses(view: NkiTensor, unit: int) -> np.ndarray:
     return np.asarray((table[valid] * item)[..., None] + np.arange(0, item, unit))
 
 
-def _same_view(a: Any, b: Any) -> bool:
+def same_view(a: Any, b: Any) -> bool:
     """Return whether two views, or their runtime indices, are of the same elements."""
     if a.__class__ is not NkiTensor or b.__class__ is not NkiTensor:
         return a is b
@@ -316,7 +316,7 @@ def _same_view(a: Any, b: Any) -> bool:
     i, j = a.indirection, b.indirection
     if i is None or j is None:
         return a.itemsize == b.itemsize and i is j
-    return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and _same_view(i.index, j.index)
+    return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and same_view(i.index, j.index)
 
 
 def check_hazard(caller: Caller, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
@@ -328,7 +328,7 @@ def check_hazard(caller: Caller, dst: NkiTensor, src: NkiTensor, streams: bool) 
         elements before it writes one. DMAs move elements in no order.
     """
     in_order = streams and not caller.op.startswith("dma_")
-    if not (streams and _same_view(dst, src)) and _collide(caller.machine, dst, src, in_order):
+    if not (streams and same_view(dst, src)) and _collide(caller.machine, dst, src, in_order):
         caller.machine.rule(
             HazardError,
             f"nisa.{caller.op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over "

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.data import refuse_poison
 from nmm_compiler.simulator.tensors.indirect import positions
+from nmm_compiler.simulator.tensors.marks import refuse_poison
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Arguments = dict[str, Any]

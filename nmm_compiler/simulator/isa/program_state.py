@@ -234,7 +234,7 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
     machine = call.machine
     if not isinstance(cores, (tuple, list)) or tuple(cores) != (0, 1):
         raise call.error(OperandError, f"cores {cores!r}; only (0, 1) is supported")
-    if machine.programs is None or machine.grid < 2:
+    if machine.grid < 2:
         raise machine.error(
             SimulationError,
             "nisa.core_barrier in a single program waits for a core that does not run; pass grid=2",
@@ -279,7 +279,7 @@ def sendrecv(
         raise call.error(
             OperandError, f"dst {dst.shape}, src {src.shape}; they must have the same shape"
         )
-    if machine.programs is None or machine.grid < 2:
+    if machine.grid < 2:
         raise call.error(SimulationError, "it is in a single program has no peer; pass grid=2")
     size = src.free_size * src.dtype.item_bytes
     limit = 256 * src.dtype.item_bytes

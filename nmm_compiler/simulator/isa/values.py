@@ -74,7 +74,9 @@ def writers_of(dst: NkiTensor) -> np.ndarray:
         return np.zeros(dst.shape, np.uint8)
     if dst.indirection is None:
         return np.asarray(marks.of(dst).max(axis=-1))
-    return np.asarray(marks.values[marks.places(dst, positions(dst)[0])].max(axis=-1)).reshape(dst.shape)
+    return np.asarray(marks.values[marks.places(dst, positions(dst)[0])].max(axis=-1)).reshape(
+        dst.shape
+    )
 
 
 def note_writer(dst: NkiTensor, who: np.uint8) -> None:

@@ -15,10 +15,10 @@ from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, running
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.tensors.data import whole
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
-from nmm_compiler.simulator.tensors.tensor import DynamicSlice, NkiTensor, kind_of, make_tensor
+from nmm_compiler.simulator.tensors.registers import DynamicSlice, whole
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of, make_tensor
 from nmm_compiler.simulator.variable_names import assigned_name
 from nmm_compiler.targets import Target, get
 
@@ -122,7 +122,7 @@ def ndarray(
         shape = tuple(shape) if not isinstance(shape, int) else (shape,)
     for size in shape:
         if size.__class__ is not int or size < 1:
-            shape = _sizes(machine, name, shape)
+            shape = sizes_of(machine, name, shape)
             break
     if memory != "hbm":
         if len(shape) == 1:
@@ -137,7 +137,7 @@ def ndarray(
         if found is None:
             found = machine.names[place] = assigned_name(*place)
         name = found or memory
-    if machine.grid > 1 and buffer is shared_hbm and machine.programs is not None:
+    if buffer is shared_hbm:
         return machine.programs.shared(machine, name, shape, kind, buffer)
     storage = Storage(machine, name, buffer, memory, shape, kind, address, line=place[1])
     if memory != "hbm":
@@ -145,7 +145,8 @@ def ndarray(
     return make_tensor(storage)
 
 
-def _sizes(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
+def sizes_of(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the sizes of a shape as integers of at least 1."""
     sizes = []
     for value in shape:
         size = whole(value)
@@ -178,9 +179,8 @@ def shared_constant(constant: Any) -> NkiTensor:
         else np.asarray(constant)  # fmt: skip
     kind = kind_of(array.dtype)
     machine.note("nl.shared_constant", array)
-    if machine.programs is not None:
-        content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
-        machine.programs.agree(machine, "nl.shared_constant", (array.shape, kind, content))
+    content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
+    machine.programs.agree(machine, "nl.shared_constant", (array.shape, kind, content))
     return _constant(machine, "constant", array, kind)
 
 

@@ -19,8 +19,11 @@ import numpy as np
 from nmm_compiler.errors import HazardError, SimulationError
 from nmm_compiler.simulator.language.base import of_the_whole_program
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
-from nmm_compiler.simulator.tensors.data import DynamicSlice, Indirection
-from nmm_compiler.simulator.tensors.registers import VirtualRegister
+from nmm_compiler.simulator.tensors.registers import (
+    DynamicSlice,
+    Indirection,
+    VirtualRegister,
+)
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 

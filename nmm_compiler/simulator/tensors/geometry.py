@@ -1,4 +1,4 @@
-"""The geometry of views, interned, so that it is worked out once and not for every tensor.
+"""The geometry of views: what an engine can walk; interned, so that it is worked out once.
 
 A kernel allocates thousands of tensors of one shape and takes the same parts of each. Views of one
 geometry differ only in their storage and in where they begin in HBM or SBUF. No check of an
@@ -9,11 +9,11 @@ geometry takes its shape, strides and region from the first one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from nmm_compiler.simulator.tensors.data import DynamicSlice
 from nmm_compiler.simulator.tensors.memory import Storage
+from nmm_compiler.simulator.tensors.registers import DynamicSlice
 from nmm_compiler.simulator.trace import Access
 
 NkiTensor = Any  # its file knows this one
@@ -103,3 +103,47 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * shape[d + 1]
     return tuple(strides)
+
+
+MAX_FREE_DIMS, MAX_SIZE, MIN_STRIDE, MAX_STRIDE = 4, 0xFFFF, -0x8000, 0x7FFF
+"""Limits of an engine's access pattern: dimensions, uint16 sizes, int16 strides in elements."""
+
+
+def out_of_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    """Return which of these free dimensions no engine's access pattern can express, or ""."""
+    walked = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
+    if len(walked) > MAX_FREE_DIMS:
+        return f"{len(walked)} free dimensions {shape}, at most {MAX_FREE_DIMS}; merge some"
+    for size, stride in walked:
+        if size > MAX_SIZE:
+            return f"a free dimension of {size:,} elements, at most {MAX_SIZE:,}; split it"
+        if not MIN_STRIDE <= stride <= MAX_STRIDE:
+            return (
+                f"a stride of {stride:,} elements, {MIN_STRIDE:,}..{MAX_STRIDE:,}; use one "
+                "instruction for each of its steps, or a wider dtype"
+            )
+    return ""
+
+
+def merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (size, stride) of dimensions: without those of size 1, one for any that are dense."""
+    found: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if size == 1:
+            continue
+        if found and found[-1][1] == stride * size:
+            size *= found.pop()[0]
+        found.append((size, stride))
+    return found
+
+
+@functools.lru_cache(100_000)
+def walk_pattern(
+    shape: tuple[int, ...], strides: tuple[int, ...], item: int
+) -> tuple[tuple[tuple[int, int], ...], int, bool]:
+    """Return (((step_bytes, count), ...) outermost first, extent in bytes, out of all reach)."""
+    pattern = tuple(
+        (stride * item, size) for size, stride in merged(zip(shape, strides, strict=True))
+    )
+    extent = item + sum((count - 1) * step for step, count in pattern)
+    return pattern or ((item, 1),), extent, bool(out_of_reach(shape, strides))

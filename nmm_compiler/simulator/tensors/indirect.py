@@ -14,8 +14,8 @@ import numpy as np
 
 from nmm_compiler.errors import HazardError, OperandError, OutOfBoundsError
 from nmm_compiler.simulator.machine import current
-from nmm_compiler.simulator.tensors.data import FILL, note_unwritten
 from nmm_compiler.simulator.tensors.dtypes import cast
+from nmm_compiler.simulator.tensors.marks import FILL, note_unwritten
 from nmm_compiler.simulator.tensors.races import note_read, settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor

@@ -1,7 +1,8 @@
 """What is known of each element of a storage: whether it was ever written, or who wrote it last.
 
 A view may have another dtype than its storage. So there is a mark for each `granule` bytes, and
-the granule becomes smaller when a view has smaller elements.
+the granule becomes smaller when a view has smaller elements. A read of unwritten elements is noted,
+or refused where values are needed.
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.data import parts_of
+from nmm_compiler.errors import HazardError
+from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 
 NkiTensor = Any  # its file knows this one
+
+
+def parts_of(places: np.ndarray, item: int, unit: int) -> np.ndarray:
+    """Return which units of `unit` bytes elements of `item` bytes cover: a last axis of them."""
+    return places[..., None] * item // unit + np.arange(max(item // unit, 1))
 
 
 class Marks:
@@ -44,3 +51,50 @@ class Marks:
         item = view.dtype.item_bytes
         self._refine(item)
         return parts_of(elements, item, self.granule)
+
+
+FILL = {"float": np.nan, "int": 4}
+"""The value of unwritten elements, by the kind of the dtype; no accepted result shows it."""
+_WAY_OUT = "write them first (memset, dma_copy)"
+
+
+def first_read(view: NkiTensor, mask: np.ndarray) -> str:
+    """Return the text that names unwritten elements and the kernel's line that reads them first."""
+    storage = view.storage
+    where = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
+    _, line = kernel_frame()
+    return (
+        f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} {storage.shape} "
+        f"{storage.dtype} ({storage.memory}, allocated on line {storage.allocation.line}) are "
+        f"read on line {line} but were never written, the first at {where} of the view "
+        f"{view.shape}"
+    )
+
+
+def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
+    """Note that an instruction reads unwritten elements; refuse it where none may be read.
+
+    what: needs known values.
+    """
+    machine = current()
+    origin = view.storage.origin or first_read(view, mask)
+    if what:
+        refuse_poison(machine, what, origin, int(mask.sum()), mask.size)
+    else:
+        machine.poisoned.append((view, mask, origin))
+
+
+def poisoned_values(view: NkiTensor, mask: np.ndarray) -> np.ndarray:
+    """Return a copy of the stored elements with NaN, or 4 in integers, where none was written."""
+    values = view.array().copy()
+    values[mask] = FILL.get(view.dtype.kind, FILL["int"])
+    return values
+
+
+def refuse_poison(machine: Machine, what: str, origin: str, count: int, size: int) -> None:
+    """Refuse a use that needs known values, naming the read that they come from."""
+    machine.rule(
+        HazardError,
+        f"{count} of {size} elements of {what} depend on memory that nothing has written: "
+        f"{origin}; {_WAY_OUT}",
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.simulator.machine import Machine, current
-from nmm_compiler.simulator.tensors.data import parts_of
+from nmm_compiler.simulator.tensors.marks import parts_of
 
 NkiTensor = Any  # its file knows this one
 
@@ -38,7 +38,6 @@ def _uses(machine: Machine, view: NkiTensor, places: np.ndarray | None) -> tuple
     """
     storage, item = view.storage, view.dtype.item_bytes
     unit = storage.dtype.item_bytes
-    assert machine.programs is not None
     if storage.uses is None:
         storage.uses = Uses(machine.grid, storage.raw.size // unit)
     machine.programs.used(machine, storage)
@@ -54,8 +53,6 @@ def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
     places: the elements of the storage, in the view's dtype; by default those of the view.
     """
     machine = current()
-    if machine.programs is None:
-        return
     me, (uses, covered) = machine.program_id, _uses(machine, view, places)
     first = uses.written[me, covered] == 0  # after its own write, only other values would race
     uses.read[me, covered] |= first
@@ -83,8 +80,6 @@ def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None
     indirect write chooses, in the shape of values; by default those of dst.
     """
     machine, storage = current(), dst.storage
-    if machine.programs is None:
-        return values
     me, number = machine.program_id, machine.programs.next_write(machine)
     uses, covered = _uses(machine, dst, places)
     written, read = (rows[:, covered].max(axis=-1) for rows in (uses.written, uses.read))

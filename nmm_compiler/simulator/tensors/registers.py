@@ -1,4 +1,4 @@
-"""Virtual registers: scalars that a kernel knows at run time only.
+"""What a kernel knows at run time only: virtual registers, and the indices of indirect views.
 
 The simulator runs programs in order, so a register has its value at once. The device's compiler
 does not, so Python may not ask for it: a comparison, a condition and a conversion are refused. In
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from operator import index as as_index
 from typing import Any, NoReturn
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
@@ -86,3 +87,34 @@ class VirtualRegister:
     __mul__ = __rmul__ = functools.partialmethod(_arithmetic, symbol="*")
     __sub__ = functools.partialmethod(_arithmetic, symbol="-")
     __rsub__ = functools.partialmethod(_arithmetic, symbol="-", turned=True)
+
+
+def whole(value: Any) -> int | None:
+    """Return an integer that is one, also a NumPy one, else None."""
+    try:
+        return as_index(value)
+    except TypeError:
+        return int(value) if isinstance(value, float) and value.is_integer() else None
+
+
+class DynamicSlice:
+    """`nl.ds(start, size)`: `size` elements from `start`, which may be a register."""
+
+    __slots__ = ("size", "start")
+
+    def __init__(self, start: Any, size: int) -> None:
+        self.start, self.size = start, size
+
+
+class Indirection:
+    """The runtime index of an indirect view.
+
+    kind: "vector" (one index per row of dim 0), "scalar" (resolved already, and kept for the checks
+        of views), or "columns" (tensor indirection of trn3).
+    """
+
+    __slots__ = ("column_count", "dim", "index", "kind", "step")
+
+    def __init__(self, kind: str, dim: int, index: Any, step: int = 0, count: int = 0) -> None:
+        self.kind, self.dim, self.index, self.step = kind, dim, index, step
+        self.column_count = count

@@ -23,14 +23,6 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.tensors.data import DynamicSlice as DynamicSlice
-from nmm_compiler.simulator.tensors.data import Indirection as Indirection
-from nmm_compiler.simulator.tensors.data import (
-    note_unwritten,
-    poisoned_values,
-    walk_pattern,
-    whole,
-)
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.geometry import (
     FIXED,
@@ -38,16 +30,26 @@ from nmm_compiler.simulator.tensors.geometry import (
     Make,
     geometry_of,
     keep,
+    merged,
     numbers_of,
     row_major,
+    walk_pattern,
 )
+from nmm_compiler.simulator.tensors.marks import note_unwritten, poisoned_values
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.races import note_read
-from nmm_compiler.simulator.tensors.registers import VirtualRegister
+from nmm_compiler.simulator.tensors.registers import (
+    DynamicSlice,
+    Indirection,
+    VirtualRegister,
+    whole,
+)
 from nmm_compiler.simulator.trace import Access
 
 Dims = tuple[tuple[int, int], ...]
 """(size, stride) of each dimension."""
+Moved = tuple[tuple[Any, int, int], ...]
+"""The registers that slices start at: (symbol, step, value) of each part of an offset."""
 
 
 def fail(kind: type[SimulationError], message: str) -> SimulationError:
@@ -66,7 +68,6 @@ def kind_of(dtype: Any) -> DType:
 class NkiTensor(NKIObject):
     """A view of a tensor in HBM, SBUF or PSUM.
 
-    moved: the registers that slices start at: (symbol, step, value) of each part of the offset.
     special: whether `operand` must check the view in detail; known after `access()`.
     """
 
@@ -83,7 +84,7 @@ class NkiTensor(NKIObject):
         offset: int,
         dtype: DType,
         indirection: Indirection | None = None,
-        moved: tuple[tuple[Any, int, int], ...] = (),
+        moved: Moved = (),
     ) -> None:
         self.storage = storage
         self.shape = shape
@@ -124,9 +125,7 @@ class NkiTensor(NKIObject):
 
     def is_contiguous(self) -> bool:
         """Return whether the view covers its storage densely, row-major (free dims on chip)."""
-        dims = [dim for dim in self._dims[self.memory != "hbm" :] if dim[0] != 1]
-        dense = row_major(tuple(size for size, _ in dims))
-        return dense == tuple(stride for _, stride in dims)
+        return all(stride == 1 for _, stride in merged(self._dims[self.memory != "hbm" :]))
 
     def is_indirect(self) -> bool:
         """Return whether the view uses an offset that is known at run time only."""
@@ -177,13 +176,19 @@ class NkiTensor(NKIObject):
     def _dims(self) -> Dims:
         return tuple(zip(self.shape, self.strides, strict=True))
 
-    def _over(self, dims: Dims, offset: int | None = None) -> NkiTensor:
-        """Return a view of the same elements, or from another offset on, over other dimensions."""
+    def over(
+        self,
+        dims: Sequence[tuple[int, int]],
+        offset: int | None = None,
+        index: Indirection | None = None,
+        moved: Moved | None = None,
+    ) -> NkiTensor:
+        """Return a view over other dimensions, from another offset on, by another index."""
         shape, strides = zip(*dims, strict=True) if dims else ((), ())
-        start = self.offset if offset is None else offset
         return NkiTensor(
-            self.storage, shape, strides, start, self.dtype, self.indirection, self.moved
-        )
+            self.storage, shape, strides, self.offset if offset is None else offset, self.dtype,
+            index or self.indirection, self.moved if moved is None else moved,
+        )  # fmt: skip
 
     def __getitem__(self, key: Any) -> NkiTensor:
         """Return the view that a key selects."""
@@ -252,10 +257,11 @@ class NkiTensor(NKIObject):
                 UnsupportedInstructionError,
                 f"indirect view of {self.name!r}: the indirect dimension cannot be indexed again",
             )
-        shape, strides = zip(*dims, strict=True)
-        return NkiTensor(self.storage, shape, strides, offset, self.dtype, self.indirection, moved)
+        return self.over(dims, offset, moved=moved)
 
-    def _span(self, dim: int, key: slice | DynamicSlice, moved: Any) -> tuple[int, int, int, Any]:
+    def _span(
+        self, dim: int, key: slice | DynamicSlice, moved: Moved
+    ) -> tuple[int, int, int, Moved]:
         """Return (start, stop, step) of a slice, and the registers that move the view."""
         start = 0 if key.start is None else key.start
         if start.__class__ is not int:
@@ -269,7 +275,7 @@ class NkiTensor(NKIObject):
         step = 1 if key.step is None else self._number(key.step)
         return start + size * (start < 0), stop + size * (stop < 0), step, moved
 
-    def _start(self, dim: int, value: Any, moved: Any) -> tuple[int, Any]:
+    def _start(self, dim: int, value: Any, moved: Moved) -> tuple[int, Moved]:
         """Return where a slice or an index starts, and the registers that move the view."""
         if value.__class__ is int or not isinstance(value, VirtualRegister):
             return self._number(value), moved
@@ -315,9 +321,8 @@ class NkiTensor(NKIObject):
                     UnsupportedInstructionError, f"{self.name!r} is indirect already; select once"
                 )
             dim = self._dimension(dim, "dynamic selection")
-            view = self._over(self._dims[:dim] + self._dims[dim + 1 :])
-            view.indirection = Indirection("scalar", dim, index, self.strides[dim])
-            return view
+            chosen = Indirection("scalar", dim, index, self.strides[dim])
+            return self.over(self._dims[:dim] + self._dims[dim + 1 :], index=chosen)
         dim, number = self._dimension(dim), self._number(index)
         if number < 0:
             raise fail(
@@ -334,9 +339,9 @@ class NkiTensor(NKIObject):
                 f"vector_select({dim}) of {self.name!r} in {self.memory}; it takes dimension 0 "
                 "of an HBM tensor that is not indirect yet",
             )
-        view = self._over(((vector_offset.shape[0], self.strides[0]), *self._dims[1:]))
-        view.indirection = Indirection("vector", 0, vector_offset, self.strides[0])
-        return view
+        rows = vector_offset.shape[0], self.strides[0]
+        chosen = Indirection("vector", 0, vector_offset, self.strides[0])
+        return self.over((rows, *self._dims[1:]), index=chosen)
 
     def ap(
         self,
@@ -414,7 +419,7 @@ class NkiTensor(NKIObject):
             self.storage, shape, strides, start // new, kind, None, self._moved_in(new)
         )
 
-    def _moved_in(self, item: int) -> tuple[tuple[Any, int, int], ...]:
+    def _moved_in(self, item: int) -> Moved:
         """Return `moved` in steps of elements of `item` bytes."""
         return tuple((s, step * self.itemsize // item, v) for s, step, v in self.moved)
 
@@ -430,10 +435,8 @@ class NkiTensor(NKIObject):
             )
         count = index.size if num_elem is None else num_elem
         row = self.strides[0]
-        return NkiTensor(
-            self.storage, (self.shape[0], count), (row, 1), self.offset, self.dtype,
-            Indirection("columns", 1, index, self.strides[-1], self.free_size), self.moved,
-        )  # fmt: skip
+        chosen = Indirection("columns", 1, index, self.strides[-1], self.free_size)
+        return self.over(((self.shape[0], row), (count, 1)), index=chosen)
 
     # Whole dimensions: only shapes and strides change; what strides cannot express is refused
 
@@ -472,11 +475,11 @@ class NkiTensor(NKIObject):
             raise fail(OperandError, f"permute{dims} of shape {self.shape} is no permutation")
         if dims[0] != 0:
             self._dimension(0, "permuting")
-        return self._over(tuple(self._dims[d] for d in dims))
+        return self.over(tuple(self._dims[d] for d in dims))
 
     def _replaced(self, dim: int, count: int, by: Dims) -> NkiTensor:
         """Return the view with other dimensions in place of `count` of them from `dim` on."""
-        return self._over(self._dims[:dim] + by + self._dims[dim + count :])
+        return self.over(self._dims[:dim] + by + self._dims[dim + count :])
 
     def broadcast(self, dim: int, size: int) -> NkiTensor:
         """Repeat dimension `dim`, which has size 1, `size` times without a copy."""
@@ -528,13 +531,7 @@ class NkiTensor(NKIObject):
 
     def _regroup(self, dims: Dims, new: tuple[int, ...]) -> Dims:
         """Return dimensions of sizes `new` over the same elements, or raise if there are none."""
-        blocks: list[tuple[int, int]] = []
-        for size, stride in dims:
-            if size == 1:
-                continue
-            if blocks and blocks[-1][1] == stride * size:
-                size *= blocks.pop()[0]
-            blocks.append((size, stride))
+        blocks = merged(dims)
         result: list[tuple[int, int]] = []
         left, step = blocks.pop() if blocks else (1, 1)
         for size in reversed(new):
@@ -556,14 +553,14 @@ class NkiTensor(NKIObject):
         wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = self._infer(tuple(wanted), self.size)
         if self.memory == "hbm" and self.indirection is None:
-            return self._over(self._regroup(self._dims, new))
+            return self.over(self._regroup(self._dims, new))
         if new[0] != self.shape[0]:
             raise fail(
                 OperandError,
                 f"reshape of {self.name!r} {self.shape} to {new} changes the partition "
                 f"dimension; keep {self.shape[0]} first",
             )
-        return self._over((self._dims[0], *self._regroup(self._dims[1:], new[1:] or (1,))))
+        return self.over((self._dims[0], *self._regroup(self._dims[1:], new[1:] or (1,))))
 
     def rearrange(
         self,
@@ -622,7 +619,7 @@ class NkiTensor(NKIObject):
             if min(self.strides, default=0) < 0:  # as the same elements, walked upwards
                 shift = sum((size - 1) * stride for size, stride in self._dims if stride < 0)
                 upwards = tuple((size, abs(stride)) for size, stride in self._dims)
-                access = self._access = self._over(upwards, self.offset + shift).access()
+                access = self._access = self.over(upwards, self.offset + shift).access()
                 return access
             storage, item = self.storage, self.dtype.item_bytes
             on_chip, start = storage.memory != "hbm", self.offset * item

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from nmm_compiler.simulator.tensors.geometry import merged
 from nmm_compiler.simulator.trace import Access
 
 Pattern = tuple[tuple[int, int], ...]
@@ -28,15 +29,12 @@ _RUNS_LIMIT = 1 << 20
 
 @functools.lru_cache(maxsize=65536)
 def contiguous_run(pattern: Pattern, item_bytes: int) -> int:
-    """Return the length in bytes of the contiguous runs that `pattern` walks."""
-    run = item_bytes
-    for step, count in reversed(pattern):
-        if count == 1:
-            continue
-        if step != run:
-            break
-        run *= count
-    return run
+    """Return the length in bytes of the contiguous runs that `pattern` walks.
+
+    Dimensions that continue each other are one in the pattern of an access.
+    """
+    step, count = pattern[-1]
+    return count * item_bytes if step == item_bytes else item_bytes
 
 
 @functools.lru_cache(maxsize=65536)
@@ -49,11 +47,8 @@ def is_dense(pattern: Pattern, item_bytes: int, extent: int) -> bool:
 def _run_starts(pattern: Pattern, item_bytes: int) -> tuple[np.ndarray, int]:
     """Return the sorted starts (relative to byte_start) and the length of the contiguous runs."""
     run = contiguous_run(pattern, item_bytes)
-    covered, outer = item_bytes, list(pattern)
-    while outer and covered < run:
-        covered *= outer.pop()[1]
     starts = np.zeros(1, dtype=np.int64)
-    for step, count in outer:
+    for step, count in pattern[:-1] if run > item_bytes else pattern:
         if count > 1 and step:
             starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).ravel()
     starts = np.unique(starts)
@@ -123,9 +118,11 @@ def distinct_bytes(accesses: Sequence[Access]) -> int:
     """Return how many bytes accesses to one HBM tensor touch; a shared byte counts once."""
     found: dict[tuple[Pattern, int], list[int]] = {}
     for access in accesses:
-        steps = [(abs(step), count) for step, count in access.pattern if step and count > 1]
-        shape = tuple(sorted(steps, reverse=True)), access.item_bytes
-        found.setdefault(shape, []).append(access.byte_start)
+        item = access.item_bytes
+        steps = sorted([(abs(step), count) for step, count in access.pattern if step], reverse=True)
+        dims = merged((count, step) for step, count in steps)
+        pattern = tuple((step, count) for count, step in dims) or ((item, 1),)
+        found.setdefault((pattern, item), []).append(access.byte_start)
     starts, stops = [], []
     for shape, firsts in found.items():
         offsets, run = _run_starts(*shape)
@@ -194,8 +191,8 @@ class Records:
 
     def _lay(self, access: Access) -> None:
         """Take the pitch and the cell from an access."""
-        (step, count), *inner = access.pattern
-        self.pitch = step if inner and count > 1 and step > 0 else 0
+        step, count = access.pattern[0]
+        self.pitch = step if count > 1 and step > access.item_bytes else 0
         self.rows = count if self.pitch else 1
         extent = access.byte_stop - access.byte_start - (self.rows - 1) * self.pitch
         self.width = max(extent, access.item_bytes)
