@@ -11,7 +11,7 @@ from trace_builder import profile_trace
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
-from nmm_compiler.simulator.timing.causes import WHY, causes_of, critical_path, waits
+from nmm_compiler.simulator.timing.causes import WHY, critical_path, waits
 from nmm_compiler.simulator.trace import Trace
 
 SPECS = [
@@ -51,14 +51,13 @@ def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
 
 
 def test_a_wait_ends_with_the_signal_of_the_one_that_is_blamed(timeline):
-    causes = causes_of(timeline)
     for index, instruction in enumerate(timeline.trace.instructions):
-        cause = causes[index]
-        assert cause.kind in WHY
-        if instruction.engine != "dma" and cause.kind in ("load", "result"):
-            assert 0 <= timeline.start[index] - cause.ended_us < 3
-            blamed = timeline.trace.instructions[cause.index]
-            assert (blamed.engine == "dma") == (cause.kind == "load")
+        kind, other, ended = timeline.waited[index]
+        assert kind in WHY
+        if instruction.engine != "dma" and kind in ("load", "result"):
+            assert 0 <= timeline.start[index] - ended < 3
+            blamed = timeline.trace.instructions[other]
+            assert (blamed.engine == "dma") == (kind == "load")
 
 
 class Watched(Trace):
@@ -90,9 +89,3 @@ def test_a_profile_that_is_let_go_keeps_no_trace_in_memory(ask, tmp_path):
         assert trace() is None
     finally:
         gc.enable()
-
-
-def test_causes_are_found_once():
-    timeline = build_kernel(SPECS[1], "trn2").profile().timeline
-    assert causes_of(timeline) is causes_of(timeline)
-    assert dataclasses.replace(timeline) == timeline

@@ -155,5 +155,5 @@ def mark(dst: NkiTensor, here: np.ndarray, origin: str) -> None:
         marks.values[marks.places(dst, chosen)] = True
     else:
         marks.of(dst)[here] = True
-    storage.missing = np.count_nonzero(marks.values) * marks.granule
+    storage.missing = int(np.count_nonzero(marks.values)) * marks.granule
     storage.origin = storage.origin or origin

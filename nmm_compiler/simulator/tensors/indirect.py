@@ -184,6 +184,6 @@ def store_at(view: NkiTensor, places: np.ndarray, stored: np.ndarray) -> None:
     marks = storage.unwritten
     if marks is not None:
         marks.values[marks.places(view, places)] = False
-        storage.missing = np.count_nonzero(marks.values) * marks.granule
+        storage.missing = int(np.count_nonzero(marks.values)) * marks.granule
         if not storage.missing:
             storage.unwritten = None

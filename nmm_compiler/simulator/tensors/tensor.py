@@ -671,7 +671,7 @@ class NkiTensor(NKIObject):
         if marks is None:
             return
         mask = marks.of(self)
-        storage.missing -= np.count_nonzero(mask) * marks.granule
+        storage.missing -= int(np.count_nonzero(mask)) * marks.granule
         mask[...] = False
         if not storage.missing:
             storage.unwritten = None

@@ -1,9 +1,7 @@
 """Why each instruction of a timeline started at its time, the critical path, and where time goes.
 
-The timing pass keeps for each instruction what its operands waited for. An instruction that started
-later than that waited for its engine, or for its queue: for the one before it there. From these
-follow the shares of source lines, instructions and engines. Nothing here changes a figure of the
-timeline.
+The timing pass keeps for each instruction what its start waited for. From that follow the shares of
+source lines, instructions and engines. Nothing here changes a figure of the timeline.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from nmm_compiler.records import Record
+from nmm_compiler.simulator.timing.resources import Waited
 from nmm_compiler.simulator.timing.timeline import Timeline, Transfer
 
 _SAME_US = 1e-6  # sums of floats in two orders: far above their error, far below a clock cycle
@@ -33,20 +32,6 @@ WHY = {
     "end": "nothing more to do",
 }
 """The kinds of causes, each with what the instruction waited for."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cause:
-    """The cause of an instruction's start time.
-
-    kind: a key of `WHY`. index: the instruction that it waited for, -1 for none. ended_us: when the
-    waited-for part of that one ended. waited_us: how long the engine stood idle for it.
-    """
-
-    kind: str
-    index: int
-    ended_us: float
-    waited_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,39 +56,6 @@ class Step:
         return self.stop_us - self.start_us
 
 
-def causes_of(timeline: Timeline) -> list[Cause]:
-    """Return the cause of each instruction's start (of a DMA: of its issue), found once.
-
-    What ran before it is that on its engine, or in its queue, as the scheduler ordered them.
-    """
-    if timeline.causes is not None:
-        return timeline.causes
-    moved = {transfer.index: transfer for transfer in timeline.transfers}
-    loads = {stop: start for start, stop in timeline.table_loads}
-    runs: dict[str, list[tuple[float, int]]] = collections.defaultdict(list)
-    for index, end in enumerate(timeline.interval_end):
-        if index in moved:
-            runs[moved[index].queue].append((moved[index].issue_end, index))
-        else:
-            runs[timeline.engine(index)].append((end, index))
-    found: dict[int, Cause] = {}
-    for name, run in runs.items():
-        before, free = -1, 0.0
-        for end, index in sorted(run):
-            start, (kind, other, ended) = timeline.start[index], timeline.waited[index]
-            idle = 0.0 if index in moved else start - free
-            if start <= free + _SAME_US:
-                kind, idle = ("queue" if index in moved else "engine"), 0.0
-            elif name == "scalar" and start in loads:
-                kind, other, ended = "table", before, loads[start]
-            if kind in ("engine", "queue"):
-                kind, other, ended = (kind if before >= 0 or idle else "start"), before, free
-            found[index] = Cause(kind, other, ended, idle)
-            before, free = index, end
-    timeline.causes = [cause for _, cause in sorted(found.items())]
-    return timeline.causes
-
-
 def critical_path(timeline: Timeline) -> list[Step]:
     """Return the steps from the first instruction to the last result, without gaps."""
     steps: list[Step] = []
@@ -114,16 +66,16 @@ def critical_path(timeline: Timeline) -> list[Step]:
     seen: set[tuple[int, float]] = set()
     while until > _SAME_US and (index, until) not in seen:
         seen.add((index, until))
-        cause = walk.enter(index, until, steps)
+        kind, cause, ended = walk.enter(index, until, steps)
         start = steps[-1].start_us
-        if cause.index < 0:
+        if cause < 0:
             if start > _SAME_US:
-                steps.append(Step(index, "other", 0.0, start, cause.kind))
+                steps.append(Step(index, "other", 0.0, start, kind))
             break
-        if start - cause.ended_us > _SAME_US:
-            what = "table" if cause.kind == "table" else "signal"
-            steps.append(Step(cause.index, what, cause.ended_us, start, cause.kind))
-        index, until = cause.index, cause.ended_us
+        if start - ended > _SAME_US:
+            what = "table" if kind == "table" else "signal"
+            steps.append(Step(cause, what, ended, start, kind))
+        index, until = cause, ended
     return steps[::-1]
 
 
@@ -131,7 +83,7 @@ class _Walk:
     """Follows causes back. carried: by (transfer, DMA engine), the transfer before on that one."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.timeline, self.causes = timeline, causes_of(timeline)
+        self.timeline = timeline
         self.transfers = {transfer.index: transfer for transfer in timeline.transfers}
         self.carried: dict[tuple[int, int], int] = {}
         last: dict[int, int] = {}
@@ -140,15 +92,16 @@ class _Walk:
             self.carried[index, engine] = last.get(engine, last.get(-1, -1))
             last[engine] = index
 
-    def enter(self, index: int, until: float, steps: list[Step]) -> Cause:
+    def enter(self, index: int, until: float, steps: list[Step]) -> Waited:
         """Add the steps of one instruction that was left at `until`; return what it waited for."""
-        transfer, cause = self.transfers.get(index), self.causes[index]
+        transfer, cause = self.transfers.get(index), self.timeline.waited[index]
         start, step_us = self.timeline.start[index], self.timeline.dma_stagger_us
+        kind = cause[0]
         if transfer is None:
-            steps.append(Step(index, "compute", min(start, until), until, cause.kind))
+            steps.append(Step(index, "compute", min(start, until), until, kind))
             return cause
         if until <= transfer.issue_end + _SAME_US:  # left for the next in its queue
-            steps.append(Step(index, "issue", start, until, cause.kind))
+            steps.append(Step(index, "issue", start, until, kind))
             return cause
         # the part that ended then, else the last one
         part = max(transfer.parts, key=lambda part: (abs(part[2] - until) < _SAME_US, part[2]))
@@ -156,16 +109,16 @@ class _Walk:
         if moving > transfer.ready + transfer.parts.index(part) * step_us + _SAME_US:
             before = self.carried[index, engine]
             if before >= 0:
-                cause = Cause("dma engines", before, moving)
+                kind = "dma engines"
         if engine < 0 and until > stop + _SAME_US:  # of engines that are alike, the last one
             moving += (self.timeline.target.dma_engines - 1) * step_us
-        steps.append(Step(index, "move", moving, until, cause.kind))
-        if cause.kind == "dma engines":
-            return dataclasses.replace(cause, ended_us=moving)
+        steps.append(Step(index, "move", moving, until, kind))
+        if kind == "dma engines":
+            return kind, before, moving
         issued = min(transfer.issue_end, moving)
         if moving - issued > _SAME_US:
-            steps.append(Step(index, "start", issued, moving, cause.kind))
-        steps.append(Step(index, "issue", start, issued, cause.kind))
+            steps.append(Step(index, "start", issued, moving, kind))
+        steps.append(Step(index, "issue", start, issued, kind))
         return cause
 
 
@@ -246,19 +199,19 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
 
     The kinds are those of `WHY`; "end" is after the engine's last instruction.
     """
-    causes = causes_of(timeline)
     found: dict[str, dict[str, float]] = {}
-    last: dict[str, float] = {}
-    for index, instruction in enumerate(timeline.trace.instructions):
+    free: dict[str, float] = {}
+    ends = timeline.interval_end
+    for index in sorted(range(len(ends)), key=ends.__getitem__):
         engine = timeline.engine(index)
-        if instruction.engine == "dma":
+        if engine == "dma":
             continue
-        last[engine] = max(last.get(engine, 0.0), timeline.interval_end[index])
-        cause = causes[index]
-        kinds = found.setdefault(engine, {})
-        if cause.waited_us:
-            kinds[cause.kind] = kinds.get(cause.kind, 0.0) + cause.waited_us
-    for engine, when in last.items():
+        kinds, idle = found.setdefault(engine, {}), timeline.start[index] - free.get(engine, 0.0)
+        if idle > _SAME_US:
+            why = timeline.waited[index][0]
+            kinds[why] = kinds.get(why, 0.0) + idle
+        free[engine] = ends[index]
+    for engine, when in free.items():
         found[engine]["end"] = timeline.latency_us - when
     return found
 

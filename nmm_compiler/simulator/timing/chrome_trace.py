@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.outputs import write_text
-from nmm_compiler.simulator.timing.causes import causes_of
 from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
 from nmm_compiler.simulator.timing.timeline import Timeline
 
@@ -146,13 +145,13 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
             row = {"pid": _CORE, "tid": _ROWS[timeline.engine(index)]}
         return row, _nanoseconds(start), _nanoseconds(stop)
 
-    for index, cause in enumerate(causes_of(timeline)):
-        if cause.index < 0 or cause.kind not in ("result", "load", "reuse"):
+    for index, (kind, cause, _) in enumerate(timeline.waited):
+        if cause < 0 or kind not in ("result", "load", "reuse"):
             continue
-        row, start, stop = place(cause.index)
+        row, start, stop = place(cause)
         to_row, to_start, to_stop = place(index)
         if stop > start and to_stop > to_start >= start:
-            name = "load to use" if cause.kind == "load" else "semaphore"
+            name = "load to use" if kind == "load" else "semaphore"
             arrow = {"name": name, "cat": "flow", "id": index + 1}
             # within the slice, which ends before its stop
             yield {"ph": "s", **arrow, **row, "ts": _microseconds(stop - 1)}

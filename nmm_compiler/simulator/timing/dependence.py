@@ -16,7 +16,7 @@ from collections.abc import Callable
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
 from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
-from nmm_compiler.simulator.timing.resources import Pool
+from nmm_compiler.simulator.timing.resources import AT_ONCE, Pool
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -29,9 +29,6 @@ TENSOR, VECTOR, SCALAR, GPSIMD, SYNC, DMA = range(6)
 
 _US = 1e6
 
-Waited = tuple[str, int, float]
-"""What a start waited for: a key of `causes.WHY`, the instruction (-1 for none) and its end."""
-AT_ONCE: Waited = ("start", -1, 0.0)
 _MADE_BY = ("result",) * DMA + ("load",)
 
 

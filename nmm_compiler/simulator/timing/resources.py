@@ -19,16 +19,23 @@ _SMALLEST_GAP_US = 0.02
 _WORTH_A_SWAP = 0.5  # assumed: a stall shorter than this part of an instruction is left
 
 
+Waited = tuple[str, int, float]
+"""What a start waited for: a key of `causes.WHY`, the instruction (-1 for none) and its end."""
+AT_ONCE: Waited = ("start", -1, 0.0)
+
+
 class Slots:
     """One resource; `place` books the earliest free interval. Times in microseconds.
 
     starts, stops: the gaps before `tail`, in order. A gap that ends too early is never looked at.
+    ended: by the time at which a booking ended, what one that starts then waited for.
     """
 
-    __slots__ = ("starts", "stops", "tail")
+    __slots__ = ("ended", "starts", "stops", "tail")
 
     def __init__(self) -> None:
         self.tail = 0.0
+        self.ended: dict[float, Waited] = {}
         self.starts: list[float] = []
         self.stops: list[float] = []
 
@@ -77,8 +84,11 @@ class Slots:
                 break
         if left == duration:
             return self._append(ready, duration)
+        _, before, _ = self.ended.get(self.tail, AT_ONCE)
         self.tail += max(left, 0.0)
-        return self.tail - duration
+        at = self.tail - duration
+        self.ended[at] = "engine", before, at
+        return at
 
     def place(self, ready: float, duration: float) -> float:
         """Book `duration` at the earliest time not before `ready`; return its start."""

@@ -20,11 +20,9 @@ import dataclasses
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from nmm_compiler.simulator.timing.costs import Work, Works
 from nmm_compiler.simulator.timing.dependence import (
-    AT_ONCE,
     DMA,
     ENGINES,
     GPSIMD,
@@ -33,11 +31,10 @@ from nmm_compiler.simulator.timing.dependence import (
     VECTOR,
     Dependences,
     Store,
-    Waited,
     wake_table,
 )
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines
-from nmm_compiler.simulator.timing.resources import Slots
+from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Waited
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -79,8 +76,7 @@ class Timeline:
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
-    waited: per instruction what its operands waited for.
-    causes: what `causes.causes_of` has found, once it was asked.
+    waited: per instruction what its start waited for; of a DMA, its issue.
     """
 
     trace: Trace
@@ -98,9 +94,6 @@ class Timeline:
     placed: dict[int, str]
     sbuf_overflow_bytes: int
     waited: list[Waited]
-    causes: list[Any] | None = dataclasses.field(
-        default=None, init=False, repr=False, compare=False
-    )
 
     def engine(self, index: int) -> str:
         """Return the engine that an instruction ran on."""
@@ -200,7 +193,7 @@ class _Pass:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
         start, end, interval_end = self.start, self.end, self.interval_end
         edges, in_order, spans, waited = self.edges, self.in_order, self.spans, self.waited
-        dependences = self.dependences
+        dependences, engines = self.dependences, self.engines
         ready_of, done = dependences.ready, dependences.done
         kinds, find = self.works.kinds, self.works.find
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
@@ -225,13 +218,15 @@ class _Pass:
                 into = writes[0]
                 place = (into.storage, into.byte_start, into.partition_start)
                 begin, next_free, stop = tensor(work, place, ready, in_order[index])
-                if begin > ready:  # for the engine, or the sum that it adds to
-                    waited[index] = ("engine", -1, 0.0)
+                engines[engine].ended[self.tensor.sums[place]] = "engine", index, next_free
             elif work.dma is not None:
                 transfer(index, instruction, ready, work.dma)
                 continue
             else:
                 begin, next_free, stop = compute(index, work, instruction, ready)
+            ended = engines[engine].ended
+            waited[index] = ended.get(begin, waited[index])
+            ended[next_free] = "engine", index, next_free
             start[index], end[index], interval_end[index] = begin, stop, next_free
             spans[engine].append((begin, stop))
             done(index, engine, reads, writes, next_free, stop)
@@ -280,6 +275,8 @@ class _Pass:
             # placed by the compiler as early as ScalarE is free, before the operands come
             load_us = target.activation_table_load_seconds * _US
             loaded = slots.place(max(slots.tail, self.floor), load_us) + load_us
+            _, before, _ = slots.ended.get(loaded - load_us, AT_ONCE)
+            slots.ended[loaded] = "table", before, loaded - load_us
             self.table_loads.append((loaded - load_us, loaded))
             self.table = work.table
             slots.close(loaded)
@@ -340,7 +337,10 @@ class _Pass:
         if cost.gpsimd_us:
             begin = self.engines[GPSIMD].place(begin, cost.gpsimd_us)
         issue_us = cost.issue_us
-        issued = self.queues[cost.queue].place(begin, issue_us)
+        queue = self.queues[cost.queue]
+        issued = queue.place(begin, issue_us)
+        self.waited[index] = queue.ended.get(issued, self.waited[index])
+        queue.ended[issued + issue_us] = "queue", index, issued + issue_us
         start_us = self.dma_start_us
         ready = issued + (issue_us if issue_us > start_us else start_us)
         parts, end = self.dma_engines.place(cost, ready)
