@@ -32,7 +32,6 @@ from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.simulator.tensors import dtypes
-from nmm_compiler.simulator.timing.causes import by_instruction, by_line
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.simulator.timing.profile_parts import statement
 
@@ -208,10 +207,10 @@ def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
     if found[best] is not first:
         headline += not_told(gain, error, "the first")
     lines, operations = (
-        {name: _path_us(parts(profile.timeline), label) for name, profile in found.items()}
+        {name: _path_us(parts(profile), label) for name, profile in found.items()}
         for parts, label in (
-            (by_line, lambda x: f"{x.line:>4} {statement(x.file, x.line) or x.name}"),
-            (by_instruction, lambda x: f"{x.name} on {x.engine}"),
+            (Profile.by_line, lambda x: f"{x.line:>4} {statement(x.file, x.line) or x.name}"),
+            (Profile.by_instruction, lambda x: f"{x.name} on {x.engine}"),
         )
     )
     return [

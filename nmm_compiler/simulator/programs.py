@@ -7,6 +7,7 @@ is an error and no hang.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 from nmm_compiler.errors import SimulationError
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.memory import Storage
+from nmm_compiler.simulator.tensors.races import Uses
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
 
 _LOOK_SECONDS = 0.1  # how often the waiting thread wakes up to take a signal
@@ -37,9 +39,12 @@ class Programs:
         self.tensors: dict[tuple[int, int], NkiTensor] = {}
         self.mail: dict[tuple[Any, ...], dict[int, Any]] = {}
         self.sequence: dict[tuple[Any, ...], int] = {}
-        # by rank: what was used since the programs last met, and how many writes each has begun
-        self.shared_uses: dict[int, dict[int, Storage]] = {}
-        self.writes: dict[int, dict[int, int]] = {}
+        # by rank, since its programs last met: who used each storage in shared HBM, and how many
+        # writes each program has begun
+        self.uses: dict[int, dict[int, Uses]] = collections.defaultdict(dict)
+        self.writes: dict[int, collections.Counter[int]] = collections.defaultdict(
+            collections.Counter
+        )
         self.agreed: dict[tuple[Any, ...], Any] = {}
 
     def begin(self, machine: Machine) -> None:
@@ -104,8 +109,7 @@ class Programs:
         if len(met) == count:
             del self.mail[place]
             if orders:
-                for storage in self.shared_uses.pop(machine.rank, {}).values():
-                    storage.uses = None
+                self.uses.pop(machine.rank, None)
                 self.writes.pop(machine.rank, None)
         self.events += 1
         seen = -1
@@ -119,16 +123,6 @@ class Programs:
             seen = self.events
             self._pass_on(machine.place)
         return met
-
-    def used(self, machine: Machine, storage: Storage) -> None:
-        """Note that a program uses shared HBM, which is forgotten when the programs meet."""
-        self.shared_uses.setdefault(machine.rank, {})[storage.identity] = storage
-
-    def next_write(self, machine: Machine) -> int:
-        """Return the number, from 1, of a write to shared HBM since the programs last met."""
-        counts = self.writes.setdefault(machine.rank, {})
-        counts[machine.program_id] = counts.get(machine.program_id, 0) + 1
-        return counts[machine.program_id]
 
     def agree(self, machine: Machine, what: str, value: Any) -> None:
         """Refuse the n-th `what` of a program if it differs from that of another."""

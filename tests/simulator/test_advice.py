@@ -10,7 +10,7 @@ from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.timing.advice import Advice, advise
-from nmm_compiler.simulator.timing.causes import by_instruction, by_line, waits
+from nmm_compiler.simulator.timing.causes import waits
 
 LOADS = """
 import nki
@@ -68,11 +68,11 @@ def test_a_kernel_at_the_roofline_gets_no_advice_on_rows():
 
 def test_shares_add_up_to_the_latency():
     profile = copies(64)
-    for shares in (by_line(profile.timeline), by_instruction(profile.timeline)):
+    for shares in (profile.by_line(), profile.by_instruction()):
         assert sum(share.path_us for share in shares) == pytest.approx(profile.latency_us)
         moved = profile.hbm_read_bytes + profile.hbm_write_bytes
         assert sum(share.hbm_bytes for share in shares) == moved
-    lines = {share.line: share for share in by_line(profile.timeline)}
+    lines = {share.line: share for share in profile.by_line()}
     assert set(lines) == {12, 13}
     assert lines[12].instructions == 128
 

@@ -16,7 +16,7 @@ import numpy as np
 class DType(str):
     """An NKI dtype: a string with its storage format.
 
-    numpy: dtype of one stored element; item_bytes: its size.
+    numpy: dtype of one stored element; item_bytes, in kernels itemsize: its size.
     kind: "float", "int", "bool" or "packed".
     """
 
@@ -35,7 +35,8 @@ class DType(str):
             return known
         self = super().__new__(cls, name)
         self.numpy = np.dtype(storage)
-        self.item_bytes = self.numpy.itemsize
+        self.item_bytes = self.itemsize = self.numpy.itemsize
+        self.name = name
         self.kind = kind
         if kind == "int":
             info = np.iinfo(self.numpy)
@@ -46,16 +47,6 @@ class DType(str):
 
     def __reduce__(self) -> Any:
         return (DType, (str(self),))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.item_bytes
-
-    @property
-    def name(self) -> str:
-        """The dtype's name."""
-        return str(self)
 
 
 float32 = DType("float32", np.float32, "float")

@@ -34,14 +34,13 @@ class Storage:
     unwritten: which bytes were never written, or depend on unwritten elements; None when there are
         none. missing: how many. origin: of dependent elements, which unwritten elements were read
         first, and where. writers: who wrote each byte of PSUM last; None if nobody.
-    shared: several programs use it, with data. uses: which of those read and wrote each element
-        since they last met (`races.py`); None if nobody.
+    shared: several programs use it, with data.
     """
 
     __slots__ = (
         "address", "allocation", "bytes_per_partition", "constant", "dtype",
         "identity", "is_input", "machine", "memory", "missing", "name", "origin", "products",
-        "raw", "region", "shape", "shared", "unwritten", "uses", "writers",
+        "raw", "region", "shape", "shared", "unwritten", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +65,6 @@ class Storage:
         self.constant = self.is_input = False
         self.writers: Marks | None = None
         self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
-        self.uses: Any = None
         self.products: Any = None
         self.unwritten: Marks | None = None
         self.missing = 0

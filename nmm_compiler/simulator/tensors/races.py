@@ -38,13 +38,13 @@ def _uses(machine: Machine, view: NkiTensor, places: np.ndarray | None) -> tuple
     """
     storage, item = view.storage, view.dtype.item_bytes
     unit = storage.dtype.item_bytes
-    if storage.uses is None:
-        storage.uses = Uses(machine.grid, storage.raw.size // unit)
-    machine.programs.used(machine, storage)
+    known = machine.programs.uses[machine.rank]
+    if storage.identity not in known:
+        known[storage.identity] = Uses(machine.grid, storage.raw.size // unit)
     if places is None:
         lines = (np.arange(n) * step for n, step in zip(view.shape, view.strides, strict=True))
         places = functools.reduce(np.add.outer, lines, np.asarray(view.offset))
-    return storage.uses, parts_of(places, item, unit)
+    return known[storage.identity], parts_of(places, item, unit)
 
 
 def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
@@ -80,7 +80,9 @@ def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None
     indirect write chooses, in the shape of values; by default those of dst.
     """
     machine, storage = current(), dst.storage
-    me, number = machine.program_id, machine.programs.next_write(machine)
+    me, begun = machine.program_id, machine.programs.writes[machine.rank]
+    begun[me] += 1
+    number = begun[me]
     uses, covered = _uses(machine, dst, places)
     written, read = (rows[:, covered].max(axis=-1) for rows in (uses.written, uses.read))
     theirs, seen = (np.delete(rows, me, axis=0).max(axis=0) for rows in (written, read))

@@ -142,18 +142,11 @@ class Share(Record):
     hbm_bytes: int
 
 
-def by_line(timeline: Timeline) -> tuple[Share, ...]:
-    """Return the source lines, the one with the largest part of the critical path first."""
-    return _shares(timeline, lines=True)
+def shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
+    """Return the source lines, or the kinds of instructions.
 
-
-def by_instruction(timeline: Timeline) -> tuple[Share, ...]:
-    """Return the kinds of instructions, the one with the largest part of the critical path
-    first."""
-    return _shares(timeline, lines=False)
-
-
-def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
+    The one with the largest part of the critical path is the first.
+    """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, ins in enumerate(timeline.trace.instructions):
         key = (ins.file, ins.line) if lines else (ins.op, timeline.engine(index))
@@ -162,8 +155,8 @@ def _shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
     for step in critical_path(timeline):
         path[step.index] += step.us
     moved = {transfer.index: transfer for transfer in timeline.transfers}
-    shares = [_share(timeline, indices, path, moved, lines) for indices in groups.values()]
-    return tuple(sorted(shares, key=lambda share: (-share.path_us, -share.engine_us)))
+    found = [_share(timeline, indices, path, moved, lines) for indices in groups.values()]
+    return tuple(sorted(found, key=lambda share: (-share.path_us, -share.engine_us)))
 
 
 def _share(

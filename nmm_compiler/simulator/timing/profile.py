@@ -129,12 +129,12 @@ class Profile(Shown, Record):
 
         Raises SimulationError, as do the methods below.
         """
-        return causes.by_line(self.timeline)
+        return causes.shares(self.timeline, lines=True)
 
     def by_instruction(self) -> tuple[causes.Share, ...]:
         """Return the kinds of instructions, the one with the largest part of the critical path
         first."""
-        return causes.by_instruction(self.timeline)
+        return causes.shares(self.timeline, lines=False)
 
     def critical_path(self) -> tuple[Step, ...]:
         """Return the chain of steps, without gaps, that the latency consists of."""

@@ -14,9 +14,8 @@ from nmm_compiler.simulator.timing.causes import (
     WHY,
     Share,
     Step,
-    by_instruction,
-    by_line,
     critical_path,
+    shares,
     waits,
 )
 from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
@@ -49,11 +48,11 @@ def engine_table(found: Timeline) -> Grid:
 
 def instruction_table(found: Timeline) -> Grid:
     """Return the kinds of instructions, those with the largest part of the critical path first."""
-    shares = [s for s in by_instruction(found) if s.path_us or s.engine_us]
+    kinds = [s for s in shares(found, lines=False) if s.path_us or s.engine_us]
     rows = [
         (s.name, ENGINE_NAMES[s.engine], f"{s.instructions:,}", f"{s.engine_us:.2f}",
          f"{s.path_us:.2f}", f"{s.path_us / found.latency_us:.1%}")
-        for s in shares
+        for s in kinds
     ]  # fmt: skip
     head = ("instruction", "engine", "count", "engine us", "critical us", "of latency")
     return Grid.of(head, rows, right=head[2:])
@@ -99,9 +98,9 @@ def path_table(found: Timeline) -> Grid:
 
 def listings(found: Timeline) -> Iterator[Listing]:
     """Yield the source of each file of the kernel, with the time of each line beside it."""
-    shares = by_line(found)
-    for file in dict.fromkeys(share.file for share in shares):
-        lines = {share.line: share for share in shares if share.file == file}
+    every = shares(found, lines=True)
+    for file in dict.fromkeys(share.file for share in every):
+        lines = {share.line: share for share in every if share.file == file}
         texts = linecache.getlines(file) or [""] * max(lines, default=0)
         rows, bars = [], []
         for number, text in enumerate(texts, 1):
@@ -133,7 +132,7 @@ def statement(file: str, line: int) -> str:
 def line_table(found: Timeline) -> Grid:
     """Return the source lines with the largest parts of the critical path."""
     rows = []
-    for share in by_line(found)[:_LINES_IN_TEXT]:
+    for share in shares(found, lines=True)[:_LINES_IN_TEXT]:
         text = statement(share.file, share.line) or share.name
         place = f"{Path(share.file).name}:{share.line}"
         rows.append((place, f"{share.path_us:.2f}", f"{share.engine_us:.2f}", share.engine, text))
