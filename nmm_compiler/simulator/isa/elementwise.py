@@ -205,7 +205,6 @@ def tensor_tensor(
 
 
 def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np.ndarray:
-    assert function.alu is not None
     if "unary" in function.kind:
         return np.asarray(function.alu(data))
     if value.__class__ is NkiTensor:
@@ -448,7 +447,6 @@ def _apply(machine: Machine, function: Op, values: np.ndarray, scale: Any, bias:
         values = values + scalar_value(bias, values.ndim)
     if function.valid is not None:
         _check_range(machine, function, values)
-    assert function.activation is not None
     result = function.activation(values)
     return result if result.dtype == F32 else result.astype(F32)
 

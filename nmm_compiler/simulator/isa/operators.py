@@ -25,7 +25,7 @@ class Op:
     """One operator.
 
     kind: "arith", "bitvec", "unary" (ALU) or "" when it is no ALU operator.
-    alu: function of (x, y) or, for "unary", of (x).
+    alu: function of (x, y) or, for "unary", of (x); None for none.
     activation: function of float32 x, or None.
     reduce: NumPy ufunc for reductions, or None; identity: its neutral element.
     valid: (low, high) of |x| or x that the hardware's approximation covers, or None.
@@ -33,8 +33,8 @@ class Op:
 
     name: str
     kind: str = ""
-    alu: Callable[..., Any] | None = None
-    activation: Callable[..., Any] | None = None
+    alu: Any = None
+    activation: Any = None
     reduce: Any = None
     identity: float = 0.0
     valid: tuple[float, float] | None = None
@@ -172,65 +172,50 @@ def _logical_shift(x: Any, y: Any, move: Callable[..., Any]) -> Any:
 
 _INF = math.inf
 _LIST = [
-    Op("add", "arith", np.add, None, np.add, 0.0),
-    Op("subtract", "arith", np.subtract, None, np.subtract, 0.0),
-    Op("multiply", "arith", np.multiply, None, np.multiply, 1.0),
-    Op("divide", "arith", np.divide),
-    Op("maximum", "arith", np.maximum, None, np.maximum, -_INF),
-    Op("minimum", "arith", np.minimum, None, np.minimum, _INF),
-    Op("max", "arith", np.maximum, None, np.maximum, -_INF),
-    Op("min", "arith", np.minimum, None, np.minimum, _INF),
+    *(Op(name, "arith", function, None, function, identity) for name, function, identity in (
+        ("add", np.add, 0.0), ("subtract", np.subtract, 0.0), ("multiply", np.multiply, 1.0),
+        ("maximum", np.maximum, -_INF), ("minimum", np.minimum, _INF), ("max", np.maximum, -_INF),
+        ("min", np.minimum, _INF),
+    )),
+    *(Op(name, "bitvec", function, None, function, identity) for name, function, identity in (
+        ("bitwise_and", np.bitwise_and, -1), ("bitwise_or", np.bitwise_or, 0),
+        ("bitwise_xor", np.bitwise_xor, 0),
+    )),
+    *(Op(name, "arith", _logical(function), None, function, identity)
+      for name, function, identity in (
+        ("logical_and", np.logical_and, 1.0), ("logical_or", np.logical_or, 0.0),
+        ("logical_xor", np.logical_xor, 0.0),
+    )),
+    *(Op(name, "arith", _truth(getattr(np, name))) for name in (
+        "equal", "not_equal", "greater_equal", "greater", "less_equal", "less",
+    )),
+    *(Op(name, "arith", getattr(np, name)) for name in ("divide", "power", "mod", "fmod")),
     Op("average", "arith", None, None, np.add, 0.0),
-    Op("equal", "arith", _truth(np.equal)),
-    Op("not_equal", "arith", _truth(np.not_equal)),
-    Op("greater_equal", "arith", _truth(np.greater_equal)),
-    Op("greater", "arith", _truth(np.greater)),
-    Op("less_equal", "arith", _truth(np.less_equal)),
-    Op("less", "arith", _truth(np.less)),
-    Op("logical_and", "arith", _logical(np.logical_and), None, np.logical_and, 1.0),
-    Op("logical_or", "arith", _logical(np.logical_or), None, np.logical_or, 0.0),
-    Op("logical_xor", "arith", _logical(np.logical_xor), None, np.logical_xor, 0.0),
-    Op("power", "arith", np.power),
     Op("abs_max", "arith", _abs_max),
     Op("abs_min", "arith", _abs_min),
-    Op("mod", "arith", np.mod),
-    Op("fmod", "arith", np.fmod),
-    Op("bitwise_and", "bitvec", np.bitwise_and, None, np.bitwise_and, -1),
-    Op("bitwise_or", "bitvec", np.bitwise_or, None, np.bitwise_or, 0),
-    Op("bitwise_xor", "bitvec", np.bitwise_xor, None, np.bitwise_xor, 0),
     Op("left_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.left_shift)),
     Op("right_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.right_shift)),
     Op("invert", "bitvec unary", np.invert),
     Op("logical_not", "unary", lambda x: (np.asarray(x) == 0).astype(_F)),
     Op("bypass", "bypass", lambda x, y=None: x),
-    Op("abs", "unary", np.abs, np.abs),
-    Op("square", "unary", np.square, np.square),
-    Op("relu", "unary", lambda x: np.maximum(x, _F(0)), lambda x: np.maximum(x, _F(0))),
+    Op("negative", "unary", np.negative),
+    *(Op(name, "unary", function, function) for name, function in (
+        ("abs", np.abs), ("square", np.square), ("relu", lambda x: np.maximum(x, _F(0))),
+    )),
     Op("rsqrt", "unary", _rsqrt, _rsqrt, valid=(2.0**-87, 2.0**97)),
     Op("reciprocal", "unary", _reciprocal, _reciprocal, valid=(2.0**-42, 2.0**42)),
-    Op("negative", "unary", np.negative),
-    Op("copy", "", None, lambda x: x),
-    Op("sigmoid", "", None, _sigmoid),
-    Op("prelu", "", None, None),
-    Op("gelu", "", None, _gelu),
-    Op("gelu_dx", "", None, _gelu_dx),
-    Op("gelu_apprx_tanh", "", None, _gelu_tanh),
-    Op("gelu_apprx_sigmoid", "", None, _gelu_sigmoid),
-    Op("gelu_apprx_sigmoid_dx", "", None, _gelu_sigmoid_dx),
-    Op("silu", "", None, _silu),
-    Op("silu_dx", "", None, _silu_dx),
-    Op("tanh", "", None, _wide(np.tanh)),
-    Op("softplus", "", None, _softplus),
-    Op("mish", "", None, _mish),
-    Op("erf", "", None, erf),
-    Op("erf_dx", "", None, _erf_dx),
-    Op("exp", "", None, np.exp),
-    Op("log", "", None, np.log, valid=(2.0**-64, 2.0**64)),
-    Op("sin", "", None, _sin, valid=(-math.pi, math.pi)),
-    Op("arctan", "", None, _wide(np.arctan), valid=(-math.pi / 2, math.pi / 2)),
-    Op("sqrt", "", None, np.sqrt, valid=(2.0**-116, 2.0**118)),
-    Op("sign", "", None, np.sign),
-]
+    Op("log", activation=np.log, valid=(2.0**-64, 2.0**64)),
+    Op("sin", activation=_sin, valid=(-math.pi, math.pi)),
+    Op("arctan", activation=_wide(np.arctan), valid=(-math.pi / 2, math.pi / 2)),
+    Op("sqrt", activation=np.sqrt, valid=(2.0**-116, 2.0**118)),
+    *(Op(name, activation=function) for name, function in {
+        "copy": lambda x: x, "exp": np.exp, "sign": np.sign, "tanh": _wide(np.tanh),
+        "sigmoid": _sigmoid, "prelu": None, "gelu": _gelu, "gelu_dx": _gelu_dx,
+        "gelu_apprx_tanh": _gelu_tanh, "gelu_apprx_sigmoid": _gelu_sigmoid,
+        "gelu_apprx_sigmoid_dx": _gelu_sigmoid_dx, "silu": _silu, "silu_dx": _silu_dx,
+        "softplus": _softplus, "mish": _mish, "erf": erf, "erf_dx": _erf_dx,
+    }.items()),
+]  # fmt: skip
 YOUNG_ALU_OPERATORS = ("abs_max", "abs_min", "square", "relu")
 """Those that the ALU has since trn3."""
 BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}

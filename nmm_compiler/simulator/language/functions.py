@@ -112,15 +112,6 @@ def _binary(name: str) -> None:
     named(name, function)
 
 
-for _name in (
-    "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "equal", "not_equal",
-    "less", "less_equal", "greater", "greater_equal", "bitwise_and", "bitwise_or", "bitwise_xor",
-    "left_shift", "right_shift", "logical_and", "logical_or", "logical_xor", "abs_max", "abs_min",
-    "mod", "fmod",
-):  # fmt: skip
-    _binary(_name)
-
-
 Issue = Callable[[NkiTensor, NkiTensor, Any], Any]
 """Issues an instruction: (result, tile, operator)."""
 
@@ -145,14 +136,15 @@ def _on_the_alu(result: NkiTensor, x: NkiTensor, op: Any) -> None:
     elementwise.tensor_scalar(result, x, op, 0)
 
 
-for _name in (
-    "exp", "log", "sqrt", "tanh", "sigmoid", "relu", "gelu", "gelu_apprx_sigmoid",
-    "gelu_apprx_tanh", "gelu_dx", "gelu_apprx_sigmoid_dx", "silu", "silu_dx", "softplus", "mish",
-    "erf", "erf_dx", "arctan", "square", "sign", "abs",
-):  # fmt: skip
-    _unary(_name, _activate)
-for _name in ("rsqrt", "invert", "logical_not", "negative"):
-    _unary(_name, _on_the_alu)
+for _name, _op in operators.BY_NAME.items():
+    if _op.kind in ("arith", "bitvec") and _op.alu is not None:
+        _binary(_name)
+    elif _op.activation is not None and _name != "rsqrt":
+        _unary(_name, _activate)
+    elif "unary" in _op.kind:
+        _unary(_name, _on_the_alu)
+    else:
+        NAMES[_name] = _op  # an operator that is no function
 for _name, _rounds in {"ceil": np.ceil, "floor": np.floor, "trunc": np.trunc}.items():
     _unary(_name, _on_the_alu).nki_op = operators.Op(_name, "unary", _rounds)  # type: ignore[attr-defined]
 reciprocal = _unary("reciprocal", lambda result, x, op: elementwise.reciprocal(result, x))
@@ -542,12 +534,9 @@ def dropout(x: Any, rate: Any, dtype: Any = None) -> NkiTensor:
     """Return x with elements zeroed with probability `rate`."""
     result = ndarray(x.shape, x.dtype, sbuf, "")
     program_state.dropout(result, x, rate)
-    kind = x.dtype if dtype is None else kind_of(dtype)
-    return result if kind == x.dtype else NAMES["copy"](result, kind)
+    return _converted(result, dtype and kind_of(dtype))
 
 
-NAMES.update({name: operators.BY_NAME[name] for name in ("bypass", "average", "prelu")})
-"""Operators that are no functions."""
 NAMES.update(
     {str(d): d for d in dtypes.ALL.values() if d not in ("bool", "int64", "uint64")},
     bool_=dtypes.bool_, DType=dtypes.DType, NKIObject=NKIObject, NkiTensor=NkiTensor, all=all_,
