@@ -21,8 +21,8 @@ from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     Caller,
     check_destination,
+    check_priority,
     operand,
-    require_present,
 )
 from nmm_compiler.simulator.isa.operators import find_op
 from nmm_compiler.simulator.isa.poison import mark
@@ -80,10 +80,7 @@ class _Move(Caller):
             raise self.error(
                 OperandError, f"{len(srcs)} tensors; several go with HBM tensors of others only"
             )
-        if priority is not None:
-            if not isinstance(priority, int) or not 0 <= priority <= 3:
-                raise self.error(KernelArgumentError, f"priority={priority!r}; 0 to 3")
-            require_present(self, "dma priority")
+        check_priority(self, priority)
         pairs = tuple(zip(srcs, dsts, strict=True))
         for src, dst in pairs:
             check_destination(self, dst)

@@ -51,6 +51,7 @@ from nmm_compiler.simulator.beta1.tensor import (
 from nmm_compiler.simulator.isa import names as current_isa
 from nmm_compiler.simulator.isa.enums import engine as engines
 from nmm_compiler.simulator.isa.enums import matmul_perf_mode
+from nmm_compiler.simulator.isa.poison import TURNED
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf, shared_identity_matrix
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.language.functions import reduced_shape
@@ -295,30 +296,25 @@ def by_row(
 # Instructions whose arguments or results differ
 
 
-def _last(name: str, view: NkiTensor, axes: list[int]) -> tuple[NkiTensor, tuple[int, ...]]:
-    """Return the view with the reduced free axes last, and their places there."""
-    rank = len(view.shape)
-    if not axes or axes[0] < 1 or axes[-1] >= rank:
-        raise fail(
-            OperandError,
-            f"{name}: axis {axes} of a tile {view.shape}; reduce free axes, 1 to {rank - 1} "
-            "(partitions: nisa.tensor_partition_reduce)",
-        )
-    order = [d for d in range(rank) if d not in axes] + axes
-    moved = view if order == list(range(rank)) else view.permute(order)
-    return moved, tuple(range(rank - len(axes), rank))
-
-
 def _reduced(
     name: str, data: Any, axis: Any, keepdims: bool, mask: Any, dtype: Any, **given: Any
 ) -> Tensor:
     data = tensor(name, "data", data)
+    rank = len(data.shape)
     listed = [axis] if isinstance(axis, (int, np.integer)) else axis
-    axes = sorted(int(a) + len(data.shape) if a < 0 else int(a) for a in listed)
+    axes = sorted(int(a) + rank if a < 0 else int(a) for a in listed)
+    if not axes or axes[0] < 1 or axes[-1] >= rank:
+        raise fail(
+            OperandError,
+            f"{name}: axis {axes} of a tile {data.shape}; reduce free axes, 1 to {rank - 1} "
+            "(partitions: nisa.tensor_partition_reduce)",
+        )
     shape = reduced_shape(data.shape, axes, keepdims)
 
     def prepare(box: Part) -> Issue:
-        view, places = _last(name, data.tile(box), axes)
+        """An instruction reduces the last axes of its operand."""
+        view = data.tile(box).permute([*(d for d in range(rank) if d not in axes), *axes])
+        places = tuple(range(rank - len(axes), rank))
         return functools.partial(
             ISSUE["tensor_reduce"], data=view, axis=places, keepdims=keepdims, **given
         )
@@ -471,7 +467,7 @@ def turned_by_dma(dst: NkiTensor, view: NkiTensor, axes: Any) -> None:
 def _dma_transposed(name: str, src: Any, axes: Any, mask: Any, dtype: Any) -> Tensor:
     no_mask(name, mask)
     source = tensor_anywhere(name, "src", src)
-    order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}.get(len(source.shape), (1, 0))
+    order = TURNED.get(len(source.shape), (1, 0))
     axes = axes if axes is None else tuple(axes)
     return result(
         tuple(source.shape[a] for a in order), asked(dtype, source.kind),

@@ -16,8 +16,8 @@ from nmm_compiler.simulator.isa.operands import (
     SBUF,
     check_conversion,
     check_hazard,
+    check_priority,
     require,
-    require_present,
 )
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, put
@@ -53,13 +53,6 @@ def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, st
             "or pass dge_mode=nisa.dge_mode.hwdge",
         )
     return _ISSUERS.get(given, "sync"), name
-
-
-def _check_priority(call: Call, priority: Any) -> None:
-    """Check the class of service of a DMA."""
-    if priority is not None:
-        call.integer("priority", priority, range(4))
-        require_present(call, "dma priority")
 
 
 def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
@@ -107,7 +100,7 @@ def dma_copy(
     if not same:
         check_conversion(call, dst, src)
     issuer, mode = _issue(call, dge_mode, engine, same)
-    _check_priority(call, priority)
+    check_priority(call, priority)
     _check_dynamic(call, (dst, src), mode)
     chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
@@ -136,9 +129,6 @@ def _chooses_rows(view: NkiTensor) -> bool:
     return view.indirection is not None and view.indirection.kind == "vector"
 
 
-_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
-
-
 @instruction(
     engines=("dma",),
     operands="src -> dst",
@@ -160,7 +150,7 @@ def dma_transpose(
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
     require(call, "dma_transpose", lambda t: t.dma_transposes, "use nisa.nc_transpose")
     rank = len(src.shape)
-    order = _AXES.get(rank)
+    order = poison.TURNED.get(rank)
     given = axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)
     if order is None or not given:
         raise call.error(
@@ -174,7 +164,7 @@ def dma_transpose(
             OperandError,
             f"dst {dst.name!r} {dst.shape}, src {src.shape} transposes to {expected}",
         )
-    _check_priority(call, priority)
+    check_priority(call, priority)
     _check_alignment(call, dst)
     mode = dge_mode.name
     indirect = _chooses_rows(src)
@@ -260,7 +250,6 @@ def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool)
 
 def _check_transpose_index(call: Call, src: NkiTensor) -> None:
     """Check the index tensor of an indirect transpose: its rows' indices, column by column."""
-    assert src.indirection is not None
     index = src.indirection.index
     if index.__class__ is not NkiTensor:
         raise call.error(

@@ -14,14 +14,13 @@ from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError, 
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
-    INT32,
     NO_ATTRIBUTES,
     Call,
     Steps,
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value, write_sum
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS

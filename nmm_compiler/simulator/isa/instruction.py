@@ -14,20 +14,17 @@ only warns, and calls with runtime addresses are never remembered.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from operator import index as as_index
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from nmm_compiler.errors import (
-    HazardError,
     KernelArgumentError,
     KernelFailedError,
     OperandError,
@@ -71,7 +68,6 @@ _SEQUENCES = tuple, list
 _KINDS = itertools.count(1)
 _KEPT = 100_000
 NO_ATTRIBUTES: Attributes = {}
-INT32 = range(-(2**31), 2**31)
 MEMBERS: dict[str, type[Enum]] = {
     "engine": enums.engine,
     "dge_mode": enums.dge_mode,
@@ -129,24 +125,6 @@ class Call(Caller):
         self.reads.append(operand(self, role, view, memories))
         if view.indirection is not None:
             self.reads += indirect_operand(self, role, view, "", ())
-
-    def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
-        """Return a compile-time integer of the instruction's field, int32 unless said."""
-        number = None
-        if not isinstance(value, VirtualRegister):
-            with contextlib.suppress(TypeError):
-                number = as_index(value)
-        if number is None:
-            raise self.error(
-                KernelArgumentError,
-                f"{role} is {type(value).__name__} {value!r:.40}; pass a compile-time integer",
-            )
-        if number not in allowed:
-            raise self.error(
-                HazardError,
-                f"{role}={number}; it must be in {allowed.start}..{allowed.stop - 1}",
-            )
-        return number
 
     def number(self, role: str, value: Any) -> float:
         """Return a compile-time number of the instruction's float32 field."""

@@ -7,9 +7,11 @@ tensor's number of elements.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
+from operator import index as as_index
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ SBUF = ("sbuf",)
 PSUM = ("psum",)
 ON_CHIP = ("sbuf", "psum")
 DMA_MEMORIES = ("sbuf", "hbm")
+INT32 = range(-(2**31), 2**31)
 ANY_DTYPE: frozenset[str] = frozenset()
 """Of an operand that may have any dtype."""
 
@@ -59,6 +62,24 @@ class Caller:
     def warn(self, message: str) -> None:
         """Warn of the instruction."""
         self.machine.warn(f"{self.module}.{self.op}: {message}")
+
+    def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
+        """Return a compile-time integer of the instruction's field, int32 unless said."""
+        number = None
+        if not isinstance(value, VirtualRegister):
+            with contextlib.suppress(TypeError):
+                number = as_index(value)
+        if number is None:
+            raise self.error(
+                KernelArgumentError,
+                f"{role} is {type(value).__name__} {value!r:.40}; pass a compile-time integer",
+            )
+        if number not in allowed:
+            raise self.error(
+                HazardError,
+                f"{role}={number}; it must be in {allowed.start}..{allowed.stop - 1}",
+            )
+        return number
 
 
 def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> Access:
@@ -183,7 +204,6 @@ def indirect_operand(
     allowed: the engines on which the operand may be a `.indirect()` view.
     """
     indirection = view.indirection
-    assert indirection is not None
     index = indirection.index
     if indirection.kind == "columns":
         _check_tensor_indirection(caller, role, view, index, chosen, allowed)
@@ -249,6 +269,13 @@ def _check_tensor_indirection(
             f"{where} that starts at partition {view.access().partition_start}, its index at "
             f"{start}; they must start at the same",
         )
+
+
+def check_priority(caller: Caller, priority: Any) -> None:
+    """Check the class of service of a DMA."""
+    if priority is not None:
+        caller.integer("priority", priority, range(4))
+        require_present(caller, "dma priority")
 
 
 def require_present(caller: Caller, what: str) -> None:

@@ -24,6 +24,8 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 Arguments = dict[str, Any]
 Flow = Callable[[Arguments, Any, np.ndarray, NkiTensor], np.ndarray]
 
+TURNED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+"""The order of dimensions that nisa.dma_transpose leaves, by their number."""
 KNOWN = ("predicate", "indices", "index", "src_seeds")
 """Operands whose values an instruction needs, whatever instruction it is."""
 
@@ -68,8 +70,7 @@ def product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -
 
 def dma_transpose(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Element to element, the first and the last dimension swapped."""
-    order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}[mask.ndim]
-    return mask.transpose(order)
+    return mask.transpose(TURNED[mask.ndim])
 
 
 def reduced(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:

@@ -22,6 +22,8 @@ class DType(str):
 
     numpy: np.dtype
     item_bytes: int
+    itemsize: int
+    name: str
     kind: str
     low: int
     high: int

@@ -47,7 +47,6 @@ def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
         starts = view.offset + np.arange(rows) * view.strides[0]
         return starts[:, None] + inner[None, :], np.ones(rows, np.bool_)
     storage = view.storage
-    assert storage.raw is not None
     total = storage.raw.size // view.dtype.item_bytes
     if indirection.kind == "columns":
         return _column_positions(view), np.ones(rows, np.bool_)
@@ -82,7 +81,6 @@ def _column_positions(view: NkiTensor) -> np.ndarray:
     Groups of 16 partitions share their offsets.
     """
     indirection = view.indirection
-    assert indirection is not None
     index = indirection.index.load("an index").astype(np.int64)
     index = index.reshape(index.shape[0], -1)
     group = 16
@@ -108,7 +106,6 @@ def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
     if skip or valid.all():
         return
     indirection = view.indirection
-    assert indirection is not None
     row = int(np.argmin(valid))
     shown: Any = ""
     if isinstance(indirection.index, NkiTensor):
@@ -128,7 +125,6 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray 
     table, valid = positions(view)
     _check_valid(view, valid, skip)
     storage = view.storage
-    assert storage.raw is not None
     if storage.shared:
         note_read(view, table[valid])
     values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
@@ -144,7 +140,6 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray 
 
 def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:
     """Refuse rows that write different values to one place: their order is not defined."""
-    assert view.indirection is not None
     if view.indirection.kind != "vector" or len(table) < 2:
         return
     _, first, inverse = np.unique(table[:, 0], return_index=True, return_inverse=True)
@@ -177,7 +172,6 @@ def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False, adds: bool 
 def store_at(view: NkiTensor, places: np.ndarray, stored: np.ndarray) -> None:
     """Write stored values to some elements of the view's storage, which `places` numbers."""
     storage = view.storage
-    assert storage.raw is not None
     if storage.shared:
         stored = settled(view, stored, places)
     storage.raw.view(view.dtype.numpy)[places] = stored

@@ -52,7 +52,7 @@ class Storage:
         shape: tuple[int, ...],
         dtype: DType,
         address: tuple[int, int] | None = None,
-        raw: np.ndarray | None = None,
+        raw: Any = None,
         line: int = -1,
     ) -> None:
         self.machine = machine
@@ -87,7 +87,6 @@ class Storage:
 
     def marks(self, value: Any) -> Marks:
         """Return marks of all of it."""
-        assert self.raw is not None
         return Marks(self.raw.size, self.dtype.item_bytes, value)
 
 

@@ -91,7 +91,7 @@ class NkiTensor(NKIObject):
         self.strides = strides
         self.offset = offset
         self.dtype = dtype
-        self.indirection = indirection
+        self.indirection: Any = indirection
         self._access: Any = None
         self._array: np.ndarray | None = None
         self.special = False

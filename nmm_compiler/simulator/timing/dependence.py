@@ -124,7 +124,7 @@ class Dependences:
         banks = target.psum_banks * target.psum_bank_bytes_per_partition
         # no store frees PSUM sooner than the copies out of it
         self.psum = Pool(banks, lambda before: before == math.inf and settle(before))
-        self._placed: list[Storage] = []
+        self._placed: list[tuple[Storage, _Place]] = []
         self._book = book
         wake = wake_table(target)
         self._wake_of = [[row[consumer] for row in wake] for consumer in range(6)]
@@ -227,17 +227,16 @@ class Dependences:
     def _vacated(self, storage: Storage, place: _Place) -> float:
         """Return when the earlier tensors at the same manual address have been used last."""
         when, kept = 0.0, []
-        for other in self._placed:
-            assert other.place is not None
-            if not place.meets(other.place):
-                kept.append(other)
+        for other, there in self._placed:
+            if not place.meets(there):
+                kept.append((other, there))
                 continue
             self._book_users(other)
             if other.end > when:
                 when, storage.freed_by = other.end, other.user
-            if not place.covers(other.place):
-                kept.append(other)
-        self._placed = [*kept, storage]
+            if not place.covers(there):
+                kept.append((other, there))
+        self._placed = [*kept, (storage, place)]
         return when
 
     def done(

@@ -324,19 +324,17 @@ def minimal_hbm_bytes(trace: Trace) -> int:
     """
     regions: dict[int, dict[tuple[int, Pattern], Access]] = collections.defaultdict(dict)
     chosen: dict[int, int] = collections.Counter()
-    written_first: set[int] = set()
+    first: dict[int, bool] = {}
     scratch: set[int] = set()
     for instruction in trace.instructions:
         if instruction.engine in _ON_CHIP:
             continue
-        reads = len(instruction.reads)
-        for place, access in enumerate((*instruction.reads, *instruction.writes)):
+        for access in (*instruction.reads, *instruction.writes):
             if access.memory != "hbm":
                 continue
-            if place < reads and access.storage in written_first:
+            reads = access in instruction.reads
+            if first.setdefault(access.storage, reads) < reads:
                 scratch.add(access.storage)
-            elif place >= reads and access.storage not in regions:
-                written_first.add(access.storage)
             if _is_chosen(access):
                 chosen[access.storage] += access.elements_per_partition * access.item_bytes
             regions[access.storage][access.byte_start, access.pattern] = access

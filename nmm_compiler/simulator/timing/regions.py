@@ -118,14 +118,13 @@ def distinct_bytes(accesses: Sequence[Access]) -> int:
     """Return how many bytes accesses to one HBM tensor touch; a shared byte counts once."""
     found: dict[tuple[Pattern, int], list[int]] = {}
     for access in accesses:
-        item = access.item_bytes
-        steps = sorted([(abs(step), count) for step, count in access.pattern if step], reverse=True)
-        dims = merged((count, step) for step, count in steps)
-        pattern = tuple((step, count) for count, step in dims) or ((item, 1),)
-        found.setdefault((pattern, item), []).append(access.byte_start)
+        found.setdefault((access.pattern, access.item_bytes), []).append(access.byte_start)
     starts, stops = [], []
-    for shape, firsts in found.items():
-        offsets, run = _run_starts(*shape)
+    for (pattern, item), firsts in found.items():
+        steps = sorted([(abs(step), count) for step, count in pattern if step], reverse=True)
+        dims = merged((count, step) for step, count in steps)
+        walked = tuple((step, count) for count, step in dims) or ((item, 1),)
+        offsets, run = _run_starts(walked, item)
         starts.append((np.unique(firsts)[:, None] + offsets).ravel())
         stops.append(starts[-1] + run)
     start, stop = np.concatenate(starts), np.concatenate(stops)

@@ -225,7 +225,8 @@ class _Pass:
             else:
                 begin, next_free, stop = compute(index, work, instruction, ready)
             ended = engines[engine].ended
-            waited[index] = ended.get(begin, waited[index])
+            if begin in ended:
+                waited[index] = ended[begin]
             ended[next_free] = "engine", index, next_free
             start[index], end[index], interval_end[index] = begin, stop, next_free
             spans[engine].append((begin, stop))
@@ -339,7 +340,8 @@ class _Pass:
         issue_us = cost.issue_us
         queue = self.queues[cost.queue]
         issued = queue.place(begin, issue_us)
-        self.waited[index] = queue.ended.get(issued, self.waited[index])
+        if issued in queue.ended:
+            self.waited[index] = queue.ended[issued]
         queue.ended[issued + issue_us] = "queue", index, issued + issue_us
         start_us = self.dma_start_us
         ready = issued + (issue_us if issue_us > start_us else start_us)
