@@ -74,7 +74,7 @@ class _NoSums(dict[Any, float]):
 
 _CLOCK = timeline.TensorClock.__init__
 _TRANSFER = timeline._Pass._transfer
-_ISSUE = dma.DmaCosts._issue
+_ISSUE = dma._issue
 _TAKE = resources.Pool.take
 
 
@@ -102,8 +102,8 @@ def _take_without_stores(self: Any, size: int) -> float:
         self.settle = settle
 
 
-def _own_queues(self: Any, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
-    queue, seconds = _ISSUE(self, mode, issuer, descriptors)
+def _own_queues(target: Target, mode: str, issuer: str, descriptors: int) -> tuple[str, float]:
+    queue, seconds = _ISSUE(target, mode, issuer, descriptors)
     return (f"software-{mode}" if queue == "software" else queue), seconds
 
 
@@ -152,7 +152,7 @@ RULES: dict[str, tuple[Any, str, Any]] = {
     "a sum waits for its first column": (timeline.TensorClock, "__init__", _clock_without_sums),
     "the clock falls when idle": (timeline.TensorClock, "__init__", _clock_that_stays_warm),
     "fast modes": (cycles, "_fast_mode", lambda target, instruction, engine: 1.0),
-    "GpSimd's descriptors in one queue": (dma.DmaCosts, "_issue", _own_queues),
+    "GpSimd's descriptors in one queue": (dma, "_issue", _own_queues),
 }
 """Rules of the model's code, with what stands in for them."""
 LAWS = (

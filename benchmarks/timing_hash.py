@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing import resources
-from nmm_compiler.simulator.timing.costs import RULES, ComputeCosts
-from nmm_compiler.simulator.timing.dma import DmaCosts
+from nmm_compiler.simulator.timing.costs import RULES, other_cost, tensor_cost
+from nmm_compiler.simulator.timing.dma import dma_cost
 from nmm_compiler.simulator.trace import Access, Instruction
 
 _CONSTANTS = (
@@ -46,11 +46,10 @@ def constants_hash() -> str:
         target = targets.get(name)
         fields = sorted(set(target.sources) - NOT_OF_TIMING)
         values |= {f"{name}.{field}": getattr(target, field) for field in fields}
-        compute, transfers = ComputeCosts(target), DmaCosts(target)
         values[f"{name} prices"] = [
-            *(compute.tensor(product) for product in _products()),
-            *(compute.other(work) for work in _work()),
-            *(dataclasses.astuple(transfers.cost(transfer)) for transfer in _transfers()),
+            *(tensor_cost(target, product) for product in _products()),
+            *(other_cost(target, work) for work in _work()),
+            *(dataclasses.astuple(dma_cost(target, transfer)) for transfer in _transfers()),
         ]
     values |= {name: getattr(module, name) for module, name in _CONSTANTS}
     text = json.dumps(values, sort_keys=True, default=list)

@@ -13,7 +13,7 @@ from trace_builder import Scene, profile_trace
 from nmm_compiler import targets
 from nmm_compiler.errors import HazardError, InternalFaultError
 from nmm_compiler.simulator.tensors.dtypes import round_tfloat32
-from nmm_compiler.simulator.timing.costs import ComputeCosts
+from nmm_compiler.simulator.timing.costs import tensor_cost
 from nmm_compiler.simulator.timing.profile import Profile
 
 # Product of the peak: what mfu may reach, for each way to multiply.
@@ -114,7 +114,7 @@ def test_where_there_is_no_transpose_mode_the_flag_only_marks_a_product():
 
 def test_a_float32_transpose_costs_the_same_with_any_identity():
     """The dtype of the data sets the rate, not that of the matrix that moves."""
-    costs = ComputeCosts(targets.get("trn2"))
+    trn2 = targets.get("trn2")
     (one,), (other,) = (
         Scene(f"""
             sbuf data 128x128
@@ -124,7 +124,7 @@ def test_a_float32_transpose_costs_the_same_with_any_identity():
         """).trace.instructions
         for moving in ("float32", "bfloat16")
     )
-    assert costs.tensor(one) == costs.tensor(other)
+    assert tensor_cost(trn2, one) == tensor_cost(trn2, other)
 
 
 SIZES = (st.sampled_from(sizes) for sizes in ([1, 32, 128], [1, 64, 128], [1, 64, 512]))

@@ -46,7 +46,7 @@ def test_only_zeros_of_16_bits_are_filled_two_at_a_time(engine, dtype):
     """
     trace = run(body, mode="timing").trace
     fills = [i for i in trace.instructions if i.op == "memset"]
-    took = [costs.ComputeCosts(TRN2).other(fill)[0] for fill in fills]
+    took = [costs.other_cost(TRN2, fill)[0] for fill in fills]
     zero, one = took[:2]
     assert took == [zero, one, one, zero]
     clock = TRN2.gpsimd_clock_hz if engine == "gpsimd" else TRN2.vector_clock_hz

@@ -6,8 +6,8 @@ import itertools
 import pytest
 from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, us
 
-from nmm_compiler.simulator.timing.costs import ComputeCosts
-from nmm_compiler.simulator.timing.dma import DmaCosts
+from nmm_compiler.simulator.timing.costs import other_cost, tensor_cost
+from nmm_compiler.simulator.timing.dma import dma_cost
 from nmm_compiler.simulator.timing.timeline import time_trace, time_traces
 
 B, F = "bfloat16", "float32"
@@ -35,7 +35,7 @@ def cycles(instruction, target=TRN2):
     """Return the cycles that an instruction holds its engine for, without the overhead."""
     clocks = {"vector": target.vector_clock_hz, "scalar": target.scalar_clock_hz}
     hz = clocks.get(instruction.engine, target.gpsimd_clock_hz)
-    interval = ComputeCosts(target).other(instruction)[0]
+    interval = other_cost(target, instruction)[0]
     return interval * hz / 1e6 - target.engine_streaming_overhead_cycles
 
 
@@ -78,9 +78,8 @@ def dma(rows, columns, memories="sbuf hbm", dtype=B, first=0, flags=""):
     ],
 )
 def test_these_differ_in_cost(variants):
-    costs = ComputeCosts(TRN2)
-    of = {"tensor": costs.tensor, "dma": DmaCosts(TRN2).cost}
-    found = [of.get(instruction.engine, costs.other)(instruction) for instruction in variants]
+    of = {"tensor": tensor_cost, "dma": dma_cost}
+    found = [of.get(one.engine, other_cost)(TRN2, one) for one in variants]
     assert len(set(found)) == len(found)
 
 
@@ -213,7 +212,7 @@ def test_cycles(text, on_trn1, on_trn2):
 
 @pytest.mark.parametrize(("flag", "reads_bias"), [("", 0), ("function=exp", 108)])
 def test_scalar_answers_later_than_vector(flag, reads_bias):
-    latency = ComputeCosts(TRN2).other(one(f"scalar activation {flag}: {PAIR}"))[1]
+    latency = other_cost(TRN2, one(f"scalar activation {flag}: {PAIR}"))[1]
     assert latency == pytest.approx(us(512 + 228 + reads_bias, 1.2e9))
 
 
@@ -316,7 +315,7 @@ def test_short_rows_waste_the_engines(rows, columns, fraction):
 
 def test_strided_elements_are_descriptors_of_their_own():
     scene = Scene("hbm source 128x64\nsbuf tile 128x32\ndma tile source[:,::2]")
-    cost = DmaCosts(TRN2).cost(scene.trace.instructions[0])
+    cost = dma_cost(TRN2, scene.trace.instructions[0])
     assert cost.descriptors == 128 * 32
     assert cost.uniform_us == pytest.approx(8 * 32 * 0.041)  # 41 ns each, from software
 
@@ -393,7 +392,7 @@ def test_many_small_transfers_are_no_faster_than_their_generators():
 
 
 def test_a_copy_within_hbm_shares_its_bandwidth_between_reading_and_writing():
-    cost = DmaCosts(TRN2).cost(dma(128, 2048, "hbm hbm"))
+    cost = dma_cost(TRN2, dma(128, 2048, "hbm hbm"))
     assert cost.hbm_read_bytes == cost.hbm_write_bytes == 128 * 4096
     runs = -(-128 * 4096 // 65536)  # 512 KiB without a gap: whole descriptors
     each = 0.006 + 65536 / (FROM_HBM / 2) * 1e6
@@ -418,7 +417,7 @@ def test_a_copy_within_hbm_shares_its_bandwidth_between_reading_and_writing():
 )
 def test_dma_transpose_rates(rows, columns, memory, dtype, rate):
     moved = dma(rows, columns, f"sbuf {memory}", dtype, flags="transpose=1")
-    cost = DmaCosts(TRN2).cost(moved)
+    cost = dma_cost(TRN2, moved)
     size = rows * columns * (2 if dtype == B else 4)
     assert cost.uniform_us == pytest.approx(size / 16 / rate * 1e6)
 
@@ -432,5 +431,5 @@ def test_only_an_index_is_no_data():
         dma out left index
         dma out left right indirect=1
     """)
-    read = [DmaCosts(TRN2).cost(ins).read_bytes for ins in scene.trace.instructions]
+    read = [dma_cost(TRN2, ins).read_bytes for ins in scene.trace.instructions]
     assert read == [2 * 128 * 256, 128 * 256, 128 * 256]

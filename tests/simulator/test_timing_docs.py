@@ -89,8 +89,8 @@ def test_the_hash_notices_a_cost_rule(op, monkeypatch):
         (cycles, "_fast_mode", slower(cycles._fast_mode)),
         (dma, "_LARGEST_DESCRIPTOR_BYTES", 32768),
         (dma, "_split", lambda target, reads, writes, transpose: [(0, 1.0)]),
-        (dma.DmaCosts, "_transpose_fraction", lambda self, reads, writes: 0.1),
-        (dma.DmaCosts, "_issue", lambda self, mode, issuer, descriptors: ("software", 1e-9)),
+        (dma, "_transpose_fraction", lambda target, reads, writes: 0.1),
+        (dma, "_issue", lambda target, mode, issuer, descriptors: ("software", 1e-9)),
         (costs, "tensor_dtype", lambda instruction: "bfloat16"),
     ],
 )

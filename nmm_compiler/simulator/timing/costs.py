@@ -13,7 +13,7 @@ from nmm_compiler.simulator.isa.cycles import one_pass
 from nmm_compiler.simulator.isa.names import CYCLES
 from nmm_compiler.simulator.timing.compiler import scalar_can
 from nmm_compiler.simulator.timing.dependence import DMA, ENGINES, SCALAR, TENSOR, VECTOR
-from nmm_compiler.simulator.timing.dma import DmaCost, DmaCosts
+from nmm_compiler.simulator.timing.dma import DmaCost, dma_cost
 from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets import Target
 
@@ -36,71 +36,63 @@ def tensor_dtype(instruction: Instruction) -> str:
     return "float32" if "float32" in dtypes else dtypes[-1]
 
 
-class ComputeCosts:
-    """Costs of TensorE, VectorE, ScalarE and GpSimd instructions on one target."""
+def _clock_us(target: Target, engine: str) -> float:
+    """Return the microseconds of a cycle of an engine."""
+    return _US / float(getattr(target, f"{engine}_clock_hz"))
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self._clock_us = {
-            "tensor": _US / target.tensor_clock_hz,
-            "vector": _US / target.vector_clock_hz,
-            "scalar": _US / target.scalar_clock_hz,
-            "gpsimd": _US / target.gpsimd_clock_hz,
-            "sync": _US / target.gpsimd_clock_hz,
-        }
 
-    def tensor(self, instruction: Instruction) -> Cost:
-        """Return the cost of a matmul or a transpose on TensorE, at full clock.
+def tensor_cost(target: Target, instruction: Instruction) -> Cost:
+    """Return the cost of a matmul or a transpose on TensorE, at full clock.
 
-        MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
+    MultiplyMoving issues every max(N, 64) cycles; fp32 takes four passes.
 
-        The next LoadStationary runs behind it at up to four times the speed, so it shows only when
-        the stationary tile has more than four times the columns of the moving one. fp32 also pays
-        for a short contraction.
-        """
-        target = self.target
-        attributes = instruction.attributes
-        moving = attributes.get("n") or elements(instruction)
-        stationary = attributes.get("m") or target.stationary_free_max_elements
-        columns = max(moving, target.tensor_min_interval_cycles)
-        columns = max(columns, stationary / target.stationary_load_speedup)
-        if tensor_dtype(instruction) == "float32":
-            transpose = attributes.get("is_transpose")
-            factor = target.fp32_pass_factor
-            if transpose and target.tensor_transpose_mode:
-                factor /= 2.0
-            elif attributes.get("k", target.partitions) <= target.tensor_fp32_short_rows:
-                factor *= target.tensor_fp32_short_factor
-            elif attributes.get("onezero"):
-                factor /= 2.0  # an operand of ones and zeros needs no low half
-            columns = max(columns, target.tensor_fp32_min_columns)
-            cycles = factor * columns + target.tensor_fp32_overhead_cycles
-        else:
-            cycles = columns + target.tensor_interval_overhead_cycles
-        interval = cycles * self._clock_us["tensor"]
-        return interval, interval + target.tensor_latency_seconds * _US
+    The next LoadStationary runs behind it at up to four times the speed, so it shows only when
+    the stationary tile has more than four times the columns of the moving one. fp32 also pays
+    for a short contraction.
+    """
+    attributes = instruction.attributes
+    moving = attributes.get("n") or elements(instruction)
+    stationary = attributes.get("m") or target.stationary_free_max_elements
+    columns = max(moving, target.tensor_min_interval_cycles)
+    columns = max(columns, stationary / target.stationary_load_speedup)
+    if tensor_dtype(instruction) == "float32":
+        transpose = attributes.get("is_transpose")
+        factor = target.fp32_pass_factor
+        if transpose and target.tensor_transpose_mode:
+            factor /= 2.0
+        elif attributes.get("k", target.partitions) <= target.tensor_fp32_short_rows:
+            factor *= target.tensor_fp32_short_factor
+        elif attributes.get("onezero"):
+            factor /= 2.0  # an operand of ones and zeros needs no low half
+        columns = max(columns, target.tensor_fp32_min_columns)
+        cycles = factor * columns + target.tensor_fp32_overhead_cycles
+    else:
+        cycles = columns + target.tensor_interval_overhead_cycles
+    interval = cycles * _clock_us(target, "tensor")
+    return interval, interval + target.tensor_latency_seconds * _US
 
-    def other(self, instruction: Instruction, engine: str = "") -> Cost:
-        """Return the cost of an instruction of any engine but TensorE.
 
-        engine: where the compiler has placed it, by default where the trace says.
-        No instruction issues sooner than 64 cycles after the one before it.
-        """
-        engine, target = engine or instruction.engine, self.target
-        clock = self._clock_us.get(engine, self._clock_us["sync"])
-        if engine == "sync" or not (instruction.reads or instruction.writes):
-            cycles = 0.0
-        else:
-            rule = RULES.get(instruction.op, one_pass)
-            cycles = rule(target, instruction, engine, elements(instruction))
-            accesses, least = (*instruction.reads, *instruction.writes), target.wide_stride_bytes
-            if any(a.memory != "hbm" and abs(a.inner_step) >= least for a in accesses):
-                cycles *= target.wide_stride_factor
-        interval = max(
-            cycles + target.engine_streaming_overhead_cycles, float(target.engine_min_cycles)
-        )
-        latency = max(cycles + _pipeline_cycles(target, instruction, engine), interval)
-        return interval * clock, latency * clock
+def other_cost(target: Target, instruction: Instruction, engine: str = "") -> Cost:
+    """Return the cost of an instruction of any engine but TensorE.
+
+    engine: where the compiler has placed it, by default where the trace says.
+    No instruction issues sooner than 64 cycles after the one before it.
+    """
+    engine = engine or instruction.engine
+    clock = _clock_us(target, "gpsimd" if engine == "sync" else engine)
+    if engine == "sync" or not (instruction.reads or instruction.writes):
+        cycles = 0.0
+    else:
+        rule = RULES.get(instruction.op, one_pass)
+        cycles = rule(target, instruction, engine, elements(instruction))
+        accesses, least = (*instruction.reads, *instruction.writes), target.wide_stride_bytes
+        if any(a.memory != "hbm" and abs(a.inner_step) >= least for a in accesses):
+            cycles *= target.wide_stride_factor
+    interval = max(
+        cycles + target.engine_streaming_overhead_cycles, float(target.engine_min_cycles)
+    )
+    latency = max(cycles + _pipeline_cycles(target, instruction, engine), interval)
+    return interval * clock, latency * clock
 
 
 def _pipeline_cycles(target: Target, instruction: Instruction, engine: str) -> float:
@@ -155,8 +147,7 @@ class Works:
     """
 
     def __init__(self, target: Target) -> None:
-        self.target, self.dma_costs = target, DmaCosts(target)
-        self.costs = ComputeCosts(target)
+        self.target = target
         self.kinds: dict[int, Work] = {}
 
     def find(self, instruction: Instruction) -> Work:
@@ -166,11 +157,11 @@ class Works:
         placed = prefers_scalar and engine == VECTOR and scalar_can(instruction)
         work = Work(SCALAR if placed else engine, placed, instruction)
         if engine == DMA:
-            work.dma = self.dma_costs.cost(instruction)
+            work.dma = dma_cost(self.target, instruction)
         elif engine == TENSOR:
-            work.interval, work.latency = self.costs.tensor(instruction)
+            work.interval, work.latency = tensor_cost(self.target, instruction)
         else:
-            work.interval, work.latency = self.costs.other(instruction, ENGINES[work.engine])
+            work.interval, work.latency = other_cost(self.target, instruction, ENGINES[work.engine])
             name = instruction.attributes.get("function", "")
             needs_table = work.engine == SCALAR and instruction.op.startswith("activat")
             if needs_table and name not in _IN_EVERY_TABLE:
