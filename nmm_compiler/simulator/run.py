@@ -40,7 +40,7 @@ from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.marks import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.timing.dependence import refused_dependency
+from nmm_compiler.simulator.timing.dependence import check_dependencies
 from nmm_compiler.simulator.timing.profile import Profile, profile_traces
 from nmm_compiler.simulator.timing.timeline import collector_held_off
 from nmm_compiler.simulator.trace import Trace
@@ -259,7 +259,7 @@ def _result(machines: list[Machine], binder: Binder, function: Any, options: Opt
     """Check what a rank's programs did and return its outputs and profile."""
     for machine in machines:
         check_capacity(machine)
-        _check_dependencies(machine.trace)
+        check_dependencies(machine.trace)
     tensors, single = _outputs(machines[0], machines[0].outputs, function)
     for machine in machines:
         _check_turns(machine, tensors)
@@ -301,32 +301,24 @@ def _load(kernel: Any) -> tuple[Any, str]:
         raise failed(error, "the kernel file could not be loaded") from error
 
 
-def _check_dependencies(trace: Trace) -> None:
-    """Refuse a `depends_on` whose semaphore fires once a turn for one wait, or never."""
-    found = refused_dependency(trace)
-    if found is not None:
-        consumer, producer, why = found
-        raise HazardError(
-            f"nisa.{consumer.op} depends on nisa.{producer.op} (line {producer.line}), {why}",
-            consumer.file,
-            consumer.line,
-        )
-
-
 def _check_turns(machine: Machine, outputs: list[NkiTensor]) -> None:
     """Refuse a tensor that is used after the turn of a loop on the device that makes it."""
     trace = machine.trace
     shared = {tensor.storage.identity for tensor in machine.identities.values()}
-    found = trace.outlived_turn([tensor.storage.identity for tensor in outputs], shared)
-    if found is None:
-        return
-    last = machine.instructions[found.last_index]
-    message = (
-        f"tensor {found.name!r} {found.shape} of line {found.line} is made in a turn of a loop on "
-        f"the device and used after it (nisa.{last.op}, or as an output); on the device all turns "
-        "have one such tensor, allocate it before the loop"
-    )
-    machine.rule(HazardError, message, (last.file, last.line))
+    used = dict.fromkeys((tensor.storage.identity for tensor in outputs), len(trace.instructions))
+    for first, stop, end in trace.made_in_turns:
+        for identity in sorted({*range(first, stop)} & trace.allocations.keys() - shared):
+            found = trace.allocations[identity]
+            if used.get(identity, found.last_index) < end:
+                continue
+            last = machine.instructions[found.last_index]
+            message = (
+                f"tensor {found.name!r} {found.shape} of line {found.line} is made in a turn of a "
+                f"loop on the device and used after it (nisa.{last.op}, or as an output); on the "
+                "device all turns have one such tensor, allocate it before the loop"
+            )
+            machine.rule(HazardError, message, (last.file, last.line))
+            return
 
 
 def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 
@@ -143,18 +142,3 @@ class Trace:
             again += max(0, stop - max(first, seen))
             seen = max(seen, stop)
         return len(self.instructions) - again
-
-    def outlived_turn(self, returned: Iterable[int], shared: set[int]) -> Allocation | None:
-        """Return a tensor that a turn of a loop on the device makes and that is used after it.
-
-        returned: identities of the kernel's outputs. shared: those of constants of the program.
-        """
-        last = dict.fromkeys(returned, len(self.instructions))
-        for first, stop, end in self.made_in_turns:
-            for identity in range(first, stop):
-                allocation = self.allocations.get(identity)
-                if allocation is None or identity in shared:
-                    continue
-                if last.get(identity, allocation.last_index) >= end:
-                    return allocation
-        return None

@@ -311,7 +311,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if self.named:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("name", kind, default=None))
-        signature = inspect.Signature(parameters)
+        self.signature = inspect.Signature(parameters)
         self.defaults = {p.name: p.default for p in parameters}
         self.count = len(parameters)
         self.required = frozenset(p.name for p in parameters if p.default is p.empty)
@@ -334,7 +334,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
 
         issue.__name__ = issue.__qualname__ = self.op
         issue.__doc__, issue.__module__ = body.__doc__, body.__module__
-        issue.__signature__, issue.row = signature, self  # type: ignore[attr-defined]
+        issue.__signature__, issue.row = self.signature, self  # type: ignore[attr-defined]
         INSTRUCTIONS[self.op] = issue
         return issue
 
@@ -345,7 +345,10 @@ class instruction:  # noqa: N801 - a decorator, written as one
         arguments = {**self.defaults, **values}
         fits = self.required <= values.keys() and len(arguments) == self.count
         if not fits or (given and len(values) < len(given) + len(named)):
-            raise machine.error(KernelFailedError, f"nisa.{self.op}: {self._misfit(given, named)}")
+            try:
+                self.signature.bind(*given, **named)
+            except TypeError as error:
+                raise machine.error(KernelFailedError, f"nisa.{self.op}: {error}") from None
         name = arguments.pop("name", None)
         if machine.turn is not None:
             machine.turn.note(self.op, tuple(arguments.values()))
@@ -361,15 +364,6 @@ class instruction:  # noqa: N801 - a decorator, written as one
             tuple([arguments[role]._access for role in known.writes]), known.attributes, name,
             known.kind,
         )  # fmt: skip
-
-    def _misfit(self, given: tuple[Any, ...], named: Arguments) -> str:
-        """Say in Python's words why arguments do not fit the signature."""
-        named.pop("name", None)
-        try:
-            self.body(None, *given, **named)
-        except TypeError as error:
-            return str(error)
-        return ""
 
     def key_of(self, arguments: Arguments) -> tuple[Any, ...] | None:
         """Return a key that calls share of which one answers for the others; None if none does.

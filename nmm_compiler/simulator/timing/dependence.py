@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from nmm_compiler.errors import HazardError
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
 from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
@@ -304,17 +305,22 @@ _OUT_OF_A_LOOP = (
 _CYCLE = "which waits for it in turn, so that neither ever runs; remove one of the two"
 
 
-def refused_dependency(trace: Trace) -> tuple[Instruction, Instruction, str] | None:
-    """Return (consumer, producer, why) of a `depends_on` that no semaphore can keep."""
+def check_dependencies(trace: Trace) -> None:
+    """Refuse a `depends_on` whose semaphore fires once a turn for one wait, or never."""
     for place, consumer in enumerate(trace.instructions):
         for producer in consumer.after:
             source = producer.index
-            for first, stop in trace.turns:
-                if first <= source < stop and not first <= place < stop:
-                    return consumer, producer, _OUT_OF_A_LOOP
-            if source >= place and _waits_for(trace.instructions, producer, consumer):
-                return consumer, producer, _CYCLE
-    return None
+            if any(a <= source < b and not a <= place < b for a, b in trace.turns):
+                why = _OUT_OF_A_LOOP
+            elif source >= place and _waits_for(trace.instructions, producer, consumer):
+                why = _CYCLE
+            else:
+                continue
+            raise HazardError(
+                f"nisa.{consumer.op} depends on nisa.{producer.op} (line {producer.line}), {why}",
+                consumer.file,
+                consumer.line,
+            )
 
 
 def _waits_for(instructions: list[Instruction], first: Instruction, wanted: Instruction) -> bool:
