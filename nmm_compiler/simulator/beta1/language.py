@@ -44,6 +44,7 @@ from nmm_compiler.simulator.beta1.tensor import (
     alike,
     as_number,
     asked,
+    assign,
     fail,
     in_kind,
     no_broadcast,
@@ -492,16 +493,8 @@ def _update(dst: Tensor, short: str, value: Any) -> Tensor:
             raise no_broadcast(value, dst.shape, "+=")
         now.pending = value.pending = None
         pending.into(dst, pending.accumulate)
-        return dst
-    now.flush()
-    if dst.memory == "hbm":
-        raise fail(OperandError, f"{short} in place on {dst!r} in HBM; load, compute, store")
-    made = NAMES[short](dst, value, dtype=dst.kind)
-    now.pending = None
-    if made.shape != dst.shape:
-        raise no_broadcast(dst, made.shape, f"{short} in place")
-    made.pending.issue(written(dst))
-    made.become(dst)
+    else:
+        assign(dst, NAMES[short](dst, value, dtype=dst.kind))
     return dst
 
 

@@ -675,7 +675,14 @@ def assign(dst: Tensor, value: Any) -> None:
         )
     if not isinstance(value, Tensor):
         now.flush()
-        fill(dst, value)
+        number = as_number(value)
+        if number is None:
+            raise fail(
+                OperandError,
+                f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a "
+                "number",
+            )
+        memset(written(dst), in_kind(number, dst.kind))
         return
     pending = value.pending
     if pending is not None and now.pending is value and _fits(dst, value, pending):
@@ -703,17 +710,6 @@ def assign(dst: Tensor, value: Any) -> None:
         tensor_copy(written(dst, box), source)
     if box is not True:
         leave_undefined(dst)
-
-
-def fill(dst: Tensor, value: Any) -> None:
-    """Write a number to a tile."""
-    number = as_number(value)
-    if number is None:
-        raise fail(
-            OperandError,
-            f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a number",
-        )
-    memset(written(dst), in_kind(number, dst.kind))
 
 
 def in_kind(number: Any, kind: DType) -> Any:

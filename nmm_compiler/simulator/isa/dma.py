@@ -25,7 +25,7 @@ from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.indirect import gather, positions, scatter, store_at
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-_UNKNOWN = engine.unknown
+_UNKNOWN, _SKIP = engine.unknown, oob_mode.skip
 _ISSUERS = {engine.sync: "sync", engine.scalar: "scalar", engine.gpsimd: "gpsimd"}
 
 
@@ -106,22 +106,17 @@ def dma_copy(
     if chosen_rows:
         issuer = "gpsimd"
     yield attributes(issuer=issuer, dge_mode=mode, transpose=False, indirect=chosen_rows)
-    values, valid = gather(src, _skips(oob_mode))
+    values, valid = gather(src, oob_mode is _SKIP)
     if not same:
         values = values.astype(F32)
     if dst.indirection is not None:
-        scatter(dst, values, _skips(oob_mode))
+        scatter(dst, values, oob_mode is _SKIP)
     elif valid is not None:  # rows whose index was out of bounds keep what they had
         keep = np.repeat(valid, values.size // src.shape[0]).reshape(dst.shape)
         stored = cast(values.reshape(dst.shape), dst.dtype)
         store_at(dst, positions(dst)[0].reshape(dst.shape)[keep], stored[keep])
     else:
         put(dst, values, exact=same)
-
-
-def _skips(mode: Any) -> bool:
-    """Return whether rows are left out whose index is out of bounds."""
-    return mode is not None and mode.name == "skip"
 
 
 def _chooses_rows(view: NkiTensor) -> bool:
@@ -170,7 +165,7 @@ def dma_transpose(
     indirect = _chooses_rows(src)
     if dst.indirection is not None:
         raise call.error(OperandError, f"dst {dst.name!r} has a runtime address; copy it later")
-    if src.indirection is None and _skips(oob_mode):
+    if src.indirection is None and oob_mode is _SKIP:
         raise call.error(
             OperandError,
             "oob_mode.skip without a runtime index, a direct transpose has none; leave it unset",
@@ -179,7 +174,7 @@ def dma_transpose(
     _check_transpose_mode(call, src, mode, indirect)
     issuer = "gpsimd" if indirect else "sync"
     yield attributes(issuer=issuer, dge_mode=mode, transpose=True, indirect=indirect)
-    values, valid = gather(src, _skips(oob_mode))
+    values, valid = gather(src, oob_mode is _SKIP)
     if valid is not None:
         rows = valid.reshape((-1,) + (1,) * (rank - 1))
         values = np.where(rows, values, np.zeros((), values.dtype))
@@ -339,16 +334,15 @@ def dma_compute(
             raise call.error(UnsupportedInstructionError, "unique_indices must be True")
         _check_dynamic(call, (dst, *srcs), "swdge")
         _check_read_modify_write(call, dst, srcs)
-    elif _skips(oob_mode):
+    elif oob_mode is _SKIP:
         raise call.error(OperandError, "oob_mode.skip without row indices; leave it unset")
     for s in srcs:
         check_hazard(call, dst, s, True)
     issuer, mode = ("gpsimd", "swdge") if indirect else ("sync", "none")
     yield attributes(issuer=issuer, dge_mode=mode, transpose=False, indirect=indirect)
-    skip = _skips(oob_mode)
-    parts = [gather(s, skip)[0].astype(F32).reshape(dst.shape) for s in srcs]
+    parts = [gather(s, oob_mode is _SKIP)[0].astype(F32).reshape(dst.shape) for s in srcs]
     total = functools.reduce(np.add, parts)
     if dst.indirection is not None:
-        scatter(dst, total, skip, adds=True)
+        scatter(dst, total, oob_mode is _SKIP, adds=True)
     else:
         put(dst, total)

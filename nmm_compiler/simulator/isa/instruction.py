@@ -193,7 +193,7 @@ class Call(Caller):
 
     def _check_command(self, command: Any) -> None:
         """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
-        row, name = self.row, "idle" if command is None else command.name
+        row, name = self.row, command.name
         if name not in row.commands:
             raise self.error(
                 UnsupportedInstructionError,
@@ -346,6 +346,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         fits = self.required <= values.keys() and len(arguments) == self.count
         if not fits or (given and len(values) < len(given) + len(named)):
             try:
+                self.signature.bind_partial(**named)  # a misspelled name, before what it leaves out
                 self.signature.bind(*given, **named)
             except TypeError as error:
                 raise machine.error(KernelFailedError, f"nisa.{self.op}: {error}") from None

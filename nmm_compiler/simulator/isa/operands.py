@@ -143,14 +143,14 @@ def check_rank(caller: Caller, role: str, view: NkiTensor, most: int) -> None:
         )
 
 
-def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum | None:
+def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
     """Return the member of an enumeration that a parameter means, or refuse it.
 
-    None means `unknown`, and stays None where the enumeration has no such member.
+    None means `unknown`, or the first member where the enumeration has no such one.
     A member's number warns: NKI 0.3.0 refuses it, and production kernels of nki-library pass it.
     """
     if given is None:
-        return members.__members__.get("unknown")
+        return members.__members__.get("unknown", next(iter(members)))
     for known in members:
         if given.__class__ is int and known.value == given:
             caller.warn(

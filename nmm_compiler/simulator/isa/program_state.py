@@ -239,7 +239,7 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
             SimulationError,
             "nisa.core_barrier in a single program waits for a core that does not run; pass grid=2",
         )
-    if getattr(data.buffer, "name", "") != "shared_hbm":
+    if data.buffer.name != "shared_hbm":
         raise call.error(
             OperandError,
             f"data {data.name!r} is in private HBM, which the other core does not see; allocate "
@@ -283,7 +283,7 @@ def sendrecv(
         raise call.error(SimulationError, "it is in a single program has no peer; pass grid=2")
     size = src.free_size * src.dtype.item_bytes
     limit = 256 * src.dtype.item_bytes
-    if getattr(dma_engine, "name", "") == "gpsimd_dma" and size > limit:
+    if dma_engine.name == "gpsimd_dma" and size > limit:
         raise call.error(
             OperandError,
             f"by gpsimd_dma: {size} B per partition; at most {limit} B of {src.dtype}",
@@ -294,7 +294,7 @@ def sendrecv(
         transpose=False,
         indirect=False,
         pipe=str(pipe_id),
-        engine=getattr(dma_engine, "name", "dma"),
+        engine=dma_engine.name,
     )
     sent = (raw(src).copy(), machine.poisoned) if machine.data else None
     machine.poisoned = []

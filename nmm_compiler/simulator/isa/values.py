@@ -205,7 +205,7 @@ def begin(
     register: "scalar" or "vector". Each partition has its own, so `reduce` and `idle` find what an
     instruction of the same partitions has left there, and nothing else.
     """
-    machine, name = call.machine, getattr(command, "name", "idle")
+    machine, name = call.machine, command.name
     if name in ("reset", "reset_reduce"):
         return np.full(partitions, op.identity, F32)
     if name == "load_reduce":
@@ -231,7 +231,7 @@ def keep(call: Call, register: str, command: Any, state: np.ndarray) -> None:
     machine, partitions = call.machine, len(state)
     *_, before = machine.accumulators.get(register, (None,))
     now = [(m, origin) for _, m, origin in machine.poisoned if len(m) == partitions]
-    if before is not None and getattr(command, "name", "idle") in ("idle", "reduce"):
+    if before is not None and command.name in ("idle", "reduce"):
         machine.poisoned.append((None, *before))
         now.append(before)
     poison = None
@@ -256,7 +256,7 @@ def write_sum(
 
     VectorE's idle may still modify them, so their value is unknown afterwards.
     """
-    idle = command is None or command.name == "idle"
+    idle = command.name == "idle"
     if idle and result is None:
         if register == "vector":
             call.machine.accumulators.pop(register, None)
