@@ -28,7 +28,7 @@ def test_attributes_that_timing_reads_are_yielded():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attributes":
                 yielded |= {keyword.arg for keyword in node.keywords}
-            if isinstance(node, ast.Dict):  # of matmul_attributes, and of collectives
+            if isinstance(node, ast.Dict):  # of collectives
                 yielded |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
     assert len(read) > 12
     assert read <= yielded

@@ -281,14 +281,10 @@ def by_row(
     if rule not in ("", "exact"):
         kind = kind_of(rule)
 
-    def part(box: Box) -> Part:
-        rows = box[:1] if shape[0] == over[0] else ((0, shape[0]),)
-        return (*rows, *(box[1:] if shape[1:] == over[1:] else ((0, size) for size in shape[1:])))
-
     return result(
         shape, asked(dtype, kind),
         lambda box: functools.partial(issue, **_views(name, row, given, role, over, box)),
-        mask=mask, over=over, part=part, only=row.writes[row.first],
+        mask=mask, over=over, only=row.writes[row.first],
         exact=rule == "exact" and dtype is None,
     )  # fmt: skip
 
@@ -321,7 +317,6 @@ def _reduced(
 
     return result(
         shape, asked(dtype, data.kind), prepare, mask=mask, over=data.shape,
-        part=lambda box: (box[0], *((0, size) for size in shape[1:])),
     )  # fmt: skip
 
 
@@ -451,7 +446,7 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
 
     return result(
         (math.prod(data.shape[1:]), data.shape[0]), asked(dtype, data.kind), prepare, mask=mask,
-        over=data.shape, part=lambda box: (box[1], box[0]),
+        over=data.shape, turned=True,
         only=("sbuf", "psum") if on_vector else ("psum",), exact=dtype is None,
     )  # fmt: skip
 

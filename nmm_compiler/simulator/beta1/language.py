@@ -279,7 +279,7 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
 
     return result(
         (source.shape[1], source.shape[0]), asked(dtype, source.kind), prepare, mask=mask,
-        over=source.shape, part=lambda box: (box[1], box[0]), only=("sbuf",), exact=dtype is None,
+        over=source.shape, turned=True, only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
 

@@ -592,7 +592,7 @@ def result(
     *,
     mask: Any = None,
     over: tuple[int, ...] | None = None,
-    part: Callable[[Any], Part] | None = None,
+    turned: bool = False,
     only: tuple[str, ...] = ("sbuf", "psum"),
     exact: bool = False,
     accumulate: Issue | None = None,
@@ -601,13 +601,17 @@ def result(
 
     prepare: takes the box that the mask leaves of `over`, the result's shape unless given, and
         returns what issues the instruction; not called where the mask leaves nothing.
-    part: the result's part for such a box, if it is another.
+    turned: the result is the transpose. A dimension that is another one is in no mask.
     """
     now = session().flush()
-    box = box_of(mask, shape if over is None else over)
+    over = shape if over is None else over
+    box = box_of(mask, over)
     issue = nothing if box is False else prepare(box)
-    if part is not None and isinstance(box, tuple):
-        box = part(box)
+    if isinstance(box, tuple):
+        every = tuple((0, size) for size in shape)
+        rows = box[:1] if shape[0] == over[0] else every[:1]
+        free = box[1:] if shape[1:] == over[1:] else every[1:]
+        box = (box[1], box[0]) if turned else (*rows, *free)
     tile = Tensor(shape, kind, only[0])
     tile.pending = Pending(issue, box, only, exact, kernel_frame(), accumulate)
     now.pending = tile

@@ -18,7 +18,6 @@ from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import (
     NO_ATTRIBUTES,
-    Attributes,
     Call,
     Steps,
     attributes,
@@ -36,16 +35,6 @@ _WIDE = frozenset({"float32", "tfloat32"})
 # Elements between the two rows of a double-row operand.
 _PAIR_STEP = 16
 _NONE = matmul_perf_mode.none
-
-
-def matmul_attributes(
-    k: int, m: int, n: int, is_transpose: bool, mode: str, dtype: str, tile: Any, onezero: bool
-) -> Attributes:
-    """Return the attributes that the cost of a pass through TensorE depends on."""
-    return attributes(
-        k=k, m=m, n=n, is_transpose=is_transpose, perf_mode=mode, dtype=dtype, tile=tile,
-        onezero=onezero,
-    )  # fmt: skip
 
 
 def check_tile(call: Call, position: Any, size: Any, k: int, m: int) -> Any:
@@ -163,16 +152,10 @@ def nc_matmul(
         turns = is_transpose and (target.tensor_transpose_mode or _one_hot(b.reshape(k, n)))
         if turns:
             moved = _pass_through(call, stationary, moving.name, b.reshape(k, n))
-    yield matmul_attributes(
-        k,
-        m,
-        n,
-        is_transpose,
-        "double_row" if double else "none",
-        stationary.dtype,
-        tile,
-        is_stationary_onezero or is_moving_onezero,
-    )
+    yield attributes(
+        k=k, m=m, n=n, is_transpose=is_transpose, perf_mode="double_row" if double else "none",
+        dtype=stationary.dtype, tile=tile, onezero=is_stationary_onezero or is_moving_onezero,
+    )  # fmt: skip
     if turns:
         put(dst, moved, product=True)
     else:
@@ -336,7 +319,10 @@ def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) 
             f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
             "of 2 and pass its element 0",
         )
-    yield matmul_attributes(p, f, p, True, "none", data.dtype, None, False)
+    yield attributes(
+        k=p, m=f, n=p, is_transpose=True, perf_mode="none", dtype=data.dtype, tile=None,
+        onezero=False,
+    )  # fmt: skip
     put(dst, raw(data).reshape(p, f).T.copy(), exact=True, product=True)
 
 
@@ -495,7 +481,10 @@ def nc_matmul_mx(
         ("stationary", stationary, stationary_scale), ("moving", moving, moving_scale),
     ):  # fmt: skip
         _check_scales(call, f"{side}_scale", view, scale)
-    yield matmul_attributes(k, m, n, False, "mx", stationary.dtype, tile, False)
+    yield attributes(
+        k=k, m=m, n=n, is_transpose=False, perf_mode="mx", dtype=stationary.dtype, tile=tile,
+        onezero=False,
+    )  # fmt: skip
     rows = scale_rows(k)
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):

@@ -541,7 +541,9 @@ NAMES.update(
     {str(d): d for d in dtypes.ALL.values() if d not in ("bool", "int64", "uint64")},
     bool_=dtypes.bool_, DType=dtypes.DType, NKIObject=NKIObject, NkiTensor=NkiTensor, all=all_,
     dynamic_range=device_loops.dynamic_range, fori_loop=device_loops.fori_loop,
-    while_loop=device_loops.while_loop, sbuf=sbuf, psum=psum, hbm=base.hbm,
-    private_hbm=base.private_hbm, shared_hbm=base.shared_hbm, tile_size=base.tile_size,
-    sequential_range=base.affine_range, static_range=base.affine_range,
+    while_loop=device_loops.while_loop,
+    **{name: getattr(base, name) for name in (
+        "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size", "sequential_range",
+        "static_range",
+    )},
 )  # fmt: skip
