@@ -30,7 +30,6 @@ from nmm_compiler.errors import (
     broken_rule,
     no_real_inputs,
 )
-from nmm_compiler.ops.corrected import CORRECTED
 from nmm_compiler.options import Options, dump_directory
 from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform
 from nmm_compiler.passes.emit.calls import Call
@@ -102,8 +101,7 @@ class Attempt:
 
     def has_calls_to_change(self) -> bool:
         """Return whether rules that read calls have any to read."""
-        calls = filter(None, map(kernel_call, self.module.graph.nodes))
-        return any(self.options.norms or call.op is CORRECTED for call in calls)
+        return self.options.norms and any(map(kernel_call, self.module.graph.nodes))
 
     def read(self) -> None:
         """Read the graph into canonical forms."""
@@ -146,7 +144,12 @@ class Attempt:
                 free = [m for m in self.matches if m not in left] if left else self.matches
                 with self.faults.only_reading(rule, self.c.graph):
                     joined = rule.combine(self.c, list(free))
-                self.matches = [*_combined(rule, free, joined), *left]
+                joined = _combined(rule, free, joined)
+                self.matches = [*(one for one in joined if isinstance(one, Match)), *left]
+                self.result.declined += [
+                    Declined.of(rule.name, one, one.node, self.path)
+                    for one in joined if isinstance(one, Refusal)
+                ]  # fmt: skip
         position = self.c.effects.position
         self.matches.sort(key=lambda m: position[m.node])
         for match in self.matches:
@@ -323,9 +326,10 @@ def _moving(c: Canonical, match: Match) -> set[fx.Node]:
     return {n for n in nodes if not isinstance(c.forms.get(n), Leaf)}
 
 
-def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match]:
+def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match | Refusal]:
     """Return the result of a rule's combine; raise TypeError for what is no match of the rule."""
-    if not isinstance(joined, (list, tuple)) or not all(isinstance(m, Match) for m in joined):
+    kinds = (Match, Refusal)
+    if not isinstance(joined, (list, tuple)) or not all(isinstance(m, kinds) for m in joined):
         raise TypeError(f"combine returned {joined!r}; return a list of matches")
     for match in joined:
         if not any(match is known for known in given):

@@ -538,16 +538,16 @@ class Call:
             return (*self.lead, feature_axis(features))
         return (feature_axis(features), tuple(a for d in self.lead for a in d))
 
-    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         raise NotImplementedError
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value."""
         x = self.prepare_x(editor)
-        operands, keywords = self.operands(editor)
+        given = self.arguments(editor)
         value = self.result_value(editor, x)
-        return self.finish(editor, self.op_call(editor, {"x": x, **operands}, keywords, value))
+        return self.finish(editor, self.op_call(editor, {"x": x, **given}, value))
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces."""
@@ -586,34 +586,13 @@ class Call:
             return {"m": m, "k": k, "dtype": dtype}
         return {"m": m, "k": k, "dtype": FP8, "scales": "channel", "x_dtype": dtype}
 
-    def op_call(
-        self, editor: Editor, operands: dict[str, Any], keywords: dict[str, Any], value: Any
-    ) -> fx.Node:
-        """Emit the op; operands and keywords are named as in its schema.
-
-        Keywords that say nothing, but for layouts, and those of another op are left out.
-        """
-        name, options = self.op, editor.options
+    def op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
+        """Emit the op; given: its arguments by name."""
+        name, layouts = self.op, {"x_layout": self.x_layout, "out_layout": self.out_layout}
         if self.kept.stored:
-            name, operands = name + SUFFIX, {**operands, "scales": scales_of(editor, self.kept)}
-        op = getattr(torch.ops.nmm, name).default
-        plain = {a.name: a.default_value for a in op._schema.arguments}
-        args = [operands.get(a.name) for a in op._schema.arguments if not a.kwarg_only]
-        while args and args[-1] is None:
-            args.pop()
-        said = {n: v for n, v in keywords.items() if n in plain}
-        said = {n: v for n, v in said.items() if n.endswith(("layout", "eps")) or v != plain[n]}
+            name, given = name + SUFFIX, {**given, "scales": scales_of(editor, self.kept)}
         cut = is_distributed(editor.c.tensor(self.final))
-        node = editor.call(
-            op,
-            *args,
-            meta_value=None if cut else value,
-            **said,
-            x_layout=self.x_layout,
-            out_layout=self.out_layout,
-            target=options.target,
-            executor=options.executor,
-        )
+        node = editor.kernel(name, {**given, **layouts}, None if cut else value)
         if cut:
             _check_placements(editor, node, self)
         return node
@@ -741,18 +720,17 @@ class LowRankCall(ChainCall):
             inner_bias=chain.inner is not None and bool(chain.middle),
         )
 
-    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chain, stored = self.chain, self.kept.stored
         folded = join(editor, [fold_chain(editor, part, stored) for part in (chain, *chain.more)])
-        operands = {"u": folded.u, "v": folded.v, "bias": folded.bias}
-        operands |= {"inner_bias": folded.inner_bias, "inner_gain": folded.inner_gain}
-        keywords = {"scale": folded.scale, **self._keywords(), "group": self.group}
-        keywords |= {"u_layout": chain.u.layout, "v_layout": chain.v.layout}
+        given = {"u": folded.u, "v": folded.v, "bias": folded.bias, "scale": folded.scale}
+        given |= {"inner_bias": folded.inner_bias, "inner_gain": folded.inner_gain}
+        given |= {"u_layout": chain.u.layout, "v_layout": chain.v.layout}
         if chain.base is not None:
-            operands["w"] = weight_node(editor, chain.base.weight)
-            keywords["w_layout"] = chain.base.weight.layout
-        return operands, keywords
+            given["w"] = weight_node(editor, chain.base.weight)
+            given["w_layout"] = chain.base.weight.layout
+        return given | self._keywords() | {"group": self.group}
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring the result to its node's dimensions, and add what stays outside of the kernel."""
@@ -822,35 +800,37 @@ class SharedCall(Call):
             pairs = ((ranks[0], tuple(outputs)),)
         return LowRankSharedSpec(**self._common(c, self.chains[0].u), pairs=pairs)
 
-    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chains, kept = self.chains, self.kept.stored
         editor.hoist([key for one in kept for key in (one.values, one.scale)])
         stored = [member.kept.stored if kept else () for member in self.members]
         folded = [fold_chain(editor, *pair) for pair in zip(chains, stored, strict=True)]
         us = [one.u for one in folded[: len(self.firsts)]]
-        operands = {"u": us[0], "us": us, "vs": [one.v for one in folded]}
-        operands["biases"] = [one.bias for one in folded]
-        return operands, {"u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout}
+        vs, biases = [one.v for one in folded], [one.bias for one in folded]
+        return {
+            "u": us[0], "us": us, "vs": vs, "biases": biases,
+            "u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout,
+        }  # fmt: skip
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call; every member's final node is replaced, the first one's is returned."""
         chains = self.chains
         editor.hoist(key for chain in chains for key in chain.operands)
         x = self.prepare_x(editor)
-        operands, keywords = self.operands(editor)
+        given = self.arguments(editor)
         if any(chain.activation != "identity" for chain in chains):
-            keywords["activations"] = [chain.activation for chain in chains]
+            given["activations"] = [chain.activation for chain in chains]
         layouts = [member.out_layout for member in self.members]
         self.out_layout = layouts[0]
         if len(set(layouts)) > 1:
-            self.out_layout, keywords["out_layouts"] = "row", layouts
+            self.out_layout, given["out_layouts"] = "row", layouts
         values = []
         for member in self.members:
             member.x_layout = self.x_layout
             member._resolve(editor)
             values.append(member.result_value(editor, x))
-        y = self.op_call(editor, {"x": x, **operands}, keywords, values)
+        y = self.op_call(editor, {"x": x, **given}, values)
         results = []
         for index, member in enumerate(self.members):
             part = editor.call(operator.getitem, y, index, meta_value=values[index])
@@ -914,24 +894,22 @@ class GatedCall(Call):
         n = _sizes(c, gate.factors[-1])[1]
         return family(**self._common(c, gate.u), n=n, activation=self.gated.activation, **fields)
 
-    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         projections = self.gated.projections()
         layouts = [w.layout for p in projections for w in p.factors]
         layout = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
-        operands: dict[str, Any] = {}
+        given: dict[str, Any] = {"activation": self.gated.activation, "weight_layout": layout}
         left = self.kept.stored
         for name, projection in zip(("gate", "up", "down"), projections, strict=False):
             own, left = left[: len(projection.factors)], left[len(projection.factors) :]
             folded = fold_chain(editor, projection, own)
-            operands[f"{name}_bias"] = folded.bias
+            given[f"{name}_bias"] = folded.bias
             nodes = [folded.u] if folded.v is None else [folded.u, folded.v]
             nodes[-1] = times(editor, nodes[-1], folded.scale)
             pairs = zip(nodes, projection.factors, strict=True)
-            operands[name] = [
-                n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs
-            ]
-        return operands, {"activation": self.gated.activation, "weight_layout": layout}
+            given[name] = [n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs]
+        return given
 
 
 def _sizes(c: Canonical, weight: Weight) -> tuple[int, int]:

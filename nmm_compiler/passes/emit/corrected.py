@@ -232,13 +232,12 @@ class CorrectedCall(LowRankCall):
             branch="fp8" if self.branch else "",
         )  # fmt: skip
 
-    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chain, blocks = self.chain, self.blocks
-        keywords = {**self.ways, "activation": chain.activation}
-        made: dict[str, Any] = {}
+        made: dict[str, Any] = {**self.ways, "activation": chain.activation}
         if blocks.values is blocks.scale:
-            made = _parts_of(editor, editor.node(blocks.values))
+            made |= _parts_of(editor, editor.node(blocks.values))
         elif self.format in MX:
             made["w"] = editor.node(blocks.values)
             made["w_scale"] = editor.node(blocks.scale)
@@ -250,12 +249,12 @@ class CorrectedCall(LowRankCall):
         elif not self.single:
             folded = join(editor, [fold_chain(editor, part) for part in (chain, *chain.more)])
             v = times(editor, folded.v, folded.scale)
-            return made | {"u": folded.u, "v": v, "bias": folded.bias}, keywords
+            return made | {"u": folded.u, "v": v, "bias": folded.bias}
         for step in chain.steps:
             if step.key is not None:  # else times one
                 own = one_dim(editor, step.key, self.n)
                 made["bias"] = plus(editor, made.get("bias"), own, step.number)
-        return made, keywords
+        return made
 
     def _branch_operands(self, editor: Editor) -> dict[str, Any]:
         """Emit u and v as they are stored, and the scales of the rank: their product, times what
@@ -267,6 +266,18 @@ class CorrectedCall(LowRankCall):
         scale = editor.call(aten.mul.Tensor, first, last)
         number = math.prod(step.number for step in chain.after if step.kind != "bias")
         return {"u": u, "v": v, "branch_scale": times(editor, scale, number)}
+
+
+def lists_of(editor: Editor, calls: Sequence[CorrectedCall]) -> dict[str, Any]:
+    """Emit the operands of linears of one call; return them as lists, and what they have alike."""
+    editor.hoist([key for one in calls for key in (one.blocks.values, one.blocks.scale)])
+    made = [one.arguments(editor) for one in calls]
+    lists = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases"}
+    if any("branch_scale" in one for one in made):  # all have a branch alike
+        lists["branch_scale"] = "branch_scales"
+    named = {many: [one.get(name) for one in made] for name, many in lists.items()}
+    ways = {name: way for call in calls for name, way in call.ways.items()}
+    return ways | named
 
 
 @dataclasses.dataclass
@@ -291,17 +302,9 @@ class SharedCorrectedCall(SharedCall):
         }
         return dataclasses.replace(specs[0], **lists)
 
-    def operands(self, editor: Editor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
-        stored = [one.blocks for one in self.each]
-        editor.hoist([key for one in stored for key in (one.values, one.scale)])
-        made = [one.operands(editor)[0] for one in self.each]
-        lists = {"w": "ws", "w_scale": "w_scales", "u": "us", "v": "vs", "bias": "biases"}
-        named = {many: [one.get(name) for one in made] for name, many in lists.items()}
-        scales = [one["branch_scale"] for one in made if "branch_scale" in one]
-        if scales:  # all have a branch alike
-            named["branch_scales"] = scales
-        return named, dict(self.each[0].ways)
+        return lists_of(editor, self.each)
 
 
 def several(c: Canonical, rule: str, calls: Sequence[LowRankCall]) -> SharedCall:

@@ -11,7 +11,7 @@ the old strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Atom, Dims, Size
 
 aten = torch.ops.aten
+_ALWAYS_SAID = ("layout", "eps", "target", "executor")
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "from_node", "custom")
 # Views that are not possible in every memory order, and readers of it.
 STRIDE_READERS = frozenset({"view", "as_strided", "stride", "is_contiguous", "view_as", "data_ptr"})
@@ -90,6 +91,24 @@ class Editor:
             value = operator(*real_args, **real_kwargs)
         self._behind(node)
         return self._described(node, self.at, value)
+
+    def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> fx.Node:
+        """Add a call of an op of ours on the target; given: arguments by name.
+
+        Keywords that equal their default, but for layouts, and those of another op are left out.
+        """
+        op = getattr(torch.ops.nmm, name).default
+        said = {**given, "target": self.options.target, "executor": self.options.executor}
+        args = [said.get(one.name) for one in op._schema.arguments if not one.kwarg_only]
+        while args and args[-1] is None:
+            args.pop()
+        kwargs = {
+            one.name: said[one.name]
+            for one in op._schema.arguments
+            if one.kwarg_only and one.name in said
+            if one.name.endswith(_ALWAYS_SAID) or said[one.name] != one.default_value
+        }
+        return self.call(op, *args, meta_value=value, **kwargs)
 
     def _described(self, node: fx.Node, like: fx.Node, value: Any) -> fx.Node:
         """Give a new node its value, and the metadata of another."""

@@ -30,14 +30,7 @@ from torch import fx
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.linear.specs import AdaptersSpec
 from nmm_compiler.passes.chains.chain import path_nodes
-from nmm_compiler.passes.chains.safety import (
-    DTYPES,
-    Refusal,
-    call_ways,
-    slower,
-    tokens_to_judge,
-    unsafe,
-)
+from nmm_compiler.passes.chains.safety import DTYPES, Refusal, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
@@ -50,7 +43,7 @@ from nmm_compiler.passes.graph.canonical import (
     owner_of,
 )
 from nmm_compiler.passes.graph.views import Dim
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.experts import counted_from_end, name_of
 
 aten = torch.ops.aten
@@ -91,6 +84,12 @@ class _Call:
     branches: tuple[_Branch, ...] = ()
     gathered: _Gathered | None = None
 
+    @property
+    def layouts(self) -> dict[str, str]:
+        """Return how the op's weights lie."""
+        of_v = "col" if self.gathered is None else "row"
+        return {"u_layout": "col", "v_layout": of_v, "w_layout": "col"}
+
     def operands(self) -> list[Any]:
         """Return the floating-point operands but for gains."""
         pairs = [one for branch in self.branches for one in (branch.a, branch.b)]
@@ -98,7 +97,7 @@ class _Call:
         return [one for one in (self.x, self.w, self.bias, *pairs) if one is not None]
 
 
-class Adapters(Rule):
+class Adapters(KernelRule):
     """A linear layer of a batch, and branches of the adapters that rows of the batch name."""
 
     name = "adapters"
@@ -176,16 +175,9 @@ class Adapters(Rule):
             spec.check(graph.chip)
         except (NmmError, TypeError) as error:
             return Refusal("no_kernel", str(error), node)
-        times = call_ways(graph, spec)
         sizes = {name: getattr(spec, name) for name in ("m", "k", "r", "n", "groups")}
-        return slower(times, node) or Match(
-            rule=self.name,
-            node=node,
-            nodes=frozenset(inner),
-            data=call,
-            info={**sizes, "predicted": times.to_dict()},
-            length=spec.k,
-        )
+        match = Match(self.name, node, frozenset(inner), data=call, info=sizes)
+        return self.priced(graph, match, spec)
 
     def _spec(self, graph: Canonical, call: _Call) -> AdaptersSpec:
         """Return the spec of the call."""
@@ -201,7 +193,7 @@ class Adapters(Rule):
         return AdaptersSpec(
             m=tokens_to_judge(tokens), k=k, r=rank, n=n, groups=groups,
             dtype=dtype_name(graph.dtype(call.x)), bias=call.bias is not None,
-            w_layout="col", v_layout="col" if call.gathered is None else "row",
+            w_layout="col", v_layout=call.layouts["v_layout"],
         )  # fmt: skip
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
@@ -211,19 +203,16 @@ class Adapters(Rule):
         result = x.new_empty((*x.shape[:-1], w.shape[0]))
         if call.gathered is not None:
             index, u, v, gains = _gathered_operands(editor, call.gathered, call.x)
-            layout = "row"
         else:
             rows = _constant(editor, _rows_index(call, x), torch.int32, x)
             index = _of_tokens(editor, rows, call.x)
             gains = _constant(editor, [one.scale for one in call.branches], torch.float32, x)
             u, v = _stacked(editor, call.branches)
-            layout = "col"
-        return editor.call(
-            torch.ops.nmm.adapters_matmul.default,
-            call.x, index, u, v, gains, call.bias, call.w,
-            meta_value=result, u_layout="col", v_layout=layout, w_layout="col",
-            target=editor.options.target, executor=editor.options.executor,
-        )  # fmt: skip
+        given = {
+            "x": call.x, "index": index, "u": u, "v": v, "gains": gains, "bias": call.bias,
+            "w": call.w, **call.layouts,
+        }  # fmt: skip
+        return editor.kernel("adapters_matmul", given, result)
 
 
 def _read_early(

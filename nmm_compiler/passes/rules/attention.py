@@ -128,30 +128,19 @@ class Attention(Rule):
             nodes=frozenset(inner),
             data=_Call((q, k, v), angles, spec),
             info={name: getattr(spec, name) for name in fields},
-            length=spec.d + spec.context,
         )
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
         call: _Call = match.data
         q = editor.c.values[call.operands[0]]
-        more: dict[str, Any] = {"window": call.spec.window} if call.spec.window else {}
-        if call.spec.soft_cap:
-            more["soft_cap"] = call.spec.soft_cap
+        given = {
+            name: getattr(call.spec, name) for name in ("causal", "window", "soft_cap", "scale")
+        }
+        given |= zip("qkv", call.operands, strict=True)
         if call.angles:
-            more["rotates"] = call.spec.rope
-        new = editor.call(
-            torch.ops.nmm.attention.default,
-            *call.operands,
-            *([_stacked(editor, call.angles)] if call.angles else []),
-            meta_value=q.new_empty(q.shape),
-            causal=call.spec.causal,
-            scale=call.spec.scale,
-            **more,
-            target=editor.options.target,
-            executor=editor.options.executor,
-        )
-        return editor.like(new, match.node)
+            given |= {"rope": _stacked(editor, call.angles), "rotates": call.spec.rope}
+        return editor.like(editor.kernel("attention", given, q.new_empty(q.shape)), match.node)
 
 
 def _stacked(editor: Editor, angles: tuple[fx.Node, ...]) -> fx.Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from nmm_compiler.passes.chains.safety import REMEDIES, Refusal, call_ways, slow
 from nmm_compiler.records import Record
 
 if TYPE_CHECKING:
+    from nmm_compiler.kernels.base import KernelSpec
     from nmm_compiler.passes.emit.editor import Editor
     from nmm_compiler.passes.graph.canonical import Canonical
 
@@ -162,8 +163,9 @@ class Rule:
         """Return the match, or a refusal that says why there is none, or None without a reason."""
         raise NotImplementedError
 
-    def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
-        """Return the matches of all rules, some joined into groups; by default as they are."""
+    def combine(self, graph: Canonical, matches: list[Match]) -> Sequence[Match | Refusal]:
+        """Return the matches of all rules, some joined into groups, and why others are not joined;
+        by default the matches as they are."""
         return matches
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
@@ -180,23 +182,25 @@ class Rule:
 class KernelRule(Rule):
     """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
 
-    def matched(
-        self, graph: Canonical, node: fx.Node, nodes: frozenset[fx.Node], call: Any
-    ) -> Match | Refusal:
-        """Return the match of a call that takes the place of `node` and covers `nodes`.
-
-        Return a refusal where smaller calls are predicted to be faster.
-        """
-        spec = call.spec(graph)
-        times = call_ways(graph, spec)
-        return slower(times, node) or Match(
+    def matched(self, graph: Canonical, call: Any) -> Match | Refusal:
+        """Return the match of a call, or a refusal where smaller calls are predicted to be
+        faster."""
+        match = Match(
             rule=self.name,
-            node=node,
-            nodes=nodes,
+            node=call.final,
+            nodes=call.covered,
             data=call,
-            info=call.info() | {"predicted": times.to_dict()},
+            info=call.info(),
             notes=call.notes(),
         )
+        return self.priced(graph, match, call.spec(graph))
+
+    def priced(self, graph: Canonical, match: Match, spec: KernelSpec) -> Match | Refusal:
+        """Return a match with the price of its call, or a refusal where smaller calls are predicted
+        to be faster."""
+        times = call_ways(graph, spec)
+        match.info["predicted"] = times.to_dict()
+        return slower(times, match.node) or match
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""

@@ -26,8 +26,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,21 +35,19 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.kernels.experts.spec import HALVES, ExpertsSpec
+from nmm_compiler.kernels.experts.spec import HALVES
 from nmm_compiler.ops.chosen import EXPERTS, gated
 from nmm_compiler.passes.chains.safety import (
     DTYPES,
     Refusal,
-    call_ways,
     real_users,
-    slower,
     tokens_to_judge,
     unsafe,
 )
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical, dtype_name
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.rules.base import Match, Rule
+from nmm_compiler.passes.rules.base import KernelRule, Match
 
 aten = torch.ops.aten
 GROUPED = frozenset({"grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback"})
@@ -115,8 +113,7 @@ class _Mixture:
     scaled: bool = False
     absent: bool = False
     writes: frozenset[fx.Node] = frozenset()
-    said: dict[str, Any] | None = None
-    groups: int = 0
+    said: dict[str, Any] = field(default_factory=dict)
 
     def operands(self) -> tuple[fx.Node, ...]:
         """Return the nodes that the call reads."""
@@ -126,8 +123,16 @@ class _Mixture:
         )  # fmt: skip
         return tuple(one for one in found if one is not None)
 
+    def given(self) -> dict[str, Any]:
+        """Return the arguments of the call by name, as far as the graph has them."""
+        return self.said | {
+            "x": self.x, "gate_up": self.up.weight, "down": self.down.weight, "index": self.index,
+            "gates": self.gates, "gate_up_bias": self.up.bias, "down_bias": self.down.bias,
+            "weight_layout": "col" if self.down.turned else "row",
+        }  # fmt: skip
 
-class Experts(Rule):
+
+class Experts(KernelRule):
     """A sum over the picks of each token of gated MLPs that an index chooses."""
 
     name = "experts"
@@ -144,7 +149,7 @@ class Experts(Rule):
         """Read the picks, both products and what stands between them."""
         node = candidate
         if _is_own(node):
-            return self._called(graph, node)
+            return self._matched(graph, node, [node], EXPERTS.bound(node.args, node.kwargs))
         if _begins_loop(node):
             return Refusal(
                 "no_kernel", "a loop over the experts that tokens chose breaks the graph", node,
@@ -162,106 +167,69 @@ class Experts(Rule):
         if said is None:
             why = "the function between the products of the experts is no gated product"
             return Refusal("no_kernel", why, mixture.down.rows)
-        groups = int(graph.shape(mixture.down.weight)[0])  # type: ignore[index]
-        made = replace(mixture, said=said, groups=groups)
-        return self._matched(graph, node, made)
-
-    def _called(self, graph: Canonical, node: fx.Node) -> Match | Refusal:
-        """Return the match of a call that the model makes, whatever its weights are stored as."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), graph.values.__getitem__)
-        given = EXPERTS.bound(args, kwargs)
-        dtype = given["x"].dtype
-        if dtype not in DTYPES:
-            return Refusal("dtype", f"no kernel computes experts in {dtype}", node)
-        try:
-            tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
-            spec = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
-            spec.check(graph.chip)
-        except NmmError as error:
-            return Refusal("no_kernel", str(error), node)
-        why_not = unsafe(graph, (node,), node, node.all_input_nodes)
-        return why_not or self._match(spec, node, (node,), None, call_ways(graph, spec))
-
-    def _match(
-        self, spec: ExpertsSpec, node: fx.Node, nodes: Iterable[fx.Node], data: Any, times: Any
-    ) -> Match:
-        sizes = {name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")}
-        return Match(
-            rule=self.name,
-            node=node,
-            nodes=frozenset(nodes),
-            data=data,
-            info={**sizes, "chains": 0, "predicted": times.to_dict()},  # its products are dense
-            length=spec.k + spec.n,
-        )
-
-    def _matched(self, graph: Canonical, node: Any, mixture: _Mixture) -> Match | Refusal:
-        """Return the match of one call, or why there is none."""
-        reads = mixture.operands()
-        inner = _between([node, *mixture.writes], {*reads})
-        spec = self._spec(graph, mixture)
-        if isinstance(spec, Refusal):
-            return spec
-        weights = mixture.up.weight, mixture.down.weight
-        dtypes = [graph.dtype(one) for one in (mixture.x, *weights)]
-        if len({*dtypes}) > 1 or dtypes[0] not in DTYPES or not _rounds(graph, node, dtypes[0]):
+        made = replace(mixture, said=said)
+        dtypes = [graph.dtype(one) for one in (made.x, made.up.weight, made.down.weight)]
+        if len({*dtypes}) > 1 or not _rounds(graph, node, dtypes[0]):
             why = (
                 "x {}, gate_up {}, down {} and the result {} are not one dtype that kernels "
                 "compute in"
             )
             return Refusal("dtype", why.format(*dtypes, graph.dtype(node)), node)
-        why_not = unsafe(graph, inner, node, reads, allowed=mixture.writes)
+        inner = _between([node, *made.writes], {*made.operands()})
+        return self._matched(graph, node, inner, made.given(), made)
+
+    def _matched(
+        self,
+        graph: Canonical,
+        node: fx.Node,
+        inner: list[fx.Node],
+        call: dict[str, Any],
+        mixture: _Mixture | None = None,
+    ) -> Match | Refusal:
+        """Return the match of a call by its arguments, or why there is none.
+
+        mixture: what the call replaces; None for a call that the model makes itself, whatever its
+        weights are stored as.
+        """
+        given: Any = EXPERTS.bound((), fx.map_arg(call, graph.values.__getitem__))
+        dtype = given["x"].dtype
+        if dtype not in DTYPES:
+            return Refusal("dtype", f"no kernel computes experts in {dtype}", node)
+        reads = node.all_input_nodes if mixture is None else mixture.operands()
+        writes = frozenset[fx.Node]() if mixture is None else mixture.writes
+        why_not = unsafe(graph, inner, node, reads, allowed=writes)
         if why_not is not None:
             return why_not
         try:
+            tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
+            spec = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
+            if mixture is not None and mixture.scaled:
+                spec = replace(spec, m=spec.m * spec.top_k, top_k=1)
             spec.check(graph.chip)
-        except NmmError as error:
-            return Refusal("no_kernel", str(error), node)
-        times = call_ways(graph, spec)
-        return slower(times, node) or self._match(spec, node, inner, mixture, times)
-
-    def _spec(self, graph: Canonical, mixture: _Mixture) -> ExpertsSpec | Refusal:
-        """Return the spec of the call."""
-        tokens, k = graph.shape(mixture.x) or (0, 0)
-        turned = mixture.down.turned
-        weights = graph.sizes(mixture.down.weight)
-        top_k = int((graph.shape(mixture.index) or (0, 0))[-1])
-        tokens = tokens_to_judge(tokens)
-        if mixture.scaled:
-            tokens, top_k = tokens * top_k, 1
-        try:
-            return ExpertsSpec(
-                m=tokens, k=k, n=weights[2 if turned else 1], groups=mixture.groups, top_k=top_k,
-                dtype=dtype_name(graph.dtype(mixture.x)),
-                gate_up_bias=mixture.up.bias is not None,
-                down_bias=mixture.down.bias is not None,
-                weight_layout="col" if turned else "row", **(mixture.said or {}),
-            )  # fmt: skip
         except (NmmError, TypeError) as error:
-            return Refusal("no_kernel", str(error), mixture.down.last)
+            return Refusal("no_kernel", str(error), node)
+        sizes = {name: getattr(spec, name) for name in ("m", "k", "n", "groups", "top_k")}
+        info = {**sizes, "chains": 0}  # its products are dense
+        match = Match(self.name, node, frozenset(inner), data=mixture, info=info)
+        priced = self.priced(graph, match, spec)
+        return match if mixture is None else priced
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
-        values = editor.c.values
-        where = {"target": editor.options.target, "executor": editor.options.executor}
-        if match.data is None:
-            old = match.node
-            new = editor.call(
-                torch.ops.nmm.experts.default, *old.args, meta_value=values[old],
-                **{**old.kwargs, **where},
-            )  # fmt: skip
-            return editor.like(new, old)
-        mixture: _Mixture = match.data
+        values, mixture, old = graph.values, match.data, match.node
+        if mixture is None:
+            given = EXPERTS.bound(old.args, old.kwargs)
+            return editor.like(editor.kernel(EXPERTS.name, given, values[old]), old)
         x, index, gates = mixture.x, mixture.index, mixture.gates
+        groups = editor.shape(mixture.down.weight)[0]
         if mixture.scores is not None:
             gates = editor.call(aten.gather.default, mixture.scores, 1, index)
-        elif not mixture.absent and not _is_top_k(index):
-            index = counted_from_end(editor, index, mixture.groups)
         elif mixture.absent:
             index = editor.call(aten.clamp.default, index, 0)
-            elsewhere = editor.call(aten.ge.Scalar, index, mixture.groups)
+            elsewhere = editor.call(aten.ge.Scalar, index, groups)
             index = editor.call(aten.masked_fill.Scalar, index, elsewhere, -1)
-        assert gates is not None
+        elif not _is_top_k(index):
+            index = counted_from_end(editor, index, groups)
         tokens, top_k = editor.shape(index)
         features = editor.shape(x)[1]
         if mixture.scaled:  # a row for each pick, since each has its own x
@@ -270,22 +238,16 @@ class Experts(Rule):
             x = editor.call(aten.flatten.using_ints, row, 0, 1)
             index = editor.call(aten.view.default, index, [-1, 1])
             gates = editor.call(aten.ones_like.default, index, dtype=values[x].dtype)
-        layout = {"weight_layout": "col"} if mixture.down.turned else {}
-        new = editor.call(
-            torch.ops.nmm.experts.default,
-            x, mixture.up.weight, mixture.down.weight, index, gates,
-            mixture.up.bias, mixture.down.bias,
-            meta_value=values[x].new_empty(values[x].shape), **layout, **(mixture.said or {}),
-            **where,
-        )  # fmt: skip
+        given = mixture.given() | {"x": x, "index": index, "gates": gates}
+        new = editor.kernel(EXPERTS.name, given, values[x].new_empty(values[x].shape))
         if mixture.scaled:
             new = editor.reshape(new, (tokens, top_k, features))
             new = editor.call(aten.sum.dim_IntList, new, [1])
-        new = editor.reshape(new, editor.shape(match.node))
-        wanted = values[match.node].dtype
+        new = editor.reshape(new, editor.shape(old))
+        wanted = values[old].dtype
         if values[new].dtype != wanted:
             new = editor.call(aten._to_copy.default, new, dtype=wanted)
-        return editor.like(new, match.node)
+        return editor.like(new, old)
 
 
 def counted_from_end(editor: Editor, index: Any, groups: Any) -> fx.Node:

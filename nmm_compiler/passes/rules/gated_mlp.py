@@ -182,7 +182,7 @@ class GatedMLPUp(KernelRule):
         if why is not None:
             return why
         call = GatedCall.of(graph, gated)
-        return self.matched(graph, gated.node, gated.nodes, call)
+        return self.matched(graph, call)
 
 
 class GatedMLP(KernelRule):
@@ -205,7 +205,7 @@ class GatedMLP(KernelRule):
         gated = read_gated(graph, gates, down)
         if not isinstance(gated, Gated):
             return None  # `gated_mlp_up` returns the reason
-        out_dims = _over_tokens(graph, gated.gate.out_dims, down)
+        out_dims = over_tokens(graph, gated.gate.out_dims, down)
         if out_dims is None or not down.only_bias():
             return None
         down = dataclasses.replace(down, out_dims=out_dims)
@@ -215,7 +215,7 @@ class GatedMLP(KernelRule):
         made = (
             refuse(graph, nodes, gated.node, gated.keys())
             or _no_kernel(graph, gated, call)
-            or self.matched(graph, gated.node, nodes, call)
+            or self.matched(graph, call)
         )
         if isinstance(made, Match):
             return made
@@ -232,7 +232,7 @@ def _is_inner(c: Canonical, node: fx.Node) -> bool:
     )
 
 
-def _over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
+def over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
     """Return the result's dimensions over the tokens that h lies over, None where h is mixed."""
     features = views.compose((features_over_base(c, down.first),), h_dims)
     if features is None or not is_whole_feature(features[0], down.u.k):

@@ -106,7 +106,7 @@ class LoRA(KernelRule):
             )
             if refusal is None:
                 call = with_base(graph, LowRankCall.of(graph, final, "lowrank_matmul"))
-                return self.matched(graph, owner_of(final.out), final.nodes, call)
+                return self.matched(graph, call)
         assert refusal is not None
         return refusal
 

@@ -97,7 +97,7 @@ class Adapter(KernelRule):
     ) -> Match | Refusal:
         """Return the match of a chain that may move."""
         call = LowRankCall.of(graph, chain, "lowrank_matmul", tp=tp, group=group)
-        return self.matched(graph, owner_of(chain.out), chain.nodes, call)
+        return self.matched(graph, call)
 
 
 class MLA(Adapter):

@@ -43,4 +43,4 @@ class Quantized(KernelRule):
             why = f"the {kept.format} weight is multiplied out at each call: {kept.reason}"
             return Refusal("few_bits", why, chain.u.key)
         unsafe = refuse(graph, chain.nodes, candidate, chain.operands)
-        return unsafe or self.matched(graph, candidate, chain.nodes, call)
+        return unsafe or self.matched(graph, call)

@@ -55,7 +55,7 @@ def group(c: Canonical, rule: KernelRule, calls: list[LowRankCall]) -> Match | N
             return None
     if refuse(c, nodes, finals[-1], keys, also_final=finals) is not None:
         return None
-    match = rule.matched(c, finals[0], nodes, several(c, rule.name, calls))
+    match = rule.matched(c, several(c, rule.name, calls))
     return match if isinstance(match, Match) else None
 
 

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from nmm_compiler.kernels.base import KernelSpec
@@ -99,7 +98,7 @@ class StaticFP8(KernelRule):
             return unsafe
         if not call.source.is_row():
             return Refusal("shape", "x is rearranged behind its rounding", candidate)
-        return self.matched(graph, candidate, chain.nodes, call)
+        return self.matched(graph, call)
 
 
 def _rounded(c: Canonical, x: Key) -> _Rounded | None:
@@ -172,10 +171,9 @@ class StaticCall(ChainCall):
             own = editor.reshape(editor.node(rounded.scale), (1,))
             scale = editor.call(aten.mul.Tensor, scale, own)
         scale = times(editor, scale, rounded.number)
-        y = editor.call(
-            torch.ops.nmm.matmul_scaled.default,
-            editor.node(self.source.key), [scale], folded.u, folded.bias, x_scale=1.0,
-            out_dtype=dtype_name(editor.dtype), w_layout=chain.u.layout,
-            target=editor.options.target, executor=editor.options.executor,
-        )  # fmt: skip
-        return self.finish(editor, y)
+        given = {
+            "x": editor.node(self.source.key), "scales": [scale], "w": folded.u,
+            "bias": folded.bias, "x_scale": 1.0, "out_dtype": dtype_name(editor.dtype),
+            "w_layout": chain.u.layout,
+        }  # fmt: skip
+        return self.finish(editor, editor.kernel("matmul_scaled", given))
