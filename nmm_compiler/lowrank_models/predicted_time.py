@@ -123,10 +123,10 @@ def _joined(calls: list[Call], at: Mapping[str, str]) -> list[tuple[list[str], s
     widths: dict[fx.Node, int] = {}  # of gates that no down projection has joined
     for call in sorted(calls, key=lambda call: not isinstance(call, GatedCall)):
         if isinstance(call, GatedCall):
-            members = [at.get(owner_of(p.u.key).name, "") for p in call.gated.projections()]
-            made[call.final] = members, "gated_mlp", call.gated.activation
-            if call.gated.down is None:
-                made[call.final] = members, "gated_mlp_up", call.gated.activation
+            members = [at.get(owner_of(p.u.key).name, "") for p in call.projections]
+            made[call.final] = members, "gated_mlp", call.activation
+            if len(members) == 2:
+                made[call.final] = members, "gated_mlp_up", call.activation
                 widths[call.final] = call.source.k
         elif isinstance(call, SharedCall):
             made[call.final] = [_name(one, at) for one in call.members], "shared_x", "identity"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -50,7 +49,7 @@ from nmm_compiler.passes.graph.canonical import (
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_operations import DISTRIBUTED, is_distributed
 from nmm_compiler.passes.graph.torch_names import Call
-from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size, row_major
+from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
 
 
 @dataclass(frozen=True)
@@ -90,21 +89,12 @@ def path_nodes(c: Canonical, key: Key) -> frozenset[fx.Node]:
     return frozenset(owner_of(k) for k in keys).union(*(c.helpers.get(k, ()) for k in keys))
 
 
-def _ordered(atoms: list[tuple[int, int, int]]) -> list[tuple[int, int, int]] | None:
-    """Sort (label, size, stride) from outermost in, None unless they make one plain axis."""
-    atoms = sorted(atoms, key=lambda a: -a[2])
-    for outer, inner in itertools.pairwise(atoms):
-        if outer[2] != inner[1] * inner[2]:
-            return None
-    return atoms
-
-
-def _features(entries: list[tuple[int, int, int]]) -> tuple[int, dict[int, Atom]]:
+def _features(labels: Sequence[Atom]) -> tuple[int, dict[int, Atom]]:
     """Return the size of the feature axis that labels make up in order, and the part of each."""
     inner, parts = 1, {}
-    for label, size, _ in reversed(entries):
-        parts[label] = Atom(FEATURE, size, inner)
-        inner *= size
+    for label in reversed(labels):
+        parts[label.axis] = Atom(FEATURE, label.size, inner)
+        inner *= label.size
     return inner, parts
 
 
@@ -123,7 +113,6 @@ def read_stage(
     if shape is None or not all(isinstance(s, int) for s in shape):
         return Refusal("weight", "the weight has symbolic dimensions", w)
     assert x_shape is not None
-    strides = row_major([int(s) for s in shape])
     out = set(form.out_labels)
     real_x = {label: s for label, s in zip(x_labels, x_shape, strict=True) if s != 1}
     odd = Refusal(
@@ -131,28 +120,25 @@ def read_stage(
         "the weight is no plain matrix of its parameter (batched, strided or repeated)",
         w,
     )
-    entries: list[tuple[int, int, int]] = []
+    held: dict[int, Dim] = {}
     for label, dim in zip(w_labels, w_dims, strict=True):
-        atoms = [a for a in views.coalesce(dim) if a.axis != views.BROADCAST]
+        atoms = tuple(a for a in dim if a.axis != views.BROADCAST)
         if len(atoms) != len(dim) and label not in out:
             return odd
-        if not atoms:
-            continue
-        if label in out and label in real_x:
+        if atoms and label in out and label in real_x:
             why = "both operands vary along a batch dimension (per-head weights or activations)"
             return Refusal("weight", why, w)
-        flat = [(label, int(a.size), strides[a.axis] * int(a.inner)) for a in atoms]
-        if _ordered(flat) != flat:  # several axes, in an order that is not the stored one
-            return odd
-        entries.append((label, math.prod(size for _, size, _ in flat), flat[-1][2]))
-    stored = _ordered(entries)
-    if stored is None or math.prod(size for _, size, _ in stored) != math.prod(shape):
-        return odd
-    inputs, outputs = ([e for e in stored if (e[0] in out) == kept] for kept in (False, True))
-    if stored not in (inputs + outputs, outputs + inputs):
+        if atoms:
+            held[label] = atoms
+    whole = tuple((Atom(label, views.dim_size(dim), 1),) for label, dim in held.items())
+    over = views.invert(tuple(held.values()), whole, dict(enumerate(shape)))
+    stored = () if over is None else views.coalesce(tuple(itertools.chain(*over)))
+    inputs, outputs = ([a for a in stored if (a.axis in out) == kept] for kept in (False, True))
+    in_order = [*stored] in (inputs + outputs, outputs + inputs)
+    if not in_order or {(a,) for a in stored} != {*whole}:
         return odd
     (k, k_parts), (n, n_parts) = _features(inputs), _features(outputs)
-    weight = Weight(base, k, n, "row" if stored == inputs + outputs else "col")
+    weight = Weight(base, k, n, "row" if [*stored] == inputs + outputs else "col")
     tokens = {label: size for label, size in real_x.items() if label in out}
     token_parts = {label: Atom(label, size, 1) for label, size in tokens.items()}
     of_x, of_result = k_parts | token_parts, n_parts | token_parts

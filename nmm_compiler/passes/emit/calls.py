@@ -252,7 +252,7 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     base, inner = c.base(key)
     if base is key or isinstance(base, Virtual):
         return here
-    inverse = _invert(inner, dims, dict(enumerate(c.sizes(base))))
+    inverse = views.invert(inner, dims, dict(enumerate(c.sizes(base))))
     if inverse is None:
         return here
     below = Source(base, inverse, k)
@@ -264,35 +264,6 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     if c.effects.crossed_write(start - 1, position[final], [base, *seen]) is not None:
         return here
     return below
-
-
-def _invert(inner: Dims, dims: Dims, sizes: Mapping[int, Size]) -> Dims | None:
-    """Given a value as dims over a base, and as dims over tokens, return the base over tokens.
-
-    sizes: of the axes of the base. The result has a dim for each of them, in their order.
-    """
-    pieces: dict[int, list[tuple[Atom, Dim]]] = {}
-    for over_base, over_tokens in zip(inner, dims, strict=True):
-        split = views.reshape((over_tokens,), [a.size for a in over_base])
-        if split is None or any(a.axis < 0 for a in over_base):
-            return None
-        for atom, part in zip(over_base, split, strict=True):
-            pieces.setdefault(atom.axis, []).append((atom, part))
-    out: list[Dim] = []
-    for axis, size in sizes.items():
-        own, rest = pieces.get(axis, []), size
-        atoms: list[Atom] = []
-        while rest != 1:
-            index = next(
-                (i for i, (a, _) in enumerate(own) if views.times(a.inner, a.size) == rest), None
-            )
-            if index is None:
-                return None
-            atom, part = own.pop(index)
-            atoms.extend(part)
-            rest = atom.inner
-        out.append(tuple(atoms))
-    return tuple(out)
 
 
 def feature_axis(size: int) -> Dim:
@@ -312,14 +283,14 @@ def source_over_raw(c: Canonical, made: Call, source: Source) -> Source | None:
     for atom in flat:
         sizes[atom.axis] = views.times(sizes.get(atom.axis, 1), atom.size)
     column = () if count == 1 else (Atom(1, count, 1),)
-    axes = _invert((flat,), (column,), sizes)
+    axes = views.invert((flat,), (column,), sizes)
     places = dict(zip(sizes, axes or (), strict=False))
     over = None if axes is None else views.compose(made.out_dims, places)
     if over is None:
         return None
     raw = tuple(tuple(a._replace(axis=max(a.axis, 0)) for a in dim) for dim in over)
     seen = views.compose(view, raw)
-    inverse = None if seen is None else _invert(seen, source.dims, {0: made.n, 1: count})
+    inverse = None if seen is None else views.invert(seen, source.dims, {0: made.n, 1: count})
     if inverse is None:
         return None
     turned = Source(owner_of(source.key), inverse, made.n)
@@ -849,57 +820,71 @@ class SharedCall(Call):
 class GatedCall(Call):
     """nmm.gated_mlp_up for a gate and an up projection, nmm.gated_mlp with the down projection."""
 
-    gated: Any = field(kw_only=True)
+    activation: str = field(kw_only=True)
+    projections: tuple[Chain, ...] = field(kw_only=True)
 
     @classmethod
-    def of(cls, c: Canonical, gated: Any) -> GatedCall:
-        """Return the call that the projections become."""
-        gate, projections = gated.gate, gated.projections()
+    def of(
+        cls,
+        c: Canonical,
+        node: fx.Node,
+        activation: str,
+        projections: tuple[Chain, ...],
+        nodes: frozenset[fx.Node],
+    ) -> GatedCall:
+        """Return the call that projections become; node: the first that needs its result."""
+        gate, _, *down = projections
         plain = all(p.only_bias() and not p.middle for p in projections)
         why = "" if plain else "something beside biases stands around a projection"
         weights = [weight for p in projections for weight in p.factors]
         return cls(
-            op="gated_mlp_up" if gated.down is None else "gated_mlp",
-            source=best_source(c, gate.first.x, gate.first.x_dims, gate.u.k, gated.node),
-            final=gated.node,
-            out_dims=gate.out_dims if gated.down is None else gated.down.out_dims,
+            op="gated_mlp" if down else "gated_mlp_up",
+            source=best_source(c, gate.first.x, gate.first.x_dims, gate.u.k, node),
+            final=node,
+            out_dims=(down or [gate])[0].out_dims,
             n=projections[-1].n,
-            covered=gated.nodes,
-            gated=gated,
-            kept=keep(c, weights, c.dtype(gated.node), why),
+            covered=nodes,
+            kept=keep(c, weights, c.dtype(node), why),
+            activation=activation,
+            projections=projections,
         )
+
+    def keys(self) -> list[Key]:
+        """Return the values that the call reads."""
+        gate, up, *down = (p.operands for p in self.projections)
+        return [*gate, *up, *(key for operands in down for key in operands[1:])]
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call; n: output features of gate and up."""
-        ranks = [p.u.n if p.second else 0 for p in self.gated.projections()]
+        ranks = [p.u.n if p.second else 0 for p in self.projections]
         return super().info() | {
             "r": "+".join(str(r) if r else "dense" for r in ranks),
-            "n": self.gated.gate.n,
-            "activation": self.gated.activation,
+            "n": self.projections[0].n,
+            "activation": self.activation,
             "chains": sum(bool(r) for r in ranks),
         }
 
     def notes(self) -> tuple[str, ...]:
         """Return what the reader should know about per-call work."""
-        layouts = {w.layout for p in self.gated.projections() for w in p.factors}
+        layouts = {w.layout for p in self.projections for w in p.factors}
         notes = ["weights of both layouts: some are passed transposed"] if len(layouts) > 1 else []
         return (*notes, *super().notes())
 
     def spec(self, c: Canonical) -> KernelSpec:
         """Return the spec of two or three projections."""
-        gate, projections = self.gated.gate, self.gated.projections()
+        gate, projections = self.projections[0], self.projections
         ranks = [_sizes(c, p.u)[1] if p.second else 0 for p in projections]
         fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
         family = GatedMLPUpSpec if len(ranks) == 2 else GatedMLPSpec
         n = _sizes(c, gate.factors[-1])[1]
-        return family(**self._common(c, gate.u), n=n, activation=self.gated.activation, **fields)
+        return family(**self._common(c, gate.u), n=n, activation=self.activation, **fields)
 
     def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
-        projections = self.gated.projections()
+        projections = self.projections
         layouts = [w.layout for p in projections for w in p.factors]
         layout = "col" if layouts.count("col") * 2 >= len(layouts) else "row"
-        given: dict[str, Any] = {"activation": self.gated.activation, "weight_layout": layout}
+        given: dict[str, Any] = {"activation": self.activation, "weight_layout": layout}
         left = self.kept.stored
         for name, projection in zip(("gate", "up", "down"), projections, strict=False):
             own, left = left[: len(projection.factors)], left[len(projection.factors) :]

@@ -174,6 +174,35 @@ def compose(outer: Dims, inner: Dims | Mapping[int, Dim]) -> Dims | None:
     return tuple(out)
 
 
+def invert(inner: Dims, dims: Dims, sizes: Mapping[int, Size]) -> Dims | None:
+    """Given a value as dims over a base, and as dims over tokens, return the base over tokens.
+
+    sizes: of the axes of the base. The result has a dim for each of them, in their order.
+    """
+    pieces: dict[int, list[tuple[Atom, Dim]]] = {}
+    for over_base, over_tokens in zip(inner, dims, strict=True):
+        split = reshape((over_tokens,), [a.size for a in over_base])
+        if split is None or any(a.axis < 0 for a in over_base):
+            return None
+        for atom, part in zip(over_base, split, strict=True):
+            pieces.setdefault(atom.axis, []).append((atom, part))
+    out: list[Dim] = []
+    for axis, size in sizes.items():
+        own, rest = pieces.get(axis, []), size
+        atoms: list[Atom] = []
+        while rest != 1:
+            index = next(
+                (i for i, (a, _) in enumerate(own) if times(a.inner, a.size) == rest), None
+            )
+            if index is None:
+                return None
+            atom, part = own.pop(index)
+            atoms.extend(part)
+            rest = atom.inner
+        out.append(tuple(atoms))
+    return tuple(out)
+
+
 def whole_axis(dim: Dim, shape: tuple[Size, ...]) -> int | None:
     """Return the axis that a dimension is; None where it is a part of one axis, several or none."""
     if len(dim) != 1 or dim[0].axis < 0 or dim[0].inner != 1:

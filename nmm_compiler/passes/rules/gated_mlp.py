@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -54,27 +53,6 @@ from nmm_compiler.passes.rules.lowrank import products_at
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
 
 
-@dataclass(frozen=True)
-class Gated:
-    """A gate and an up projection; node is the first node that needs the call's result."""
-
-    node: fx.Node
-    activation: str
-    gate: Chain
-    up: Chain
-    nodes: frozenset[fx.Node]
-    down: Chain | None = None
-
-    def projections(self) -> tuple[Chain, ...]:
-        """Return gate, up and, in a whole MLP, down."""
-        return (self.gate, self.up) if self.down is None else (self.gate, self.up, self.down)
-
-    def keys(self) -> list[Key]:
-        """Return the values that the fused call reads."""
-        keys = [*self.gate.operands, *self.up.operands]
-        return keys + (self.down.operands[1:] if self.down is not None else [])
-
-
 def _activated(c: Canonical, key: Key) -> tuple[str, Key, frozenset[fx.Node]] | None:
     """Read a value as activation(inner), however the activation is spelled."""
     base = c.base(key)[0]
@@ -106,7 +84,9 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
         yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
 
 
-def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Gated | Refusal | None:
+def read_gated(
+    c: Canonical, candidate: Any, down: Chain | None = None
+) -> GatedCall | Refusal | None:
     """Read a candidate of `gates_at` as gate and up of one x, or None.
 
     At least one projection, `down` included, has to be low-rank, or h so narrow that gate, up and
@@ -135,7 +115,8 @@ def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Gated
             "a scale stands behind a dense gate or up projection",
             node,
         )
-    return Gated(node, activation, gate, up, gate.nodes | up.nodes | nodes | {node})
+    covered = gate.nodes | up.nodes | nodes | {node}
+    return GatedCall.of(c, node, activation, (gate, up), covered)
 
 
 def _is_bottleneck(gate: Chain, down: Chain) -> bool:
@@ -175,14 +156,11 @@ class GatedMLPUp(KernelRule):
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that both factors project the same x and have no other readers."""
-        gated = read_gated(graph, candidate)
-        if not isinstance(gated, Gated):
-            return gated
-        why = refuse(graph, gated.nodes, gated.node, gated.keys())
-        if why is not None:
-            return why
-        call = GatedCall.of(graph, gated)
-        return self.matched(graph, call)
+        call = read_gated(graph, candidate)
+        if not isinstance(call, GatedCall):
+            return call
+        why = refuse(graph, call.covered, call.final, call.keys())
+        return why or self.matched(graph, call)
 
 
 class GatedMLP(KernelRule):
@@ -202,24 +180,23 @@ class GatedMLP(KernelRule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that only the down projection reads h, and that one kernel pays."""
         node, down, gates = candidate
-        gated = read_gated(graph, gates, down)
-        if not isinstance(gated, Gated):
+        half = read_gated(graph, gates, down)
+        if not isinstance(half, GatedCall):
             return None  # `gated_mlp_up` returns the reason
-        out_dims = over_tokens(graph, gated.gate.out_dims, down)
+        out_dims = over_tokens(graph, half.out_dims, down)
         if out_dims is None or not down.only_bias():
             return None
         down = dataclasses.replace(down, out_dims=out_dims)
-        nodes = gated.nodes | down.nodes | path_nodes(graph, down.first.x)
-        gated = dataclasses.replace(gated, node=owner_of(node), down=down, nodes=nodes)
-        call = GatedCall.of(graph, gated)
+        nodes = half.covered | down.nodes | path_nodes(graph, down.first.x)
+        call = GatedCall.of(graph, node, half.activation, (*half.projections, down), nodes)
         made = (
-            refuse(graph, nodes, gated.node, gated.keys())
-            or _no_kernel(graph, gated, call)
+            refuse(graph, nodes, node, call.keys())
+            or _no_kernel(graph, call)
             or self.matched(graph, call)
         )
         if isinstance(made, Match):
             return made
-        pair = gated.gate.second or gated.up.second  # reported where two calls take its place
+        pair = any(p.second for p in half.projections)  # reported where two calls take its place
         return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
 
 
@@ -244,13 +221,13 @@ def over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
     return dims
 
 
-def _no_kernel(c: Canonical, gated: Gated, call: GatedCall) -> Refusal | None:
+def _no_kernel(c: Canonical, call: GatedCall) -> Refusal | None:
     """Return why one kernel is not possible on the target, or None."""
-    gate, _, down = gated.projections()
-    if down.n != gate.u.k:
-        text = f"the down projection returns {down.n} features, one kernel returns x's {gate.u.k}"
-        return Refusal("no_kernel", text, gated.node)
+    k = call.source.k
+    if call.n != k:
+        text = f"the down projection returns {call.n} features, one kernel returns x's {k}"
+        return Refusal("no_kernel", text, call.final)
     why = refusal(call.spec(c), c.chip)
     if why is None:
         return None
-    return Refusal("no_kernel", f"the whole MLP has no kernel: {why}", gated.node)
+    return Refusal("no_kernel", f"the whole MLP has no kernel: {why}", call.final)
