@@ -49,7 +49,7 @@ from nmm_compiler.passes.rules.base import Declined, Match, Rule
 from nmm_compiler.passes.rules.corrected_mlp import CorrectedMLP
 from nmm_compiler.passes.rules.experts import Experts
 from nmm_compiler.passes.rules.gated_mlp import GatedMLP, GatedMLPUp
-from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside, kernel_call
+from nmm_compiler.passes.rules.inside_calls import NormInside, ResidualInside
 from nmm_compiler.passes.rules.lora import LoRA
 from nmm_compiler.passes.rules.lowrank import MLA, Adapter, LowRank, products_at
 from nmm_compiler.passes.rules.quantized import Quantized
@@ -98,10 +98,6 @@ class Attempt:
     def makes_calls(self) -> bool:
         """Return whether the rules at work are those of the package that make calls."""
         return self.built_in and not self.rules[0].after_calls
-
-    def has_calls_to_change(self) -> bool:
-        """Return whether rules that read calls have any to read."""
-        return self.options.norms and any(map(kernel_call, self.module.graph.nodes))
 
     def read(self) -> None:
         """Read the graph into canonical forms."""
@@ -172,9 +168,11 @@ class Attempt:
         c = self.c
         read = {n for n in c.graph.nodes if n.users and is_pure(n, c.effects)}
         self.editor = Editor(c, value_key(self.module.graph), self.options, self.taken)
-        self.dropped = not self._emit_all(c, self.editor, self.rules)
-        if self.dropped:
-            return
+        by_name = {rule.name: rule for rule in self.rules}
+        for match in sorted(self.matches, key=lambda match: c.effects.position[match.node]):
+            self._emit_one(match, by_name[match.rule])
+            if self.dropped:
+                return
         self.editor.erase(self.taken | read | set(self.editor.added))
         new = {old.name: one.name for old, one in self.editor.replaced.items()}
         for match in self.result.matches:
@@ -197,24 +195,19 @@ class Attempt:
         self.values = {n: v for n, v in self.c.values.items() if n.graph is self.module.graph}
         self.findings = ()
 
-    def _emit_all(self, c: Canonical, editor: Editor, rules: tuple[Rule, ...]) -> bool:
-        by_name = {rule.name: rule for rule in rules}
-        position = c.effects.position
-        for match in sorted(self.matches, key=lambda match: position[match.node]):
-            editor.at = match.node
-            rule = by_name[match.rule]
-            try:
-                _emit(c, editor, match, rule)
-            except NotEmittedError as error:
-                why = Declined.of(rule.name, error.refusal, match.node, self.path)
-                self.refused.append(why)
-                self.faults.leave(rule.name, *_places(match))
-                return False
-            except Exception as error:  # kept, or raised again
-                self.faults.keep(error, "emitting", match.node, rule)
-                self.faults.leave(rule.name, *_places(match), fault=True)
-                return False
-        return True
+    def _emit_one(self, match: Match, rule: Rule) -> None:
+        """Emit what replaces a match; set `dropped` where it fails."""
+        self.editor.at, fault = match.node, False
+        try:
+            _emit(self.c, self.editor, match, rule)
+            return
+        except NotEmittedError as error:
+            self.refused.append(Declined.of(rule.name, error.refusal, match.node, self.path))
+        except Exception as error:  # kept, or raised again
+            self.faults.keep(error, "emitting", match.node, rule)
+            fault = True
+        self.dropped = True
+        self.faults.leave(rule.name, *_places(match), fault=fault)
 
 
 def _places(match: Match) -> list[str]:
@@ -490,8 +483,6 @@ def apply(attempt: Attempt, rules: tuple[Rule, ...], dump: Dump) -> bool:
     Raises BrokenRuleError for a user's rule that fails or breaks the graph.
     """
     attempt.rules = rules
-    if rules[0].after_calls and not attempt.has_calls_to_change():
-        return True
     for step in PASSES:
         step.run(attempt)
         if attempt.dropped:
@@ -738,7 +729,10 @@ class _Run:
                 shared = (self.options, self.faults, path, sources, odd, found, self.refused)
                 attempt = Attempt(module, values, *shared)
                 with self.faults.guard("rewriting the graph that ends at", last):
-                    whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
+                    whole = all(
+                        apply(attempt, rules, dump)
+                        for rules in _segments(self.order, self.options.norms)
+                    )
                     faulty = False
             if whole:
                 break
@@ -762,10 +756,15 @@ def _subclasses(
     }
 
 
-def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
-    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone."""
+def _segments(order: tuple[Rule, ...], norms: bool) -> list[tuple[Rule, ...]]:
+    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone.
+
+    norms: rules that read calls are asked, too.
+    """
     segments: list[tuple[Rule, ...]] = []
     for rule in order:
+        if rule in RULES and rule.after_calls and not norms:
+            continue
         makes = rule in RULES and not rule.after_calls
         if makes and segments and segments[-1][0] in RULES and not segments[-1][0].after_calls:
             segments[-1] = (*segments[-1], rule)

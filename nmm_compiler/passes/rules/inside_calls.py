@@ -140,7 +140,7 @@ class NormInside(Rule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose our calls of a norm."""
-        call = kernel_call(node) if graph.options.norms else None
+        call = kernel_call(node)
         if call is not None and "norm" not in node.kwargs and isinstance(call.given["x"], fx.Node):
             final = graph.base(call.given["x"])[0]
             norm = graph.forms[final]
@@ -225,9 +225,7 @@ class ResidualInside(Rule):
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose sums of a call and another tensor, in either order."""
         form = graph.forms.get(node)
-        if not graph.options.norms or not isinstance(form, Add):
-            return
-        for residual, y in form.orders:
+        for residual, y in form.orders if isinstance(form, Add) else ():
             call = kernel_call(graph.base(y)[0])
             if call is not None and call.takes_residual:
                 yield node, call, y, residual
