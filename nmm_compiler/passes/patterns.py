@@ -45,6 +45,7 @@ from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
+    AlongLast,
     Canonical,
     Cast,
     Concatenation,
@@ -279,10 +280,6 @@ def call_arguments(node: fx.Node) -> dict[str, Any] | None:
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     renamed = {"self" if n in ("input", "self") else n: v for n, v in given.items()}
     return {n: v for n, v in renamed.items() if v is not None and v is not False and n[0] != "_"}
-
-
-# Operations of one value that work along its last dimension and keep its shape.
-_ALONG_LAST = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
 
 
 @dataclass(frozen=True)
@@ -551,15 +548,10 @@ class Unifier:
         mine, given = call_arguments(key), call_arguments(other)
         if mine is None or given is None or set(mine) != set(given):
             return
+        last = isinstance(form, AlongLast)
         tensors = [n for n, v in mine.items() if isinstance(v, fx.Node)]
-        rank, width = len(self.p.sizes(key)), len(self.c.sizes(other))
-        last = form.name in _ALONG_LAST
-        for name in set(mine) - set(tensors):
+        for name in set(mine) - {*tensors, *(("dim",) if last else ())}:
             a, b = mine[name], given[name]
-            if last and name == "dim" and isinstance(a, int) and isinstance(b, int):
-                a, b = (a % rank) - rank, (b % width) - width
-                if a != -1:
-                    return
             if a != b:
                 self._differs(found, other, f"{form.name} with {name}={a} is wanted, not {b}")
                 return
@@ -573,7 +565,7 @@ class Unifier:
             return
         # Nothing is known of another operation: every axis has to be in its place.
         whole = self.c.whole(other)
-        if rank != width or seen not in (None, whole):
+        if len(self.p.sizes(key)) != len(whole) or seen not in (None, whole):
             return
         yield from self._in_place(pairs, _bound(found, key, other, whole))
 
@@ -681,7 +673,7 @@ _READERS: dict[type[Form], Callable[..., Iterator[Found]]] = {
     Activation: Unifier._named,
     Cast: Unifier._named,
     Norm: Unifier._norm,
-    **dict.fromkeys((Opaque, Softmax, Concatenation, Part), Unifier._opaque),
+    **dict.fromkeys((Opaque, AlongLast, Softmax, Concatenation, Part), Unifier._opaque),
 }
 
 

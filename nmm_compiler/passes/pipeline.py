@@ -550,15 +550,13 @@ def rewrite(
         UnknownNameError: for names of options and rules.
         VerificationError: the results differ.
     """
-    captured = to_graph(model_or_graph, example_inputs)
+    module, inputs = to_graph(model_or_graph, example_inputs)
     made = Options.make(options)
     verify, made = verify or made.verify, dataclasses.replace(made, verify=False)
-    result = run(captured.module, captured.inputs, made, rules)
-    if captured.program is not None:
-        result.program = captured.program
+    result = run(module, inputs, made, rules)
     if verify:
-        given = None if example_inputs is None else arguments(example_inputs)
-        given = given or getattr(captured.program, "example_inputs", None)
+        given = getattr(model_or_graph, "example_inputs", None)  # of an ExportedProgram
+        given = given if example_inputs is None else arguments(example_inputs)
         if given is None:
             raise no_real_inputs(None)
         args, kwargs = given
@@ -638,8 +636,9 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
     return tuple(rule for rule in order if rule.name not in options.disable)
 
 
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a module with a copy of the graph, which shares parameters and submodules.
+def copy_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Return a module with a copy of the graph, which shares parameters and submodules, and the
+    copy of each node.
 
     `recompile` writes its code, after the passes; or when it is first called, in a module of
     Dynamo's class, which the copy keeps.
@@ -669,7 +668,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     copied._graph = graph
     graph.owning_module = copied
     copied.meta = dict(module.meta)
-    return copied
+    return copied, new
 
 
 def _internal(fault: Fault) -> Declined:
@@ -701,41 +700,33 @@ class _Run:
         """
         if id(original) in self.done:
             return self.done[id(original)]
+        values: dict[fx.Node, Any] | None = None
         children: dict[str, fx.GraphModule] = {}
         last = next(iter(reversed(original.graph.nodes)))
+        self.faults.graph = path
+        with self.faults.guard("reading the graph that ends at", last):
+            read = collect_values(original, example_inputs)
+            for name, child, inputs, kinds in _children(original, read, sources):
+                children[name] = self.graph(child, inputs, f"{path}.{name}".lstrip("."), kinds)
+            values = read
+        self.faults.graph = path
         dump = Dump(dump_directory(), path)
-        faulty = False
-        while True:
-            module = copy_graph(original)
+        whole = False
+        while not whole:
+            module, new = copy_graph(original)
             found = RewriteResult(module, [], [])
-            values = None
-            self.faults.graph = path
-            if not faulty:
-                with self.faults.guard("reading the graph that ends at", last):
-                    read = collect_values(module, example_inputs)
-                    for name, child, inputs, kinds in _children(module, read, sources):
-                        if name not in children:
-                            below = f"{path}.{name}".lstrip(".")
-                            children[name] = self.graph(child, inputs, below, kinds)
-                    values = read
-            self.faults.graph = path
             for name, child in children.items():
                 _set_attribute(module, name, child)
-            if faulty:
+            if values is None:
                 break
-            whole, faulty = False, True
-            if values is not None:
-                odd = _subclasses(module, example_inputs)
-                shared = (self.options, self.faults, path, sources, odd, found, self.refused)
-                attempt = Attempt(module, values, *shared)
-                with self.faults.guard("rewriting the graph that ends at", last):
-                    whole = all(
-                        apply(attempt, rules, dump)
-                        for rules in _segments(self.order, self.options.norms)
-                    )
-                    faulty = False
-            if whole:
-                break
+            own = {new[node]: value for node, value in values.items()}
+            odd = _subclasses(module, example_inputs)
+            shared = (self.options, self.faults, path, sources, odd, found, self.refused)
+            attempt, values = Attempt(module, own, *shared), None
+            with self.faults.guard("rewriting the graph that ends at", last):
+                segments = _segments(self.order, self.options.norms)
+                whole = all(apply(attempt, rules, dump) for rules in segments)
+                values = read
         self.result.add(found)
         module.recompile()
         self.done[id(original)] = module

@@ -298,7 +298,6 @@ class RewriteResult(Shown):
     declined: list[Declined]
     opportunities: list[Opportunity] = field(default_factory=list)
     original: Any = None
-    program: Any = None
     transposes_before: int = 0
     transposes_after: int = 0
     rules: dict[str, RuleCount] = field(default_factory=dict)

@@ -179,7 +179,12 @@ class Opaque:
 
 
 @dataclass(frozen=True)
-class Softmax(Opaque):
+class AlongLast(Opaque):
+    """An operation along the last dimension that keeps the shape: the logarithm of a softmax."""
+
+
+@dataclass(frozen=True)
+class Softmax(AlongLast):
     """Softmax over the last dimension."""
 
 

@@ -11,7 +11,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -30,15 +29,6 @@ _TRACED: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Code that was first compiled to look at its graphs."""
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A graph to rewrite; program: the ExportedProgram that it came from, or None."""
-
-    module: fx.GraphModule
-    inputs: Sequence[Any] | None
-    program: Any = None
-
-
 def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return example inputs as (args, kwargs): a tensor, a sequence, or a mapping of keywords."""
     if example_inputs is None:
@@ -55,8 +45,8 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def to_graph(model: Any, example_inputs: Any) -> Captured:
-    """Return the one graph of a model.
+def to_graph(model: Any, example_inputs: Any) -> tuple[fx.GraphModule, Sequence[Any] | None]:
+    """Return the one graph of a model, and its inputs where the graph may lack shapes.
 
     GraphModules are used unchanged. ExportedPrograms are unlifted (`program.module()`). Other
     modules and functions go through torch.export, which needs example_inputs.
@@ -71,9 +61,9 @@ def to_graph(model: Any, example_inputs: Any) -> Captured:
                 taken = nearest(missing[0], names)
                 raise ModelError(f"example_inputs lack {missing[0]!r}; the graph takes {taken}")
             args = tuple(kwargs[n] for n in names)
-        return Captured(model, args if example_inputs is not None else None)
+        return model, args if example_inputs is not None else None
     if isinstance(model, torch.export.ExportedProgram):
-        return Captured(model.module(), None, model)
+        return model.module(), None
     if not callable(model):
         raise ModelError(
             f"cannot rewrite a {type(model).__name__}; pass an nn.Module, a function, a "
@@ -92,7 +82,7 @@ def to_graph(model: Any, example_inputs: Any) -> Captured:
             f"torch.export could not make one graph of {type(model).__name__}: {error}. "
             'Use torch.compile(model, backend="nmm"), which handles graph breaks, or explain()'
         ) from error
-    return Captured(program.module(), None)
+    return program.module(), None
 
 
 def export(

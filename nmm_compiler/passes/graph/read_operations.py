@@ -37,6 +37,7 @@ from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
+    AlongLast,
     Canonical,
     Cast,
     Concatenation,
@@ -627,7 +628,8 @@ def _repeat(c: Canonical, call: Call, source: fx.Node) -> Result:
 def _softmax(c: Canonical, call: Call, source: fx.Node) -> Result:
     axis, rank = call.get(1, "dim"), len(c.sizes(call.node))
     last = isinstance(axis, int) and axis in (-1, rank - 1)
-    return Softmax(call.name, (source,)) if last else None
+    kind = AlongLast if "log" in call.name else Softmax
+    return kind(call.name, (source,)) if last else None
 
 
 # -- copies, casts, and what does nothing -----------------------------------------------------
@@ -782,7 +784,7 @@ TABLE: dict[str, Handler] = {
     "getitem": _getitem,
     "slice": _slice,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
-    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
     "repeat_interleave": _repeat,
     **dict.fromkeys(("expand", "expand_as", "expand_copy"), _expand),
     **dict.fromkeys(("contiguous", "clone", "alias", "positive", "resolve_conj"), _identity),

@@ -10,7 +10,7 @@ Gate and up may be the two results of one nmm.corrected_matmul_shared_x.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -51,11 +51,7 @@ class CorrectedMLP(KernelRule):
     """A gated MLP of calls that read few-bit weights; made of matches that other rules found."""
 
     name = "corrected_mlp"
-    ends_at = ()
-
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose nothing, since `combine` joins the matches of other rules."""
-        yield from ()
+    ends_at = ()  # asked nowhere, since `combine` joins the matches of other rules
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match | Refusal]:
         """Join three linears, the last one of the product of the others."""

@@ -46,6 +46,7 @@ from nmm_compiler.passes.chains.safety import (
 )
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph.canonical import Canonical, dtype_name
+from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
@@ -447,25 +448,16 @@ def _of_all(graph: Canonical, node: Any) -> _Mixture:
     return _Mixture(x, index, None, up, down, scores=scores, scaled=scaled)
 
 
-def _times_scores(graph: Canonical, product: Any) -> tuple[Any, fx.Node]:
+def _times_scores(graph: Canonical, product: Any) -> tuple[Any, Any]:
     """Return rows and scores of rows * scores.T, each score for one row of features."""
     sides = [one for one in _named(product, ("mul",)).args if isinstance(one, fx.Node)]
     for rows, spread in (sides, sides[::-1]) if len(sides) == 2 else ():
-        ends = graph.sizes(spread)[-1:]
-        turned = _behind(spread, RESHAPES)
-        if _adds_dimension(turned):
-            turned = _behind(turned.args[0], RESHAPES)
-        swaps = name_of(turned) == "transpose" and sorted(turned.args[1:]) in ([0, 1], [-2, -1])
-        if ends == (1,) and (swaps or name_of(turned) == "t"):
-            fits = graph.sizes(rows)[:-1] == graph.sizes(spread)[:-1]
-            if fits and len(graph.sizes(turned)) == 2:
-                return rows, turned.args[0]
+        scores, dims = graph.base(spread)
+        turned = tuple(itertools.chain(*reversed(graph.whole(scores))))
+        fits = graph.sizes(rows)[:-1] == graph.sizes(spread)[:-1]
+        if fits and dims[-1:] == ((),) and tuple(itertools.chain(*dims)) == turned:
+            return rows, scores
     raise NotExpertsError
-
-
-def _adds_dimension(node: Any) -> bool:
-    """Return whether a node is value[.., None]."""
-    return name_of(node) == "getitem" and node.args[1] in ((Ellipsis, None),)
 
 
 def _sparse(scores: Any) -> fx.Node:
@@ -560,11 +552,7 @@ def _behind(node: Any, names: Any) -> Any:
 
 def _between(ends: list[fx.Node], stops: set[Any]) -> list[fx.Node]:
     """Return the nodes from `stops` to these, with them."""
-    found = list(ends)
-    for current in found:
-        before = [n for n in current.all_input_nodes if n not in stops]
-        found += [n for n in before if n not in found and n.op not in ("placeholder", "get_attr")]
-    return found
+    return [n for n in upstream(ends, stops) if n.op not in ("placeholder", "get_attr")]
 
 
 def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:

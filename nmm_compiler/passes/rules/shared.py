@@ -63,11 +63,7 @@ class SharedX(KernelRule):
     """Several chains of one x; made of matches that other rules found."""
 
     name = "shared_x"
-    ends_at = ()
-
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose nothing, since `combine` joins the matches of other rules."""
-        yield from ()
+    ends_at = ()  # asked nowhere, since `combine` joins the matches of other rules
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
         """Join plain chains of the same x that lie near each other."""
