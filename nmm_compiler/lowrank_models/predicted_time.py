@@ -109,7 +109,7 @@ def _traced(module: nn.Module, inputs: Any, target: str) -> list[tuple[list[str]
         holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         at = {h.name: names.get(id(v), "") for h, v in zip(holders, values, strict=True)}
         result = rewrite(graph, tuple(values), options={"target": target})
-        calls = [match.data for match in result.rewritten]
+        calls = [match.data for match in result.matches]
         made += _joined([call for call in calls if isinstance(call, Call)], at)
     return made
 

@@ -309,7 +309,7 @@ class RewriteResult(Shown):
         Return the largest error as a fraction of the bound, which is derived from dtypes and
         contraction lengths (`verify`). Raises VerificationError, ModelError.
         """
-        return verify.check(self.original, self.graph_module, self.rewritten, inputs, keywords)
+        return verify.check(self.original, self.graph_module, self.matches, inputs, keywords)
 
     def add(self, part: RewriteResult) -> None:
         """Add what was found in one of the graphs."""
@@ -320,11 +320,6 @@ class RewriteResult(Shown):
         self.transposes_after += part.transposes_after
         for name, count in part.rules.items():
             self.rules.setdefault(name, RuleCount(name)).add(count)
-
-    @property
-    def rewritten(self) -> list[Match]:
-        """Return the matches, all of which changed the graph."""
-        return list(self.matches)
 
     @property
     def chains(self) -> int:
@@ -556,7 +551,7 @@ def slower_than_dense(match: Match) -> str:
 
 def _layouts(result: RewriteResult) -> list[Part]:
     """Return how many results stay turned, and what transposes of x are left in kernels."""
-    calls = [m.info for m in result.rewritten if "x_layout" in m.info]
+    calls = [m.info for m in result.matches if "x_layout" in m.info]
     rows = [info for info in calls if info["x_layout"] == "row"]
     turned = sum(info["out_layout"].split(",").count("col") for info in calls)
     lines = []

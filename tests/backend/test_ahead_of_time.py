@@ -106,7 +106,7 @@ def test_a_rewritten_model_loads_without_its_code(kind, tmp_path):
     path, values = str(tmp_path / "saved.pt2"), str(tmp_path / "values.pt")
     model, x = OfTheUser().eval().requires_grad_(False), torch.randn(5, 64)
     result = nmm.rewrite(model, (x,), verify=True)
-    assert [m.kind for m in result.rewritten] == ["lowrank"]
+    assert [m.kind for m in result.matches] == ["lowrank"]
     program = torch.export.export(result.graph_module, (x,))
     if kind == "aoti":
         torch._inductor.aoti_compile_and_package(program, package_path=path)

@@ -92,7 +92,7 @@ def test_one_call_and_a_gradient_for_each_adapter(name):
     function, chains, rank = SPELLINGS[name]
     model, x = Layer(function), torch.randn(2, 5, K) / 8
     found, got = dynamo(model, x.clone())
-    (match,) = found[0].rewritten
+    (match,) = found[0].matches
     assert (match.kind, match.info["chains"], match.info["r"]) == ("lora", chains, rank)
     ((_, spec),) = kernel_calls(found[0].graph_module)
     assert spec.r == rank
@@ -160,7 +160,7 @@ def _two_in_place_by_one_name(p, x):
 def test_what_in_place_sums_write_is_read_as_written(function):
     model, x = Layer(function), torch.randn(2, 5, K) / 8
     found, got = dynamo(model, x.clone())
-    assert all(m.info["chains"] == 1 for m in found[0].rewritten)
+    assert all(m.info["chains"] == 1 for m in found[0].matches)
     torch.testing.assert_close(got, model(x.clone()), rtol=1e-4, atol=1e-5)
 
 
@@ -173,7 +173,7 @@ def test_adapters_that_are_together_too_wide_are_fused_one_by_one():
 
     module = fx.symbolic_trace(f)
     result = run(module, (torch.randn(4, 32), w, a, b))
-    assert sorted(m.kind for m in result.rewritten) == ["lora", "lowrank"]
+    assert sorted(m.kind for m in result.matches) == ["lora", "lowrank"]
     assert "rank_too_large" in {d.code for d in result.declined}
 
 
@@ -202,7 +202,7 @@ def test_adapters_that_are_inputs_beside_a_stored_base():
         one, two = (torch.autograd.grad(y.square().sum(), adapters) for y in (want, got))
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
     assert len(found) == 1
-    assert [(m.kind, m.info["chains"]) for m in found[0].rewritten] == [("lora", 2)]
+    assert [(m.kind, m.info["chains"]) for m in found[0].matches] == [("lora", 2)]
 
 
 def test_products_of_inputs_alone_are_activations():
@@ -216,5 +216,5 @@ def test_products_of_inputs_alone_are_activations():
 
     qkv = [torch.randn(8, 64) for _ in range(3)]
     result = run(fx.symbolic_trace(Attention()), qkv)
-    assert not result.rewritten
+    assert not result.matches
     assert "weight" in {d.code for d in result.declined}

@@ -94,7 +94,7 @@ def test_peft_branches_under_autocast():
         found = Backend({"strict": True})
         with torch.autocast(**BF16) if around else contextlib.nullcontext():
             torch.compile(model, backend=found)(**inputs)
-        counts.append(sum(m.kind == "lora" for r in found for m in r.rewritten))
+        counts.append(sum(m.kind == "lora" for r in found for m in r.matches))
     assert counts == [6, 6]
 
 
@@ -128,7 +128,7 @@ def test_a_middle_that_is_wider_for_a_while():
     assert_no_worse(want, got, 0.3 * exact_chain(x, model.a, model.b))
     model, x = models.Model(narrow, **shapes), torch.randn(5, 64)
     _, _, (result,) = compiled(model, x, False)
-    assert not result.rewritten
+    assert not result.matches
     assert codes_of(result) == ["dtype"]
 
 
@@ -143,5 +143,5 @@ def test_two_regions_are_not_one_chain():
     results = Backend(VERIFIED)
     want, got = half(x), torch.compile(half, backend=results)(x)
     assert torch.equal(want, got)
-    assert not results[0].rewritten
+    assert not results[0].matches
     assert codes_of(results[0]) in (["region"], ["dtype"])

@@ -109,7 +109,7 @@ def test_norm_that_no_kernel_computes_is_left_alone():
         assert [(d.rule, d.code) for d in result.declined] == [("lowrank", "between")]
     model = Bottleneck(LlamaNorm(R), (True, True)).eval()  # its first product has a bias
     result = nmm.rewrite(model, (torch.randn(TOKENS, K),))
-    assert not result.rewritten
+    assert not result.matches
     assert [d.code for d in result.declined if d.rule == "mla"] == ["between"]
 
 

@@ -55,8 +55,8 @@ def test_data_dependent_token_counts_fuse(name, dynamic):
         for mask in MASKS:
             torch.testing.assert_close(compiled(x, mask), model(x, mask), rtol=1e-5, atol=1e-5)
     assert len(found) == 1
-    assert len(found[0].rewritten) == (2 if name == "two chains" else 1)
-    assert "u0" in str(found[0].rewritten[0].info["m"])
+    assert len(found[0].matches) == (2 if name == "two chains" else 1)
+    assert "u0" in str(found[0].matches[0].info["m"])
 
 
 def test_data_dependent_counts_of_exported_and_of_symbolically_traced_graphs():

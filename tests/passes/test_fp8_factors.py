@@ -80,7 +80,7 @@ def test_fused_calls_read_the_bytes(kind, level):
         assert not any("clamp" in name or "_to_copy" in name for name in names)
         assert not any(n.op == "call_method" and n.target in ("to", "clamp")
                        for n in result.graph_module.graph.nodes)  # fmt: skip
-        (match,) = [m for m in result.rewritten if m.kind in ("lowrank", "gated_mlp", "shared_x")]
+        (match,) = [m for m in result.matches if m.kind in ("lowrank", "gated_mlp", "shared_x")]
         assert any("read as stored" in note for note in match.notes)
 
 

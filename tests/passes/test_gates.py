@@ -51,7 +51,7 @@ def rewritten(function, x=None):
     # A product of two values below 4, each a sum of K + R terms rounded once per term.
     bound = 2.0**-23 * (K + R + 16) * max(float(want.abs().max()), 1.0) * 4
     assert float((want - got).abs().max()) <= bound
-    assert not run(result.graph_module, (x,)).rewritten
+    assert not run(result.graph_module, (x,)).matches
     return result
 
 
@@ -88,9 +88,9 @@ def test_a_gate_and_an_epilogue(name):
         lambda p, x: act(p.gate(x)) * p.up(x),
         lambda p, x: p.up(x) * act(p.gate(x)),
     ):
-        (match,) = rewritten(function).rewritten
+        (match,) = rewritten(function).matches
         assert (match.kind, match.info["activation"]) == ("gated_mlp_up", activation)
-    (match,) = rewritten(lambda p, x: act(p.gate(x).view(10, N))).rewritten
+    (match,) = rewritten(lambda p, x: act(p.gate(x).view(10, N))).matches
     assert (match.kind, match.info["activation"]) == ("lowrank", activation)
 
 
@@ -127,7 +127,7 @@ def test_an_inner_step_that_is_read_elsewhere_keeps_the_expression():
         gate = torch.sigmoid(y)
         return y * gate + gate
 
-    (match,) = rewritten(f).rewritten
+    (match,) = rewritten(f).matches
     assert match.info["activation"] == "identity"
 
 
@@ -150,7 +150,7 @@ SCALED = {
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scales_are_folded_into_low_rank_gates(name):
-    (match,) = rewritten(SCALED[name]).rewritten
+    (match,) = rewritten(SCALED[name]).matches
     assert match.kind == "gated_mlp_up"
 
 
@@ -172,7 +172,7 @@ def test_gates_that_are_declined(name):
     declined = [d for d in result.declined if d.rule == "gated_mlp_up"]
     assert [d.code for d in declined] == ["other_x" if name == "other_x" else "no_kernel"]
     assert declined[0].remedy
-    assert result.rewritten
+    assert result.matches
 
 
 @pytest.mark.parametrize("cut", ["split", "slice", "chunk, up first"])

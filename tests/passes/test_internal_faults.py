@@ -100,7 +100,7 @@ def test_internal_fault_drops_one_place(broken):
     assert "a fault in nmm_compiler, IndexError while" in text
     assert "please report it" in text
     assert "ix the rule" not in text
-    assert sorted(m.kind for m in result.rewritten) == sorted(broken)
+    assert sorted(m.kind for m in result.matches) == sorted(broken)
     for got, want in zip(result.graph_module(X), module(X), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert got.stride() == want.stride()
@@ -157,7 +157,7 @@ def test_sizes_that_stand_nowhere_are_a_refusal(monkeypatch):
     assert (refused.code, refused.node) == ("shape", "turned")
     assert "u0" in refused.reason
     assert "u1" in refused.reason
-    assert len(found[0].rewritten) == 1
+    assert len(found[0].matches) == 1
 
 
 def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
@@ -169,7 +169,7 @@ def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
     module = fx.symbolic_trace(layers)
     with pytest.warns(UserWarning, match=r"a fault in nmm_compiler.*and \d+ more"):
         result = run(module, (X,))
-    assert not result.rewritten
+    assert not result.matches
     assert result.graph_module.code == module.code
     assert sum(d.code == "internal" for d in result.declined) <= 9
 
@@ -273,4 +273,4 @@ def test_each_step_is_checked(monkeypatch, name):
     with pytest.raises(InternalFaultError, match=words):
         run(traced(), (X,), {"strict": True})
     with pytest.warns(UserWarning, match="a fault in nmm_compiler"):
-        assert not run(traced(), (X,)).rewritten
+        assert not run(traced(), (X,)).matches

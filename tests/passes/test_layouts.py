@@ -47,7 +47,7 @@ def check(function, x, options=None, bound=2.0**-24 * K * 16):
 
 
 def layouts(result):
-    return [f"{m.info['x_layout']}>{m.info['out_layout']}" for m in result.rewritten]
+    return [f"{m.info['x_layout']}>{m.info['out_layout']}" for m in result.matches]
 
 
 X3, X2 = torch.randn(3, 5, K), torch.randn(5, K)
@@ -193,7 +193,7 @@ def test_pictures_show_the_call_whose_result_is_only_read_transposed():
     shapes = ((64, 8), (8, 96), (96, 8), (8, 64))
     model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
     result = trace_and_run(model, torch.randn(4, 64))
-    unread = [match for match in result.rewritten if not match.emitted]
+    unread = [match for match in result.matches if not match.emitted]
     assert unread, "the layout assignment turns the tensor between the two calls"
     pictures = graph_parts(result.original, result.graph_module, unread)
     texts = [part.text for section in pictures for part in section.parts]
@@ -246,7 +246,7 @@ def test_values_and_strides_are_the_graphs(name, dtype):
     want, got = (
         torch.utils._pytree.tree_leaves(m(x.clone())) for m in (model, result.graph_module)
     )
-    assert result.rewritten
+    assert result.matches
     for one, two in zip(want, got, strict=True):
         assert (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
         # four products of at most K terms near 1 in a row, each rounded once more in the dtype
@@ -271,4 +271,4 @@ def test_windows_fuse_at_any_batch(batch, window):
     x = torch.randn(batch, 64, 16)
     options = {"strict": True}
     result = nmm.rewrite(windows(window).eval(), (x,), options=options, verify=True)
-    assert len(result.rewritten) == 1
+    assert len(result.matches) == 1

@@ -47,7 +47,7 @@ def test_lost_values_of_a_symbolic_graph_come_back_symbolic(lost):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
     assert graphs == 1
     assert kinds_of(found[0]) == ["lowrank"]
-    assert not isinstance(found[0].rewritten[0].info["m"], int)
+    assert not isinstance(found[0].matches[0].info["m"], int)
 
 
 def test_a_node_that_only_logs_is_not_run():

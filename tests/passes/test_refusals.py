@@ -15,7 +15,7 @@ from nmm_compiler.passes.pipeline import explain, run
 
 def refused(model, x):
     result = trace_and_run(model, x)
-    assert not result.rewritten
+    assert not result.matches
     return codes_of(result)
 
 
@@ -28,7 +28,7 @@ def test_break_even_is_no_gain(rank, fused):
     """64 x 64: at rank 32 the chain has as many products as the dense matrix."""
     model, x = Model(chain, a=(rank, 64), b=(64, rank)), torch.randn(5, 64)
     if fused:
-        assert len(trace_and_run(model, x).rewritten) == 1
+        assert len(trace_and_run(model, x).matches) == 1
     else:
         assert refused(model, x) == ["rank_too_large"]
 
@@ -57,7 +57,7 @@ def test_an_epilogue_that_promotes_stays_outside():
     model.d.data = model.d.data.float()
     x = torch.randn(6, 32, dtype=torch.bfloat16)
     result = trace_and_run(model, x)
-    (match,) = result.rewritten
+    (match,) = result.matches
     assert match.name == "linear_1"
     assert result.graph_module(x).dtype == torch.float32
 
@@ -66,7 +66,7 @@ def test_a_sparse_weight_is_no_plain_matrix():
     model = Model(lambda p, x: p.b @ (p.a @ x.t()), a=(4, 32), b=(32, 4))
     model.b = nn.Parameter(model.b.detach().to_sparse(), requires_grad=False)
     result = trace_and_run(model, torch.randn(6, 32))
-    assert not result.rewritten
+    assert not result.matches
 
 
 def test_a_product_that_writes_into_memory_of_others_is_not_fused():
@@ -82,7 +82,7 @@ def test_a_product_that_writes_into_memory_of_others_is_not_fused():
         model, x = Model(function, a=(4, 32), b=(32, 4)).requires_grad_(False), torch.randn(6, 32)
         result = trace_and_run(model, x)
         assert torch.equal(result.graph_module(x), model(x))
-        assert not result.rewritten
+        assert not result.matches
 
 
 def test_a_base_that_is_subtracted_keeps_its_sign():
@@ -170,7 +170,7 @@ def test_a_write_to_unknown_memory_between_the_products_is_refused(written_first
     module = unknown_write(written_first)
     result = run(module, (torch.randn(6, 32), object()))
     assert codes_of(result) == codes
-    assert len(result.rewritten) == (not codes)
+    assert len(result.matches) == (not codes)
 
 
 def test_a_write_to_a_list_of_tensors_is_one_to_each():

@@ -40,8 +40,8 @@ def test_a_script_finds_the_match_again(name, level, capsys):
     (case,) = (c for c in gallery.CASES if c.name == name)
     module, inputs = gallery.capture(case, level)
     result = run(module, inputs)
-    assert result.rewritten
-    for match in result.rewritten:
+    assert result.matches
+    for match in result.matches:
         code, said = ends(result.reproducer(match, inputs), capsys)
         assert code == 0, said
         assert match.kind in said
@@ -56,7 +56,7 @@ def test_every_match_of_the_gallery(case, level, capsys):
         pytest.skip("the level does not have the case")
     module, inputs = gallery.capture(case, level)
     result = run(module, inputs)
-    for match in result.rewritten:
+    for match in result.matches:
         code, said = ends(result.reproducer(match, inputs), capsys)
         assert code == 0, said
 

@@ -84,10 +84,10 @@ def raises(editor, x):
 def test_verify_passes_a_right_rewrite(dtype):
     model, x = Layers().to(dtype), X.to(dtype)
     result = rewrite(model, (x,), rules=[wrong_rule(relu), "..."], verify=True)
-    assert len(result.rewritten) == 3
+    assert len(result.matches) == 3
     assert 0.0 <= result.check(x) < 1.0
     assert result.check(x=x) == result.check(x)
-    assert rewrite(torch.export.export(model, (x,)), verify=True).rewritten
+    assert rewrite(torch.export.export(model, (x,)), verify=True).matches
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_verify_names_an_own_rule_that_is_wrong(change, said):
 
 def test_strides_that_an_own_rule_says_it_changed_are_restored():
     result = rewrite(Layers(), (X,), rules=[wrong_rule(turned), "..."], verify=True)
-    assert "mine" in [m.rule for m in result.rewritten]
+    assert "mine" in [m.rule for m in result.matches]
     assert [y.stride() for y in result.graph_module(X)] == [(64, 1)] * 2
 
 
@@ -150,7 +150,7 @@ def test_verify_leaves_inputs_buffers_and_random_numbers_as_they_were():
     state = torch.get_rng_state()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     result = run(module, (x,), {"verify": True})
-    assert len(result.rewritten) == 2
+    assert len(result.matches) == 2
     assert torch.equal(x, X)
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in model.state_dict().items():
@@ -185,7 +185,7 @@ def test_verify_accepts_integers_that_rounding_may_flip_and_no_others():
         return torch.relu(x @ u @ v).argmax(-1), x.argmax(-1)
 
     u, v = torch.randn(64, 8), torch.randn(8, 48)
-    assert rewrite(f, (X, u, v), rules=[wrong_rule(relu), "..."], verify=True).rewritten
+    assert rewrite(f, (X, u, v), rules=[wrong_rule(relu), "..."], verify=True).matches
 
     with pytest.raises(VerificationError, match="output 0 is off"):
         rewrite(f, (X, u, v), rules=[wrong_rule(off_by(-1.0)), "..."], verify=True)
@@ -200,7 +200,7 @@ def test_verify_without_data_says_what_to_do():
 
 
 def test_verify_in_explain_and_through_the_door():
-    assert nmm.rewrite(Layers(), (X,), verify=True).rewritten
+    assert nmm.rewrite(Layers(), (X,), verify=True).matches
     assert explain(Layers(), X, options={"verify": True}).matches
     with pytest.raises(VerificationError):
         explain(Layers(), X, options={"verify": True}, rules=[wrong_rule(slightly_wrong), "..."])
@@ -225,7 +225,7 @@ def test_verify_in_graphs_of_higher_order_operators():
         return torch.compile(Held(), backend=compile_)
 
     compiler([wrong_rule(relu), "..."])(x)
-    assert len(found[0].rewritten) == 3
+    assert len(found[0].matches) == 3
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"It depends on .*'mine'"):
         compiler([wrong_rule(slightly_wrong), "..."])(x)
 
@@ -273,4 +273,4 @@ def test_verify_of_a_sum_in_place():
         return operator.iadd(y, 1.0)
 
     given = (X, torch.randn(64, 48), torch.randn(64, 4), torch.randn(4, 48))
-    assert [m.kind for m in rewrite(f, given, verify=True).rewritten]
+    assert [m.kind for m in rewrite(f, given, verify=True).matches]

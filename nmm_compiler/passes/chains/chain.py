@@ -329,10 +329,9 @@ class Chain:
 
     out is the value the chain ends at, out_dims its dimensions over the tokens of `first`. base is
     a dense product of the same x that is added (LoRA). addend is the addmm input, with its factor,
-    which stays outside of the kernel. inplace is the in-place sum that `base` was written into, if
-    any. more are further chains of the same x that are added (several adapters); their factors are
-    joined along the rank. inner is a function between the products, behind `middle`, which then has
-    biases only.
+    which stays outside of the kernel. more are further chains of the same x that are added (several
+    adapters); their factors are joined along the rank. inner is a function between the products,
+    behind `middle`, which then has biases only.
     """
 
     first: Stage
@@ -345,7 +344,6 @@ class Chain:
     activation: str = "identity"
     base: Stage | None = None
     addend: tuple[Key, float] | None = None
-    inplace: fx.Node | None = None
     more: tuple[Chain, ...] = ()
     inner: Inner | None = None
 
@@ -698,9 +696,7 @@ def read_summed_chain(c: Canonical, key: Key, form: Product) -> Chain | None:
     assert isinstance(node, fx.Node)
     walk.nodes.add(node)
     chain = join_stages(c, second, walk, inner)
-    if isinstance(chain, Refusal) or not _cut_by_rows(c, chain):
-        return None
-    return dataclasses.replace(chain, nodes=chain.nodes | {node})
+    return chain if isinstance(chain, Chain) and _cut_by_rows(c, chain) else None
 
 
 def devices_of(c: Canonical, chain: Chain) -> tuple[int, str]:

@@ -720,10 +720,10 @@ class SharedCall(Call):
     members: tuple[LowRankCall, ...] = ()
 
     @classmethod
-    def of(cls, c: Canonical, rule: str, members: list[LowRankCall]) -> SharedCall:
-        """Return the call that the members become."""
-        call = cls(
-            op=f"lowrank_matmul_{rule}",
+    def of(cls, op: str, members: Sequence[LowRankCall]) -> Self:
+        """Return the call of an op that the members become."""
+        return cls(
+            op=op,
             source=members[0].source,
             final=members[0].final,
             out_dims=members[0].out_dims,
@@ -732,10 +732,6 @@ class SharedCall(Call):
             many=True,
             members=tuple(members),
         )
-        weights = [*(chain.u for chain in call.firsts), *(chain.v for chain in call.chains)]
-        why = next(filter(None, map(beside_products, call.chains)), "")
-        call.kept = keep(c, weights, c.dtype(call.final), why)
-        return call
 
     @property
     def chains(self) -> list[Chain]:

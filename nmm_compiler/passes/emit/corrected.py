@@ -34,6 +34,7 @@ from nmm_compiler.passes.emit.calls import (
     Kept,
     LowRankCall,
     SharedCall,
+    beside_products,
     fold_chain,
     join,
     keep,
@@ -309,14 +310,13 @@ class SharedCorrectedCall(SharedCall):
 
 def several(c: Canonical, rule: str, calls: Sequence[LowRankCall]) -> SharedCall:
     """Return the call that several calls of one x become."""
-    first = calls[0]
-    if not isinstance(first, CorrectedCall):
-        return SharedCall.of(c, rule, list(calls))
-    covered = frozenset(node for call in calls for node in call.covered)
-    return SharedCorrectedCall(
-        op=CORRECTED_SHARED.name, source=first.source, final=first.final, out_dims=first.out_dims,
-        n=first.n, covered=covered, many=True, members=tuple(calls),
-    )  # fmt: skip
+    if isinstance(calls[0], CorrectedCall):
+        return SharedCorrectedCall.of(CORRECTED_SHARED.name, calls)
+    call = SharedCall.of(f"lowrank_matmul_{rule}", calls)
+    weights = [*(chain.u for chain in call.firsts), *(chain.v for chain in call.chains)]
+    why = next(filter(None, map(beside_products, call.chains)), "")
+    call.kept = keep(c, weights, c.dtype(call.final), why)
+    return call
 
 
 def made_of_leaves(calls: Sequence[LowRankCall]) -> set[Key]:

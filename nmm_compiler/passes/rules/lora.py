@@ -89,7 +89,6 @@ class LoRA(KernelRule):
             out=node,
             nodes=nodes,
             base=None if base is None else base.first,
-            inplace=node if node in graph.effects.writers else None,
             more=tuple(branches[1:]),
         )
         readers = _later_readers(graph, node)
@@ -112,10 +111,9 @@ class LoRA(KernelRule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the fused call; readers of the memory of an in-place sum then read its value."""
-        base = match.data.chain.inplace
-        if base is not None:
-            for reader in _later_readers(graph, base):
-                reader.replace_input_with(base.args[0], base)
+        for writer in match.nodes & graph.effects.writers:
+            for reader in _later_readers(graph, writer):
+                reader.replace_input_with(writer.args[0], writer)
         return match.data.emit(graph, editor)
 
 
