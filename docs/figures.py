@@ -58,7 +58,7 @@ def layouts() -> dict[str, Drawing]:
     made = nmm.rewrite(Turned(), (x,))
     assert made.transposes_after == 0 < made.transposes_before
     before, after = {}, {}
-    for section in graph_parts(made.original, made.graph_module, made.rewritten):
+    for section in graph_parts(made.original, made.graph_module, made.matches):
         first, second = section.parts
         before[section.title], after[section.title] = first, second
     title = next(iter(before))

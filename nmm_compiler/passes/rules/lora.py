@@ -111,6 +111,7 @@ class LoRA(KernelRule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the fused call; readers of the memory of an in-place sum then read its value."""
+        writer: Any
         for writer in match.nodes & graph.effects.writers:
             for reader in _later_readers(graph, writer):
                 reader.replace_input_with(writer.args[0], writer)
