@@ -102,37 +102,61 @@ PLAIN = Kept()
 WRITTEN = "the graph writes to it, or to what is made of it, in place"
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A value as numbers of the graph times a tensor and a number; bound: they were clamped to the
+    range of NKI's float8_e4m3. written: the graph writes to them, or to what is made of them."""
+
+    value: Key
+    scale: Key | None
+    number: float
+    bound: bool
+    written: bool
+
+
+def unscaled(c: Canonical, key: Key) -> Scaled | None:
+    """Return the fp8 numbers, or the leaf, that a value is made of by casts, scales and clamps."""
+    scale: Key | None = None
+    number, bound, written = 1.0, False, False
+    for _ in range(_BYTES_STEPS + 1):
+        if not c.is_whole(key):
+            return None
+        key = c.base(key)[0]
+        form = c.forms.get(key)
+        written = written or c.effects.is_written(owner_of(key))
+        if isinstance(form, Leaf) or c.dtype(key) == STORED_FP8:
+            return Scaled(key, scale, number, bound, written)
+        inner: Key | None = None
+        if isinstance(form, Cast):
+            inner = form.value
+        elif isinstance(form, Scale) and isinstance(form.factor, float):
+            inner, number = form.value, number * form.factor
+        elif isinstance(form, Scale) and scale is None:
+            orders = (pair for pair in form.orders if c.shape(pair[0]) == c.shape(key))
+            inner, scale = next(orders, (None, None))
+        else:
+            inner = clamped(c, key)
+            bound = bound or inner is not None
+        if inner is None:
+            return None
+        key = inner
+    return None
+
+
 def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
     """Return (format, how a weight of eight bits is stored or why no kernel reads it so).
 
     None for a weight of another kind.
     """
-    key, scale, bound = weight.key, None, False
-    written = False
-    for _ in range(_BYTES_STEPS):
-        form = c.forms.get(key)
-        written = written or c.effects.is_written(owner_of(key))
-        if isinstance(form, Leaf):
-            break
-        inner: Key | None = None
-        if isinstance(form, Scale) and scale is None and not isinstance(form.factor, float):
-            sides = (form.value, form.factor)
-            inner = next((s for s in sides if c.shape(s) == c.shape(key)), None)
-            scale = form.factor if inner is form.value else form.value
-        elif isinstance(form, Cast):
-            inner = form.value
-        else:
-            inner = clamped(c, key)
-            bound = bound or inner is not None
-        if inner is None or c.base(inner)[1] != c.whole(key):
-            return None
-        key = c.base(inner)[0]
-    dtype = c.dtype(key)
-    if not isinstance(c.forms.get(key), Leaf) or dtype not in NAMES:
+    found = unscaled(c, weight.key)
+    if found is None or found.number != 1.0 or not isinstance(c.forms.get(found.value), Leaf):
         return None
-    if written or (scale is not None and c.effects.is_written(owner_of(scale))):
+    dtype, scale = c.dtype(found.value), found.scale
+    if dtype not in NAMES:
+        return None
+    if found.written or (scale is not None and c.effects.is_written(owner_of(scale))):
         return NAMES[dtype], WRITTEN
-    return NAMES[dtype], _stored(c, weight, key, scale, bound)
+    return NAMES[dtype], _stored(c, weight, found.value, scale, found.bound)
 
 
 def clamped(c: Canonical, key: Key) -> Key | None:

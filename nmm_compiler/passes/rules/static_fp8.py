@@ -25,10 +25,12 @@ from nmm_compiler.passes.chains.safety import Refusal, crossed, refuse
 from nmm_compiler.passes.emit.calls import (
     STORED_FP8,
     ChainCall,
+    Scaled,
     clamped,
     fold_chain,
     scales_of,
     times,
+    unscaled,
 )
 from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph.canonical import (
@@ -37,7 +39,6 @@ from nmm_compiler.passes.graph.canonical import (
     Key,
     Opaque,
     Product,
-    Scale,
     dtype_name,
     owner_of,
 )
@@ -45,16 +46,6 @@ from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import products_at
 
 _SCALED_MM = "aten::_scaled_mm"
-_STEPS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rounded:
-    """x as fp8 numbers: their value, the tensor and the number that multiply them."""
-
-    value: Key
-    scale: Key | None
-    number: float
 
 
 class StaticFP8(KernelRule):
@@ -101,28 +92,13 @@ class StaticFP8(KernelRule):
         return self.matched(graph, call)
 
 
-def _rounded(c: Canonical, x: Key) -> _Rounded | None:
-    """Return the fp8 numbers and the scale that x is made of; None for any other x."""
-    key, scale, number = x, None, 1.0
-    for _ in range(_STEPS):
-        if not c.is_whole(key) or c.effects.is_written(owner_of(key)):
-            return None
-        key = c.base(key)[0]
-        if c.dtype(key) == STORED_FP8:
-            return _Rounded(key, scale, number)
-        form = c.forms.get(key)
-        if isinstance(form, Cast):
-            key = form.value
-        elif isinstance(form, Scale) and isinstance(form.factor, float):
-            key, number = form.value, number * form.factor
-        elif isinstance(form, Scale) and scale is None:
-            orders = (pair for pair in form.orders if c.shape(pair[0]) == c.shape(key))
-            key, scale = next(orders, (key, None))
-            if scale is None or math.prod(c.shape(scale) or (0,)) != 1 or not c.is_weight(scale):
-                return None
-        else:
-            return None
-    return None
+def _rounded(c: Canonical, x: Key) -> Scaled | None:
+    """Return the fp8 numbers that x is made of, times one number or two; None for any other x."""
+    found = unscaled(c, x)
+    if found is None or found.written or found.bound or c.dtype(found.value) != STORED_FP8:
+        return None
+    one = found.scale is None or math.prod(c.shape(found.scale) or (0,)) == 1
+    return found if one and (found.scale is None or c.is_weight(found.scale)) else None
 
 
 def _bounded(c: Canonical, value: Key) -> bool:
@@ -138,7 +114,7 @@ def _bounded(c: Canonical, value: Key) -> bool:
 class StaticCall(ChainCall):
     """nmm.matmul_scaled of x and a weight of fp8 numbers."""
 
-    rounded: _Rounded = dataclasses.field(kw_only=True)
+    rounded: Scaled = dataclasses.field(kw_only=True)
 
     @property
     def is_whole(self) -> bool:
