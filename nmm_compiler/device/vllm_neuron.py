@@ -35,7 +35,7 @@ from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.codegen.emitted_file import with_static_argument
 from nmm_compiler.errors import NeuronSetupError, NmmError
 from nmm_compiler.ops.launches import Launch
-from nmm_compiler.ops.lower import GraphCall, graph_call, launches_of
+from nmm_compiler.ops.lower import GraphCall, fitting, graph_call, lower
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS
@@ -104,7 +104,10 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     """Return the graph with kernels in place of our ops, or the original where one has none."""
     options = work.options
     try:
-        calls = {node: launches_of(_call(node), options.target, options) for node in calls_of(gm)}
+        calls = {}
+        for node in calls_of(gm):
+            launches = lower(*_call(node), lnc=options.lnc).launches
+            calls[node] = fitting(launches, options.target, options)
         specs = [launch.spec for launches in calls.values() for launch in launches]
         fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
         for node, launches in calls.items():

@@ -5,6 +5,7 @@ Both are differentiated by their references: no kernel computes them backward.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,12 @@ from nmm_compiler.kernels.experts.spec import FACTORS, HALVES, ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.linear.specs import AdaptersSpec
 from nmm_compiler.kernels.packed_formats import MX
-from nmm_compiler.ops import corrected as corrected  # defines nmm.dequantize
+from nmm_compiler.ops.corrected import stored_operands  # that room also defines nmm.dequantize
 from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand, Placements
 from nmm_compiler.ops.launches import (
     Launch,
     Transpose,
     dtype_name,
-    features,
-    mx_weight,
     turned,
 )
 from nmm_compiler.ops.linear import LinearOp
@@ -230,7 +229,7 @@ class AdaptersOp(ChosenOp, LinearOp):
         """Return an empty result; raises NmmError for operands that do not fit."""
         given = self.bound(args, kw)
         made: Tensor = super().fake(*args, **kw)
-        gains, rank = given["gains"], features(given["u"], given["u_layout"])[1]
+        gains, rank = given["gains"], weight_shape("u", given["u"], given["u_layout"])[1]
         if gains.dim() != 1 or rank % gains.shape[0]:
             raise ShapeError(
                 f"gains has shape {tuple(gains.shape)}; pass one for each adapter, whose ranks add "
@@ -246,7 +245,7 @@ class AdaptersOp(ChosenOp, LinearOp):
         """Return the launch of a call."""
         given = self.bound(args, kw)
         groups = given["gains"].shape[0]
-        rank = features(given["u"], given["u_layout"])[1] // groups
+        rank = weight_shape("u", given["u"], given["u_layout"])[1] // groups
         given["index"] = given["index"].reshape(-1).to(torch.int32)
         given["gains"] = given["gains"].float().repeat_interleave(rank)
         return [self.launch(rows, given, m, transpose, {"r": rank, "groups": groups})]
@@ -312,9 +311,10 @@ class ExpertsOp(ChosenOp):
     def spec_of(self, given: Mapping[str, Any], m: int, dtype: str) -> ExpertsSpec:
         """Return the spec of a call with m tokens; its stored weights lie as kernels take them."""
         form, n = given["format"], self._sizes(given, "down")[0]
+        layout = given["factor_layout"]
         first, last = (
-            0 if u is None else features(u[0], given["factor_layout"])[1]
-            for u in (given["gate_up_u"], given["down_u"])
+            0 if given[name] is None else weight_shape(name, given[name][0], layout)[1]
+            for name in ("gate_up_u", "down_u")
         )
         return ExpertsSpec(
             m=m, k=given["x"].shape[-1], n=n, groups=given["down"].shape[0],
@@ -330,37 +330,24 @@ class ExpertsOp(ChosenOp):
     ) -> list[Launch]:  # fmt: skip
         """Return the launch of a call."""
         given = self.bound(args, kw)
-        if given["weight_layout"] == "col" and not given["format"] and transpose is not None:
-            given |= {name: transpose(given[name]) for name in ("gate_up", "down")}
-            given["weight_layout"] = "row"
+        form, layout = given["format"], given["factor_layout"]
         spec = self.spec_of(given, m, dtype_name(rows))
+        ways = {"w": given["weight_layout"], "u": layout, "v": layout}
+        if not form and transpose is None:  # kernels take plain weights in either layout
+            ways["w"] = "row"
+        else:
+            spec = dataclasses.replace(spec, weight_layout="row")
         named = {"x": rows, "index": given["index"].reshape(m, -1).to(torch.int32)}
         named["gates"] = given["gates"].reshape(m, -1).float()
         for name in ("gate_up", "down"):
-            named |= _as_kernels_take(name, given, transpose or turned)
+            one = {end: given[f"{name}_{end}"] for end in ("u", "v", "bias")}
+            one |= {"w": given[name], "w_scale": given[f"{name}_scale"], "branch_scale": None}
+            made = stored_operands(one, form, ways, transpose or turned)
+            if form == FACTORS:
+                made["v"] = made.pop("w")
+            ends = {"w": name, "w_scale": f"{name}_scale"}
+            named |= {ends.get(end, f"{name}_{end}"): tensor for end, tensor in made.items()}
         return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
-
-
-def _as_kernels_take(name: str, given: Mapping[str, Any], transpose: Transpose) -> dict[str, Any]:
-    """Return the operands of gate_up or of down by a kernel's names."""
-    form, w, scale = given["format"], given[name], given[f"{name}_scale"]
-    made = {f"{name}_{end}": given[f"{name}_{end}"] for end in ("u", "v", "bias")}
-    if given["factor_layout"] == "col":
-        for end in ("u", "v"):
-            one = made[f"{name}_{end}"]
-            made[f"{name}_{end}"] = one if one is None else transpose(one)
-    if form in MX:
-        made[name], made[f"{name}_scale"] = mx_weight(w, scale, MX[form].bits, transpose)
-        return made
-    made[name] = transpose(w) if form and given["weight_layout"] == "col" else w
-    if form == FACTORS:
-        made[f"{name}_v"] = made.pop(name)
-    elif form:
-        made[f"{name}_scale"] = scale
-        v = made[f"{name}_v"]
-        if v is not None:  # the scales of w multiply the sums of both products
-            made[f"{name}_v"] = (v.float() / scale.float().unsqueeze(1)).to(v.dtype)
-    return made
 
 
 _SAID = ("halves", "activation", "limit", "slope", "plus")

@@ -38,8 +38,6 @@ from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand, Placement
 from nmm_compiler.ops.launches import (
     Launch,
     Transpose,
-    dtype_name,
-    features,
     mx_weight,
     turned,
     weight,
@@ -96,10 +94,11 @@ def dequantize_placements(values: Any, scale: Any, format: str, dtype: Any) -> P
 
 def corrected_matmul(
     x: Tensor, w: Tensor, w_scale: Tensor, u: Tensor | None = None, v: Tensor | None = None,
-    bias: Tensor | None = None, *, format: str = "mxfp4", w_layout: str = "col",
-    u_layout: str = "row", v_layout: str = "row", by: Any = references.ByTorch, **keywords: Any,
+    bias: Tensor | None = None, branch_scale: Tensor | None = None, *, format: str = "mxfp4",
+    w_layout: str = "col", u_layout: str = "row", v_layout: str = "row",
+    by: Any = references.ByTorch, **keywords: Any,
 ) -> Tensor:  # fmt: skip
-    """Return activation(x w + (x u) v + bias), w multiplied out."""
+    """Return activation(x w + (x u) v + bias), w and branches of fp8 numbers multiplied out."""
     if format in MX:
         whole = torch.ops.nmm.dequantize(w, w_scale, format, x.dtype)
     else:
@@ -112,19 +111,29 @@ def corrected_matmul(
         y: Tensor = references.matmul(x, whole, bias, **said)
         return y
     assert v is not None
+    if branch_scale is not None:
+        refuse_gradients(x, [u, v], [branch_scale])
+        scale = branch_scale.to(x.dtype)
+        u = u.to(x.dtype) * (scale if u_layout == "row" else scale.unsqueeze(1))
+        v = v.to(x.dtype)
+        if format not in MX:
+            scale = w_scale.to(x.dtype)
+            v = v * (scale if v_layout == "row" else scale.unsqueeze(1))
     said |= {"u_layout": u_layout, "v_layout": v_layout}
     return references.lowrank_matmul(x, u, v, bias, whole, **said)
 
 
 def corrected_matmul_shared_x(
     x: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], us: Sequence[Tensor | None],
-    vs: Sequence[Tensor | None], biases: Sequence[Tensor | None], *,
+    vs: Sequence[Tensor | None], biases: Sequence[Tensor | None],
+    branch_scales: Sequence[Tensor | None] | None = None, *,
     activations: Sequence[str] | None = None, out_layout: str = "row",
     out_layouts: Sequence[str] | None = None, **more: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Return activation_i(x w_i + (x u_i) v_i + bias_i) for every i."""
     each = zip(
-        ws, w_scales, us, vs, biases, activations or ["identity"] * len(ws),
+        ws, w_scales, us, vs, biases, branch_scales or [None] * len(ws),
+        activations or ["identity"] * len(ws),
         references.layouts_of(out_layout, out_layouts, len(ws)), strict=True,
     )  # fmt: skip
     return [
@@ -135,11 +144,12 @@ def corrected_matmul_shared_x(
 
 def corrected_mlp(
     x: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], us: Sequence[Tensor | None],
-    vs: Sequence[Tensor | None], *, activation: str = "silu", x_layout: str = "row",
-    out_layout: str = "row", **ways: Any,
+    vs: Sequence[Tensor | None], branch_scales: Sequence[Tensor | None] | None = None, *,
+    activation: str = "silu", x_layout: str = "row", out_layout: str = "row", **ways: Any,
 ) -> Tensor:  # fmt: skip
     """Return (activation(x gate) * (x up)) down, each weight with its branch where it has one."""
-    gate, up, down = zip(ws, w_scales, us, vs, strict=True)
+    scales = branch_scales or [None] * len(ws)
+    gate, up, down = zip(ws, w_scales, us, vs, [None] * len(ws), scales, strict=True)
     inside: dict[str, Any] = {"x_layout": x_layout, "read": True, **ways}
     h = corrected_matmul(x, *gate, activation=activation, **inside)
     h = h * corrected_matmul(x, *up, **inside)
@@ -193,11 +203,6 @@ class CorrectedOp(LinearOp):
     """An op of few-bit weights and their branches; ends: of the names of a kernel's operands."""
 
     @property
-    def many(self) -> bool:  # type: ignore[override]
-        """Whether the op returns a list of tensors."""
-        return "biases" in self.defaults
-
-    @property
     def gated(self) -> bool:
         """Whether the linears are gate, up and down of an MLP."""
         return self.spec is CorrectedMLPSpec
@@ -215,17 +220,6 @@ class CorrectedOp(LinearOp):
             end = MLP_ENDS[i] if self.gated else str(i)
             yield end, {name: values[i] for name, values in lists.items()}
 
-    def reference(self, *args: Any, **kw: Any) -> Any:
-        """Return what the op computes, branches of fp8 numbers multiplied out."""
-        given = self.bound(args, kw)
-        each = [one for _, one in self.linears(given)]
-        plain = [_plain_branch(given["x"], one, given) for one in each]
-        us, vs = ([pair[i] for pair in plain] for i in (0, 1))
-        given |= {"us": us, "vs": vs, "u": us[0], "v": vs[0]}
-        scales = ("branch_scale", "branch_scales")
-        own = [given[one.name] for one in self.operands if one.name not in scales]
-        return super().reference(*own, **{name: kw[name] for name in kw if name not in scales})
-
     def of_one_dtype(self, given: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the tensors, or None, that have the dtype of x: branches, biases, and the ends."""
         check_name("format", given["format"], MULTIPLIED)
@@ -240,7 +234,8 @@ class CorrectedOp(LinearOp):
         made = []
         for _, one in self.linears(given):
             sizes = _weight_sizes(one, given["format"], given["w_layout"])
-            dense, bias = ("w", given["x"].new_empty(sizes), "row"), ("bias", one["bias"])
+            dense = ("w", torch.empty(sizes, device="meta"), "row")
+            bias = ("bias", one["bias"])
             check_same("factors u and v", one["u"] is None, one["v"] is None)
             factors = [(name, one[name], given[f"{name}_layout"]) for name in "uv"]
             plain = one["u"] is None
@@ -252,25 +247,20 @@ class CorrectedOp(LinearOp):
     ) -> list[Launch]:
         """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
         given = self.bound(args, kw)
-        transpose = transpose or turned
-        named, form = {"x": rows}, given["format"]
-        ks, ns, ranks, biases, scales = [], [], [], [], []
-        for end, one in self.linears(given):
-            operands = _operands(one, given, transpose)
+        form, products = given["format"], self.products(given)
+        (k, _, _), ranks = products[0].sizes, [one.sizes[1] for one in products]
+        ways = {name: given[f"{name}_layout"] for name in "wuv"}
+        named: dict[str, Any] = {}
+        scales = []
+        for (end, one), product in zip(self.linears(given), products, strict=True):
+            if form not in MX:
+                one["w_scale"] = one["w_scale"].float().expand(product.sizes[2])
+            operands = stored_operands(one, form, ways, transpose or turned)
             named |= {operand_name(name, end): tensor for name, tensor in operands.items()}
-            k, n = _weight_sizes(one, form, given["w_layout"])
-            ks.append(k)
-            ns.append(n)
-            ranks.append(operands["u"].shape[1] if "u" in operands else 0)
-            biases.append("bias" in operands)
             scales += [one["branch_scale"].float()] if _in_fp8(one) else []
         named |= {one.name: given[one.name] for one in _ENDS if given.get(one.name) is not None}
-        if "residual" in named and given["out_layout"] == "row":
-            named["residual"] = references.as_matrix(named["residual"])
-        known = self.spec.__dataclass_fields__
-        fields = {name: given[name] for name in self.keywords if name in known}
-        fields |= {one.name: one.name in named for one in _ENDS}
-        fields |= {"m": m, "k": ks[0], "n": ns[0], "weight": form, "dtype": dtype_name(rows)}
+        fields: dict[str, Any] = {one.name: one.name in named for one in _ENDS}
+        fields |= {"k": k, "n": products[0].sizes[2], "weight": form}
         if scales:
             if len(scales) < sum(rank > 0 for rank in ranks):
                 raise SpecError("branches of one call are all fp8 numbers, or none is")
@@ -282,15 +272,16 @@ class CorrectedOp(LinearOp):
         if self.gated:
             fields["rank"] = tuple(ranks)
         elif self.many:
-            layouts = references.layouts_of(given["out_layout"], given["out_layouts"], len(ns))
-            activations = given["activations"] or ["identity"] * len(ns)
+            count = len(products)
+            layouts = references.layouts_of(given["out_layout"], given["out_layouts"], count)
+            activations = given["activations"] or ["identity"] * count
+            biases = [bias is not None for bias in given["biases"]]
             values = (ranks, biases, activations, layouts)
             fields |= {name: tuple(of) for name, of in zip(EACH, values, strict=True)}
-            fields["n"] = tuple(ns)
+            fields["n"] = tuple(one.sizes[2] for one in products)
         else:
-            fields |= {"rank": ranks[0], "bias": biases[0]}
-        spec = self.spec(**fields)
-        return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
+            fields |= {"rank": ranks[0], "bias": given["bias"] is not None}
+        return [self.of_operands(rows, given, m, named, fields)]
 
     def sharding(self, *args: Any, **kw: Any) -> Placements:
         """Return the placements that DTensor may use; ShapeError for blocks that ranks would cut.
@@ -336,46 +327,33 @@ def _check_branch(one: Mapping[str, Any], u_layout: str) -> None:
     kinds = {one["u"].dtype, one["v"].dtype}
     if kinds != {FP8_DTYPE}:
         raise SpecError(f"u and v are {kinds} and have a branch_scale; pass both in {FP8_DTYPE}")
-    rank = features(one["u"], u_layout)[1]
+    rank = weight_shape("u", one["u"], u_layout)[1]
     if tuple(one["branch_scale"].shape) != (rank,):
         raise ShapeError(
             f"branch_scale has shape {tuple(one['branch_scale'].shape)}; pass [{rank}]"
         )
 
 
-def _plain_branch(
-    x: Tensor, one: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return u and v as they multiply x, fp8 numbers multiplied out."""
-    u, v = one["u"], one["v"]
-    if not _in_fp8(one):
-        return u, v
-    refuse_gradients(x, [u, v], [one["branch_scale"]])
-    scale = one["branch_scale"].to(x.dtype)
-    u = u.to(x.dtype) * (scale if given["u_layout"] == "row" else scale.unsqueeze(1))
-    v = v.to(x.dtype)
-    if given["format"] not in MX:
-        scale = one["w_scale"].to(x.dtype)
-        v = v * (scale if given["v_layout"] == "row" else scale.unsqueeze(1))
-    return u, v
-
-
-def _operands(
-    one: Mapping[str, Any], given: Mapping[str, Any], transpose: Transpose
+def stored_operands(
+    one: Mapping[str, Any], form: str, ways: Mapping[str, str], transpose: Transpose
 ) -> dict[str, Tensor]:
-    """Return the operands of one linear as a kernel takes them, by their names without an end."""
-    form, w = given["format"], one["w"]
+    """Return the operands of a linear as a kernel takes them, by their names without an end.
+
+    one: its arguments by name, or those of a stack of linears. ways: the layouts of w, u and v.
+    """
     made = {name: one[name] for name in ("u", "v", "bias") if one[name] is not None}
     for name in "uv":
         if name in made:
-            made[name] = weight(made[name], given[f"{name}_layout"], transpose)[0]
+            made[name] = weight(made[name], ways[name], transpose)[0]
+    w, scale = one["w"], one["w_scale"]
     if form in MX:
-        made["w"], made["w_scale"] = mx_weight(w, one["w_scale"], MX[form].bits, transpose)
+        made["w"], made["w_scale"] = mx_weight(w, scale, MX[form].bits, transpose)
         return made
-    made["w"] = weight(w, given["w_layout"], transpose)[0]
-    made["w_scale"] = one["w_scale"].float().expand(features(made["w"], "row")[1])
-    if "v" in made and not _in_fp8(one):  # the scales of w multiply the sums of both products
-        made["v"] = (made["v"].float() / made["w_scale"]).to(made["v"].dtype)
+    made["w"] = weight(w, ways["w"], transpose)[0]
+    if scale is not None:
+        made["w_scale"] = scale
+        if "v" in made and not _in_fp8(one):  # w's scales multiply the sums of both products
+            made["v"] = (made["v"].float() / scale.float().unsqueeze(-2)).to(made["v"].dtype)
     return made
 
 

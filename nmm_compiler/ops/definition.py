@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +77,10 @@ class Op:
     bare: Callable | None = None
     own: int = 0
 
-    many: ClassVar[bool] = False  # whether the op returns a list of tensors
+    @property
+    def many(self) -> bool:
+        """Whether the op returns a list of tensors: one for each bias that there may be."""
+        return "biases" in self.defaults
 
     @property
     def schema(self) -> str:

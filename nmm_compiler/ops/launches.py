@@ -86,9 +86,3 @@ def mx_weight(
     """Return bytes [.., n, k bits / 8] and scales of MX blocks as kernels take them, k first."""
     four = values.contiguous().view(torch.int16 if bits == 4 else torch.int32)
     return transpose(four).contiguous().view(torch.uint8), transpose(scale)
-
-
-def features(w: Tensor, layout: str) -> tuple[int, int]:
-    """Return (inputs, outputs) of a weight."""
-    rows, columns = w.shape
-    return (rows, columns) if layout == "row" else (columns, rows)

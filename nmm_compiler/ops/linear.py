@@ -37,7 +37,6 @@ from nmm_compiler.ops.launches import (
     Launch,
     Transpose,
     dtype_name,
-    features,
     inputs_of,
     weight,
 )
@@ -64,6 +63,12 @@ class Product(NamedTuple):
     bias: tuple[str, Tensor | None]
     base: tuple[str, Tensor, str] | None = None
     between: Sequence[tuple[str, Tensor | None]] = ()
+
+    @property
+    def sizes(self) -> tuple[Any, Any, Any]:
+        """Its inputs, rank (0 of a dense weight) and outputs."""
+        first, *more = (weight_shape(*one) for one in self.weights)
+        return first[0], first[1] if more else 0, (more or [first])[0][1]
 
     def outputs(self, k: Any, of: str = "x") -> Any:
         """Return the output features of `of` with k features; ShapeError for what differs."""
@@ -114,39 +119,26 @@ def products_of(given: Mapping[str, Any]) -> list[Product]:
     return [Product(weights, ("bias", given["bias"]), base, between)]
 
 
-def _sizes(given: Mapping[str, Any], named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the sizes and other fields of a spec that its operands do not name.
-
-    given: the arguments, with the layouts that the weights have as a kernel takes them.
-    """
+def _sizes(given: Mapping[str, Any], products: Sequence[Product]) -> dict[str, Any]:
+    """Return the sizes and other fields of a spec that its operands do not name."""
+    k, r, n = products[0].sizes
+    ranks = [one.sizes[1] for one in products]
     if "gate" in given:
-        layout = given["weight_layout"]
-        ends = {
-            name: [features(w, layout) for key, w in named.items() if key.startswith(f"{name}_")
-                   and key[-1] in "uvw"]
-            for name in ("gate", "up", "down") if name in given
-        }  # fmt: skip
-        k, n = ends["gate"][0][0], ends["gate"][-1][1]
-        if "down" in ends and ends["down"][-1][1] != k:
+        if len(products) == 3 and products[2].sizes[2] != k:
             raise SpecError("gated_mlp: a kernel's down projection returns to the input's features")
-        ranks = {f"{name}_r": of[0][1] if len(of) == 2 else 0 for name, of in ends.items()}
-        return {"k": k, "n": n, **ranks}
+        return {"k": k, "n": n, **dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))}
     if "vs" in given:
-        count = len(given["vs"])
-        us = [features(named[name], given["u_layout"]) for name in named if name[0] == "u"]
-        ns = [features(named[f"v{i}"], given["v_layout"])[1] for i in range(count)]
-        shared = [(us[0][1], tuple(ns))]
+        count, ns = len(products), tuple(one.sizes[2] for one in products)
         return {
-            "k": us[0][0],
-            "pairs": tuple(shared if "u" in given else zip((r for _, r in us), ns, strict=True)),
+            "k": k,
+            "pairs": ((r, ns),) if "u" in given else tuple(zip(ranks, ns, strict=True)),
             "bias": tuple(bias is not None for bias in given["biases"]),
             "activation": tuple(given.get("activations") or ["identity"] * count),
-            "out_layout": tuple(given["out_layouts"] or [given["out_layout"]] * count),
+            "out_layout": tuple(
+                references.layouts_of(given["out_layout"], given["out_layouts"], count)
+            ),
         }
-    if "u" not in given:
-        return dict(zip("kn", features(named["w"], given["w_layout"]), strict=True))
-    k, r = features(named["u"], given["u_layout"])
-    return {"k": k, "r": r, "n": features(named["v"], given["v_layout"])[1]}
+    return {"k": k, "n": n, **({"r": r} if "u" in given else {})}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,11 +146,6 @@ class LinearOp(Op):
     """An op of linear layers; spec: of its kernels."""
 
     spec: type[Any]
-
-    @property
-    def many(self) -> bool:  # type: ignore[override]
-        """Whether the op returns a list of tensors."""
-        return bool(self.spec.many)
 
     def reference(self, *args: Any, **kw: Any) -> Any:
         """Return what the op computes, in plain PyTorch."""
@@ -168,6 +155,8 @@ class LinearOp(Op):
         own = [given[one.name] for one in self.operands[: self.own]]
         extra = {*NORM, *(one.name for one in self.operands)}
         rest = {name: value for name, value in kw.items() if name not in extra}
+        behind = [one.name for one in self.operands[self.own :] if one not in _ENDS]
+        rest |= {name: given[name] for name in behind}
         y = self.bare(references.normed(own[0], given), *own[1:], **rest)
         return y if given.get("residual") is None else given["residual"] + y
 
@@ -232,28 +221,36 @@ class LinearOp(Op):
         more: dict[str, Any],
     ) -> Launch:  # fmt: skip
         """Return the launch of a call; more: fields of the spec."""
-        token_axis = given.get("token_axis", "")
-        if token_axis:
+        if given.get("token_axis"):
             transpose = None
         named: dict[str, Tensor] = {}
-        known = self.spec.__dataclass_fields__
-        fields = {name: given[name] for name in self.keywords if name in known}
-        fields |= {"m": m, "dtype": dtype_name(rows)}
+        fields: dict[str, Any] = {}
         for one, name, tensor, _ in self.parts(given):
             flag = _FLAGS.get(name, name)
-            if one.kind == "Tensor?" and flag in known:
+            if one.kind == "Tensor?" and flag in self.spec.__dataclass_fields__:
                 fields[flag] = tensor is not None
             if one.layout and tensor is not None:
                 tensor, fields[one.layout] = weight(tensor, given[one.layout], transpose)
             if tensor is not None:
                 named[name] = tensor
-        sizes = _sizes({**given, **fields}, named)
-        spec = self.spec(**{name: fields[name] for name in fields if name in known} | sizes | more)
-        named["x"] = rows
+        sizes = _sizes(given, self.products(given))
+        return self.of_operands(rows, given, m, named, fields | sizes | more)
+
+    def of_operands(
+        self, rows: Tensor, given: Mapping[str, Any], m: int, named: dict[str, Any],
+        fields: dict[str, Any],
+    ) -> Launch:  # fmt: skip
+        """Return the launch on a kernel's operands by name; fields: of the spec, beside those that
+        keywords say."""
+        said = {
+            name: given[name] for name in self.keywords if name in self.spec.__dataclass_fields__
+        }
+        spec = self.spec(**{**said, "m": m, "dtype": dtype_name(rows), **fields})
+        named = {**named, "x": rows}
         if "residual" in named and spec.result_layouts()[0] == "row":
             named["residual"] = references.as_matrix(named["residual"])
         operands = tuple(named[t.name] for t in inputs_of(spec) if t.name in named)
-        return Launch(spec, operands, token_axis or "m")
+        return Launch(spec, operands, given.get("token_axis") or "m")
 
     def sharding(self, *args: Any, **kw: Any) -> Placements:
         """Return the placements that DTensor may use."""

@@ -99,14 +99,6 @@ def fitting(
     )
 
 
-def launches_of(
-    call: GraphCall, target: str, options: Options, transpose: Transpose | None = None
-) -> tuple[Launch, ...]:
-    """Return the launches of a call that has a token count, each one fitting the target."""
-    lowered = lower(*call, transpose, lnc=options.lnc)
-    return fitting(lowered.launches, target, options)
-
-
 def graph_call(node: fx.Node, value: Callable[[fx.Node], Any]) -> GraphCall | None:
     """Return (op, args, kwargs, tokens) of a node of a graph; None where it calls no op of ours.
 

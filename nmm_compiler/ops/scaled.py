@@ -74,11 +74,6 @@ class ScaledOp(Op):
 
     plain: LinearOp
 
-    @property
-    def many(self) -> bool:  # type: ignore[override]
-        """Whether the op returns a list of tensors."""
-        return self.plain.many
-
     def _places(self, given: Mapping[str, Any]) -> list[tuple[str, int, Tensor, str]]:
         """Return (argument, place in it, tensor, layout) of the weights, in order."""
         return [
