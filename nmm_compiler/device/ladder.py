@@ -346,8 +346,8 @@ def _run(
         return [y.astype(np.float64) for y in found.outputs or ()], None
     source = read_source(rung.file)
     kernel = SimpleNamespace(  # what the launchers read of a kernel; the file is this package's own
-        name=rung.kernel, target=target.name, source=source, path=rung.file,
-        spec=SimpleNamespace(outputs=lambda: (None,) * results), check_before_run=bool,
+        name=rung.kernel, target=target, source=source, path=rung.file, dialect="nki",
+        spec=SimpleNamespace(outputs=lambda: (None,) * results, lnc=1), check_before_run=bool,
     )  # fmt: skip
     tensors = [first_run.tensor(array) for array in arrays]
     if executor == "nki_simulate":

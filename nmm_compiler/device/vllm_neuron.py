@@ -173,7 +173,7 @@ def _kernel_call(
     function, digest = _with_hash(kernel)
     work.note_kernel(kernel, 1, origin, backward=0)
     tracer = fx.proxy.GraphAppendingTracer(gm.graph)
-    call = _wrap_nki()(function)[neuron.cores_of(kernel)]
+    call = _wrap_nki()(function)[kernel.spec.lnc]
     made = call(*(fx.Proxy(operand, tracer) for operand in operands), digest)
     if not isinstance(made, fx.Proxy):
         raise NeuronSetupError(

@@ -59,7 +59,7 @@ def _difference(spec: Any, arrays: Sequence[Any], got: Sequence[Any]) -> str | N
     if spec.world_size > 1:  # operands of the product that all ranks compute
         arrays = small.joined(*arrays)
     references = (small.reference, small.error_bound, small.typical_error)
-    wanted, bounds, typical = (_several(one(*arrays)) for one in references)
+    wanted, bounds, typical = (several(one(*arrays)) for one in references)
     proof = compare(
         "first run",
         tuple(_of_tokens(got, spec.outputs(), small.outputs(), chosen)),
@@ -96,8 +96,9 @@ def _of_tokens(arrays: Sequence[Any], whole: Any, small: Any, chosen: Any) -> li
     return found
 
 
-def _several(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def several(value: Any) -> tuple[Any, ...]:
+    """Return one result, or a tuple or list of them, as a tuple."""
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def tensor(array: Any) -> Tensor:

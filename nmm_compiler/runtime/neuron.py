@@ -41,6 +41,7 @@ from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.options import neuron_environment
 from nmm_compiler.runtime import first_run, machine
+from nmm_compiler.runtime.first_run import several
 from nmm_compiler.simulator.loading.source_text import read_source, run_source
 
 
@@ -51,19 +52,9 @@ def _imported(module: str, problem: str | None) -> Any:
     return importlib.import_module(module)
 
 
-def _is_beta_1(kernel: Any) -> bool:
-    return getattr(kernel, "dialect", "nki") == "neuronxcc"
-
-
-def cores_of(kernel: Any) -> int:
-    """Return the physical cores that run a kernel as one logical core."""
-    return int(getattr(getattr(kernel, "spec", None), "lnc", 1))
-
-
 def _on_its_cores(function: Any, kernel: Any) -> Any:
     """Return a kernel's function launched on its cores: `kernel[2]`."""
-    cores = cores_of(kernel)
-    return function if cores == 1 else function[cores]
+    return function if kernel.spec.lnc == 1 else function[kernel.spec.lnc]
 
 
 _loaded: dict[tuple[str, str], Any] = {}
@@ -81,7 +72,7 @@ def load(kernel: Any) -> Any:
     with _lock:
         found = _loaded.get(_identity(kernel))
         if found is None:
-            if _is_beta_1(kernel):
+            if kernel.dialect == "neuronxcc":
                 _imported("neuronxcc.nki", machine.beta_1_problem())
             else:
                 _imported("nki", machine.nki_problem(oldest_version(kernel.source)))
@@ -105,11 +96,11 @@ def _identity(kernel: Any) -> tuple[str, str]:
 
 def simulate(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a kernel in AWS's simulator on CPU tensors; return its results."""
-    if _is_beta_1(kernel):
+    if kernel.dialect == "neuronxcc":
         return _simulate_beta_1(kernel, operands)
     nki = _imported("nki", machine.nki_problem())
-    with _lock, neuron_environment(_target_name(kernel)):
-        return _results(nki.simulate(_on_its_cores(load(kernel), kernel))(*operands))
+    with _lock, neuron_environment(kernel.target.name):
+        return several(nki.simulate(_on_its_cores(load(kernel), kernel))(*operands))
 
 
 def _simulate_beta_1(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -123,12 +114,11 @@ def _simulate_beta_1(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, .
         for tensor, operand in zip(operands, spec.inputs(), strict=True)
     ]
     nki = _imported("neuronxcc.nki", machine.beta_1_problem())
-    with _lock, neuron_environment(_target_name(kernel)):
-        results = nki.simulate_kernel(load(kernel), *arrays)
-    several = results if isinstance(results, (tuple, list)) else (results,)
+    with _lock, neuron_environment(kernel.target.name):
+        results = several(nki.simulate_kernel(load(kernel), *arrays))
     return tuple(
         first_run.tensor(np.asarray(array).astype(numpy_dtype(result.dtype)))
-        for array, result in zip(several, spec.outputs(), strict=True)
+        for array, result in zip(results, spec.outputs(), strict=True)
     )
 
 
@@ -147,7 +137,7 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
             "(.to('neuron') or torch_xla.device()), or use executor 'auto'"
         )
     if torch._C._len_torch_dispatch_stack():
-        machine.check_launch(_target_name(kernel), cores_of(kernel))
+        machine.check_launch(kernel.target.name, kernel.spec.lnc)
         verdict = _verdicts.get((*_identity(kernel), device.type))
         if verdict is None:
             warnings.warn(
@@ -162,16 +152,16 @@ def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...] | None
 
 
 def _launch_on_xla(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return _results(_on_its_cores(load(kernel), kernel)(*operands))
+    return several(_on_its_cores(load(kernel), kernel)(*operands))
 
 
 def _launch_on_torchneuron(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if _is_beta_1(kernel):
+    if kernel.dialect == "neuronxcc":
         raise NeuronSetupError(
             f"kernel {kernel.name} is in dialect 'neuronxcc' (NKI Beta 1), which runs on torch-xla "
             "tensors; for tensors on 'neuron' pass options={'dialect': 'nki'}"
         )
-    return _results(registered_op(kernel, len(operands))(*operands))
+    return several(registered_op(kernel, len(operands))(*operands))
 
 
 Launcher = Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]
@@ -211,7 +201,7 @@ def compiled_launcher(device: torch.device) -> Launcher:
 
     def launch(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         op = registered_op(kernel, len(operands))  # before Dynamo traces, which refuses its lock
-        return _results(compiled(op)(*operands))
+        return several(compiled(op)(*operands))
 
     return launch
 
@@ -243,7 +233,7 @@ def registered_op(kernel: Any, operands: int) -> Any:
         single = len(kernel.spec.outputs()) == 1
 
         def call(*tensors: Tensor) -> Any:
-            results = _results(function(*tensors))
+            results = several(function(*tensors))
             return results[0] if single else results
 
         returned: Any = Tensor if single else tuple[(Tensor,) * len(kernel.spec.outputs())]  # type: ignore[misc]
@@ -282,7 +272,7 @@ def check(kernel: Any, device: torch.device) -> bool:
     key = (*_identity(kernel), device.type)
     with _lock:
         if key not in _verdicts:
-            machine.check_launch(_target_name(kernel), cores_of(kernel))
+            machine.check_launch(kernel.target.name, kernel.spec.lnc)
             with _disable_current_modes(), torch.no_grad():
                 fault = first_run.fault(kernel, device, _LAUNCHERS[device.type])
             if fault is not None:
@@ -306,11 +296,3 @@ def forget() -> None:
     with _lock:
         _loaded.clear()
         _verdicts.clear()
-
-
-def _results(out: Any) -> tuple[Tensor, ...]:
-    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
-
-
-def _target_name(kernel: Any) -> str:
-    return str(getattr(kernel.target, "name", kernel.target))

@@ -29,6 +29,8 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
+from nmm_compiler.targets import Target, get
+
 
 class JitKernel:
     """What `nki.jit` returns."""
@@ -207,7 +209,7 @@ class StandInKernel:
 
     name: str
     spec: object
-    target: str
+    target: Target
     source: str
     path: Path
     dialect: str = "nki"
@@ -225,4 +227,4 @@ def write_kernel(tmp_path, spec, body=RIGHT, name="tiny", dialect="nki"):
     source = f"{line}\n\n\n@nki.jit\ndef {name}(x, u, v):\n    return {body}\n"
     path = tmp_path / f"{name}.py"
     path.write_text(source)
-    return StandInKernel(name, spec, "trn2", source, path, dialect)
+    return StandInKernel(name, spec, get("trn2"), source, path, dialect)

@@ -21,6 +21,7 @@ from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import executor, first_run, kernels, machine, neuron
+from nmm_compiler.targets import get
 
 SPEC = LowRankSpec(m=4, k=8, r=2, n=6, dtype="float32")
 PROFILE = types.SimpleNamespace(hbm_read_bytes=1, hbm_write_bytes=1, latency_us=1.0)
@@ -146,7 +147,7 @@ def test_an_nki_older_than_a_kernel_needs_is_refused(monkeypatch, tmp_path, vers
     install(monkeypatch, nki=version)
     kernel = write_kernel(tmp_path, SPEC, body)
     source = kernel.source.replace("import nki\n", "import nki\nimport nki.language as nl\n", 1)
-    kernel = StandInKernel(kernel.name, SPEC, "trn2", source, tmp_path / "absent.py")
+    kernel = StandInKernel(kernel.name, SPEC, kernel.target, source, tmp_path / "absent.py")
     with pytest.raises(NeuronSetupError, match=needed):
         neuron.simulate(kernel, operands())
 
@@ -452,7 +453,7 @@ def test_the_first_run_hands_fp8_numbers_over_with_their_values():
         given.extend(tensors)
         raise RuntimeError("seen")
 
-    kernel = StandInKernel("tiny", spec, "trn2", "", None)
+    kernel = StandInKernel("tiny", spec, get("trn2"), "", None)
     assert "RuntimeError: seen" in first_run.fault(kernel, torch.device("cpu"), launch)
     for tensor, array in zip(given, random_arrays(spec), strict=True):
         assert np.array_equal(tensor.float().numpy(), array.astype(np.float32))
