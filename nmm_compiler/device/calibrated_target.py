@@ -23,8 +23,8 @@ from nmm_compiler.errors import FileError
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
-from nmm_compiler.targets import Source, Target
-from nmm_compiler.targets.this_machine import changed, number, read_json
+from nmm_compiler.targets import Target
+from nmm_compiler.targets.this_machine import number, read_json
 
 TRUSTED = (0.25, 4.0)
 """Factors that are believed."""
@@ -71,11 +71,6 @@ class Calibration(Shown, Record):
     source: str
     engines: tuple[EngineFactor, ...]
     numbers: dict[str, tuple[float, float]]
-
-    def target(self) -> Target:
-        """Return the target with these constants; it keeps the name of its hardware."""
-        values = {name: new for name, (_, new) in self.numbers.items()}
-        return changed(targets.get(self.base), values, Source("measured", self.source))
 
     def file(self) -> dict[str, Any]:
         """Return what `targets.get("FILE.json")` reads."""
