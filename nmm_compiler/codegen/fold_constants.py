@@ -182,7 +182,7 @@ class ExpressionFolder(Editor):
             _, plain = values.constant(self.evaluator.value(side))
             if values.is_whole(plain) and plain == neutral and (commutes or side is right):
                 return _in_place_of(updated, other)
-        return _reassociated(updated)
+        return updated
 
     def leave_Slice(self, original: cst.Slice, updated: cst.Slice) -> cst.Slice:
         """Write 0:128, and 8 * i : 8 * i + 8 with spaces."""
@@ -227,21 +227,6 @@ class ExpressionFolder(Editor):
 _OPERATIONS = {
     cst.BinaryOperation, cst.UnaryOperation, cst.Comparison, cst.BooleanOperation, cst.Subscript,
 }  # fmt: skip
-
-
-def _reassociated(node: cst.BinaryOperation) -> cst.BaseExpression:
-    """Return (a + 3) + 4 as a + 7."""
-    inner = node.left
-    if (
-        isinstance(node.operator, cst.Add)
-        and isinstance(node.right, cst.Integer)
-        and isinstance(inner, cst.BinaryOperation)
-        and isinstance(inner.operator, cst.Add)
-        and isinstance(inner.right, cst.Integer)
-    ):
-        total = int(inner.right.value) + int(node.right.value)
-        return _in_place_of(node, inner.with_changes(right=cst.Integer(str(total))))
-    return node
 
 
 def _bare(node: cst.BaseExpression) -> cst.BaseExpression:
