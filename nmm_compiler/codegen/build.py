@@ -110,21 +110,18 @@ def _run_timing(kernel: Kernel) -> Profile:
 
 def _command(spec: KernelSpec, target: Target, dialect: str = "nki") -> str:
     """Return the command line that builds the kernel of `spec`."""
-    sizes, others, whole = [], [], spec.whole()
+    words = []
     for f in dataclasses.fields(spec):
-        value = getattr(spec if f.name in ("tp", "tp_axis") else whole, f.name)
-        if f.name in ("m", "k", "n", "context", "heads", "kv_heads", "d"):
-            sizes.append(f"--{f.name.replace('_', '-')} {value}")
-        elif f.name == "pairs":
-            sizes += [f"--pairs {r}:{','.join(map(str, ns))}" for r, ns in value]
-        elif value != f.default and f.name in ("lnc", "tp", "tp_axis"):
-            others.append(f"--{f.name.replace('_', '-')} {value}")
-        elif value != f.default:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            others.append(f"--set {f.name}={text}")
+        value = getattr(spec, f.name)
+        option = f"--{f.name.replace('_', '-')}"
+        if f.name == "pairs":
+            words += [f"{option} {r}:{','.join(map(str, ns))}" for r, ns in value]
+        elif value != f.default or (f.name == "weight" and value):  # it tells linears from matmuls
+            parts = value if isinstance(value, tuple) else [value]
+            words.append(f"{option} {','.join(map(str, parts))}")
     if dialect != "nki":
-        others.append(f"--dialect {dialect}")
-    return " ".join(["nmm kernel", spec.family, *sizes, *others, f"--target {target.name}"])
+        words.append(f"--dialect {dialect}")
+    return " ".join(["nmm kernel", spec.family, *words, f"--target {target.name}"])
 
 
 def build_kernel(
