@@ -55,7 +55,7 @@ class Filled(Record):
     """What `fill` did. Kernels of equal keys count once.
 
     present: were in the cache before. built: by the workers. elsewhere: built meanwhile by other
-    processes. build_cpu_seconds: CPU time of the workers' builds, without their start.
+    processes.
     """
 
     kernels: int
@@ -64,7 +64,6 @@ class Filled(Record):
     elsewhere: int = 0
     failed: tuple[Failed, ...] = ()
     seconds: float = 0.0
-    build_cpu_seconds: float = 0.0
 
     def __str__(self) -> str:
         counts = [f"{self.built} built", f"{self.present} were in the cache"]
@@ -166,7 +165,6 @@ def fill(
         elsewhere=sum(not one.get("built", True) for one in done.values()),
         failed=failed,
         seconds=time.monotonic() - start,
-        build_cpu_seconds=sum(one.get("cpu", 0.0) for one in done.values()),
     )
 
 
@@ -249,9 +247,8 @@ def request_of(told: dict[str, Any]) -> tuple[KernelSpec, str, Options]:
 def build_one(text: str) -> str:
     """Build the kernel of `request_text` into the cache; return as JSON what became of it."""
     spec, target, options = request_of(json.loads(text))
-    start = time.process_time()
     try:
         _, built = built_or_found(spec, target, options=options)
     except (NmmError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         return json.dumps({"failed": f"{type(error).__name__}: {error}"})
-    return json.dumps({"built": built, "cpu": time.process_time() - start})
+    return json.dumps({"built": built})
