@@ -35,7 +35,6 @@ from nmm_compiler.lowrank_models.modules import LowRankLinear, put
 from nmm_compiler.lowrank_models.plan import (
     check_base,
     check_meta,
-    check_statistics,
     make_plan,
     moments_of,
 )
@@ -172,7 +171,7 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         whole = config.base is not None
         statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
     if statistics is not None:
-        check_statistics(statistics, sites, gradients, config.base_format)
+        statistics.check(sites, gradients=gradients, base=config.base_format)
     prices = _prices(model, sites, config, batches)
     plan, align = make_plan(sites, config, statistics, prices)
     chosen = {layer.name: layer.rank for layer in plan}

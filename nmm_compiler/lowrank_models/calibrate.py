@@ -42,6 +42,33 @@ class Statistics:
     gradients: dict[str, SecondMoment]
     tokens: int = 0
 
+    def check(self, sites: Sequence[Site], *, gradients: bool, base: str | None = None) -> None:
+        """Raise ModelError, naming the layers, where the moments of these sites are lacking.
+
+        One of many experts may lack those of its inputs, and all but one layer their gradients.
+        """
+        moments = (*self.inputs.values(), *(self.gradients.values() if gradients else ()))
+        if base is not None and any(moment.carried for moment in moments):
+            raise ModelError(
+                f"the statistics are for factors of the weights, and compress has base={base!r}: "
+                f"pass calibrate(..., base={base!r})"
+            )
+        kinds = {"inputs": (self.inputs, {s.name: s.k for s in sites if s.group == s.name})}
+        if gradients:
+            reached = {s.name: s.n for s in sites if s.name in self.gradients}
+            kinds["gradients"] = (self.gradients, reached or {s.name: s.n for s in sites})
+        for kind, (found, sizes) in kinds.items():
+            right = {n for n, one in found.items() if one.tokens and one.size == sizes.get(n)}
+            lacking = [name for name in sizes if name not in right]
+            if lacking:
+                more = f" and {len(lacking) - 12} more" if len(lacking) > 12 else ""
+                raise ModelError(
+                    f"calibration has no {kind} of {len(lacking)} of {len(sites)} layers: "
+                    f"{', '.join(lacking[:12])}{more}; name them in exclude=, or calibrate this "
+                    "model, with inputs that use them and the same include and exclude"
+                    + (", and gradients=True" if kind == "gradients" else "")
+                )
+
 
 def as_batches(calibration: Any) -> list[Any]:
     """Return calibration data as a list of batches.
@@ -110,8 +137,9 @@ def collect(
         for moment in moments.values():
             moment.finish()
     tokens = max((moment.tokens for moment in listener.inputs.values()), default=0)
-    listener.check_reached()
-    return Statistics(listener.inputs, listener.gradients, tokens)
+    statistics = Statistics(listener.inputs, listener.gradients, tokens)
+    statistics.check(sites, gradients=False)
+    return statistics
 
 
 class _NotSharedError(Exception):
@@ -207,22 +235,6 @@ class Collector:
                 "check that batch, or run calibration in a wider dtype"
             )
         return rows
-
-    def check_reached(self) -> None:
-        """Raise ModelError for layers that no token reached; one of many experts may lack some."""
-        missing = [
-            site.name
-            for site in self.sites
-            if site.group == site.name
-            and (site.name not in self.inputs or not self.inputs[site.name].tokens)
-        ]
-        if missing:
-            more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
-            raise ModelError(
-                f"calibration never reached {len(missing)} of {len(self.sites)} layers: "
-                f"{', '.join(missing[:12])}{more}; name them in exclude=, or calibrate with "
-                "inputs that use them"
-            )
 
     def bytes(self) -> int:
         """Return the bytes of all moments."""

@@ -157,7 +157,11 @@ def _base_of(expert: nn.Module) -> QuantizedLinear | None:
 def install(
     layer: nn.Module, name: str, factors: StackedFactors | None, base: StackedBase | None
 ) -> None:
-    """Give a layer of experts factors, a base, or both, in the place of one of its weights."""
+    """Give a layer of experts factors, a base, or both, in the place of one of its weights.
+
+    MX weights lie as kernels take them: the outputs of gate, then those of up, and all inputs are
+    filled up with zeros to whole 128s.
+    """
     given = cast(Any, layer)
     if not isinstance(layer, CompressedExperts):
         given.dense_class = type(layer)
@@ -166,55 +170,35 @@ def install(
         given.said = _gating(layer)
     delattr(layer, name)
     if base is not None and base.format in MX and given.said is not None:
-        fill = Filling.of(layer, name)
-        if fill.halved:
+        halved, turns = name == "gate_up_proj", given.said["halves"] == HALVES[1]
+
+        def outputs(rows: torch.Tensor) -> torch.Tensor:
+            """Return rows [experts, n, ..] as they lie: of gate, then of up, each filled up."""
+            if not halved:
+                return rows
+            halves = (rows[:, ::2], rows[:, 1::2]) if turns else rows.chunk(2, 1)
+            return torch.cat([_filled(half, 1, 128) for half in halves], 1)
+
+        if halved:
             given.said = given.said | {"halves": HALVES[0]}
         bias = getattr(layer, f"{name}_bias", None)
         if bias is not None:
-            filled = fill.outputs(bias.detach().unsqueeze(-1)).squeeze(-1)
+            filled = outputs(bias.detach().unsqueeze(-1)).squeeze(-1)
             setattr(layer, f"{name}_bias", nn.Parameter(filled, bias.requires_grad))
         values, scale = (cast(torch.Tensor, getattr(base, part)) for part in ("values", "scale"))
-        values = fill.inputs(fill.outputs(values), FORMATS[base.format].bits / 8)
-        base = StackedBase(values, fill.inputs(fill.outputs(scale), 1 / 32), base.format)
+        values = _filled(outputs(values), 2, 16 * FORMATS[base.format].bits)
+        base = StackedBase(values, _filled(outputs(scale), 2, 4), base.format)
         if factors is not None:
-            down = factors.down if fill.halved else fill.inputs(factors.down.detach(), 1)
+            down, up = (part.detach() for part in (factors.down, factors.up))
+            down = down if halved else _filled(down, 2, 128)
             factors = StackedFactors(
-                down.detach().requires_grad_(factors.down.requires_grad),
-                fill.outputs(factors.up.detach()).requires_grad_(factors.up.requires_grad),
+                down.requires_grad_(factors.down.requires_grad),
+                outputs(up).requires_grad_(factors.up.requires_grad),
             )
     if base is not None:
         layer.add_module(base_name(name), base)
     if factors is not None:
         layer.add_module(factors_name(name), factors)
-
-
-class Filling:
-    """How MX weights of a layer lie: the outputs of gate, then those of up, filled to whole 128s;
-    inputs filled, too.
-
-    halved: whether it is gate_up, whose outputs are of two halves. taking_turns: they do so in the
-    model.
-    """
-
-    def __init__(self, halved: bool, taking_turns: bool) -> None:
-        self.halved, self.taking_turns = halved, taking_turns
-
-    @classmethod
-    def of(cls, layer: Any, name: str) -> Filling:
-        """Return that of one weight."""
-        said = layer.said or {}
-        return cls(name == "gate_up_proj", said.get("halves") == HALVES[1])
-
-    def outputs(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [experts, n, ..] as they lie; those of down are the model's features."""
-        if not self.halved:
-            return rows
-        halves = (rows[:, ::2], rows[:, 1::2]) if self.taking_turns else rows.chunk(2, 1)
-        return torch.cat([_filled(half, 1, 128) for half in halves], 1)
-
-    def inputs(self, columns: torch.Tensor, each: float) -> torch.Tensor:
-        """Return columns [experts, n, inputs each] as they lie."""
-        return _filled(columns, 2, int(128 * each))
 
 
 def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:

@@ -64,35 +64,24 @@ class SavedLayers:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SavedLayers:
         """Return what the fields of a saved quantization_config say; raise FileError for others."""
-        restore = "restore config.json from the directory that the model was saved to"
-        ranks, bases = fields.get("ranks"), fields.get("bases") or {}
-        if not isinstance(ranks, Mapping):
-            shown = "none" if ranks is None else f"a {type(ranks).__name__}"
+        found: dict[str, Any] = {"ranks": fields.get("ranks")}
+        found |= {name: fields.get(name) or {} for name in ("formats", "bases")}
+        wrong = {name: held for name, held in found.items() if not isinstance(held, Mapping)}
+        if not wrong:
+            ranks, bases = found["ranks"], found["bases"]
+            kinds = (*found["formats"].items(), *bases.items())
+            wrong = {n: kind for n, kind in kinds if n not in ranks or str(kind) not in FORMATS}
+            for name, rank in ranks.items():
+                if type(rank) is not int or not (name not in bases) <= rank < _LARGEST_RANK:
+                    wrong[name] = rank
+        if wrong:
             raise FileError(
-                f"the saved config's quantization_config has {shown} where its ranks belong; "
-                f"{restore}"
+                f"the saved config's quantization_config has {wrong!r:.100}; a layer has a rank, a "
+                "positive whole number or 0 for a base alone, and maybe a format and a base, of "
+                f"{', '.join(FORMATS)}: restore config.json from the directory that the model was "
+                "saved to"
             )
-        alone = set(bases) if isinstance(bases, Mapping) else set()
-        for name, rank in ranks.items():
-            whole = isinstance(rank, int) and not isinstance(rank, bool)
-            if not isinstance(name, str) or not whole or not (
-                (name not in alone) <= rank < _LARGEST_RANK
-            ):  # fmt: skip
-                raise FileError(
-                    f"the saved config gives {name!r} the rank {rank!r:.60}; a rank is a positive "
-                    f"whole number: {restore}"
-                )
-        formats = fields.get("formats") or {}
-        for found in (formats, bases):
-            wrong: Any = found
-            if isinstance(found, Mapping):
-                wrong = {n: k for n, k in found.items() if n not in ranks or str(k) not in FORMATS}
-            if wrong or not isinstance(found, Mapping):
-                raise FileError(
-                    f"the saved config gives layers the formats {wrong!r:.100}; each layer that "
-                    f"has a rank may have one of {', '.join(FORMATS)}: {restore}"
-                )
-        return cls(dict(ranks), dict(formats), dict(bases))
+        return cls(**{name: dict(held) for name, held in found.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json gets."""

@@ -52,35 +52,6 @@ def check_base(config: CompressionConfig, sites: Sequence[Site]) -> None:
         check_blocks(site.k, str(form), site.name)
 
 
-def check_statistics(
-    statistics: Statistics, sites: Sequence[Site], gradients: bool, base: str | None = None
-) -> Statistics:
-    """Return statistics collected beforehand, if they fit the sites.
-
-    Raises ModelError naming the layers they lack.
-    """
-    moments = (*statistics.inputs.values(), *(statistics.gradients.values() if gradients else ()))
-    if base is not None and any(moment.carried for moment in moments):
-        raise ModelError(
-            f"the statistics are for factors of the weights, and compress has base={base!r}: pass "
-            f"calibrate(..., base={base!r})"
-        )
-    kinds = {"inputs": (statistics.inputs, {s.name: s.k for s in sites if s.group == s.name})}
-    if gradients:
-        reached = {s.name: s.n for s in sites if s.name in statistics.gradients}
-        kinds["gradients"] = (statistics.gradients, reached or {s.name: s.n for s in sites})
-    for kind, (found, sizes) in kinds.items():
-        lacking = [n for n, size in sizes.items() if n not in found or found[n].size != size]
-        if lacking:
-            more = f" and {len(lacking) - 12} more" if len(lacking) > 12 else ""
-            raise ModelError(
-                f"the statistics have no {kind} of {', '.join(lacking[:12])}{more}; calibrate "
-                "this model, with the same include and exclude"
-                + (", and gradients=True" if kind == "gradients" else "")
-            )
-    return statistics
-
-
 def moments_of(site: Site, method: str, statistics: Statistics | None) -> Moments:
     """Return the regularized moments a method weighs a site's error with."""
     inputs = None if statistics is None else statistics.inputs.get(site.name)
@@ -214,11 +185,10 @@ def _budgeted(
     uniform = config.allocation == "uniform"
     members: dict[str, list[str]] = {}
     for site in sites:
-        members.setdefault(site.name if uniform else site.group, []).append(site.name)
+        members.setdefault(site.group, []).append(site.name)
     first = {shape.name: shape for shape in shapes}
     shared = [
-        replace(first[names[0]], name=name, count=1 if uniform else len(names))
-        for name, names in members.items()
+        replace(first[names[0]], name=name, count=len(names)) for name, names in members.items()
     ]
     ranks_of = {one.name: list(allocation.legal_ranks(one, align)) for one in shared}
     losses: Losses = {}
@@ -240,7 +210,11 @@ def _budgeted(
             found = allocation.allocate_uniform(left, ratio, align)
         else:
             found = allocation.allocate_global(
-                left, losses, ratio, align, permitted=lambda name, rank: rank in ranks_of[name]
+                left,
+                losses,
+                ratio,
+                align,
+                permitted=lambda name, rank: not rank or rank in ranks_of[name],
             )
         return {name: found.get(key) for key, names in members.items() for name in names}
 

@@ -6,20 +6,23 @@ None (dense), per matrix. The allocation considers only multiples of the tile be
 + n) < k n; it rounds no rank afterwards. A matrix with a base of few bits keeps that base and is
 never dense; its branch may have rank 0.
 
-Global allocation is a multiple-choice knapsack: each matrix offers its ranks and "dense", each with
-a cost (elements) and a loss (the sum of discarded squared singular
-values). The steps of each matrix's lower convex hull are taken in the order of loss saved per cost,
-which is optimal up to the last step; the rest of the budget is then spent on single upgrades.
+The allocation is a multiple-choice knapsack: each matrix offers its ranks and "dense", each with
+a cost (elements) and a loss (the sum of discarded squared singular values). All begin at the
+cheapest. The upgrade that saves most loss per cost, of those that fit into what is left of the
+budget, is made until none is left. The first upgrades are steps of the lower convex hulls, so the
+result is optimal up to the first one that does not fit. Uniform allocation is the same, with the
+square of the share that a matrix lost as its loss per element.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from nmm_compiler.errors import ModelError
 
@@ -56,13 +59,6 @@ class Shape:
         return math.ceil(left / (self.unit * (self.k + self.n))) - 1
 
 
-@dataclass(frozen=True)
-class _Choice:
-    rank: int | None
-    cost: float
-    loss: float
-
-
 def legal_ranks(shape: Shape, align: int) -> range:
     """Return the multiples of align that are below break-even, without a base r (k + n) < k n."""
     return range(align, shape.largest_rank + 1, align)
@@ -91,46 +87,21 @@ def choose_align(shapes: Sequence[Shape], ratio: float) -> int:
 def allocate_uniform(shapes: Sequence[Shape], ratio: float, align: int) -> dict[str, int | None]:
     """Return ranks that remove about the same share of every matrix, equal for equal shapes.
 
-    At least `ratio` of the parameters of the matrices that have a legal rank is removed in all:
-    every rank starts at the multiple below its ideal value (1 - ratio) k n / (k + n), and the rest
-    of the budget goes to the shapes that were rounded down most.
+    At least `ratio` of the parameters of the matrices that have a legal rank is removed in all.
 
     Raises ModelError when no legal ranks remove that much.
     """
-    if ratio == 0:
-        return {s.name: None for s in shapes}
-    usable = _usable(shapes, align)
-    budget = (1 - ratio) * sum(s.k * s.n for s in usable)
-    groups: dict[tuple[int, int], list[Shape]] = defaultdict(list)
-    for shape in usable:
-        groups[shape.k, shape.n].append(shape)
-    tiles: dict[tuple[int, int], int] = {}
-    short: dict[tuple[int, int], float] = {}
-    for (k, n), members in groups.items():
-        ideal = (1 - ratio) * k * n / (k + n)
-        tiles[k, n] = max(1, min(int(ideal // align), len(legal_ranks(members[0], align))))
-        short[k, n] = (ideal - tiles[k, n] * align) / ideal
-
-    def step(key: tuple[int, int]) -> int:
-        return align * (key[0] + key[1]) * len(groups[key])
-
-    spent = sum(tiles[key] * step(key) for key in groups)
-    # Shapes whose first tile is already above the ideal rank can push the total over the budget.
-    while spent > budget:
-        shrinkable = [key for key in groups if tiles[key] > 1]
-        if not shrinkable:
-            raise _unreachable("ratio", ratio, 1 - spent / sum(s.k * s.n for s in usable), align)
-        key = max(shrinkable, key=lambda key: (tiles[key] * (key[0] + key[1])) / (key[0] * key[1]))
-        tiles[key] -= 1
-        spent -= step(key)
-    for key in sorted(groups, key=lambda key: -short[key]):
-        fits = tiles[key] < len(legal_ranks(groups[key][0], align))
-        if fits and short[key] > 0 and spent + step(key) <= budget:
-            tiles[key] += 1
-            spent += step(key)
-    ranks: dict[str, int | None] = {s.name: None for s in shapes}
-    ranks.update({s.name: tiles[s.k, s.n] * align for s in usable})
-    return ranks
+    alike: dict[tuple[int, int], list[Shape]] = defaultdict(list)
+    for shape in shapes:
+        alike[shape.k, shape.n].append(shape)
+    each = [replace(some[0], count=sum(s.count for s in some)) for some in alike.values()]
+    losses = {
+        s.name: [s.count * (s.cost(None) - s.cost(r)) ** 2 / s.cost(None)
+                 for r in range(s.largest_rank + 1)]
+        for s in each
+    }  # fmt: skip
+    found = allocate_global(each, losses, ratio, align, permitted=lambda _, rank: rank is not None)
+    return {s.name: found[alike[s.k, s.n][0].name] for s in shapes}
 
 
 def allocate_global(
@@ -139,13 +110,13 @@ def allocate_global(
     ratio: float,
     align: int,
     *,
-    permitted: Callable[[str, int], bool] | None = None,
+    permitted: Callable[[str, int | None], bool] = lambda name, rank: True,
 ) -> dict[str, int | None]:
     """Return the ranks that leave the least total loss for at most (1 - ratio) of the dense cost.
 
     losses: per name, the loss of keeping rank 0, 1, 2, ... (what remains of the squared singular
         values), in a unit common to all matrices; dense loses 0.
-    permitted: (name, rank) -> whether the rank may be chosen.
+    permitted: (name, rank) -> whether the rank, or None for dense, may be chosen.
 
     Raises ModelError when no legal ranks fit the budget.
     """
@@ -155,30 +126,35 @@ def allocate_global(
     dense = sum(s.count * s.cost(None) for s in usable)
     budget = (1 - ratio) * dense
     tables = {s.name: _choices(s, losses[s.name], align, permitted) for s in usable}
-    hulls = {name: _hull(table) for name, table in tables.items()}
-    spent = sum(hull[0].cost for hull in hulls.values())
-    if spent > budget:
-        raise _unreachable("ratio", ratio, 1 - spent / dense, align)
-    picked = {name: hull[0] for name, hull in hulls.items()}
-    steps = [
-        (-(a.loss - b.loss) / (b.cost - a.cost), name, i)
-        for name, hull in hulls.items()
-        for i, (a, b) in enumerate(itertools.pairwise(hull))
-    ]
-    heapq.heapify(steps)
-    while steps:
-        _, name, i = heapq.heappop(steps)
-        step = hulls[name][i + 1]
-        more = step.cost - picked[name].cost
-        if (
-            spent + more <= budget
-        ):  # where a step does not fit, later ones of its hull do not either
-            spent += more
-            picked[name] = step
-    _spend_rest(tables, picked, budget - spent)
+    picked = dict.fromkeys(tables, 0)
+    left = budget - sum(costs[0] for _, costs, _ in tables.values())
+    if left < 0:
+        raise _unreachable("ratio", ratio, 1 - (budget - left) / dense, align)
+
+    def upgrade(name: str) -> tuple[float, float, str, int] | None:
+        """Return (loss per cost, -cost, name, choice) of what saves most, of what fits."""
+        at, (_, costs, saved) = picked[name], tables[name]
+        more = costs[at + 1 :] - costs[at]
+        per_cost = (saved[at + 1 :] - saved[at])[more <= left] / more[more <= left]
+        if not len(per_cost):
+            return None
+        best = int(per_cost.argmin())
+        return float(per_cost[best]), -float(more[best]), name, at + 1 + best
+
+    waiting = [one for one in map(upgrade, tables) if one is not None]
+    heapq.heapify(waiting)
+    while waiting:
+        *_, name, choice = heapq.heappop(waiting)
+        costs = tables[name][1]
+        more = costs[choice] - costs[picked[name]]
+        if more <= left:
+            left -= more
+            picked[name] = choice
+        best = upgrade(name)
+        if best is not None:
+            heapq.heappush(waiting, best)
     ranks: dict[str, int | None] = {s.name: None for s in shapes}
-    ranks.update({name: choice.rank for name, choice in picked.items()})
-    return ranks
+    return ranks | {name: tables[name][0][choice] for name, choice in picked.items()}
 
 
 def check_explicit(shape: Shape, rank: int, align: int | None) -> tuple[int | None, str]:
@@ -231,55 +207,19 @@ def _choices(
     shape: Shape,
     losses: Sequence[float],
     align: int,
-    permitted: Callable[[str, int], bool] | None = None,
-) -> list[_Choice]:
-    """Return the choices of a matrix by rising cost, each with less loss than the one before."""
-    table = [
-        _Choice(rank, shape.count * shape.cost(rank), float(losses[min(rank, len(losses) - 1)]))
-        for rank in legal_ranks(shape, align)
-        if permitted is None or permitted(shape.name, rank)
-    ]
+    permitted: Callable[[str, int | None], bool],
+) -> tuple[list[int | None], np.ndarray, np.ndarray]:
+    """Return (ranks, costs, losses) of a matrix by rising cost, each with less loss than before."""
     without = None if shape.base is None else 0
-    table.append(
-        _Choice(without, shape.count * shape.cost(without), losses[0] if shape.base else 0.0)
+    ranks = [r for r in (*legal_ranks(shape, align), without) if permitted(shape.name, r)]
+    last = len(losses) - 1
+    table = sorted(
+        (shape.count * shape.cost(r), 0.0 if r is None else float(losses[min(r, last)]), i)
+        for i, r in enumerate(ranks)
     )
-    table.sort(key=lambda c: (c.cost, c.loss))
-    best: list[_Choice] = []
+    best: list[tuple[float, float, int]] = []
     for choice in table:
-        if not best or choice.loss < best[-1].loss:
+        if not best or choice[1] < best[-1][1]:
             best.append(choice)
-    return best
-
-
-def _hull(table: Sequence[_Choice]) -> list[_Choice]:
-    """Return the lower convex hull of (cost, loss)."""
-    hull: list[_Choice] = []
-    for c in table:
-        while len(hull) >= 2:
-            a, b = hull[-2], hull[-1]
-            if (b.loss - a.loss) * (c.cost - a.cost) < (c.loss - a.loss) * (b.cost - a.cost):
-                break
-            hull.pop()
-        hull.append(c)
-    return hull
-
-
-def _spend_rest(
-    tables: Mapping[str, Sequence[_Choice]], picked: dict[str, _Choice], left: float
-) -> None:
-    """Upgrade single matrices, best loss saved per cost first, until no upgrade fits."""
-    while True:
-        best: tuple[float, str, _Choice] | None = None
-        for name, table in tables.items():
-            now = picked[name]
-            for choice in table:
-                more = choice.cost - now.cost
-                if 0 < more <= left:
-                    gain = (now.loss - choice.loss) / more
-                    if gain > 0 and (best is None or gain > best[0]):
-                        best = (gain, name, choice)
-        if best is None:
-            return
-        _, name, choice = best
-        left -= choice.cost - picked[name].cost
-        picked[name] = choice
+    costs, left, places = zip(*best, strict=True)
+    return [ranks[i] for i in places], np.array(costs), np.array(left)

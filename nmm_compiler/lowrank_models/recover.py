@@ -57,7 +57,6 @@ class RecoveryReport(Record):
     steps: int
     kept_step: int
     trained_parameters: int
-    validation_batches: int
     validation_before: float
     validation_after: float
     history: tuple[tuple[int, float], ...]
@@ -146,7 +145,6 @@ def recover(
         steps=steps,
         kept_step=run.best_step,
         trained_parameters=sum(p.numel() for p in parameters),
-        validation_batches=len(held_out),
         validation_before=run.history[0][1],
         validation_after=run.best,
         history=tuple(run.history),

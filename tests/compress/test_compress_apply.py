@@ -64,9 +64,6 @@ def test_weight_property_and_merge_are_the_product():
     bound = 4 * eps * 32 * float(norms * x.norm())
     expected = nn.functional.linear(x, layer.weight, layer.bias)
     assert (layer(x) - expected).norm() <= bound
-    merged = layer.merge()
-    assert type(merged) is nn.Linear
-    assert (merged(x) - layer(x)).norm() <= bound
     assert (layer.in_features, layer.out_features) == (32, 64)
     assert f"rank={layer.rank}" in repr(layer)
     with pytest.raises(ShapeError):
@@ -238,5 +235,5 @@ def test_statistics_collected_once_serve_many_calls():
         first = compress(a, ratio, calibration=statistics, align=4)
         assert first == compress(b, ratio, calibration=batches, align=4)
         assert torch.equal(a(batches[0]), b(batches[0]))
-    with pytest.raises(ModelError, match=r"no inputs of layers\.0\.q"):
+    with pytest.raises(ModelError, match=r"no inputs of 6 of 8 layers: layers\.0\.q"):
         compress(stack(width=48), 0.2, calibration=statistics, align=4)

@@ -87,7 +87,7 @@ def test_layers_that_are_read_by_a_computed_name_are_asked_for():
     """Their inputs are unknown, and the model would multiply their factors back."""
     for run in (compress, module.calibrate):
         with pytest.raises(
-            ModelError, match=r"reached 1 of 2 layers: 0\.q_proj; name them in excl"
+            ModelError, match=r"no inputs of 1 of 2 layers: 0\.q_proj; name them in excl"
         ):
             run(nn.Sequential(Reading()), calibration=tokens())
     report = compress(

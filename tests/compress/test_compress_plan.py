@@ -8,7 +8,7 @@ from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.moments import SecondMoment
-from nmm_compiler.lowrank_models.plan import check_statistics, losses_of, make_plan, moments_of
+from nmm_compiler.lowrank_models.plan import losses_of, make_plan, moments_of
 from nmm_compiler.lowrank_models.select import Site
 
 
@@ -71,17 +71,16 @@ ROWS = torch.randn(200, 48, generator=torch.Generator().manual_seed(7))
 def test_statistics_of_other_layers_or_sizes_are_refused_by_name():
     sites = [site("a", weight(0)), site("b", weight(1, n=40))]
     right = statistics({"a": ROWS, "b": ROWS}, {"a": ROWS, "b": ROWS[:, :40]})
-    assert check_statistics(right, sites, gradients=True) is right
+    right.check(sites, gradients=True)
     for inputs, gradients, words in (
-        ({"a": ROWS}, {"a": ROWS, "b": ROWS}, "no inputs of b;"),
-        ({"a": ROWS, "b": ROWS[:, :40]}, {"a": ROWS, "b": ROWS}, "no inputs of b;"),
-        ({"a": ROWS, "b": ROWS}, {"a": ROWS, "b": ROWS}, "no gradients of b;"),
-        ({"a": ROWS, "b": ROWS}, {}, "no gradients of a, b;"),
+        ({"a": ROWS}, {"a": ROWS, "b": ROWS}, "no inputs of 1 of 2 layers: b;"),
+        ({"a": ROWS, "b": ROWS[:, :40]}, {"a": ROWS, "b": ROWS}, "no inputs of 1 of 2 layers: b;"),
+        ({"a": ROWS, "b": ROWS}, {"a": ROWS, "b": ROWS}, "no gradients of 1 of 2 layers: b;"),
+        ({"a": ROWS, "b": ROWS}, {}, "no gradients of 2 of 2 layers: a, b;"),
     ):
         with pytest.raises(ModelError, match=words):
-            check_statistics(statistics(inputs, gradients), sites, gradients=True)
-    few = statistics({"a": ROWS, "b": ROWS}, {})
-    assert check_statistics(few, sites, gradients=False) is few
+            statistics(inputs, gradients).check(sites, gradients=True)
+    statistics({"a": ROWS, "b": ROWS}, {}).check(sites, gradients=False)
 
 
 def test_each_method_weighs_errors_by_what_its_name_says():
