@@ -36,7 +36,16 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen.fold_constants import assigned_names
-from nmm_compiler.codegen.trees import Editor, Names, assigned, bound, called, nodes, small
+from nmm_compiler.codegen.trees import (
+    Editor,
+    Names,
+    assigned,
+    bound,
+    called,
+    nodes,
+    parameter_names,
+    small,
+)
 from nmm_compiler.errors import CodegenError
 
 Classes = Mapping[str, Sequence[tuple[str, str]]]
@@ -269,7 +278,7 @@ def write_out_helpers(
 
 def _is_written_out(node: cst.FunctionDef, classes: Collection[str]) -> bool:
     record = getattr(node.returns.annotation, "value", "") if node.returns else ""
-    return record in classes or any(p.name.value == "others" for p in node.params.params)
+    return record in classes or "others" in parameter_names(node)
 
 
 class _WriteOut(Editor):
@@ -305,7 +314,7 @@ class _WriteOut(Editor):
     def _arguments(self, helper: cst.FunctionDef, call: Any) -> dict[str, cst.BaseExpression]:
         """Return parameter -> argument."""
         name = helper.name.value
-        names = [parameter.name.value for parameter in helper.params.params]
+        names = parameter_names(helper)
         if len(call.args) != len(names) or any(arg.keyword for arg in call.args):
             raise CodegenError(
                 f"{self.caller} calls {name} with {len(call.args)} arguments; pass all "

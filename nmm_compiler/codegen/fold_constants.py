@@ -20,7 +20,16 @@ import libcst as cst
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.known_values import Value, known
 from nmm_compiler.codegen.tidy import on_one_line
-from nmm_compiler.codegen.trees import Editor, assigned, bound, called, nodes, parsed, with_comments
+from nmm_compiler.codegen.trees import (
+    Editor,
+    assigned,
+    bound,
+    called,
+    nodes,
+    parameter_names,
+    parsed,
+    with_comments,
+)
 from nmm_compiler.records import Record
 
 Statement = cst.BaseStatement
@@ -28,19 +37,17 @@ Environment = dict[str, Value]
 Call = tuple[str, Environment]
 """A call of a helper: its name, and the known value of each argument."""
 
-_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
-    cst.Add: operator.add, cst.Subtract: operator.sub, cst.Multiply: operator.mul,
+_RULES: dict[type, tuple[Callable[..., Value], Callable[..., Any]]] = {
+    cst.Add: (values.of_whole, operator.add), cst.Subtract: (values.of_whole, operator.sub),
+    cst.Multiply: (values.of_whole, operator.mul), cst.Modulo: (values.divided, operator.mod),
+    cst.FloorDivide: (values.divided, operator.floordiv),
+    cst.LessThan: (values.of_whole, operator.lt), cst.LessThanEqual: (values.of_whole, operator.le),
+    cst.GreaterThan: (values.of_whole, operator.gt),
+    cst.GreaterThanEqual: (values.of_whole, operator.ge),
+    cst.Equal: (values.computed, operator.eq), cst.NotEqual: (values.computed, operator.ne),
+    cst.Not: (values.computed, operator.not_), cst.Minus: (values.computed, operator.neg),
 }  # fmt: skip
-_DIVISIONS: dict[type, Callable[[int, int], int]] = {
-    cst.FloorDivide: operator.floordiv, cst.Modulo: operator.mod,
-}  # fmt: skip
-_ORDER: dict[type, Callable[[int, int], bool]] = {
-    cst.LessThan: operator.lt, cst.LessThanEqual: operator.le,
-    cst.GreaterThan: operator.gt, cst.GreaterThanEqual: operator.ge,
-}  # fmt: skip
-_EQUALITY: dict[type, Callable[[Any, Any], bool]] = {
-    cst.Equal: operator.eq, cst.NotEqual: operator.ne,
-}  # fmt: skip
+"""Operator -> how the values of its operands give that of the result, and the Python function."""
 
 
 class Evaluator:
@@ -74,16 +81,15 @@ class Evaluator:
 
     _float = _simplestring = _integer
 
+    def _operation(self, sign: cst.CSTNode, *sides: cst.BaseExpression) -> Value:
+        how, function = _RULES.get(type(sign), (None, None))
+        return how(function, *map(self.value, sides)) if how else None
+
     def _binaryoperation(self, node: cst.BinaryOperation) -> Value:
-        left, right = self.value(node.left), self.value(node.right)
-        if type(node.operator) in _DIVISIONS:
-            return values.divided(_DIVISIONS[type(node.operator)], left, right)
-        rule = _ARITHMETIC.get(type(node.operator))
-        return values.of_whole(rule, left, right) if rule else None
+        return self._operation(node.operator, node.left, node.right)
 
     def _unaryoperation(self, node: cst.UnaryOperation) -> Value:
-        rule = {cst.Not: operator.not_, cst.Minus: operator.neg}.get(type(node.operator))
-        return values.computed(rule, self.value(node.expression)) if rule else None
+        return self._operation(node.operator, node.expression)
 
     def _booleanoperation(self, node: cst.BooleanOperation) -> Value:
         left, right = self.value(node.left), self.value(node.right)
@@ -99,11 +105,7 @@ class Evaluator:
         if len(node.comparisons) != 1:
             return None
         target = node.comparisons[0]
-        left, right = self.value(node.left), self.value(target.comparator)
-        if type(target.operator) in _ORDER:
-            return values.of_whole(_ORDER[type(target.operator)], left, right)
-        rule = _EQUALITY.get(type(target.operator))
-        return values.computed(rule, left, right) if rule else None
+        return self._operation(target.operator, node.left, target.comparator)
 
     def _ifexp(self, node: cst.IfExp) -> Value:
         truth = values.truth(self.value(node.test))
@@ -299,9 +301,9 @@ class BodyFolder:
     def _functiondef(self, statement: cst.FunctionDef) -> list[Statement]:
         """Fold the body of a loop on the device: its parameters are not known."""
         before, inlined = dict(self.environment), set(self.inline)
-        for parameter in statement.params.params:
-            self.environment[parameter.name.value] = None
-            self.inline.discard(parameter.name.value)
+        for name in parameter_names(statement):
+            self.environment[name] = None
+            self.inline.discard(name)
         body = self.fold(list(statement.body.body))  # type: ignore[arg-type]
         self.environment, self.inline = before, inlined
         return [statement.with_changes(body=statement.body.with_changes(body=body))]

@@ -37,7 +37,14 @@ from nmm_compiler.codegen.tidy import (
     without_aliases,
     without_lists,
 )
-from nmm_compiler.codegen.trees import Editor, Inlined, called, only_statement, small
+from nmm_compiler.codegen.trees import (
+    Editor,
+    Inlined,
+    called,
+    only_statement,
+    parameter_names,
+    small,
+)
 
 
 @functools.lru_cache(maxsize=32)
@@ -96,7 +103,7 @@ def specialize(
     """
     functions = functions_of(path)
     entry = functions[function]
-    signatures = {key: _parameter_names(node) for key, node in functions.items()}
+    signatures = {key: parameter_names(node) for key, node in functions.items()}
     unknown = set(parameters) - set(signatures[function])
     if unknown:
         raise TypeError(f"{path.name}: {function} has no parameters {sorted(unknown)}")
@@ -140,10 +147,6 @@ def specialize(
     return code
 
 
-def _parameter_names(node: cst.FunctionDef) -> list[str]:
-    return [p.name.value for p in node.params.params]
-
-
 def _fold_function(
     node: cst.FunctionDef,
     environment: Environment,
@@ -159,9 +162,7 @@ def _fold_function(
 
 def _bind(node: cst.FunctionDef, sites: Sequence[Environment]) -> Environment:
     """Return, for each parameter of a helper, the value that is the same in every call."""
-    return {
-        name: values.join([site.get(name) for site in sites]) for name in _parameter_names(node)
-    }
+    return {name: values.join([site.get(name) for site in sites]) for name in parameter_names(node)}
 
 
 @functools.lru_cache(maxsize=32)

@@ -23,6 +23,7 @@ from nmm_compiler.codegen.trees import (
     called,
     new_list,
     nodes,
+    parameter_names,
     root,
     text,
     with_comments,
@@ -184,7 +185,7 @@ class ShortCalls(Editor):
         self, original: cst.FunctionDef, updated: cst.FunctionDef
     ) -> cst.FunctionDef:
         """Break a signature that is longer than a line."""
-        names = [parameter.name.value for parameter in updated.params.params]
+        names = parameter_names(updated)
         first = f"def {updated.name.value}({', '.join(names)}):"
         if 4 * self.depth + len(first) <= WIDTH:
             return updated

@@ -185,6 +185,11 @@ def appended(statement: Any) -> tuple[str, Any]:
     return "", None
 
 
+def parameter_names(function: cst.FunctionDef) -> list[str]:
+    """Return the names of a function's parameters."""
+    return [p.name.value for p in function.params.params]
+
+
 def only_statement(body: Sequence[Any]) -> Any:
     """Return the small statement that is all of a function's body, its docstring aside."""
     first = small(body[0]) if body else None

@@ -13,7 +13,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen.beta1.expressions import Expression, elements, method, root, text
-from nmm_compiler.codegen.trees import bound, called, nodes
+from nmm_compiler.codegen.trees import bound, called, nodes, parameter_names
 
 HBM, CHIP, BOTH = "hbm", "chip", "both"
 Functions = Mapping[str, cst.FunctionDef]
@@ -25,17 +25,12 @@ def keyword(call: Any, name: str) -> Expression | None:
     return next((a.value for a in given if a.keyword and a.keyword.value == name), None)
 
 
-def parameters(function: cst.FunctionDef) -> list[str]:
-    """Return the names of the parameters."""
-    return [p.name.value for p in function.params.params]
-
-
 def calls(tree: cst.CSTNode, functions: Functions) -> Iterator[tuple[str, dict[str, Expression]]]:
     """Yield (helper, parameter -> argument) of the calls in a tree."""
     for node in nodes(tree):
         name = called(node)
         if name in functions:
-            yield name, bound(cst.ensure_type(node, cst.Call), parameters(functions[name]))
+            yield name, bound(cst.ensure_type(node, cst.Call), parameter_names(functions[name]))
 
 
 Place = tuple[str, str]
@@ -64,7 +59,7 @@ class Facts:
         self.functions = functions
         self.sources: dict[Place | str, set[Place | str]] = defaultdict(set)
         sums: set[Place | str] = set()
-        for name in parameters(functions[kernel]):
+        for name in parameter_names(functions[kernel]):
             self.sources[kernel, name].add(HBM)
         for name, function in functions.items():
             for node in nodes(function.body):
@@ -85,7 +80,7 @@ class Facts:
             call = cst.ensure_type(node, cst.Call)
             self.sources[function, root(call) or ""] |= self._held(function, call.args[0].value)
         elif called(node) in self.functions:
-            names = parameters(self.functions[called(node)])
+            names = parameter_names(self.functions[called(node)])
             for name, value in bound(cst.ensure_type(node, cst.Call), names).items():
                 self.sources[called(node), name] |= self._held(function, value)
 

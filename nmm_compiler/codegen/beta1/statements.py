@@ -20,7 +20,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen.beta1.expressions import Expression, parsed, root
-from nmm_compiler.codegen.beta1.facts import Functions, parameters
+from nmm_compiler.codegen.beta1.facts import Functions
 from nmm_compiler.codegen.trees import (
     Editor,
     Names,
@@ -31,6 +31,7 @@ from nmm_compiler.codegen.trees import (
     new_list,
     nodes,
     only_statement,
+    parameter_names,
 )
 
 Statement = cst.BaseStatement
@@ -117,7 +118,7 @@ class _WrittenOut(Editor):
         helper = self.moves.get(called(updated.value))
         if helper is None:
             return updated
-        given = bound(cst.ensure_type(updated.value, cst.Call), parameters(helper))
+        given = bound(cst.ensure_type(updated.value, cst.Call), parameter_names(helper))
         move: Any = _lone_move(helper)
         if isinstance(move, cst.Expr):
             return Names(given).edit(move)

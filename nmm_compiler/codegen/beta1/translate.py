@@ -44,7 +44,6 @@ from nmm_compiler.codegen.beta1.facts import (
     is_new_tile,
     is_reshaped,
     keyword,
-    parameters,
 )
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
 from nmm_compiler.codegen.beta1.statements import (
@@ -62,7 +61,14 @@ from nmm_compiler.codegen.beta1.views import (
 )
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import laid_out, names_used, remove_unused
-from nmm_compiler.codegen.trees import Editor, Inlined, called, nodes, with_comments
+from nmm_compiler.codegen.trees import (
+    Editor,
+    Inlined,
+    called,
+    nodes,
+    parameter_names,
+    with_comments,
+)
 from nmm_compiler.errors import no_beta1_form
 
 Statement = cst.BaseStatement
@@ -77,7 +83,7 @@ def to_beta_1(source: str) -> str:
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
     views = Inlined({
-        name: (parameters(f), view)
+        name: (parameter_names(f), view)
         for name, f in functions.items() if (view := returned_view(f)) is not None
     })  # fmt: skip
     functions = {n: views.edit(f) for n, f in functions.items() if n not in views.helpers}
