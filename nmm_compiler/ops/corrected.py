@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -234,7 +235,8 @@ class CorrectedOp(LinearOp):
         made = []
         for _, one in self.linears(given):
             sizes = _weight_sizes(one, given["format"], given["w_layout"])
-            dense = ("w", torch.empty(sizes, device="meta"), "row")
+            stored: Any = SimpleNamespace(shape=sizes, dim=lambda: 2)
+            dense = ("w", stored, "row")
             bias = ("bias", one["bias"])
             check_same("factors u and v", one["u"] is None, one["v"] is None)
             factors = [(name, one[name], given[f"{name}_layout"]) for name in "uv"]
