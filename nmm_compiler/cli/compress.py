@@ -30,9 +30,7 @@ def compress(
     model: Annotated[str, values.model_argument(weights=True)],
     out_dir: Annotated[
         Path,
-        typer.Argument(
-            help="directory for the low-rank model", parser=values.refusing(values.directory)
-        ),
+        typer.Argument(help="directory for the low-rank model", file_okay=False),
     ],
     ratio: Annotated[
         float | None, values.option(values.share, "SHARE", "share of parameters to remove")
@@ -53,7 +51,7 @@ def compress(
     ] = None,
     text: Annotated[
         Path | None,
-        values.option(values.input_file, "FILE", "calibration text, one passage a line"),
+        values.input_option("calibration text, one passage a line"),
     ] = None,
     include: values.Include = None,
     exclude: values.Exclude = None,

@@ -37,9 +37,7 @@ def doctor(
     ] = False,
     fit: Annotated[
         Path | None,
-        values.option(
-            values.input_file, "FILE", "verdicts of --device: fit a target of this machine to them"
-        ),
+        values.input_option("verdicts of --device: fit a target of this machine to them"),
     ] = None,
     out: Annotated[
         Path | None,

@@ -66,15 +66,11 @@ def plan(
     ] = "own",
     measured: Annotated[
         Path | None,
-        values.option(
-            values.input_file, "FILE", "your time a token: milliseconds, or a profiler's JSON"
-        ),
+        values.input_option("your time a token: milliseconds, or a profiler's JSON"),
     ] = None,
     routing: Annotated[
         Path | None,
-        values.option(
-            values.input_file, "FILE", "how often each expert was chosen: a JSON list of counts"
-        ),
+        values.input_option("how often each expert was chosen: a JSON list of counts"),
     ] = None,
     html: values.Html = None,
 ) -> values.Answer:

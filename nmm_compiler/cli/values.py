@@ -22,7 +22,7 @@ from rich.console import Console
 
 from nmm_compiler import outputs, targets
 from nmm_compiler.cli import models
-from nmm_compiler.errors import NmmError, OptionTypeError, OutputError, UnknownNameError
+from nmm_compiler.errors import NmmError, OutputError, UnknownNameError
 from nmm_compiler.report.parts import Part
 from nmm_compiler.report.text import as_text, fitted
 from nmm_compiler.targets.this_machine import FILE
@@ -97,23 +97,6 @@ def literal(text: str) -> Any:
     return text
 
 
-def input_file(value: str | Path) -> Path:
-    """Return the path of a file to read; refuse one that is not there."""
-    path = Path(value)
-    if path.is_dir() or not path.exists():
-        said = "it is a directory" if path.is_dir() else "there is no such file"
-        raise typer.BadParameter(f"cannot read {path}: {said}")
-    return path
-
-
-def directory(value: str | Path) -> Path:
-    """Return the path of a directory to write into."""
-    path = Path(value)
-    if path.exists() and not path.is_dir():
-        raise OptionTypeError("directory", str(path), "one, new or old: this is a file")
-    return path
-
-
 def output_file(value: str | Path) -> Path:
     """Return the path of a file to write; refuse one that another word of the line names too."""
     path = Path(value)
@@ -134,6 +117,11 @@ def _names(word: str, path: Path) -> bool:
             if os.path.samefile(part, path):
                 return True
     return False
+
+
+def input_option(help_: str) -> Any:
+    """Return an option that names a file to read, which is there."""
+    return typer.Option(help=help_, exists=True, dir_okay=False)
 
 
 def output_option(*names: str, help_: str) -> Any:
