@@ -10,7 +10,7 @@ long argument was folded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import libcst as cst
@@ -53,8 +53,9 @@ def without_aliases(statements: Sequence[cst.BaseStatement]) -> list[cst.BaseSta
     }
     if not aliases:
         return list(statements)
-    replacer = _Replace({name: _resolved(value, aliases) for name, value in aliases.items()})
-    return list(replacer.edit_all(statements))
+    left = _Without(lambda name, _: name in aliases).edit_all(statements)
+    written = Names({name: _resolved(value, aliases) for name, value in aliases.items()})
+    return list(written.edit_all(left))
 
 
 def _resolved(
@@ -157,13 +158,17 @@ class _Elements(Editor):
         return updated
 
 
-class _Replace(Names):
-    """Replaces aliases, and removes their assignments."""
+class _Without(Editor):
+    """Removes the assignments `name = value` of which `gone(name, value)` is true."""
+
+    def __init__(self, gone: Callable[[str, Any], bool]) -> None:
+        self.gone = gone
 
     def leave_SimpleStatementLine(
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> Any:
-        return cst.RemoveFromParent() if assigned(original)[0] in self.given else updated
+        name, value = assigned(original)
+        return cst.RemoveFromParent() if name and self.gone(name, value) else updated
 
 
 class ShortCalls(Editor):
@@ -274,27 +279,14 @@ def remove_unused(statements: list[cst.BaseStatement]) -> list[cst.BaseStatement
     """Return the statements without assignments of values that nothing reads."""
     while True:
         used = names_used(statements)
-        sweeper = _Sweep(used)
-        statements = list(sweeper.edit_all(statements))
-        if not sweeper.removed:
+
+        def unread(name: str, value: Any, used: set[str] = used) -> bool:
+            return name not in used and _is_pure(value)
+
+        left: list[cst.BaseStatement] = _Without(unread).edit_all(statements)
+        if left is statements:
             return statements
-
-
-class _Sweep(Editor):
-    """Removes one round of assignments that nothing reads."""
-
-    def __init__(self, used: set[str]) -> None:
-        self.used = used
-        self.removed = False
-
-    def leave_SimpleStatementLine(
-        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
-    ) -> Any:
-        name, value = assigned(original)
-        if name and name not in self.used and _is_pure(value):
-            self.removed = True
-            return cst.RemoveFromParent()
-        return updated
+        statements = left
 
 
 def _is_pure(node: cst.BaseExpression) -> bool:
@@ -302,13 +294,7 @@ def _is_pure(node: cst.BaseExpression) -> bool:
     return all(called(call) in _PURE_CALLS for call in nodes(node) if isinstance(call, cst.Call))
 
 
-def laid_out(module: cst.Module) -> cst.Module:
-    """Return a file whose statements take one line where they fit, else one per argument."""
-    made: cst.Module = _Spread().edit(module)
-    return made
-
-
-class _Spread(ShortCalls):
+class Spread(ShortCalls):
     """Puts the arguments of a call that is too long for a line on lines of their own, too."""
 
     def leave_SimpleStatementLine(self, original: Any, updated: Any) -> Any:

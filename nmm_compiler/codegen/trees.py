@@ -33,14 +33,10 @@ def _fields(kind: type[cst.CSTNode], spelling: bool) -> tuple[str, ...]:
     )
 
 
-class _Nodes(dict[type, bool]):
-    """Says of each type whether its values are nodes; isinstance is slow for these classes."""
-
-    def __missing__(self, kind: type) -> bool:
-        return self.setdefault(kind, issubclass(kind, cst.CSTNode))
-
-
-_IS_NODE = _Nodes()
+@functools.cache
+def _is_node(kind: type) -> bool:
+    """Return whether values of a type are nodes; isinstance is slow for these classes."""
+    return issubclass(kind, cst.CSTNode)
 
 
 def nodes(
@@ -62,7 +58,7 @@ def nodes(
             value = getattr(node, name)
             if isinstance(value, (list, tuple)):
                 left.extend(value)
-            elif _IS_NODE[type(value)]:
+            elif _is_node(type(value)):
                 left.append(value)
 
 
@@ -87,7 +83,7 @@ class Editor:
                 before = getattr(node, name)
                 if isinstance(before, (list, tuple)):
                     after = self.edit_all(before)
-                elif _IS_NODE[type(before)]:
+                elif _is_node(type(before)):
                     after = self.edit(before)
                 else:
                     continue

@@ -60,7 +60,7 @@ from nmm_compiler.codegen.beta1.views import (
     returned_view,
 )
 from nmm_compiler.codegen.fold_constants import assigned_names
-from nmm_compiler.codegen.tidy import laid_out, names_used, remove_unused
+from nmm_compiler.codegen.tidy import Spread, names_used, remove_unused
 from nmm_compiler.codegen.trees import (
     Editor,
     Inlined,
@@ -96,7 +96,7 @@ def to_beta_1(source: str) -> str:
     }
     made = with_iterators(with_moves(made))
     others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
-    code = laid_out(module.with_changes(body=[*others, *made.values()])).code
+    code: str = Spread().edit(module.with_changes(body=[*others, *made.values()])).code
     unknown = re.search(r"\bnisa\.\w+\.\w+", code)
     if unknown:
         raise no_beta1_form(unknown[0])
