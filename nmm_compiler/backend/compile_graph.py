@@ -242,7 +242,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         work.notes.append(f"no pictures of the graph: {type(error).__name__}: {error}")
     _carry_over(work.gm, rewritten)
     executor = executor_name(work.options)
-    for node in calls_of(rewritten):
+    for node in _calls_of_matches(rewritten):
         node.kwargs = {**node.kwargs, "executor": executor}
     for child in graphs_in(rewritten):
         child.recompile()
@@ -252,6 +252,14 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         work.unverified = result
         work.notes.append("the inputs hold no data: the first call verifies the rewrite")
     return rewritten
+
+
+def _calls_of_matches(rewritten: fx.GraphModule) -> list[fx.Node]:
+    """Return the calls that stand for matches: the passes name their target.
+
+    PyTorch computes a call of the model's own that no rule takes, as of compressed experts.
+    """
+    return [node for node in calls_of(rewritten) if "target" in node.kwargs]
 
 
 def _graph_headline(graph: fx.GraphModule, prices: list[dict[str, Any]], options: Options) -> str:
@@ -317,7 +325,7 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     counts: Counter[Any] = Counter()
     backward: Counter[Any] = Counter()
     by_torch: Counter[str] = Counter()
-    for node in calls_of(rewritten):
+    for node in _calls_of_matches(rewritten):
         try:
             called = graph_call(node, meta_value)
             assert called is not None

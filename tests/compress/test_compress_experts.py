@@ -178,6 +178,28 @@ def test_experts_of_few_bits_are_one_call_a_layer(kind, form, tmp_path):
     assert (got - expected).float().norm() <= x_too * expected.float().norm()
 
 
+def test_experts_that_no_kernel_takes_are_computed_by_pytorch_beside_calls_of_kernels():
+    """In float32 no kernel reads few-bit weights; the chain in front of the experts has one."""
+    experts = make("Mixtral", hidden_size=64, intermediate_size=96).model.layers[0].mlp.experts
+    model = torch.nn.ModuleDict({"experts": experts})
+    compress(model, base="mxfp4", rank=0)
+    down, up = torch.nn.Linear(64, 8, bias=False), torch.nn.Linear(8, 64)
+
+    def function(x, index, weights):
+        return model["experts"](up(down(x)), index, weights)
+
+    x, index, weights = torch.randn(6, 64), torch.tensor([[0, 1]] * 6), torch.rand(6, 2)
+    reports = []
+    options = {"target": "trn3", "executor": "simulator", "strict": True, "inner": "eager"}
+    options["report"] = reports.append
+    with torch.no_grad():
+        expected = function(x, index, weights)
+        got = torch.compile(function, backend="nmm", options=options)(x, index, weights)
+    assert [report.chains for report in reports] == [1]
+    assert "x in float32" in reports[0].declined[0].reason
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_a_base_is_as_near_as_its_format_allows(kind):
     """int8 of every expert alone, and with the branch that mends it."""

@@ -62,6 +62,7 @@ def test_the_simulator_agrees_with_eager_and_the_branch_has_gradients():
     [("trn1", torch.bfloat16, 128, "fp8", "trn1 has no fp8 kernels"),
      ("trn2", torch.float16, 128, "fp8", "cast the model to bfloat16"),
      ("trn2", torch.bfloat16, 512, "mxfp4", "trn2 has no such product; take fp8"),
+     ("trn3", torch.float32, 512, "mxfp4", "x is float32; cast the model to bfloat16"),
      ("trn3", torch.bfloat16, 96, "mxfp4", "whole 128s of inputs")],
 )  # fmt: skip
 def test_where_no_kernel_reads_the_bytes_the_report_says_so(target, dtype, k, format, reason):

@@ -218,9 +218,13 @@ def keep(c: Canonical, weights: Sequence[Weight], dtype: torch.dtype | None, why
         why = why or "the call has other weights, too"
     if not c.chip.float8_kernels:
         why = f"{c.chip.name} has no fp8 kernels; trn2 and trn3 have"
-    if dtype not in X_DTYPES:
-        why = why or f"x is {dtype_name(dtype)}; cast the model to bfloat16"
+    why = why or not_16_bits(dtype)
     return Kept(format, () if why else stored, why)
+
+
+def not_16_bits(dtype: torch.dtype | None) -> str:
+    """Return why kernels of few-bit weights take no x of a dtype, or ""."""
+    return "" if dtype in X_DTYPES else f"x is {dtype_name(dtype)}; cast the model to bfloat16"
 
 
 def beside_products(chain: Chain) -> str:

@@ -38,6 +38,7 @@ from nmm_compiler.passes.emit.calls import (
     fold_chain,
     join,
     keep,
+    not_16_bits,
     one_dim,
     plus,
     read_bytes,
@@ -65,7 +66,7 @@ def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: st
     key = c.base(weight.key)[0]
     form, node = c.forms.get(key), owner_of(key)
     if node in c.quantized:
-        return _read_subclass(c, weight, node, why)
+        return _read_subclass(c, weight, node, why or not_16_bits(dtype))
     if not isinstance(form, Opaque) or form.name != _DEQUANTIZE:
         if dtype == torch.float16:  # factors divided by small scales may leave its range
             why = why or "x is float16; cast the model to bfloat16"
@@ -81,6 +82,7 @@ def read_stored(c: Canonical, weight: Weight, dtype: torch.dtype | None, why: st
         why = "no kernel multiplies such numbers; take base='mxfp4' or 'fp8'"
     elif weight.layout != "col" or c.shape(node) != weight.stored:
         why = "it is read transposed, or in part"
+    why = why or not_16_bits(dtype)
     stored = () if why else (Bytes(values, scale),)  # type: ignore[arg-type]
     return Kept(str(format), stored, why)
 
