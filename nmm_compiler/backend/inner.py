@@ -57,8 +57,8 @@ def check_mode(mode: str | None, inner: str) -> None:
     if inner != "inductor":
         raise OptionTypeError(
             "mode", mode, f"none: modes are inductor's, and {inner!r} compiles the rest of this "
-            "graph; to have ours take longer for better kernels, pass options={'price': "
-            "'simulated'} or run nmm build --search"
+            "graph; to have ours take longer for better kernels, pass options={'rules': "
+            "['+simulated']} or run nmm build --search"
         )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The backend's own duties: options, the untouched graph, faults, reports."""
 
+import ast
 import dataclasses
 import functools
 import json
@@ -141,8 +142,10 @@ def test_an_unknown_inner_backend_is_named():
 def test_mode_reaches_inductor_and_is_refused_elsewhere(monkeypatch):
     gm, x = torch.fx.symbolic_trace(pair()), [torch.randn(4, 16)]
     for name in ("eager", "aot_eager"):
-        with pytest.raises(OptionTypeError, match=f"modes are inductor's, and '{name}'"):
+        with pytest.raises(OptionTypeError, match=f"modes are inductor's, and '{name}'") as refused:
             backend.nmm(gm, x, mode="max-autotune", options={**QUICK, "inner": name})
+        remedy = str(refused.value).partition("pass options=")[2].partition(" or run")[0]
+        assert Options.make(ast.literal_eval(remedy)).price == "simulated"
     for name in ("eager", "inductor"):
         with pytest.raises(UnknownNameError, match="did you mean 'max-autotune'"):
             backend.nmm(gm, x, mode="max-autotun", options={**QUICK, "inner": name})
