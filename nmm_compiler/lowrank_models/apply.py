@@ -137,8 +137,11 @@ def calibrate(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the elements of all parameters, tied ones once."""
-    return sum(p.numel() for p in model.parameters())
+    """Return the elements of all parameters, tied ones once, and of rounded weights, not scales."""
+    rounded = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    scales = {id(module.scale) for module in rounded}
+    plain = sum(p.numel() for p in model.parameters() if id(p) not in scales)
+    return plain + sum(module.in_features * module.out_features for module in rounded)
 
 
 def count_bytes(model: nn.Module) -> int:

@@ -74,7 +74,7 @@ def as_batches(calibration: Any) -> list[Any]:
     """Return calibration data as a list of batches.
 
     Accepts an iterable of batches (a DataLoader, a list, a generator), or one batch: a dict of
-    tensors or a tensor. Raises ModelError when there are none.
+    tensors or a tensor. Raises ModelError when there are none, and for text.
     """
     if isinstance(calibration, (Mapping, torch.Tensor)):
         return [calibration]
@@ -83,7 +83,12 @@ def as_batches(calibration: Any) -> list[Any]:
             f"calibration is a {type(calibration).__name__}; pass an iterable of batches, each a "
             "dict of model arguments, a tuple of them, or a tensor"
         )
-    batches = list(calibration)
+    batches = [calibration] if isinstance(calibration, str) else list(calibration)
+    if any(isinstance(batch, str) for batch in batches):
+        raise ModelError(
+            "calibration has text, and a model takes numbers; pass what its tokenizer returns, "
+            'e.g. [tokenizer(text, return_tensors="pt")]'
+        )
     if not batches:
         raise ModelError(
             "calibration has no batches; pass at least one, or leave it out for plain SVD"

@@ -221,8 +221,10 @@ def _budgeted(
     legal = {names[0] for key, names in members.items() if ranks_of[key]}
     ranks, slow = _none_slower(allocate, legal, slow, prices)
     none = f"no multiple of {align} is below break-even"
-    notes = {
-        shape.name: ("", True) if allocation.legal_ranks(shape, align) else (none, False)
+    notes = {  # a base alone is in the budget, and a matrix that stays dense is not
+        shape.name: ("", True)
+        if allocation.legal_ranks(shape, align)
+        else (none, shape.base is not None)
         for shape in shapes
     }
     return ranks, notes | {name: (why, False) for name, why in slow.items()}, align

@@ -79,7 +79,7 @@ def choose_align(shapes: Sequence[Shape], ratio: float) -> int:
             ideal = (1 - ratio) * shape.k * shape.n / (shape.k + shape.n)
             nearest = min((abs(r - ideal) for r in ranks), default=ideal)
             moved += nearest * (shape.k + shape.n)
-        if moved <= _MAX_MOVED * total:
+        if moved <= _MAX_MOVED * total and any(legal_ranks(shape, align) for shape in shapes):
             return align
     return ALIGNS[-1]
 

@@ -140,6 +140,14 @@ def test_a_budget_of_bytes_is_kept_and_spent(calibrated, factors):
     assert len({layer.rank for layer in report.layers}) > 1
 
 
+def test_bases_without_room_for_a_branch_count_in_a_budget():
+    """In float32 a base of 8 bits and the smallest branch take more than the weight in 16 bits."""
+    report = compress(stack(width=64, inner=64), 0.1, base="fp8")
+    assert {layer.rank for layer in report.layers} == {0}
+    assert report.achieved_ratio == pytest.approx(report.layers[0].ratio)
+    assert report.achieved_ratio > 0.4
+
+
 def test_ranks_follow_what_a_base_loses():
     """A matrix that its base keeps whole gets no branch."""
     model = stack(width=64, inner=64)

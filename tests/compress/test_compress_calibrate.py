@@ -133,6 +133,9 @@ def test_bad_calibration_is_named():
         as_batches(iter(()))
     with pytest.raises(ModelError, match="int"):
         as_batches(7)
+    for text in ("a text", ["a text"]):
+        with pytest.raises(ModelError, match="calibration has text"):
+            as_batches(text)
     bad = tokens(2)
     bad[1][0, 3, 4] = math.nan
     with pytest.raises(ModelError, match=r"input of layers\.0\.q .*NaN.* batch 1"):

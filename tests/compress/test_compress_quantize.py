@@ -77,6 +77,15 @@ def test_compress_rounds_the_factors_that_it_makes(name, format):
     assert report.to_dict()["factors"] == format
 
 
+@pytest.mark.parametrize("format", ["int8", "mxfp8"])
+def test_rounded_factors_count_as_parameters_of_the_model(format):
+    model, rounded = stack(width=64, inner=96), stack(width=64, inner=96)
+    plain = compress(model, rank=32)
+    report = compress(rounded, rank=32, factors=format)
+    assert report.model_parameters_after == plain.model_parameters_after
+    assert report.model_ratio == plain.model_ratio
+
+
 @pytest.mark.parametrize(("size", "rank"), [(2048, 512), (4096, 1024)])
 def test_fp8_factors_are_priced_as_the_kernels_that_read_them(size, rank):
     """A decode step reads half of the bytes; int8 factors are dequantized, and priced so.

@@ -74,6 +74,13 @@ def test_small_models_get_a_smaller_tile():
     assert choose_align(encoder, 0.2) == 32
 
 
+def test_a_tile_is_one_that_some_matrix_has():
+    square = [Shape("a", 256, 256)]
+    assert choose_align(square, 0.99) == 32
+    with pytest.raises(ModelError, match=r"the smallest in every matrix removes 0\.750"):
+        allocate_uniform(square, 0.99, 32)
+
+
 def brute_force(shapes, losses, ratio, align):
     tables = []
     for s in shapes:
