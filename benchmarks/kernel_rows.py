@@ -44,7 +44,7 @@ from nmm_compiler.ops.backward_calls import backward_calls
 from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.prices.ways import ways
 
-HERE = Path(__file__).parent / "kernels_nki"
+HERE = Path(__file__).parent / "kernels"
 DENSE = HERE / "dense_blocked.py", "dense_blocked"
 NEURONMM = HERE / "neuronmm_chain.py", "neuronmm_chain"
 

@@ -17,7 +17,7 @@ from nmm_compiler.kernels.experts import ExpertsSpec
 from nmm_compiler.simulator.loading.private_modules import PrivateModules
 from nmm_compiler.simulator.run import ArraySpec
 
-HERE = Path(__file__).parent / "kernels_nki"
+HERE = Path(__file__).parent / "kernels"
 LARGEST_HEAD = 128
 LARGEST_CACHE = 32_768  # that attention_tkg is compared at
 

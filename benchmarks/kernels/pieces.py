@@ -1,4 +1,7 @@
-"""Pieces of the published kernels: tiles, loads, steps on one tile, and sums of products."""
+"""Pieces of kernels: tiles, loads, steps on one tile, sums of products, and blocks of tiles.
+
+Blocks hold tiles of 128 rows, of which the last may be cut at the edge.
+"""
 
 import nki.isa as nisa
 import nki.language as nl
@@ -102,6 +105,34 @@ def both(left, right, op, out=None):
     out = new(*left.shape) if out is None else out
     nisa.tensor_tensor(dst=out, data1=left, data2=right, op=op)
     return out
+
+
+def size(part):
+    return part.stop - part.start
+
+
+def load_block(source, rows, columns):
+    """Return an SBUF block [128, tiles, columns] of slices of a matrix, a DMA a tile of rows."""
+    tiles = slices(rows.stop, P, rows.start)
+    shape = (P, len(tiles), size(columns))
+    block = nl.ndarray(shape, dtype=source.dtype, buffer=nl.sbuf)
+    for index, tile in enumerate(tiles):
+        nisa.dma_copy(dst=block[0 : size(tile), index, :], src=source[tile, columns])
+    return block
+
+
+def product(left, m, right, n, depth):
+    """Return in PSUM the product of columns m (a slice) of one block with columns n of another."""
+    tiles = list(enumerate(slices(depth)))
+    return summed(
+        [left[0 : size(rows), tile, m] for tile, rows in tiles],
+        [right[0 : size(rows), tile, n] for tile, rows in tiles],
+    )
+
+
+def zeros(rows, columns, dtype):
+    """Return SBUF tiles of 128 rows and fewer, filled with zeros."""
+    return [filled(size(part), columns, dtype=dtype) for part in slices(rows)]
 
 
 def sigmoid(x):

@@ -17,7 +17,7 @@ from nmm_compiler.kernels.linear.specs import (
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import get
 
-TUTORIAL = Path(__file__).parents[2] / "benchmarks" / "kernels_nki" / "dense_blocked.py"
+TUTORIAL = Path(__file__).parents[2] / "benchmarks" / "kernels" / "dense_blocked.py"
 TRN2 = get("trn2")
 FP8 = {"dtype": "float8_e4m3", "scales": "channel"}
 COLUMNS = {"x_layout": "col", "out_layout": "col"}

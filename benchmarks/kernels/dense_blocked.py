@@ -8,7 +8,7 @@ For the benchmark only.
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from blocks import load_block, parts, product, size, zeros
+from pieces import load_block, product, size, slices, zeros
 
 
 @nki.jit
@@ -17,17 +17,17 @@ def dense_blocked(a, b, m_tiles_in_block=16, n_tiles_in_block=2, k_tiles_in_bloc
     k, m = a.shape
     n = b.shape[1]
     c = nl.ndarray((m, n), dtype=a.dtype, buffer=nl.shared_hbm)
-    for ns in parts(n, 512 * n_tiles_in_block):
+    for ns in slices(n, 512 * n_tiles_in_block):
         results = zeros(m, size(ns), c.dtype)
-        for ks in parts(k, 128 * k_tiles_in_block):
+        for ks in slices(k, 128 * k_tiles_in_block):
             b_sb = load_block(b, ks, ns)
-            for ms in parts(m, 128 * m_tiles_in_block):
+            for ms in slices(m, 128 * m_tiles_in_block):
                 a_sb = load_block(a, ks, ms)
-                for columns in parts(size(ns), 512):
-                    for rows in parts(size(ms), 128):
+                for columns in slices(size(ns), 512):
+                    for rows in slices(size(ms), 128):
                         part = results[(ms.start + rows.start) // 128][:, columns]
                         sums = product(a_sb, rows, b_sb, columns, size(ks))
                         nisa.tensor_tensor(dst=part, data1=part, data2=sums, op=nl.add)
-        for rows, result in zip(parts(m, 128), results, strict=True):
+        for rows, result in zip(slices(m, 128), results, strict=True):
             nisa.dma_copy(dst=c[rows, ns], src=result)
     return c
