@@ -26,9 +26,7 @@ def checkout(request):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", beta1_kernels.PAPER_KERNELS)
 def test_a_paper_kernel_is_right(checkout, name, sizes, target):
-    told = beta1_kernels.paper_kernel(checkout / "test_speedup.py", name, sizes, target)
-    assert told.passed, told
-    assert told.us > 0
+    beta1_kernels.paper_kernel(checkout / "test_speedup.py", name, sizes, target)
 
 
 def test_the_bounds_tell_a_wrong_kernel(checkout, tmp_path):
@@ -38,6 +36,5 @@ def test_the_bounds_tell_a_wrong_kernel(checkout, tmp_path):
     assert right in text
     changed = tmp_path / "test_speedup.py"
     changed.write_text(text.replace(right, "M_n_blocks = M // M_block_size"), "utf-8")
-    told = beta1_kernels.paper_kernel(changed, "fused_three_mm_XTUV", (4, 1100, 128, 512), "trn1")
-    assert told.norm > told.norm_bound
-    assert told.worst > told.worst_bound
+    with pytest.raises(beta1_kernels.WrongError, match=r"^trn1: largest error .*, norm "):
+        beta1_kernels.paper_kernel(changed, "fused_three_mm_XTUV", (4, 1100, 128, 512), "trn1")
