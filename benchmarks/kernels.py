@@ -5,7 +5,7 @@ names the tables, their kernels and their bars. A run that was interrupted goes 
 and a second one simulates only what changed since. The exit code is 1 when a bar is missed.
 
     python benchmarks/kernels.py [--tables mlp,dense] [--targets trn2,trn3] [--models Llama-3.2-1B]
-        [--m 1,512] [--only TEXT] [--limit 4] [--workers 2] [--json FILE] [--timings FILE]
+        [--m 1,512] [--only TEXT] [--limit 4] [--workers 2] [--timings FILE]
     python benchmarks/kernels.py --against CHECKOUT ...     each kernel beside another version's
     python benchmarks/kernels.py --tables attention --checkout nki-library
     python benchmarks/kernels.py --tables neuronmm --targets trn1 --checkout NeuronMM
@@ -158,7 +158,6 @@ def main(
     only: str = "",
     limit: int | None = None,
     workers: int = min(2, os.cpu_count() or 1),
-    json_file: Path | None = typer.Option(None, "--json"),  # noqa: B008
     timings: Path = FILE,
     checkout: Path | None = None,
     against: Path | None = None,
@@ -187,8 +186,6 @@ def main(
         lines = list(pool.imap(partial(line_of, timings, checkout), jobs))
     groups = itertools.groupby(lines, lambda line: (line["table"], line["target"]))
     missed = sum(show(console, list(group)) for _, group in groups)
-    if json_file:
-        json_file.write_text(json.dumps(lines, indent=1))
     sys.exit(missed > 0)
 
 

@@ -10,8 +10,7 @@ for where it is not plainly a model's time per token. "stack" is what ran it: it
 runs are predicted with it and judged apart; those without one are of Transformers-NeuronX and kiln,
 predicted as `neuronx-cc`.
 
-    python benchmarks/models.py [--only calibrate|"held out"|added|apart] [--json FILE]
-        [--price closed_form]
+    python benchmarks/models.py [--only calibrate|"held out"|added|apart] [--price closed_form]
 
 `--price closed_form` takes the passes' closed form of every kernel instead of the simulator, in
 seconds a run.
@@ -23,7 +22,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
@@ -63,14 +62,12 @@ def shown(us: float | None, measured_ms: float | None) -> str:
 def main(
     only: Literal["", "calibrate", "held out", "added", "apart"] = "",
     price: Literal["simulated", "closed_form", "tuned"] = "simulated",
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Print one line a run and the bars; exit with 1 where runs that nothing was chosen on miss
     them.
 
-    ONLY: runs of one use. JSON: a file of the rows.
+    ONLY: runs of one use.
     """
-    rows = []
     head = f"{'use':10} {'model':15} {'on':5} {'tp':>3} {'batch':>5} {'context':>7}"
     print(
         f"{head} {'TPOT ms':>8} {'published':>9} {'error':>7} {'TTFT ms':>8} {'published':>9} error"
@@ -81,9 +78,6 @@ def main(
             continue
         made = predicted(run, price)
         assert made.tpot_us is not None
-        kinds = {kind: us / 1e3 for kind, us in made.phases[-1].by("kind").items()}
-        rows.append({**run, "predicted_tpot_ms": made.tpot_us / 1e3,
-                     "predicted_ttft_ms": made.ttft_us / 1e3, "kinds_ms": kinds})  # fmt: skip
         experts = "num_experts_per_tok" in public_models()[run["model"]]
         stack = "with experts" if experts else f"stack {run.get('stack', 'neuronx-cc')}"
         error = abs(made.tpot_us / 1e3 / run["tpot_ms"] - 1)
@@ -106,8 +100,6 @@ def main(
         )
         middle = median if name == "median" else mean
         missed |= use in JUDGED and (middle > most or worst > worst_bar)
-    if json_file:
-        json_file.write_text(json.dumps({"runs": rows}, indent=1))
     sys.exit(missed)
 
 

@@ -28,6 +28,7 @@ out/kernel_times.jsonl, where a run that was interrupted goes on.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -37,7 +38,6 @@ from beta1_kernels import LOW_RANK, TUTORIAL, unpacked
 from kernel_timings import Timings, digest, rooms
 from reused_loads import without_repeated_loads
 
-from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.linear.specs import LowRankSpec, MatmulSpec
 from nmm_compiler.simulator.loading.loader import load_file
@@ -70,14 +70,14 @@ RATIOS = {
 
 def judge(spec: LowRankSpec, timings: Timings) -> tuple[dict[str, float], list[str]]:
     """Return the times of the other kernels that run, and what they are over ours."""
-    file, target = _file(timings.checkout), timings.target.name
-    chain = Rival(timings, file, LOW_RANK, target, spec)
+    file = _file(timings.checkout)
+    chain = Rival(timings, file, LOW_RANK, spec)
     blocks = [chain.shipped()]
     matmul = MatmulSpec(m=spec.m, k=spec.k, n=spec.n, x_layout="col")
     found = {
         "shipped": chain.latency(spec.m, blocks[0]),
         "tuned": chain.tuned(blocks),
-        "tutorial": Rival(timings, file, TUTORIAL, target, spec).tuned([]),
+        "tutorial": Rival(timings, file, TUTORIAL, spec).tuned([]),
         "dense": timings.us(matmul),
     }
     us = {name: time for name, time in found.items() if time is not None}
@@ -92,15 +92,14 @@ def ratios(us: dict[str, float], ours: float) -> dict[str, float]:
     }  # fmt: skip
 
 
+@functools.cache
 def _file(checkout: Path | None) -> Path:
-    """Return the file of the paper's kernels."""
+    """Return the file of the paper's kernels, of the last commit of a clone."""
     if checkout is None:
         raise SystemExit(
             "git clone https://github.com/dinghongsong/NeuronMM and pass --checkout NeuronMM"
         )
-    if (checkout / "HEAD").is_file():
-        checkout = unpacked(checkout, "HEAD", "test_speedup.py")
-    return checkout / "test_speedup.py"
+    return unpacked(checkout, "HEAD", "test_speedup.py") / "test_speedup.py"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class Rival:
     timings: Timings
     file: Path
     kernel: str
-    target: str
     spec: LowRankSpec
 
     def shipped(self) -> Blocks:
@@ -166,20 +164,20 @@ class Rival:
         """Return the simulated latency in us; None when SBUF does not hold the blocks."""
         k, r, n = self.spec.k, self.spec.r, self.spec.n
         shapes = [(k, m), (k, n)] if self.kernel == TUTORIAL else [(k, m), (k, r), (r, n)]
+        target = self.timings.target
         named = dict(zip((name for name, *_ in SIZES[self.kernel]), blocks, strict=True))
 
         def run() -> float | None:
             arrays = [ArraySpec(shape, "bfloat16") for shape in shapes]
             try:
-                written = simulate(f"{self.file}:{self.kernel}", *arrays, target=self.target,
+                written = simulate(f"{self.file}:{self.kernel}", *arrays, target=target,
                                    mode="timing", named=named)  # fmt: skip
             except NmmError as error:
                 print(f"{self.kernel} {shapes} {blocks}: {error}"[:300], file=sys.stderr)
                 return None
-            target = targets.get(self.target)
             line = time_trace(without_repeated_loads(written.trace, target), target)
             return None if line.sbuf_overflow_bytes else line.latency_us
 
-        key = digest(rooms(), self.target, self.kernel, shapes, blocks, "reused")
+        key = digest(rooms(), target.name, self.kernel, shapes, blocks, "reused")
         us: float | None = self.timings.of(key, run)
         return us

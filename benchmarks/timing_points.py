@@ -7,7 +7,7 @@ which are held out, have a table each. Further tables have texts that run as pub
 (timing_texts.py), split in the same way: from clones if they are given, else as recorded. Nothing
 printed as predicted was measured by us. Run:
 
-    python benchmarks/timing_points.py [--only TEXT] [--set NAME] [--write]
+    python benchmarks/timing_points.py [--only TEXT] [--jobs 2] [--write]
         [--autocomp CLONE] [--accelopt CLONE] [--kda CLONE]
     python benchmarks/timing_points.py --constants
 
@@ -41,7 +41,6 @@ from nmm_compiler.simulator.timing import evidence
 from nmm_compiler.simulator.timing.evidence import CLASSES, HELD_OUT, ErrorBand
 from nmm_compiler.simulator.timing.profile import Profile
 
-_ENGINES = {"tensor": "TensorE busy, theirs / ours", "vector": "VectorE", "scalar": "ScalarE"}
 BARS = {"mean": 0.10, "worst": 0.25, "vector": 0.15}
 
 
@@ -54,28 +53,23 @@ def _scalar_in_flight(profile: Profile) -> float:
     )
 
 
-def _moved(profile: Profile) -> float:
-    return float(profile.hbm_read_bytes + profile.hbm_write_bytes)
+def _gigabytes_per_second(profile: Profile) -> float:
+    moved = profile.hbm_read_bytes + profile.hbm_write_bytes
+    return moved / profile.engine_busy_us["dma"] / 1e3
 
 
 FIGURES: dict[str, Callable[[Profile], float]] = {
     "device us": lambda profile: profile.device_us,
     "TensorE active us": lambda profile: profile.engine_busy_us["tensor"],
-    "VectorE active us": lambda profile: profile.engine_busy_us["vector"],
-    "ScalarE active us": lambda profile: profile.engine_busy_us["scalar"],
     "ScalarE instructions us": _scalar_in_flight,
-    "DMA active us": lambda profile: profile.engine_busy_us["dma"],
-    "DMA packet time us": lambda profile: profile.dma_engine_busy_us,
-    "GB moved": lambda profile: _moved(profile) / 1e9,
-    "GB/s moved": lambda profile: _moved(profile) / profile.engine_busy_us["dma"] / 1e3,
+    "GB/s moved": _gigabytes_per_second,
 }
 
 
 def predict(point: Point) -> Result:
     """Simulate a point."""
     profile = timing_texts.simulated(point).profile
-    more = tuple(FIGURES[what](profile) for what, _ in point.more)
-    return Result(point, FIGURES[point.figure](profile), point.kind, more)
+    return Result(point, FIGURES[point.figure](profile), point.kind)
 
 
 def recorded(chosen: Iterable[Point]) -> list[Result]:
@@ -83,8 +77,7 @@ def recorded(chosen: Iterable[Point]) -> list[Result]:
     known = timing_texts.recorded()
     rows = [(point, known[point.name]) for point in chosen if point.name in known]
     return [
-        Result(point, math.nan if (us := row["predicted"]) is None else us, row["kind"],
-               tuple(row["more"]), row["shares"])
+        Result(point, math.nan if row["predicted"] is None else row["predicted"], row["kind"])
         for point, row in rows
     ]  # fmt: skip
 
@@ -142,10 +135,7 @@ def table(results: list[Result]) -> list[str]:
 
 
 def by_problem(results: list[Result]) -> list[str]:
-    """Return a table with a row for the texts of each kernel, and a list of those far off.
-
-    The last columns: median of the busy time of each engine by the log, over ours.
-    """
+    """Return a table with a row for the counted texts of each kernel."""
     rows = []
     for name, group in of_problems(results).items():
         found = errors(group)
@@ -153,27 +143,8 @@ def by_problem(results: list[Result]) -> list[str]:
         times = sorted(r.point.measured for r in group)
         span = " to ".join(f"{us:,.5g}" for us in dict.fromkeys((times[0], times[-1])))
         kinds = ", ".join(k for k in CLASSES if errors(group, k))
-        busy = [[r.shares[engine] for r in group if engine in r.shares] for engine in _ENGINES]
-        rows.append((name, str(len(found)), span, *middle(found), f"{worst:+.1%}", kinds,
-                     *(f"{statistics.median(b):.2f}" if b else "-" for b in busy)))  # fmt: skip
-    lines = markdown(("kernel", "texts", "measured, us", "mean error", "median", "worst", "class",
-                      *_ENGINES.values()), rows)  # fmt: skip
-    far = [f"{r.point.name} {r.error:+.0%}" for r in results
-           if r.point.counted and abs(r.error) > BARS["worst"]]  # fmt: skip
-    out = [f"{r.point.name} ({r.point.remark})" for r in results if not r.point.counted]
-    for what, names in ((f"More than {BARS['worst']:.0%} off", far), ("Not counted", out)):
-        lines += ["", f"{what}: {'; '.join(names)}."] if names else []
-    return lines
-
-
-def counters(results: list[Result]) -> list[str]:
-    """Return the table of further counters."""
-    rows = [
-        (one.point.name, what, f"{measured:,.5g}", f"{ours:,.5g}", f"{ours / measured - 1:+.1%}")
-        for one in results
-        for (what, measured), ours in zip(one.point.more, one.more, strict=True)
-    ]
-    heads = ("further counters of these runs", "counter", "measured", "predicted", "error")
+        rows.append((name, str(len(found)), span, *middle(found), f"{worst:+.1%}", kinds))
+    heads = ("kernel", "texts", "measured, us", "mean error", "median", "worst", "class")
     return markdown(heads, rows)
 
 
@@ -278,7 +249,7 @@ def write(results: list[Result]) -> None:
     """Record the predictions, and the errors of what is held out."""
     rows = {
         r.point.name: {"predicted": None if math.isnan(r.predicted) else r.predicted,
-                       "kind": r.kind, "more": r.more, "shares": r.shares}
+                       "kind": r.kind}
         for r in sorted(results, key=lambda result: result.point.name)
     }  # fmt: skip
     found = [band.to_dict() for band in bands(results)]
@@ -288,7 +259,6 @@ def write(results: list[Result]) -> None:
 
 def main(
     only: str = "",
-    table_name: Annotated[str, typer.Option("--set", help=", ".join(TABLES))] = "",
     write_record: Annotated[bool, typer.Option("--write")] = False,
     jobs: int = 1,
     autocomp: Path | None = None,
@@ -298,11 +268,9 @@ def main(
 ) -> None:
     """Compare predictions with published measurements.
 
-    Only points and texts whose name contains ONLY, or of one table; AUTOCOMP, ACCELOPT, KDA: clones
-    whose texts run, else they are as recorded.
+    Only points and texts whose name contains ONLY; AUTOCOMP, ACCELOPT, KDA: clones whose texts run,
+    else they are as recorded.
     """
-    if table_name not in ("", *TABLES):
-        raise typer.BadParameter(f"no table is named {table_name}: {', '.join(TABLES)}")
     if show_constants:
         print("\n".join(constants()))
         return
@@ -319,19 +287,16 @@ def main(
     if old:
         print(f"{old} texts not run, for no clone is given (--autocomp, --accelopt, --kda): "
               f"{len(chosen) - len(found)} left out, recorded with other constants")  # fmt: skip
-    results = [result for result in results if table_name in ("", result.table)]
     for name in TABLES:
         found = [result for result in results if result.table == name]
-        shown = by_problem(found) if name.startswith("texts") else table(found)
-        print(f"\n{name}\n\n" + "\n".join(shown) if found else f"\n{name}: none")
-    in_full = [r for r in results if r.table == TABLES[3]]
-    for lines in (table(in_full), counters(results), summary(results)):
-        print("\n" + "\n".join(lines))
+        shown = by_problem(found) + [""] if name.startswith("texts") else []
+        print(f"\n{name}\n\n" + "\n".join(shown + table(found)) if found else f"\n{name}: none")
+    print("\n" + "\n".join(summary(results)))
     if write_record:
         if len(results) < len(points()) + len(texts()):
             raise typer.BadParameter("--write needs all points and texts: give every clone")
         write(results)
-    print(gains(in_full))
+    print(gains([r for r in results if r.table == TABLES[3]]))
     sentences, code = verdict(results)
     print("\n".join(sentences))
     if code and len(results) == len(points()) + len(texts()) and as_recorded(results):

@@ -29,7 +29,6 @@ from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate
 from nmm_compiler.simulator.timing.evidence import kernel_class
-from nmm_compiler.simulator.timing.profile import Profile
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"
@@ -39,7 +38,6 @@ TABLES = ("constants", "held out", "texts that set laws", "texts as published")
 SEARCHED, PROFILED = "ucb-bar/autocomp", "zhang677/AccelOpt"
 LOGGED = "Jerry2423/kda-for-trainium"
 PUBLISHED_SPILLS = "spills in the published profile", "the log says that it spills"
-_BUSY = 50.0  # us: of an engine that works less, a rounded share says little
 # What the publisher's harnesses put before a text.
 HEADER = """\
 import math
@@ -71,7 +69,6 @@ class Point:
     figure: str = "device us"
     counted: bool = True
     remark: str = ""
-    more: tuple[tuple[str, float], ...] = ()
 
     @property
     def repository(self) -> str:
@@ -84,8 +81,7 @@ class Text(Point):
     """One text: its published time in us, and its digest; `kernel` is its function.
 
     remark: why it is not counted. published: where its time is. file, home: where the text is, if
-    it is elsewhere. logged: the time in ms as the log has it, if it is not the measured one. busy:
-    the share of it that engines work, by the log.
+    it is elsewhere. logged: the time in ms as the log has it, if it is not the measured one.
     """
 
     published: str
@@ -93,7 +89,6 @@ class Text(Point):
     file: str = ""
     home: str = ""
     logged: float = 0.0
-    busy: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def problem(self) -> str:
@@ -148,17 +143,11 @@ def clones_of(autocomp: Path | None, accelopt: Path | None, kda: Path | None) ->
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A point or text and what was predicted for it, NaN where it does not run.
-
-    more: predictions of its further counters. shares: by engine, its busy time by the log of a text
-    over the busy time of the run.
-    """
+    """A point or text and what was predicted for it, NaN where it does not run."""
 
     point: Point
     predicted: float
     kind: str
-    more: tuple[float, ...] = ()
-    shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -234,27 +223,16 @@ def ran(text: Text, clones: Mapping[str, Path]) -> Result:
     except (NmmError, SyntaxError) as error:
         found, left_out = Result(text, math.nan, ""), f"{type(error).__name__}: {error}"
     else:
-        said = text.remark if text.remark.endswith(PUBLISHED_SPILLS) else ""
-        left_out, busy = said or _has_no_room(profile), profile.engine_busy_us
-        shares = {
-            engine: round(share * text.measured / busy[engine], 3)
-            for engine, share in text.busy.items() if busy[engine] > _BUSY
-        }  # fmt: skip
-        found = Result(text, round(profile.device_us, 3), kernel_class(busy), (), shares)
+        found = Result(text, round(profile.device_us, 3), kernel_class(profile.engine_busy_us))
+        spills = (line for line in profile.unmodelled if line.startswith("spills"))
+        published = text.remark.endswith(PUBLISHED_SPILLS)
+        left_out = text.remark if published else next(spills, "")
     if bool(left_out) == text.counted:
         raise SystemExit(
             f"{text.name}: timing_texts.toml says counted = {text.counted}; the run says "
             f"{left_out or 'nothing that leaves it out'}"
         )
     return found
-
-
-def _has_no_room(profile: Profile) -> str:
-    """Return by what live tensors exceed SBUF or PSUM, "" if they fit."""
-    banks = profile.timeline.target.psum_banks
-    if profile.psum_peak_banks > banks:
-        return f"spills: live tensors take {profile.psum_peak_banks} PSUM banks of {banks}"
-    return next((line for line in profile.unmodelled if line.startswith("spills")), "")
 
 
 @functools.cache
@@ -309,12 +287,8 @@ def contradicted(worst: float) -> frozenset[str]:
 
 def arithmetic(worst: float) -> list[str]:
     """Return the arithmetic of the conflicts, a paragraph a point."""
-    found = []
-    for v in conflicts(worst):
-        least, most = (1 - worst) * v.measured, (1 + worst) * v.measured
-        bound = f"at least {v.low:,.0f}" if v.high == math.inf else f"at most {v.high:,.0f}"
-        found.append(
-            f"{v.point}: {v.measured:,} us published, so {least:,.0f} to {most:,.0f} are within "
-            f"the bar; {v.says}: {bound} us" + ("" if v.holds(worst) else " (DOES NOT HOLD)")
-        )
-    return found
+    return [
+        f"{v.point}: {v.measured:,} us published; {v.says}, which leaves {v.low:,.0f} to "
+        f"{v.high:,.0f} us{'' if v.holds(worst) else ' (DOES NOT HOLD)'}"
+        for v in conflicts(worst)
+    ]

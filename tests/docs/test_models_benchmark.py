@@ -17,8 +17,7 @@ RUNS = json.loads(models.RUNS.read_text(encoding="utf-8"))
 def test_a_run_that_is_half_too_slow_fails_where_it_is_judged(use, monkeypatch, capsys):
     def predicted(run, price):
         us = 1e3 * run["tpot_ms"] * (1.5 if run["use"] == use else 1.1)
-        phase = SimpleNamespace(by=lambda field: {"kernel": us})
-        return SimpleNamespace(tpot_us=us, ttft_us=us, phases=[phase])
+        return SimpleNamespace(tpot_us=us, ttft_us=us)
 
     monkeypatch.setattr(models, "predicted", predicted)
     with pytest.raises(SystemExit) as ended:

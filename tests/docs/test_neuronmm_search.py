@@ -22,7 +22,7 @@ class Rival(neuronmm.Rival):
     """Answers a formula in place of the simulator, and counts the questions."""
 
     def __init__(self, spec, kernel=neuronmm.LOW_RANK, us=None):
-        super().__init__(us, Path("x.py"), kernel, "trn1", spec)
+        super().__init__(us, Path("x.py"), kernel, spec)
         object.__setattr__(self, "asked", [])
 
     def latency(self, m, blocks):
