@@ -16,8 +16,7 @@ another (plays), over windows of 512 tokens; the encoder by the cosine of its em
 dense model's, of held-out sentences. Intervals (95 %) are of the mean over windows, or sentences.
 
 Methods are judged by their perplexity, at a ratio: one (method, ratio) is an entry of
-data/smollm.json, with the digest of the code of nmm_compiler/lowrank_models that makes factors; "+"
-marks one of other code. Forms are judged by their perplexity over the dense model's on the same
+data/smollm.json. Forms are judged by their perplexity over the dense model's on the same
 windows. ", mxfp8 x" rounds the inputs of linears as trn3's products do. Their rows are in
 prediction/form_quality.json, which `nmm plan` reads. Each entry is written when it is done: a run
 that is stopped continues where it was, and `fresh` measures anew.
@@ -27,7 +26,6 @@ that is stopped continues where it was, and `fresh` measures anew.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import os
@@ -49,7 +47,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-import nmm_compiler
 from nmm_compiler.cli import models
 from nmm_compiler.cli.demo import manual_split
 from nmm_compiler.kernels.packed_formats import FORMATS
@@ -72,7 +69,6 @@ CALIBRATED, JUDGED = 32, 40
 COUNTS = {"calibration": 16, "manual": JUDGED, "plays": JUDGED}
 """The same of forms, which other texts calibrate too."""
 BESIDE = 8
-NO_FACTORS = ("report.py",)
 ALIGN, RECOVERY_STEPS = 32, 60
 FORMS = (
     "bf16", "fp8", "mxfp4+64", "mxfp4+32", "mxfp4:0.67", "mxfp4+32fp8", "mxfp4+64fp8",
@@ -281,14 +277,6 @@ WHOLE: dict[str, Callable[[float], Made]] = {
 }
 
 
-@cache
-def code_digest() -> str:
-    """Return the digest of the code that makes factors."""
-    room = Path(nmm_compiler.__file__).parent / "lowrank_models"
-    files = [file for file in sorted(room.rglob("*.py")) if file.name not in NO_FACTORS]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
-
-
 def run_methods(ratio: float, methods: list[str], fresh: bool) -> None:
     """Measure the methods at a ratio (0: the dense model and its quantized forms) and print all."""
     known = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -296,11 +284,9 @@ def run_methods(ratio: float, methods: list[str], fresh: bool) -> None:
         key = f"{ratio:g} {name}"
         if (methods and name not in methods) or (key in known and not fresh):
             continue
-        started = time.monotonic()
         model, stored = make(ratio)
         model = as_floats(model.bfloat16(), rounded=False)
-        row = {"bytes": stored, **compared(outputs(model, smollm_windows()), {}),
-               "seconds": time.monotonic() - started, "code": code_digest()}  # fmt: skip
+        row = {"bytes": stored, **compared(outputs(model, smollm_windows()), {})}
         keep(RESULTS, known, known, key, row)
     judged = JUDGED * (LENGTH - 1)
     table = Table(title=f"SmolLM2-135M, ratio {ratio:g}; {judged} tokens judged per domain")
@@ -309,9 +295,8 @@ def run_methods(ratio: float, methods: list[str], fresh: bool) -> None:
     for key, entry in known.items():
         at, _, name = key.partition(" ")
         if at in ("0", f"{ratio:g}"):
-            mark = "" if entry["code"] == code_digest() else " +"
             cells = [shown(entry, domain, 2) for domain in ("in", "out")]
-            table.add_row(name + mark, f"{entry['bytes']:.3f}", *cells)
+            table.add_row(name, f"{entry['bytes']:.3f}", *cells)
     console.print(table)
 
 
@@ -361,7 +346,7 @@ def trained() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
     )  # fmt: skip
     text = torch.tensor(list((learned + other[: len(other) // 2]).encode()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    started, step = time.process_time(), 0
+    started = time.process_time()
     while time.process_time() - started < TRAINED_SECONDS:
         # few tokens a step: more steps in the time
         at = int(torch.randint(0, len(text) - LENGTH, (1,)))
@@ -371,9 +356,6 @@ def trained() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        step += 1
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"decoder of {parameters:,} parameters: {step} steps, loss {loss.item():.2f}")
     texts = {"calibration": learned, "manual": held_out, "plays": other[len(other) // 2 :]}
     rows = {name: windows(texts[name].encode(), count) for name, count in COUNTS.items()}
     return model.bfloat16().eval(), rows
@@ -485,18 +467,16 @@ def llama() -> bool:
     model.model.rotary_emb = type(model.model.rotary_emb)(shape)  # its buffers were empty
     rows = torch.randint(shape.vocab_size, (16, 1, 512), generator=generator)
     batches = [{"input_ids": ids} for ids in rows]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     cpu = time.process_time()
     report = compress(model, 0.2, calibration=batches)
     cpu = time.process_time() - cpu
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     console.print(report.summary())
     console.print(
         f"Llama-3.2-1B shape, bf16, 16 layers: {report.seconds:.0f} s on {torch.get_num_threads()} "
-        f"threads ({cpu:.0f} s of CPU time); peak memory {before:.0f} MiB before, {after:.0f} MiB "
-        f"with compression (largest matrix in float64: {2048 * 8192 * 8 / 2**20:.0f} MiB)"
+        f"threads ({cpu:.0f} s of CPU time), {peak_mib:.0f} MiB of memory"
     )
-    return cpu <= 1800 and after <= 14 * 1024
+    return cpu <= 1800 and peak_mib <= 14 * 1024
 
 
 def main(

@@ -167,8 +167,6 @@ def main(
                 console.print(line, markup=False, highlight=False)
     tally = collections.Counter(row["outcome"] for row in rows)
     console.print("; ".join(f"{count} {word}" for word, count in tally.most_common()))
-    if outcomes:
-        console.print(kept.origin())
     sys.exit(explain(console, rows))
 
 

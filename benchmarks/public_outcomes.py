@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernel_timings import rooms
 from row_file import RowFile
 
 from nmm_compiler.errors import KernelFailedError, NmmError, UnsupportedInstructionError
@@ -49,7 +48,6 @@ class OutcomeFile(RowFile):
     def __init__(self, path: Path | None, again: bool = False) -> None:
         """Read what the file holds. again: what was not right counts as unknown."""
         super().__init__(path, "name", "case")
-        self.code = rooms()
         if again:
             good = ("pass", "skipped")
             self.rows = {key: row for key, row in self.rows.items() if row["outcome"] in good}
@@ -63,12 +61,7 @@ class OutcomeFile(RowFile):
     def keep(self, name: str, case: str, found: Found, seconds: float) -> None:
         """Keep the outcome of a case, and its limit of CPU seconds."""
         named = {"name": name, "case": case, "outcome": found[0], "text": found[1]}
-        self.add({**named, "seconds": seconds, "code": self.code})
-
-    def origin(self) -> str:
-        """Return a line that says how many outcomes the present simulator has found."""
-        own = sum(row["code"] == self.code for row in self.rows.values())
-        return f"{self.path}: {own} of {len(self.rows)} outcomes are of this simulator's text"
+        self.add({**named, "seconds": seconds})
 
 
 class TooSlowError(BaseException):
