@@ -1,15 +1,23 @@
 """The torch ops: values, gradients, shapes, casts, batches, and what a call costs."""
 
+import contextlib
 import sys
 
+import numpy as np
 import pytest
 import torch
+from judge import several
+from op_calls import TOKENS, calls
+from test_ops_norm_and_residual import normed_calls
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
-from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
 from nmm_compiler.ops import references, registration
+from nmm_compiler.ops.lower import lower
+from nmm_compiler.ops.lower import tokens as tokens_of
+from nmm_compiler.runtime.executor import _operand
 
 NMM = torch.ops.nmm
 M, K, R, N = 6, 16, 4, 12
@@ -172,94 +180,39 @@ def test_unasked_gradients_are_not_computed(kernel_executor):
     assert x.grad is None
 
 
-def scaled_args(x, u, v, dense):
-    """Arguments of the ops of fp8 weights."""
-    u, v, dense = (t.detach().to(torch.float8_e4m3fn) for t in (u, v, dense))
-    w = dense.t().contiguous()
-    us, vs, ks = torch.ones(R), torch.ones(N), torch.ones(K)
-    return {
-        "matmul_scaled": (x, [us], u),
-        "lowrank_matmul_scaled": (x, [us, vs], u, v),
-        "lowrank_matmul_shared_x_scaled": (x, [us, us, vs, vs], [u, u], [v, v], [None, None]),
-        "lowrank_matmul_shared_u_scaled": (x, [us, vs, vs], u, [v, v], [None, None]),
-        "gated_mlp_up_scaled": (x, [us, vs, vs], [u, v], [w]),
-        "gated_mlp_scaled": (x, [us, vs, vs, ks], [u, v], [w], [dense]),
-    }
+def example_call(name, tokens=TOKENS):
+    """Return operands and keywords of a call; what is not fixed takes gradients."""
+    _, operands, keywords = next(call for call in calls(tokens) if call[0] == name)
 
+    def learned(t):
+        learns = t.dtype == torch.float64 and not hasattr(t, "fixed")
+        return t.clone().requires_grad_(learns)
 
-def example_calls(tokens=M):
-    """Return operands for a call of each op in float32, by its name."""
-    x = torch.randn(tokens, K, requires_grad=True)
-    u, v, other, dense = (
-        weight(inputs, outputs, dtype=torch.float32)
-        for inputs, outputs in ((K, R), (R, N), (K, N), (N, K))
-    )
-    us, vs = ([t, t.detach().clone().requires_grad_()] for t in (u, v))
-    heads = (torch.randn(1, count, tokens, 4, requires_grad=True) for count in (4, 2, 2))
-    return {
-        "lowrank_matmul": (x, u, v),
-        "lowrank_matmul_shared_x": (x, us, vs, [None, None]),
-        "lowrank_matmul_shared_u": (x, u, vs, [None, None]),
-        "gated_mlp_up": (x, [u, v], [other]),
-        "gated_mlp": (x, [u, v], [other], [dense]),
-        "matmul": (x, u),
-        "matmul_as_stored": (x, u),
-        "attention": tuple(heads),
-        **scaled_args(x, u, v, dense),
-        **stored_and_chosen_args(x, u, v),
-    }
-
-
-def stored_and_chosen_args(x, u, v):
-    """Arguments of the ops of MX weights, and of weights that an index chooses."""
-    tokens = x.shape[0]
-    wide = torch.randn(tokens, 64, requires_grad=True)
-    stored = torch.randint(0, 256, (N, 32), dtype=torch.uint8), torch.full((N, 2), 127).byte()
-    one, two = (torch.arange(tokens * count).reshape(tokens, count) % 2 for count in (1, 2))
-    square = torch.randint(0, 256, (3, 64, 32), dtype=torch.uint8)
-    powers = torch.full((3, 64, 2), 122).byte()  # 2 ** -5
-    us, vs = ([weight(*of, dtype=torch.float32), None] for of in ((64, R), (R, 64)))
-    expert = [  # as `weight` has them: sums near 1, which float32 gives in any order to 1e-5
-        (torch.randn(2, *of) / of[0] ** 0.5).requires_grad_() for of in ((K, 8), (4, K))
-    ]
-    return {
-        "corrected_matmul": (wide, *stored),
-        "corrected_matmul_shared_x": (
-            wide,
-            list(square[:2]),
-            list(powers[:2]),
-            [us[0], None],
-            [vs[0], None],
-            [None, None],
-        ),
-        "corrected_mlp": (wide, list(square), list(powers), [*us, us[0]], [*vs, vs[0]]),
-        "adapters_matmul": (x, one.flatten(), u, v, torch.ones(2)),
-        "experts": (x, *expert, two, torch.ones(tokens, 2)),
-    }
+    return tree_map_only(torch.Tensor, learned, operands), keywords
 
 
 @pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
 def test_opcheck(name, kernel_executor):
-    args = example_calls()[name]
+    args, keywords = example_call(name)
     for executor in ("reference", "counting"):
-        given = {"executor": executor}
+        given = {**keywords, "executor": executor}
         tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
         if not name.endswith("_scaled"):  # this one multiplies operands, and PyTorch has no fp8 mul
             tests.append("test_schema")
         torch.library.opcheck(registration.OPS[name], args, given, test_utils=tests)
 
 
-@pytest.mark.parametrize("tokens", [0, M])
+@pytest.mark.parametrize("tokens", [0, TOKENS])
 @pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
 def test_an_operand_without_a_gradient_in_pytorch_has_none_from_kernels(
     name, tokens, kernel_executor
 ):
     """Each result alone is differentiated; no tokens give zeros."""
-    args = example_calls(tokens)[name]
+    args, keywords = example_call(name, tokens)
     leaves = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.requires_grad]
 
     def gradients(executor):
-        results = tree_leaves(registration.OPS[name](*args, executor=executor))
+        results = tree_leaves(registration.OPS[name](*args, **keywords, executor=executor))
         return [
             torch.autograd.grad(y.sum(), leaves, allow_unused=True, retain_graph=True)
             for y in results
@@ -271,9 +224,36 @@ def test_an_operand_without_a_gradient_in_pytorch_has_none_from_kernels(
         assert (got is None) == (expected is None)
         if got is not None:
             assert got.any() or tokens == 0
-            # At most seven products in float32, each with sums of at most K terms.
-            bound = 7 * K * FP32_ROUNDOFF * float(expected.norm())
+            # At most seven products in float64, each with sums of at most 64 terms.
+            bound = 7 * 64 * torch.finfo(torch.float64).eps * float(expected.norm())
             torch.testing.assert_close(got, expected, rtol=0, atol=bound)
+
+
+# MX blocks and branches beside fp8 take larger weights than those; the op rotates in float32.
+REFERENCES = [
+    call for call in (*calls(), *normed_calls())
+    if not call[0].startswith("corrected") and "rotates" not in call[2]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "operands", "keywords"), REFERENCES, ids=str)
+def test_the_float64_reference_of_a_kernel_is_that_of_its_op(name, operands, keywords):
+    """Of numbers that 16 bits hold: what the spec means that a call is lowered to."""
+
+    def held(dtype):
+        def cast(t):
+            to = torch.float32 if hasattr(t, "fixed") and dtype == torch.float16 else dtype
+            return t.half().to(to) if t.dtype == torch.float64 else t
+
+        return tree_map_only(torch.Tensor, cast, operands)
+
+    of_kernel = held(torch.float16 if name.endswith("_scaled") else torch.float32)
+    narrow = {k: "float32" if v == "float64" else v for k, v in keywords.items()}
+    (launch,) = lower(name, of_kernel, narrow, tokens_of(operands[0], keywords)).launches
+    made = launch.spec.reference(*(np.asarray(_operand(t)) for t in launch.operands))
+    wanted = tree_leaves(registration.OPS[name](*held(torch.float64), **keywords))
+    for got, want in zip(several(made), wanted, strict=True):
+        np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-11, atol=1e-13)
 
 
 def test_token_dimensions_are_free():
@@ -287,35 +267,32 @@ def test_token_dimensions_are_free():
     torch.testing.assert_close(NMM.lowrank_matmul(x, u, v), x @ u @ v, rtol=1e-12, atol=1e-12)
 
 
-def test_operands_that_do_not_chain_are_named_when_traced():
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        x, u, v = torch.randn(2, 8), torch.randn(8, 4), torch.randn(4, 6)
-        with pytest.raises(ShapeError, match="features of x and u: 8 and 4"):
-            NMM.lowrank_matmul(x, v, v)
-        with pytest.raises(ShapeError, match="rank of u and v: 4 and 6"):
-            NMM.lowrank_matmul(x, u, v, v_layout="col")
-        with pytest.raises(ShapeError, match=r"bias has shape \(4,\); pass \[6\]"):
-            NMM.lowrank_matmul(x, u, v, torch.randn(4))
-        with pytest.raises(UnknownNameError, match="did you mean 'row'"):
-            NMM.lowrank_matmul(x, u, v, u_layout="rows")
-        with pytest.raises(SpecError, match="float16"):
-            NMM.lowrank_matmul(x.half(), u, v)
-        with pytest.raises(ShapeError, match="gate and up: 6 and 4"):
-            NMM.gated_mlp_up(x, [u, v], [u])
-        with pytest.raises(ShapeError, match="3 weights"):
-            NMM.gated_mlp_up(x, [u, v, v], [u])
+X, U, V = torch.randn(2, 8), torch.randn(8, 4), torch.randn(4, 6)
 
 
-def test_unknown_executor_and_activation_are_named():
-    x, u, v = make_x(), weight(K, R), weight(R, N)
-    with pytest.raises(
-        UnknownNameError, match="unknown executor 'referense'; did you mean 'reference'"
-    ):
-        NMM.lowrank_matmul(x, u, v, executor="referense")
-    with pytest.raises(UnknownNameError, match="did you mean 'silu'"):
-        NMM.lowrank_matmul(x, u, v, activation="silo")
+@pytest.mark.parametrize(
+    ("name", "args", "keywords", "error", "words"),
+    [
+        ("lowrank_matmul", (X, V, V), {}, ShapeError, "features of x and u: 8 and 4"),
+        ("lowrank_matmul", (X, U, V), {"v_layout": "col"}, ShapeError, "rank of u and v: 4 and 6"),
+        ("lowrank_matmul", (X, U, V, torch.randn(4)), {}, ShapeError, r"shape \(4,\); pass \[6\]"),
+        ("lowrank_matmul", (X, U, V), {"u_layout": "rows"}, UnknownNameError, "did you mean 'row'"),
+        ("lowrank_matmul", (X.half(), U, V), {}, SpecError, "float16"),
+        ("gated_mlp_up", (X, [U, V], [U]), {}, ShapeError, "gate and up: 6 and 4"),
+        ("gated_mlp_up", (X, [U, V, V], [U]), {}, ShapeError, "3 weights"),
+        ("lowrank_matmul", (X, U, V), {"executor": "referense"}, UnknownNameError,
+         "unknown executor 'referense'; did you mean 'reference'"),
+        ("lowrank_matmul", (X, U, V), {"activation": "silo"}, UnknownNameError, "mean 'silu'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_named(name, args, keywords, error, words):
+    """While a graph is traced, but for what no trace asks for."""
+    traced = not keywords.keys() & {"executor", "activation"}
+    with FakeTensorMode() if traced else contextlib.nullcontext() as fake:
+        if traced:
+            args = tree_map_only(torch.Tensor, fake.from_tensor, args)
+        with pytest.raises(error, match=words):
+            registration.OPS[name](*args, **keywords)
 
 
 @pytest.mark.parametrize("executor", ["reference", "counting"])
@@ -390,18 +367,6 @@ def test_forward_mode_and_second_order_through_torch_func(executor, kernel_execu
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     got, want = (torch.func.hessian(lambda a, f=f: f(a).sum())(x[:1]) for f in (call, plain))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("executor", ["reference", "counting"])
-def test_forward_mode_on_dual_tensors(executor, kernel_executor):
-    from torch.autograd import forward_ad
-
-    x, u, v = (t.detach() for t in (make_x(), weight(K, R), weight(R, N)))
-    tangent = torch.randn_like(x)
-    with forward_ad.dual_level():
-        y = NMM.lowrank_matmul(forward_ad.make_dual(x, tangent), u, v, executor=executor)
-        got = forward_ad.unpack_dual(y).tangent
-    torch.testing.assert_close(got, tangent @ u @ v, rtol=1e-12, atol=1e-12)
 
 
 def test_double_backward_through_a_kernel(kernel_executor):

@@ -57,6 +57,14 @@ def flat(values):
     return made
 
 
+def normed_calls():
+    """Yield (op, operands, keywords) of calls with each norm and without one."""
+    for norm in ("rms", "layer", ""):
+        keywords = {"norm": norm, "norm_eps": 1e-3, "norm_offset": 1.0} if norm else {}
+        for name, operands, layouts in calls(norm):
+            yield name, operands, {**keywords, **layouts}
+
+
 def calls(norm):
     """Return a call of every op: name, operands, layouts."""
     gain, bias = (GAIN if norm else None), (BIAS if norm == "layer" else None)
@@ -72,20 +80,18 @@ def calls(norm):
     yield "lowrank_matmul_shared_u", (X, U, [V, V], [out, out], gain, bias), {}
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer", ""])
-def test_gradients_of_kernel_calls_are_those_of_autograd(norm):
-    keywords = {"norm": norm, "norm_eps": 1e-3, "norm_offset": 1.0} if norm else {}
-    for name, operands, layouts in calls(norm):
-        op, args = DEFINITIONS[name], [leaf(value) for value in operands]
-        made = op.reference(*args, **keywords, **layouts)
-        results = made if isinstance(made, list) else [made]
-        grads = tuple(random(*y.shape, seed=7) for y in results)
-        leaves = [a for a in flat(args) if a is not None]
-        wanted = torch.autograd.grad(results, leaves, grads)
-        need = tuple([True] * len(a) if isinstance(a, list) else a is not None for a in args)
-        found = flat(op.gradient(tuple(args), {**keywords, **layouts}, grads, need))
-        given = [g for g, a in zip(found, flat(args), strict=True) if a is not None]
-        torch.testing.assert_close(given, list(wanted), msg=lambda text, n=name: f"{n}: {text}")
+@pytest.mark.parametrize(("name", "operands", "keywords"), [*normed_calls()], ids=str)
+def test_gradients_of_kernel_calls_are_those_of_autograd(name, operands, keywords):
+    op, args = DEFINITIONS[name], [leaf(value) for value in operands]
+    made = op.reference(*args, **keywords)
+    results = made if isinstance(made, list) else [made]
+    grads = tuple(random(*y.shape, seed=7) for y in results)
+    leaves = [a for a in flat(args) if a is not None]
+    wanted = torch.autograd.grad(results, leaves, grads)
+    need = tuple([True] * len(a) if isinstance(a, list) else a is not None for a in args)
+    found = flat(op.gradient(tuple(args), keywords, grads, need))
+    given = [g for g, a in zip(found, flat(args), strict=True) if a is not None]
+    torch.testing.assert_close(given, list(wanted))
 
 
 @pytest.mark.parametrize("tokens", [5, 150])
