@@ -88,8 +88,8 @@ def test_calibrated_methods_are_better_where_they_should_be():
 
 def test_ranks_and_configs():
     model = stack()
-    report = compress(model, rank={"up": 8, "layers.1.down": 4})
-    assert report.ranks() == {"layers.0.up": 8, "layers.1.up": 8, "layers.1.down": 4}
+    report = compress(model, rank={"layers.1.up": 5, "up": 8, "layers.1.down": 4})
+    assert report.ranks() == {"layers.0.up": 8, "layers.1.up": 5, "layers.1.down": 4}
     assert {x.note for x in report.layers if x.rank is None} == {"no rank given: kept dense"}
     model = stack()
     report = compress(model, CompressionConfig(ratio=0.3, align=8, include="up"))

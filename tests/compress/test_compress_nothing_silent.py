@@ -39,6 +39,7 @@ def test_keywords_beside_a_config_are_refused(keyword, value):
         ({"ratio": 0.2, "align": 128}, ModelError, "align=128"),
         ({"rank": {"q": 2.5}}, OptionTypeError, "rank"),
         ({"rank": {"qq": 4}}, ModelError, "'qq' matches none"),
+        ({"rank": 17, "align": 16}, ModelError, "pass 16 or 32"),
         ({"rank": 0}, OptionTypeError, "base="),
         ({"method": "whitend"}, UnknownNameError, "did you mean 'whitened'"),
         ({"method": "whitened"}, OptionTypeError, "calibration="),

@@ -8,7 +8,7 @@ from nmm_compiler.errors import ModelError
 from nmm_compiler.lowrank_models.calibrate import Statistics
 from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.moments import SecondMoment
-from nmm_compiler.lowrank_models.plan import losses_of, make_plan, moments_of
+from nmm_compiler.lowrank_models.plan import losses_of, make_plan
 from nmm_compiler.lowrank_models.select import Site
 
 
@@ -83,28 +83,11 @@ def test_statistics_of_other_layers_or_sizes_are_refused_by_name():
     statistics({"a": ROWS, "b": ROWS}, {}).check(sites, gradients=False)
 
 
-def test_each_method_weighs_errors_by_what_its_name_says():
-    one, collected = site("a", weight(0)), statistics({"a": ROWS}, {"a": ROWS})
-    known = {
-        "svd": moments_of(one, "svd", None),
-        "whitened": moments_of(one, "whitened", collected),
-        "two-sided": moments_of(one, "two-sided", collected),
-    }
-    weighed = {name: (m.inputs is not None, m.gradients is not None) for name, m in known.items()}
-    assert weighed == {"svd": (False, False), "whitened": (True, False), "two-sided": (True, True)}
-
-
 def test_align_is_the_callers_where_it_is_given():
     sites = [site("a", weight(0, 256, 256))]
     assert plan(sites)[1] in (128, 64, 32)
     _, align, ranks = plan(sites, align=20)
     assert (align, ranks["a"] % 20) == (20, 0)
-
-
-def test_the_first_pattern_that_matches_gives_the_rank():
-    sites = [site("layers.0.up", weight(0)), site("layers.1.up", weight(1))]
-    _, _, ranks = plan(sites, rank={"layers.0": 5, "up": 7})
-    assert ranks == {"layers.0.up": 5, "layers.1.up": 7}
 
 
 def test_without_calibration_matrices_are_compared_by_relative_error():

@@ -61,13 +61,6 @@ def test_layers_of_one_call_are_found_in_the_graph(more):
     assert len(kinds) == 6
 
 
-def test_layers_of_one_call_take_less_than_one_by_one():
-    sizes = ((2048, 8192, 1280), (2048, 8192, 1280), (8192, 2048, 1280))
-    together = call_us("gated_mlp", sizes, "silu", 1, "bfloat16", get("trn2"))
-    alone = [call_us("lowrank", (one,), "identity", 1, "bfloat16", get("trn2")) for one in sizes]
-    assert together < sum(alone)
-
-
 def test_times_are_those_of_the_mix():
     model = wide_llama(inner=2048, layers=1)
     report = compress(model, 0.2, workload=MIX, include=["mlp"])

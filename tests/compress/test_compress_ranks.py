@@ -11,7 +11,6 @@ from nmm_compiler.lowrank_models.ranks import (
     Shape,
     allocate_global,
     allocate_uniform,
-    check_explicit,
     choose_align,
     legal_ranks,
 )
@@ -153,16 +152,6 @@ def test_what_no_aligned_rank_can_meet_is_refused_with_a_way_out():
         allocate_uniform([Shape("row", 1, 9)], 0.2, 1)
 
 
-def test_explicit_ranks():
-    shape = Shape("q", 64, 64)
-    assert check_explicit(shape, 16, None) == (16, "")
-    rank, note = check_explicit(shape, 32, None)
-    assert rank is None
-    assert "break-even" in note
-    with pytest.raises(ModelError, match="pass 16 or 32"):
-        check_explicit(shape, 17, 16)
-
-
 def test_a_stack_counts_as_many_matrices():
     losses = {name: [float(32 - i) for i in range(33)] for name in ("one", "four")}
     shapes = [Shape("one", 64, 64), Shape("four", 64, 64, count=4)]
@@ -226,24 +215,28 @@ def global_ranks(losses, units, sizes=None):
     return allocate_global(shapes, full, 1 - budget / dense, 1)
 
 
-def test_steps_are_taken_by_the_loss_they_save_per_element():
-    losses = {"small": [37, 27, 17, 8, 0], "large": [48, 34, 22, 11, 0.2, 0]}
-    ranks = global_ranks(losses, 10, {"small": 32, "large": 128})  # a rank of large costs 4 units
-    assert ranks == {"small": 4, "large": 1}
-
-
-def test_a_flat_tail_takes_nothing_from_another_matrix():
-    first = [200, 100, 1, 0.9, 0.8, 0.7, 0]
-    second = [20 * 0.5**i for i in range(20)]
-    assert global_ranks({"first": first, "second": second}, 9) == {"first": 2, "second": 7}
-
-
-def test_budget_that_no_step_of_a_hull_fits_is_spent_rank_by_rank():
-    """With losses on a line all but the dense matrix lie above the hull."""
-    line = [10 - 0.1 * rank for rank in range(20)]
-    assert global_ranks({"a": line}, 8) == {"a": 8}
-
-
-def test_a_rank_that_saves_no_loss_is_not_bought():
-    losses = {"a": [8, 4, 2, 1, 0], "b": [8, 4, 2, 1, 0]}
-    assert global_ranks(losses, 30) == {"a": 4, "b": 4}
+@pytest.mark.parametrize(
+    ("losses", "units", "sizes", "wanted"),
+    [
+        # steps by the loss that they save per element: a rank of large costs 4 units
+        (
+            {"small": [37, 27, 17, 8, 0], "large": [48, 34, 22, 11, 0.2, 0]},
+            10,
+            {"small": 32, "large": 128},
+            {"small": 4, "large": 1},
+        ),
+        # a flat tail takes nothing from another matrix
+        (
+            {"flat": [200, 100, 1, 0.9, 0.8, 0.7, 0], "steep": [20 * 0.5**i for i in range(20)]},
+            9,
+            None,
+            {"flat": 2, "steep": 7},
+        ),
+        # losses on a line: all but the dense matrix lie above the hull
+        ({"line": [10 - 0.1 * rank for rank in range(20)]}, 8, None, {"line": 8}),
+        # a rank that saves no loss is not bought
+        ({"a": [8, 4, 2, 1, 0], "b": [8, 4, 2, 1, 0]}, 30, None, {"a": 4, "b": 4}),
+    ],
+)
+def test_the_budget_goes_where_it_saves_most(losses, units, sizes, wanted):
+    assert global_ranks(losses, units, sizes) == wanted
