@@ -83,34 +83,21 @@ def _refused(tmp_path, members, error=CacheError, match=None, check=accept):
 D = key_of(1).digest
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+# Paths that lead elsewhere.
+NAMES = [
         "../evil.py", "/tmp/nmm_evil.py", f"{D}/../../evil.py", f"{D}/../evil.py",
         f"../{D}/kernel.py", f"./{D}/kernel.py", f"{D}/sub/kernel.py", f"{D}//kernel.py",
         D, "kernel.py", "..", f"{D}/.hidden", f"{D}/a b", f"{D.upper()}/kernel.py",
         f"{D[:-1]}/kernel.py", f"{D}\u202e/kernel.py", "v1/" + D + "/kernel.py",
         f"{D}/" + "a" * 300,
-    ],
-)  # fmt: skip
-def test_paths_that_lead_elsewhere(tmp_path, name):
-    # The whole entry before it is not taken either.
-    _refused(tmp_path, [*_good(2), _member(name)], CacheTrustError, "nothing of it was taken")
-
-
-@pytest.mark.parametrize(
-    ("kind", "link"),
-    [
+]  # fmt: skip
+# Members that are no files.
+KINDS = [
         (tarfile.SYMTYPE, "/etc/passwd"), (tarfile.SYMTYPE, "kernel.py"),
         (tarfile.LNKTYPE, f"{D}/meta.json"), (tarfile.DIRTYPE, ""), (tarfile.FIFOTYPE, ""),
         (tarfile.CHRTYPE, ""), (tarfile.CONTTYPE, ""),
         (b"L", ""), (b"S", ""), (b"V", ""),
-    ],
-)  # fmt: skip
-def test_members_that_are_no_files(tmp_path, kind, link):
-    _refused(tmp_path, [*_good(2), _member(f"{D}/kernel.py", b"", kind, link), _index(2)])
-
-
+]  # fmt: skip
 SOURCE, MANIFEST = _good()
 EVIL, EXTRA = _member(f"{D}/kernel.py", b"y = 2\n"), _member(f"{D}/nki.py", b"y = 2\n")
 UNDER_ANOTHER_NAME = [
@@ -121,6 +108,12 @@ UNDER_ANOTHER_NAME = [
 @pytest.mark.parametrize(
     ("members", "error", "match"),
     [
+        # The whole entry before it is not taken either.
+        *(([*_good(2), _member(n)], CacheTrustError, "nothing of it was taken") for n in NAMES),
+        *(
+            ([*_good(2), _member(f"{D}/kernel.py", b"", kind, link), _index(2)], CacheError, None)
+            for kind, link in KINDS
+        ),
         ([*_good(2), EVIL, MANIFEST, _index(2, 1)], DamagedEntryError, "sha256"),
         ([*_good(), EVIL, MANIFEST, _index(1, 1)], CacheTrustError, "taken"),
         ([EXTRA, SOURCE, MANIFEST, _index(1)], CacheError, r"differ: nki\.py"),
@@ -133,7 +126,7 @@ UNDER_ANOTHER_NAME = [
         (_good(), CacheError, "ends without"),
     ],
 )
-def test_entries_that_are_not_whole_or_not_those_of_the_index(tmp_path, members, error, match):
+def test_members_that_are_not_whole_entries_of_the_index(tmp_path, members, error, match):
     _refused(tmp_path, members, error, match)
 
 

@@ -94,16 +94,6 @@ def test_a_directory_that_cannot_be_written():
 # Under a running process
 
 
-def test_the_directory_is_deleted_under_a_running_process(directory):
-    store, build = Store(directory), Builder()
-    entry = store.get_or_build(key_of(1), build)
-    shutil.rmtree(directory)
-    assert store.get_or_build(key_of(1), build).files == entry.files
-    assert build.calls == 1  # memory has it
-    assert (entry.path / "kernel.py").read_text() == "y = 1\n"
-    assert store.get_or_build(key_of(2), build).path.is_relative_to(directory)
-
-
 def test_the_directory_is_deleted_while_a_build_runs(directory):
     def build():
         shutil.rmtree(directory)

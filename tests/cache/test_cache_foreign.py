@@ -63,9 +63,15 @@ def _in_body(line: str) -> str:
         "async def f(x):\n    return x\n", "x = lambda: 1\n", "x = [open for _ in (1,)]\n",
         "with open('x') as f:\n    x = 1\n", "global x\n", "def f(:\n", "\0", "x = 1j.__class__\n",
         "(" * 5000,
+        # what rebinds or imports more than the modules
+        "def f(nl):\n    return nl\n", "def nisa(x):\n    return x\n", "import nki.meta\n",
+        "from nki import compiler\n", "from nki.isa.constants import x\n",
+        "x = 1\n" + "#" * (1 << 20),
+        # a local name does not free a builtin
+        "def f(open):\n    return open\n\n\ndef g(x):\n    return open('/etc/passwd')\n",
     ],
 )  # fmt: skip
-def test_a_file_that_runs_something_at_import(text):
+def test_a_file_that_does_more_than_define_kernels(text):
     with pytest.raises(CacheTrustError, match=r"kernel\.py"):
         check_shape("kernel.py", HEAD + text)
 
@@ -109,19 +115,6 @@ def test_a_kernel_that_writes_files_or_makes_much_of_little(line):
     entry = make(key_of(1), {"kernel.py": _in_body(line)}, {})
     with pytest.raises(CacheTrustError, match=r"line|kernel\.py:"):
         Store(None, check=check_foreign)._check_sources(entry, "elsewhere")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f(nl):\n    return nl\n", "def nisa(x):\n    return x\n", "import nki.meta\n",
-        "from nki import compiler\n", "from nki.isa.constants import x\n",
-        "x = 1\n" + "#" * (1 << 20),
-    ],
-)  # fmt: skip
-def test_a_file_that_rebinds_or_imports_more_than_the_modules(text):
-    with pytest.raises(CacheTrustError, match=r"kernel\.py"):
-        check_shape("kernel.py", HEAD + text)
 
 
 def test_every_name_listed_is_one_of_the_api_or_of_python():
@@ -172,30 +165,8 @@ def test_a_source_found_in_the_cache_is_checked_before_it_runs(tmp_path, monkeyp
     assert not Path("evil").exists()
 
 
-def test_a_local_name_does_not_free_a_builtin():
-    text = "def f(open):\n    return open\n\n\ndef g(x):\n    return open('/etc/passwd')\n"
-    with pytest.raises(CacheTrustError, match="name open"):
-        check_shape("kernel.py", HEAD + text)
-
-
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[1] / "golden").glob("*.txt")), ids=lambda p: p.stem
 )
 def test_goldens_pass(path):
     check_shape("kernel.py", path.read_text())
-
-
-@pytest.mark.parametrize("x_layout", ["row", "col"])
-@pytest.mark.parametrize("activation", ["identity", "gelu_tanh"])
-def test_emitted_kernels_pass(x_layout, activation):
-    from nmm_compiler.codegen.choose import rank
-    from nmm_compiler.codegen.emitted_file import kernel_source
-    from nmm_compiler.kernels.linear.specs import LowRankSpec
-    from nmm_compiler.targets import get
-
-    target = get("trn2")
-    spec = LowRankSpec(
-        m=300, k=256, r=96, n=520, bias=True, x_layout=x_layout, activation=activation
-    )
-    for choice in rank(spec, target)[:3]:
-        check_shape(*kernel_source(spec, choice.schedule, target))

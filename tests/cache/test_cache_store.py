@@ -1,6 +1,7 @@
 """The store: what is kept, found, bounded and answered, in each mode."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -210,7 +211,9 @@ def test_memory_holds_what_was_verified_whatever_happens_on_disk(directory):
     assert not entry.path.is_relative_to(directory)
     store.prune(0)
     assert store.get(key_of(1)) is None
+    shutil.rmtree(directory)
     assert (entry.path / "kernel.py").read_text() == "y = 1\n"
+    assert store.get_or_build(key_of(2), Builder()).path.is_relative_to(directory)
 
 
 # Bound

@@ -23,22 +23,21 @@ from nmm_compiler.errors import CacheTrustError, CacheWarning
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o777, 0o1777, 0o701])
-def test_a_directory_open_to_others_is_refused_until_mended(directory, mode):
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        *((mode, "rw") for mode in (0o755, 0o750, 0o770, 0o777, 0o1777, 0o701)),
+        (0o770, "ro"),
+        (0o770, "require"),
+    ],
+)
+def test_a_directory_open_to_others_is_refused_until_mended(directory, mode, how):
     Store(directory).get_or_build(key_of(1), Builder())
     directory.chmod(mode)
     with pytest.raises(CacheTrustError, match=f"{mode:04o}") as caught:
-        Store(directory)
+        Store(directory, how)
     mend(str(caught.value))
     assert Store(directory).get(key_of(1)).files
-
-
-@pytest.mark.parametrize("mode", ["ro", "require"])
-def test_a_directory_that_others_can_write_is_not_read_either(directory, mode):
-    Store(directory).get_or_build(key_of(1), Builder())
-    directory.chmod(0o770)
-    with pytest.raises(CacheTrustError, match="chmod 700"):
-        Store(directory, mode)
 
 
 def test_it_is_looked_at_again_at_each_use(directory):
@@ -196,6 +195,10 @@ def entry_of_another_kernel(path):
     path.chmod(0o700)
 
 
+def given_away(name):
+    return lambda path: os.chown(path / name, NOBODY, NOBODY)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -206,18 +209,15 @@ def entry_of_another_kernel(path):
         (lambda path: (path / "nki.py").write_text("evil = 1\n"), r"differ: nki\.py"),
         (file_in_its_place, "not a directory"),
         (entry_of_another_kernel, "another entry"),
+        *(
+            pytest.param(given_away(name), f"user id {NOBODY}", marks=as_root)
+            for name in ("", "kernel.py", "meta.json")
+        ),
     ],
 )
 def test_an_entry_that_somebody_changed(directory, entry_path, change, match):
     change(entry_path)
     _rebuilt_with_warning(directory, match)
-
-
-@as_root
-@pytest.mark.parametrize("name", ["", "kernel.py", "meta.json"])
-def test_what_belongs_to_another_user(directory, entry_path, name):
-    os.chown(entry_path / name, NOBODY, NOBODY)
-    _rebuilt_with_warning(directory, f"user id {NOBODY}")
 
 
 def test_bytecode_beside_the_source_is_deleted(directory, entry_path):
