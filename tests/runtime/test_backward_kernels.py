@@ -189,39 +189,6 @@ def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(laun
     assert KERNELS.plan(kept, "trn2", Options(buckets=(4, 7)), "k") == (7,)
 
 
-@pytest.mark.long
-def test_second_derivatives_go_through_kernels(launched):
-    x = torch.randn(M, K, requires_grad=True)
-    u, v = weight(K, R), weight(R, N)
-
-    def second(executor):
-        y = NMM.lowrank_matmul(x, u, v, activation="silu", executor=executor)
-        (gx,) = torch.autograd.grad(y.square().mean(), x, create_graph=True)
-        launched.clear()
-        return torch.autograd.grad(gx.square().sum(), (u, v))
-
-    want = second("reference")
-    assert launched == []
-    for a, b in zip(second("simulator"), want, strict=True):
-        # twelve products in a row, each with sums of at most N terms
-        bound = 12 * N * FP32_ROUNDOFF * float(b.abs().max())
-        torch.testing.assert_close(a, b, rtol=0, atol=bound)
-    assert len(launched) >= 5
-
-
-@pytest.mark.parametrize("stored", ["row", "col"])
-def test_no_tokens_give_zero_gradients_without_a_launch(stored, launched):
-    x = torch.randn(0, K, requires_grad=True)
-    u, v = weight(K, R, stored), weight(R, N, stored)
-    layouts = {"u_layout": stored, "v_layout": stored}
-    y = NMM.lowrank_matmul(x, u, v, **layouts, executor="simulator")
-    gx, gu, gv = torch.autograd.grad(y.sum(), (x, u, v))
-    assert launched == []
-    assert gx.shape == x.shape
-    assert not gu.any()
-    assert not gv.any()
-
-
 def test_a_backward_kernel_that_cannot_be_built(monkeypatch, launched):
     """Executor "auto" leaves the product to PyTorch with a warning; a named one raises."""
     from nmm_compiler.codegen import build
