@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.codegen.choose import on_device, refusal
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.errors import CapacityError, SpecError
@@ -96,6 +97,7 @@ def check_kernel(family, data, folder):
     assert not new, f"{new}: add rows to conformance.toml, with the document that allows them"
     assert not behind_return(source)
     check_versions(source)
+    check_shape("kernel.py", source)
     return {target.name, spec.dtype, "loop" if "fori_loop" in source else "no loop"}
 
 

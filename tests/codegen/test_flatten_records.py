@@ -28,6 +28,13 @@ class Factor:
 """
 
 
+TAKERS = """
+def f(part: Part):
+    return part.row
+
+"""
+
+
 def flat(text):
     """Return the functions of a template, flattened, as text."""
     module = cst.parse_module(CLASSES + textwrap.dedent(text))
@@ -36,85 +43,69 @@ def flat(text):
     return {name: cst.Module([node]).code.strip() for name, node in made.items()}
 
 
-def test_fields_become_arguments_with_their_own_names():
-    made = flat(
-        """
-        def load(dst, part: Part, how):
-            return dst, part.src.dtype, part.row + part.rows, how
-
-        def outer(x, k):
-            load(x, Part(x, 0, k), "rows")
-        """
-    )
-    assert made["load"].startswith("def load(dst, src, row, rows, how):")
-    assert "return dst, src.dtype, row + rows, how" in made["load"]
-    assert 'load(x, x, 0, k, "rows")' in made["outer"]
-
-
-def test_two_of_a_kind_keep_their_parameters_names():
-    made = flat(
-        """
-        def multiply(left: Part, right: Factor, rows):
-            return left.row, right.strip, right.part.row, rows
-
-        def outer(left: Part, right: Factor):
-            multiply(left, right, right.part.rows)
-        """
-    )
-    fields = "left_src, left_row, left_rows, strip, right_src, right_row, right_rows"
-    assert made["multiply"].startswith(f"def multiply({fields}, rows)")
-    assert "return left_row, strip, right_row, rows" in made["multiply"]
-    assert f"multiply({fields}, right_rows)" in made["outer"]
-
-
-def test_what_stands_for_a_record():
-    made = flat(
-        """
-        def load(part: Part):
-            return part.src
-
-        def outer(factor: Factor, schedule):
-            # comes first
-            new = Part(factor.strip, rows=3)
-            load(new)
-            load(factor.part)
-            load(None)
-            load(schedule.u)
-        """
-    )
-    lines = [line.strip() for line in made["outer"].splitlines()[1:]]
-    assert lines == [
-        "# comes first",
-        "load(strip, None, 3)",
-        "load(src, row, rows)",
-        "load(None, None, None)",
-        "load(schedule.u.src, schedule.u.row, schedule.u.rows)",
-    ]
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            """
+            def outer(factor: Factor, schedule):
+                # comes first
+                new = Part(factor.strip, rows=3)
+                f(new)
+                f(factor.part)
+                f(None)
+                f(schedule.u)
+            """,
+            [
+                "# comes first",
+                "f(strip, None, 3)",
+                "f(src, row, rows)",
+                "f(None, None, None)",
+                "f(schedule.u.src, schedule.u.row, schedule.u.rows)",
+            ],
+        ),
+        (
+            """
+            def outer(x, wide):
+                if wide:
+                    part = Part(x, 1, 2)
+                    f(part)
+                else:
+                    part = Part(x, 3, 4)
+                    f(part)
+            """,
+            ["if wide:", "f(x, 1, 2)", "else:", "f(x, 3, 4)"],
+        ),
+        (
+            """
+            def outer(x, wide):
+                if wide:
+                    part = Part(x, 1, 2)
+                    f(part)
+                part = Part(x, 5, 6)
+                f(part)
+            """,
+            ["if wide:", "f(x, 1, 2)", "f(x, 5, 6)"],
+        ),
+        (
+            """
+            def outer(left: Part, right: Factor):
+                f(Part(left.src, left.row, right.part.rows))
+            """,
+            ["f(left_src, left_row, right_rows)"],
+        ),
+    ],
+    ids=["what stands for a record", "of each branch", "set again", "two of a kind"],
+)
+def test_a_record_becomes_its_fields(text, lines):
+    made = flat(TAKERS + textwrap.dedent(text))
+    assert made["f"] == "def f(src, row, rows):\n    return row"
+    assert [line.strip() for line in made["outer"].splitlines()[1:]] == lines
 
 
 def test_what_is_no_field_is_an_error():
     with pytest.raises(CodegenError, match="Part has no fields"):
         flat("def f(p: Part):\n    f(Part(1, 2, 3, depth=4))")
-
-
-def test_each_branch_has_its_own_record():
-    made = flat(
-        """
-        def f(p: Part):
-            return p.row
-
-        def outer(x, wide):
-            if wide:
-                part = Part(x, 1, 2)
-                f(part)
-            else:
-                part = Part(x, 3, 4)
-                f(part)
-        """
-    )
-    assert [line.strip() for line in made["outer"].splitlines()[1:]] == [
-        "if wide:", "f(x, 1, 2)", "else:", "f(x, 3, 4)"
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("use", ["f(part)", "f(Part(part.src, 0, 0))", "f(None) or part.row"])
@@ -132,23 +123,6 @@ def test_a_record_that_a_branch_sets_is_refused_behind_it(setting, use):
     source = f"def f(p: Part):\n    return p.row\n\ndef outer(x, wide):\n    {setting}\n    {use}"
     with pytest.raises(CodegenError, match="part is set in a branch or a loop"):
         flat(source)
-
-
-def test_a_record_set_again_behind_a_branch_is_sure():
-    made = flat(
-        """
-        def f(p: Part):
-            return p.row
-
-        def outer(x, wide):
-            if wide:
-                part = Part(x, 1, 2)
-                f(part)
-            part = Part(x, 3, 4)
-            f(part)
-        """
-    )
-    assert made["outer"].endswith("f(x, 3, 4)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,8 +182,3 @@ def test_fields_of_constant_records_fold(tmp_path):
     assert "# as it lies" in source
     assert "nl.float32" in source
     assert not any(word in source for word in ("plan", "operand", ".turn", "bias", "others"))
-
-
-def test_templates_and_schedules_mean_the_same_by_a_weight():
-    classes = record_classes(cst.parse_module((NKI_PIECES / "records.py").read_text("utf-8")))
-    assert {name for name, _ in classes["Plan"]} < set(dir(Weight))

@@ -41,59 +41,6 @@ def written_out(text):
     return {name: cst.Module([node]).code.strip() for name, node in made.items()}
 
 
-def test_a_helper_that_returns_a_record_becomes_its_statements():
-    made = written_out(
-        """
-        def outer(x, gains):
-            if x:
-                # before all
-                norm = norm_of_x(gains.get("gain"), 4)
-            return norm
-        """
-    )
-    assert set(made) == {"columns", "outer"}
-    assert made["outer"] == textwrap.dedent(
-        """\
-        def outer(x, gains):
-            if x:
-                # before all
-                gain_sb = None
-                if 4 > 0:
-                    # as it lies
-                    gain_sb = columns(gains.get("gain"), 4)
-                norm = Norm("rms", gain_sb)
-            return norm"""
-    )
-
-
-def test_a_helper_that_takes_the_operands_becomes_its_statements():
-    made = written_out(
-        """
-        def outer(mine, others):
-            twice(mine, 1, others)
-        """
-    )
-    helper = made.pop("outer", None)
-    assert helper is None, "outer takes the operands itself"
-    made = written_out(
-        """
-        def outer(mine):
-            twice(mine, 1, operands)
-        """
-    )
-    assert made["outer"] == textwrap.dedent(
-        """\
-        def outer(mine):
-            mine = half(mine)
-            gain_sb = None
-            if 1 > 0:
-                # as it lies
-                gain_sb = columns(mine, 1)
-            inner = Norm("rms", gain_sb)
-            columns(inner, operands.get("gain"))"""
-    )
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

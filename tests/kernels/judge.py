@@ -30,13 +30,18 @@ def best_of_each_split(spec):
     return best
 
 
+def prove_right(kernel, seed=0):
+    """Prove an emitted kernel against float64."""
+    proof = prove(kernel, seed)
+    assert proof.passed, f"{proof}\n{kernel.spec}\n{kernel.schedule}\n{kernel.path}"
+
+
 def prove_every_split(spec, splits):
     """Prove a kernel of each way of sharing, which must be these."""
     schedules = best_of_each_split(spec)
     assert set(schedules) == splits
     for schedule in schedules.values():
-        proof = prove(build_kernel(spec, "trn2", schedule))
-        assert proof.passed, (schedule.split, str(proof))
+        prove_right(build_kernel(spec, "trn2", schedule))
 
 
 def run_with_index(spec, index, schedule=None):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import several, within
+from judge import prove_right, several, within
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.check_against_float64 import compare, prove, random_arrays
+from nmm_compiler.codegen.check_against_float64 import compare, random_arrays
 from nmm_compiler.codegen.choose import rank, refusal
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels import FAMILIES
@@ -49,8 +49,7 @@ def check_any_schedule(family, data):
     place = data.draw(st.integers(0, min(len(legal), 24) - 1), label="schedule")
     schedule = legal[place].schedule
     kernel = build_kernel(spec, target, schedule)
-    proof = prove(kernel, seed=data.draw(st.integers(0, 99), label="seed"))
-    assert proof.passed, f"{proof}\n{spec}\n{kernel.schedule}\n{kernel.path}"
+    prove_right(kernel, seed=data.draw(st.integers(0, 99), label="seed"))
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -96,19 +95,6 @@ def test_zeros_and_a_lost_tile_fail_in_any_result(family, dtype):
     assert within(spec, arrays, want)
 
 
-@pytest.mark.parametrize("scales", ["tensor", "channel"])
-def test_fp8_reference_is_scaled_linear_algebra(scales):
-    spec = LowRankSpec(m=3, k=5, r=2, n=4, dtype=FP8, scales=scales, bias=True, scale=0.5)
-    names = [t.name for t in spec.inputs()]
-    assert names == ["x", "u", "v", "bias", "x_scale", "u_scale", "v_scale"]
-    assert [t.dtype for t in spec.inputs()] == [FP8] * 3 + ["bfloat16"] + ["float32"] * 3
-    assert spec.output.dtype == "bfloat16"
-    arrays = random_arrays(spec, seed=3)
-    x, u, v, bias, xs, us, vs = (np.asarray(a, dtype=np.float64) for a in arrays)
-    want = vs * (0.5 * xs * us * (x @ u) @ v) + bias
-    np.testing.assert_allclose(spec.reference(*arrays), want, rtol=1e-13)
-
-
 def test_double_row_is_chosen_and_halves_the_passes():
     spec = MatmulSpec(m=512, k=2048, n=2048, dtype=FP8, x_layout="col")
     kernel = build_kernel(spec, "trn2")
@@ -119,19 +105,6 @@ def test_double_row_is_chosen_and_halves_the_passes():
     counts = [k.profile().instructions["tensor"]["nc_matmul"] for k in (kernel, slower)]
     assert counts[0] * 2 == counts[1]
     assert kernel.profile().latency_us < 0.7 * slower.profile().latency_us
-
-
-@pytest.mark.parametrize("family", FORMATTED)
-def test_double_rows_of_a_ragged_contraction(family):
-    """Pairs of tiles, an odd one and a ragged one add up in the same sums."""
-    fields = {"m": 20, "k": 128 * 9 + 40, "n": 700, "dtype": FP8, "x_layout": "col"}
-    if family != "matmul":
-        fields |= {"r": 128 * 5 + 16}
-    spec = FAMILIES[family].spec_class(**fields)
-    schedule = rank(spec, get("trn3"))[0].schedule
-    kernel = build_kernel(spec, "trn3", dataclasses.replace(schedule, double_row=True))
-    assert "for pair in range(" in kernel.source
-    assert prove(kernel).passed
 
 
 def test_the_roofline_counts_each_product_at_its_rate():
@@ -184,29 +157,6 @@ def test_a_wrong_result_fails_its_bound(family):
     wrong[1][-1] = 0
     got, want, bound = spec.reference(*wrong), spec.reference(*arrays), spec.error_bound(*arrays)
     assert not compare("wrong", several(got), several(want), several(bound)).passed
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_reference_is_plain_linear_algebra(dtype):
-    spec = LowRankSpec(
-        m=3, k=5, r=2, n=4, dtype=dtype, x_layout="col", v_layout="col", out_layout="col",
-        bias=True, base=True, scale=0.5, activation="relu",
-    )  # fmt: skip
-    x, u, v, w, bias = arrays = random_arrays(spec, seed=3)
-    x, u, v, w, bias = (np.asarray(a, dtype=np.float64) for a in (x, u, v, w, bias))
-    expected = np.maximum(x.T @ w + 0.5 * (x.T @ u) @ v.T + bias, 0).T
-    np.testing.assert_allclose(spec.reference(*arrays), expected, rtol=1e-13, atol=1e-13)
-
-
-def test_gated_reference():
-    spec = GatedMLPSpec(m=3, k=5, n=7, r=2, up_r=0, weight_layout="col", down_bias=True)
-    names = [t.name for t in spec.inputs()]
-    assert names == ["x", "gate_u", "gate_v", "up_w", "down_u", "down_v", "down_bias"]
-    arrays = random_arrays(spec)
-    x, gu, gv, up, du, dv, bias = (np.asarray(a, dtype=np.float64) for a in arrays)
-    gate = x @ gu.T @ gv.T
-    h = gate / (1 + np.exp(-gate)) * (x @ up.T)
-    np.testing.assert_allclose(spec.reference(*arrays), h @ du.T @ dv.T + bias, rtol=1e-12)
 
 
 def test_specs_count_their_work():

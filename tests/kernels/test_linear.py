@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from judge import prove_right
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.check_against_float64 import prove
 from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
@@ -68,14 +68,12 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chosen_kernels_equal_float64(kind):
-    proof = prove(build_kernel(KINDS[kind], "trn2"))
-    assert proof.passed, proof
+    prove_right(build_kernel(KINDS[kind], "trn2"))
 
 
 @pytest.mark.parametrize("kind", ["few, low rank", "odd", "tokens beyond a tile", "mlp, down"])
 def test_beta_1_equals_float64(kind):
-    proof = prove(build_kernel(KINDS[kind], "trn1", dialect="neuronxcc"))
-    assert proof.passed, proof
+    prove_right(build_kernel(KINDS[kind], "trn1", dialect="neuronxcc"))
 
 
 def test_one_token_in_fp8_is_within_half_again_of_its_roofline():

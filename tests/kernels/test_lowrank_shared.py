@@ -1,18 +1,13 @@
 """Family lowrank_shared: what it means, what it refuses, and what reading x once is worth."""
 
-import numpy as np
 import pytest
-from judge import within
+from judge import prove_right, within
 
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.codegen.check_against_float64 import prove, random_arrays
-from nmm_compiler.codegen.choose import choose
-from nmm_compiler.codegen.emitted_file import kernel_source
+from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
-from nmm_compiler.kernels.linear.schedule import LinearSchedule
 from nmm_compiler.kernels.linear.specs import LowRankSharedSpec
 from nmm_compiler.simulator.run import simulate
-from nmm_compiler.targets import get
 
 MIXED = LowRankSharedSpec(
     m=40, k=150, pairs=((70, (90, 200)), (130, 33)), dtype="float32", x_layout="col",
@@ -29,25 +24,10 @@ def qkv(m, ranks=(256, 128, 128)):
     )
 
 
-def test_reference_is_plain_linear_algebra():
-    arrays = random_arrays(MIXED, seed=3)
-    names = [t.name for t in MIXED.inputs()]
-    assert names == ["x", "u0", "u1", "v0", "v1", "v2", "bias0", "bias2"]
-    x, u0, u1, v0, v1, v2, bias0, bias2 = (np.asarray(a, dtype=np.float64) for a in arrays)
-    last = (x.T @ u1) @ v2.T + bias2
-    want = (
-        np.maximum((x.T @ u0) @ v0.T + bias0, 0),
-        ((x.T @ u0) @ v1.T).T,
-        (last / (1 + np.exp(-last))).T,
-    )
-    for got, y in zip(MIXED.reference(*arrays), want, strict=True):
-        np.testing.assert_allclose(got, y, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
 def test_every_result_has_its_own_epilogue_and_layout(target):
     kernel = build_kernel(MIXED, target)
-    assert prove(kernel).passed
+    prove_right(kernel)
     shapes = [y.shape for y in kernel.simulate(*random_arrays(MIXED), mode="functional").outputs]
     assert shapes == [(40, 90), (200, 40), (33, 40)] == [y.shape for y in MIXED.outputs()]
 
@@ -59,7 +39,7 @@ def test_fp8_sums_of_more_than_512_tokens_leave_psum_whole(x_dtype):
         m=513, k=384, pairs=((60, (100,)),), dtype="float8_e4m3", scales="channel",
         x_dtype=x_dtype, x_layout="col",
     )  # fmt: skip
-    assert prove(build_kernel(spec, "trn2")).passed
+    prove_right(build_kernel(spec, "trn2"))
 
 
 def test_a_kernel_that_takes_the_wrong_u_is_caught(tmp_path):
@@ -73,19 +53,6 @@ def test_a_kernel_that_takes_the_wrong_u_is_caught(tmp_path):
         path.write_text(kernel.source.replace(*wrong))
         got = simulate(f"{path}:{kernel.name}", *arrays, mode="functional").outputs
         assert not within(spec, arrays, got)
-
-
-def test_same_spec_same_bytes_and_same_bits():
-    target = get("trn2")
-    schedule = choose(MIXED, target)[0].schedule
-    again = LowRankSharedSpec.from_json(MIXED.to_json())
-    assert again == MIXED
-    copy = LinearSchedule.from_json(schedule.to_json())
-    assert kernel_source(MIXED, schedule, target) == kernel_source(again, copy, target)
-    kernel, arrays = build_kernel(MIXED, target), random_arrays(MIXED, seed=1)
-    one, two = (kernel.simulate(*arrays, mode="functional").outputs for _ in range(2))
-    for a, b in zip(one, two, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_ways_to_say_the_same():
@@ -123,7 +90,19 @@ def test_bad_fields(fields, error, words):
         LowRankSharedSpec(**{"m": 8, "k": 16, "pairs": ((4, 32), (4, 32)), **fields})
 
 
-def check_against_single_launches(m, ranks=(256, 128, 128)):
+@pytest.mark.parametrize(
+    ("m", "ranks"),
+    [
+        (1, (256, 128, 128)),
+        (512, (256, 128, 128)),
+        *(
+            pytest.param(m, ranks, marks=pytest.mark.long)
+            for m in (1, 16, 128, 512, 2048)
+            for ranks in ((256, 128, 128), (768, 384, 384))
+        ),
+    ],
+)
+def test_x_is_read_once_for_q_k_and_v(m, ranks):
     """One kernel reads x once where three read it three times, and is predicted no slower."""
     spec = qkv(m, ranks)
     one = build_kernel(spec, "trn2").profile()
@@ -134,15 +113,3 @@ def check_against_single_launches(m, ranks=(256, 128, 128)):
     assert apart - moved >= 2 * x
     assert moved == spec.minimal_hbm_bytes()
     assert one.latency_us <= sum(p.latency_us for p in three)
-
-
-@pytest.mark.parametrize("m", [1, 512])
-def test_x_is_read_once_for_q_k_and_v(m):
-    check_against_single_launches(m)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [(256, 128, 128), (768, 384, 384)])
-@pytest.mark.parametrize("m", [1, 16, 128, 512, 2048])
-def test_x_is_read_once_at_every_token_count(m, ranks):
-    check_against_single_launches(m, ranks)

@@ -145,28 +145,21 @@ def test_gradients_of_adapters():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("op", "operands", "place", "wrong", "error", "words"),
     [
-        ({"index": torch.zeros(3, dtype=torch.long)}, ShapeError, "each of 8 tokens"),
-        ({"gains": torch.ones(5)}, ShapeError, "ranks add up to 24"),
-        ({"u": torch.zeros(24, 60)}, ShapeError, "features of x and u"),
-        ({"v": torch.zeros(24, 96, dtype=torch.bfloat16)}, SpecError, "dtypes"),
+        (ADAPTERS, adapters, 1, torch.zeros(3).long(), ShapeError, "each of 8 tokens"),
+        (ADAPTERS, adapters, 4, torch.ones(5), ShapeError, "ranks add up to 24"),
+        (ADAPTERS, adapters, 2, torch.zeros(24, 60), ShapeError, "features of x and u"),
+        (ADAPTERS, adapters, 3, torch.zeros(24, 96).bfloat16(), SpecError, "dtypes"),
+        (EXPERTS, experts, 1, torch.zeros(4, 64, 90), ShapeError, "two for each input of down"),
+        (EXPERTS, experts, 4, torch.zeros(5, 1), ShapeError, "index and gates"),
     ],
 )
-def test_shapes_of_adapters_that_do_not_fit(change, error, words):
-    names = ("x", "index", "u", "v", "gains", "bias", "w")
-    given = dict(zip(names, adapters(), strict=True)) | change
+def test_shapes_that_do_not_fit(op, operands, place, wrong, error, words):
+    given = list(operands())
+    given[place] = wrong
     with FakeTensorMode() as mode, pytest.raises(error, match=words):
-        ADAPTERS(*map(mode.from_tensor, given.values()))
-
-
-def test_shapes_of_experts_that_do_not_fit():
-    with FakeTensorMode() as mode:
-        args = list(map(mode.from_tensor, experts()))
-        with pytest.raises(ShapeError, match="two for each input of down"):
-            EXPERTS(args[0], args[1][..., :90], *args[2:])
-        with pytest.raises(ShapeError, match="index and gates"):
-            EXPERTS(*args[:4], args[4][:, :1], *args[5:])
+        op(*map(mode.from_tensor, given))
 
 
 def test_an_expert_that_is_none_is_an_error():
