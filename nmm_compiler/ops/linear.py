@@ -158,7 +158,9 @@ class LinearOp(Op):
         behind = [one.name for one in self.operands[self.own :] if one not in _ENDS]
         rest |= {name: given[name] for name in behind}
         y = self.bare(references.normed(own[0], given), *own[1:], **rest)
-        return y if given.get("residual") is None else given["residual"] + y
+        if given.get("residual") is None:
+            return y
+        return y + given["residual"]  # a sum has the strides of its first operand: contiguous
 
     def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
         """Return the results again, differentiable by calls of this package's ops."""

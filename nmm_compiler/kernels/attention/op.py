@@ -47,9 +47,8 @@ def attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     mask = _mask(q, context, window) if causal else None
     if not soft_cap:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=factor
-        )
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=factor)
+        return y.contiguous()  # its strides are those of q
     scores = torch.tanh((q.float() @ k.float().transpose(-1, -2)) * (factor / soft_cap)) * soft_cap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
