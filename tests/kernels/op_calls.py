@@ -1,6 +1,9 @@
 """A call of every op, in float64, that the tests of ops share."""
 
 import torch
+from torch.utils._pytree import tree_map_only
+
+from nmm_compiler.ops.references import ACTIVATIONS
 
 K, R, N, TOKENS = 8, 4, 12, 6
 
@@ -16,6 +19,17 @@ def fixed(*shape):
     made = weight(*shape)
     made.fixed = True
     return made
+
+
+def of_dtype(operands, dtype):
+    """Return operands of a call whose numbers are of this dtype, each held to 16 bits."""
+
+    def cast(t):
+        narrow = dtype in (torch.float16, torch.bfloat16)
+        to = torch.float32 if narrow and hasattr(t, "fixed") else dtype
+        return t.half().to(to) if t.dtype == torch.float64 else t
+
+    return tree_map_only(torch.Tensor, cast, operands)
 
 
 def calls(tokens=TOKENS):
@@ -47,6 +61,7 @@ def calls(tokens=TOKENS):
     yield "gated_mlp", (x, [w], gate, [weight(N, R), u.t().contiguous()], bias, bias, weight(K)), {}
     q, key = weight(2, 4, tokens, 8), weight(2, 2, 10, 8)
     yield "attention", (q, key, key), {}
+    yield "attention", (q.mT.contiguous().mT, key, key), {"causal": False}
     yield "attention", (q, q, q, weight(2, tokens, 4)), {"rotates": "qk"}
     index = torch.arange(2 * tokens).reshape(tokens, 2) % 2
     yield "adapters_matmul", (x, index[:, 1], u, v, fixed(2), bias, w), {}
@@ -58,6 +73,34 @@ def calls(tokens=TOKENS):
     yield "corrected_matmul", (x, *of_fp8, u, v, bias), {"format": "fp8"}
     yield from corrected_calls(tokens)
     yield from scaled_calls(tokens)
+
+
+def every_call(tokens=TOKENS):
+    """Yield those of `calls`, one of each activation, and those with a norm of x or a residual."""
+    yield from calls(tokens)
+    for name in ACTIVATIONS:
+        operands = weight(tokens, K), weight(K, R), weight(R, N), weight(N)
+        yield "lowrank_matmul", operands, {"activation": name}
+    for norm in ("rms", "layer", ""):
+        keywords = {"norm": norm, "norm_eps": 1e-3, "norm_offset": 1.0} if norm else {}
+        for name, operands, layouts in normed_calls(tokens, norm):
+            yield name, operands, {**keywords, **layouts}
+
+
+def normed_calls(tokens, norm):
+    """Yield calls with a residual where the op adds one."""
+    gain, bias = weight(K) if norm else None, weight(K).flip(0) if norm == "layer" else None
+    x, residual = weight(2, tokens // 2, K) / 4, weight(2, tokens // 2, N)
+    rows, added = x.reshape(tokens, K), residual.reshape(tokens, N)
+    u, v, w, down, out = weight(K, R), weight(R, N), weight(K, N), weight(N, K), weight(N)
+    columns = {"x_layout": "col", "out_layout": "col"}
+    yield "lowrank_matmul", (x, u, v, None, None, None, None, gain, bias, residual), {}
+    yield "matmul", (rows, w, out, gain, bias, added), {}
+    yield "matmul", (rows.t(), w, out, gain, bias, added.t()), columns  # neither is contiguous
+    yield "gated_mlp_up", (x, [w], [w], None, None, gain, bias), {}
+    yield "gated_mlp", (x, [w], [w], [down], None, None, None, gain, bias, x), {}
+    yield "lowrank_matmul_shared_x", (x, [u, u], [v, v], [out, out], gain, bias), {}
+    yield "lowrank_matmul_shared_u", (x, u, [v, v], [out, out], gain, bias), {}
 
 
 def corrected_calls(tokens):
@@ -92,6 +135,11 @@ def scaled_calls(tokens):
     yield "lowrank_matmul_shared_u_scaled", (x, [su, sv, sv], u, [v, v], [None, None]), {}
     yield "gated_mlp_up_scaled", (x, [su, sv, sv], [u, v], [w]), {}
     yield "gated_mlp_scaled", (x, [su, sv, sv, sk], [u, v], [w], [down]), {}
+
+
+def named(value):
+    """Return the label of a part of a call, without its tensors."""
+    return str(value) if isinstance(value, str | dict) else "on"
 
 
 def fp8(t):

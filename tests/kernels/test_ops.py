@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from judge import several
-from op_calls import TOKENS, calls
-from test_ops_norm_and_residual import normed_calls
+from op_calls import calls, every_call, named, of_dtype
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
-from nmm_compiler.ops import references, registration
+from nmm_compiler.ops import registration
 from nmm_compiler.ops.lower import lower
 from nmm_compiler.ops.lower import tokens as tokens_of
 from nmm_compiler.runtime.executor import _operand
@@ -26,10 +25,6 @@ M, K, R, N = 6, 16, 4, 12
 def weight(inputs, outputs, layout="row", dtype=torch.float64, grad=True):
     w = torch.randn(inputs, outputs, dtype=dtype) / inputs**0.5
     return (w if layout == "row" else w.t().contiguous()).requires_grad_(grad)
-
-
-def inputs_first(w, layout):
-    return w if layout == "row" else w.t()
 
 
 def as_layout(t, layout):
@@ -61,139 +56,15 @@ def kernel_executor():
     del registration.EXECUTORS["counting"]
 
 
-CASES = {
-    **{name: (True, False, {"activation": name}) for name in references.ACTIVATIONS},
-    **{
-        layout: (True, True, {layout: "col"})
-        for layout in ("x_layout", "out_layout", "u_layout", "v_layout", "w_layout")
-    },
-    "scaled": (True, False, {"scale": 0.5}),
-    "scaled-col": (True, False, {"scale": 0.5, "out_layout": "col"}),
-    "lora": (True, True, {"scale": 2.0, "activation": "silu"}),
-    "plain": (False, False, {}),
-}
-"""Whether there are a bias and a base, and keywords."""
-
-
-@pytest.mark.parametrize(("biased", "based", "kw"), CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("executor", ["reference", "counting"])
-def test_lowrank_matmul_equals_its_formula_and_gradients(
-    biased, based, kw, executor, kernel_executor
-):
-    layouts = {k: kw.get(k, "row") for k in ("x_layout", "u_layout", "v_layout", "w_layout")}
-    x = make_x(layouts["x_layout"])
-    u = weight(K, R, layouts["u_layout"])
-    v = weight(R, N, layouts["v_layout"])
-    bias = torch.randn(N, dtype=torch.float64, requires_grad=True) if biased else None
-    w = weight(K, N, layouts["w_layout"]) if based else None
-    operands = [t for t in (x, u, v, bias, w) if t is not None]
-
-    def formula():
-        rows = as_layout(x, layouts["x_layout"])
-        low = rows @ inputs_first(u, layouts["u_layout"]) @ inputs_first(v, layouts["v_layout"])
-        y = kw.get("scale", 1.0) * low
-        if w is not None:
-            y = y + rows @ inputs_first(w, layouts["w_layout"])
-        if bias is not None:
-            y = y + bias
-        y = references.activate(y, kw.get("activation", "identity"))
-        return y.t() if kw.get("out_layout") == "col" else y
-
-    got = NMM.lowrank_matmul(x, u, v, bias, w, **kw, executor=executor)
-    want = formula()
-    assert got.is_contiguous()
-    assert bool(kernel_executor) == (executor == "counting")
-    check_with_gradients(got, want, operands)
-
-
-def check_with_gradients(got, want, operands):
-    """float64 throughout: 16 products of size ~1 leave no more than a few times 1e-15."""
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    upstream = torch.randn_like(want)
-    for a, b in zip(
-        torch.autograd.grad(got, operands, upstream, retain_graph=True),
-        torch.autograd.grad(want, operands, upstream, retain_graph=True),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("executor", ["reference", "counting"])
-@pytest.mark.parametrize("layout", ["row", "col"])
-def test_shared_ops_equal_separate_products(executor, layout, kernel_executor):
-    x = make_x(layout)
-    us, vs = [weight(K, R), weight(K, 3)], [weight(R, N), weight(3, 5)]
-    bias = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    rows = as_layout(x, layout)
-    kw = {"x_layout": layout, "out_layout": layout, "executor": executor}
-
-    got = NMM.lowrank_matmul_shared_x(
-        x, us, vs, [None, bias], activations=["silu", "identity"], **kw
-    )
-    want = [functional.silu(rows @ us[0] @ vs[0]), rows @ us[1] @ vs[1] + bias]
-    want = [as_layout(y, layout) for y in want]
-    check_with_gradients(
-        got[0].sum() + got[1].square().sum(),
-        want[0].sum() + want[1].square().sum(),
-        [x, *us, *vs, bias],
-    )
-
-    others = [weight(R, N), weight(R, 5)]
-    got = NMM.lowrank_matmul_shared_u(x, us[0], others, [None, bias], **kw)
-    want = [as_layout(rows @ us[0] @ v + b, layout) for v, b in zip(others, (0, bias), strict=True)]
-    check_with_gradients(
-        got[0].sum() + got[1].square().sum(),
-        want[0].sum() + want[1].square().sum(),
-        [x, us[0], *others, bias],
-    )
-
-
-@pytest.mark.parametrize("executor", ["reference", "counting"])
-@pytest.mark.parametrize("layout", ["row", "col"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_ops_equal_their_formula(executor, layout, activation, kernel_executor):
-    x = make_x()
-    gate = [weight(K, R, layout), weight(R, N, layout)]
-    up = [weight(K, N, layout)]
-    down = [weight(N, R, layout), weight(R, K, layout)]
-    b1, b2, b3 = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in (N, N, K))
-    g = [inputs_first(w, layout) for w in (*gate, *up, *down)]
-    kw = {"weight_layout": layout, "executor": executor, "activation": activation}
-    middle = references.activate(x @ g[0] @ g[1] + b1, activation) * (x @ g[2] + b2)
-
-    got = NMM.gated_mlp_up(x, gate, up, b1, b2, out_layout="col", **kw)
-    check_with_gradients(got, middle.t(), [x, *gate, *up, b1, b2])
-    got = NMM.gated_mlp(x, gate, up, down, b1, b2, b3, **kw)
-    check_with_gradients(got, middle @ g[3] @ g[4] + b3, [x, *gate, *up, *down, b1, b2, b3])
-
-
-def test_unasked_gradients_are_not_computed(kernel_executor):
-    """LoRA trains the factors alone: the frozen dense weight gets no gradient product."""
-    x, u, v = make_x(grad=False), weight(K, R), weight(R, N)
-    w = weight(K, N, grad=False)
-    y = NMM.lowrank_matmul(x, u, v, None, w, scale=2.0, executor="counting")
-    with torch.profiler.profile() as profile:
-        y.sum().backward()
-    products = sum(e.count for e in profile.key_averages() if e.key == "aten::mm")
-    assert products == 4  # x u again, its gradient through v, and one each for u and v
-    assert w.grad is None
-    assert x.grad is None
-
-
-def example_call(name, tokens=TOKENS):
-    """Return operands and keywords of a call; what is not fixed takes gradients."""
-    _, operands, keywords = next(call for call in calls(tokens) if call[0] == name)
-
-    def learned(t):
-        learns = t.dtype == torch.float64 and not hasattr(t, "fixed")
-        return t.clone().requires_grad_(learns)
-
-    return tree_map_only(torch.Tensor, learned, operands), keywords
+def learned(t):
+    """Return a copy of an operand; what is not fixed takes gradients."""
+    return t.clone().requires_grad_(t.dtype == torch.float64 and not hasattr(t, "fixed"))
 
 
 @pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
 def test_opcheck(name, kernel_executor):
-    args, keywords = example_call(name)
+    _, operands, keywords = next(call for call in calls() if call[0] == name)
+    args = tree_map_only(torch.Tensor, learned, operands)
     for executor in ("reference", "counting"):
         given = {**keywords, "executor": executor}
         tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
@@ -202,56 +73,57 @@ def test_opcheck(name, kernel_executor):
         torch.library.opcheck(registration.OPS[name], args, given, test_utils=tests)
 
 
-@pytest.mark.parametrize("tokens", [0, TOKENS])
-@pytest.mark.parametrize("name", sorted(registration.DEFINITIONS))
-def test_an_operand_without_a_gradient_in_pytorch_has_none_from_kernels(
-    name, tokens, kernel_executor
+@pytest.mark.parametrize(
+    ("name", "operands", "keywords"), [*every_call(), *every_call(0)], ids=named
+)
+def test_kernels_have_the_values_and_gradients_of_the_references(
+    name, operands, keywords, kernel_executor
 ):
-    """Each result alone is differentiated; no tokens give zeros."""
-    args, keywords = example_call(name, tokens)
+    """Each result alone is differentiated; no tokens give zeros.
+
+    What has no gradient in PyTorch has none from kernels.
+    """
+    args = tree_map_only(torch.Tensor, learned, operands)
     leaves = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.requires_grad]
 
-    def gradients(executor):
+    def computed(executor):
         results = tree_leaves(registration.OPS[name](*args, **keywords, executor=executor))
-        return [
+        gradients = [
             torch.autograd.grad(y.sum(), leaves, allow_unused=True, retain_graph=True)
             for y in results
+            if leaves
         ]
+        return results, gradients
 
-    want, kernels = gradients("reference"), gradients("counting")
+    (want, expected), (got, found) = computed("reference"), computed("counting")
     assert len(kernel_executor) >= 1
-    for got, expected in zip(sum(kernels, ()), sum(want, ()), strict=True):
-        assert (got is None) == (expected is None)
-        if got is not None:
-            assert got.any() or tokens == 0
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert all(y.is_contiguous() for y in got)
+    for a, b in zip(sum(found, ()), sum(expected, ()), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.any() or operands[0].numel() == 0
             # At most seven products in float64, each with sums of at most 64 terms.
-            bound = 7 * 64 * torch.finfo(torch.float64).eps * float(expected.norm())
-            torch.testing.assert_close(got, expected, rtol=0, atol=bound)
+            bound = 7 * 64 * torch.finfo(torch.float64).eps * float(b.norm())
+            torch.testing.assert_close(a, b, rtol=0, atol=bound)
 
 
 # MX blocks and branches beside fp8 take larger weights than those; the op rotates in float32.
 REFERENCES = [
-    call for call in (*calls(), *normed_calls())
+    call for call in every_call()
     if not call[0].startswith("corrected") and "rotates" not in call[2]
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "operands", "keywords"), REFERENCES, ids=str)
+@pytest.mark.parametrize(("name", "operands", "keywords"), REFERENCES, ids=named)
 def test_the_float64_reference_of_a_kernel_is_that_of_its_op(name, operands, keywords):
     """Of numbers that 16 bits hold: what the spec means that a call is lowered to."""
-
-    def held(dtype):
-        def cast(t):
-            to = torch.float32 if hasattr(t, "fixed") and dtype == torch.float16 else dtype
-            return t.half().to(to) if t.dtype == torch.float64 else t
-
-        return tree_map_only(torch.Tensor, cast, operands)
-
-    of_kernel = held(torch.float16 if name.endswith("_scaled") else torch.float32)
+    dtype = torch.float16 if name.endswith("_scaled") else torch.float32
+    of_kernel = of_dtype(operands, dtype)
     narrow = {k: "float32" if v == "float64" else v for k, v in keywords.items()}
     (launch,) = lower(name, of_kernel, narrow, tokens_of(operands[0], keywords)).launches
     made = launch.spec.reference(*(np.asarray(_operand(t)) for t in launch.operands))
-    wanted = tree_leaves(registration.OPS[name](*held(torch.float64), **keywords))
+    wanted = tree_leaves(registration.OPS[name](*of_dtype(operands, torch.float64), **keywords))
     for got, want in zip(several(made), wanted, strict=True):
         np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-11, atol=1e-13)
 

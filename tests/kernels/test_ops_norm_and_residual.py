@@ -1,4 +1,4 @@
-"""Calls of the ops with a norm of x and a residual: values, gradients, kernels, placements."""
+"""Calls of the ops with a norm of x and a residual: values, kernels, placements, refusals."""
 
 import pytest
 import torch
@@ -40,58 +40,6 @@ def test_values_are_those_of_the_modules():
         **keywords,
     )  # fmt: skip
     torch.testing.assert_close(got, (RESIDUAL + linear(unit, w.t())).reshape(6, 8).t())
-
-
-def leaf(value):
-    """Return a copy of an operand that takes a gradient."""
-    if isinstance(value, list):
-        return [leaf(one) for one in value]
-    return value if value is None else value.clone().requires_grad_()
-
-
-def flat(values):
-    """Return the operands, those in lists too."""
-    made = []
-    for value in values:
-        made += value if isinstance(value, list) else [value]
-    return made
-
-
-def normed_calls():
-    """Yield (op, operands, keywords) of calls with each norm and without one."""
-    for norm in ("rms", "layer", ""):
-        keywords = {"norm": norm, "norm_eps": 1e-3, "norm_offset": 1.0} if norm else {}
-        for name, operands, layouts in calls(norm):
-            yield name, operands, {**keywords, **layouts}
-
-
-def calls(norm):
-    """Return a call of every op: name, operands, layouts."""
-    gain, bias = (GAIN if norm else None), (BIAS if norm == "layer" else None)
-    rows, residual = X.reshape(6, 12), RESIDUAL.reshape(6, 8)
-    w, down, out = random(12, 8), random(8, 12), random(8)
-    columns = {"x_layout": "col", "out_layout": "col"}
-    yield "lowrank_matmul", (X, U, V, *NONE, gain, bias, RESIDUAL), {}
-    yield "matmul", (rows, w, out, gain, bias, residual), {}
-    yield "matmul", (rows.t(), w, out, gain, bias, residual.t()), columns
-    yield "gated_mlp_up", (X, [w], [w], None, None, gain, bias), {}
-    yield "gated_mlp", (X, [w], [w], [down], None, None, None, gain, bias, X), {}
-    yield "lowrank_matmul_shared_x", (X, [U, U], [V, V], [out, out], gain, bias), {}
-    yield "lowrank_matmul_shared_u", (X, U, [V, V], [out, out], gain, bias), {}
-
-
-@pytest.mark.parametrize(("name", "operands", "keywords"), [*normed_calls()], ids=str)
-def test_gradients_of_kernel_calls_are_those_of_autograd(name, operands, keywords):
-    op, args = DEFINITIONS[name], [leaf(value) for value in operands]
-    made = op.reference(*args, **keywords)
-    results = made if isinstance(made, list) else [made]
-    grads = tuple(random(*y.shape, seed=7) for y in results)
-    leaves = [a for a in flat(args) if a is not None]
-    wanted = torch.autograd.grad(results, leaves, grads)
-    need = tuple([True] * len(a) if isinstance(a, list) else a is not None for a in args)
-    found = flat(op.gradient(tuple(args), keywords, grads, need))
-    given = [g for g, a in zip(found, flat(args), strict=True) if a is not None]
-    torch.testing.assert_close(given, list(wanted))
 
 
 @pytest.mark.parametrize("tokens", [5, 150])
