@@ -169,7 +169,7 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
     """Return x, contiguous, with `rows` zero tokens more."""
     if rows == 0:
         return x.contiguous()
-    padding = (0, 0, 0, rows) if dim == 0 else (0, rows)
+    padding = (0, rows) if dim == x.dim() - 1 else (0, 0, 0, rows)
     return torch.nn.functional.pad(x, padding)
 
 
