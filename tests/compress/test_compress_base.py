@@ -20,8 +20,6 @@ from nmm_compiler.errors import (
 from nmm_compiler.kernels.packed_formats import FORMATS, dequantize
 from nmm_compiler.lowrank_models import hf, quantize
 from nmm_compiler.lowrank_models.apply import calibrate, compress, count_bytes
-from nmm_compiler.lowrank_models.hf_layers import SavedLayers
-from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.quantize import (
     QuantizedLinear,
@@ -192,35 +190,6 @@ def test_a_base_is_rounded_for_its_inputs_and_its_branch(base, rank, monkeypatch
         errors.append(report.layers[0].output_error)
         monkeypatch.undo()
     assert errors[1] < 0.85 * errors[0]
-
-
-@pytest.mark.parametrize(
-    ("base", "rank", "factors"),
-    [
-        ("mxfp4", 8, None),
-        ("mxfp4", 32, "mxfp8"),
-        ("mxfp4", 8, "fp8"),
-        ("int4", 0, None),
-        ("fp8", {"mlp": 8}, None),
-        (None, 8, "int8"),
-        (None, 8, "fp8"),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_models_are_saved_and_loaded_bit_for_bit(base, rank, factors, dtype, tmp_path):
-    model = small(dtype)
-    compress(model, base=base, rank=rank, factors=factors)
-    expected = model(IDS).logits
-    hf.save(model, tmp_path / "a")
-    model.save_pretrained(tmp_path / "b")
-    transformers = pytest.importorskip("transformers")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=dtype)
-    for loaded in (load(tmp_path / "a"), again):
-        state = loaded.state_dict()
-        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-        assert SavedLayers.of(loaded) == SavedLayers.of(model)
-        if dtype == torch.float32:  # `.to(bfloat16)` also rounds the frequencies of the positions
-            assert torch.equal(loaded(IDS).logits, expected)
 
 
 def test_the_code_beside_the_weights_computes_the_same(tmp_path):

@@ -53,8 +53,6 @@ def test_keywords_beside_a_config_are_refused(keyword, value):
         ({"exclude": "layers.0.qq"}, ModelError, r"pattern 'layers\.0\.qq'.*did you mean"),
         ({"exclude": ["q", "lm_head"]}, ModelError, "exclude pattern 'lm_head' matches no module"),
         ({"exclude": [3]}, OptionTypeError, "pattern"),
-        ({"factors": "fp4"}, UnknownNameError, "float8_e4m3"),
-        ({"base": "mxfp5"}, UnknownNameError, "mxfp4"),
         ({"base": "mxfp4", "rank": 12, "factors": "mxfp8"}, ShapeError, r"q\.up has 12.*32"),
         ({"base": "mxfp4", "ratio": 0.9}, ModelError, "cannot be met"),
     ],

@@ -53,11 +53,7 @@ def test_the_output_head_needs_to_be_named():
     assert [s.name for s in find_sites(Model(), include="head")[0]] == ["head"]
 
 
-def test_sites_see_the_weight_as_n_by_k():
-    (site,), _ = find_sites(nn.Sequential(nn.Linear(3, 5)))
-    assert (site.k, site.n, tuple(site.weight.shape)) == (3, 5, (5, 3))
-    assert site.weight.data_ptr() == site.module.weight.data_ptr()
-    assert not site.weight.requires_grad
+def test_weights_of_whole_numbers_are_refused():
     wrong = nn.Sequential(nn.Linear(3, 5))
     wrong[0].weight = nn.Parameter(torch.zeros(5, 3, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelError, match=r"torch\.int8"):
