@@ -177,16 +177,10 @@ def test_require_lists_what_is_missing_and_how_to_build_it(directory):
     assert "nmm cache list KEY.json" in text
     assert text.endswith("build: NMM_CACHE=rw nmm kernel lowrank --m 2")
     assert caught.value.keys == (key_of(2),)
-
-
-def test_require_of_many_lists_them_all_at_once(directory):
-    store = Store(directory, "require")
-    with pytest.raises(CacheMissError) as caught:
-        raise store.miss(store.missing([key_of(1), key_of(2), key_of(3)]))
-    assert caught.value.keys == (key_of(1), key_of(2), key_of(3))
-    text = str(caught.value)
-    assert all(key_of(i).digest[:12] in text for i in (1, 2, 3))
-    assert "NMM_CACHE=rw" in text
+    error = store.miss(store.missing([key_of(i) for i in range(1, 5)]))
+    assert error.keys == (key_of(2), key_of(3), key_of(4))
+    assert all(key_of(i).digest[:12] in str(error) for i in (2, 3, 4))
+    assert "NMM_CACHE=rw" in str(error)
 
 
 @pytest.mark.parametrize("mode", ["ro", "require"])

@@ -68,6 +68,8 @@ def test_what_is_wrong_is_counted(workshop, monkeypatch):
     assert "nmm itself failed: ZeroDivisionError: deliberate" in faults[0]
 
 
+ARRAYS = ["--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32"]
+
 # The guard: what ends a command, what is said, the exit code.
 
 
@@ -127,11 +129,15 @@ def test_a_user_file_is_named_with_its_line(workshop, monkeypatch, nmm):
         (["simulate", "add.py:add", "--arg", "kernel=3", "--arg", "b=3"], "add.py"),
         (["simulate", "add.py", "--arg", "b=1", "--arg", "b=2"], "'b' is given twice"),
         (["simulate", "add.py", "--arg", "b=99999999x99999999:int8"], "nmm profile needs no data"),
+        (["simulate", "add.py", "--arg", "b=8x8:object"], "no dtype of NKI"),
+        (["simulate", "add.py", "--arg", "b=@missing.npy"], "missing.npy"),
+        (["simulate", "add.py:add", *ARRAYS, "--reference", "missing.py:f"], "missing.py"),
+        (["simulate", "add.py", "--arg", f"b={'9' * 5000}x2:float32"], "not like 128x512"),
     ):
         in_a_kernel = said in ("leaves.py", "add.py")
         assert said in nmm(*words, code=1 if in_a_kernel else 2).err
     # any name of a kernel's argument can be given
-    nmm("simulate", "add.py", "--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32", code=0)
+    nmm("simulate", "add.py", *ARRAYS, code=0)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +180,10 @@ def test_an_input_is_not_written_over(workshop, monkeypatch, nmm, words):
 
 def test_an_old_output_and_a_device_are_written(workshop, monkeypatch, nmm):
     monkeypatch.chdir(workshop)
-    arrays = ["--arg", "kernel=8x8:float32", "--arg", "b=8x8:float32"]
     for words in (["--trace", "old.json"], ["--html", "/dev/null", "--trace", "/dev/null"]):
-        nmm("profile", "add.py:add", *arrays, *words, code=0)
+        nmm("profile", "add.py:add", *ARRAYS, *words, code=0)
     assert "traceEvents" in (workshop / "old.json").read_text()
-    for words in (["simulate", "add.py:add", *arrays, "--save", "null"],
+    for words in (["simulate", "add.py:add", *ARRAYS, "--save", "null"],
                   ["build", "specs.jsonl", "--jobs", "1", "--archive", "null"]):  # fmt: skip
         nmm(*words, code=0)
         assert stat.S_ISCHR((workshop / "null").stat().st_mode), "the device was replaced"

@@ -80,20 +80,6 @@ def test_deep_nesting_is_one_finding(before, again, after):
     assert found[0].line in (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("texts", "shown"),
-    [
-        (["a=1", "a=2"], "given twice"),
-        (["a=8x8:object"], "no dtype of NKI"),
-        (["a=99999999x99999999:float32"], "more than a TiB"),
-        (["a=" + "9" * 5000 + "x2:float32"], "not like 128x512"),
-    ],
-)
-def test_arguments_that_cannot_be_made(texts, shown):
-    with pytest.raises(ShapeError, match=shown):
-        arguments_of(texts, 0, data=True)
-
-
 def test_timing_mode_makes_no_data():
     (array,) = arguments_of(["a=99999999x99999999:float32"], 0, data=False).values()
     assert array.shape == (99999999, 99999999)

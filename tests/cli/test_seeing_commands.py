@@ -115,19 +115,6 @@ def test_simulate_checks_against_a_reference_and_saves(nmm, kernel, tmp_path):
     assert json.loads(out)["reference"][0]["error"] > 0.5
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--arg", "a=@missing.npy"), "missing.npy"),
-        (("--reference", "missing.py:f"), "missing.py"),
-    ],
-)
-def test_what_cannot_be_is_said_and_never_ignored(nmm, kernel, words, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arrays = ARRAYS if words[0] != "--arg" else ARRAYS[2:]
-    assert said in nmm("simulate", kernel, *arrays, *words, code=2).err
-
-
 def test_kernel_as_json_and_table(nmm):
     sizes = ("--m", "16", "--k", "64", "--r", "16", "--n", "64")
     line = ("kernel", "lowrank", *sizes, "--schedules")

@@ -1,6 +1,5 @@
 """`make stress` as a program: an area that is not clean, or cannot run, ends it with 1."""
 
-import importlib
 import io
 
 import pytest
@@ -61,8 +60,3 @@ def test_an_area_that_hangs_is_wrong(tmp_path):
 
 def test_no_areas_are_not_a_success():
     assert stress.run({}, 0, 1.0, Console(file=io.StringIO())) == 1
-
-
-def test_each_area_is_a_module_with_attempts():
-    for area in stress.COUNTS:
-        assert callable(importlib.import_module(f"benchmarks.stress.{area}").attempts)

@@ -345,29 +345,17 @@ def test_published_runs_are_within_the_bars():
     assert ended.value.code == 0
 
 
-def test_two_cores_are_priced_by_our_kernel_of_two_cores():
-    """Its simulated time, a barrier, and what is published for each exchange beyond that."""
-    pair = Machine(get("trn2"), lnc=2)
-    spec = LowRankSpec(m=1, k=4096, r=1024, n=16384)
-    found = kernel_price(spec, pair)
-    two = dataclasses.replace(spec, lnc=2)
-    chip = get("trn2")
-    start = 1e6 * (chip.dma_start_latency_seconds + chip.semaphore_seconds)
-    expected = simulated_us(two, chip) + PAIR_BARRIER_US + PAIR_EXCHANGE_US - start
-    assert found.us == pytest.approx(expected, rel=1e-12)
-    assert found.source == "simulated"
-    assert "2 cores" in found.how
-    odd = dataclasses.replace(spec, n=1023)  # cannot be shared: one core's, and the other waits
-    one = kernel_price(odd, pair)
-    assert one.us == pytest.approx(simulated_us(odd, chip) + PAIR_BARRIER_US, rel=1e-12)
-    assert "2 cores" not in one.how
-
-
 def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_faster():
     """A weight is stored whole, so that rows of half of few columns are short: no half of a weight
     stored by core is priced, nor one core's kernel where there is one of two."""
     chip = get("trn2")
     pair = Machine(chip, lnc=2)
+    wide = LowRankSpec(m=1, k=4096, r=1024, n=16384)
+    found = kernel_price(wide, pair)
+    start = 1e6 * (chip.dma_start_latency_seconds + chip.semaphore_seconds)
+    expected = simulated_us(dataclasses.replace(wide, lnc=2), chip) + PAIR_BARRIER_US
+    assert found.us == pytest.approx(expected + PAIR_EXCHANGE_US - start, rel=1e-12)
+    assert (found.source, "2 cores" in found.how) == ("simulated", True)
     narrow = MatmulSpec(m=1, k=5120, n=384)
     two = simulated_us(dataclasses.replace(narrow, lnc=2), chip) + PAIR_BARRIER_US
     by_core = simulated_us(dataclasses.replace(narrow, n=192), chip) + PAIR_BARRIER_US

@@ -70,16 +70,6 @@ def test_titles_wrap_too():
     assert max(map(len, said.splitlines())) <= 60
 
 
-def test_a_table_of_two_wide_columns_wraps_both():
-    rows = [
-        ("several words of a kernel " * 3, 5, "encoder.layer.0.attention.output.dense and more")
-    ]
-    lines = as_text([Grid.of(("kernel", "calls", "at"), rows, right=("calls",))], 80).splitlines()
-    assert max(map(len, lines)) <= 80
-    shown = " ".join(lines).split()
-    assert sorted(shown) == sorted(f"kernel calls at {rows[0][0]} 5 {rows[0][2]}".split())
-
-
 def test_html_says_the_same_and_is_well_formed():
     for text in (Fruit()._repr_html_(), page("Fruit", Fruit().parts())):
         checker = Checker()
