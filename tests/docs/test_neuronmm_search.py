@@ -30,15 +30,6 @@ class Rival(neuronmm.Rival):
         return self.timings(blocks)
 
 
-def test_block_sizes_are_divisors_and_two_and_four():
-    # 2560 x 1664 x 9728, at most 1024 tokens: 20, 13, 8 and 19 tiles
-    assert Rival(CHAIN).values(1024) == [
-        [1, 2, 4, 5, 10], [1, 2, 4, 13], [1, 2, 4, 8], [1, 2, 4],
-    ]  # fmt: skip
-    assert Rival(UP, neuronmm.TUTORIAL).values(512) == [[1, 2, 4], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
-    assert [v[0] for v in Rival(CHAIN).values(1)] == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("target", [(10, 13, 1, 1), (1, 1, 8, 4), (5, 2, 4, 2)])
 def test_the_search_finds_the_least_of_a_bowl(target):
     def us(blocks):
