@@ -77,11 +77,6 @@ def operands():
     )
 
 
-def test_gathered_factors_are_one_call():
-    assert explained(served, operands())[0] == ["adapters"]
-    assert_same(served, operands())
-
-
 def twice(x, w, a, b):
     y = F.linear(x, w)
     for rows in ([0, 1], [1, 2]):
@@ -113,11 +108,6 @@ def test_rows_that_are_written_or_read_otherwise_are_refused(function, words):
     assert "adapters" not in matches
     assert not words or any(words in text for text in declined)
     assert_same(function, inputs)
-
-
-def test_negative_numbers_of_adapters_count_from_the_end():
-    *given, index = operands()
-    assert_same(served, (*given, index - 4))
 
 
 def written_base(y, h, d):
@@ -210,7 +200,16 @@ def sequences_of_rank_one(x, w, bias, a, b, gains, index):
     return torch.matmul(h, b[:, :, :1][index].mT) + F.linear(x, w, bias)
 
 
-GATHERED = [einsum, rows, in_place, without_a_name, buffered, sequences, sequences_of_rank_one]
+GATHERED = [
+    served,
+    einsum,
+    rows,
+    in_place,
+    without_a_name,
+    buffered,
+    sequences,
+    sequences_of_rank_one,
+]
 
 
 @pytest.mark.parametrize("form", GATHERED, ids=lambda form: form.__name__)
