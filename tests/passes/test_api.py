@@ -51,13 +51,6 @@ def test_graph_module_is_not_changed():
     assert "nmm.lowrank_matmul" in result.graph_module.code
 
 
-def test_running_twice_changes_nothing():
-    first = rewrite(Pair(), X)
-    second = run(first.graph_module, (X,))
-    assert not second.matches
-    assert second.graph_module.code == first.graph_module.code
-
-
 def test_metadata_is_copied():
     program = torch.export.export(Pair(), (X,)).module()
     result = run(program)
@@ -107,29 +100,6 @@ def test_the_report_fits_the_page_and_says_equal_things_once(width):
     assert "would help: do it before" in text
     assert "3 of 3 calls: x is read [tokens, features]" in " ".join(text.split())
     assert [m.module for m in report.matches] == [f"layers.{i}" for i in range(3)]
-
-
-def test_the_nearest_miss_of_a_rule():
-    def f(x, u, v):
-        h = x @ u
-        return torch.relu(h) @ v, (x @ u) @ v, h
-
-    def g(x, u, v):
-        h = x @ u
-        return h @ v, h.sum(), torch.tanh(x @ u) @ v
-
-    inputs = (X, torch.randn(64, 8), torch.randn(8, 48))
-    result = rewrite(g, inputs)
-    assert {d.code for d in result.declined} == {"other_user", "between"}
-    assert rewrite(f, inputs).chains == 1
-
-
-def test_a_model_without_a_chain_is_a_report():
-    result = rewrite(nn.Linear(64, 48), X)
-    assert not result.matches
-    assert not result.declined
-    (chance,) = result.opportunities
-    assert (chance.k, chance.n, chance.r) == (64, 48, int(0.8 * 64 * 48 / 112))
 
 
 def test_explain_covers_every_graph():
@@ -379,12 +349,6 @@ def test_a_model_that_does_not_export():
         rewrite(Data(), X)
 
 
-def test_bad_options():
-    with pytest.raises(UnknownNameError):
-        rewrite(Pair(), X, options={"targets": "trn2"})
-    assert Options.make({"target": "trn2"}).target == "trn2"
-
-
 # -- example inputs ---------------------------------------------------------------------------
 
 
@@ -407,12 +371,6 @@ def test_inputs_are_a_tensor_a_sequence_or_a_dict(ask, inputs, form):
 def test_other_inputs_are_refused(ask):
     with pytest.raises(ModelError, match=r"a tensor, a tuple of positional arguments or a dict"):
         ask(Pair(), 3)
-
-
-@pytest.mark.parametrize("inputs", [X, (X,), {"x": X}])
-def test_export_takes_the_same_inputs(inputs):
-    pytest.importorskip("torch_mlir")
-    assert "func.func" in nmm.export_mlir(Pair(), inputs, sources=False).text
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}

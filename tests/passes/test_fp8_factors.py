@@ -140,12 +140,6 @@ def test_a_gate_of_other_numbers_is_said():
     assert "the call has other weights, too" in notes
 
 
-def test_plain_factors_are_as_they_were():
-    result = rewrite(mlp().eval().to(BF16), (torch.randn(4, K, dtype=BF16),))
-    assert called(result) == ["gated_mlp"]
-    assert not any("fp8" in note for match in result.matches for note in match.notes)
-
-
 def test_compressed_models_are_predicted_with_the_bytes_they_have():
     """A decode step reads half of the bytes: the predicted call is faster."""
     times = {}

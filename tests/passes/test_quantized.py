@@ -6,8 +6,6 @@ import torch.nn.functional as F
 from models import VERIFIED, Backend, kinds_of
 from torch import nn
 
-import nmm_compiler as nmm
-
 
 class Quantized(nn.Module):
     """A linear with int8 or fp8 weights and a scale for each output."""
@@ -66,14 +64,3 @@ def test_torchao(name):
     truth = x.double() @ weights[0].T @ weights[1].T + model[1].bias.detach().double()
     had, error = (float((y.double() - truth).abs().max()) for y in (want, got))
     assert error <= 2 * had
-
-
-def test_torchao_after_compress():
-    quantization = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(torch.bfloat16)
-    nmm.compress(model, rank=8)
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    want, got, result = compiled(model, torch.randn(5, 64, dtype=torch.bfloat16))
-    assert result.chains == 2
-    assert float((want - got).abs().max()) <= 2.0**-6 * float(want.abs().max())
