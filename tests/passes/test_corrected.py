@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import compiled
 from torch import nn
+from toy_models import llama
 
 import nmm_compiler as nmm
 from nmm_compiler.lowrank_models.modules import LowRankLinear
@@ -137,7 +138,7 @@ def test_peft_adapters_on_a_model_of_blocks_are_found():
     made.check(data)
 
 
-def test_compressed_models_are_found_and_blocks_alone_are_calls(tmp_path):
+def test_compressed_models_are_found_and_blocks_alone_are_calls():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 256), nn.GELU(), nn.Linear(256, 512)).bfloat16()
     nmm.compress(model, base="mxfp4", rank=32)
@@ -260,22 +261,12 @@ def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, 
         assert (one - want).norm() <= bound * want.norm(), name
 
 
-def llama(hidden_size):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=hidden_size, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).bfloat16().eval()
-
-
 @pytest.mark.parametrize(
     ("format", "target", "factors"),
     [("mxfp4", "trn3", None), ("mxfp4", "trn3", "fp8"), ("fp8", "trn2", None)],
 )
 def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, target, factors):
-    model = llama(256)
+    model = llama(256, 512, dtype=torch.bfloat16)
     nmm.compress(model, base=format, rank=16, factors=factors)
     given = {"input_ids": torch.arange(5)[None], "use_cache": False}
     options = {"target": target, "strict": True}
@@ -295,7 +286,7 @@ def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, targ
 
 @pytest.mark.parametrize(("format", "target"), [("mxfp4", "trn3"), ("fp8", "trn2")])
 def test_a_compressed_llama_has_its_norms_and_sums_inside_of_calls(format, target):
-    model = llama(512)
+    model = llama(512, 512, dtype=torch.bfloat16)
     nmm.compress(model, base=format, rank=16)
     given = {"input_ids": torch.tensor([[3]]), "use_cache": False}
     options = {"target": target, "rules": ["+norms"], "strict": True}
