@@ -1,7 +1,6 @@
 """The package door: every public name is there, and `import nmm_compiler` stays light."""
 
 import inspect
-import pydoc
 
 import pytest
 from processes import ran
@@ -39,10 +38,7 @@ def test_compress_is_the_function_and_its_room_stays_importable():
 
     assert inspect.isfunction(nmm_compiler.compress)
     assert inspect.signature(nmm_compiler.compress) == inspect.signature(apply.compress)
-    assert {"ratio", "calibration"} <= set(inspect.signature(nmm_compiler.compress).parameters)
-    shown = pydoc.plain(pydoc.render_doc(nmm_compiler.compress))
-    assert shown.startswith("Python Library Documentation: function compress in module")
-    assert inspect.getdoc(apply.compress).splitlines()[0] in shown
+    assert inspect.getdoc(nmm_compiler.compress) == inspect.getdoc(apply.compress)
 
 
 def test_the_package_runs_as_a_module():
