@@ -35,6 +35,8 @@ def test_the_calls_above_are_all_that_take_an_engine():
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("op", sorted(CALLS))
 def test_no_engine_and_an_unknown_one_are_the_same(op, size):
+    """A member's number only warns, too."""
+
     def kernel(x):
         seen = nl.ndarray((size, size), nl.float32, nl.shared_hbm)
         a = nl.ndarray((size, size), nl.float32, nl.sbuf)
@@ -42,12 +44,14 @@ def test_no_engine_and_an_unknown_one_are_the_same(op, size):
         s = nl.ndarray((size, 6), nl.uint32, nl.sbuf)
         nisa.memset(dst=s, value=0)
         nisa.dma_copy(dst=a, src=x)
-        for engine in (None, nisa.engine.unknown):
+        for engine in (None, nisa.engine.unknown, nisa.engine.unknown.value):
             CALLS[op]({"x": x, "seen": seen, "a": a, "p": p, "s": s}, engine=engine, name="asked")
         nisa.dma_copy(dst=seen, src=a)
         return seen
 
     given, grid = ArraySpec((size, size), "float32"), 2 if op == "core_barrier" else 1
     ran = simulate(kernel, given, mode="timing", target="trn3", grid=grid)
-    none, unknown = [i for i in ran.trace.instructions if i.name == "asked"]
-    assert (none.engine, none.attributes) == (unknown.engine, unknown.attributes)
+    none, *others = [i for i in ran.trace.instructions if i.name == "asked"]
+    for other in others:
+        assert (none.engine, none.attributes) == (other.engine, other.attributes)
+    assert any("newer take nisa.engine.unknown" in text for text in ran.warnings)

@@ -99,6 +99,7 @@ def test_transpose_mode_multiplies_nothing(dtype, moving):
         return out(acc)
     """
     a = values((32, 16)).astype(dtype)
+    a[0, 0], a[1, 1] = np.nan, np.inf
     with pytest.raises(HazardError, match="is no identity matrix"):
         run(body, a, eye)
     turned = run(body, a, np.eye(32).astype(dtype)).output

@@ -9,7 +9,6 @@ from scipy import special
 from simulator_kernels import run
 
 FLOATS = [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3, ml_dtypes.float8_e5m2]
-SHAPES = [(1, 1), (128, 1), (3, 5), (128, 512), (33, 2, 7)]
 
 
 def values(shape, dtype=np.float32, seed=0, scale=1.0):
@@ -31,20 +30,6 @@ def check(actual, wanted, roundings=1):
 
 def wide(x):
     return x.astype(np.float64)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_tensor_tensor_add(dtype, shape):
-    a, b = values(shape, dtype), values(shape, dtype, 1)
-    result = run(
-        "x, y = load(a), load(b)\n"
-        "r = nl.ndarray(a.shape, nl.float32, nl.sbuf)\n"
-        "nisa.tensor_tensor(dst=r, data1=x, data2=y, op=nl.add)\n"
-        "return out(r)",
-        a, b,
-    )  # fmt: skip
-    check(result.output, wide(a) + wide(b))
 
 
 BINARY = {

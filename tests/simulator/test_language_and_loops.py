@@ -276,22 +276,12 @@ def test_a_limit_of_time_ends_a_grid():
             assert not thread.is_alive()
 
 
-def test_timing_mode_needs_no_data_and_gives_the_same_trace():
-    a, b = values((128, 64), ml_dtypes.bfloat16), values((128, 256), ml_dtypes.bfloat16)
-    body = """
-        x, y = load(a), load(b)
-        acc = nl.ndarray((64, 256), nl.float32, nl.psum)
-        nisa.nc_matmul(dst=acc, stationary=x, moving=y)
-        return out(acc)
-    """
-    full = run(body, a, b)
-    specs = (ArraySpec(a.shape, "bfloat16"), ArraySpec(b.shape, "bfloat16"))
-    timed = run(body, *specs, mode="timing")
+def test_timing_mode_needs_no_data():
+    """test_simulator_fuzz.py compares its traces with those of data."""
+    timed = run("return out(load(a))", ArraySpec((64, 256), "bfloat16"), mode="timing")
     assert timed.outputs is None
     assert timed.output_specs[0].shape == (64, 256)
-    assert timed.trace.instructions == full.trace.instructions
     assert timed.profile.latency_us > 0
-    assert full.profile is None
     with pytest.raises(errors.SimulationError, match="no outputs"):
         _ = timed.output
 

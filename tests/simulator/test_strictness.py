@@ -38,6 +38,11 @@ def ones(*shape, dtype=F):
         ),
         ("nisa.no_such_instruction(dst=a)", errors.UnsupportedInstructionError, "nki.isa.no_such"),
         ("nl.par_dim(128)", errors.UnsupportedInstructionError, "nki.language.par_dim"),
+        (
+            "x = load(a)\nnisa.tensor_tensor(dst=x, data1=x, data2=x, op=len)",
+            errors.UnsupportedInstructionError, "operator 'len'",
+        ),
+        ("nisa.register_move(a, 1)", errors.OperandError, "pass a register"),
         ("nisa.tensor_copy(dst=load(a), sauce=a)", errors.KernelFailedError, "sauce"),
         ("nisa.core_barrier(data=a, cores=(0, 1))", errors.SimulationError, "grid=2"),
         ("raise ValueError('no')", errors.KernelFailedError, "ValueError: no"),

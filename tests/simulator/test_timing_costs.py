@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+from simulator_kernels import run
 from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, us
 
 from nmm_compiler.simulator.timing.costs import other_cost, tensor_cost
@@ -49,38 +50,6 @@ def dma(rows, columns, memories="sbuf hbm", dtype=B, first=0, flags=""):
               for end, memory in zip("ab", memories.split(), strict=True))  # fmt: skip
     part = f"[{first}:{first + rows},:]"
     return Scene(f"{to}{of}dma a{part} b{part} {flags}").trace.instructions[0]
-
-
-# -- costs depend on each of these -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "variants",
-    [
-        [matmul(128, F), matmul(128, F, "is_transpose=1"), matmul(256, F)],
-        [matmul(128, F), matmul(128, B), matmul(128, F, "onezero=1")],
-        [one(f"scalar activation reduces={v}: {PAIR}") for v in (0, 1)],
-        [one(f"vector memset nonzero={v}: {BF16}") for v in (0, 1)],
-        [one(f"{engine} reciprocal: {PAIR}") for engine in ("vector", "gpsimd")],
-        [
-            one(f"vector tensor_reduce function={f}: sbuf bfloat16 1, {BF16}")
-            for f in ("add", "multiply")
-        ],
-        [
-            one(f"vector tensor_copy: {out} 512, {BF16}")
-            for out in ("sbuf bfloat16", "psum bfloat16", "sbuf float32")
-        ],
-        [dma(128, 128), dma(128, 128, flags="transpose=1"), dma(128, 256)],
-        [dma(128, 128, flags=f"dge_mode=hwdge issuer={i}") for i in ("sync", "scalar")],
-        [dma(128, 128, flags=f"dge_mode={mode}") for mode in ("none", "hwdge", "swdge")],
-        [dma(8, 128), dma(8, 128, first=64)],
-        [dma(64, 128), dma(64, 128, "hbm hbm"), dma(64, 128, "hbm sbuf")],
-    ],
-)
-def test_these_differ_in_cost(variants):
-    of = {"tensor": tensor_cost, "dma": dma_cost}
-    found = [of.get(one.engine, other_cost)(TRN2, one) for one in variants]
-    assert len(set(found)) == len(found)
 
 
 # -- TensorE ---------------------------------------------------------------------------------
@@ -190,6 +159,7 @@ def test_clock_ramp_engages_again_after_an_idle_gap(gap_columns, slow_again):
         (f"vector tensor_copy_predicated: {PAIR}, {ROW}", 1024, 512),
         (f"vector tensor_copy_predicated: {PAIR}, {SUM}", 512, 512),
         (f"vector reciprocal: {PAIR}", None, 6 * 512),
+        (f"gpsimd reciprocal: {PAIR}", None, 512),
         (f"vector tensor_scalar_reduce: {PAIR}", None, 576),
         (f"vector tensor_reduce function=add: sbuf bfloat16 1, {BF16}", None, 256),
         (f"vector tensor_reduce function=min: sbuf bfloat16 1, {BF16}", None, 512),
@@ -208,6 +178,26 @@ def test_cycles(text, on_trn1, on_trn2):
     for target, expected in ((TRN1, on_trn1), (TRN2, on_trn2)):
         if expected is not None:
             assert cycles(one(text), target) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("engine", ["unknown", "vector", "gpsimd"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32"])
+def test_only_zeros_of_16_bits_are_filled_two_at_a_time(engine, dtype):
+    """NKI 0.1's table of costs: N cycles, N/2 for zeros of 16 bits."""
+    body = f"""
+    for value in (0, 1, -2, 0):
+        t = nl.ndarray((128, 4096), nl.{dtype}, nl.sbuf)
+        nisa.memset(dst=t, value=value, engine=nisa.engine.{engine})
+    return out(t)
+    """
+    trace = run(body, mode="timing").trace
+    fills = [i for i in trace.instructions if i.op == "memset"]
+    took = [ComputeCosts(TRN2).other(fill)[0] for fill in fills]
+    zero, one = took[:2]
+    assert took == [zero, one, one, zero]
+    clock = TRN2.gpsimd_clock_hz if engine == "gpsimd" else TRN2.vector_clock_hz
+    cycles = (one - zero) * clock / 1e6
+    assert cycles == pytest.approx(2048 if dtype in ("bfloat16", "float16") else 0)
 
 
 @pytest.mark.parametrize(("flag", "reads_bias"), [("", 0), ("function=exp", 108)])

@@ -36,17 +36,6 @@ def test_the_first_page_and_the_readme_say_what_the_evidence_sums_to():
     assert f"{float(median):.0f} % in the median and {float(mean):.0f} % in the mean" in readme
 
 
-def test_there_are_enough_points_of_each_kind():
-    counted = [p for p in POINTS if p.counted]
-    held = [p for p in counted if timing_texts.side(p.repository) == "held out"]
-    texts = [t for t in TEXTS if t.counted and timing_texts.side(t.repository) == "held out"]
-    assert len(counted) >= 60
-    assert len(held) + len(texts) >= 90
-    assert {t.kind for t in texts} == set(evidence.CLASSES)
-    assert {t.target for t in texts} == {"trn1", "trn2"}
-    assert len({p.name for p in POINTS}) == len(POINTS)
-
-
 def test_the_held_out_errors_were_printed_with_the_constants_of_today():
     """Fails when a constant has changed: run `make bench-timing ARGS=--write`, with the clones of
     ucb-bar/autocomp, zhang677/AccelOpt and Jerry2423/kda-for-trainium (`--autocomp CLONE --accelopt
@@ -123,18 +112,6 @@ def test_each_conflict_is_borne_out_and_is_a_counted_held_out_point():
     assert not any(v.holds(0.9) for v in timing_texts.conflicts(0.9))
 
 
-def test_the_table_says_which_texts_are_far_off_and_which_are_not_counted():
-    results = timing_points.text_results(TEXTS, {}, None)
-    assert len(results) == len(TEXTS) == len({text.name for text in TEXTS})
-    shown = timing_points.table(results)[2:]
-    for result, line in zip(results, shown, strict=True):
-        assert line.startswith(f"| {result.point.name} |")
-        if not result.point.counted:
-            assert line.endswith(f"| not counted: {result.point.remark} |")
-        elif abs(result.error) > timing_points.BARS["worst"]:
-            assert f"| {result.error:+.1%} |" in line
-
-
 def test_a_text_is_left_out_only_for_a_reason_and_runs_only_if_it_has_a_class():
     assert all(text.counted or text.remark for text in TEXTS)
     for text in TEXTS:
@@ -142,19 +119,6 @@ def test_a_text_is_left_out_only_for_a_reason_and_runs_only_if_it_has_a_class():
         assert kind in ("", *evidence.CLASSES)
         assert (kind == "") == text.remark.startswith("does not run")
         assert (timing_texts.recorded()[text.name]["predicted"] is None) == (kind == "")
-
-
-def test_publishers_of_searches_and_logs_are_held_out():
-    for repository in (timing_texts.SEARCHED, timing_texts.LOGGED):
-        assert timing_texts.side(repository) == "held out"
-    assert len({t.published for t in TEXTS if t.repository == timing_texts.LOGGED}) == 14
-
-
-def test_logged_medians_are_doubled_but_for_two_whose_counters_say_otherwise():
-    logged = [t for t in TEXTS if t.repository == timing_texts.LOGGED]
-    once = [t for t in logged if abs(t.measured - 1e3 * t.logged) < 0.1]
-    assert {Path(t.file).stem for t in once} == {"silu_v2_k3", "silu_v2_pingpong"}
-    assert all(abs(t.measured - 2e3 * t.logged) < 0.1 for t in logged if t not in once)
 
 
 def test_predictions_recorded_with_other_constants_are_not_shown(monkeypatch):

@@ -58,19 +58,3 @@ def test_most_laws_change_the_time_of_a_kernel_that_has_them():
                     if time_trace(trace, without).end != before:
                         found.add(law.name)
     assert 2 * len(found) > len(laws.LAWS)
-
-
-def test_the_table_says_which_laws_lower_the_held_out_error():
-    given, held = "aws-neuron-sdk", "ucb-bar/autocomp"
-    rows = [
-        {"name": "a", "publisher": held, "kind": "matrix", "measured": 100.0,
-         "times": {"": 100.0, "stores put off": 120.0, "work in pieces": 100.1}},
-        {"name": "b", "publisher": given, "kind": "matrix", "measured": 100.0,
-         "times": {"": 110.0, "stores put off": 110.0, "work in pieces": 150.0}},
-    ]  # fmt: skip
-    chosen = tuple(law for law in laws.LAWS if law.name in rows[0]["times"])
-    _, _, put_off, pieces = laws.table(rows, chosen)
-    assert put_off.startswith("| stores put off | 0.00% | 20.00% | 0% | 20% | 1 | 1 |")
-    assert put_off.endswith("| yes |")
-    assert pieces.startswith("| work in pieces | 0.00% | 0.10% | 0% | 0% | 1 | 1 |")
-    assert pieces.endswith("| no |")
