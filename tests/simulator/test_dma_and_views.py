@@ -195,6 +195,7 @@ def test_rearrange_without_merge_and_hbm_views():
         ("x[:, 1.5]", OperandError),
         ("x.permute((0, 0, 1))", OperandError),
         ("x.reshape((8, 33))", OperandError),
+        ("x.reshape((3, -1))", OperandError),
         ("x.permute((0, 2, 1)).reshape((8, 32))", OperandError),
         ("x.broadcast(1, 2)", OperandError),
         ("x.squeeze_dim(1)", OperandError),

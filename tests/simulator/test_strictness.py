@@ -43,6 +43,7 @@ def ones(*shape, dtype=F):
             errors.UnsupportedInstructionError, "operator 'len'",
         ),
         ("nisa.register_move(a, 1)", errors.OperandError, "pass a register"),
+        ("x = load(a)\nnl.add(x, x[:, 0:3])", errors.OperandError, "do not broadcast"),
         ("nisa.tensor_copy(dst=load(a), sauce=a)", errors.KernelFailedError, "sauce"),
         ("nisa.core_barrier(data=a, cores=(0, 1))", errors.SimulationError, "grid=2"),
         ("raise ValueError('no')", errors.KernelFailedError, "ValueError: no"),
