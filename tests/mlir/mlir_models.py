@@ -17,18 +17,16 @@ from nmm_compiler.mlir.module import MLIRModule
 Inputs = dict[str, Tensor]
 
 
-class LowRank(nn.Sequential):
-    """Two linears with the rank between them."""
-
-    def __init__(self, k: int, r: int, n: int, bias: bool = True) -> None:
-        super().__init__(nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=bias))
+def low_rank(k: int, r: int, n: int, bias: bool = True) -> nn.Module:
+    """Return two linears with the rank between them."""
+    return nn.Sequential(nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=bias))
 
 
 def factorized(module: nn.Module, rank: int) -> nn.Module:
     """Replace every linear by two random factors of `rank`."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            low = LowRank(child.in_features, rank, child.out_features, child.bias is not None)
+            low = low_rank(child.in_features, rank, child.out_features, child.bias is not None)
             setattr(module, name, low)
         else:
             factorized(child, rank)
@@ -38,7 +36,7 @@ def factorized(module: nn.Module, rank: int) -> nn.Module:
 def one(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
     """Return the smallest module with a kernel and an op around it."""
     torch.manual_seed(0)
-    low = LowRank(16, 2, 8, bias=False)
+    low = low_rank(16, 2, 8, bias=False)
     model = Model(lambda m, x: torch.cat([m.low(x), x], dim=1), low=low)
     return model.to(dtype).eval(), {"x": torch.randn(4, 16, dtype=dtype)}
 
@@ -46,7 +44,7 @@ def one(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
 def lora(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
     """Return a frozen linear with a LoRA branch, as peft writes it."""
     torch.manual_seed(0)
-    base, low = nn.Linear(32, 48), LowRank(32, 4, 48, bias=False)
+    base, low = nn.Linear(32, 48), low_rank(32, 4, 48, bias=False)
     model = Model(lambda m, x: m.base(x) + 2.0 * m.low(x), base=base, low=low)
     return model.to(dtype).eval(), {"x": torch.randn(6, 32, dtype=dtype)}
 

@@ -312,9 +312,3 @@ def test_a_missing_torch_mlir_says_what_to_install(monkeypatch: pytest.MonkeyPat
             export_mlir(model, inputs)
     finally:
         bindings.load.cache_clear()
-
-
-def test_the_public_name_is_a_function() -> None:
-    import nmm_compiler
-
-    assert nmm_compiler.export_mlir is export_mlir
