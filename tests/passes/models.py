@@ -12,7 +12,9 @@ from torch import nn
 from toy_models import Model as Model
 from toy_models import Pair as Pair
 
+from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.passes.pipeline import explain, run
+from nmm_compiler.passes.rules import Match, Rule
 
 
 class LlamaNorm(nn.Module):
@@ -58,25 +60,30 @@ class Backend:
         return len(self.results)
 
 
-class Factored(nn.Module):
-    """y = up(down(x)); answers to what models ask of an nn.Linear."""
+def match_of(rule, node):
+    """Return the match of a rule, by name, that takes over one node."""
+    return Match(rule=rule, node=node, nodes=frozenset({node}))
 
-    def __init__(self, k: int, r: int, n: int, bias: bool) -> None:
-        super().__init__()
-        self.down = nn.Linear(k, r, bias=False)
-        self.up = nn.Linear(r, n, bias=bias)
-        self.in_features, self.out_features = k, n
 
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.up.weight
+class OwnRule(Rule):
+    """A rule of functions; it matches each node of which `ends` is true unless `checks` differs."""
 
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.up.bias
+    def __init__(self, name, ends, rewrites=None, checks=None, combines=None):
+        self.name, self.ends, self.rewrites = name, ends, rewrites
+        self.checks, self.combines = checks, combines
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(self.down(x))
+    def pattern(self, graph, node):
+        if self.ends(node):
+            yield node
+
+    def check(self, graph, candidate):
+        return self.checks(candidate) if self.checks else match_of(self.name, candidate)
+
+    def combine(self, graph, matches):
+        return self.combines(graph, matches) if self.combines else matches
+
+    def rewrite(self, graph, match, editor):
+        return self.rewrites(match, editor)
 
 
 def factorize(model: nn.Module, rank: int, exclude: tuple[str, ...] = ("lm_head",)) -> int:
@@ -94,7 +101,7 @@ def factorize(model: nn.Module, rank: int, exclude: tuple[str, ...] = ("lm_head"
         if rank * (k + n) >= k * n:
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], Factored(k, rank, n, bias))
+        setattr(parent, name.rpartition(".")[2], LowRankLinear(k, rank, n, bias))
         count += 1
     return count
 

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import kernel_calls, kinds_of
+from models import OwnRule, kernel_calls, kinds_of, match_of
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -16,7 +16,7 @@ import nmm_compiler as nmm
 from nmm_compiler.errors import BrokenRuleError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.options import Options
 from nmm_compiler.passes.pipeline import RULES, explain, rewrite, run
-from nmm_compiler.passes.rules import Match, Rule
+from nmm_compiler.passes.rules import Match
 
 X = torch.randn(3, 64)
 
@@ -103,13 +103,12 @@ def test_the_report_fits_the_page_and_says_equal_things_once(width):
 
 
 def test_explain_covers_every_graph():
-    class Broken(models.Pair):
-        def forward(self, x):
-            y = super().forward(x)
-            torch._dynamo.graph_break()
-            return F.linear(self.a(x), self.b.weight) + y
+    def broken(p, x):
+        y = p.pair(x)
+        torch._dynamo.graph_break()
+        return F.linear(p.pair.a(x), p.pair.b.weight) + y
 
-    report = explain(Broken(64, 8, 48), X)
+    report = explain(models.Model(broken, pair=Pair()), X)
     assert len(report.results) == 2
     assert len(report.matches) == 2
     assert "graph 1:" in str(report)
@@ -138,65 +137,47 @@ def test_disable_and_order():
         rewrite(Pair(), X, rules=["loora"])
 
 
-class Raises(Rule):
-    name = "raises"
-
-    def __init__(self, where):
-        self.where = where
-
-    def boom(self, where):
-        if self.where == where:
-            raise ValueError("boom")
-
-    def pattern(self, graph, node):
-        if node.op == "call_function" and "linear" in node.name:
-            self.boom("pattern")
-            yield node
-
-    def check(self, graph, candidate):
-        self.boom("check")
-        return Match(rule=self.name, node=candidate, nodes=frozenset({candidate}))
-
-    def rewrite(self, graph, match, editor):
-        self.boom("rewrite")
+def is_linear(node):
+    return node.op == "call_function" and "linear" in node.name
 
 
-@pytest.mark.parametrize("where", ["pattern", "check", "rewrite"])
-def test_a_broken_rule_is_named_and_the_graph_is_left_alone(where):
+def boom(*_):
+    raise ValueError("boom")
+
+
+RAISES = {
+    "pattern": OwnRule("raises", lambda node: is_linear(node) and boom()),
+    "check": OwnRule("raises", is_linear, checks=boom),
+    "rewrite": OwnRule("raises", is_linear, boom),
+}
+
+
+@pytest.mark.parametrize("rule", RAISES.values(), ids=RAISES)
+def test_a_broken_rule_is_named_and_the_graph_is_left_alone(rule):
     module = torch.export.export(Pair(), (X,)).module()
     before = module.code
     with pytest.raises(BrokenRuleError, match=r"rule 'raises' failed on node 'linear.*boom"):
-        run(module, rules=[Raises(where), "..."])
+        run(module, rules=[rule, "..."])
     assert module.code == before
     close(module(X), Pair()(X))
 
 
-class Answers(Raises):
-    name = "answers"
-
-    def __init__(self, found, new=None):
-        super().__init__("never")
-        self.found, self.new = found, new
-
-    def check(self, graph, candidate):
-        return self.found(candidate)
-
-    def rewrite(self, graph, match, editor):
-        return self.new(match, editor)
+def answers(check, new=None):
+    return OwnRule("answers", is_linear, new, check)
 
 
 def of(name):
-    return lambda node: Match(rule=name, node=node, nodes=frozenset({node}))
+    return functools.partial(match_of, name)
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (Answers(of("other")), "check returned a match of rule 'other'; pass rule=self.name"),
-        (Answers(lambda node: True), "check returned True; return a Match"),
-        (Answers(of("answers"), lambda m, e: None), "rewrite returned None; return the node"),
+        (answers(of("other")), "check returned a match of rule 'other'; pass rule=self.name"),
+        (answers(lambda node: True), "check returned True; return a Match"),
+        (answers(of("answers"), lambda m, e: None), "rewrite returned None; return the node"),
         (
-            Answers(of("answers"), lambda m, e: e.call(torch.ops.aten.neg.default, m.node.args[0])),
+            answers(of("answers"), lambda m, e: e.call(torch.ops.aten.neg.default, m.node.args[0])),
             "of the same shape and dtype",
         ),
     ],
@@ -207,20 +188,7 @@ def test_a_wrong_answer_of_a_rule_is_named(answer, said):
     with pytest.raises(BrokenRuleError, match=rf"rule 'answers' failed on node 'linear.*{said}"):
         run(module, rules=[answer, "..."])
     assert module.code == before
-    assert rewrite(Pair(), X, rules=[Answers(lambda node: None), "..."]).matches
-
-
-class Combines(Answers):
-    """Matches each linear, and joins the matches as it is told."""
-
-    name = "combines"
-
-    def __init__(self, joined):
-        super().__init__(of("combines"), lambda match, editor: match.node)
-        self.joined = joined
-
-    def combine(self, graph, matches):
-        return self.joined(matches)
+    assert rewrite(Pair(), X, rules=[answers(lambda node: None), "..."]).rewritten
 
 
 def covering(nodes):
@@ -240,8 +208,9 @@ def covering(nodes):
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_wrong_answer_of_combine_is_the_fault_of_its_rule(joined, said, strict):
     module = torch.export.export(Pair(), (X,)).module()
+    rule = OwnRule("combines", is_linear, combines=lambda graph, matches: joined(matches))
     with pytest.raises(BrokenRuleError, match=rf"rule 'combines' failed .*{said}"):
-        run(module, options=Options(strict=strict, rules=("-lowrank",)), rules=[Combines(joined)])
+        run(module, options=Options(strict=strict, rules=("-lowrank",)), rules=[rule])
 
 
 def retarget(node):
@@ -265,30 +234,24 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("where", ["pattern", "check", "combine"])
 def test_a_rule_that_edits_the_graph_while_it_looks_is_named(where, edit):
-    class Edits(Answers):
-        name = "edits"
+    def edit_at(step, node):
+        if step == where:
+            EDITS[edit](node)
 
-        def at(self, step, node):
-            if step == where:
-                EDITS[edit](node)
+    def ends(node):
+        if is_linear(node):
+            edit_at("pattern", node)
+        return is_linear(node)
 
-        def pattern(self, graph, node):
-            for candidate in super().pattern(graph, node):
-                self.at("pattern", candidate)
-                yield candidate
-
-        def check(self, graph, candidate):
-            self.at("check", candidate)
-
-        def combine(self, graph, matches):
-            linears = [n for n in graph.graph.nodes if n.target == torch.ops.aten.linear.default]
-            for node in linears[:1]:
-                self.at("combine", node)
-            return matches
+    def combines(graph, matches):
+        linears = [n for n in graph.graph.nodes if n.target == torch.ops.aten.linear.default]
+        for node in linears[:1]:
+            edit_at("combine", node)
+        return matches
 
     module = torch.export.export(Pair(), (X,)).module()
     before = module.code
-    rule = Edits(lambda node: None)
+    rule = OwnRule("edits", ends, None, functools.partial(edit_at, "check"), combines)
     left_out = () if where != "combine" else ("-lowrank",)  # which leaves no linear to combine
     with pytest.raises(BrokenRuleError, match=r"rule 'edits' failed .*edited the graph"):
         run(module, options=Options(rules=left_out), rules=[rule, "..."])
@@ -317,7 +280,7 @@ def test_a_file_of_the_user_that_is_missing_is_no_fault(
     assert "fault in nmm_compiler" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rules", [[Raises], [Raises("never"), Raises("never")]])
+@pytest.mark.parametrize("rules", [[OwnRule], [OwnRule("twice", is_linear)] * 2])
 def test_rules_are_objects_with_names_of_their_own(rules):
     with pytest.raises(OptionTypeError, match="each with a name of its own"):
         rewrite(Pair(), X, rules=rules)

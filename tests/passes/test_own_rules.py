@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VERIFIED, Model
+from models import VERIFIED, Model, OwnRule
 from torch import nn
 
 import nmm_compiler as nmm
@@ -160,27 +160,17 @@ def test_a_rule_that_does_not_fire_says_so():
     assert none.to_dict()["rules"][-1]["matched"] == 0
 
 
-class Doubled(nmm.Rule):
-    """y -> 2 y, twice: a replacement that reads what it replaces, and leaves dead nodes."""
+def test_a_replacement_may_read_what_it_replaces():
+    """y -> 2 y, twice; nodes that nothing reads go."""
 
-    name = "doubled"
-
-    def pattern(self, graph, node):
-        if node.target is torch.ops.aten.tanh.default:
-            yield node
-
-    def check(self, graph, candidate):
-        return nmm.Match(rule=self.name, node=candidate, nodes=frozenset({candidate}))
-
-    def rewrite(self, graph, match, editor):
-        editor.call(torch.ops.aten.neg.default, match.node.args[0])  # nothing reads it
+    def doubled(match, editor):
+        editor.call(torch.ops.aten.neg.default, match.node.args[0])
         once = editor.call(torch.ops.aten.mul.Tensor, match.node, 2.0)
         return editor.call(torch.ops.aten.mul.Tensor, once, 2.0)
 
-
-def test_a_replacement_may_read_what_it_replaces():
     x = torch.randn(3, 4)
-    result = nmm.rewrite(lambda x: torch.tanh(x.sin()) + 1, (x,), rules=[Doubled()])
+    rule = OwnRule("doubled", lambda node: node.target is torch.ops.aten.tanh.default, doubled)
+    result = nmm.rewrite(lambda x: torch.tanh(x.sin()) + 1, (x,), rules=[rule])
     assert torch.equal(result.graph_module(x), 4 * torch.tanh(x.sin()) + 1)
     assert "neg" not in result.graph_module.code
 
@@ -264,7 +254,6 @@ def test_norms_are_found_spelled_out(kind, dtype):
         lambda x, w, b: w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6)),
         lambda x, w, b: w * (x.sin() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
         lambda x, w, b: w * (x * torch.rsqrt(2 * x.pow(2).mean(-1, keepdim=True) + 1e-6)),
-        lambda x, w, b: w * (x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
         lambda x, w, b: (x - x.mean(-1, keepdim=True))
         * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6) * w + b,
         lambda x, w, b: (x - 2 * x.mean(-1, keepdim=True))

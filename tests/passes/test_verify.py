@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from models import OwnRule
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,21 +36,11 @@ class Layers(nn.Module):
 
 def wrong_rule(change):
     """Return a rule that takes each relu and emits `change` of it."""
-
-    class Made(nmm.Rule):
-        name = "mine"
-
-        def pattern(self, graph, node):
-            if target_name(node) == "relu":
-                yield node
-
-        def check(self, graph, candidate):
-            return nmm.Match(rule=self.name, node=candidate, nodes=frozenset({candidate}))
-
-        def rewrite(self, graph, match, editor):
-            return change(editor, match.node.args[0])
-
-    return Made()
+    return OwnRule(
+        "mine",
+        lambda node: target_name(node) == "relu",
+        lambda match, editor: change(editor, match.node.args[0]),
+    )
 
 
 def relu(editor, x):
@@ -233,13 +224,6 @@ def test_verify_in_graphs_of_higher_order_operators():
 # -- the backend ------------------------------------------------------------------------------
 
 OPTIONS = {"inner": "eager", "kernels": "lazy", "verify": True}
-
-
-def test_verify_by_the_backend():
-    model = Layers()
-    for tokens in (6, 7, 9):
-        torch.compile(model, backend="nmm", options=OPTIONS)(torch.randn(tokens, 64))
-    assert backend.last_report().chains == 2
 
 
 def test_verify_by_the_backend_raises(monkeypatch):
