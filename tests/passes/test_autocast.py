@@ -52,29 +52,25 @@ def exact(model, x):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("train", [True, False])
-def test_a_region_and_a_model_under_autocast(inside, train):
+def test_a_region_and_a_model_under_autocast(inside):
     model, x = Model(inside), torch.randn(2, 5, 64)
-    truth = exact(model, x).detach()
-    with contextlib.nullcontext() if train else torch.no_grad():
+    with torch.no_grad():
+        truth = exact(model, x)
         want, got, (result,) = compiled(model, x, not inside)
     assert kinds_of(result) == ["lowrank", "lora", "gated_mlp_up"]
     assert not result.declined
     assert got.dtype == want.dtype == torch.bfloat16
     assert_no_worse(want, got, truth)
-    if train:
-        for y in (want, got):
-            y.float().square().mean().backward()
-        grads = [p.grad for p in model.parameters()]
-        assert all(g is not None and bool(g.isfinite().all()) for g in grads)
 
 
-def test_gradients_reach_float32_weights():
-    model, x = Model(True), torch.randn(2, 5, 64)
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_reach_float32_weights(inside):
+    model, x = Model(inside), torch.randn(2, 5, 64)
     right = copy.deepcopy(model).double()
     right.inside = False
     truth = torch.autograd.grad(right(x.double()).square().mean(), list(right.parameters()))
-    want, got, _ = compiled(model, x, False)
+    want, got, (result,) = compiled(model, x, not inside)
+    assert result.rewritten
     for y in (want, got):
         grads = torch.autograd.grad(y.float().square().mean(), list(model.parameters()))
         for grad, known in zip(grads, truth, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import kinds_of
+from models import Model, kinds_of
 from torch import nn
 
 from nmm_compiler import backend
@@ -13,16 +13,17 @@ from nmm_compiler.passes.pipeline import rewrite, run
 MASKS = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1, 0, 1], [0] * 6, [1] + [0] * 5)]
 
 
-class Masked(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 48)
-        self.c, self.d = nn.Linear(48, 8, bias=False), nn.Linear(8, 64)
-        self.w = nn.Parameter(torch.randn(48))
-        self.function = function
+class Masked(Model):
+    """A model of x[mask]."""
 
     def forward(self, x, mask):
         return self.function(self, x[mask])
+
+
+def masked(name):
+    layers = {"a": nn.Linear(64, 8, bias=False), "b": nn.Linear(8, 48)}
+    layers |= {"c": nn.Linear(48, 8, bias=False), "d": nn.Linear(8, 64)}
+    return Masked(FUNCTIONS[name], **layers, w=(48,)).eval()
 
 
 FUNCTIONS = {
@@ -39,7 +40,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_data_dependent_token_counts_fuse(name, dynamic):
-    model, found = Masked(FUNCTIONS[name]).eval(), []
+    model, found = masked(name), []
 
     def compiler(module, inputs):
         values = [n.meta.get("example_value") for n in module.graph.nodes]
@@ -60,7 +61,7 @@ def test_data_dependent_token_counts_fuse(name, dynamic):
 
 
 def test_data_dependent_counts_of_exported_and_of_symbolically_traced_graphs():
-    model, x = Masked(FUNCTIONS["chain"]), torch.randn(6, 64)
+    model, x = masked("chain"), torch.randn(6, 64)
     for graph in (model, torch.fx.symbolic_trace(model)):
         result = rewrite(graph, (x, MASKS[0]), options={"strict": True})
         assert kinds_of(result) == ["lowrank"]
@@ -71,7 +72,7 @@ def test_data_dependent_counts_of_exported_and_of_symbolically_traced_graphs():
 
 @pytest.mark.parametrize("kernels", ["lazy", "build"])
 def test_data_dependent_counts_through_the_backend(kernels):
-    model, x = Masked(FUNCTIONS["activation"]).eval(), torch.randn(6, 64)
+    model, x = masked("activation"), torch.randn(6, 64)
     options = Options(inner="aot_eager", kernels=kernels, strict=True)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         compiled = torch.compile(model, backend="nmm", options=options)

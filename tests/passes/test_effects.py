@@ -1,4 +1,4 @@
-"""What a node writes, and what moving across it would change."""
+"""What a node writes."""
 
 import operator
 
@@ -8,14 +8,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._higher_order_ops.wrap import wrap
 
-from nmm_compiler.passes.graph.effects import (
-    ANYTHING,
-    Effects,
-    graph_writes,
-    is_ignorable,
-    storages_of,
-    written_arguments,
-)
+from nmm_compiler.passes.graph.effects import graph_writes, written_arguments
 
 aten = torch.ops.aten
 
@@ -90,62 +83,3 @@ def test_what_a_node_writes(name):
     written = [n.name for n in written_arguments(node, module) if n.op == "placeholder"]
     assert written == list(wanted)
     assert graph_writes(module) == bool(wanted)
-
-
-def effects_of(make, tensors):
-    """Return the effects of x, h, <make>, y, with metadata for the named nodes."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    h = graph.call_function(torch.sin, (x,))
-    nodes = {"x": x, "h": h, "made": make(graph, x, h)}
-    nodes["y"] = graph.call_function(torch.cos, (h,))
-    graph.output(nodes["y"])
-    effects = Effects(fx.GraphModule(nn.Module(), graph), {nodes[k]: t for k, t in tensors.items()})
-    return effects, nodes
-
-
-def test_a_write_is_seen_wherever_it_stands_between():
-    memory = torch.zeros(3)
-    tensors = {"x": memory, "h": torch.zeros(3), "made": memory}
-    effects, nodes = effects_of(lambda g, x, h: g.call_method("add_", (x, 1.0)), tensors)
-    start, write, end = (effects.position[nodes[name]] for name in ("h", "made", "y"))
-    assert (start + 1, write + 1) == (write, end)
-    assert effects.crossed_write(start, end, [nodes["x"]]).node is nodes["made"]
-    assert effects.crossed_write(start, end, [nodes["h"]]) is None
-    assert effects.crossed_write(start, end, [nodes["x"]], allowed=[nodes["made"]]) is None
-    assert effects.is_written(nodes["x"])
-    assert not effects.is_written(nodes["h"])
-
-
-def test_a_write_to_memory_of_which_nothing_is_known_may_be_to_any():
-    tensors = {"h": torch.zeros(3)}  # nothing is known of x
-    effects, nodes = effects_of(lambda g, x, h: g.call_method("add_", (x, 1.0)), tensors)
-    assert [write.storages for write in effects.writes] == [ANYTHING]
-    start, end = effects.position[nodes["h"]], effects.position[nodes["y"]]
-    assert effects.crossed_write(start, end, [nodes["h"]]) is not None
-    assert effects.is_written(nodes["h"])
-
-
-def test_an_edge_is_seen_wherever_it_stands_between():
-    effects, nodes = effects_of(
-        lambda g, x, h: g.call_function(torch._C._set_grad_enabled, (False,)), {}
-    )
-    start, edge, end = (effects.position[nodes[name]] for name in ("h", "made", "y"))
-    assert effects.crossed_edge(start, end) == (nodes["made"], "_set_grad_enabled")
-    assert effects.crossed_edge(start, edge) is None
-    assert effects.crossed_edge(edge, end) is None
-
-
-def test_an_assertion_that_somebody_reads_is_a_reader():
-    graph = fx.Graph()
-    checked = graph.call_function(aten._assert_tensor_metadata.default, (graph.placeholder("x"),))
-    assert is_ignorable(checked)
-    graph.output(checked)
-    assert not is_ignorable(checked)
-
-
-def test_storages_are_found_in_containers():
-    one, two, three = (torch.zeros(2) for _ in range(3))
-    nested = storages_of((one, [two, (three.view(1, 2), 7)]))
-    assert nested == storages_of(one) | storages_of(two) | storages_of(three)
-    assert len(nested) == 3

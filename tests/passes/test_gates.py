@@ -66,12 +66,7 @@ SPELLED = {
         lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
         "gelu_tanh",
     ),
-    "bloom": (
-        lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
-        "gelu_tanh",
-    ),
     "erf": (lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))), "gelu"),
-    "half outside": (lambda x: 0.5 * (x * (1.0 + (x * math.sqrt(0.5)).erf())), "gelu"),
     "clamp": (lambda x: x.clamp(min=0), "relu"),
     "threshold": (lambda x: F.threshold(x, 0.0, 0.0), "relu"),
     "silu": (F.silu, "silu"),

@@ -207,23 +207,19 @@ def swapped(p, x):
 CASES = {
     "some tokens": lambda p, x: down(p, torch.tanh(up(p, x)) * p.five),
     "other tokens": lambda p, x: down(p, torch.tanh(up(p, x)) * p.three),
-    "tokens swapped": lambda p, x: down(p, torch.tanh(up(p, x).transpose(0, 1))),
     "tokens swapped and added": swapped,
     "tokens swapped behind": lambda p, x: down(p, torch.tanh(up(p, x)).transpose(0, 1)),
     "features in the middle": lambda p, x: down(p, torch.tanh(up(p, x).mT).mT),
     "a full operand": lambda p, x: down(p, torch.tanh(up(p, x)) + p.full),
-    "broadcast over a batch": lambda p, x: down(p, torch.tanh(up(p, x)) + p.full[0]),
     "a turned operand": lambda p, x: down(p, torch.tanh(up(p, x[0])) + p.turned.mT),
     "one of its rows": lambda p, x: down(p, (lambda y: torch.tanh(y) + y[:1])(up(p, x))),
     "a slice of the features": lambda p, x: torch.tanh(up(p, x)[..., :8]) @ p.b[:, :K],
     "both orders read": two_layouts,
     "read twice": lambda p, x: (lambda y: (down(p, y), down(p, y * 2), y))(torch.tanh(up(p, x))),
-    "heads": lambda p, x: torch.tanh(up(p, x).unflatten(-1, (4, 12)).transpose(1, 2)).flatten(1),
     "heads joined": lambda p, x: down(
         p, torch.tanh(up(p, x).unflatten(-1, (4, 12))).transpose(1, 2).flatten(-2).view(3, 5, N)
     ),
     "in place": lambda p, x: (lambda y: (y.mul_(2.0), down(p, torch.tanh(y)), y))(up(p, x)),
-    "in place behind": lambda p, x: (lambda y: (down(p, y), y.mul_(2.0)))(torch.tanh(up(p, x))),
     "where": lambda p, x: down(p, torch.where(up(p, x) > 0, up(p, x), p.bias)),
     "features by row": lambda p, x: down(p, torch.softmax(torch.tanh(up(p, x)), -1)),
     "tokens by column": lambda p, x: down(p, torch.tanh(up(p, x)).cumsum(1)),

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import re
 
 import models
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 from models import kinds_of, trace_and_run
 
 from nmm_compiler import backend
-from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
+from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.passes.pipeline import explain
-from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, PRICES, simulated_us
 from nmm_compiler.prices.ways import ways
 
@@ -117,26 +115,6 @@ def test_the_simulated_price_is_asked_for_by_an_option():
     want = simulated_us(LowRankSpec(m=4, k=64, r=8, n=64, dtype="float32"), "trn2")
     assert found["fused"] == want
     assert found["source"] == "simulated"
-
-
-def test_a_dense_mlp_takes_what_its_two_kernels_take():
-    """Each weight is read once either way, and h alone moves between the two."""
-    sizes = {"m": 512, "k": 4096, "n": 14336, "activation": "silu"}
-    whole = estimate_us(GatedMLPSpec(**sizes, down_r=0), "trn2")
-    half = GatedMLPUpSpec(**sizes, out_layout="col")
-    tail = MatmulSpec(m=512, k=14336, n=4096, x_layout="col")
-    apart = estimate_us(half, "trn2") + estimate_us(tail, "trn2")
-    assert apart - whole < 2e6 * 2 * 512 * 14336 / 362e9  # h written and read, at the full rate
-    assert whole < 1.05 * apart
-
-
-def test_weights_are_read_again_where_tokens_do_not_fit():
-    def us(m, **more):
-        sizes = {"k": 8192, "n": 28672, "gate_r": 2048, "up_r": 2048, "down_r": 0}
-        return estimate_us(GatedMLPSpec(m=m, **sizes, **more), "trn2")
-
-    assert us(512) > 2.5 * us(128)
-    assert math.isfinite(us(1))
 
 
 def test_a_lora_is_not_compared_with_its_merged_weight():

@@ -20,7 +20,7 @@ X = torch.randn(2, 6, 64)
 
 SHAPES = {
     "a": (8, 64), "b": (48, 8), "c": (6, 64), "d": (48, 6), "w": (48, 64), "narrow": (48, 4),
-    "t": (6, 1), "s": (8,), "bias": (8,), "wide": (48,), "odd": (4, 8, 8), "large": (40, 64),
+    "s": (8,), "bias": (8,), "wide": (48,), "odd": (4, 8, 8), "large": (40, 64),
     "small": (64, 40), "experts": (4, 64, 8), "backs": (4, 8, 48),
     "low": torch.randn(48, 8).bfloat16(),
 }  # fmt: skip
@@ -98,7 +98,6 @@ APPLIED = {
          lambda p, x: F.silu(chain(p, x)) * chain2(p, x))],
     "order": [
         (lambda p, x: L(x, p.b @ p.a), chain), (lambda p, x: x @ (p.a.t() @ p.b.t()), chain),
-        (lambda p, x: x @ (p.b @ p.a).t(), chain),
         (lambda p, x: L(x, p.b @ p.a, p.wide), lambda p, x: chain(p, x) + p.wide),
         (lambda p, x: L(x, p.w + p.b @ p.a), adapted),
         (lambda p, x: L(x, (p.b * p.s) @ p.a), lambda p, x: L(L(x, p.a), p.b * p.s))],
@@ -117,7 +116,6 @@ APPLIED = {
     "between": [
         (lambda p, x: L(L(x, p.a) + 1, p.b), lambda p, x: L(L(x, p.a) + p.bias, p.b)),
         (lambda p, x: L(L(x, p.a)[:, -1], p.b), lambda p, x: L(L(x[:, -1], p.a), p.b)),
-        (lambda p, x: L(L(x, p.a)[:, 1:], p.b), lambda p, x: chain(p, x)[:, 1:]),
         (lambda p, x: L(L(x, p.a).mean(1), p.b), lambda p, x: chain(p, x.mean(1))),
         (lambda p, x: L(F.pad(L(x, p.a), (0, 0, 1, 0)), p.b),
          lambda p, x: F.pad(chain(p, x), (0, 0, 1, 0))),
@@ -130,10 +128,8 @@ APPLIED = {
          lambda p, x: L(L(x, F.pad(p.c, (0, 0, 0, 2))), p.b)),
         (lambda p, x: L(L(x, p.a).cumsum(-1), p.b),
          lambda p, x: L(L(x, p.a), p.b.flip(1).cumsum(1).flip(1))),
-        (lambda p, x: L(L(x, p.a).flip(-1), p.b), lambda p, x: L(L(x, p.a), p.b.flip(1))),
         (lambda p, x: L(torch.relu(2.0 * L(x, p.a, p.bias)), p.b),
          lambda p, x: L(torch.relu(L(x, 2.0 * p.a, 2.0 * p.bias)), p.b)),
-        (lambda p, x: L(L(x, p.a) * p.t, p.b), lambda p, x: chain(p, x) * p.t),
         (lambda p, x: L(L(x, p.a) * x[..., :1], p.b), lambda p, x: chain(p, x) * x[..., :1]),
         (lambda p, x: L(L(x, p.a) / p.s, p.b), lambda p, x: L(L(x, p.a) * (1 / p.s), p.b))],
     "no_kernel": [

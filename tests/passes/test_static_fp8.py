@@ -64,11 +64,6 @@ def test_a_checkpoint_is_one_call_of_fp8_numbers_and_right_against_float64(m, bi
     made.check(x)
 
 
-def test_prefill_takes_two_tiles_of_the_contraction_a_pass():
-    spec = nmm.MatmulSpec(m=512, k=1024, n=1024, dtype="float8_e4m3", scales="channel")
-    assert nmm.build_kernel(spec, "trn2").schedule.double_row
-
-
 def test_q_k_and_v_share_the_rounding_of_x():
     class Heads(nn.Module):
         def __init__(self):

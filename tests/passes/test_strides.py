@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Backend, trace_and_run
+from models import trace_and_run
 
 # Two chains of 32 features, a dense weight, and a bias.
 Model = functools.partial(
@@ -83,17 +83,6 @@ def test_strides_at_the_output(name, shape):
     # A convolution without a batch dimension is left as it is.
     assert bool(result.matches) == ((name, shape) != ("convolution", (6, 32)))
     check(model, result.graph_module, x)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_strides_under_torch_compile(dynamic):
-    model = Model(lambda p, x: (CASES["pointwise behind"](p, x), CASES["left, transposed"](p, x)))
-    found = Backend()
-    compiled = torch.compile(model, backend=found, dynamic=dynamic)
-    for tokens in (5, 7):
-        check(model, compiled, torch.randn(tokens, 32))
-    assert len(found) == (1 if dynamic else 2)
-    assert all(r.matches for r in found)
 
 
 READERS = {

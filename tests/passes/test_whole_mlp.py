@@ -71,31 +71,6 @@ def test_a_dense_mlp_is_left_alone():
     assert not result.declined
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda m, x: m.down.b(m.down.a(m.up(x) * F.gelu(m.gate(x), approximate="tanh"))) + m.c,
-        lambda m, x: (F.relu(m.gate(x)) * m.up(x)).view(10, 64) @ m.w,
-        lambda m, x: torch.einsum("bsn,kn->bsk", F.silu(m.gate(x)) * m.up(x), m.down.b.weight),
-    ],
-    ids=["bias_after", "flattened_dense", "einsum_dense"],
-)
-def test_spellings(function):
-    class Spelled(MLP):
-        def __init__(self):
-            super().__init__((4, 4, 4))
-            self.w, self.c = nn.Parameter(torch.randn(64, 32) / 8), nn.Parameter(torch.randn(32))
-            if function.__code__.co_names.count("einsum"):
-                self.down = Projection(64, 0, 32)
-
-        def forward(self, x):
-            return function(self, x)
-
-    model = Spelled()
-    result = rewritten(model, ["gated_mlp"])
-    agree(result, model)
-
-
 def test_h_with_another_reader_stays_two_kernels():
     model = MLP((4, 4, 4), after=lambda mlp, y, h: y + h.sum())
     result = rewritten(model, ["gated_mlp_up", "lowrank"])
