@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toy_models import Model
 
 import nmm_compiler.ops.registration  # noqa: F401  (defines torch.ops.nmm)
+from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.mlir.export import export_mlir
 from nmm_compiler.mlir.module import MLIRModule
 
@@ -20,17 +21,6 @@ Inputs = dict[str, Tensor]
 def low_rank(k: int, r: int, n: int, bias: bool = True) -> nn.Module:
     """Return two linears with the rank between them."""
     return nn.Sequential(nn.Linear(k, r, bias=False), nn.Linear(r, n, bias=bias))
-
-
-def factorized(module: nn.Module, rank: int) -> nn.Module:
-    """Replace every linear by two random factors of `rank`."""
-    for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear):
-            low = low_rank(child.in_features, rank, child.out_features, child.bias is not None)
-            setattr(module, name, low)
-        else:
-            factorized(child, rank)
-    return module
 
 
 def one(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
@@ -64,8 +54,9 @@ def llama_mlp(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(hidden_size=64, intermediate_size=96)
     torch.manual_seed(0)
-    mlp = factorized(llama.LlamaMLP(config), 8).to(dtype).eval()
-    return mlp, {"x": torch.randn(2, 8, 64, dtype=dtype)}
+    mlp = llama.LlamaMLP(config).eval()
+    compress(mlp, rank=8, align=8, allow_slower=True)
+    return mlp.to(dtype), {"x": torch.randn(2, 8, 64, dtype=dtype)}
 
 
 def bert_layer(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
@@ -73,8 +64,9 @@ def bert_layer(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Inputs]:
     config = bert.BertConfig(hidden_size=32, num_attention_heads=2, intermediate_size=64)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    layer = factorized(bert.BertLayer(config), 4).to(dtype).eval()
-    return layer, {"hidden_states": torch.randn(1, 8, 32, dtype=dtype)}
+    layer = bert.BertLayer(config).eval()
+    compress(layer, rank=4, align=4, allow_slower=True)
+    return layer.to(dtype), {"hidden_states": torch.randn(1, 8, 32, dtype=dtype)}
 
 
 MODELS = {"one": one, "lora": lora, "llama_mlp": llama_mlp, "bert_layer": bert_layer}
