@@ -16,12 +16,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 aten = torch.ops.aten
-# Views and casts that read a second tensor for its shape or dtype only.
-TWO_TENSOR = (
-    *((name, "call_method") for name in ("view_as", "reshape_as", "expand_as", "type_as", "to")),
-    *((name, "call_function") for name in ("view_as", "reshape_as", "expand_as", "type_as")),
-    ("reshape of size", "call_method"),
-)
 
 
 @dataclass
@@ -40,7 +34,6 @@ class Builder:
         self.stored, self.computed = stored, computed
         self.rng = random.Random(seed)
         # Drawn apart, so that a seed's other choices stay what they were before these existed.
-        self.others = random.Random(~seed)
         self.third = random.Random(seed ^ 0x5EED)
         self.outputs: list[fx.Node] = []
         self.generator = torch.Generator().manual_seed(seed)
@@ -148,37 +141,11 @@ class Builder:
         if shape[0] > 1:
             ways[13] = lambda: self.f(operator.getitem, x, slice(1, None))
         chosen = ways.get(rng.randrange(24))
-        return chosen() if chosen else self.two_tensor(x)
+        return chosen() if chosen else x
 
     def written(self, x: fx.Node, write: fx.Node) -> fx.Node:
         """Return x behind a write to it."""
         return x
-
-    def two_tensor(self, x: fx.Node) -> fx.Node:
-        """Add a view or a cast of one tensor as another, x being either; return what follows x."""
-        rng, shape = self.others, self.shape(x)
-        kinds = [*TWO_TENSOR, *TWO_TENSOR]  # each also with a tensor of another dtype
-        index = rng.randrange(len(kinds))
-        name, kind = kinds[index]
-        spread = "expand" in name and len(shape) > 1 and shape[0] > 1
-        w = self.parameter(*((1, *shape[1:]) if spread else shape))
-        if index >= len(TWO_TENSOR):
-            w = self.m("double", w)
-        if rng.random() < 0.5 and not spread:  # x as w is, and back to x's own dtype
-            return self.m("type_as", self.two(kind, name, x, w), x)
-        y = self.two(kind, name, w, x)
-        if rng.random() < 0.7:  # both turned, so that "col" is worth while for x
-            y, turned = (self.m("cumsum", self.m("transpose", v, 0, -1), 0) for v in (y, x))
-            self.outputs.append(turned)
-        self.outputs.append(y)
-        return x
-
-    def two(self, kind: str, name: str, a: fx.Node, b: fx.Node) -> fx.Node:
-        if kind == "call_function":
-            return self.f(getattr(aten, name).default, a, b)
-        if name == "reshape of size":
-            return self.m("reshape", a, self.m("size", b))
-        return self.m(name, a, b)
 
     def lora(self, x: fx.Node, n: int) -> fx.Node:
         base = self.product(x, n)
@@ -203,7 +170,7 @@ class Builder:
         return self.product(down, self.shape(x)[-1])
 
     def newer(self, x: fx.Node) -> fx.Node:
-        """Add forms that commute, repeat or add up; drawn apart, as `others` is."""
+        """Add forms that commute, repeat or add up; drawn apart."""
         rng, shape = self.third, self.shape(x)
         k, n, r = shape[-1], rng.randint(10, 20), rng.choice([1, 2, 3])
         self.length += 4 * (k + r)

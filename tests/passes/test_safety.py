@@ -6,7 +6,6 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from fuzz_graphs import TWO_TENSOR
 from models import Backend, Pair, kinds_of, trace_and_run
 from torch import fx, nn
 
@@ -205,6 +204,12 @@ def test_tensor_subclass_weight_is_refused():
 
 
 aten = torch.ops.aten
+# Views and casts that read a second tensor for its shape or dtype only.
+TWO_TENSOR = (
+    *((name, "call_method") for name in ("view_as", "reshape_as", "expand_as", "type_as", "to")),
+    *((name, "call_function") for name in ("view_as", "reshape_as", "expand_as", "type_as")),
+    ("reshape of size", "call_method"),
+)
 
 
 def beside(kind, name, role, dtype):
