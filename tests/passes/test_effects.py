@@ -45,7 +45,6 @@ def node_of(make):
 
 
 WRITES = {
-    "pointwise": (lambda g, x, y, z: g.call_function(torch.mul, (x, y)), ""),
     "method": (lambda g, x, y, z: g.call_method("mul_", (x, y)), "x"),
     "operator": (lambda g, x, y, z: g.call_function(operator.iadd, (x, y)), "x"),
     "inplace flag": (lambda g, x, y, z: g.call_function(F.relu, (x,), {"inplace": True}), "x"),

@@ -56,7 +56,6 @@ def rewritten(function, x=None):
 
 SPELLED = {
     "x sigmoid(x)": (lambda x: x * torch.sigmoid(x), "silu"),
-    "sigmoid(x) x": (lambda x: x.sigmoid() * x, "silu"),
     "x / (1 + exp(-x))": (lambda x: x / (1 + torch.exp(-x)), "silu"),
     "gelu_new": (
         lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))),
@@ -99,7 +98,6 @@ OTHERS = {
     "almost gelu": (lambda x: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * x**3))), None),
     "another x": (lambda x: x * torch.sigmoid(x.flip(0)), None),
     "clamped above": (lambda x: x.clamp(0, 6), None),
-    "relu squared": (lambda x: torch.relu(x).square(), None),
     "written inside": (lambda x: x * torch.sigmoid(x).mul_(1.0), None),
 }
 

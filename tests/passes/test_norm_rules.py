@@ -29,27 +29,12 @@ class GemmaNorm(nn.Module):
         return (h * (1.0 + self.weight.float())).type_as(x)
 
 
-class Called(nn.Module):
-    """A norm by torch.nn.functional."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.weight, self.name = nn.Parameter(torch.randn(K)), name
-
-    def forward(self, x):
-        if self.name == "rms_norm":
-            return functional.rms_norm(x, (K,), self.weight, 1e-5)
-        return functional.layer_norm(x, (K,), self.weight, None, 1e-5)
-
-
 NORMS = {
     "llama": lambda: LlamaNorm(K, 1e-5),
     "gemma": GemmaNorm,
     "rms_module": lambda: nn.RMSNorm(K, eps=1e-5),
     "layer_module": lambda: nn.LayerNorm(K),
     "layer_plain": lambda: nn.LayerNorm(K, elementwise_affine=False),
-    "rms_function": lambda: Called("rms_norm"),
-    "layer_function": lambda: Called("layer_norm"),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from models import trace_and_run
 
-# Two chains of 32 features, a dense weight, and a bias.
+# Two chains of 32 features, and a dense weight.
 Model = functools.partial(
     models.Model,
     a=(4, 32),
@@ -16,7 +16,6 @@ Model = functools.partial(
     ga=(4, 32),
     gb=(24, 4),
     w=(24, 32),
-    d=(24, 1),
 )
 
 
@@ -31,7 +30,6 @@ def other(p, x):
 CASES = {
     "left": left,
     "left, transposed": lambda p, x: left(p, x).mT,
-    "with a bias": lambda p, x: (left(p, x) + p.d).mT,
     "activation": lambda p, x: F.silu(left(p, x).mT),
     "pointwise behind": lambda p, x: torch.tanh(left(p, x).mT * 2) + 1,
     "gated": lambda p, x: (F.silu(left(p, x)) * other(p, x)).mT,
@@ -40,10 +38,8 @@ CASES = {
     "two readers": lambda p, x: (lambda y: (y, y.mT.sin(), y.sum(-1)))(left(p, x)),
     "split": lambda p, x: left(p, x).mT.split(12, -1)[1] + 1,
     "tokens moved": lambda p, x: F.linear(F.linear(x, p.a).transpose(0, -2), p.b),
-    "tokens moved, behind": lambda p, x: F.linear(F.linear(x, p.a).transpose(0, -2), p.b).sin(),
     "heads": lambda p, x: F.linear(F.linear(x, p.a), p.b).unflatten(-1, (4, 6)).transpose(-2, -3),
     "convolution": lambda p, x: F.conv1d(F.conv1d(x.mT, p.a[..., None]), p.b[..., None]),
-    "norm behind": lambda p, x: F.layer_norm(left(p, x).mT, (24,)),
     "einsum": lambda p, x: torch.einsum("...k,rk,nr->n...", x, p.a, p.b),
 }
 
