@@ -230,8 +230,11 @@ def calls_of(result):
     return [node for node in nodes if str(node.target).startswith("nmm.")]
 
 
-def kernel_calls(module):
-    """Return (node, the spec that it launches) for each kernel call of a graph."""
+def kernel_calls(module, packed=None):
+    """Return (node, the spec that it launches) for each kernel call of a graph.
+
+    packed: turns a weight that the runtime packs once, as its kernel reads it.
+    """
     from nmm_compiler.ops.lower import lower, op_name, tokens
 
     found = []
@@ -242,6 +245,6 @@ def kernel_calls(module):
                 node.args, lambda n: n.meta.get("example_value", n.meta.get("val"))
             )
             count = tokens(args[0], node.kwargs)
-            lowered = lower(name, args, dict(node.kwargs), count, None)
+            lowered = lower(name, args, dict(node.kwargs), count, packed)
             found += [(node, launch.spec) for launch in lowered.launches]
     return found

@@ -265,39 +265,30 @@ def test_linears_of_one_x_are_one_call_with_gradients_of_their_branches(format, 
     ("format", "target", "factors"),
     [("mxfp4", "trn3", None), ("mxfp4", "trn3", "fp8"), ("fp8", "trn2", None)],
 )
-def test_a_compressed_llama_is_one_call_for_qkv_and_one_for_the_mlp(format, target, factors):
-    model = llama(256, 512, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("hidden", "tokens", "rules", "counts"),
+    [
+        # q, k and v; gate and up, which the MLP takes in
+        (256, 5, [], {"shared_x": 2, "corrected_mlp": 1}),
+        # before q, k and v, and before the MLP
+        (512, 1, ["+norms"], {"norm": 2, "residual": 2}),
+    ],
+)
+def test_a_compressed_llama(format, target, factors, hidden, tokens, rules, counts):
+    """One call for q, k and v, one for the MLP; norms and sums inside of calls."""
+    model = llama(hidden, 512, dtype=torch.bfloat16)
     nmm.compress(model, base=format, rank=16, factors=factors)
-    given = {"input_ids": torch.arange(5)[None], "use_cache": False}
-    options = {"target": target, "strict": True}
+    given = {"input_ids": torch.arange(tokens)[None], "use_cache": False}
+    options = {"target": target, "rules": rules, "strict": True}
     with torch.no_grad():
         want = model(**given).logits
         got = compiled(model, **options, executor="simulator")(**given).logits
-    made = nmm.explain(model, given, options=options)
-    found = sorted(match.rule for match in made.matches if match.rule not in ("norm", "residual"))
-    assert found.count("shared_x") == 1  # q, k and v
-    assert found.count("corrected_mlp") == 1
-    assert len(found) == 3  # and o
-    said = [note for match in made.matches for note in match.notes if "fp8 branch is read" in note]
-    assert len(said) == (0 if factors is None else 3)  # qkv, o, the MLP
+    matches = nmm.explain(model, given, options=options).matches
+    found = [match.rule for match in matches]
+    assert {rule: found.count(rule) for rule in counts} == counts
+    said = [note for match in matches for note in match.notes if "fp8 branch is read" in note]
+    assert len(said) == (0 if factors is None else 4)  # qkv, o; gate and up, down before the MLP
     # one layer: each product's x is rounded to three bits of mantissa beside MX weights
-    assert (got - want).norm() <= (2**-3 if format == "mxfp4" else 2**-6) * want.norm()
-
-
-@pytest.mark.parametrize(("format", "target"), [("mxfp4", "trn3"), ("fp8", "trn2")])
-def test_a_compressed_llama_has_its_norms_and_sums_inside_of_calls(format, target):
-    model = llama(512, 512, dtype=torch.bfloat16)
-    nmm.compress(model, base=format, rank=16)
-    given = {"input_ids": torch.tensor([[3]]), "use_cache": False}
-    options = {"target": target, "rules": ["+norms"], "strict": True}
-    made = nmm.explain(model, given, options=options)
-    found = [match.rule for match in made.matches]
-    assert found.count("norm") == 2  # before q, k and v, and before the MLP
-    assert found.count("residual") == 2
-    options |= {"executor": "simulator", "inner": "eager"}
-    with torch.no_grad():
-        want = model(**given).logits
-        got = torch.compile(model, backend="nmm", options=options)(**given).logits
     assert (got - want).norm() <= (2**-3 if format == "mxfp4" else 2**-6) * want.norm()
 
 

@@ -144,10 +144,7 @@ def test_sizes_that_stand_nowhere_are_a_refusal(monkeypatch):
 
 
 def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
-    def boom(*_):
-        raise IndexError("boom")
-
-    monkeypatch.setattr(calls.Call, "prepare_x", boom)
+    monkeypatch.setattr(calls.Call, "prepare_x", breaks(calls.Call.prepare_x))
     layers = nn.Sequential(*(nn.Sequential(Pair(32, 3, 32), nn.ReLU()) for _ in range(20)))
     module = fx.symbolic_trace(layers)
     with pytest.warns(UserWarning, match=r"a fault in nmm_compiler.*and \d+ more"):
@@ -158,10 +155,7 @@ def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
 
 
 def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypatch):
-    def boom(*_):
-        raise IndexError("boom")
-
-    monkeypatch.setattr(calls.SharedCall, "emit", boom)
+    monkeypatch.setattr(calls.SharedCall, "emit", breaks(calls.SharedCall.emit))
     options = {"inner": "eager", "kernels": "lazy"}
     model = Three()
     backend.reset()

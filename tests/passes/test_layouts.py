@@ -6,14 +6,12 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Pair, kinds_of, trace_and_run
+from models import Pair, kernel_calls, kinds_of, trace_and_run
 from torch import fx, nn
 
 import nmm_compiler as nmm
 from nmm_compiler.codegen.build import build_kernel
-from nmm_compiler.ops.lower import lower, op_name, tokens
 from nmm_compiler.options import Options
-from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import run
 from nmm_compiler.passes.result import graph_parts
 
@@ -76,7 +74,6 @@ def test_a_result_is_turned_where_only_calls_read_it(function, expected):
     [
         # (a transposed view that is returned moves nothing, and is not counted)
         (lambda p, x: up(p, x.T).T, 1),
-        (lambda p, x: up(p, x.T).T.contiguous(), 2),
         (lambda p, x: down(p, F.relu(up(p, x.T).T).T).T, 3),
         (lambda p, x: down(p, F.relu(up(p, x.T).T.contiguous()).T.contiguous()).T, 3),
         (lambda p, x: F.relu(up(p, x.mT).permute(1, 0)).contiguous(), 2),
@@ -129,8 +126,6 @@ def einsums(p, x):
 
 SPELLED = {
     "T": lambda p, x: mlp(p, x.T).T,
-    "mT": lambda p, x: mlp(p, x.mT).mT,
-    "permute": lambda p, x: mlp(p, x.permute(1, 0)).permute(1, 0),
     "transpose": lambda p, x: mlp(p, x.transpose(0, 1)).transpose(-1, -2),
     "contiguous": lambda p, x: mlp(p, x.t().contiguous()).t().contiguous(),
     "feature major": feature_major,
@@ -139,32 +134,20 @@ SPELLED = {
 }
 
 
-def kernels(module, x):
-    """Return the kernels that the graph's calls launch, weights packed once as the runtime does."""
-    built, values = [], collect_values(module, (x,))
-    for node in module.graph.nodes:
-        name = op_name(node.target)
-        if name is not None:
-            args = fx.node.map_arg(node.args, lambda n: values[n])
-            m = tokens(args[0], node.kwargs)
-            launches = lower(name, args, dict(node.kwargs), m, torch.Tensor.t).launches
-            built += [build_kernel(launch.spec, "trn2") for launch in launches]
-    return built
-
-
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", SPELLED)
 def test_a_swiglu_mlp_ends_with_no_transpose_in_graph_or_kernels(name, whole):
     model = SwiGLU(SPELLED[name]).requires_grad_(False)
     x = torch.randn(K, 64)
     options = Options(rules=() if whole else ("-gated_mlp",))
-    result = run(fx.symbolic_trace(model), (x,), options)
+    result = nmm.rewrite(model, (x,), options=options)
     kinds = kinds_of(result)
     assert kinds == (["gated_mlp"] if whole else ["gated_mlp_up", "lowrank"])
     assert result.transposes_after == 0
-    made = kernels(result.graph_module, x)
+    made = kernel_calls(result.graph_module, torch.Tensor.t)
     assert len(made) >= len(kinds)
-    for kernel in made:
+    for _, spec in made:
+        kernel = build_kernel(spec, "trn2")
         profile = kernel.profile()
         assert profile.transposes == {"dma": 0, "tensor": 0, "vector": 0}, kernel.spec.short()
         assert "dma_transpose" not in kernel.source
@@ -176,9 +159,9 @@ def test_a_swiglu_mlp_ends_with_no_transpose_in_graph_or_kernels(name, whole):
 
 def test_a_row_input_is_transposed_by_the_kernel_that_loads_it():
     x = torch.randn(64, K)
-    result = trace_and_run(SwiGLU(mlp).requires_grad_(False), x)
-    (kernel,) = kernels(result.graph_module, x)
-    assert sum(kernel.profile().transposes.values()) > 0
+    result = nmm.rewrite(SwiGLU(mlp).requires_grad_(False), (x,))
+    ((_, spec),) = kernel_calls(result.graph_module, torch.Tensor.t)
+    assert sum(build_kernel(spec, "trn2").profile().transposes.values()) > 0
 
 
 def test_pictures_show_the_call_whose_result_is_only_read_transposed():

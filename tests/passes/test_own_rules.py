@@ -32,9 +32,6 @@ SPELLINGS = {
     "linear": lambda x, u, v: F.relu(F.linear(F.linear(x, u.t()), v.T)),
     "the other way round": lambda x, u, v: torch.relu(v.mT @ (u.T @ x.mT)).mT,
     "einsum": lambda x, u, v: torch.clamp(torch.einsum("...k,kr,rn->...n", x, u, v), min=0),
-    "batches of one weight": lambda x, u, v: torch.relu(
-        torch.bmm(torch.bmm(x, u.expand(2, 64, 8)), v.expand(2, 8, 48))
-    ),
     "views and copies": lambda x, u, v: torch.relu(
         (x.reshape(-1, 64) @ u).contiguous().view(2, 3, 8) @ v
     ),
@@ -308,10 +305,6 @@ def test_the_example_runs_with_both_forms_under_torch_compile(capsys):
 
     own_rule.main()
     said = capsys.readouterr().out
-    reports = list(re.split(r"^graph \d+:", said, flags=re.M)[1:])
-    reports = [part for part in reports if "inner eager" in " ".join(part.split())]
-    assert ["residual_chain" in part for part in reports] == [True, False]
-    assert ["1 x scaled_residual" in part for part in reports] == [False, True]
     assert said.count("+    lowrank_residual_default = torch.ops.mine.lowrank_residual") == 2
     error = float(said.rpartition("largest error: ")[2].split()[0])
     assert error <= 1.0
