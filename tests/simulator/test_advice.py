@@ -9,8 +9,8 @@ from simulator_kernels import kernel_file
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import simulate
-from nmm_compiler.simulator.timing.advice import Advice, advise
-from nmm_compiler.simulator.timing.causes import waits
+from nmm_compiler.simulator.timing.advice import Advice
+from nmm_compiler.simulator.timing.causes import by_instruction, by_line
 
 LOADS = """
 import nki
@@ -75,13 +75,3 @@ def test_shares_add_up_to_the_latency():
     lines = {share.line: share for share in profile.by_line()}
     assert set(lines) == {12, 13}
     assert lines[12].instructions == 128
-
-
-def test_waits_name_what_an_engine_waits_for():
-    timeline = build_kernel(LowRankSpec(m=128, k=512, r=128, n=512)).profile().timeline
-    found = waits(timeline)
-    assert found["tensor"]["load"] > 0
-    assert found["vector"]["result"] > 0
-    for kinds in found.values():
-        assert sum(kinds.values()) < timeline.latency_us
-    assert advise(timeline) == advise(timeline), "an experiment changes the timeline"

@@ -57,10 +57,16 @@ CALLS = {
 }  # fmt: skip
 
 
+def kernel_of(shape, call):
+    return f"{kernel_file(KERNEL.format(shape=shape, call=call))}:kernel"
+
+
+ALL_REDUCE = kernel_of(*CALLS["all_reduce"][:2])
+
+
 def run(shape, call, inputs, **options):
-    path = kernel_file(KERNEL.format(shape=shape, call=call))
     options.setdefault("mode", "functional")
-    return simulate_ranks(f"{path}:kernel", [(a, len(inputs)) for a in inputs], **options)
+    return simulate_ranks(kernel_of(shape, call), [(a, len(inputs)) for a in inputs], **options)
 
 
 def data(ranks, rows=64):
@@ -81,10 +87,8 @@ def test_every_rank_gets_its_part(name, ranks):
 
 def test_two_programs_a_rank():
     x = data(3, 6)
-    shape, call, _ = CALLS["all_reduce"]
-    path = kernel_file(KERNEL.format(shape=shape, call=call))
     inputs = [{"a": a, "n": 3} for a in x]
-    for result in simulate_ranks(f"{path}:kernel", inputs, grid=2, mode="functional"):
+    for result in simulate_ranks(ALL_REDUCE, inputs, grid=2, mode="functional"):
         assert np.array_equal(result.output, x.sum(0))
 
 
@@ -111,16 +115,14 @@ def test_a_ring_knows_whose_data_it_processes():
 
 
 def test_it_takes_the_published_time():
-    shape, call, _ = CALLS["all_reduce"]
-    path = kernel_file(KERNEL.format(shape=shape, call=call))
     for ranks, size in ((4, 64), (64, 64), (64, 65536)):
         spec = ArraySpec((size, 32), "float32")
-        results = simulate_ranks(f"{path}:kernel", [(spec, ranks)] * ranks, mode="timing")
+        results = simulate_ranks(ALL_REDUCE, [(spec, ranks)] * ranks, mode="timing")
         trace = results[0].trace.instructions
         (record,) = [i for i in trace if i.op == "all_reduce"]
         wanted = collective_alone_us(size * 32 * 4, ranks, get("trn2"))
         assert record.attributes["collective_us"] == wanted
-        alone = simulate_ranks(f"{path}:kernel", [(spec, 1)], mode="timing")[0].profile
+        alone = simulate_ranks(ALL_REDUCE, [(spec, 1)], mode="timing")[0].profile
         assert wanted < results[0].profile.latency_us < wanted + alone.latency_us
 
 
@@ -180,11 +182,10 @@ def test_refusals(call, kind, said):
 def test_a_rank_that_never_comes_is_an_error_and_no_hang():
     call = "if a.shape[0] == 4:\n        ncc.all_reduce([src], [dst], group, nl.add)"
     inputs = [(np.ones((4, 8), np.float32), 2), (np.ones((6, 8), np.float32), 2)]
-    path = kernel_file(KERNEL.format(shape="a.shape", call=call))
     with pytest.raises(errors.SimulationError, match="all_reduce of ranks"):
-        simulate_ranks(f"{path}:kernel", inputs)
+        simulate_ranks(kernel_of("a.shape", call), inputs)
     with pytest.raises(errors.KernelArgumentError, match="65 ranks"):
-        simulate_ranks(f"{path}:kernel", inputs[:1] * 65)
+        simulate_ranks(ALL_REDUCE, inputs[:1] * 65)
 
 
 def test_unwritten_elements_stay_unknown_on_the_other_rank():

@@ -112,15 +112,6 @@ def test_each_conflict_is_borne_out_and_is_a_counted_held_out_point():
     assert not any(v.holds(0.9) for v in timing_texts.conflicts(0.9))
 
 
-def test_a_text_is_left_out_only_for_a_reason_and_runs_only_if_it_has_a_class():
-    assert all(text.counted or text.remark for text in TEXTS)
-    for text in TEXTS:
-        kind = text.kind
-        assert kind in ("", *evidence.CLASSES)
-        assert (kind == "") == text.remark.startswith("does not run")
-        assert (timing_texts.recorded()[text.name]["predicted"] is None) == (kind == "")
-
-
 def test_predictions_recorded_with_other_constants_are_not_shown(monkeypatch):
     timing_texts.recorded.cache_clear()
     monkeypatch.setattr(timing_texts, "constants_hash", lambda: "other")

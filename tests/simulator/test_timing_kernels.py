@@ -43,13 +43,3 @@ def test_each_step_is_at_least_as_fast_as_the_one_before():
     ]
     times = [step.profile.latency_us for step in steps]
     assert times == sorted(times, reverse=True)
-
-
-@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
-def test_scan_runs_on_every_target(target):
-    rows, states = ArraySpec((128, 256), "float32"), ArraySpec((4, 256), "float32")
-    run = simulate(
-        KERNELS / "scan_steps.py:operands_loaded_once",
-        rows, rows, ArraySpec((128, 4), "float32"), states, states, target=target, mode="timing",
-    )  # fmt: skip
-    assert run.profile.latency_us > run.profile.roofline_us
