@@ -123,34 +123,6 @@ def test_the_branch_in_other_words_and_adapters_on_it_are_found_too():
     made.check(data)
 
 
-def test_peft_adapters_on_a_model_of_blocks_are_found():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 256, bias=False), nn.Linear(256, 512)).bfloat16()
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["0", "1"]))
-    for module in adapted.modules():  # as QLoRA: the base of each adapter is of few bits
-        if isinstance(getattr(module, "base_layer", None), nn.Linear):
-            base = module.base_layer
-            module.base_layer = QuantizedLinear.of(base.weight, "mxfp4", base.bias)
-    data = x(4, 512)
-    made = nmm.rewrite(adapted.eval().bfloat16(), data, options={"target": "trn3"})
-    assert len(calls(made)) == 2
-    made.check(data)
-
-
-def test_compressed_models_are_found_and_blocks_alone_are_calls():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 256), nn.GELU(), nn.Linear(256, 512)).bfloat16()
-    nmm.compress(model, base="mxfp4", rank=32)
-    made = nmm.rewrite(model, x(4, 512), options={"target": "trn3"})
-    assert len(calls(made)) == 2
-    alone = QuantizedLinear.of(torch.randn(256, 512, dtype=torch.bfloat16), "mxfp8")
-    made = nmm.rewrite(alone, x(4, 512), options=ON_TRN3)
-    assert [match.rule for match in made.matches] == ["quantized"]
-    assert len(calls(made)) == 1
-    made.check(x(4, 512))
-
-
 def test_kernels_of_blocks_agree_with_eager_and_the_branch_has_gradients():
     model, data = Corrected(**MX, format="mxfp4", scale=0.5), x(8, 512).requires_grad_()
     expected = model(data)

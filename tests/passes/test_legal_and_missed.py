@@ -109,10 +109,9 @@ BETWEEN = {
     "half": lambda h: torch.cat([h[..., :4]] * 2, -1), "picked": lambda h: h[:, [0, 2]],
     "sum": lambda h: h.sum(1), "max": lambda h: h.amax(1), "cumsum": lambda h: h.cumsum(1),
     "repeat": lambda h: h.repeat(1, 2, 1),
-    "1 minus": lambda h: 1 - h, "lerp": lambda h: torch.lerp(h, h, 0.3),
+    "1 minus": lambda h: 1 - h,
     "divided": lambda h: h / h.norm(dim=-1, keepdim=True), "times itself": lambda h: h * h,
     "plus itself": lambda h: h + torch.sin(h), "pool": lambda h: F.avg_pool1d(h.mT, 2).mT,
-    "finite": torch.nan_to_num,
 }  # fmt: skip
 INPUTS = {
     "patches": torch.randn(2, 3, 16, 16),
