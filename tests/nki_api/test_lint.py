@@ -44,17 +44,14 @@ def codes(source: str, nki: str = "0.6") -> list[str]:
     return [finding.code.removeprefix("NKI-") for finding in lint_source(source, nki=nki)]
 
 
-# code, statements that break the rule, statements that keep it
+# code, statements that break the rule, statements that keep it; more are in
+# test_versions_differ and test_aliases_are_resolved
 STATEMENTS = [
-    ("E101", "nisa.nc_matmull(x, x, y)", "nisa.nc_matmul(x, x, y)"),
     ("E101", "nisa.dma_copy(x, y, engine=nisa.engine.vectors)", "nisa.dma_copy(x, y)"),
     ("E101", "print(nl.tile_size.pmin)", "print(nl.tile_size.pmax)"),
     ("E103", "i = nl.arange(128)", "i = nl.ds(0, 128)"),
-    ("E103", "nisa.tensor_copy_dynamic_src(x, y)", "nisa.tensor_copy(x, y)"),
     ("W104", "for i in nl.affine_range(4): pass", "for i in range(4): pass"),
     ("W104", "nisa.memset(x, 0, engine=nisa.vector_engine)", "nisa.memset(x, 0)"),
-    ("E111", "nisa.nc_matmul(x, x, y, transpose=True)", "nisa.nc_matmul(x, x, y, accumulate=True)"),
-    ("E112", "nisa.tensor_tensor(x, x, y)", "nisa.tensor_tensor(x, x, y, nl.add)"),
     ("E112", "nisa.tensor_tensor(dst=x, data1=x, op=nl.add)", "nisa.tensor_tensor(*x)"),
     ("E113", "nisa.tensor_copy(x, y, dst=x)", "nisa.tensor_copy(x, src=y)"),
     ("E114", "nisa.reciprocal(x, y, None, 1)", "nisa.reciprocal(x, y, None)"),
@@ -73,11 +70,9 @@ STATEMENTS = [
     ),
     ("E118", "nl.divide(x, y)", "nisa.tensor_tensor(x, x, y, nl.divide)"),
     ("E118", "nl.matmul(x, y)", "nl.matmul(x, y, transpose_x=True)"),
-    ("E201", "if x is None: pass", "if x == None: pass"),
     ("E201", "if x is not y: pass", "if x != y: pass"),
     ("E203", "try:\n    nisa.tensor_copy(x, y)\nfinally:\n    pass", "nisa.tensor_copy(x, y)"),
     ("E204", "with open('f') as f: pass", "with nl.no_reorder(): nisa.tensor_copy(x, y)"),
-    ("E205", "a = max(i for i in range(3))", "a = max([1, 2])"),
     ("E205", "yield x", "return x"),
     ("W206", "a = [i for i in range(3)]", "a = [0, 1, 2]"),
     ("W206", "f = lambda: 1", "f = 1"),
@@ -85,7 +80,6 @@ STATEMENTS = [
     ("W206", "match x:\n    case 1: pass", "if x == 1: pass"),
     ("E212", "global state\nstate = 1", "state = 1"),
     ("E214", "d = {1: x}", "d = {'one': x}"),
-    ("W215", "r = nisa.register_alloc(3)\nwhile r: pass", "r = 3\nwhile r: r -= 1"),
     ("E301", "nisa.tensor_copy(x, z)", "z = y\nnisa.tensor_copy(x, z)"),
     (
         "E302",
@@ -240,7 +234,6 @@ def test_python_that_changes_from_turn_to_turn_is_found(loop: str, body: str) ->
         ("import nki\nimport nki.isa\n", "nki.isa.tensor_copy(x, y, wrong=1)"),
         ("import nki\nimport nki.isa as nisa\ncopy = nisa.tensor_copy\n", "copy(x, y, wrong=1)"),
         ("import nki\nimport nki.isa as nisa\n", "mine = nisa.tensor_copy\nmine(x, y, wrong=1)"),
-        ("import nki as n\nimport nki\n", "n.isa.tensor_copy(x, y, wrong=1)"),
     ],
 )
 def test_aliases_are_resolved(header: str, call: str) -> None:
