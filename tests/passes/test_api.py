@@ -188,7 +188,7 @@ def test_a_wrong_answer_of_a_rule_is_named(answer, said):
     with pytest.raises(BrokenRuleError, match=rf"rule 'answers' failed on node 'linear.*{said}"):
         run(module, rules=[answer, "..."])
     assert module.code == before
-    assert rewrite(Pair(), X, rules=[answers(lambda node: None), "..."]).rewritten
+    assert rewrite(Pair(), X, rules=[answers(lambda node: None), "..."]).matches
 
 
 def covering(nodes):

@@ -10,7 +10,6 @@ from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.simulator.run import simulate
 from nmm_compiler.simulator.timing.advice import Advice
-from nmm_compiler.simulator.timing.causes import by_instruction, by_line
 
 LOADS = """
 import nki
