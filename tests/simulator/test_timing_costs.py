@@ -7,7 +7,7 @@ import pytest
 from simulator_kernels import run
 from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, us
 
-from nmm_compiler.simulator.timing.costs import other_cost, tensor_cost
+from nmm_compiler.simulator.timing.costs import other_cost
 from nmm_compiler.simulator.timing.dma import dma_cost
 from nmm_compiler.simulator.timing.timeline import time_trace, time_traces
 
@@ -192,7 +192,7 @@ def test_only_zeros_of_16_bits_are_filled_two_at_a_time(engine, dtype):
     """
     trace = run(body, mode="timing").trace
     fills = [i for i in trace.instructions if i.op == "memset"]
-    took = [ComputeCosts(TRN2).other(fill)[0] for fill in fills]
+    took = [other_cost(TRN2, fill)[0] for fill in fills]
     zero, one = took[:2]
     assert took == [zero, one, one, zero]
     clock = TRN2.gpsimd_clock_hz if engine == "gpsimd" else TRN2.vector_clock_hz
