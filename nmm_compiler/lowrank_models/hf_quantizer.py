@@ -15,6 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nmm_compiler.lowrank_models import hf_layers
+from nmm_compiler.lowrank_models.modules import lowrank_layers, put
+from nmm_compiler.lowrank_models.quantize import quantized_layers
 
 
 class LowRankConfig(QuantizationConfigMixin):
@@ -52,6 +54,11 @@ class LowRankQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         hf_layers.check_loaded(model)
         hf_layers.call_unquantized(model)
+        return model
+
+    def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
+        for name, layer in (lowrank_layers(model) | quantized_layers(model)).items():
+            put(model, [name], layer.merge())
         return model
 
 

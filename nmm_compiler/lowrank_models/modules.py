@@ -114,6 +114,20 @@ class LowRankLinear(nn.Module):
         y = cast(torch.Tensor, self.up(self.down(x)))
         return y if self.base is None else self.base(x) + y
 
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        """Return the dense `nn.Linear` of base and up @ down, multiplied in at least float32."""
+        up, down = self.up.weight, self.down.weight
+        wide = torch.promote_types(up.dtype, torch.float32)
+        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        weight = up.to(wide) @ down.to(wide)
+        if self.base is not None:
+            weight += cast(torch.Tensor, self.base.weight)
+        dense.weight = nn.Parameter(weight.to(up.dtype))
+        if self.up.bias is not None:
+            dense.bias = nn.Parameter(self.up.bias.detach().clone())
+        return dense.train(self.training)
+
     def extra_repr(self) -> str:
         """Show k, r, n and what the factors save."""
         k, r, n = self.in_features, self.rank, self.out_features

@@ -133,6 +133,14 @@ class QuantizedLinear(nn.Module):
             elements = elements.clamp(form.lowest, form.largest)
         return elements * self.scale
 
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        """Return the dense `nn.Linear`."""
+        dense = nn.Linear(self.in_features, self.out_features, device="meta")
+        dense.weight = nn.Parameter(self.weight)
+        dense.register_parameter("bias", self.bias)
+        return dense.train(self.training)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [.., k] to [.., n]."""
         return functional.linear(x, self.dequantized(x.dtype), self.bias)
