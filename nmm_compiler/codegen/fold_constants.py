@@ -18,7 +18,7 @@ from typing import Any
 import libcst as cst
 
 from nmm_compiler.codegen import known_values as values
-from nmm_compiler.codegen.known_values import Value, known
+from nmm_compiler.codegen.known_values import Value, computed, divided, known, of_whole
 from nmm_compiler.codegen.tidy import on_one_line
 from nmm_compiler.codegen.trees import (
     Editor,
@@ -38,14 +38,14 @@ Call = tuple[str, Environment]
 """A call of a helper: its name, and the known value of each argument."""
 
 _RULES: dict[type, tuple[Callable[..., Value], Callable[..., Any]]] = {
-    cst.Add: (values.of_whole, operator.add), cst.Subtract: (values.of_whole, operator.sub),
-    cst.Multiply: (values.of_whole, operator.mul), cst.Modulo: (values.divided, operator.mod),
-    cst.FloorDivide: (values.divided, operator.floordiv),
-    cst.LessThan: (values.of_whole, operator.lt), cst.LessThanEqual: (values.of_whole, operator.le),
-    cst.GreaterThan: (values.of_whole, operator.gt),
-    cst.GreaterThanEqual: (values.of_whole, operator.ge),
-    cst.Equal: (values.computed, operator.eq), cst.NotEqual: (values.computed, operator.ne),
-    cst.Not: (values.computed, operator.not_), cst.Minus: (values.computed, operator.neg),
+    cst.Add: (of_whole, operator.add), cst.Subtract: (of_whole, operator.sub),
+    cst.Multiply: (of_whole, operator.mul), cst.Modulo: (divided, operator.mod),
+    cst.FloorDivide: (divided, operator.floordiv),
+    cst.LessThan: (of_whole, operator.lt), cst.LessThanEqual: (of_whole, operator.le),
+    cst.GreaterThan: (of_whole, operator.gt),
+    cst.GreaterThanEqual: (of_whole, operator.ge),
+    cst.Equal: (computed, operator.eq), cst.NotEqual: (computed, operator.ne),
+    cst.Not: (computed, operator.not_), cst.Minus: (computed, operator.neg),
 }  # fmt: skip
 """Operator -> how the values of its operands give that of the result, and the Python function."""
 
@@ -116,8 +116,8 @@ class Evaluator:
     def _call(self, node: cst.Call) -> Value:
         given = [self.value(arg.value) for arg in node.args]
         if called(node) in ("min", "max"):
-            return values.of_whole(min if called(node) == "min" else max, *given)
-        return values.computed(len, *given) if called(node) == "len" else None
+            return of_whole(min if called(node) == "min" else max, *given)
+        return computed(len, *given) if called(node) == "len" else None
 
     def _subscript(self, node: cst.Subscript) -> Value:
         index = node.slice[0].slice
@@ -156,15 +156,6 @@ class ExpressionFolder(Editor):
     def __init__(self, function: BodyFolder) -> None:
         self.function = function
         self.evaluator = Evaluator(function.environment)
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        return False
-
-    def leave_Attribute(
-        self, original: cst.Attribute, updated: cst.Attribute
-    ) -> cst.BaseExpression:
-        found = literal(self.evaluator.value(original))
-        return found or updated.with_changes(value=self.edit(original.value))
 
     def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
         if original.value in self.function.lost:
@@ -220,6 +211,9 @@ class ExpressionFolder(Editor):
 
     def edit(self, node: Any) -> Any:
         """Return the edited node: an operation with a known result is that constant."""
+        if type(node) is cst.Attribute:
+            found = literal(self.evaluator.value(node))
+            return found or node.with_changes(value=self.edit(node.value))
         updated = super().edit(node)
         if type(node) in _OPERATIONS or called(node) in ("min", "max", "len"):
             return literal(self.evaluator.value(updated)) or updated

@@ -97,12 +97,12 @@ def _named_elements(name: str, statements: list[cst.BaseStatement]) -> list[cst.
     """Return the statements with names for the elements of one list, unchanged if it needs one."""
     count = sum(appended(statement)[0] == name for statement in statements)
     names = [name] if count == 1 else [f"{name}{i}" for i in range(count)]
-    elements = _Elements(name, names)
+    elements, unused = _Elements(name, names), iter(names)
     made: list[Any] = []
     for statement in statements:
         owner, added = appended(statement)
         if owner == name:
-            target = cst.AssignTarget(cst.Name(elements.next_name()))
+            target = cst.AssignTarget(cst.Name(next(unused)))
             assign = cst.Assign([target], elements.edit(added))
             made.append(statement.with_changes(body=[assign]))
         elif new_list(statement) == name:
@@ -116,46 +116,22 @@ class _Elements(Editor):
     """Writes names for elements of a list; `left` if it is read in another way."""
 
     def __init__(self, name: str, names: list[str]) -> None:
-        self.name, self.names, self.left, self.added = name, names, False, 0
-
-    def next_name(self) -> str:
-        """Return the name of the next element."""
-        self.added += 1
-        return self.names[self.added - 1]
+        self.name, self.names, self.left = name, names, False
 
     def _is_list(self, node: cst.CSTNode) -> bool:
-        return isinstance(node, cst.Name) and node.value == self.name
+        return type(node) is cst.Name and node.value == self.name
 
-    def visit_Subscript(self, node: cst.Subscript) -> bool:
-        return not self._is_list(node.value)
-
-    def leave_Subscript(
-        self, original: cst.Subscript, updated: cst.Subscript
-    ) -> cst.BaseExpression:
-        if not self._is_list(original.value):
-            return updated
-        index: Any = original.slice[0].slice
-        place = getattr(index, "value", None)
-        if len(original.slice) == 1 and isinstance(place, cst.Integer):
-            return cst.Name(self.names[int(place.value)])
-        self.left = True
-        return updated
-
-    def visit_Call(self, node: cst.Call) -> bool:
-        return not self._makes_tuple(node)
-
-    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        if not self._makes_tuple(original):
-            return updated
-        return cst.Tuple([cst.Element(cst.Name(name)) for name in self.names])
-
-    def _makes_tuple(self, node: cst.Call) -> bool:
-        plain = isinstance(node.func, cst.Name) and node.func.value == "tuple"
-        return plain and self._is_list(node.args[0].value)
-
-    def leave_Name(self, original: cst.Name, updated: cst.Name) -> cst.Name:
-        self.left = self.left or original.value == self.name
-        return updated
+    def edit(self, node: Any) -> Any:
+        """Return the edited node: `t[0]` is a name, and `tuple(t)` a tuple of all of them."""
+        kind = type(node)
+        if kind is cst.Subscript and self._is_list(node.value) and len(node.slice) == 1:
+            place = getattr(node.slice[0].slice, "value", None)
+            if isinstance(place, cst.Integer):
+                return cst.Name(self.names[int(place.value)])
+        if kind is cst.Call and called(node) == "tuple" and self._is_list(node.args[0].value):
+            return cst.Tuple([cst.Element(cst.Name(name)) for name in self.names])
+        self.left = self.left or self._is_list(node)
+        return super().edit(node)
 
 
 class _Without(Editor):

@@ -33,10 +33,14 @@ def _fields(kind: type[cst.CSTNode], spelling: bool) -> tuple[str, ...]:
     )
 
 
-@functools.cache
-def _is_node(kind: type) -> bool:
-    """Return whether values of a type are nodes; isinstance is slow for these classes."""
-    return issubclass(kind, cst.CSTNode)
+class _Nodes(dict[type, bool]):
+    """Says of each type whether its values are nodes; isinstance is slow for these classes."""
+
+    def __missing__(self, kind: type) -> bool:
+        return self.setdefault(kind, issubclass(kind, cst.CSTNode))
+
+
+_IS_NODE = _Nodes()
 
 
 def nodes(
@@ -58,7 +62,7 @@ def nodes(
             value = getattr(node, name)
             if isinstance(value, (list, tuple)):
                 left.extend(value)
-            elif _is_node(type(value)):
+            elif _IS_NODE[type(value)]:
                 left.append(value)
 
 
@@ -83,7 +87,7 @@ class Editor:
                 before = getattr(node, name)
                 if isinstance(before, (list, tuple)):
                     after = self.edit_all(before)
-                elif _is_node(type(before)):
+                elif _IS_NODE[type(before)]:
                     after = self.edit(before)
                 else:
                     continue
