@@ -186,6 +186,23 @@ def test_experts_that_no_kernel_takes_are_computed_by_pytorch_beside_calls_of_ke
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
+def test_a_branch_beside_fp8_experts_stays_out_of_kernels_in_float16():
+    """Kernels take it divided by the scales: 1 / 3e-6 is no float16."""
+    experts = make("Mixtral", hidden_size=64, intermediate_size=96).model.layers[0].mlp.experts
+    for parameter in experts.parameters():
+        parameter.data.mul_(1e-3)
+    model = torch.nn.ModuleDict({"experts": experts})
+    compress(model, base="fp8", rank=8)
+    model.half().experts.gate_up_factors.up.data.fill_(1.0)
+    given = torch.randn(6, 64).half(), torch.tensor([[0, 1]] * 6), torch.rand(6, 2).half()
+    options = {"executor": "simulator", "inner": "eager"}
+    compiled = torch.compile(model["experts"].forward, backend="nmm", options=options)
+    with torch.no_grad():
+        assert torch.equal(compiled(*given), model["experts"](*given))
+    (declined,) = nmm_compiler.explain(model["experts"], given).declined
+    assert "cast the model to bfloat16" in declined.reason
+
+
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_a_base_is_as_near_as_its_format_allows(kind):
     """int8 of every expert alone, and with the branch that mends it."""

@@ -196,6 +196,10 @@ class Experts(KernelRule):
         dtype = given["x"].dtype
         if dtype not in DTYPES:
             return Refusal("dtype", f"no kernel computes experts in {dtype}", node)
+        branched = any(given[name] is not None for name in ("gate_up_v", "down_v"))
+        if given["format"] == "fp8" and branched and dtype == torch.float16:
+            why = "a branch divided by small scales may leave float16; cast the model to bfloat16"
+            return Refusal("no_kernel", why, node)
         reads = node.all_input_nodes if mixture is None else mixture.operands()
         writes = frozenset[fx.Node]() if mixture is None else mixture.writes
         why_not = unsafe(graph, inner, node, reads, allowed=writes)
