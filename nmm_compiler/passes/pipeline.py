@@ -74,7 +74,7 @@ class Attempt:
     faults: Faults
     path: str
     sources: dict[str, str] | None
-    odd: dict[fx.Node, type[torch.Tensor]]
+    odd: dict[fx.Node, torch.Tensor]
     result: RewriteResult
     refused: list[Declined]
     rules: tuple[Rule, ...] = ()
@@ -102,8 +102,8 @@ class Attempt:
     def read(self) -> None:
         """Read the graph into canonical forms."""
         self.c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
-        for node, kind in self.odd.items():
-            self.c.note_subclass(node, kind)
+        for node, value in self.odd.items():
+            self.c.note_subclass(node, value)
         self.findings = (f"{key.name}: {form}" for key, form in self.c.forms.items())
 
     def match(self) -> None:
@@ -735,13 +735,13 @@ class _Run:
 
 def _subclasses(
     module: fx.GraphModule, example_inputs: Sequence[Any] | None
-) -> dict[fx.Node, type[torch.Tensor]]:
+) -> dict[fx.Node, torch.Tensor]:
     """Return the inputs that are tensor subclasses, which fake tensors may hide."""
     holders = [n for n in module.graph.nodes if n.op == "placeholder"]
     if example_inputs is None or len(holders) != len(example_inputs):
         return {}
     return {
-        holder: type(value)
+        holder: value
         for holder, value in zip(holders, example_inputs, strict=True)
         if isinstance(value, torch.Tensor) and type(value) not in PLAIN
     }

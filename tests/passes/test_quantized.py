@@ -64,3 +64,18 @@ def test_torchao(name):
     truth = x.double() @ weights[0].T @ weights[1].T + model[1].bias.detach().double()
     had, error = (float((y.double() - truth).abs().max()) for y in (want, got))
     assert error <= 2 * had
+
+
+@pytest.mark.parametrize("bits", ["Int8", "Intx"])
+def test_torchao_weights_that_round_x_stay_as_they_are(bits):
+    """One call would multiply x as it is by the plain weight, which is another product."""
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 48))
+    group = {} if bits == "Int8" else {"weight_granularity": quantization.PerAxis(0)}
+    config = getattr(quantization, f"Int8DynamicActivation{bits}WeightConfig")(**group)
+    quantization.quantize_(model, config)
+    want, got, result = compiled(model, torch.randn(5, 64))
+    assert torch.equal(got, want)
+    assert not result.matches
+    assert any("tensor subclass" in one.reason for one in result.declined)

@@ -47,12 +47,11 @@ from nmm_compiler.passes.emit.calls import (
     weight_nodes,
 )
 from nmm_compiler.passes.emit.editor import Editor, aten
-from nmm_compiler.passes.graph.canonical import Canonical, Key, Opaque, owner_of
+from nmm_compiler.passes.graph.canonical import TORCHAO_MX, Canonical, Key, Opaque, owner_of
 from nmm_compiler.passes.graph.read_operations import is_distributed
 
 _DEQUANTIZE = "nmm::dequantize"
 _LEAVES = ("get_attr", "placeholder")
-_TORCHAO_MX = "MXTensor"
 _TORCHAO_FORMATS = {
     "float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2",
 }  # fmt: skip
@@ -91,7 +90,7 @@ def _read_subclass(c: Canonical, weight: Weight, node: fx.Node, why: str) -> Kep
     """Return how a call reads a leaf that holds a quantized weight [n, k], as torchao's do."""
     value, kind = c.values[node], c.subclasses[node]
     form = _TORCHAO_FORMATS.get(str(getattr(value, "elem_dtype", "")).removeprefix("torch."))
-    if kind != _TORCHAO_MX or form is None or value.block_size != MX[form].block:
+    if kind != TORCHAO_MX or form is None or value.block_size != MX[form].block:
         why = "no kernel reads it; take torchao's MX formats, or compress(base='mxfp4' or 'fp8')"
         return Kept(kind, (), why)
     if c.effects.is_written(node):

@@ -27,6 +27,10 @@ from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import Dims, Size
 from nmm_compiler.targets import Target
 
+TORCHAO_MX = "MXTensor"
+# What torchao's weights hold where their product rounds x, too; None where it does not.
+_ROUNDING_OF_X = ("act_quant_kwargs", "activation_quantization", "input_quant_func")
+
 
 class Virtual:
     """A value inside a node: it has a shape and a dtype, and exactly one reader, its owner.
@@ -282,10 +286,18 @@ class Canonical:
         # What `read_projection` returned, by its arguments.
         self.projections: dict[tuple[Key, bool], Any] = {}
 
-    def note_subclass(self, node: fx.Node, kind: type[torch.Tensor]) -> None:
-        """Note that a leaf is a tensor subclass."""
+    def note_subclass(self, node: fx.Node, value: torch.Tensor) -> None:
+        """Note that a leaf is a tensor subclass.
+
+        A weight that rounds x, too, computes something else than a product with its plain tensor;
+        kernels of MX blocks round x as such weights do.
+        """
+        kind = type(value)
         self.subclasses[node] = kind.__name__
-        if kind.dequantize is not torch.Tensor.dequantize:
+        rounds_x = any(getattr(value, name, None) is not None for name in _ROUNDING_OF_X)
+        if kind.dequantize is not torch.Tensor.dequantize and (
+            not rounds_x or kind.__name__ == TORCHAO_MX
+        ):
             self.quantized.add(node)
 
     @functools.cached_property

@@ -94,7 +94,7 @@ def _source(c: Canonical, node: fx.Node, given: dict[str, str]) -> str:
     if node.op == "get_attr":
         value = fetch_attribute(c.module, str(node.target))
         if isinstance(value, torch.Tensor) and type(value) not in PLAIN:
-            c.note_subclass(node, type(value))
+            c.note_subclass(node, value)
         return "parameter" if isinstance(value, nn.Parameter) else "attribute"
     name = str(node.target)
     if name in given:
