@@ -177,6 +177,18 @@ def test_a_gated_mlp_of_blocks_is_one_call_and_agrees_with_eager(rank):
     assert (got - want).norm() <= 3**0.5 * 2**-4 * want.norm()
 
 
+def test_a_gated_mlp_that_returns_other_features_than_it_takes_stays_two_calls():
+    class Narrow(MLP):
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    model, data = Narrow(0), x(3, 512)
+    model.down = QuantizedLinear.of(torch.randn(256, 1024, dtype=torch.bfloat16) / 32, "mxfp4")
+    made = nmm.rewrite(model, data, options=ON_TRN3)
+    assert sorted(match.rule for match in made.matches) == ["quantized", "shared_x"]
+    made.check(data)
+
+
 @pytest.mark.parametrize("place", ["gate", "up", "h"])
 @pytest.mark.parametrize("tokens", [(1024,), (4, 4)])
 def test_a_value_of_a_gated_mlp_that_is_turned_stays_turned(place, tokens):
