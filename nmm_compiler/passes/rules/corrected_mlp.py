@@ -26,25 +26,9 @@ from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.corrected import CorrectedCall, lists_of
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, Scale, owner_of
-from nmm_compiler.passes.graph.views import Dims
+from nmm_compiler.passes.graph.canonical import Activation, Canonical, Key, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.gated_mlp import over_tokens
-
-Calls = Mapping[Key, tuple[Match, CorrectedCall]]
-"""The calls of one linear by their results, each with the match that it is a part of."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """A factor of h: a linear of the match, its activation, its dims over tokens, and the nodes
-    between."""
-
-    match: Match
-    call: CorrectedCall
-    activation: str
-    dims: Dims
-    nodes: frozenset[fx.Node]
+from nmm_compiler.passes.rules.gated_mlp import gates_at, over_tokens
 
 
 class CorrectedMLP(KernelRule):
@@ -55,20 +39,20 @@ class CorrectedMLP(KernelRule):
 
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match | Refusal]:
         """Join three linears, the last one of the product of the others."""
-        calls: Calls = {
-            one.final: (match, one)
-            for match in matches if isinstance(match.data, Call)
-            for one in match.data.results() if isinstance(one, CorrectedCall)
-        }  # fmt: skip
+        calls: dict[Key, CorrectedCall] = {}
+        wholes: dict[fx.Node, Match] = {}
+        for match in matches:
+            for one in match.data.results() if isinstance(match.data, Call) else ():
+                if isinstance(one, CorrectedCall):
+                    calls[_before_activation(graph, one)] = one
+                    wholes[one.final] = match
         out: list[Match | Refusal] = list(matches)
-        for match, down in calls.values():
-            sides = _sides(graph, down, calls)
-            call = None if sides is None else _joined(graph, down, *sides)
-            if sides is None or call is None:
+        for down in calls.values():
+            call = _joined(graph, down, calls)
+            if call is None:
                 continue
-            parts = {id(one): one for one in (match, *(side.match for side in sides))}
-            linears = [one.final for part in parts.values() for one in part.data.results()]
-            if len(linears) > 3:
+            parts = {id(wholes[one.final]): wholes[one.final] for one in call.each}
+            if sum(len(part.data.results()) for part in parts.values()) > len(call.each):
                 continue
             operands = [key for one in call.each for key in one.chain.operands[1:]]
             why = unsafe(graph, call.covered, call.final, [call.source.key, *operands])
@@ -83,54 +67,48 @@ class CorrectedMLP(KernelRule):
         return out
 
 
-def _sides(c: Canonical, down: CorrectedCall, calls: Calls) -> tuple[_Side, _Side] | None:
-    """Return gate and up of the product that a linear reads; None where it reads any other."""
-    form = c.forms[c.base(down.chain.first.x)[0]]
-    if not isinstance(form, Scale) or isinstance(form.factor, float):
-        return None
-    one, two = (_side(c, key, calls) for key in (form.value, form.factor))
-    if one is None or two is None or one.call is two.call:
-        return None
-    return (two, one) if one.activation == "identity" else (one, two)
+def _before_activation(c: Canonical, call: CorrectedCall) -> Key:
+    """Return the value that the activation of a call is of; its result where it has none."""
+    form = c.forms[call.final]
+    whole = isinstance(form, Activation) and c.is_whole(form.value)
+    return c.base(form.value)[0] if isinstance(form, Activation) and whole else call.final
 
 
-def _side(c: Canonical, key: Key, calls: Calls) -> _Side | None:
-    """Return the linear whose result, or an activation of it, a value is; None for any other."""
-    base, dims = c.base(key)
-    form, activation, nodes = c.forms[base], "identity", path_nodes(c, key)
-    if base not in calls and isinstance(form, Activation):
-        activation = form.name
-        nodes |= {owner_of(base), *path_nodes(c, form.value), *c.helpers.get(base, ())}
-        base, inner = c.base(form.value)
-        dims = views.compose(dims, inner) or ()
-    if base not in calls:
-        return None
-    match, call = calls[base]
-    over, own = views.compose(dims, call.out_dims), call.chain.activation
-    if over is None or "identity" not in (activation, own):
-        return None
-    return _Side(match, call, own if activation == "identity" else activation, over, nodes)
+def _joined(
+    c: Canonical, down: CorrectedCall, calls: Mapping[Key, CorrectedCall]
+) -> CorrectedMLPCall | None:
+    """Return the call of a linear and of the two whose product it reads; None unless all are plain,
+    alike and of one x.
 
-
-def _joined(c: Canonical, down: CorrectedCall, gate: _Side, up: _Side) -> CorrectedMLPCall | None:
-    """Return the call of three linears; None unless they are plain, alike and of one x."""
-    each = (gate.call, up.call, down)
-    plain = all(one.is_whole and not one.chain.biased for one in each)
-    plain = plain and up.activation == down.chain.activation == "identity"
+    calls: by the values that they compute before their activations.
+    """
+    h = c.base(down.chain.first.x)[0]
+    for _, read, key in gates_at(c, h, lambda c, key: c.base(key)[0] in calls):
+        activation, inner, nodes = read
+        gate, up = (calls.get(c.base(one)[0]) for one in (inner, key))
+        if gate is not None and up is not None:
+            break
+    else:
+        return None
+    each = (gate, up, down)
+    plain = all(one.is_whole and not one.chain.biased for one in each) and gate is not up
+    plain = plain and up.chain.activation == down.chain.activation == "identity"
     ways = {way for one in each for way in one.ways.items()}
     alike = len(ways) == len(dict(ways)) and len({one.branch is None for one in each}) == 1
-    if not (plain and alike):
+    dims, up_dims = (
+        views.compose(c.base(value)[1], one.out_dims) for value, one in ((inner, gate), (key, up))
+    )
+    if not (plain and alike) or dims is None or up_dims is None:
         return None
-    over = over_tokens(c, gate.dims, down.chain)
-    one_x = same_tokens(c, gate.call.chain.first, gate.dims, up.call.chain.first, up.dims)
-    if over is None or not one_x or down.n != gate.call.source.k:
+    over = over_tokens(c, dims, down.chain)
+    one_x = same_tokens(c, gate.chain.first, dims, up.chain.first, up_dims)
+    if over is None or not one_x or down.n != gate.source.k:
         return None
-    h = c.base(down.chain.first.x)[0]
-    between = {owner_of(h), *gate.nodes, *up.nodes, *path_nodes(c, down.chain.first.x)}
+    views_between = (path_nodes(c, value) for value in (inner, key, down.chain.first.x))
+    covered = nodes.union({owner_of(h)}, *views_between, *(one.covered for one in each))
     call = CorrectedMLPCall(
-        op=CORRECTED_MLP.name, source=gate.call.source, final=down.final, out_dims=over, n=down.n,
-        covered=frozenset(between).union(*(one.covered for one in each)), each=each,
-        activation=gate.activation,
+        op=CORRECTED_MLP.name, source=gate.source, final=down.final, out_dims=over, n=down.n,
+        covered=covered, each=each, activation=activation,
     )  # fmt: skip
     try:
         call.spec(c).check(c.chip)

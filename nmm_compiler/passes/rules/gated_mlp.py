@@ -17,7 +17,7 @@ that `layout` chooses.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
@@ -69,8 +69,13 @@ def _is_product(c: Canonical, key: Key) -> bool:
     return inner or isinstance(form, Product)
 
 
-def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
-    """Yield (node, the activated factor, the other) for a product of two activations."""
+def gates_at(
+    c: Canonical, node: Key, is_linear: Callable[[Canonical, Key], bool] = _is_product
+) -> Iterator[Any]:
+    """Yield (node, the activated factor, the other) for a product of two activations.
+
+    is_linear: says of a factor that no activation may stand behind it.
+    """
     form = c.forms.get(node)
     if not isinstance(form, Scale) or isinstance(form.factor, float):
         return
@@ -80,7 +85,7 @@ def gates_at(c: Canonical, node: fx.Node) -> Iterator[Any]:
         read = _activated(c, gate)
         if read is not None:
             yield node, read, up
-    if _is_product(c, form.value) and _is_product(c, form.factor):
+    if is_linear(c, form.value) and is_linear(c, form.factor):
         yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
 
 
