@@ -42,8 +42,7 @@ Combine = Callable[[list[np.ndarray], int], np.ndarray]
 class ReplicaGroup(NKIObject):
     """Groups of ranks that exchange data, lists without overlap."""
 
-    def __init__(self, groups: Any = None, *args: Any, **kwargs: Any) -> None:
-        self.groups = groups
+    groups: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,6 +78,11 @@ class Instruction:
     kind: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
     index: int = dataclasses.field(default=-1, init=False, repr=False, compare=False)
 
+    @property
+    def operands(self) -> tuple[Access, ...]:
+        """What it reads, then what it writes."""
+        return self.reads + self.writes
+
     def depends_on(self, *producers: Instruction) -> Instruction:
         """Let this instruction wait for `producers`; returns itself (nki.isa.NkiInstruction)."""
         self.after = self.after + producers

@@ -239,11 +239,6 @@ def _views(
 _IN_FLOAT32 = ("operand0", "operand1", "scale")
 
 
-def _data(row: Any) -> str:
-    """Return the first operand of a row that has partitions and elements."""
-    return next((role for role in row.reads if len(row.equation.terms.get(role, ())) == 2), "")
-
-
 def elementwise(name: str, short: str, **given: Any) -> Tensor:
     """Return the result of a function of nki.language that is one instruction."""
     issue = functools.partial(_in_parts, ISSUE[short])
@@ -269,7 +264,8 @@ def by_row(
         if isinstance(box, tuple):
             leave_undefined(dst)
         return None
-    terms, role = row.equation.terms, _data(row)
+    terms = row.equation.terms
+    role = next(r for r in row.reads if len(terms.get(r, ())) == 2)  # with partitions and elements
     tiles = [
         tensor(name, r, given[r]) for r in row.reads
         if r in given and terms.get(r) == terms[role] and (r == role or r not in row.constants)

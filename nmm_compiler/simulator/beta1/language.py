@@ -56,6 +56,7 @@ from nmm_compiler.simulator.beta1.tensor import (
     written,
 )
 from nmm_compiler.simulator.isa.enums import engine
+from nmm_compiler.simulator.isa.gather import FP32_MIN
 from nmm_compiler.simulator.language import base
 from nmm_compiler.simulator.language.base import MemoryRegion, psum, sbuf, tile_size
 from nmm_compiler.simulator.language.functions import EXACT_DTYPES, spread_by_product
@@ -607,7 +608,7 @@ def finfo(dtype: Any) -> Any:
 
 
 NAMES.update(
-    fp32=SimpleNamespace(min=float(np.finfo(np.float32).min)),
+    fp32=SimpleNamespace(min=FP32_MIN),
     bfp16=SimpleNamespace(min=-math.inf), mgrid=mgrid,
     arange=arange, sequential_range=affine_range, static_range=affine_range, spmd_dim=SpmdDim,
     bool_=np.bool_,

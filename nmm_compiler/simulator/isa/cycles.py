@@ -29,9 +29,7 @@ def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
     if not target.vector_fast_modes or engine not in ("vector", "scalar"):
         return 1.0
     tensors = [
-        a
-        for a in (*instruction.reads, *instruction.writes)
-        if a.elements_per_partition > 1 or a in instruction.writes
+        a for a in instruction.operands if a.elements_per_partition > 1 or a in instruction.writes
     ]
     small = set(_SIXTEEN_BIT)
     if target.vector_fast_float8:
@@ -81,9 +79,9 @@ def two_inputs(target: Target, instruction: Instruction, engine: str, n: int) ->
     wide = [a for a in instruction.reads if a.elements_per_partition > 1]
     if len(wide) < 2 or sum(a.memory == "psum" for a in wide) == 1:
         return float(n)
-    operands = (*instruction.reads, *instruction.writes)
     if engine == "vector" and all(
-        a.dtype in _SIXTEEN_BIT and (passes > 1.0 or a.memory == "sbuf") for a in operands
+        a.dtype in _SIXTEEN_BIT and (passes > 1.0 or a.memory == "sbuf")
+        for a in instruction.operands
     ):
         return passes * n / 2.0
     return passes * n
@@ -91,9 +89,8 @@ def two_inputs(target: Target, instruction: Instruction, engine: str, n: int) ->
 
 def reduce(target: Target, instruction: Instruction, engine: str, n: int) -> float:
     """Two elements a cycle where a sum or a maximum has 16-bit operands."""
-    operands = (*instruction.reads, *instruction.writes)
     if instruction.attributes.get("function") in ("add", "max", "maximum") and all(
-        a.dtype in _SIXTEEN_BIT for a in operands
+        a.dtype in _SIXTEEN_BIT for a in instruction.operands
     ):
         return n / 2.0
     return float(n)

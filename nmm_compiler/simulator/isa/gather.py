@@ -280,9 +280,7 @@ def local_gather(
                 f"index {int(flat.max())} leaves {src_buffer.name!r} {src_buffer.shape}",
             )
         result[start : start + 16] = values[start : start + 16, places]
-    target = dst if dst.free_size == size else dst.reshape(
-        (partitions, dst.free_size))[:, 0:size]  # fmt: skip
-    put(target, result, exact=True)
+    put(dst.reshape((partitions, dst.free_size))[:, 0:size], result, exact=True)
 
 
 def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:

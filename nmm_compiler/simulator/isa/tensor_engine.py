@@ -132,16 +132,14 @@ def nc_matmul(
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
     check_bank(call, dst, target.matmul_psum_banks)
-    tiled = tile_position or tile_size
-    tile = check_tile(call, tile_position, tile_size, k, m) if tiled else None
+    tile = check_tile(call, tile_position, tile_size, k, m)
     if double and tile is not None and (tile[1] or tile[3] != 128):
         raise call.error(
             OperandError,
             f"perf_mode=double_row with tile_size {tuple(tile_size)}; it cannot be combined with "
             "column tiles, use 128 columns at column 0",
         )
-    if stationary.indirection is not None or moving.indirection is not None or dst.indirection:
-        _check_indirect_operands(call, tile, dst, stationary, moving, is_transpose)
+    _check_indirect_operands(call, tile, dst, stationary, moving, is_transpose)
     if machine.data:
         a, b = f32(stationary), f32(moving)
         if is_stationary_onezero:

@@ -143,8 +143,7 @@ def accumulate_product(
         return
     writers = writers_of(dst)
     adds = accumulate is not False and (accumulate or bool(writers.any()))
-    if accumulate is None:
-        _note_sum(machine, accumulate, adds)
+    _note_sum(machine, accumulate, adds)
     if adds:
         _check_sum(machine, dst, writers, accumulate)
         product = _earlier(machine, dst, writers) + product

@@ -69,13 +69,11 @@ class Storage:
         self.unwritten: Marks | None = None
         self.missing = 0
         self.origin = ""
-        row = item = dtype.item_bytes
-        for size in shape if memory == "hbm" else shape[1:]:
-            row *= size
+        row = math.prod(shape if memory == "hbm" else shape[1:]) * dtype.item_bytes
         self.bytes_per_partition = row
         self.raw = raw
         if machine.data and raw is None:
-            self.missing = math.prod(shape) * item
+            self.missing = math.prod(shape) * dtype.item_bytes
             self.raw = np.empty(self.missing, np.uint8)
             self.unwritten = self.marks(True)
         self.identity = identity = machine.storages

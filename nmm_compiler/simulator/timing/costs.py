@@ -26,8 +26,7 @@ RULES = {op: cycles for op, cycles in sorted(CYCLES.items()) if cycles is not on
 
 def elements(instruction: Instruction) -> int:
     """Return N: the most elements per partition that any tensor operand walks."""
-    operands = (*instruction.reads, *instruction.writes)
-    return max([1, *(access.elements_per_partition for access in operands)])
+    return max([1, *(access.elements_per_partition for access in instruction.operands)])
 
 
 def tensor_dtype(instruction: Instruction) -> str:
@@ -80,12 +79,12 @@ def other_cost(target: Target, instruction: Instruction, engine: str = "") -> Co
     """
     engine = engine or instruction.engine
     clock = _clock_us(target, "gpsimd" if engine == "sync" else engine)
-    if engine == "sync" or not (instruction.reads or instruction.writes):
+    if engine == "sync" or not instruction.operands:
         cycles = 0.0
     else:
         rule = RULES.get(instruction.op, one_pass)
         cycles = rule(target, instruction, engine, elements(instruction))
-        accesses, least = (*instruction.reads, *instruction.writes), target.wide_stride_bytes
+        accesses, least = instruction.operands, target.wide_stride_bytes
         if any(a.memory != "hbm" and abs(a.inner_step) >= least for a in accesses):
             cycles *= target.wide_stride_factor
     interval = max(
@@ -136,7 +135,7 @@ class Work:
         self.interval = self.latency = 0.0
         self.table = ""
         self.dma: DmaCost | None = None
-        memories = {a.memory for a in (*instruction.reads, *instruction.writes)}
+        memories = {a.memory for a in instruction.operands}
         self.psum, self.sbuf = "psum" in memories, "sbuf" in memories
 
 

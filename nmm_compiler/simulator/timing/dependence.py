@@ -342,6 +342,6 @@ def _waits_for(instructions: list[Instruction], first: Instruction, wanted: Inst
 def _shares_data(before: Instruction, after: Instruction) -> bool:
     """Return whether two instructions touch one place, and one of them writes there."""
     pairs = [(written, other) for written in before.writes for other in after.reads]
-    pairs += [(other, written) for other in (*before.reads, *before.writes)
+    pairs += [(other, written) for other in before.operands
               for written in after.writes]  # fmt: skip
     return any(a.storage == b.storage and overlaps(a, b) for a, b in pairs)

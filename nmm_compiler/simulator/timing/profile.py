@@ -329,7 +329,7 @@ def minimal_hbm_bytes(trace: Trace) -> int:
     for instruction in trace.instructions:
         if instruction.engine in _ON_CHIP:
             continue
-        for access in (*instruction.reads, *instruction.writes):
+        for access in instruction.operands:
             if access.memory != "hbm":
                 continue
             reads = access in instruction.reads

@@ -84,7 +84,7 @@ class Slots:
                 break
         if left == duration:
             return self._append(ready, duration)
-        _, before, _ = self.ended.get(self.tail, AT_ONCE)
+        before = self.ended.get(self.tail, AT_ONCE)[1]
         self.tail += max(left, 0.0)
         at = self.tail - duration
         self.ended[at] = "engine", before, at

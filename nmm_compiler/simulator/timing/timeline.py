@@ -276,7 +276,7 @@ class _Pass:
             # placed by the compiler as early as ScalarE is free, before the operands come
             load_us = target.activation_table_load_seconds * _US
             loaded = slots.place(max(slots.tail, self.floor), load_us) + load_us
-            _, before, _ = slots.ended.get(loaded - load_us, AT_ONCE)
+            before = slots.ended.get(loaded - load_us, AT_ONCE)[1]
             slots.ended[loaded] = "table", before, loaded - load_us
             self.table_loads.append((loaded - load_us, loaded))
             self.table = work.table
