@@ -117,6 +117,15 @@ EXACTLY = {
         return out(t)
         """, (MASKED,), (np.pad(MASKED[128:], ((0, 56), (0, 28)), constant_values=7),),
     ),
+    "a mask that begins above row 0 gathers by the indices of its own rows": (
+        """
+        i_p, i_f = nl.arange(128)[:, None], nl.arange(256)[None, :]
+        t = nl.zeros((128, 256), dtype=nl.float32)
+        t[i_p, i_f] = nl.load(a[nl.load(b[i_p]), i_f], mask=(i_p >= 32))
+        return out(t)
+        """, (A, np.arange(128, dtype=np.int32)[::-1].copy()),
+        (A[::-1] * (np.arange(128)[:, None] >= 32),),
+    ),
     "what a mask left out is undefined and may be read": (
         """
         r = nl.ndarray((200, 100), dtype=nl.float32, buffer=nl.shared_hbm)
