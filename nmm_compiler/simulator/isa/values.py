@@ -73,10 +73,8 @@ def writers_of(dst: NkiTensor) -> np.ndarray:
     if marks is None:
         return np.zeros(dst.shape, np.uint8)
     if dst.indirection is None:
-        return np.asarray(marks.of(dst).max(axis=-1))
-    return np.asarray(marks.values[marks.places(dst, positions(dst)[0])].max(axis=-1)).reshape(
-        dst.shape
-    )
+        return marks.of(dst)[..., 0]
+    return np.asarray(marks.values[marks.places(dst, positions(dst)[0])][..., 0]).reshape(dst.shape)
 
 
 def note_writer(dst: NkiTensor, who: np.uint8) -> None:
