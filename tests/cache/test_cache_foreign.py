@@ -163,10 +163,3 @@ def test_a_source_found_in_the_cache_is_checked_before_it_runs(tmp_path, monkeyp
     with pytest.raises(CacheTrustError, match=r"attribute tofile|attribute load"):
         runs[run]()
     assert not Path("evil").exists()
-
-
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "golden").glob("*.txt")), ids=lambda p: p.stem
-)
-def test_goldens_pass(path):
-    check_shape("kernel.py", path.read_text())

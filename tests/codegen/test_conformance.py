@@ -145,6 +145,7 @@ def test_the_goldens(path):
     assert of_source(source) <= KNOWN
     assert not behind_return(source)
     check_versions(source)
+    check_shape("kernel.py", source)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

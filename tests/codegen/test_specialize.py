@@ -133,13 +133,6 @@ def test_meaning_is_kept(template, tmp_path, how, m, block):
     np.testing.assert_array_equal(emitted, 2 * x)
 
 
-def test_emitted_file_stands_alone(template):
-    tree = ast.parse(emit(template, m=200, n=8, block=128))
-    imported = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-    assert imported == ["nki", "nki.isa", "nki.language"]
-    assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-
-
 def test_unknown_parameters(template):
     with pytest.raises(TypeError, match=r"double has no parameters \['rows'\]"):
         specialize(template, "double", {"rows": 3}, name="k", header=["x"], operands=["x"])

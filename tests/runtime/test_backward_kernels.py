@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from runtime.simulator_launches import noted_launches, with_empty_tables
+from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, gamma
@@ -147,33 +148,34 @@ def test_functions_scales_and_layouts_stay_around_the_kernels(kw, launches, laun
     check_against_pytorch(NMM.lowrank_matmul, (x, u, v, bias), kw, leaves, launched, launches)
 
 
-@pytest.mark.long
-def test_products_that_share_an_operand(launched):
-    x = torch.randn(M, K, requires_grad=True)
-    us, vs = [weight(K, R), weight(K, 24)], [weight(R, N), weight(24, N)]
-    args = (x, us, vs, [None, None])
-    check_against_pytorch(NMM.lowrank_matmul_shared_x, args, {}, [x, *us, *vs], launched, 10)
-    vs = [weight(R, N), weight(R, 48)]
-    args = (x, us[0], vs, [None, None])
-    # p; for each v its gradient and q; du and dx of the sum of both q
-    check_against_pytorch(NMM.lowrank_matmul_shared_u, args, {}, [x, us[0], *vs], launched, 7)
+LONG = pytest.mark.long
 
 
-def test_a_gated_mlp_trains_through_kernels(launched):
+@pytest.mark.parametrize(
+    ("name", "shapes", "kw", "launches"),
+    [
+        pytest.param("lowrank_matmul_shared_x", ([(K, R), (K, 24)], [(R, N), (24, N)]), {}, 10,
+                     marks=LONG),
+        # p; for each v its gradient and q; du and dx of the sum of both q
+        pytest.param("lowrank_matmul_shared_u", ((K, R), [(R, N), (R, 48)]), {}, 7, marks=LONG),
+        # gate and up: two to recompute, four gradients; down: p, q, dx, du, dv
+        ("gated_mlp", ([(K, R), (R, K)],) * 3, {}, 17),
+        ("matmul", ((N, K),), {"w_layout": "col", "activation": "relu"}, 3),
+    ],
+)  # fmt: skip
+def test_other_ops_train_through_kernels(name, shapes, kw, launches, launched):
     x = torch.randn(M, K, requires_grad=True)
-    gate, up, down = ([weight(K, R), weight(R, K)] for _ in range(3))
-    leaves = [x, *gate, *up, *down]
-    # gate and up: two to recompute, four gradients; down: p, q, dx, du, dv
-    check_against_pytorch(NMM.gated_mlp, (x, gate, up, down), {}, leaves, launched, 17)
-    frozen = [[w.detach() for w in side] for side in (gate, up, down)]
+    weights = [weight(*s) if isinstance(s, tuple) else [weight(*one) for one in s] for s in shapes]
+    args = (x, *weights, [None, None]) if "shared" in name else (x, *weights)
+    leaves = [x, *tree_leaves(weights)]
+    check_against_pytorch(getattr(NMM, name), args, kw, leaves, launched, launches)
+
+
+def test_the_gradient_of_x_through_a_frozen_gated_mlp(launched):
+    x = torch.randn(M, K, requires_grad=True)
+    frozen = [[weight(K, R, grad=False), weight(R, K, grad=False)] for _ in range(3)]
     found = check_against_pytorch(NMM.gated_mlp, (x, *frozen), {}, [x], launched, 5)
     assert {spec.family for spec in found} == {"lowrank"}
-
-
-def test_a_dense_product_trains_through_kernels(launched):
-    x, w, bias = torch.randn(M, K, requires_grad=True), weight(K, N, "col"), torch.zeros(N)
-    kw = {"w_layout": "col", "activation": "relu"}
-    check_against_pytorch(NMM.matmul, (x, w, bias), kw, [x, w], launched, 3)
 
 
 def test_sums_over_tokens_are_padded_to_a_bucket_unless_the_graph_is_static(launched):
