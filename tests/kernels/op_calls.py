@@ -63,10 +63,15 @@ def calls(tokens=TOKENS):
     yield "attention", (q, key, key), {}
     yield "attention", (q.mT.contiguous().mT, key, key), {"causal": False}
     yield "attention", (q, q, q, weight(2, tokens, 4)), {"rotates": "qk"}
-    index = torch.arange(2 * tokens).reshape(tokens, 2) % 2
+    index = torch.arange(2 * tokens).reshape(tokens, 2) % 3 - 1  # -1 is none
     yield "adapters_matmul", (x, index[:, 1], u, v, fixed(2), bias, w), {}
-    experts = (x, weight(2, K, 8), weight(2, 4, K), index, fixed(tokens, 2))
-    yield "experts", experts, {}
+    of_col = {**stored, "w_layout": "col"}
+    yield "adapters_matmul", (deep, index.mT, ut, vt, fixed(2), None, back), of_col
+    gates, clamped = fixed(tokens, 2), {"limit": 7.0, "slope": 1.702, "plus": 1.0}
+    yield "experts", (x, weight(2, K, 8), weight(2, 4, K), index, gates), {}
+    experts = (x, weight(2, 8, K), weight(2, K, 4), index, gates, weight(2, 8), weight(2, K))
+    layouts = {"weight_layout": "col", "halves": "interleaved"}
+    yield "experts", experts, {**layouts, **clamped}
     stored = torch.full((N, 32), 0x21, dtype=torch.uint8), torch.full((N, 2), 127).byte()
     yield "corrected_matmul", (weight(tokens, 64), *stored), {}
     of_fp8 = fp8(weight(N, K)), fixed(N)

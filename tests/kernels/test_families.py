@@ -19,7 +19,13 @@ from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec as ProductSpec
-from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
+from nmm_compiler.kernels.linear.specs import (
+    GatedMLPSpec,
+    GatedMLPUpSpec,
+    LowRankSharedSpec,
+    LowRankSpec,
+    MatmulSpec,
+)
 from nmm_compiler.targets import get
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -114,13 +120,6 @@ def test_the_roofline_counts_each_product_at_its_rate():
     assert LowRankSpec(**sizes, dtype=FP8).roofline_us(target) == 0.75 * bf16
 
 
-def test_formats_that_say_the_same_compare_equal():
-    sizes = {"m": 8, "k": 16, "n": 32}
-    assert MatmulSpec(**sizes, dtype=FP8) == MatmulSpec(
-        **sizes, dtype=FP8, scales="tensor", out_dtype="bfloat16"
-    )
-
-
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
@@ -159,6 +158,26 @@ def test_a_wrong_result_fails_its_bound(family):
     assert not compare("wrong", several(got), several(want), several(bound)).passed
 
 
+SMALL = {"m": 8, "k": 16, "n": 32}
+GATED, PAIRS = GatedMLPSpec(**SMALL, r=4), LowRankSharedSpec(m=8, k=16, pairs=("4:32", "2:8,8"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (MatmulSpec(**SMALL, dtype=FP8),
+         MatmulSpec(**SMALL, dtype=FP8, scales="tensor", out_dtype="bfloat16"), True),
+        (GATED, GatedMLPSpec(**SMALL, gate_r=4, up_r=4, down_r=4), True),
+        (GATED, GatedMLPSpec(**SMALL, r=4, down_r=0), False),
+        (PAIRS, dataclasses.replace(PAIRS, pairs=((4, 32), (2, (8, 8))), bias=(False,) * 3), True),
+        (PAIRS, dataclasses.replace(PAIRS, pairs=((4, (32,)), (2, (8, 8))), out_layout="row"),
+         True),
+    ],
+)  # fmt: skip
+def test_what_says_the_same_compares_equal(one, other, equal):
+    assert (one == other) is equal
+
+
 def test_specs_count_their_work():
     spec = LowRankSpec(m=8, k=16, r=4, n=32, bias=True)
     assert spec.flops() == 2 * 8 * 4 * (16 + 32)
@@ -166,12 +185,6 @@ def test_specs_count_their_work():
     gated = GatedMLPSpec(m=8, k=16, n=32, r=4)
     assert gated.flops() == 2 * 8 * 4 * 3 * (16 + 32)
     assert GatedMLPUpSpec(m=8, k=16, n=32).flops() == 2 * 2 * 8 * 16 * 32
-
-
-def test_ranks_that_say_the_same_compare_equal():
-    one = GatedMLPSpec(m=8, k=16, n=32, r=4)
-    assert one == GatedMLPSpec(m=8, k=16, n=32, gate_r=4, up_r=4, down_r=4)
-    assert one != GatedMLPSpec(m=8, k=16, n=32, r=4, down_r=0)
 
 
 def test_large_rank_is_allowed_with_a_note():

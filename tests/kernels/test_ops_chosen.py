@@ -40,40 +40,6 @@ def experts(dtype=torch.float32, groups=4, tokens=5, top_k=2, layout="row", n=48
     return x, up, down, index, gates, *biases
 
 
-def test_each_token_has_the_branch_of_its_adapter():
-    x, index, u, v, gains, bias, w = adapters()
-    made = ADAPTERS(x, index, u, v, gains, bias, w)
-    wanted = x @ w + bias
-    for place in torch.cartesian_prod(torch.arange(2), torch.arange(4)):
-        at = tuple(place)
-        i = int(index[at])
-        if i >= 0:
-            rows = slice(8 * i, 8 * i + 8)
-            wanted[at] += gains[i] * (x[at] @ u[rows].T) @ v[rows]
-    torch.testing.assert_close(made, wanted)
-    turned = ADAPTERS(x, index, u.T, v.T, gains, bias, w.T, u_layout="row", v_layout="col",
-                      w_layout="col")  # fmt: skip
-    torch.testing.assert_close(turned, wanted)
-
-
-@pytest.mark.parametrize("groups", [3, 40])
-def test_the_adapters_kernel_in_the_simulator(groups):
-    args = adapters(torch.bfloat16, groups)
-    made = ADAPTERS(*args, executor="simulator")
-    torch.testing.assert_close(made, ADAPTERS(*args), rtol=0.03, atol=0.3)
-
-
-@pytest.mark.parametrize("layout", ["row", "col"])
-@pytest.mark.parametrize(("clamped", "tokens"), [(False, 5), (True, 5), (True, 140)])
-def test_the_experts_kernel_in_the_simulator(layout, clamped, tokens):
-    args = experts(torch.bfloat16, layout=layout, tokens=tokens)
-    said = {"weight_layout": layout}
-    if clamped:
-        said |= {"halves": "interleaved", "limit": 7.0, "slope": 1.702, "plus": 1.0}
-    made = EXPERTS(*args, **said, executor="simulator")
-    torch.testing.assert_close(made, EXPERTS(*args, **said), rtol=0.03, atol=0.2)
-
-
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("form", ["fp8", "mxfp4", "factors", "fp8+8", "mxfp8+8", "+8"])
 def test_experts_in_other_forms(form, clamped):
@@ -132,16 +98,6 @@ def filled(one, name, biases):
         whole = one.shape[-1] * 128 // inputs[name]
         one = torch.nn.functional.pad(one, (0, whole - one.shape[-1]))
     return one.contiguous()
-
-
-def test_gradients_of_adapters():
-    x, index, u, v, gains, bias, w = (
-        t.double() if t.is_floating_point() else t for t in adapters()
-    )
-    held = [t.requires_grad_() for t in (x, u, v, bias, w)]
-    assert torch.autograd.gradcheck(
-        lambda x, u, v, b, w: ADAPTERS(x, index, u, v, gains, b, w), held
-    )
 
 
 @pytest.mark.parametrize(
