@@ -29,15 +29,10 @@ def run(tmp_path, monkeypatch):
     return run_areas
 
 
-def test_areas_that_are_right_end_with_0(run):
-    code, said = run(cache=RIGHT, save=RIGHT)
-    assert code == 0, said
-    assert "5,200" in said  # the counts of both areas, added
-
-
 @pytest.mark.parametrize(
     ("body", "example"),
     [
+        (RIGHT, "5,200"),  # the counts of both areas, added
         ("return [('right', ''), ('wrong', 'served a lie')]\n", "served a lie"),
         ("return [('right', ''), ('lost', 'gone')]\n", "gone"),
         ("return [('right', ''), ('tracebacks', 'ouch')]\n", "ouch"),
@@ -46,10 +41,9 @@ def test_areas_that_are_right_end_with_0(run):
         ("import os; os._exit(0)\n", "it ended before its last attempt"),
     ],
 )
-def test_an_area_that_is_not_clean_ends_with_1(run, body, example):
-    code, said = run(save=body)
-    assert code == 1
-    assert example in said
+def test_only_areas_that_are_clean_end_with_0(run, body, example):
+    code, said = run(cache=RIGHT, save=body)
+    assert (code, example in said) == (int(body != RIGHT), True), said
 
 
 def test_an_area_that_hangs_is_wrong(tmp_path):

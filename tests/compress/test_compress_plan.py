@@ -83,13 +83,6 @@ def test_statistics_of_other_layers_or_sizes_are_refused_by_name():
     statistics({"a": ROWS, "b": ROWS}, {}).check(sites, gradients=False)
 
 
-def test_align_is_the_callers_where_it_is_given():
-    sites = [site("a", weight(0, 256, 256))]
-    assert plan(sites)[1] in (128, 64, 32)
-    _, align, ranks = plan(sites, align=20)
-    assert (align, ranks["a"] % 20) == (20, 0)
-
-
 def test_without_calibration_matrices_are_compared_by_relative_error():
     """A matrix times 100 has the same losses; a flat spectrum loses more than a steep one."""
     flat, steep = weight(0, decay=0.05), weight(1, decay=0.3)
