@@ -61,7 +61,7 @@ def calls(tokens=TOKENS):
     yield "gated_mlp", (x, [w], gate, [weight(N, R), u.t().contiguous()], bias, bias, weight(K)), {}
     q, key = weight(2, 4, tokens, 8), weight(2, 2, 10, 8)
     yield "attention", (q, key, key), {}
-    yield "attention", (q.mT.contiguous().mT, key, key), {"causal": False}
+    yield "attention", (weight(2, tokens, 4, 8).transpose(1, 2), key, key), {"causal": False}
     yield "attention", (q, q, q, weight(2, tokens, 4)), {"rotates": "qk"}
     index = torch.arange(2 * tokens).reshape(tokens, 2) % 3 - 1  # -1 is none
     yield "adapters_matmul", (x, index[:, 1], u, v, fixed(2), bias, w), {}
