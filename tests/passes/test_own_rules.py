@@ -31,7 +31,9 @@ SPELLINGS = {
     "operators": lambda x, u, v: (x @ u @ v).relu(),
     "linear": lambda x, u, v: F.relu(F.linear(F.linear(x, u.t()), v.T)),
     "the other way round": lambda x, u, v: torch.relu(v.mT @ (u.T @ x.mT)).mT,
-    "einsum": lambda x, u, v: torch.clamp(torch.einsum("...k,kr,rn->...n", x, u, v), min=0),
+    "batches of one weight": lambda x, u, v: torch.relu(
+        torch.bmm(torch.bmm(x, u.expand(2, 64, 8)), v.expand(2, 8, 48))
+    ),
     "views and copies": lambda x, u, v: torch.relu(
         (x.reshape(-1, 64) @ u).contiguous().view(2, 3, 8) @ v
     ),
