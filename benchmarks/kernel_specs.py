@@ -43,11 +43,13 @@ def rank(k: int, n: int, tile: int = 128) -> int:
     return tile * round(k * n * (1 - RATIO) / ((k + n) * tile))
 
 
-def listed(table: str, sizes: Sequence[int], models: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, spec) of a table; one without m with each of `sizes`."""
+def listed(
+    table: str, sizes: Sequence[int] = (), models: Sequence[str] = (), **more: Any
+) -> Iterator[tuple[str, Any]]:
+    """Yield (name, spec) of a table; one without m with each of `sizes`, `more` for all."""
     for row in TABLES_OF_SPECS[table]:
         own = TABLES_OF_SPECS["layers"].get(row.get("layer"), {})
-        fields = {"each": [{}], "at_most": max(sizes), **own, **row}
+        fields = {"each": [{}], "at_most": max(sizes, default=0), **more, **own, **row}
         kind = FAMILIES[fields.pop("family")].spec_class
         keys = ("name", "part", "ratio", "each", "at_most", "layer")
         name, part, ratio, each, most, _ = (fields.pop(key, "") for key in keys)
