@@ -95,7 +95,8 @@ def _isa(viz: Any) -> dict[str, Any]:
         op: Any, data: Any, axis: int, negate: bool = False, dtype: Any = None
     ) -> Any:
         total = (np.sum if op is operator.add else np.max)(data.data, axis)
-        return viz.NDArray(value=(-total if negate else total).reshape(len(total), -1))
+        rows = total if total.ndim > 1 else total.reshape(len(total), 1)
+        return viz.NDArray(value=-rows if negate else rows)
 
     slices = viz.NDArray.__getitem__
 

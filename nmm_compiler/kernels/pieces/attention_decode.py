@@ -167,7 +167,8 @@ def make_sums(spec, schedule):
     room = (spec.d + 127) // 128 * schedule.pack * spec.pitch
     most = 8 if room <= 64 else 4
     count = min(most - 1 if single > 0 else most, packs) + (1 if single > 0 else 0)
-    return nl.ndarray((128, count, room), dtype=nl.float32, buffer=nl.psum)
+    sums = nl.ndarray((128, count, room), dtype=nl.float32, buffer=nl.psum)
+    return sums
 
 
 def make_results(each, spec, schedule):
