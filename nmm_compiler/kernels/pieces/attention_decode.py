@@ -73,7 +73,8 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             soften(weights, own, largest[ready // each], qs[0].dtype, spec)
         if step[1]:
             if begins:
-                sums.append(make_sums(spec, schedule))
+                shape = sums_shape(spec, schedule)
+                sums.append(nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum))
                 if g % each == 0:
                     made.append(make_results(each, spec, schedule))
             weigh_cache(sums[g], weights[g], loaded[t], step, spec, schedule)
@@ -156,8 +157,8 @@ def list_passes(step, schedule):
     return passes
 
 
-def make_sums(spec, schedule):
-    """Return room for sums of weighted values, [128, sums, parts of d x tiles x columns].
+def sums_shape(spec, schedule):
+    """Return the shape of sums of weighted values, [128, sums, parts of d x tiles x columns].
 
     Eight share a bank, or there are four in more banks. Those of packs have the columns of each
     tile; the last is of single tiles, where there are some.
@@ -167,8 +168,7 @@ def make_sums(spec, schedule):
     room = (spec.d + 127) // 128 * schedule.pack * spec.pitch
     most = 8 if room <= 64 else 4
     count = min(most - 1 if single > 0 else most, packs) + (1 if single > 0 else 0)
-    sums = nl.ndarray((128, count, room), dtype=nl.float32, buffer=nl.psum)
-    return sums
+    return 128, count, room
 
 
 def make_results(each, spec, schedule):

@@ -369,7 +369,16 @@ def product(
             now.machine.trace.awaited.add(b.storage.identity)
         add = functools.partial(ISSUE["nc_matmul"], stationary=a, moving=b, **flags)
         issue = functools.partial(add, accumulate=False)
-    made = result(shape, kind, lambda _: issue, only=("psum",), exact=True, accumulate=add)
+
+    def sum_into(dst: NkiTensor) -> None:
+        if now.machine.data and dst.missing() is not None:
+            now.machine.warn(
+                f"{dst.name!r} += nc_matmul: nothing has written the sum, which nl.ndarray leaves "
+                "undefined; begin with nl.zeros, or with ="
+            )
+        add(dst)
+
+    made = result(shape, kind, lambda _: issue, only=("psum",), exact=True, accumulate=sum_into)
     assert made.pending is not None
     made.pending.box = True if box == tuple((0, size) for size in shape) else box
     return made
