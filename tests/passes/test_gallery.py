@@ -71,7 +71,8 @@ def test_rules_say_all_forms_that_their_matches_end_at(name, monkeypatch):
     module, inputs = gallery.capture(one, "S")
     results = [run(module, inputs)]
     for rule in RULES:
-        monkeypatch.setattr(type(rule), "ends_at", None)
+        if rule.ends_at != ():  # else it joins what others find, and proposes nothing
+            monkeypatch.setattr(type(rule), "ends_at", None)
     results.append(run(module, inputs))
     said = [[str(d) for d in (*r.matches, *r.declined)] for r in results]
     assert said[0] == said[1]

@@ -74,7 +74,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
         if step[1]:
             if begins:
                 shape = sums_shape(spec, schedule)
-                sums.append(nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum))
+                sums.append(nl.ndarray((128, shape[0], shape[1]), dtype=nl.float32, buffer=nl.psum))
                 if g % each == 0:
                     made.append(make_results(each, spec, schedule))
             weigh_cache(sums[g], weights[g], loaded[t], step, spec, schedule)
@@ -158,7 +158,7 @@ def list_passes(step, schedule):
 
 
 def sums_shape(spec, schedule):
-    """Return the shape of sums of weighted values, [128, sums, parts of d x tiles x columns].
+    """Return how many sums of weighted values there are, and their parts of d x tiles x columns.
 
     Eight share a bank, or there are four in more banks. Those of packs have the columns of each
     tile; the last is of single tiles, where there are some.
@@ -168,7 +168,7 @@ def sums_shape(spec, schedule):
     room = (spec.d + 127) // 128 * schedule.pack * spec.pitch
     most = 8 if room <= 64 else 4
     count = min(most - 1 if single > 0 else most, packs) + (1 if single > 0 else 0)
-    return 128, count, room
+    return count, room
 
 
 def make_results(each, spec, schedule):
