@@ -84,7 +84,7 @@ STACKS = {
             name="nxdi",
             source="NxD Inference decodes with one program a token (aws-neuron-sdk, nxd-inference)",
             kernels=_NXDI_KERNELS,
-            judged=(7, 0.20, 0.39),
+            judged=(7, 0.18, 0.38),
         ),
         Stack(
             name="vllm-neuron",
@@ -100,7 +100,7 @@ STACKS = {
             kernels=_PRODUCTS,
             host_from="fitted",
             host_us=HOST_CALL_US + _OPTIMUM_US,
-            judged=(5, 0.16, 0.44),
+            judged=(5, 0.15, 0.43),
         ),
         Stack(
             name="torchneuron",

@@ -73,7 +73,7 @@ def test_what_would_change_it_is_predicted_again():
     assert "no run of it that could judge it" in str(STACKS["torchneuron"])
     assert "nki-library for attention, q/k/v and MLP" in str(STACKS["nxdi"])
     assert "stack own: one program a token" in str(made)
-    assert "5 published decodes of it predicted within 16%" in str(STACKS["vllm-optimum"])
+    assert "5 published decodes of it predicted within 15%" in str(STACKS["vllm-optimum"])
     assert plan(CONFIG, forms=("bf16",), batches=(1, 2), price="closed_form").changes == ()
 
 
