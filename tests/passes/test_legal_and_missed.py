@@ -177,6 +177,16 @@ def test_what_stands_outside_of_a_kernel_is_not_turned_with_its_result():
     assert kinds_of(result) == ["lowrank", "lowrank"]
 
 
+def test_an_addend_of_weight_zero_is_not_read():
+    """PyTorch leaves it out, whatever it holds."""
+
+    def model(p, x):
+        return torch.addmm(torch.full((48,), torch.nan), L(x, p.a), p.b.t(), beta=0)
+
+    result = trace_and_run(Model(model).requires_grad_(False), X[0], **VERIFIED)
+    assert kinds_of(result) == ["lowrank"]
+
+
 def test_a_write_between_equal_products_keeps_them_apart():
     def written(p, x):
         one = L(L(x, p.a), p.b)

@@ -265,7 +265,8 @@ def _addmm(c: Canonical, call: Call) -> Result:
     beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
     if inner is None or not _is_tensor(c, addend) or not _number(beta) or not _number(alpha):
         return None
-    return with_addend(c, call.node, inner, addend, alpha, beta)
+    # PyTorch does not read the addend where beta is 0: it may hold NaN.
+    return with_addend(c, call.node, inner, addend if beta else None, alpha, beta)
 
 
 def _einsum_labels(
