@@ -23,6 +23,7 @@ class Access:
         the tensor in HBM.
     pattern: ((step_bytes, count), ...) of the free dimensions, outermost first, that walks exactly
         the elements of the region from byte_start; in HBM all dimensions.
+    dense: the region is every byte of the range, in each partition; False if nobody has looked.
     """
 
     storage: int
@@ -34,6 +35,7 @@ class Access:
     pattern: tuple[tuple[int, int], ...]
     dtype: str
     item_bytes: int
+    dense: bool = dataclasses.field(default=False, repr=False, compare=False)
 
     @property
     def partitions(self) -> int:

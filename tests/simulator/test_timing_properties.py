@@ -9,7 +9,7 @@ from trace_builder import Builder, Scene, touched
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.dependence import ENGINES, wake_table
-from nmm_compiler.simulator.timing.regions import Record, Records, is_dense, overlaps
+from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.timeline import time_trace
 
@@ -234,7 +234,7 @@ def _inside(old, new):
     """Tell whether `new`, one run of bytes or the same region, covers `old`."""
     if new.partition_start > old.partition_start or new.partition_stop < old.partition_stop:
         return False
-    if is_dense(new.pattern, new.item_bytes, new.byte_stop - new.byte_start):
+    if new.dense:
         return new.byte_start <= old.byte_start and old.byte_stop <= new.byte_stop
     return new.byte_start == old.byte_start and new.pattern == old.pattern
 

@@ -33,8 +33,9 @@ class Tensor:
             width, place = self.shape[1] * item, (0, 1)
             start, stop = rows[0] * width + start, rows[-1] * width + stop
             sizes, strides = (len(rows), *sizes), (self.shape[1] * rows.step, *strides)
-        pattern = walk_pattern(sizes, strides, item)[0]
-        return Access(self.storage, memory, *place, start, stop, pattern, self.dtype, item)
+        pattern, run, extent, _ = walk_pattern(sizes, strides, item)
+        region = pattern, self.dtype, item, run >= extent
+        return Access(self.storage, memory, *place, start, stop, *region)
 
     @property
     def all(self):

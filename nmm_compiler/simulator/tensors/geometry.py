@@ -21,6 +21,8 @@ NkiTensor = Any  # its file knows this one
 FIXED = frozenset({int, type(None), type, bool})
 """The classes of what a key may consist of, if its part is to be kept."""
 KEPT = 100_000
+Pattern = tuple[tuple[int, int], ...]
+"""(step, count) of each dimension of a region, as an `Access` has them."""
 Make = Callable[[Storage, int, int], NkiTensor]
 """Makes a view of a storage that begins so many elements, and bytes, behind where it did."""
 
@@ -66,13 +68,13 @@ def keep(makers: dict[tuple[Any, ...], Make], key: Any, view: NkiTensor, *begin:
     memory, pattern, item = access.memory, access.pattern, access.item_bytes
     first, stop = access.partition_start, access.partition_stop
     offset, start = view.offset - begin[0], access.byte_start - begin[1]
-    extent = access.byte_stop - access.byte_start
+    extent, dense = access.byte_stop - access.byte_start, access.dense
 
     def make(storage: Storage, elements: int, byte: int) -> NkiTensor:
         made = kind(storage, shape, strides, offset + elements, dtype)
         byte += start
         made._access = Access(
-            storage.identity, memory, first, stop, byte, byte + extent, pattern, dtype, item
+            storage.identity, memory, first, stop, byte, byte + extent, pattern, dtype, item, dense
         )
         made.special, made.geometry = special, geometry
         return made
@@ -137,13 +139,24 @@ def merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+def contiguous_run(pattern: Pattern, item_bytes: int) -> int:
+    """Return the length in bytes of the contiguous runs that `pattern` walks.
+
+    Dimensions that continue each other are one in the pattern of an access.
+    """
+    step, count = pattern[-1]
+    return count * item_bytes if step == item_bytes else item_bytes
+
+
 @functools.lru_cache(100_000)
 def walk_pattern(
     shape: tuple[int, ...], strides: tuple[int, ...], item: int
-) -> tuple[tuple[tuple[int, int], ...], int, bool]:
-    """Return (((step_bytes, count), ...) outermost first, extent in bytes, out of all reach)."""
+) -> tuple[Pattern, int, int, bool]:
+    """Return (((step_bytes, count), ...) outermost first, bytes of a run, and from the first
+    element to the last, whether it is out of all reach)."""
     pattern = tuple(
         (stride * item, size) for size, stride in merged(zip(shape, strides, strict=True))
-    )
+    ) or ((item, 1),)
     extent = item + sum((count - 1) * step for step, count in pattern)
-    return pattern or ((item, 1),), extent, bool(out_of_reach(shape, strides))
+    run = contiguous_run(pattern, item)
+    return pattern, run, extent, bool(out_of_reach(shape, strides))

@@ -631,12 +631,12 @@ class NkiTensor(NKIObject):
                 rows = self.shape[0]
             if storage.address is not None:
                 partition += storage.address[0]
-            pattern, extent, far = walk_pattern(*inner)
+            pattern, run, extent, far = walk_pattern(*inner)
             if self.indirection is not None:
                 start, extent = 0, whole
             access = self._access = Access(
                 storage.identity, storage.memory, partition, partition + rows, start,
-                start + extent, pattern, self.dtype, item,
+                start + extent, pattern, self.dtype, item, run >= extent,
             )  # fmt: skip
             self.special = on_chip and bool(partition or far or self.dtype.kind == "packed")
         return access

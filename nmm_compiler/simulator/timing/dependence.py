@@ -16,7 +16,7 @@ from collections.abc import Callable
 from nmm_compiler.errors import HazardError
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
-from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
+from nmm_compiler.simulator.timing.regions import Record, Records, covers, overlaps
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Pool
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -53,34 +53,12 @@ class Store:
     booked: bool = False
 
 
-@dataclasses.dataclass(slots=True)
-class _Place:
-    """Where a tile lies: (start, stop) of its partitions and bytes in a memory."""
-
-    memory: str
-    partitions: tuple[int, int]
-    bytes: tuple[int, int]
-
-    def meets(self, other: _Place) -> bool:
-        """Return whether the two share a byte."""
-        return self.memory == other.memory and all(
-            a[0] < b[1] and b[0] < a[1]
-            for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
-        )
-
-    def covers(self, other: _Place) -> bool:
-        """Return whether every byte of `other` is in this place."""
-        return self.memory == other.memory and all(
-            a[0] <= b[0] and b[1] <= a[1]
-            for a, b in ((self.partitions, other.partitions), (self.bytes, other.bytes))
-        )
-
-
 class Storage:
     """The state of one allocation for the dependence check.
 
     end: end of the last access so far, by the instruction `user`.
     floor: when its memory is free, negative before first use; the instruction `freed_by` frees it.
+    place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
     put_off: (access, whether it writes, store) of each store that was put off and touches it.
     """
 
@@ -95,7 +73,7 @@ class Storage:
         self.user = self.freed_by = -1
         self.end = 0.0
         self.floor = -1.0
-        self.place: _Place | None = None
+        self.place: Access | None = None
         self.pool: Pool | None = None
         self.put_off: list[tuple[Access, bool, Store]] = []
         self.size = 0
@@ -125,7 +103,7 @@ class Dependences:
         banks = target.psum_banks * target.psum_bank_bytes_per_partition
         # no store frees PSUM sooner than the copies out of it
         self.psum = Pool(banks, lambda before: before == math.inf and settle(before))
-        self._placed: list[tuple[Storage, _Place]] = []
+        self._placed: list[tuple[Storage, Access]] = []
         self._book = book
         wake = wake_table(target)
         self._wake_of = [[row[consumer] for row in wake] for consumer in range(6)]
@@ -148,9 +126,10 @@ class Dependences:
             if found.address is not None or identity in one_buffer:
                 named = f"the buffer of line {found.line}" if found.address is None else ""
                 row, byte = found.address or (0, 0)
-                storage.place = _Place(
-                    named or found.memory, (row, row + found.shape[0]), (byte, byte + storage.size)
-                )
+                storage.place = Access(
+                    identity, named or found.memory, row, row + found.shape[0], byte,
+                    byte + storage.size, ((1, storage.size),), found.dtype, 1, True,
+                )  # fmt: skip
             elif found.memory == "psum":
                 storage.pool = self.psum
                 storage.size = -(-storage.size // bank) * bank
@@ -225,17 +204,17 @@ class Dependences:
         else:
             storage.floor = 0.0
 
-    def _vacated(self, storage: Storage, place: _Place) -> float:
+    def _vacated(self, storage: Storage, place: Access) -> float:
         """Return when the earlier tensors at the same manual address have been used last."""
         when, kept = 0.0, []
         for other, there in self._placed:
-            if not place.meets(there):
+            if place.memory != there.memory or not overlaps(place, there):
                 kept.append((other, there))
                 continue
             self._book_users(other)
             if other.end > when:
                 when, storage.freed_by = other.end, other.user
-            if not place.covers(there):
+            if not covers(place, there):
                 kept.append((other, there))
         self._placed = [*kept, (storage, place)]
         return when

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nmm_compiler.simulator.timing.regions import contiguous_run
+from nmm_compiler.simulator.tensors.geometry import contiguous_run
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.trace import Access, Instruction
 from nmm_compiler.targets import Target

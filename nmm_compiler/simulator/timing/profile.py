@@ -18,13 +18,14 @@ from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
+from nmm_compiler.simulator.tensors.geometry import Pattern
 from nmm_compiler.simulator.timing import causes, profile_parts
 from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
-from nmm_compiler.simulator.timing.regions import Pattern, distinct_bytes
+from nmm_compiler.simulator.timing.regions import distinct_bytes
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target

@@ -16,31 +16,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.geometry import merged
+from nmm_compiler.simulator.tensors.geometry import Pattern, contiguous_run, merged
 from nmm_compiler.simulator.trace import Access
-
-Pattern = tuple[tuple[int, int], ...]
 
 _FEW = 6
 _WIDE_CELLS = 16
 _WIDE_RECORDS = 12
 _RUNS_LIMIT = 1 << 20
-
-
-@functools.lru_cache(maxsize=65536)
-def contiguous_run(pattern: Pattern, item_bytes: int) -> int:
-    """Return the length in bytes of the contiguous runs that `pattern` walks.
-
-    Dimensions that continue each other are one in the pattern of an access.
-    """
-    step, count = pattern[-1]
-    return count * item_bytes if step == item_bytes else item_bytes
-
-
-@functools.lru_cache(maxsize=65536)
-def is_dense(pattern: Pattern, item_bytes: int, extent: int) -> bool:
-    """Return whether `pattern` touches every byte of its bounding range of `extent` bytes."""
-    return contiguous_run(pattern, item_bytes) >= extent
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,9 +74,7 @@ def overlaps(first: Access, second: Access) -> bool:
         return False
     if first.byte_start == second.byte_start and first.pattern == second.pattern:
         return True
-    if is_dense(first.pattern, first.item_bytes, first.byte_stop - first.byte_start) and is_dense(
-        second.pattern, second.item_bytes, second.byte_stop - second.byte_start
-    ):
+    if first.dense and second.dense:
         return True
     return _patterns_meet(
         first.pattern,
@@ -105,11 +85,11 @@ def overlaps(first: Access, second: Access) -> bool:
     )
 
 
-def _covers(new: Access, new_dense: bool, old: Access) -> bool:
+def covers(new: Access, old: Access) -> bool:
     """Return whether `new` surely touches every byte that `old` touches."""
     if new.partition_start > old.partition_start or new.partition_stop < old.partition_stop:
         return False
-    if new_dense:
+    if new.dense:
         return new.byte_start <= old.byte_start and new.byte_stop >= old.byte_stop
     return new.byte_start == old.byte_start and new.pattern == old.pattern
 
@@ -163,13 +143,12 @@ class Records:
 
     def replace_covered(self, access: Access) -> None:
         """Forget the records that a new write of `access` covers whole."""
-        dense = is_dense(access.pattern, access.item_bytes, access.byte_stop - access.byte_start)
-        self.wide = [r for r in self.wide if not _covers(access, dense, r.access)]
+        self.wide = [r for r in self.wide if not covers(access, r.access)]
         cells, keys = self.cells, self._cells_of(access) if self.width else ()
         for key in keys if len(keys) <= len(cells) else list(cells):
             cell = cells.get(key)
             if cell:
-                cells[key] = [r for r in cell if not _covers(access, dense, r.access)]
+                cells[key] = [r for r in cell if not covers(access, r.access)]
 
     def add(self, record: Record) -> None:
         """Remember one access."""
