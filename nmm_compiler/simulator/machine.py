@@ -41,7 +41,8 @@ class _Current(threading.local):
 
 
 CURRENT = _Current()
-"""Of this thread: the machine that runs, and the place that stands for the kernel's line."""
+"""Of this thread: the machine that runs, to which NKI calls go, None outside of a simulation; and
+the place that stands for the kernel's line."""
 
 
 def current() -> Machine:
@@ -52,16 +53,6 @@ def current() -> Machine:
             "an NKI call outside a simulation; run the kernel with nmm_compiler.simulate(...)"
         )
     return machine
-
-
-def running() -> Machine | None:
-    """Return the machine of the running kernel, or None."""
-    return CURRENT.machine
-
-
-def set_current(machine: Machine | None) -> None:
-    """Direct the NKI calls of this thread to `machine`."""
-    CURRENT.machine = machine
 
 
 def kernel_frame() -> tuple[str, int]:
@@ -77,16 +68,14 @@ def kernel_frame() -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def place_instructions(machine: Machine, place: tuple[str, int]) -> Iterator[None]:
+def place_instructions(place: tuple[str, int]) -> Iterator[None]:
     """Give the instructions and errors inside the kernel's (file, line) `place`."""
-    before, first = CURRENT.place, len(machine.instructions)
+    before = CURRENT.place
     CURRENT.place = place
     try:
         yield
     finally:
         CURRENT.place = before
-        for instruction in machine.instructions[first:]:
-            instruction.file, instruction.line = place
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
-from nmm_compiler.simulator.machine import MAX_RANKS, Machine, Options, running, set_current
+from nmm_compiler.simulator.machine import CURRENT, MAX_RANKS, Machine, Options
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.marks import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
@@ -216,7 +216,7 @@ def _launch(
     kernel: Any, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]], options: Options
 ) -> tuple[Simulation, ...]:
     """Run the programs of all ranks; return one Simulation for each rank."""
-    if running() is not None:
+    if CURRENT.machine is not None:
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
     target, grid = options.target, options.grid
     hardware = get_target(target) if isinstance(target, str) else target
@@ -322,7 +322,7 @@ def _check_turns(machine: Machine, outputs: list[NkiTensor]) -> None:
 
 
 def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    set_current(machine)
+    CURRENT.machine = machine
     try:
         with np.errstate(all="ignore"):
             machine.outputs = function(*args, **kwargs)
@@ -335,7 +335,7 @@ def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any
         what = "the kernel recursed too deeply" if too_deep else "the kernel raised"
         raise failed(error, what) from error
     finally:
-        set_current(None)
+        CURRENT.machine = None
 
 
 def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTensor], bool]:

@@ -20,7 +20,7 @@ from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, s
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.standins import JitKernel, TensorType
-from nmm_compiler.simulator.machine import Machine, current, place_instructions, running
+from nmm_compiler.simulator.machine import CURRENT, Machine, current, place_instructions
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Grid = tuple[SpmdDim, ...]
@@ -79,7 +79,7 @@ class Entry:
             now.flush()
         code = self.__code__
         place = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
-        with place_instructions(now.machine, place):
+        with place_instructions(place):
             return _unwrapped(returned, now, len(mine))
 
 
@@ -163,7 +163,7 @@ class Kernel(JitKernel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run: inline inside a kernel, else a simulation of its own."""
-        if running() is None:
+        if CURRENT.machine is None:
             return standins.simulate_kernel(self)(*args, **kwargs)
         if self.launch:
             raise fail(
@@ -181,7 +181,7 @@ class Benchmark(Kernel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Time the kernel in the simulator; inside a kernel, run inline."""
-        if running() is not None:
+        if CURRENT.machine is not None:
             return super().__call__(*args, **kwargs)
         profile = standins.run(self, *args, mode="timing", named=kwargs).profile
         latency = SimpleNamespace(get_latency_percentile=lambda percentile: profile.device_us)

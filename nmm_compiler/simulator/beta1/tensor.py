@@ -236,7 +236,7 @@ class Tensor:
             return
         if now.pending is self:
             now.pending = None
-        with place_instructions(now.machine, pending.place):
+        with place_instructions(pending.place):
             if pending.updates:
                 raise fail(
                     OperandError,
@@ -692,7 +692,7 @@ def assign(dst: Tensor, value: Any) -> None:
     if pending is not None and now.pending is value and _fits(dst, value, pending):
         now.pending = None
         try:
-            with place_instructions(now.machine, pending.place):
+            with place_instructions(pending.place):
                 pending.into(dst, pending.issue)
         except HazardError:  # dst overlaps what the instruction reads: through a tile of its own
             now.pending = value

@@ -22,7 +22,7 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, SBUF, check_dtype, require_present
 from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
-from nmm_compiler.simulator.machine import Machine, current, running
+from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -145,7 +145,7 @@ def dropout(call: Call, dst: Any, data: Any, prob: Any) -> Steps:
 
 def get_nc_version() -> nc_version:
     """Return the generation of the target (trn2 outside a run)."""
-    machine = running()
+    machine = CURRENT.machine
     return nc_version[(machine.target if machine is not None else get("trn2")).generation]
 
 

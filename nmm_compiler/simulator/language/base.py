@@ -13,7 +13,7 @@ import numpy as np
 from nmm_compiler.errors import KernelArgumentError, OperandError
 from nmm_compiler.simulator.isa.dma import dma_copy
 from nmm_compiler.simulator.isa.elementwise import tensor_copy
-from nmm_compiler.simulator.machine import Machine, current, kernel_frame, running
+from nmm_compiler.simulator.machine import CURRENT, Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
@@ -77,7 +77,7 @@ class TileSize:
         """Return a constant."""
         if name not in _TILE_SIZES:
             raise AttributeError(name)
-        size, machine = _TILE_SIZES[name], running()
+        size, machine = _TILE_SIZES[name], CURRENT.machine
         if isinstance(size, int):
             return size
         return size(machine.target if machine is not None else get("trn2"))

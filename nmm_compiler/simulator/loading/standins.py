@@ -16,7 +16,7 @@ from nmm_compiler.errors import OperandError, UnsupportedInstructionError, close
 from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa import names as isa
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
-from nmm_compiler.simulator.machine import kernel_frame, running
+from nmm_compiler.simulator.machine import CURRENT, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
 
 
@@ -70,7 +70,7 @@ class JitKernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run: inline inside a simulation, else a simulation of its own."""
-        if running() is None:
+        if CURRENT.machine is None:
             return simulate_kernel(self)(*args, **kwargs)
         return self.function(*args, **kwargs)
 
