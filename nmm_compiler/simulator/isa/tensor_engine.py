@@ -37,8 +37,12 @@ _PAIR_STEP = 16
 _NONE = matmul_perf_mode.none
 
 
-def check_tile(call: Call, position: Any, size: Any, k: int, m: int) -> Any:
-    """Check tile_position and tile_size of a tiled matmul; return them as one tuple, or None."""
+def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, only_rows: str = "") -> Any:
+    """Check tile_position and tile_size of a tiled matmul; return them as one tuple, or None.
+
+    views: its operands. only_rows: what takes row tiles alone, "" for column tiles too.
+    """
+    position, size = call.arguments["tile_position"], call.arguments["tile_size"]
     if not position and not size:
         return None
     if not position or not size:
@@ -62,17 +66,19 @@ def check_tile(call: Call, position: Any, size: Any, k: int, m: int) -> Any:
         )
     if k > rows or m > columns:
         raise call.error(OperandError, f"stationary [{k}, {m}] exceeds tile_size {tuple(size)}")
-    return (row, column, rows, columns)
-
-
-def check_indirect_product(call: Call, tile: Any, *views: NkiTensor) -> None:
-    """Check that a product of `.indirect()` views uses the whole array."""
-    if tile is not None and tile[:2] != (0, 0) and any(v.indirection is not None for v in views):
+    if only_rows and (column or columns != 128):
         raise call.error(
             OperandError,
-            f"tile_position {tile[:2]} with an .indirect() view; tensor indirection takes "
+            f"tile_position {tuple(position)}, tile_size {tuple(size)}; {only_rows} is tiled by "
+            "rows only, use 128 columns at column 0",
+        )
+    if (row or column) and any(v.indirection is not None for v in views):
+        raise call.error(
+            OperandError,
+            f"tile_position {tuple(position)} with an .indirect() view; tensor indirection takes "
             "(0, 0) or no tiles",
         )
+    return (row, column, rows, columns)
 
 
 @instruction(
@@ -132,14 +138,9 @@ def nc_matmul(
             + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
         )
     check_bank(call, dst, target.matmul_psum_banks)
-    tile = check_tile(call, tile_position, tile_size, k, m)
-    if double and tile is not None and (tile[1] or tile[3] != 128):
-        raise call.error(
-            OperandError,
-            f"perf_mode=double_row with tile_size {tuple(tile_size)}; it cannot be combined with "
-            "column tiles, use 128 columns at column 0",
-        )
-    _check_indirect_operands(call, tile, dst, stationary, moving, is_transpose)
+    only_rows = "perf_mode=double_row" if double else ""
+    tile = _check_tile(call, k, m, dst, stationary, moving, only_rows=only_rows)
+    _check_indirect_operands(call, stationary, moving, is_transpose)
     if machine.data:
         a, b = f32(stationary), f32(moving)
         if is_stationary_onezero:
@@ -166,9 +167,8 @@ def nc_matmul(
 
 
 def _check_indirect_operands(
-    call: Call, tile: Any, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, turns: bool
+    call: Call, stationary: NkiTensor, moving: NkiTensor, turns: bool
 ) -> None:
-    check_indirect_product(call, tile, dst, stationary, moving)
     if turns and moving.indirection is not None:
         raise call.error(
             OperandError, f"moving {moving.name!r} of a transpose is an .indirect() view"
@@ -467,14 +467,7 @@ def nc_matmul_mx(
     if dst.dtype == "float32" and n > 4096:
         raise call.error(OperandError, f"moving {moving.shape}; N is at most 4096 in float32")
     check_bank(call, dst, 8)
-    tile = check_tile(call, tile_position, tile_size, k, m)
-    if tile is not None and (tile[1] or tile[3] != 128):
-        raise call.error(
-            OperandError,
-            f"tile_position {tuple(tile_position)}, tile_size {tuple(tile_size)}; MX products are "
-            "tiled by rows only, use 128 columns at column 0",
-        )
-    check_indirect_product(call, tile, dst, stationary, moving)
+    tile = _check_tile(call, k, m, dst, stationary, moving, only_rows="an MX product")
     for side, view, scale in (
         ("stationary", stationary, stationary_scale), ("moving", moving, moving_scale),
     ):  # fmt: skip
