@@ -308,13 +308,12 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.body: Callable[..., Any] = body
         self.checks = inspect.isgeneratorfunction(body)
         parameters = list(inspect.signature(body).parameters.values())[1:]
+        self.defaults = {p.name: p.default for p in parameters}
+        self.required = frozenset(p.name for p in parameters if p.default is p.empty)
         if self.named:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("name", kind, default=None))
         self.signature = inspect.Signature(parameters)
-        self.defaults = {p.name: p.default for p in parameters}
-        self.count = len(parameters)
-        self.required = frozenset(p.name for p in parameters if p.default is p.empty)
         self.members = [(name, MEMBERS[name]) for name in self.defaults if name in MEMBERS]
         read, written = (dict(_OPERAND.findall(side)) for side in self.operands.split("->"))
         sizes = {**read, **written, **dict.fromkeys(self.numbers, "P 1")}
@@ -341,67 +340,68 @@ class instruction:  # noqa: N801 - a decorator, written as one
     def issue(self, given: tuple[Any, ...], named: Arguments) -> Instruction | None:
         """Check, record and, with data, compute one call."""
         machine = CURRENT.machine or current()
-        values = {**dict(zip(self.defaults, given, strict=False)), **named} if given else named
-        arguments = {**self.defaults, **values}
-        fits = self.required <= values.keys() and len(arguments) == self.count
-        if not fits or (given and len(values) < len(given) + len(named)):
+        values = named
+        if given:
+            values = {**dict(zip(self.signature.parameters, given, strict=False)), **named}
+        lost = len(values) < len(given) + len(named)  # too many arguments, or one of them twice
+        name = values.pop("name", None) if self.named else None
+        key = None if self.waits or lost else self.key_of(values)
+        try:
+            known = machine.outcomes.get(key)
+        except TypeError:  # an argument that cannot be hashed, such as a register
+            key = known = None
+        if known is None and (lost or not self.required <= values.keys() <= self.defaults.keys()):
             try:
                 self.signature.bind_partial(**named)  # a misspelled name, before what it leaves out
                 self.signature.bind(*given, **named)
             except TypeError as error:
                 raise machine.error(KernelFailedError, f"nisa.{self.op}: {error}") from None
-        name = arguments.pop("name", None)
         if machine.turn is not None:
-            machine.turn.note(self.op, tuple(arguments.values()))
-        key = None if self.waits else self.key_of(arguments)
-        try:
-            known = machine.outcomes.get(key)
-        except TypeError:  # an argument that cannot be hashed, such as a register
-            key = known = None
+            machine.turn.note(self.op, tuple({**self.defaults, **values}.values()))
         if known is None or machine.data:
-            return self._run(machine, arguments, name, key, known)
+            return self._run(machine, {**self.defaults, **values}, name, key, known)
         return machine.record(
-            self.op, known.engine, tuple([arguments[role]._access for role in known.reads]),
-            tuple([arguments[role]._access for role in known.writes]), known.attributes, name,
+            self.op, known.engine, tuple([values[role]._access for role in known.reads]),
+            tuple([values[role]._access for role in known.writes]), known.attributes, name,
             known.kind,
         )  # fmt: skip
 
-    def key_of(self, arguments: Arguments) -> tuple[Any, ...] | None:
+    def key_of(self, values: Arguments) -> tuple[Any, ...] | None:
         """Return a key that calls share of which one answers for the others; None if none does.
 
         It holds the geometry of each tensor, where tensors of one storage lie to each other, and
-        the class and value of each other argument.
+        the class and value of each other argument that is given.
         """
-        views = [value for value in arguments.values() if value.__class__ is NkiTensor]
+        key: list[Any] = [self.op]
+        views: list[NkiTensor] = []
+        for role, value in values.items():
+            kind = value.__class__
+            if kind is NkiTensor:
+                if value.indirection is not None:
+                    return None
+                views.append(value)
+                key += role, value.geometry or geometry_of(value)
+            else:
+                key += role, kind, _key_of(value) if kind in _SEQUENCES else value
         storages = [view.storage for view in views]
-        for view in views:
-            if view.indirection is not None:
-                return None
-        defaults = self.defaults
-        key: list[Any] = [
-            (value.geometry or geometry_of(value)) if value.__class__ is NkiTensor
-            else None if value is defaults[role]
-            else _key_of(value) if value.__class__ in _SEQUENCES else (value.__class__, value)
-            for role, value in arguments.items()
-        ]  # fmt: skip
         if len(set(storages)) < len(storages):
             for storage, view in zip(storages, views, strict=True):
                 first = storages.index(storage)
                 begin = view.access().byte_start - views[first].access().byte_start
                 key += first, begin
-        return self.op, *key
+        return tuple(key)
 
     def _run(
-        self, machine: Machine, given: Arguments, name: Any, key: Any, known: Outcome | None
+        self, machine: Machine, arguments: Arguments, name: Any, key: Any, known: Outcome | None
     ) -> Instruction | None:
         """Check a call as far as no earlier one answers for it, record it and compute."""
-        call, warned = Call(machine, self, dict(given)), machine.warned
+        call, warned = Call(machine, self, arguments), machine.warned
         call.resolve()
         if known is None:
             call.check()
         else:
-            call.reads = [given[role]._access for role in known.reads]
-            call.writes = [given[role]._access for role in known.writes]
+            call.reads = [arguments[role]._access for role in known.reads]
+            call.writes = [arguments[role]._access for role in known.writes]
         steps = self.body(call, **call.arguments) if self.checks else None
         attributes = NO_ATTRIBUTES if steps is None else next(steps)
         if known is None:
