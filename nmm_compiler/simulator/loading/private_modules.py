@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.simulator.beta1 import modules as beta1
-from nmm_compiler.simulator.loading import standins
-from nmm_compiler.simulator.loading.nki_object import NKIObject
+from nmm_compiler.simulator.loading import nki_object, standins
 from nmm_compiler.simulator.loading.source_text import read_source, run_source
 
 _LIBRARIES = frozenset({"nkilib", "nkilib_src", "nki_samples"})
@@ -53,7 +51,7 @@ class PrivateModules:
         self.builtins = dict(vars(builtins))
         self.builtins["__import__"] = self.import_module
         self.changed = {
-            "dataclasses": _changed(dataclasses, dataclass=_dataclass),
+            "dataclasses": _changed(dataclasses, dataclass=nki_object.dataclass),
             "importlib": _changed(importlib, import_module=self._import_by_name),
             "inspect": _changed(inspect, getmodule=self._module_of),
         }
@@ -187,33 +185,3 @@ def _changed(module: types.ModuleType, **names: Any) -> types.ModuleType:
     copy = types.ModuleType(module.__name__)
     vars(copy).update(vars(module), **names)
     return copy
-
-
-def _dataclass(cls: Any = None, /, **options: Any) -> Any:
-    """Do dataclasses.dataclass; in an NKIObject a field that is not given is None.
-
-    So the NKI language guide defines the initializer of such classes, decorated or not.
-    """
-    if cls is None:
-        return lambda c: _dataclass(c, **options)
-    own = "__init__" in vars(cls)
-    made = dataclasses.dataclass(**options)(cls)
-    if own or not issubclass(made, NKIObject) or not options.get("init", True):
-        return made
-    record: Any = made
-    fields = [f for f in dataclasses.fields(record) if f.init]
-    names, missing = {f.name for f in fields}, dataclasses.MISSING
-    initialize = record.__init__
-
-    @functools.wraps(initialize)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        for field in fields[len(args) :]:
-            if field.default is missing and field.default_factory is missing:
-                kwargs.setdefault(field.name, None)
-        plain = {k: kwargs.pop(k) for k in list(kwargs) if k not in names and hasattr(made, k)}
-        initialize(self, *args, **kwargs)
-        for name, value in plain.items():  # class attributes without an annotation
-            object.__setattr__(self, name, value)
-
-    record.__init__ = __init__
-    return made
