@@ -27,9 +27,11 @@ from ..pieces.chosen_groups import (
     turns_of,
     within,
 )
-from ..pieces.group_mlp import add_groups, make_blocks, store_sums, strips_of
+from ..pieces.expand import store_turned
+from ..pieces.group_mlp import add_groups, make_blocks, strips_of
 from ..pieces.groups import check_index
 from ..pieces.narrow_groups import add_narrow_groups
+from ..pieces.records import Block, Result
 from ..pieces.token_blocks import sort_tokens, sum_rows_of_picks, tokens_of_turn
 from ..pieces.two_cores import add_other_half, own
 
@@ -121,12 +123,14 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
         else:
             every = all_groups(core % spec.cores * spec.at_once, spec.at_once)
             add_some(total, left, every, numbers, weights, operands, half, tokens, spec)
+    result = Result(out, None, False, False, None, False)
+    at = Block(0, tokens, core)
     if spec.split != "":
         both = nl.ndarray((128, y_tiles, tokens), dtype=nl.float32, buffer=nl.sbuf)
         add_other_half(both, total, core)
-        store_sums(out, both, spec.k, tokens, core, 2)
+        store_turned(result, both, 0, spec.k, core, 2, at)
     else:
-        store_sums(out, total, spec.k, tokens, 0, 1)
+        store_turned(result, total, 0, spec.k, 0, 1, at)
 
 
 def add_some(total, left, some, numbers, weights, operands, half, tokens, spec):

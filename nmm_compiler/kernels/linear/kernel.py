@@ -13,7 +13,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.expand import combine, dense_term, epilogue_of, expand, low_rank_term
+from ..pieces.expand import combine, dense_term, epilogue_of, expand, load_panels, low_rank_term
 from ..pieces.groups import (
     gather_gains,
     gather_second,
@@ -28,15 +28,13 @@ from ..pieces.loads_and_stores import position, split
 from ..pieces.mx import quantize_strip
 from ..pieces.norms import inverse_roots, load_normed, new_squares, norm_of_x
 from ..pieces.project import project
-from ..pieces.records import Block, Ends, Left, Loaded, Norm, Result
+from ..pieces.records import Block, Ends, Left, Norm, Result
 from ..pieces.scales_and_biases import (
-    bias_columns,
+    load_columns,
+    load_spread,
     product_scales,
-    scale_columns,
-    spread_bias,
     times,
 )
-from ..pieces.sums import load_panel
 from ..pieces.two_cores import exchange, own
 
 
@@ -67,9 +65,9 @@ def linear(x, spec, schedule, **others):
         if y.bias != "":
             vector = own(others.get(y.bias), 0 if spec.split == "weights" else -1, core)
             if along:
-                bias_sb.append(spread_bias(vector, y.n, schedule.own_queue))
+                bias_sb.append(load_spread(vector, y.n, schedule.own_queue))
             else:
-                bias_sb.append(bias_columns(vector, y.n, schedule.own_queue))
+                bias_sb.append(load_columns(vector, y.n, 1, 0, 1, schedule.own_queue))
         else:
             bias_sb.append(None)
         if spec.fp8:
@@ -87,21 +85,25 @@ def linear(x, spec, schedule, **others):
     if spec.branch_tiles > 0:
         every = others.get("branch_scale")
         numbers = every.shape[0] * every.shape[1]
-        branch_sb = scale_columns(every.reshape((numbers,)), numbers, schedule.own_queue)
+        branch_sb = load_columns(every.reshape((numbers,)), numbers, 1, 0, 1, schedule.own_queue)
     p_bias = []
     p_scale = []
     for factors in spec.pairs:
         p_bias.append(
-            bias_columns(others.get(factors.bias), factors.u.n, schedule.own_queue)
+            load_columns(others.get(factors.bias), factors.u.n, 1, 0, 1, schedule.own_queue)
             if factors.bias != ""
             else None
         )
         if factors.gain != "":
-            p_scale.append(bias_columns(others.get(factors.gain), factors.u.n, schedule.own_queue))
+            p_scale.append(
+                load_columns(others.get(factors.gain), factors.u.n, 1, 0, 1, schedule.own_queue)
+            )
         elif factors.groups.slots > 0:
             p_scale.append(None)
         elif factors.groups.count > 0:
-            p_scale.append(scale_columns(others.get("row_scale"), factors.u.n, schedule.own_queue))
+            p_scale.append(
+                load_columns(others.get("row_scale"), factors.u.n, 1, 0, 1, schedule.own_queue)
+            )
         elif factors.u.format == "float8_e4m3":
             first_column = len(p_scale) * spec.branch_tiles
             last_column = first_column + spec.branch_tiles
@@ -196,11 +198,9 @@ def compute_block(
         p_sb = None
     if spec.mx:
         # x as the MX products take it; its factors take it as it is
-        x_columns = at.tokens + at.tokens % 2
-        x_tiles = (spec.k + 511) // 512
-        x_strip = nl.ndarray((128, x_tiles, x_columns), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
-        x_scales = nl.ndarray((128, x_tiles, x_columns), dtype=nl.uint8, buffer=nl.sbuf)
-        quantize_strip(x_strip, x_scales, x_sb, spec.k, at.tokens, x_columns)
+        x_data = quantize_strip(x_sb, spec.k, at.tokens)
+        x_strip = x_data[0]
+        x_scales = x_data[1]
     else:
         x_strip = x_sb
         x_scales = None
@@ -223,23 +223,18 @@ def compute_block(
         h_strip = h_all if spec.exchanges_h else h_sb
     else:
         panels = []
-        low_panels = []
+        gathered = []
         for one in spec.linears:
             x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
             from_x = dense_term(one, x_of, at, others)
             from_p = low_rank_term(one, p_sb, at, others)
-            wide = min(one.n, one.last.block)
-            panels.append([])
-            low_panels.append([])
-            if one.weight.k > 0 and not spec.mx:
-                panels[one.place].append(load_panel(from_x, 0, wide, at))
             if spec.gathers:
                 v_sb = gather_second(from_p.weight, columns, one.n, one.low_rank.r)
-                low_panels[one.place] = panels_of(v_sb, one.low_rank.v)
-            elif one.low_rank.r > 0:
-                low_panels[one.place].append(load_panel(from_p, 0, wide, at))
-            if spec.mx:
-                panels[one.place].append(load_panel(from_x, 0, wide, at))
+                gathered = panels_of(v_sb, one.low_rank.v)
+            panels.append([])
+            panels[one.place].append(
+                load_panels(from_x, from_p, gathered, spec.gathers, 0, one.n, at)
+            )
         for pair in spec.pairs:
             if pair.groups.count > 0 and pair.groups.slots == 0:
                 # behind the first loads of weights, which do not wait for the index
@@ -258,21 +253,17 @@ def compute_block(
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
-            ahead = Loaded(panels[one.place], low_panels[one.place])
-            expand(result, ahead, x_of, p_sb, one, ending, at, spec, others)
+            mine = panels[one.place]
+            expand(result, mine, gathered, x_of, p_sb, one, ending, at, others)
     if spec.down.n > 0:
         if spec.mx:
-            h_columns = at.tokens + at.tokens % 2
-            h_tiles = spec.down.weight.k // 512
-            h_data = nl.ndarray(
-                (128, h_tiles, h_columns), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf
-            )
-            h_scales = nl.ndarray((128, h_tiles, h_columns), dtype=nl.uint8, buffer=nl.sbuf)
-            quantize_strip(h_data, h_scales, h_strip, spec.down.weight.k, at.tokens, h_columns)
+            h_data = quantize_strip(h_strip, spec.down.weight.k, at.tokens)
+            h_mx = h_data[0]
+            h_scales = h_data[1]
         else:
-            h_data = h_strip
+            h_mx = h_strip
             h_scales = None
-        h_left = Left(h_data, None, "none", h_scales)
+        h_left = Left(h_mx, None, "none", h_scales)
         if spec.down.low_rank.r > 0:
             down_sb = nl.ndarray(
                 (128, spec.down.low_rank.tiles, at.tokens), dtype=p_type, buffer=nl.sbuf
@@ -284,13 +275,7 @@ def compute_block(
         from_h = dense_term(spec.down, h_left, at, others)
         from_q = low_rank_term(spec.down, down_sb, at, others)
         h_panels = []
-        q_panels = []
-        last_wide = min(spec.down.n, spec.down.last.block)
-        if spec.down.low_rank.r > 0:
-            q_panels.append(load_panel(from_q, 0, last_wide, at))
-        if spec.down.weight.k > 0:
-            h_panels.append(load_panel(from_h, 0, last_wide, at))
+        h_panels.append(load_panels(from_h, from_q, [], False, 0, spec.down.n, at))
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
         y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
-        behind = Loaded(h_panels, q_panels)
-        expand(y_result, behind, h_left, down_sb, spec.down, last, at, spec, others)
+        expand(y_result, h_panels, [], h_left, down_sb, spec.down, last, at, others)

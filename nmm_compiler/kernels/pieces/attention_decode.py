@@ -16,8 +16,8 @@ are taken singly, after the packs.
 import nki.isa as nisa
 import nki.language as nl
 
-from .attention_loads import make_identity, rotate, turn_tile
-from .loads_and_stores import evict, store
+from .attention_loads import make_identity, rotate
+from .loads_and_stores import evict, store, turn_tiles
 
 
 def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
@@ -217,7 +217,7 @@ def turn_columns(natural, angles, spec, schedule):
     if schedule.pack > 1:
         return spread_queries(turned, columns, spec, schedule)
     q_t = nl.ndarray((128, parts, columns), dtype=natural.dtype, buffer=nl.sbuf)
-    turn_tile(q_t, turned, columns, spec)
+    turn_tiles(q_t, turned[0:columns, 0, 0 : spec.d], "strided_rows", 0)
     return q_t
 
 

@@ -6,7 +6,7 @@ Queries and keys have the head size on the partitions, in parts of 128; values h
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, load_transposed_by_dma
+from .loads_and_stores import load_transposed_by_dma, turn_tiles
 from .records import Part
 
 
@@ -73,7 +73,10 @@ def load_keys(k, rope, spec, schedule):
                 nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
                 if spec.rope == "qk":
                     natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
-                turn_tile(k_t[0:128, 0:parts, r0 : r0 + deep], natural, deep, spec)
+                turn_tiles(
+                    k_t[0:128, 0:parts, r0 : r0 + deep], natural[0:deep, 0, 0 : spec.d],
+                    "strided_rows", r0 // 128,
+                )  # fmt: skip
     return k_t
 
 
@@ -117,21 +120,10 @@ def turn_queries(flat, rope, q0, spec):
         natural = rotate(flat, load_angles(rope, first, rows, spec), rows, spec)
     q_t = nl.ndarray((128, parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
     for h in range(spec.group):
-        turn_tile(q_t[0:128, 0:parts, h, 0:rows], natural[0:128, h : h + 1, 0 : spec.d], rows, spec)
-    return q_t
-
-
-def turn_tile(dst, natural, rows, spec):
-    """Write a tile [rows, 1, d] as [d, rows] on TensorE: dst is [128, parts of d, rows]."""
-    for part in range((spec.d + 127) // 128):
-        deep = min(128, spec.d - 128 * part)
-        turned = nl.ndarray((128, 128), dtype=natural.dtype, buffer=nl.psum)
-        nisa.nc_transpose(
-            dst=turned[0:deep, 0:rows],
-            data=natural[0:rows, 0, 128 * part : 128 * part + deep],
-            engine=nisa.engine.tensor,
+        turn_tiles(
+            q_t[0:128, 0:parts, h, 0:rows], natural[0:rows, h, 0 : spec.d], "strided_rows", h
         )
-        evict(dst[0:deep, part, 0:rows], turned[0:deep, 0:rows], part)
+    return q_t
 
 
 def load_angles(rope, first, rows, spec):

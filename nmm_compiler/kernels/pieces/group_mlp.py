@@ -12,11 +12,11 @@ import nki.language as nl
 
 from .chosen_groups import gates_of
 from .expand import add_tiles
-from .loads_and_stores import evict, load, store
-from .mx import load_mx_chunk, quantize_strip
-from .records import Block, Epilogue, Left, Panel, Part, Plan, Result, Term
-from .scales_and_biases import spread_row
-from .sums import make_columns, make_rows
+from .loads_and_stores import turn_fours, turn_tiles
+from .mx import quantize_strip
+from .records import Block, Epilogue, Left, Panel, Plan, Result, Term
+from .scales_and_biases import load_columns, load_spread
+from .sums import load_panel, make_columns, make_rows
 
 
 def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
@@ -33,13 +33,17 @@ def add_groups(total, left, groups, numbers, weights, operands, core, m, spec):
             gates = gates_of(group, numbers, weights, m, spec.top_k)
         one = groups[0][0:1, s : s + 1]
         if spec.down_bias:
-            down_bias = numbers_of(operands[3], one, 0, spec.k, 1, 0)
+            down_bias = load_columns(operands[3].select(0, one), spec.k, 1, 0, 1, False)
             if spec.split == "weights":
                 # each of two cores adds half of it
                 nisa.tensor_scalar(dst=down_bias, data=down_bias, op0=nl.multiply, operand0=0.5)
         else:
             down_bias = None
-        down_scale = numbers_of(operands[5], one, 0, spec.k, 1, 0) if spec.scales != "" else None
+        down_scale = (
+            load_columns(operands[5].select(0, one), spec.k, 1, 0, 1, False)
+            if spec.scales != ""
+            else None
+        )
         h = make_h(ups, downs, left, groups[0], s, operands, core, spec)
         from_h = stored_term(h, spec.down)
         from_q = plain_term(h[3], spec.down_v)
@@ -78,8 +82,12 @@ def make_blocks(out, x, tokens, groups, operands, spec):
         if s + 1 < spec.at_once:
             flats.append(gather_block(x, tokens, s + 1, spec))
         one = groups[0:1, s : s + 1]
-        wide_bias = spread_of(operands[3], one, spec) if spec.down_bias else None
-        wide_scale = spread_of(operands[5], one, spec) if spec.scales != "" else None
+        wide_bias = (
+            load_spread(operands[3].select(0, one), spec.k, False) if spec.down_bias else None
+        )
+        wide_scale = (
+            load_spread(operands[5].select(0, one), spec.k, False) if spec.scales != "" else None
+        )
         h = make_h(ups, downs, left, groups, s, operands, 0, spec)
         from_h = stored_term(h, spec.down)
         from_q = plain_term(h[3], spec.down_v)
@@ -136,22 +144,17 @@ def strips_of(flats, tokens, spec):
     for tile in range(len(flats)):
         high = flats[tile].shape[0]
         part = x_sb[0:128, 0 : x_sb.shape[1], 128 * tile : 128 * tile + high]
-        turn_tokens(part, flats[tile], spec.order)
+        if spec.order == "fours":
+            turn_fours(part, flats[tile], tile)
+        else:
+            turn_tiles(part, flats[tile], spec.order, tile)
     return as_left(x_sb, spec.up.k, tokens, spec)
 
 
 def as_left(strip, size, tokens, spec):
     """Return a strip as a left factor: beside it what MX products take."""
-    if spec.mx:
-        columns = tokens + tokens % 2
-        tiles = (size + 511) // 512
-        data = nl.ndarray((128, tiles, columns), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
-        scales = nl.ndarray((128, tiles, columns), dtype=nl.uint8, buffer=nl.sbuf)
-        quantize_strip(data, scales, strip, size, tokens, columns)
-        left = [strip, data, scales]
-    else:
-        left = [strip, strip, None]
-    return left
+    stored = quantize_strip(strip, size, tokens) if spec.mx else [strip, None]
+    return [strip, stored[0], stored[1]]
 
 
 def make_h(ups, downs, left, groups, s, operands, core, spec):
@@ -238,128 +241,15 @@ def load_following(ups, downs, groups, s, k0, operands, core, spec):
 
 
 def halves_of(vectors, one, first, spec):
-    """Return the numbers of gate's outputs and of up's of a group, as numbers_of."""
-    if spec.mx:
-        gate = numbers_in_fours(vectors, one, first, spec.features)
-        both = [gate, numbers_in_fours(vectors, one, spec.up_first + first, spec.features)]
-    else:
-        gate = numbers_of(vectors, one, first, spec.features, spec.step, 0)
-        up_first = spec.up_first + first
-        both = [gate, numbers_of(vectors, one, up_first, spec.features, spec.step, spec.step - 1)]
-    return both
-
-
-def spread_of(vectors, one, spec):
-    """Return a number for each output of a group on every partition, [128, k]."""
-    row = nl.ndarray((1, spec.k), dtype=vectors.dtype, buffer=nl.sbuf)
-    own = vectors.select(0, one)[0 : spec.k]
-    nisa.dma_copy(dst=row, src=own.reshape_dim(0, (1, spec.k)))
-    return spread_row(row, spec.k)
-
-
-def numbers_in_fours(vectors, one, first, n):
-    """Return numbers of a vector, whole 128s, as fp32 [128, tiles]: every fourth of 512 in one."""
+    """Return the numbers of gate's outputs and of up's of a group, as the sums lie."""
+    lanes = 4 if spec.mx else 1
+    step = lanes * spec.step
+    n = spec.features // lanes
+    up_first = spec.up_first + first
     vector = vectors.select(0, one)
-    whole = n // 512
-    rest = n % 512
-    columns = nl.ndarray((128, (n + 511) // 512 * 4), dtype=nl.float32, buffer=nl.sbuf)
-    if whole > 0:
-        rows = nl.ndarray((whole, 512), dtype=vector.dtype, buffer=nl.sbuf)
-        run = vector[first : first + 512 * whole]
-        nisa.dma_copy(dst=rows, src=run.reshape_dim(0, (whole, 512)))
-        for j in range(4):
-            turned = nl.ndarray((128, whole), dtype=vector.dtype, buffer=nl.psum)
-            picked = rows[0:whole, j:512:4]
-            nisa.nc_transpose(dst=turned, data=picked, engine=nisa.engine.tensor)
-            nisa.tensor_copy(dst=columns[0:128, j : 4 * whole : 4], src=turned)
-    if rest > 0:
-        last = nl.ndarray((1, rest), dtype=vector.dtype, buffer=nl.sbuf)
-        tail = vector[first + 512 * whole : first + n]
-        nisa.dma_copy(dst=last, src=tail.reshape_dim(0, (1, rest)))
-        for j in range(4):
-            short = nl.ndarray((rest // 4, 1), dtype=vector.dtype, buffer=nl.psum)
-            alone = last[0:1, j:rest:4]
-            nisa.nc_transpose(dst=short, data=alone, engine=nisa.engine.tensor)
-            place = 4 * whole + j
-            nisa.tensor_copy(dst=columns[0 : rest // 4, place : place + 1], src=short)
-    return columns
-
-
-def numbers_of(vectors, one, first, n, step, offset):
-    """Return every step-th number of a group's vector as fp32 [128, tiles], a column per 128.
-
-    Rows of 128 are long runs for a DMA; TensorE turns them.
-    """
-    vector = vectors.select(0, one)
-    tiles = n // 128
-    rest = n % 128
-    columns = nl.ndarray((128, (n + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
-    if tiles > 0:
-        rows = nl.ndarray((tiles, 128 * step), dtype=vector.dtype, buffer=nl.sbuf)
-        run = vector[first : first + 128 * step * tiles]
-        nisa.dma_copy(dst=rows, src=run.reshape_dim(0, (tiles, 128 * step)))
-        turned = nl.ndarray((128, tiles), dtype=vector.dtype, buffer=nl.psum)
-        picked = rows[0:tiles, offset : 128 * step : step]
-        nisa.nc_transpose(dst=turned, data=picked, engine=nisa.engine.tensor)
-        nisa.tensor_copy(dst=columns[0:128, 0:tiles], src=turned)
-    if rest > 0:
-        last = nl.ndarray((1, rest * step), dtype=vector.dtype, buffer=nl.sbuf)
-        start = first + 128 * step * tiles
-        tail = vector[start : start + rest * step]
-        nisa.dma_copy(dst=last, src=tail.reshape_dim(0, (1, rest * step)))
-        short = nl.ndarray((rest, 1), dtype=vector.dtype, buffer=nl.psum)
-        alone = last[0:1, offset : rest * step : step]
-        nisa.nc_transpose(dst=short, data=alone, engine=nisa.engine.tensor)
-        nisa.tensor_copy(dst=columns[0:rest, tiles : tiles + 1], src=short)
-    return columns
-
-
-def turn_tokens(dst, flat, order):
-    """Write rows of a tile of tokens at most as x^T, [128, tiles, tokens]: TensorE turns them.
-
-    order: which features share a partition, as in loads_and_stores.
-    """
-    m = flat.shape[0]
-    k = flat.shape[1]
-    if order == "fours":
-        turn_in_fours(dst, flat, m, k)
-    else:
-        turn_in_tiles(dst, flat, m, k, order)
-
-
-def turn_in_fours(dst, flat, m, k):
-    """Write rows as x^T in order "fours"; a bank of PSUM takes the four tiles of 512 features."""
-    for t in range((k + 511) // 512):
-        deep = min(512, k - 512 * t)
-        turned = nl.ndarray((deep // 4, 4, m), dtype=flat.dtype, buffer=nl.psum)
-        for j in range(4):
-            square = flat[0:m, 512 * t + j : 512 * t + deep : 4]
-            nisa.nc_transpose(
-                dst=turned[0 : deep // 4, j, 0:m], data=square, engine=nisa.engine.tensor
-            )
-        nisa.tensor_copy(dst=dst[0 : deep // 4, 4 * t : 4 * t + 4, 0:m], src=turned)
-
-
-def turn_in_tiles(dst, flat, m, k, order):
-    """Write rows as x^T, a tile of 128 features after the other."""
-    depth = k // 128
-    rest = k % 128
-    many = max(1, 512 // m)
-    for j0 in range(0, depth, many):
-        count = min(many, depth - j0)
-        turned = nl.ndarray((128, count, m), dtype=flat.dtype, buffer=nl.psum)
-        for j in range(count):
-            if order == "consecutive_rows":
-                square = flat[0:m, j0 + j : 128 * depth : depth]
-            else:
-                square = flat[0:m, 128 * (j0 + j) : 128 * (j0 + j + 1)]
-            nisa.nc_transpose(dst=turned[0:128, j, 0:m], data=square, engine=nisa.engine.tensor)
-        nisa.tensor_copy(dst=dst[0:128, j0 : j0 + count, 0:m], src=turned)
-    if rest > 0:
-        tail = nl.ndarray((rest, m), dtype=flat.dtype, buffer=nl.psum)
-        last = flat[0:m, 128 * depth : k]
-        nisa.nc_transpose(dst=tail, data=last, engine=nisa.engine.tensor)
-        nisa.tensor_copy(dst=dst[0:rest, depth, 0:m], src=tail)
+    gate = load_columns(vector[first : first + n * step], n, step, 0, lanes, False)
+    up = load_columns(vector[up_first : up_first + n * step], n, step, spec.step - 1, lanes, False)
+    return [gate, up]
 
 
 def load_up(operands, one, n0, core, spec):
@@ -367,55 +257,38 @@ def load_up(operands, one, n0, core, spec):
     factors, and with the first panel the first factor, which they share."""
     columns = min(spec.up_block, spec.features - n0)
     first = (core * spec.features + n0) * spec.step
+    u = []
+    v = [[], []]
+    both = [[], []]
     if spec.up_u.k > 0 and n0 == 0:
-        u = load_columns(operands[6].select(0, one), spec.up_u, 0, spec.up_u.n)
-    else:
-        u = []
+        u = load_outputs(operands[6].select(0, one), None, spec.up_u, 0, spec.up_u.n)
     if spec.up_v.k > 0:
-        v = load_halves(operands[7].select(0, one), spec.up_v, first, columns, spec)
-    else:
-        v = [[], []]
-    if spec.mx:
-        matrix = operands[0].select(0, one)
-        own_scales = operands[4].select(0, one)
-        if spec.one_load:
-            gate = load_stored(matrix, own_scales, spec.up, 0, 2 * columns)
-            up = gate
-        else:
-            gate = load_stored(matrix, own_scales, spec.up, first, columns)
-            up = load_stored(matrix, own_scales, spec.up, spec.up_first + first, columns)
-        both = [gate, up]
-    elif spec.up.k > 0:
-        both = load_halves(operands[0].select(0, one), spec.up, first, columns, spec)
-    else:
-        both = [[], []]
+        v = load_halves(operands[7].select(0, one), None, spec.up_v, first, columns, spec)
+    if spec.up.k > 0:
+        scales = operands[4].select(0, one) if spec.mx else None
+        both = load_halves(operands[0].select(0, one), scales, spec.up, first, columns, spec)
     return [both[0], both[1], v[0], v[1], u]
 
 
-def load_halves(matrix, plan: Plan, first, columns, spec):
+def load_halves(matrix, scales, plan: Plan, first, columns, spec):
     """Return the chunks of a panel of gate, and those of the same panel of up."""
-    if spec.step == 2:
-        gate = []
-        up = []
-        both = load_columns(matrix, plan, first, 2 * columns)
-        for i in range(len(both)):
-            chunk = both[i]
-            tiles = chunk.shape[1]
-            gate.append(chunk[0:128, 0:tiles, 0 : 2 * columns : 2])
-            up.append(chunk[0:128, 0:tiles, 1 : 2 * columns : 2])
-    elif spec.one_load:
+    if plan.mx_bytes > 0 and spec.one_load:
+        gate = load_outputs(matrix, scales, plan, 0, 2 * columns)
+        up = gate
+    elif spec.step == 2 or spec.one_load:
         # all of both halves: long runs, where a half has short ones
         gate = []
         up = []
-        both = load_columns(matrix, plan, 0, 2 * columns)
+        both = load_outputs(matrix, None, plan, first, 2 * columns)
+        begin = 1 if spec.step == 2 else columns
         for i in range(len(both)):
             chunk = both[i]
             tiles = chunk.shape[1]
-            gate.append(chunk[0:128, 0:tiles, 0:columns])
-            up.append(chunk[0:128, 0:tiles, columns : 2 * columns])
+            gate.append(chunk[0:128, 0:tiles, 0 : spec.step * columns : spec.step])
+            up.append(chunk[0:128, 0:tiles, begin : 2 * columns : spec.step])
     else:
-        gate = load_columns(matrix, plan, first, columns)
-        up = load_columns(matrix, plan, spec.up_first + first, columns)
+        gate = load_outputs(matrix, scales, plan, first, columns)
+        up = load_outputs(matrix, scales, plan, spec.up_first + first, columns)
     return [gate, up]
 
 
@@ -424,56 +297,33 @@ def load_down(operands, one, k0, core, spec):
     and with the first panel the first factor."""
     columns = min(spec.down_block, spec.k - k0)
     first = core * spec.features
+    part = []
+    v = []
+    u = []
     if spec.down_u.k > 0 and k0 == 0:
         rows = operands[8].select(0, one)[first : first + spec.down_u.k, 0 : spec.down_u.n]
-        u = load_columns(rows, spec.down_u, 0, spec.down_u.n)
-    else:
-        u = []
+        u = load_outputs(rows, None, spec.down_u, 0, spec.down_u.n)
     if spec.down_v.k > 0:
-        v = load_columns(operands[9].select(0, one), spec.down_v, k0, columns)
-    else:
-        v = []
-    if spec.mx:
-        size = spec.down.mx_bytes
-        data = operands[1].select(0, one)
-        own_scales = operands[5].select(0, one)
-        part = load_stored(
-            data[first // 4 : (first + spec.features) // 4, 0 : size * spec.k],
-            own_scales[first // 32 : (first + spec.features) // 32, 0 : spec.k],
-            spec.down, k0, columns,
-        )  # fmt: skip
-    elif spec.down.k > 0:
+        v = load_outputs(operands[9].select(0, one), None, spec.down_v, k0, columns)
+    if spec.down.k > 0:
         matrix = operands[1].select(0, one)
-        if spec.down.layout == "row":
+        own_scales = None
+        if spec.mx:
+            last = first + spec.features
+            own = matrix[first // 4 : last // 4, 0 : spec.down.mx_bytes * spec.k]
+            own_scales = operands[5].select(0, one)[first // 32 : last // 32, 0 : spec.k]
+        elif spec.down.layout == "row":
             own = matrix[first : first + spec.down.k, 0 : spec.k]
         else:
             own = matrix[0 : spec.k, first : first + spec.down.k]
-        part = load_columns(own, spec.down, k0, columns)
-    else:
-        part = []
+        part = load_outputs(own, own_scales, spec.down, k0, columns)
     return [part, v, u]
 
 
-def load_stored(data, scales, plan: Plan, n0, columns):
-    """Return some outputs of an MX weight in SBUF, in chunks of the contraction."""
-    term = Term(Left(None, None, "none"), data, plan, scales)
-    chunks = []
-    for k0 in range(0, plan.k, plan.chunk):
-        chunks.append(load_mx_chunk(term, k0, n0, columns))
-    return chunks
-
-
-def load_columns(matrix, plan: Plan, first, columns):
+def load_outputs(weight, scales, plan: Plan, n0, columns):
     """Return some outputs of a weight in SBUF, in chunks of the contraction."""
-    chunks = []
-    for k0 in range(0, plan.k, plan.chunk):
-        rows = min(plan.chunk, plan.k - k0)
-        pitch = (columns + 15) // 16 * 16
-        deep = (rows + 511) // 512 * 4 if plan.order == "fours" else (rows + 127) // 128
-        tile = nl.ndarray((128, deep, pitch), dtype=matrix.dtype, buffer=nl.sbuf)
-        load(tile, 0, Part(matrix, k0, rows, first, columns), plan.load, plan.order, plan.k)
-        chunks.append(tile)
-    return chunks
+    term = Term(Left(None, None, "none"), weight, plan, scales)
+    return load_panel(term, n0, columns, Block(0, 0, 0))
 
 
 def clamp_tiles(dst, gate, up, columns, spec):
@@ -505,51 +355,3 @@ def clamped_product(dst, gate, up, spec):
     nisa.scalar_tensor_tensor(
         dst=dst, data=up, op0=nl.add, operand0=spec.plus, op1=nl.multiply, operand1=gate
     )
-
-
-def store_sums(out, sums, k, m, core, cores):
-    """Store the rows of y; y^T is in SBUF as sums, TensorE turns it, each core stores its part."""
-    tiles = k // 128 // cores
-    if m == 1 and 0 < tiles <= 128 and (cores == 1 or k % (128 * cores) == 0):
-        store_row(out, sums, tiles, k % 128, core)
-    else:
-        store_rows(out, sums, k, m, core, cores)
-
-
-def store_row(out, sums, tiles, rest, core):
-    """Store the only row of y: a tile of outputs becomes a row in SBUF, all in one transpose."""
-    turned = nl.ndarray((tiles, 128), dtype=nl.float32, buffer=nl.psum)
-    first = core * tiles
-    nisa.nc_transpose(
-        dst=turned, data=sums[0:128, first : first + tiles, 0], engine=nisa.engine.tensor
-    )
-    rows_sb = nl.ndarray((tiles, 128), dtype=out.dtype, buffer=nl.sbuf)
-    evict(rows_sb, turned, 0)
-    place = out[0:1, 128 * first : 128 * (first + tiles)]
-    store(place.reshape_dim(1, (tiles, 128)), rows_sb, False)
-    if rest > 0:  # of one core
-        last = nl.ndarray((1, rest), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_transpose(dst=last, data=sums[0:rest, tiles, 0:1], engine=nisa.engine.tensor)
-        last_sb = nl.ndarray((1, rest), dtype=out.dtype, buffer=nl.sbuf)
-        evict(last_sb, last, 1)
-        store(out[0:1, 128 * tiles : 128 * tiles + rest], last_sb, False)
-
-
-def store_rows(out, sums, k, m, core, cores):
-    """Store the rows of y, turned a tile of outputs at a time."""
-    rows_sb = nl.ndarray((m, k), dtype=out.dtype, buffer=nl.sbuf)
-    for k0 in range(0, k, 512):
-        width = min(512, k - k0)
-        turned = nl.ndarray((m, width), dtype=nl.float32, buffer=nl.psum)
-        for k1 in range(0, width, 128):
-            deep = min(128, width - k1)
-            nisa.nc_transpose(
-                dst=turned[0:m, k1 : k1 + deep], data=sums[0:deep, (k0 + k1) // 128, 0:m],
-                engine=nisa.engine.tensor,
-            )  # fmt: skip
-        evict(rows_sb[0:m, k0 : k0 + width], turned, k0 // 512)
-    part = k // cores
-    store(
-        out[0:m, core * part : core * part + part], rows_sb[0:m, core * part : core * part + part],
-        False,
-    )  # fmt: skip

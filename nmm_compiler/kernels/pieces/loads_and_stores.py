@@ -10,7 +10,6 @@ produces). What fills no tile of 128 is a tile of its own at the end.
 import nki.isa as nisa
 import nki.language as nl
 
-from .mx import load_fours
 from .records import Epilogue, Part
 
 
@@ -128,38 +127,92 @@ def load_transposed_by_tensor(dst, tile, part: Part, widen):
     """Load rows as they lie, then turn 128 x 128 tiles on TensorE."""
     # fp8 numbers are turned as bfloat16, which holds each of them
     dtype = nl.bfloat16 if widen else part.src.dtype
-    tiles = part.rows // 128
+    tiles = (part.rows + 127) // 128
     for start in range(0, part.columns, 128):
         width = min(128, part.columns - start)
-        flat = nl.ndarray((width, part.rows), dtype=dtype, buffer=nl.sbuf)
-        nisa.dma_copy(
-            dst=flat,
-            src=part.src[
-                part.column + start : part.column + start + width, part.row : part.row + part.rows
-            ],
-        )
-        # a bank of PSUM takes four turned tiles; one copy takes them out
-        for first in range(0, tiles, 4):
-            count = min(4, tiles - first)
-            turned = nl.ndarray((128, count, width), dtype=dtype, buffer=nl.psum)
-            for i in range(count):
+        strip = dst[0:128, tile : tile + tiles, start : start + width]
+        turn_tiles(strip, load_flat(part, start, width, dtype), "strided_rows", start // 128)
+
+
+def load_flat(part: Part, start, width, dtype):
+    """Return some columns of a part as rows of a tile, as they lie in HBM."""
+    flat = nl.ndarray((width, part.rows), dtype=dtype, buffer=nl.sbuf)
+    first = part.column + start
+    nisa.dma_copy(dst=flat, src=part.src[first : first + width, part.row : part.row + part.rows])
+    return flat
+
+
+def turn_tiles(dst, flat, order, turn):
+    """Write rows of a tile, their elements a contraction index, as a strip: TensorE turns them.
+
+    One copy takes out of a bank of PSUM what it holds.
+    """
+    width = flat.shape[0]
+    rows = flat.shape[1]
+    tiles = rows // 128
+    many = 512 // width
+    for first in range(0, tiles, many):
+        count = min(many, tiles - first)
+        turned = nl.ndarray((128, count, width), dtype=flat.dtype, buffer=nl.psum)
+        for i in range(count):
+            if order == "consecutive_rows":
+                square = flat[0:width, first + i : 128 * tiles : tiles]
+            else:
                 square = flat[0:width, 128 * (first + i) : 128 * (first + i + 1)]
-                nisa.nc_transpose(
-                    dst=turned[0:128, i, 0:width], data=square, engine=nisa.engine.tensor
-                )
-            evict(
-                dst[0:128, tile + first : tile + first + count, start : start + width],
-                turned,
-                first // 4 + start // 128,
+            nisa.nc_transpose(dst=turned[0:128, i, 0:width], data=square, engine=nisa.engine.tensor)
+        evict(dst[0:128, first : first + count, 0:width], turned, first // many + turn)
+    if rows % 128 > 0:
+        turned = nl.ndarray((rows % 128, width), dtype=flat.dtype, buffer=nl.psum)
+        last = flat[0:width, 128 * tiles : rows]
+        nisa.nc_transpose(dst=turned, data=last, engine=nisa.engine.tensor)
+        evict(dst[0 : rows % 128, tiles, 0:width], turned, turn)
+
+
+def load_fours(dst, tile, part: Part, how):
+    """Load a part so that its contraction index lies on the partitions, in order "fours"."""
+    whole = part.rows // 512
+    rest = part.rows % 512
+    if how == "rows":
+        if whole > 0:
+            rows = part.src[
+                part.row : part.row + 512 * whole, part.column : part.column + part.columns
+            ]
+            strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns]
+            fours = rows.reshape_dim(0, (whole, 128, 4)).permute((1, 0, 2, 3))
+            load_few(strip.reshape_dim(1, (whole, 4)), fours, True)
+        if rest > 0:
+            rows = part.src[
+                part.row + 512 * whole : part.row + part.rows,
+                part.column : part.column + part.columns,
+            ]
+            nisa.dma_copy(
+                dst=dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns],
+                src=rows.reshape_dim(0, (rest // 4, 4)),
             )
-        if part.rows % 128 > 0:
-            turned = nl.ndarray((part.rows % 128, width), dtype=dtype, buffer=nl.psum)
+    else:
+        for start in range(0, part.columns, 128):
+            width = min(128, part.columns - start)
+            tiles = (part.rows + 511) // 512 * 4
+            strip = dst[0:128, tile : tile + tiles, start : start + width]
+            turn_fours(strip, load_flat(part, start, width, part.src.dtype), start // 128)
+
+
+def turn_fours(dst, flat, turn):
+    """Write rows of a tile, their elements a contraction index, as a strip in order "fours".
+
+    A bank of PSUM takes the four tiles of 512 elements; one copy takes them out.
+    """
+    width = flat.shape[0]
+    for t in range((flat.shape[1] + 511) // 512):
+        deep = min(512, flat.shape[1] - 512 * t)
+        turned = nl.ndarray((deep // 4, 4, width), dtype=flat.dtype, buffer=nl.psum)
+        for j in range(4):
             nisa.nc_transpose(
-                dst=turned, data=flat[0:width, 128 * tiles : part.rows], engine=nisa.engine.tensor
+                dst=turned[0 : deep // 4, j, 0:width],
+                data=flat[0:width, 512 * t + j : 512 * t + deep : 4],
+                engine=nisa.engine.tensor,
             )
-            evict(
-                dst[0 : part.rows % 128, tile + tiles, start : start + width], turned, start // 128
-            )
+        evict(dst[0 : deep // 4, 4 * t : 4 * t + 4, 0:width], turned, t + turn)
 
 
 def evict(dst, src, turn):
@@ -307,6 +360,14 @@ def add_squares(squares, part, tile, start):
             data2=more,
             op=nl.add,
         )
+
+
+def load_few(dst, src, own_queue):
+    """Load what is small beside the weights, and what they need not wait for."""
+    if own_queue:  # that of the sync engine, idle until the first result leaves
+        nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
+    else:
+        nisa.dma_copy(dst=dst, src=src)
 
 
 def store(dst, src, own_queue):

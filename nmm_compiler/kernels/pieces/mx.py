@@ -13,67 +13,21 @@ data of each 512 features and behind them the scales: those of tile t are on par
 import nki.isa as nisa
 import nki.language as nl
 
-from .records import Block, Group, Part, Patch, Term
+from .loads_and_stores import evict, load_few
+from .records import Block, Group, Patch, Term
 
 
-def load_fours(dst, tile, part: Part, how):
-    """Load a part so that its contraction index lies on the partitions, in order "fours"."""
-    whole = part.rows // 512
-    rest = part.rows % 512
-    if how == "rows":
-        if whole > 0:
-            rows = part.src[
-                part.row : part.row + 512 * whole, part.column : part.column + part.columns
-            ]
-            strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns]
-            fours = rows.reshape_dim(0, (whole, 128, 4)).permute((1, 0, 2, 3))
-            load_few(strip.reshape_dim(1, (whole, 4)), fours, True)
-        if rest > 0:
-            rows = part.src[
-                part.row + 512 * whole : part.row + part.rows,
-                part.column : part.column + part.columns,
-            ]
-            nisa.dma_copy(
-                dst=dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns],
-                src=rows.reshape_dim(0, (rest // 4, 4)),
-            )
-    else:
-        for start in range(0, part.columns, 128):
-            width = min(128, part.columns - start)
-            flat = nl.ndarray((width, part.rows), dtype=part.src.dtype, buffer=nl.sbuf)
-            first = part.column + start
-            rows = part.src[first : first + width, part.row : part.row + part.rows]
-            nisa.dma_copy(dst=flat, src=rows)
-            for t in range((part.rows + 511) // 512):
-                deep = min(512, part.rows - 512 * t)
-                # a bank of PSUM takes the four tiles; one copy takes them out
-                turned = nl.ndarray((deep // 4, 4, width), dtype=part.src.dtype, buffer=nl.psum)
-                for j in range(4):
-                    nisa.nc_transpose(
-                        dst=turned[0 : deep // 4, j, 0:width],
-                        data=flat[0:width, 512 * t + j : 512 * t + deep : 4],
-                        engine=nisa.engine.tensor,
-                    )
-                place = tile + 4 * t
-                strip = dst[0 : deep // 4, place : place + 4, start : start + width]
-                copy_in_turn(strip, turned, t + start // 128)
-
-
-def copy_in_turn(dst, src, turn):
-    """Copy by VectorE and ScalarE in turn."""
-    if turn % 2 == 0:
-        nisa.tensor_copy(dst=dst, src=src, engine=nisa.engine.vector)
-    else:
-        nisa.activation(dst=dst, op=nl.copy, data=src)
-
-
-def quantize_strip(data, scales, strip, size, tokens, columns):
-    """Write a strip of `size` features to MXFP8 data and its scales, [128, tiles of 512, columns].
+def quantize_strip(strip, size, tokens):
+    """Return a strip of `size` features as MXFP8 data and its scales, [128, tiles of 512, columns].
 
     One column more than there are tokens is zeros: a stationary operand has an even number.
     """
+    columns = tokens + tokens % 2
     whole = size // 512
     rest = size % 512
+    shape = (128, (size + 511) // 512, columns)
+    data = nl.ndarray(shape, dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
+    scales = nl.ndarray(shape, dtype=nl.uint8, buffer=nl.sbuf)
     deep = max(1, 512 // tokens)
     for first in range(0, whole, deep):
         count = min(deep, whole - first)
@@ -89,6 +43,7 @@ def quantize_strip(data, scales, strip, size, tokens, columns):
             data[0 : rest // 4, whole : whole + 1, 0:columns],
             scales[0 : rest // 4, whole : whole + 1, 0:columns], part, 1, tokens, columns, 1,
         )  # fmt: skip
+    return [data, scales]
 
 
 def quantize_tiles(data, scales, strip, count, tokens, columns, turn):
@@ -98,7 +53,7 @@ def quantize_tiles(data, scales, strip, count, tokens, columns, turn):
     if columns > tokens:
         nisa.memset(dst=fours[0:rows, 0:count, tokens:columns, 0:4], value=0.0)
     tiles = strip.reshape_dim(1, (count, 4))
-    copy_in_turn(fours[0:rows, 0:count, 0:tokens, 0:4], tiles.permute((0, 1, 3, 2)), turn + 1)
+    evict(fours[0:rows, 0:count, 0:tokens, 0:4], tiles.permute((0, 1, 3, 2)), turn + 1)
     nisa.quantize_mx(dst=data, src=fours.reshape((rows, count, 4 * columns)), dst_scale=scales)
 
 
@@ -125,7 +80,7 @@ def load_mx_chunk(term: Term, k0, n0, columns):
             load_scales_by_all(place, scales)
         else:
             for quadrant in range(min(4, (deep + 127) // 128)):
-                load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128, True)
+                load_scales(place, scales, quadrant, deep // 512, (deep % 512) // 128)
     load_tiles(tile, term, k0, n0, columns, early, whole)
     if rest > 0:
         first = k0 // 4 + 128 * whole
@@ -177,7 +132,7 @@ def move_scales(w_sb, rows, size, columns):
         )
 
 
-def load_scales(dst, src, quadrant, whole, rest, own_queue):
+def load_scales(dst, src, quadrant, whole, rest):
     """Load scales of up to four tiles, [16 a tile, n], to a quadrant: four of each tile.
 
     rest: the quadrants that a last tile has, which is not whole.
@@ -187,19 +142,11 @@ def load_scales(dst, src, quadrant, whole, rest, own_queue):
     if whole > 0:
         rows = src[0 : 16 * whole, 0:n].reshape_dim(0, (whole, 4, 4))
         part = dst[first : first + 4 * whole, 0:n]
-        load_few(part, rows[0:whole, quadrant, 0:4, 0:n], own_queue)
+        load_few(part, rows[0:whole, quadrant, 0:4, 0:n], True)
     if quadrant < rest:
         last = 16 * whole + 4 * quadrant
         part = dst[first + 4 * whole : first + 4 * whole + 4, 0:n]
-        load_few(part, src[last : last + 4, 0:n], own_queue)
-
-
-def load_few(dst, src, own_queue):
-    """Load what is small beside the weights."""
-    if own_queue:  # that of the sync engine, which issues while another one does
-        nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
-    else:
-        nisa.dma_copy(dst=dst, src=src)
+        load_few(part, src[last : last + 4, 0:n], True)
 
 
 def load_mx_ahead(tiles, term: Term, k0, n0, columns):

@@ -13,6 +13,7 @@ import nki.language as nl
 
 from .loads_and_stores import load
 from .records import Block, Norm, Part
+from .scales_and_biases import load_columns
 
 
 def new_squares(size, tokens):
@@ -65,37 +66,16 @@ def inverse_roots(squares, size, tokens, eps, down):
 
 def feature_columns(vector, size, order, offset):
     """Load a number per feature, plus an offset, as fp32 [128, tiles]: as the rows of a strip."""
-    tiles = size // 128
-    rest = size % 128
-    raw = nl.ndarray((128, (size + 127) // 128, 1), dtype=vector.dtype, buffer=nl.sbuf)
-    columns = nl.ndarray((128, (size + 127) // 128), dtype=nl.float32, buffer=nl.sbuf)
-    if order != "strided_rows":
-        load(raw, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1), "rows", order, size)
+    if order == "strided_rows":
+        raw = load_columns(vector, size, 1, 0, 1, False)
     else:
-        for first in range(0, tiles, 128):
-            # rows of 128 are long runs for a DMA; TensorE turns them
-            count = min(128, tiles - first)
-            rows = nl.ndarray((count, 128), dtype=vector.dtype, buffer=nl.sbuf)
-            run = vector[128 * first : 128 * (first + count)]
-            nisa.dma_copy(dst=rows, src=run.reshape((count, 128)))
-            turned = nl.ndarray((128, count), dtype=vector.dtype, buffer=nl.psum)
-            nisa.nc_transpose(dst=turned, data=rows, engine=nisa.engine.tensor)
-            nisa.tensor_copy(dst=raw[0:128, first : first + count, 0], src=turned)
-        if rest > 0:
-            nisa.dma_copy(
-                dst=raw[0:rest, tiles, 0:1], src=vector[128 * tiles : size].reshape((rest, 1))
-            )
-    if tiles > 0:
-        nisa.tensor_scalar(
-            dst=columns[0:128, 0:tiles], data=raw[0:128, 0:tiles, 0], op0=nl.add, operand0=offset
-        )
-    if rest > 0:
-        nisa.tensor_scalar(
-            dst=columns[0:rest, tiles : tiles + 1],
-            data=raw[0:rest, tiles, 0:1],
-            op0=nl.add,
-            operand0=offset,
-        )
+        held = nl.ndarray((128, (size + 127) // 128, 1), dtype=vector.dtype, buffer=nl.sbuf)
+        if size % 128 > 0:
+            nisa.memset(dst=held, value=0.0)
+        load(held, 0, Part(vector.reshape((size, 1)), 0, size, 0, 1), "rows", order, size)
+        raw = held.reshape((128, (size + 127) // 128))
+    columns = nl.ndarray(raw.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=columns, data=raw, op0=nl.add, operand0=offset)
     return columns
 
 
@@ -127,49 +107,42 @@ def normalize(x_sb, size, tokens, norm: Norm):
     tiles = size // 128
     rest = size % 128
     # few tokens: several tiles at a time, which makes fewer and longer instructions
-    deep = min(max(1, tiles), max(1, 1024 // tokens))
-    squares = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
-    mean = None
-    if norm.kind == "layer":
-        mean = means(x_sb, size, tokens)
-    if tiles == 0:
-        nisa.memset(dst=squares, value=0.0)
+    deep = max(1, 1024 // tokens)
+    squares = new_squares(size, tokens)
+    mean = means(x_sb, size, tokens) if norm.kind == "layer" else None
     for first in range(0, tiles, deep):
-        count = min(deep, tiles - first)
-        part = x_sb[0:128, first : first + count, 0:tokens]
-        square = nl.ndarray((128, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        if norm.kind == "layer":
-            subtract_means(square, part, mean)
-            nisa.activation(dst=square, op=nl.square, data=square)
-        else:
-            nisa.activation(dst=square, op=nl.square, data=part)
-        by_token = square[0:128, 0:count, 0:tokens].permute((0, 2, 1))
-        if first == 0:
-            nisa.tensor_reduce(dst=squares, op=nl.add, data=by_token, axis=2)
-        else:
-            more = nl.ndarray((128, tokens), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.tensor_reduce(dst=more, op=nl.add, data=by_token, axis=2)
-            nisa.tensor_tensor(dst=squares, data1=squares, data2=more, op=nl.add)
+        part = x_sb[0:128, first : min(first + deep, tiles), 0:tokens]
+        square_tiles(squares, part, mean, first > 0, norm)
     if rest > 0:
-        part = x_sb[0:rest, tiles : tiles + 1, 0:tokens]
-        square = nl.ndarray((rest, 1, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        if norm.kind == "layer":
-            subtract_means(square, part, mean)
-            nisa.activation(dst=square, op=nl.square, data=square)
-        else:
-            nisa.activation(dst=square, op=nl.square, data=part)
-        nisa.tensor_tensor(
-            dst=squares[0:rest, 0:tokens],
-            data1=squares[0:rest, 0:tokens],
-            data2=square[0:rest, 0, 0:tokens],
-            op=nl.add,
-        )
+        last = x_sb[0:rest, tiles : tiles + 1, 0:tokens]
+        square_tiles(squares, last, mean, tiles > 0, norm)
     inverse = inverse_roots(squares, size, tokens, norm.eps, True)
     for first in range(0, tiles, deep):
         part = x_sb[0:128, first : min(first + deep, tiles), 0:tokens]
         scale_tiles(part, first, mean, inverse, norm)
     if rest > 0:
         scale_tiles(x_sb[0:rest, tiles : tiles + 1, 0:tokens], tiles, mean, inverse, norm)
+
+
+def square_tiles(squares, part, mean, begun, norm: Norm):
+    """Add the squares of tiles of x, less the mean where there is one, to those of each token."""
+    rows = part.shape[0]
+    count = part.shape[1]
+    tokens = part.shape[2]
+    square = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    if norm.kind == "layer":
+        subtract_means(square, part, mean)
+        nisa.activation(dst=square, op=nl.square, data=square)
+    else:
+        nisa.activation(dst=square, op=nl.square, data=part)
+    by_token = square[0:rows, 0:count, 0:tokens].permute((0, 2, 1))
+    sums = squares[0:rows, 0:tokens]
+    if begun:
+        more = nl.ndarray((rows, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=more, op=nl.add, data=by_token, axis=2)
+        nisa.tensor_tensor(dst=sums, data1=sums, data2=more, op=nl.add)
+    else:
+        nisa.tensor_reduce(dst=sums, op=nl.add, data=by_token, axis=2)
 
 
 def means(x_sb, size, tokens):
@@ -196,18 +169,9 @@ def means(x_sb, size, tokens):
 def subtract_means(dst, part, mean):
     """Write tiles of x less the mean of each token."""
     rows = part.shape[0]
-    count = part.shape[1]
     tokens = part.shape[2]
-    if count == 1:
-        nisa.tensor_tensor(
-            dst=dst[0:rows, 0, 0:tokens],
-            data1=part[0:rows, 0, 0:tokens],
-            data2=mean[0:rows, 0:tokens],
-            op=nl.subtract,
-        )
-    else:
-        every = mean.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
-        nisa.tensor_tensor(dst=dst, data1=part, data2=every, op=nl.subtract)
+    every = mean.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, part.shape[1])
+    nisa.tensor_tensor(dst=dst, data1=part, data2=every, op=nl.subtract)
 
 
 def scale_tiles(part, tile, mean, inverse, norm: Norm):
@@ -215,47 +179,19 @@ def scale_tiles(part, tile, mean, inverse, norm: Norm):
     rows = part.shape[0]
     count = part.shape[1]
     tokens = part.shape[2]
-    of_tokens = inverse[0:rows, 0:tokens]
-    if count == 1:
-        only = part[0:rows, 0, 0:tokens]
-        value = only
-        if norm.kind == "layer":
-            value = nl.ndarray((rows, tokens), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.tensor_tensor(dst=value, data1=only, data2=mean[0:rows, 0:tokens], op=nl.subtract)
-        shifted = only
-        if norm.has_bias:
-            shifted = nl.ndarray((rows, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        if norm.has_gain:
-            nisa.scalar_tensor_tensor(
-                dst=shifted,
-                data=value,
-                op0=nl.multiply,
-                operand0=norm.gain[0:rows, tile : tile + 1],
-                op1=nl.multiply,
-                operand1=of_tokens,
-            )
-        else:
-            nisa.tensor_tensor(dst=shifted, data1=value, data2=of_tokens, op=nl.multiply)
-        if norm.has_bias:
-            nisa.tensor_scalar(
-                dst=only, data=shifted, op0=nl.add, operand0=norm.bias[0:rows, tile : tile + 1]
-            )
+    value = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    every = inverse.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
+    if norm.kind == "layer":
+        subtract_means(value, part, mean)
+        nisa.tensor_tensor(dst=value, data1=value, data2=every, op=nl.multiply)
     else:
-        value = nl.ndarray((rows, count, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        every = inverse.reshape((128, 1, tokens))[0:rows, 0:1, 0:tokens].broadcast(1, count)
-        if norm.kind == "layer":
-            subtract_means(value, part, mean)
-            nisa.tensor_tensor(dst=value, data1=value, data2=every, op=nl.multiply)
-        else:
-            nisa.tensor_tensor(dst=value, data1=part, data2=every, op=nl.multiply)
-        scaled = part if not norm.has_bias else value
-        if norm.has_gain:
-            gain = norm.gain[0:rows, tile : tile + count].reshape((rows, count, 1))
-            nisa.tensor_tensor(
-                dst=scaled, data1=value, data2=gain.broadcast(2, tokens), op=nl.multiply
-            )
-        if norm.has_bias:
-            bias = norm.bias[0:rows, tile : tile + count].reshape((rows, count, 1))
-            nisa.tensor_tensor(dst=part, data1=value, data2=bias.broadcast(2, tokens), op=nl.add)
-        elif not norm.has_gain:
-            nisa.tensor_copy(dst=part, src=value)
+        nisa.tensor_tensor(dst=value, data1=part, data2=every, op=nl.multiply)
+    scaled = part if not norm.has_bias else value
+    if norm.has_gain:
+        gain = norm.gain[0:rows, tile : tile + count].reshape((rows, count, 1))
+        nisa.tensor_tensor(dst=scaled, data1=value, data2=gain.broadcast(2, tokens), op=nl.multiply)
+    if norm.has_bias:
+        bias = norm.bias[0:rows, tile : tile + count].reshape((rows, count, 1))
+        nisa.tensor_tensor(dst=part, data1=value, data2=bias.broadcast(2, tokens), op=nl.add)
+    elif not norm.has_gain:
+        nisa.tensor_copy(dst=part, src=value)

@@ -90,15 +90,6 @@ class Panel(nl.NKIObject):
 
 
 @dataclass
-class Loaded(nl.NKIObject):
-    """The panels of the dense weight and of the second factor of a linear that were loaded ahead,
-    each a list."""
-
-    dense: object
-    low: object
-
-
-@dataclass
 class Group(nl.NKIObject):
     """The outputs of a panel that are summed at a time: `count` tiles from `first` on; loaded,
     before: as of a panel."""

@@ -49,13 +49,6 @@ def load_panel(term: Term, n0, columns, at: Block):
     return tiles
 
 
-def load_next(panels, term: Term, n0, n, at: Block):
-    """Load the panel behind the one from n0 on, if there is one."""
-    following = n0 + term.plan.block
-    if following < n:
-        panels.append(load_panel(term, following, min(term.plan.block, n - following), at))
-
-
 def make_columns(
     dst, first: Term, first_tiles, second: Term, second_tiles, panel: Panel, at: Block,
     epilogue: Epilogue,
