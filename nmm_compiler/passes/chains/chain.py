@@ -18,10 +18,11 @@ not move.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -50,6 +51,8 @@ from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_operations import DISTRIBUTED, is_distributed
 from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -409,9 +412,22 @@ class Chain:
         return keys + ([self.addend[0]] if self.addend else [])
 
 
-def read_chain(
-    c: Canonical, key: Key, form: Product, inputs: bool = False
-) -> Chain | Refusal | None:
+def _once(read: Callable[..., _T]) -> Callable[..., _T]:
+    """Keep what a reader of a value returns, since several rules read the same one."""
+
+    @functools.wraps(read)
+    def reader(c: Canonical, key: Key, *more: Any) -> _T:
+        asked = (read.__name__, key, more)
+        if asked not in c.chains:
+            c.chains[asked] = read(c, key, *more)
+        found: _T = c.chains[asked]
+        return found
+
+    return reader
+
+
+@_once
+def read_chain(c: Canonical, key: Key, form: Product, inputs: bool) -> Chain | Refusal | None:
     """Read the low-rank chain that ends at a product; None without a sign of one.
 
     inputs: factors may be inputs of the graph, like x.
@@ -812,19 +828,12 @@ def _after_steps(
     return None if tensor or _along_tokens(steps, dims, n) else steps
 
 
+@_once
 def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | None:
     """Read a value as x times one or two weights, then affine steps; None when it is none.
 
-    Several rules read the same value. inputs: the factors of a low-rank one may be inputs of the
-    graph.
+    inputs: the factors of a low-rank one may be inputs of the graph.
     """
-    if (key, inputs) not in c.projections:
-        c.projections[key, inputs] = _projection(c, key, inputs)
-    found: Chain | None = c.projections[key, inputs]
-    return found
-
-
-def _projection(c: Canonical, key: Key, inputs: bool) -> Chain | None:
     walk, form = trace_back(c, key)
     if isinstance(form, Refusal):
         return None

@@ -306,8 +306,12 @@ TYPICAL_TOKENS = 128
 
 
 def call_ways(c: Canonical, spec: KernelSpec) -> Ways:
-    """Return the times of a call on the target and cores of the options."""
-    return ways(spec, c.chip, c.options.lnc, source=c.options.price)
+    """Return the times of a call on the target and cores of the options, found once for equal
+    calls."""
+    if spec not in c.prices:
+        c.prices[spec] = ways(spec, c.chip, c.options.lnc, source=c.options.price)
+    times: Ways = c.prices[spec]
+    return times
 
 
 def slower(times: Ways, node: fx.Node) -> Refusal | None:

@@ -283,8 +283,9 @@ class Canonical:
         self.input_matrices: set[fx.Node] = set()
         self._shapes: dict[Key, tuple[Size, ...]] = {}
         self._twins: dict[Any, list[Key]] | None = None
-        # What `read_projection` returned, by its arguments.
-        self.projections: dict[tuple[Key, bool], Any] = {}
+        # What was read and priced of the graph, which several rules ask for.
+        self.chains: dict[Any, Any] = {}
+        self.prices: dict[Any, Any] = {}
 
     def note_subclass(self, node: fx.Node, value: torch.Tensor) -> None:
         """Note that a leaf is a tensor subclass.

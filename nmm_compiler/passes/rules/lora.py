@@ -170,7 +170,7 @@ def _base_and_branches(
             return None
         found = read_projection(c, key)
         if found is None and len(c.input_matrices) > 1:
-            found = read_projection(c, key, inputs=True)
+            found = read_projection(c, key, True)
         if found is None:
             return None
         if found.second is not None:

@@ -124,7 +124,7 @@ class LowRank(Adapter):
 
     def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
         """Read the chain without a function between the products."""
-        return read_chain(graph, key, form)
+        return read_chain(graph, key, form, False)
 
     def _over_ranks(self, graph: Canonical, key: Key, form: Product) -> Match | Refusal | None:
         """Return the match of a chain that sums over devices; None where no call has the sum."""

@@ -145,7 +145,7 @@ def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:
 def _chain_at(c: Canonical, user: fx.Node, firsts: list[Key]) -> Chain | None:
     for key, form in products_at(c, user):
         if isinstance(form, Product):
-            chain = read_chain(c, key, form)
+            chain = read_chain(c, key, form, False)
             if isinstance(chain, Chain) and chain.first.key in firsts:
                 return chain
     return None
