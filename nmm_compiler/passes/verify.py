@@ -10,6 +10,7 @@ tolerance, and a flat one a small one.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,9 @@ class _Run(fx.Interpreter):
 
     def start(self, inputs: list[Any], writes: bool) -> _Run:
         """Run from the present state of random numbers, inputs and parameters."""
-        own = _clones(inputs) if writes else inputs
+        # Copies in one call share memory as the inputs do.
+        alone = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, inputs)
+        own = copy.deepcopy(alone) if writes else inputs
         held = _restored(self.module, writes)
         with torch.no_grad(), torch.random.fork_rng(), held as state:
             outputs = self.run(*own, enable_io_processing=False)
@@ -159,24 +162,6 @@ def _counts(module: fx.GraphModule) -> bool:
 
 def _copies(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
-
-
-def _clones(inputs: list[Any]) -> list[Any]:
-    """Return copies of the inputs that share memory and lie in it as the inputs do."""
-    memory: dict[int, torch.UntypedStorage] = {}
-    made: list[Any] = []
-    for value in inputs:
-        if not isinstance(value, torch.Tensor):
-            made.append(value)
-            continue
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-            made.append(value.detach().clone())
-            continue
-        storage = value.untyped_storage()
-        copy = memory.setdefault(storage.data_ptr(), storage.clone())
-        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
-        made.append(fresh.set_(copy, value.storage_offset(), value.shape, value.stride()))
-    return made
 
 
 def _concrete(value: Any) -> Any:
