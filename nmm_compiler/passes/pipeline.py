@@ -94,11 +94,6 @@ class Attempt:
         """Return the nodes that the matches take over."""
         return {node for match in self.matches for node in match.nodes}
 
-    @property
-    def makes_calls(self) -> bool:
-        """Return whether the rules at work are those of the package that make calls."""
-        return self.built_in and not self.rules[0].after_calls
-
     def read(self) -> None:
         """Read the graph into canonical forms."""
         self.c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
@@ -157,7 +152,7 @@ class Attempt:
         self.result.matches += self.matches
         self.findings = (f"{r.final.name}: {r.out_layout}" for call in _calls(self)
                          for r in call.results())  # fmt: skip
-        if self.makes_calls:
+        if self.built_in:
             assign_layouts(self.c, self.matches)
             self.result.transposes_before += count_transposes(self.c)
             self.result.opportunities += opportunities(self.c, self.taken)
@@ -180,7 +175,7 @@ class Attempt:
                 match.emitted = tuple((old, new.get(made, made)) for old, made in match.emitted)
         replaced = self.editor.replaced.items()
         self.findings = (f"{old.name} -> {new.name}" for old, new in replaced)
-        if self.makes_calls:
+        if self.built_in:
             read_added(c)
             self.result.transposes_after += count_transposes(c)
 
@@ -473,8 +468,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("emit", Attempt.emit, values_agree),
     Pass("lint", Attempt.lint, added_nodes_are_read),
 )
-"""The steps of a rewrite, in order: the built-in rules that make calls at once, then each of those
-that read calls, then each rule of a user."""
+"""The steps of a rewrite, in order: the built-in rules at once, then each rule of a user."""
 
 
 def apply(attempt: Attempt, rules: tuple[Rule, ...], dump: Dump) -> bool:
@@ -724,8 +718,7 @@ class _Run:
             shared = (self.options, self.faults, path, sources, odd, found, self.refused)
             attempt, values = Attempt(module, own, *shared), None
             with self.faults.guard("rewriting the graph that ends at", last):
-                segments = _segments(self.order, self.options.norms)
-                whole = all(apply(attempt, rules, dump) for rules in segments)
+                whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
                 values = read
         self.result.add(found)
         module.recompile()
@@ -747,17 +740,11 @@ def _subclasses(
     }
 
 
-def _segments(order: tuple[Rule, ...], norms: bool) -> list[tuple[Rule, ...]]:
-    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone.
-
-    norms: rules that read calls are asked, too.
-    """
+def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
+    """Split the rules into runs of built-in ones, rewritten together, and users' rules alone."""
     segments: list[tuple[Rule, ...]] = []
     for rule in order:
-        if rule in RULES and rule.after_calls and not norms:
-            continue
-        makes = rule in RULES and not rule.after_calls
-        if makes and segments and segments[-1][0] in RULES and not segments[-1][0].after_calls:
+        if rule in RULES and segments and segments[-1][0] in RULES:
             segments[-1] = (*segments[-1], rule)
         else:
             segments.append((rule,))

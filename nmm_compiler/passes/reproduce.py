@@ -44,7 +44,7 @@ result = nmm.rewrite(graph, inputs, options={{"target": {target!r}}})
 print(result)
 print(result.diff())
 print(f"largest error: {{result.check(*inputs):.3f}} of what rounding explains")
-raise SystemExit(not any(match.kind == {kind!r} for match in result.matches))
+raise SystemExit(not any(match.rule == {rule!r} for match in result.matches))
 '''
 
 
@@ -81,7 +81,7 @@ def reproducer(
         copy.target = copy.name  # a path, "layers.0.up", cannot be written down as one module
     made = fx.GraphModule({copy.name: one for copy, one in called.items()}, piece)
     return _SCRIPT.format(
-        match=match, version=VERSION, kind=match.kind, target=target,
+        match=match, version=VERSION, rule=match.rule, target=target,
         where=f" in {match.module}" if match.module else "",
         training=any(one.training for one in called.values()),
         module=NNModuleToString.convert(made).strip(),

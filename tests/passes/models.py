@@ -202,8 +202,8 @@ def trace_and_run(model, *inputs, **options):
 
 
 def kinds_of(result):
-    """Return the kinds of the matches of a result, in order."""
-    return [match.kind for match in result.matches]
+    """Return the kinds of the matches of a result, in order; each word of "lowrank norm"."""
+    return [kind for match in result.matches for kind in match.kind.split()]
 
 
 def codes_of(result):

@@ -76,7 +76,7 @@ def test_a_norm_of_several_readers_goes_into_their_one_call():
 
 def test_calls_that_stay_apart_each_take_the_norm_in():
     result = rewritten(Block(LlamaNorm(K, 1e-5)), X, rules=("+norms", "-shared_x"))
-    assert kinds_of(result) == ["lowrank", "lowrank", "norm", "norm", "residual"]
+    assert kinds_of(result) == ["lowrank", "norm", "lowrank", "norm", "residual"]
     assert "rsqrt" not in result.graph_module.code
 
 
@@ -160,8 +160,8 @@ def test_two_norms_and_two_residuals_of_each_layer(name):
     with torch.no_grad():
         want = model(**inputs).last_hidden_state
         got = compiled(model, **ON)(**inputs).last_hidden_state
-    rules = [match.split()[0] for match in nmm.last_report().matches]
-    assert rules.count("norm") == rules.count("residual") == 4
+    found = " ".join(nmm.last_report().matches).split()
+    assert found.count("norm") == found.count("residual") == 4
     # fp32 sums of at most 128 terms in another order, through two layers of eight operations
     unit = 2.0**-24 * (128 + 16 * 8)
     assert (got - want).abs().max() <= unit * want.abs().max()

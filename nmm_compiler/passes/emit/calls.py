@@ -14,6 +14,7 @@ cannot read the bytes, the weight is made of them at each call, and the report s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -277,13 +278,9 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     The call reads that tensor at its own place, so nothing may write to it in between.
     """
     here = Source(key, dims, k)
-    base, inner = c.base(key)
-    if base is key or isinstance(base, Virtual):
+    base, below = c.base(key)[0], under(c, here)
+    if base is key or isinstance(base, Virtual) or below is None:
         return here
-    inverse = views.invert(inner, dims, dict(enumerate(c.sizes(base))))
-    if inverse is None:
-        return here
-    below = Source(base, inverse, k)
     if not below.is_col() and not below.is_row():
         return here
     position = c.effects.position
@@ -292,6 +289,13 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     if c.effects.crossed_write(start - 1, position[final], [base, *seen]) is not None:
         return here
     return below
+
+
+def under(c: Canonical, source: Source) -> Source | None:
+    """Return the base of an operand as the operand; None where it has no such dimensions."""
+    base, inner = c.base(source.key)
+    inverse = views.invert(inner, source.dims, dict(enumerate(c.sizes(base))))
+    return None if inverse is None else dataclasses.replace(source, key=base, dims=inverse)
 
 
 def feature_axis(size: int) -> Dim:
@@ -458,7 +462,8 @@ class Call:
     """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
 
     unread: calls that read the result as "col" are all that reads it. kept: how it reads weights of
-    eight bits; base: whether that is the dense weight beside factors.
+    eight bits; base: whether that is the dense weight beside factors. said: keywords of a norm of x
+    that is inside; ends: its vectors, and a residual of the result's shape, by the op's names.
     """
 
     op: str
@@ -474,6 +479,13 @@ class Call:
     unread: bool = False
     kept: Kept = PLAIN
     base: bool = False
+    said: dict[str, Any] = field(default_factory=dict)
+    ends: dict[str, Key] = field(default_factory=dict)
+
+    @property
+    def op_name(self) -> str:
+        """Return the op that is called: another one for weights that are read as bytes."""
+        return self.op + SUFFIX * bool(self.kept.stored)
 
     def results(self) -> tuple[Call, ...]:
         """Return one call per result, each with a layout of its own."""
@@ -482,7 +494,7 @@ class Call:
     @property
     def is_whole(self) -> bool:
         """Return whether the kernel's result is the value; else it keeps the graph's own order."""
-        return True
+        return "residual" not in self.ends
 
     def tokens_count(self) -> Size:
         """Return m, the number of tokens."""
@@ -573,6 +585,11 @@ class Call:
         """
         raise NotImplementedError
 
+    def whole_spec(self, c: Canonical) -> KernelSpec:
+        """Return the spec with the norm and the residual that are inside."""
+        more: Any = self.said | dict.fromkeys(self.ends, True)
+        return dataclasses.replace(self.spec(c), **more)
+
     def _common(self, c: Canonical, first: Weight) -> dict[str, Any]:
         """Return the fields of every spec; first: the weight that x is multiplied by."""
         dtype = dtype_name(c.dtype(self.final))
@@ -587,11 +604,16 @@ class Call:
 
     def op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
         """Emit the op; given: its arguments by name."""
-        name, layouts = self.op, {"x_layout": self.x_layout, "out_layout": self.out_layout}
+        layouts = {"x_layout": self.x_layout, "out_layout": self.out_layout}
         if self.kept.stored:
-            name, given = name + SUFFIX, {**given, "scales": scales_of(editor, self.kept)}
+            given = {**given, "scales": scales_of(editor, self.kept)}
+        ends = {name: editor.operand(key) for name, key in self.ends.items()}
+        if "residual" in ends:
+            row = self._dims(self.n, "row")
+            ends["residual"] = editor.arrange(ends["residual"], self.out_dims, row)
         cut = is_distributed(editor.c.tensor(self.final))
-        node = editor.kernel(name, {**given, **layouts}, None if cut else value)
+        given = {**given, **self.said, **ends, **layouts}
+        node = editor.kernel(self.op_name, given, None if cut else value)
         if cut:
             _check_placements(editor, node, self)
         return node
@@ -650,8 +672,8 @@ class LowRankCall(ChainCall):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing outside of the kernel is added to its result."""
-        return self.chain.addend is None
+        """Return whether nothing is added to the kernel's result, inside or outside of it."""
+        return super().is_whole and self.chain.addend is None
 
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""

@@ -142,12 +142,10 @@ class Rule:
     nodes through the editor and returns the node that takes the place of match.node.
     A rule is stateless: check passes its findings in `Match.data`. ends_at: the canonical forms
     that its matches end at. It is asked only at nodes with one of them; at every node if None.
-    after_calls: it reads the graph that holds the calls of the rules before it.
     """
 
     name: str = ""
     ends_at: tuple[type, ...] | None = None
-    after_calls: bool = False
 
     def __init_subclass__(cls) -> None:
         """Ask a rule that brings a pattern of its own at every node, unless it says where."""

@@ -6,23 +6,23 @@
     y = nmm.lowrank_matmul(x, u, v); z = h + y
       ->   z = nmm.lowrank_matmul(x, u, v, ..., residual=h)
 
-A norm may be one node or spelled out. Several calls that read it each take it in, and it is gone;
-a norm that something else reads has to be computed anyway, and stays. A residual may be on either
-side. The call has no other reader, and the residual has the sum's shape and dtype: one that is
-broadcast, or widens the sum, stays outside.
+Both change the calls that other rules have matched, before anything is emitted; the kind of such a
+match says so ("lowrank norm residual"). A norm may be one node or spelled out. Several calls that
+read it each take it in, and it is gone; a norm that something else reads has to be computed anyway,
+and stays. A residual may be on either side. The call has no other reader, and the residual has the
+sum's shape and dtype: one that is broadcast, or widens the sum, stays outside.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
 
-from nmm_compiler.errors import NmmError
-from nmm_compiler.ops.definition import Op
+from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.passes.chains.safety import (
     DTYPES,
     Refusal,
@@ -32,89 +32,30 @@ from nmm_compiler.passes.chains.safety import (
     tokens_to_judge,
     unsafe,
 )
-from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.calls import Call, feature_axis, under
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, Opaque, owner_of
-from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import Dims, Size
+from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, owner_of
+from nmm_compiler.passes.graph.views import Dim, Dims
 from nmm_compiler.passes.rules.base import Match, Rule
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelCall:
-    """A call of an op whose calls may have a norm of x and a residual.
-
-    given: its arguments by name, those that it leaves out too.
-    """
-
-    node: fx.Node
-    op: Op
-    given: Mapping[str, Any]
-
-    @property
-    def takes_residual(self) -> bool:
-        """Whether a residual can be added, and none is."""
-        return "residual" in self.given and self.given["residual"] is None
-
-    def is_row(self, layout: str) -> bool:
-        """Return whether its "x_layout" or "out_layout" is row."""
-        return bool(self.given[layout] == "row")
-
-    def changed(self, more: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return args and kwargs with other arguments, by name."""
-        given = {**self.given, **more}
-        args = [given[one.name] for one in self.op.operands]
-        while args and args[-1] is None:
-            args.pop()
-        keywords = {name: value for name, value in more.items() if name in self.op.keywords}
-        return tuple(args), {**self.node.kwargs, **keywords}
-
-    def us(self, c: Canonical, more: Mapping[str, Any]) -> float:
-        """Return the predicted microseconds of the changed call; infinity without a kernel."""
-        from nmm_compiler.ops.lower import lower, tokens
-
-        args, kwargs = fx.map_arg(self.changed(more), lambda n: c.values[n])
-        try:
-            m = tokens_to_judge(tokens(args[0], kwargs))
-            (launch,) = lower(self.op.name, args, kwargs, m).launches
-        except (NmmError, ValueError, TypeError):
-            return math.inf  # symbolic sizes
-        return call_ways(c, launch.spec).fused
-
-    def emit(self, editor: Editor, more: Mapping[str, Any]) -> fx.Node:
-        """Emit the changed call."""
-        args, kwargs = self.changed(more)
-        value = editor.c.values[self.node]
-        return editor.call(self.node.target, *args, meta_value=value, **kwargs)  # type: ignore[arg-type]
-
-
-def kernel_call(node: Key) -> KernelCall | None:
-    """Return the call of a product's op that a node is, or None."""
-    from nmm_compiler.ops.registration import DEFINITIONS
-
-    space, _, name = (target_name(node) or "" if isinstance(node, fx.Node) else "").partition("::")
-    op = DEFINITIONS.get(name) if space == "nmm" else None
-    if op is None or op.own == 0:
-        return None
-    return KernelCall(owner_of(node), op, op.bound(owner_of(node).args, owner_of(node).kwargs))
+def takes(match: Match | None, name: str) -> bool:
+    """Return whether a match is a call, all of its result, whose op has an argument."""
+    call = None if match is None else match.data
+    return isinstance(call, Call) and call.is_whole and name in DEFINITIONS[call.op_name].defaults
 
 
 def _slower(
-    c: Canonical,
-    call: KernelCall,
-    what: str,
-    change: Mapping[str, Any],
-    value: Key,
-    passes: int,
-    readers: int = 1,
+    c: Canonical, call: Call, what: str, more: dict[str, Any], value: Key, passes: int, readers: int
 ) -> Refusal | None:
     """Return a refusal where a norm or a sum on its own is predicted to take less than inside.
 
-    change: of the call, with it inside. Alone it moves the bytes of `value` so many times; a load
-    and a store start one after the other, its own launch is not counted, and each of its readers
-    has its part of it.
+    more: fields of the spec with it inside. Alone it moves the bytes of `value` so many times; a
+    load and a store start one after the other, its own launch is not counted, and each of its
+    readers has its part of it.
     """
-    plain, inside = call.us(c, {}), call.us(c, change)
+    spec = call.whole_spec(c)
+    plain, inside = (call_ways(c, one).fused for one in (spec, dataclasses.replace(spec, **more)))
     tensor = c.tensor(value)
     if tensor is None or not math.isfinite(plain + inside):
         return Refusal("slower", f"no kernel takes the {what} in", value)
@@ -135,144 +76,136 @@ class NormInside(Rule):
     """A norm of x inside of the calls that read it."""
 
     name = "norm"
-    ends_at = (Opaque,)
-    after_calls = True
+    ends_at = ()  # asked nowhere, since `combine` changes the matches of other rules
 
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose our calls of a norm."""
-        call = kernel_call(node)
-        if call is not None and "norm" not in node.kwargs and isinstance(call.given["x"], fx.Node):
-            final = graph.base(call.given["x"])[0]
-            norm = graph.forms[final]
-            if isinstance(norm, Norm) and isinstance(final, fx.Node):
-                yield call, final, norm
+    def combine(self, graph: Canonical, matches: list[Match]) -> list[Match | Refusal]:
+        """Let calls take in the norm of their x."""
+        owners = {node: match for match in matches for node in match.nodes}
+        given = [one for one in matches if graph.options.norms and takes(one, "norm")]
+        found = [(match, self._inside(graph, match, owners)) for match in given]
+        for match, ends in found:
+            if isinstance(ends, dict):
+                call: Call = match.data
+                norm: Any = graph.form(call.source.key)
+                below: Any = under(graph, call.source)
+                for one in (call, *call.results()):
+                    one.source = dataclasses.replace(below, key=norm.value)
+                call.said |= _said(norm)
+                call.ends |= ends
+                match.kind += " norm"
+                match.info["norm"] = norm.kind
+                match.notes += ("the norm is rounded once, to the dtype of x",)
+        return [*matches, *(why for _, why in found if isinstance(why, Refusal))]
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Check whether the norm can move into all that read it."""
-        call, final, norm = candidate
+    def _inside(
+        self, graph: Canonical, match: Match, owners: dict[fx.Node, Match]
+    ) -> dict[str, Key] | Refusal | None:
+        """Return the vectors of the norm that a call reads, if it can move into all that read it;
+        None for other calls."""
+        call = match.data
+        final = graph.base(call.source.key)[0]
+        norm = graph.forms[final]
+        if not isinstance(norm, Norm) or not isinstance(final, fx.Node):
+            return None
         shape, dtype = graph.sizes(final), graph.dtype(final)
-        vectors = [v for v in (norm.weight, norm.bias) if v is not None]
+        both = {"norm_gain": norm.weight, "norm_bias": norm.bias}
+        ends = {name: vector for name, vector in both.items() if vector is not None}
         if dtype not in DTYPES or norm.eps is None or graph.dtype(norm.value) != dtype:
             return None
-        for vector in vectors:
+        for vector in ends.values():
             plain = graph.shape(vector) == shape[-1:] and graph.dtype(vector) == dtype
             if not plain or not graph.is_constant(vector):
                 return None
-        if not _along_features(graph, call, final):
+        if not _along_features(graph, call):
             reason = "the norm is over other dimensions than the features of x"
             return Refusal("shape", reason, final)
         reads = list(readings(graph, final))
-        readers = list(dict.fromkeys(reader for _, reader in reads))
-        for reader in readers:
-            other = kernel_call(reader)
-            if other is None or "norm" in reader.kwargs or not _reads_as_x(graph, other, final):
+        for _, reader in reads:
+            other = owners.get(reader)
+            alike = takes(other, "norm") and graph.base(other.data.source.key)[0] is final  # type: ignore[union-attr]
+            if not alike or not _along_features(graph, other.data):  # type: ignore[union-attr]
                 return Refusal("other_user", f"the norm is also read by {reader.name}", final)
         # inner values of the norm may have other readers: those are computed as before
         seen = {owner_of(key) for value, _ in reads for key in graph.through(value)}
-        moved = {*(owner_of(key) for key in graph.through(call.given["x"])), final, call.node}
-        operands = [norm.value, *vectors]
+        moved = {*(owner_of(key) for key in graph.through(call.source.key)), final, match.node}
+        operands = [norm.value, *ends.values()]
         whole = {*graph.helpers.get(final, ()), *moved}
-        why = crossed(graph, whole, call.node, operands) or unsafe(
-            graph, moved, call.node, operands, redirected=[*readers, *seen]
-        )
-        if why is not None:
-            return why
-        keywords: dict[str, Any] = {"norm": norm.kind, "norm_eps": float(norm.eps)}
-        if norm.offset:
-            keywords["norm_offset"] = norm.offset
-        own = [None if v is None else owner_of(v) for v in (norm.weight, norm.bias)]
-        if any(node is not None and node.op == "call_module" for node in own):
-            own = [None, None]  # parameters of a module that the graph calls
-        change = {"norm_gain": own[0], "norm_bias": own[1], **keywords}
-        return _slower(graph, call, "norm", change, norm.value, 2, len(readers)) or Match(
-            rule=self.name,
-            node=call.node,
-            nodes=frozenset({call.node}),
-            data=(call, norm, keywords),
-            info={"norm": norm.kind, "k": int(shape[-1])},
-            notes=("the norm is rounded once, to the dtype of x",),
+        readers = {reader for _, reader in reads}
+        more = _said(norm) | dict.fromkeys(ends, True)
+        calls = len({id(owners[reader]) for reader in readers})
+        return (
+            crossed(graph, whole, match.node, operands)
+            or unsafe(graph, moved, match.node, operands, redirected=[*readers, *seen])
+            or _slower(graph, call, "norm", more, norm.value, 2, calls)
+            or ends
         )
 
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the call on the input of the norm."""
-        call, norm, keywords = match.data
-        base, dims = graph.base(call.given["x"])
-        x = editor.arrange(editor.operand(norm.value), graph.whole(base), dims)
-        gain, bias = (None if v is None else editor.operand(v) for v in (norm.weight, norm.bias))
-        return call.emit(editor, {"x": x, "norm_gain": gain, "norm_bias": bias, **keywords})
+
+def _said(norm: Norm) -> dict[str, Any]:
+    """Return the keywords of a norm."""
+    return {"norm": norm.kind, "norm_eps": norm.eps, "norm_offset": norm.offset}
 
 
-def _along_features(c: Canonical, call: KernelCall, final: fx.Node) -> bool:
-    """Return whether the features that a call contracts are the last axis of the norm."""
-    last = c.whole(final)[-1:]
-    features = c.base(call.given["x"])[1][-1 if call.is_row("x_layout") else 0]
-    return bool(last) and features == last[0]
-
-
-def _reads_as_x(c: Canonical, call: KernelCall, final: fx.Node) -> bool:
-    """Return whether a call reads the norm as its x, and as nothing else."""
-    read = [n for n in call.node.all_input_nodes if n in c.views and c.base(n)[0] is final]
-    return read == [call.given["x"]] and _along_features(c, call, final)
+def _along_features(c: Canonical, call: Call) -> bool:
+    """Return whether the features that a call contracts are the last axis of what it reads."""
+    source = under(c, call.source)
+    return source is not None and source.is_row()
 
 
 class ResidualInside(Rule):
     """A residual that is added to the result of a call."""
 
     name = "residual"
-    ends_at = (Add,)
-    after_calls = True
+    ends_at = ()  # asked nowhere, since `combine` changes the matches of other rules
 
-    def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose sums of a call and another tensor, in either order."""
-        form = graph.forms.get(node)
-        for residual, y in form.orders if isinstance(form, Add) else ():
-            call = kernel_call(graph.base(y)[0])
-            if call is not None and call.takes_residual:
-                yield node, call, y, residual
+    def combine(self, graph: Canonical, matches: list[Match]) -> list[Match | Refusal]:
+        """Let calls take in the sum of their result and another tensor, in either order."""
+        given = [one for one in matches if graph.options.norms and takes(one, "residual")]
+        made = {match.data.final: match for match in given}
+        taken = {node for match in matches for node in match.nodes}
+        out: list[Match | Refusal] = list(matches)
+        for node in reversed(graph.graph.nodes):
+            form = graph.forms.get(node)
+            sums = form.orders if isinstance(form, Add) and node not in taken else ()
+            found = [
+                (made[y], self._added(graph, made[y], node, value, residual), residual)
+                for residual, value in sums
+                if (y := owner_of(graph.base(value)[0])) in made
+            ]
+            fits = [(match, why, key) for match, why, key in found if isinstance(why, tuple)]
+            out += [why for _, why, _ in found if isinstance(why, Refusal) and not fits]
+            for match, (dims, nodes), residual in fits[:1]:
+                call = match.data
+                del made[call.final]
+                call.final = match.node = node
+                call.covered = match.nodes = match.nodes | nodes
+                call.out_dims, call.ends["residual"] = dims, residual
+                match.kind += " residual"
+        return out
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Check shapes and dtypes, the call's readers, and what is written in between."""
-        node, call, y, residual = candidate
-        in_order = _in_order(graph.base(y)[1], graph.sizes(call.node))
-        if not in_order or not call.is_row("out_layout"):
+    def _added(
+        self, graph: Canonical, match: Match, node: fx.Node, y: Key, residual: Key
+    ) -> tuple[Dims, frozenset[fx.Node]] | Refusal:
+        """Return the dimensions of a sum and the nodes from the call to it, or why it stays."""
+        call = match.data
+        dims = views.compose(graph.base(y)[1], call.out_dims)
+        row = (*call.source.tokens(), feature_axis(call.n))
+        if dims is None or _in_order(dims) != _in_order(row):
             return Refusal("shape", "the result is rearranged before the sum", node)
         shapes = {graph.shape(key) for key in (node, y, residual)}
         dtypes = {graph.dtype(key) for key in (node, y, residual)}
         if len(shapes) > 1 or len(dtypes) > 1 or not dtypes <= {*DTYPES}:
             reason = "the residual has another shape or dtype than the result"
             return Refusal("shape", reason, residual)
-        nodes = frozenset({node, call.node, *(owner_of(key) for key in graph.through(y))})
-        operands = [*call.node.all_input_nodes, residual]
-        more = {"residual": call.node}  # of the shape of the residual
+        nodes = frozenset({node, call.final, *(owner_of(key) for key in graph.through(y))})
+        read = {one for inner in match.nodes for one in inner.all_input_nodes} - match.nodes
         return (
-            unsafe(graph, nodes, node, operands)
-            or _slower(graph, call, "sum", more, node, 3)
-            or Match(
-                rule=self.name,
-                node=node,
-                nodes=nodes,
-                data=(call, y, residual),
-                info={"n": int((graph.shape(node) or (0,))[-1])},
-            )
+            unsafe(graph, nodes, node, [*read, residual])
+            or _slower(graph, call, "sum", {"residual": True}, node, 3, 1)
+            or (dims, nodes)
         )
 
-    def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
-        """Emit the call at the place of the sum, on the residual in the shape of its result."""
-        call, y, residual = match.data
-        dims = graph.base(y)[1]
-        have = graph.whole(call.node)
-        added = editor.arrange(editor.operand(residual), dims, have)
-        return editor.arrange(call.emit(editor, {"residual": added}), have, dims)
 
-
-def _in_order(dims: Dims, shape: tuple[Size, ...]) -> bool:
-    """Return whether dimensions over a value are its own, split or joined, in their order."""
-    if dims == views.identity(shape):
-        return True
-    atoms = [atom for dim in dims for atom in dim]
-    sizes = [size for atom in atoms for size in (atom.size, atom.inner)]
-    if not all(isinstance(size, int) for size in (*sizes, *shape)):
-        return False
-    order = [(atom.axis, -atom.inner) for atom in atoms]
-    whole = math.prod(atom.size for atom in atoms) == math.prod(shape)
-    return whole and order == sorted(order) and all(atom.axis >= 0 for atom in atoms)
+def _in_order(dims: Dims) -> Dim:
+    """Return what the dimensions of a value step along, from the first to the last."""
+    return views.coalesce(tuple(itertools.chain(*dims)))
