@@ -45,7 +45,7 @@ from nmm_compiler.passes.chains.safety import (
     unsafe,
 )
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Canonical, dtype_name
+from nmm_compiler.passes.graph.canonical import Canonical, dtype_name, owner_of
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -81,8 +81,8 @@ def name_of(value: Any) -> str | None:
 class _Linear:
     """One product: its rows, the weights and biases of all experts, whether they lie [out, in].
 
-    product: the node of the product alone; last: with bias and mask. adds: where the bias is added
-    in place. mask: of absent experts. picks: by which biases are gathered.
+    product: the node of the product alone. adds: where the bias is added in place. mask: of absent
+    experts. picks: by which weights or biases are gathered.
     """
 
     rows: Any
@@ -90,7 +90,6 @@ class _Linear:
     bias: fx.Node | None
     turned: bool
     product: fx.Node
-    last: fx.Node
     adds: tuple[fx.Node, ...] = ()
     mask: fx.Node | None = None
     picks: Any = None
@@ -300,8 +299,8 @@ def _of_picks(graph: Canonical, node: Any) -> _Mixture:
         product, inverse = product.args
     made, gates = _times_gates(product)
     kind = "batched" if inverse is None else "grouped"
-    down = _linear(made, kind)
-    up = _linear(_region(down.rows)[1], kind)
+    down = _linear(graph, made, kind)
+    up = _linear(graph, _region(down.rows)[1], kind)
     read = _batched_picks if inverse is None else _grouped_picks
     mixture = read(graph, up, down, gates, inverse, shape)
     own: tuple[Any, ...] = (mixture.index, mixture.gates)
@@ -320,9 +319,9 @@ def _times_gates(product: Any) -> tuple[Any, Any]:
     return made, spread[-1].args[0]
 
 
-def _linear(node: Any, kind: str) -> _Linear:
+def _linear(graph: Canonical, node: Any, kind: str) -> _Linear:
     """Return the product that a node is, with bias and mask; kind: "grouped", "batched", "all"."""
-    last, bias, mask = node, None, None
+    bias, mask, picks = None, None, None
     if name_of(node) == "masked_fill":
         node, mask, value = (*node.args, node.kwargs.get("value"))[:3]
         _require(value == 0 and kind == "grouped")
@@ -333,7 +332,6 @@ def _linear(node: Any, kind: str) -> _Linear:
     elif name_of(node) in ("add", "add_"):
         sums = [node]
         node, bias = node.args
-    last = added[0] if added and mask is None else last
     _require(not any(one.kwargs for one in sums))  # alpha, which multiplies the bias
     product = _named(node, ("squeeze",)).args[0] if kind == "batched" else node
     left, right = _named(product, GROUPED if kind == "grouped" else ("bmm",)).args[:2]
@@ -342,30 +340,23 @@ def _linear(node: Any, kind: str) -> _Linear:
         turned = name_of(left) == "getitem"
         chosen, token = (left, right) if turned else (right, left)
         rows = _named(token, ("unsqueeze",)).args[0]
-        weight = _named(chosen, ("getitem",)).args[0]
+        weight, picks = _named(chosen, ("getitem",)).args
     else:
         rows, weight = left, right
         turned = name_of(weight) in ("transpose", "mT")
         if turned:
             _require(sorted(d % 3 for d in weight.args[1:]) in ([], [1, 2]))
             weight = weight.args[0]
-    picks = None
-    if kind == "all":
-        bias = _of_expert(bias)
+    if bias is not None and kind == "all":
+        held, dims = graph.base(bias)
+        _require([*dims] == [*graph.whole(held)[:1], (), *graph.whole(held)[1:]])
+        bias = owner_of(held)
     elif bias is not None:
-        bias, picks = _named(bias, ("getitem",)).args
+        bias, of_bias = _named(bias, ("getitem",)).args
+        _require(picks in (None, of_bias))
+        picks = of_bias
     rows = _behind(rows, ("to", "_to_copy"))  # x and weights have one dtype, which is checked
-    return _Linear(rows, weight, bias, turned, product, last, tuple(added), mask, picks)
-
-
-def _of_expert(bias: Any) -> Any:
-    """Return the biases [experts, n] of bias[.., None, :]."""
-    if bias is None:
-        return None
-    held = _named(bias, ("getitem", "unsqueeze"))
-    places = (1, -2, (Ellipsis, None, slice(None)), (slice(None), None))
-    _require(held.args[1] in (places[:2] if name_of(held) == "unsqueeze" else places[2:]))
-    return held.args[0]
+    return _Linear(rows, weight, bias, turned, product, tuple(added), mask, picks)
 
 
 def _batched_picks(
@@ -374,8 +365,8 @@ def _batched_picks(
     """Read weights that are gathered for each pick."""
     rows = _named(up.rows, ("repeat_interleave",))
     _require(rows.args[1] == shape[1] and _given(rows, 2, "dim") == 0)
-    picks: Any = _chosen(up)
-    _require(picks is not None and picks is _chosen(down) and _same_biases(picks, up, down))
+    picks = up.picks
+    _require(picks is down.picks)
     groups = (graph.shape(down.weight) or (0,))[0]
     absent = name_of(picks) == "clamp"
     if absent:
@@ -409,7 +400,7 @@ def _grouped_picks(
     _require(perm.args[1] == 1 and gates.args[1] is perm)
     _require(len(ordered.args) == 1 and not ordered.kwargs)
     offsets = [_counted(one, picks, groups) for one in (up, down)]
-    _require(offsets[0] is offsets[1] and _same_biases(picks, up, down))
+    _require(offsets[0] is offsets[1] and {up.picks, down.picks} <= {picks, None})
     masks = {up.mask, down.mask}
     absent = masks != {None}
     if absent:
@@ -433,8 +424,8 @@ def _of_all(graph: Canonical, node: Any) -> _Mixture:
     scores: Any = None
     if name_of(made) == "mul":
         made, scores = _times_scores(graph, made)
-    down = _linear(_behind(made, RESHAPES), "all")
-    up = _linear(_region(down.rows)[1], "all")
+    down = _linear(graph, _behind(made, RESHAPES), "all")
+    up = _linear(graph, _region(down.rows)[1], "all")
     rows, scaled = _behind(up.rows, RESHAPES), scores is None
     if scaled:
         rows, scores = _times_scores(graph, rows)
@@ -478,19 +469,6 @@ def _sparse(scores: Any) -> fx.Node:
     _require(fill == wanted and _given(given, 1, "dim") in (1, -1))
     _require(_is_top_k(index) and index.args[1] == 1)  # no expert twice
     return index
-
-
-def _chosen(linear: _Linear) -> Any:
-    """Return the picks by which a batched product gathers its weights, and its biases."""
-    nodes = _between([linear.last, *linear.adds], {linear.rows, linear.weight})
-    gathers = [one for one in nodes if name_of(one) == "getitem" and one is not linear.rows]
-    found: set[Any] = {one.args[1] for one in gathers if isinstance(one.args[1], fx.Node)}
-    return found.pop() if len(found) == 1 else None
-
-
-def _same_biases(picks: Any, *linears: _Linear) -> bool:
-    """Return whether biases are those of these picks."""
-    return all(one.picks is picks for one in linears if one.bias is not None)
 
 
 def _counted(linear: _Linear, picks: Any, groups: Any) -> Any:
