@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -46,52 +47,35 @@ class TensorType:
         return f"{'x'.join('?' if s is None else str(s) for s in self.shape)}x{self.dtype}"
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The place of tensor number `index` among an op's arguments."""
-
-    index: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelCall:
     """One call of a fused kernel.
 
     node: the FX node's name. op: the op's name in namespace nmm. args, kwargs: the op's arguments
-    in schema order with a Slot for each tensor, defaults filled in; executor is left out. operands:
-    the types of the tensors.
+    in schema order with the FX node of each tensor, defaults filled in; executor is left out.
     """
 
     node: str
     op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    operands: tuple[TensorType, ...]
 
     @classmethod
     def of(cls, node: fx.Node, op: str) -> KernelCall:
         """Return the call of a node that calls this op and whose operands have meta["val"]."""
         assert isinstance(node.target, torch._ops.OpOverload)
-        tensors: list[Tensor] = []
+        schema = node.target._schema.arguments
+        given = dict(zip([one.name for one in schema], node.args, strict=False)) | node.kwargs
+        found = {one.name: given.get(one.name, one.default_value) for one in schema}
+        del found["executor"]
+        args = tuple(found.pop(one.name) for one in schema if not one.kwarg_only)
+        return cls(node.name, op, args, found)
 
-        def slot(operand: fx.Node) -> Slot:
-            tensors.append(operand.meta["val"])
-            return Slot(len(tensors) - 1)
-
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        for position, parameter in enumerate(node.target._schema.arguments):
-            if parameter.name == "executor":
-                continue
-            value = node.kwargs.get(parameter.name, parameter.default_value)
-            value = node.args[position] if position < len(node.args) else value
-            value = pytree.tree_map_only(fx.Node, slot, value)
-            value = tuple(value) if isinstance(value, list) else value
-            if parameter.kwarg_only:
-                kwargs[parameter.name] = value
-            else:
-                args.append(value)
-        return cls(node.name, op, tuple(args), kwargs, tuple(map(TensorType.of, tensors)))
+    @property
+    def operands(self) -> tuple[TensorType, ...]:
+        """The types of the tensors, in schema order."""
+        every = pytree.tree_leaves((self.args, self.kwargs))
+        return tuple(TensorType.of(x.meta["val"]) for x in every if isinstance(x, fx.Node))
 
     @property
     def dynamic(self) -> bool:
@@ -106,10 +90,10 @@ class KernelCall:
         return json.dumps(parts, sort_keys=True)
 
     def rebuild(self, of: Callable[[int], Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the op's positional and keyword arguments with `of(index)` in each slot."""
+        """Return the op's positional and keyword arguments with `of(index)` for each tensor."""
+        index = itertools.count()
         given: Any = (list(self.args), self.kwargs)
-        args, kwargs = pytree.tree_map_only(Slot, lambda slot: of(slot.index), given)
-        return args, kwargs
+        return pytree.tree_map_only(fx.Node, lambda _: of(next(index)), given)
 
     def tensors(self) -> list[Tensor]:
         """Return tensors without data for the operands; a size known at run time only is 1."""
