@@ -7,6 +7,7 @@ kernel of its own, of one core's share, as `tensor_parallel_plan` cuts it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import fitting, graph_call, lower
-from nmm_compiler.options import DTYPES, FACTOR_SPLITS, LADDER, Options
+from nmm_compiler.options import DTYPES, LADDER, Options
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.pipeline import rewrite
@@ -37,21 +38,18 @@ def model_kernels(
     ratios: Iterable[float | None] = (None,),
     tokens: Iterable[int] = LADDER,
     tps: Iterable[int] = (1,),
-    split: str = "row",
     dtype: str = "bfloat16",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[KernelSpec, str]]:
     """Return (spec, target) of every kernel that the model's calls launch, each once.
 
     model_or_config: as for `predict`. ratios: as for `compress`; None takes the model as it is.
-    tokens: of a call, all sequences together. tps: cores that share the model; split: how
-    `tensor_parallel_plan` cuts its factors. progress: called with (setting, done, of how many).
+    tokens: of a call, all sequences together. tps: cores that share the model, its factors cut as
+    `tensor_parallel_plan` does by default. progress: called with (setting, done, of how many).
     Raises ModelError for a model that cannot be traced or cut, and where no kernel is found.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
-    if split not in FACTOR_SPLITS:
-        raise UnknownNameError("split", split, FACTOR_SPLITS)
     given = model_or_config
     if not isinstance(given, nn.Module):
         given = read_config(given)
@@ -70,7 +68,7 @@ def model_kernels(
                 first = model_phases(model, {"batch": 1, "prompt": m, "context": m}, None)[0]
                 found |= dict.fromkeys(_launched(model.module, (), first.inputs(), targets))
             else:
-                found |= dict.fromkeys(_shares(model, m, tp, split, targets))
+                found |= dict.fromkeys(_shares(model, m, tp, targets))
     if not found:
         raise ModelError(
             "the model calls no kernel of this package; pass --ratio (ratios=) to make its "
@@ -95,7 +93,7 @@ def _launched(
 
 
 def _shares(
-    model: MetaModel, m: int, tp: int, split: str, targets: Sequence[str]
+    model: MetaModel, m: int, tp: int, targets: Sequence[str]
 ) -> Iterator[tuple[KernelSpec, str]]:
     """Yield one core's share of the kernel of each low-rank linear.
 
@@ -112,18 +110,16 @@ def _shares(
         if role is None or sizes in seen:
             continue
         seen.add(sizes)
-        axis = role if split == "row" else split
-        field, size = {
-            "rank": ("r", layer.rank), "rowwise": ("k", layer.in_features),
-        }.get(axis, ("n", layer.out_features))  # fmt: skip
-        if size % tp:
-            raise ModelError(f"{name} has {field} {size}, which does not divide by {tp} cores")
+        cut = layer.in_features if role == "rowwise" else layer.out_features
+        if cut % tp:
+            field = "k" if role == "rowwise" else "n"
+            raise ModelError(f"{name} has {field} {cut}, which does not divide by {tp} cores")
         x = torch.empty(1, m, layer.in_features, dtype=layer.up.weight.dtype, device="meta")
         for spec, target in _launched(layer, (x,), {}, targets):
             if not isinstance(spec, LowRankSpec):
                 continue
-            if axis != "rowwise":
-                yield LowRankSpec.from_dict({**spec.to_dict(), field: size // tp}), target
+            if role != "rowwise":
+                yield dataclasses.replace(spec, n=cut // tp), target
                 continue
             shard = spec.sharded(tp, "rows")
             times = ways(shard, target, source=Options().price)

@@ -198,20 +198,17 @@ def test_what_cannot_be_cut_is_named(model, mesh, split, error, text):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("split", FACTOR_SPLITS)
-def test_kernels_that_are_built_for_two_cores_are_found_there(cache, split, tmp_path):
+def test_kernels_that_are_built_for_two_cores_are_found_there(cache, tmp_path):
     """`nmm build --tp 2` and then the compiled model on two processes, which may not build."""
     program = tmp_path / "run.py"
-    program.write_text(FOUND.format(folder=str(EXAMPLE.parent), split=split))
+    program.write_text(FOUND.format(folder=str(EXAMPLE.parent)))
     sys.path.insert(0, str(EXAMPLE.parent))
     try:
         import tensor_parallel
     finally:
         sys.path.pop(0)
     config = tensor_parallel.low_rank().config
-    wanted = model_kernels(
-        config, ratios=[None], tokens=[12], tps=[2], split=split, dtype="float32"
-    )
+    wanted = model_kernels(config, ratios=[None], tokens=[12], tps=[2], dtype="float32")
     build_many([spec for spec, _ in wanted])
     done = ran(program, NMM_CACHE="require")
     assert json.loads(done.stdout.splitlines()[-1]) == len(wanted) > 0
@@ -233,7 +230,7 @@ def worker(rank, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     model, mesh = example.low_rank(), init_device_mesh("cpu", (2,))
-    parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, split={split!r}))
+    parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))
     compiled = torch.compile(model, backend="nmm", options={{"inner": "eager", "strict": True}})
     with torch.no_grad():
         compiled(torch.arange(12).reshape(1, 12), use_cache=False)
