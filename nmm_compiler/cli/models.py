@@ -140,23 +140,15 @@ def example_inputs(name: str, model: Any, tokens: int) -> dict[str, torch.Tensor
 
     Raises ModelError for a model of other inputs.
     """
-    import torch
+    from nmm_compiler.lowrank_models import meta_copies
 
-    wanted = getattr(model, "main_input_name", "input_ids")
-    device = next((p.device for p in model.parameters()), None)
-    ids = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device=device)}
-    if wanted == "input_ids":
-        decoder = {"decoder_input_ids": ids["input_ids"]}
-        return ids | (decoder if getattr(model.config, "is_encoder_decoder", False) else {})
-    size = getattr(model.config, "image_size", None)
-    if wanted == "pixel_values" and size is not None:
-        sizes = (size, size) if isinstance(size, int) else tuple(size)
-        shape = (1, getattr(model.config, "num_channels", 3), *sizes)
-        return {"pixel_values": torch.zeros(shape, dtype=model.dtype, device=device)}
-    raise ModelError(
-        f"{name}: {type(model).__name__} takes {wanted}, of which the config does not say the "
-        "size; pass FILE.py:function, which returns (model, dict of inputs)"
-    )
+    found = meta_copies.example_inputs(model, tokens)
+    if found is None:
+        raise ModelError(
+            f"{name}: {type(model).__name__} takes {model.main_input_name}, of which the config "
+            "does not say the size; pass FILE.py:function, which returns (model, dict of inputs)"
+        )
+    return found
 
 
 @contextlib.contextmanager

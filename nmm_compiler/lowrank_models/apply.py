@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -214,8 +214,7 @@ def _prices(
     layers = [Shape(site.name, site.k, site.n) for site in sites]
     dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
     first = None if batches is None else batches[0]
-    inputs = first if first is None or isinstance(first, (Mapping, tuple, list)) else (first,)
-    return kernel_prices(model, layers, dtype, config.passes, config.target, inputs, config.format)
+    return kernel_prices(model, layers, dtype, config.passes, config.target, first, config.format)
 
 
 def _multiplied_out(config: CompressionConfig) -> str:

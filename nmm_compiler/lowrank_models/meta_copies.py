@@ -1,7 +1,8 @@
 """A model on PyTorch's meta device: shapes without data, and one of each kind of layer.
 
 `without_data` copies a module; `shorten` keeps one of each kind of layer, so that a model of 80
-equal layers is traced as one, and says which layers the kept one stands for.
+equal layers is traced as one, and says which layers the kept one stands for. `example_inputs` is
+what a transformers model is traced with.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -45,6 +47,26 @@ def without_data(module: nn.Module) -> nn.Module:
     for _, buffer in module.named_buffers(remove_duplicate=False):
         memo.setdefault(id(buffer), buffer.detach().to("meta"))
     return copy.deepcopy(module, memo).eval()
+
+
+def example_inputs(model: Any, tokens: int, batch: int = 1) -> dict[str, torch.Tensor] | None:
+    """Return tokens or images for a transformers model, all zeros, where its parameters are.
+
+    None for any other model, for one of other inputs, and for images of a size that its config
+    does not say.
+    """
+    config, wanted = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
+    device = next((p.device for p in model.parameters()), None)
+    size = getattr(config, "image_size", None)
+    if wanted == "pixel_values" and size is not None:
+        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        shape = (batch, getattr(config, "num_channels", 3), *sizes)
+        return {"pixel_values": torch.zeros(shape, dtype=model.dtype, device=device)}
+    if config is None or wanted != "input_ids":
+        return None
+    ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
+    decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
+    return {"input_ids": ids, **decoder}
 
 
 def shorten(model: MetaModel) -> None:

@@ -30,13 +30,18 @@ from nmm_compiler.kernels.base import item_bytes
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.lowrank_models.config import Workload
-from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten, without_data
+from nmm_compiler.lowrank_models.meta_copies import (
+    MetaModel,
+    example_inputs,
+    shorten,
+    without_data,
+)
 from nmm_compiler.lowrank_models.modules import LowRankLinear, put
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import Timed
 from nmm_compiler.passes.emit.calls import Call, GatedCall, LowRankCall, SharedCall
 from nmm_compiler.passes.graph.canonical import owner_of
-from nmm_compiler.passes.graph.capture import all_graphs
+from nmm_compiler.passes.graph.capture import all_graphs, arguments
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.prices.ways import Row, alternatives, beside, fastest
 from nmm_compiler.targets import Target
@@ -94,9 +99,9 @@ def groups_of(
 
 def _traced(module: nn.Module, inputs: Any, target: str) -> list[tuple[list[str], str, str]]:
     """Return (names, kind, activation) of the calls that the rewriter makes of a module."""
-    given = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+    given: Any = arguments(inputs)
     given = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), given)
-    args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+    args, kwargs = given
     forward = inspect.signature(module.forward)
     if "use_cache" in forward.parameters.keys() - forward.bind_partial(*args, **kwargs).arguments:
         kwargs["use_cache"] = False  # transformers' cache cannot be traced without data
@@ -283,7 +288,7 @@ def kernel_prices(
     note = "each layer as a call of its own"
     least = _loaded_at_start(chip) / item_bytes(dtype)
     if inputs is None:
-        inputs = example_inputs(model)
+        inputs = example_inputs(model, 2)
     if inputs is not None and any(layer.k * layer.n > least for layer in layers):
         try:
             groups, note = groups_of(model, layers, inputs, target), ""
@@ -315,16 +320,3 @@ def _loaded_at_start(chip: Target) -> float:
     """
     start = chip.dma_start_latency_seconds + chip.semaphore_seconds
     return chip.memory_bytes_per_second * start
-
-
-def example_inputs(model: nn.Module) -> dict[str, Any] | None:
-    """Return two tokens of input of a transformers language model; None for any other."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(model, "main_input_name", "") != "input_ids":
-        return None
-    if getattr(config, "is_encoder_decoder", False):
-        return None
-    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.long, device="meta")}
-    if hasattr(config, "use_cache"):
-        inputs["use_cache"] = False
-    return inputs

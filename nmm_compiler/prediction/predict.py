@@ -23,7 +23,7 @@ from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.experts import StackedBase, expert_ranks
-from nmm_compiler.lowrank_models.meta_copies import MetaModel, shorten
+from nmm_compiler.lowrank_models.meta_copies import MetaModel, example_inputs, shorten
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns
@@ -318,24 +318,21 @@ def model_phases(model: MetaModel, setting: Mapping[str, int], inputs: Any) -> l
         given = dict(zip(inputs, moved, strict=True)) if named else tuple(moved)
         return [PhaseInputs("pass", batch, prompt, lambda: given)]
     module: Any = model.module
-    config = getattr(module, "config", None)
-    if config is None:
-        raise ModelError(f"{model.name} is no transformers model: pass inputs=, its example inputs")
+    once = example_inputs(module, prompt, batch)
+    if once is None:
+        raise ModelError(
+            f"{model.name} is no transformers model of tokens or images: pass inputs=, its example "
+            "inputs"
+        )
+    if not _generates(module):
+        tokens = prompt if "input_ids" in once else 0
+        return [PhaseInputs("pass", batch, tokens, lambda: once)]
 
     def ids(length: int) -> torch.Tensor:
         return torch.zeros(batch, length, dtype=torch.long, device="meta")
 
-    if getattr(module, "main_input_name", "input_ids") == "pixel_values":
-        size = config.image_size
-        sizes = (size, size) if isinstance(size, int) else tuple(size)
-        shape = (batch, getattr(config, "num_channels", 3), *sizes)
-        pixels = {"pixel_values": torch.zeros(shape, dtype=module.dtype, device="meta")}
-        return [PhaseInputs("pass", batch, 0, lambda: pixels)]
-    if not _generates(module):
-        return [PhaseInputs("pass", batch, prompt, lambda: {"input_ids": ids(prompt)})]
-
     def prefill() -> dict[str, Any]:
-        return {"input_ids": ids(prompt), "use_cache": False, "logits_to_keep": 1}
+        return {**once, "use_cache": False, "logits_to_keep": 1}
 
     def cache() -> Any:
         before = {"input_ids": ids(max(1, context - 1)), "use_cache": True, "logits_to_keep": 1}

@@ -27,7 +27,7 @@ from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.ops.launches import dtype_name, view_turned
 from nmm_compiler.ops.lower import graph_call, lower, op_name
 from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, Product, owner_of
-from nmm_compiler.passes.graph.capture import all_graphs
+from nmm_compiler.passes.graph.capture import all_graphs, arguments
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
@@ -78,10 +78,8 @@ def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
 
     Raises ModelError where the model cannot be traced.
     """
-    args: Sequence[Any] = () if isinstance(inputs, Mapping) else inputs
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     try:
-        return all_graphs(model.module, args, kwargs)
+        return all_graphs(model.module, *arguments(inputs))
     except NmmError:
         raise
     except Exception as error:  # the model's own code may not run without data
