@@ -7,7 +7,6 @@ change an emitted kernel, and so belong to the cache key; all others must not.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,9 +15,11 @@ import re
 import types
 import typing
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, cast
+from unittest import mock
 
 from nmm_compiler import targets
 from nmm_compiler.errors import CacheTrustError, OptionTypeError, UnknownNameError
@@ -358,22 +359,12 @@ def logical_core_setting() -> int | None:
     return None
 
 
-@contextlib.contextmanager
-def neuron_environment(target: str) -> Iterator[None]:
+def neuron_environment(target: str) -> AbstractContextManager[Any]:
     """Tell AWS's NKI tools which hardware to build for, for the block.
 
     Sets NEURON_PLATFORM_TARGET_OVERRIDE; not safe against other threads doing so.
     """
-    name = "NEURON_PLATFORM_TARGET_OVERRIDE"
-    before = os.environ.get(name)
-    os.environ[name] = target
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    return mock.patch.dict(os.environ, {"NEURON_PLATFORM_TARGET_OVERRIDE": target})
 
 
 def cache_mode(options: Options | None = None) -> str:
