@@ -32,7 +32,6 @@ from nmm_compiler.backend.inner import calls_of, check_mode, compile_inner, grap
 from nmm_compiler.backend.report import (
     CompileReport,
     KernelLine,
-    Refusal,
     forget_reports,
     last_report,
     publish,
@@ -220,10 +219,7 @@ def rewrite(work: Compilation) -> fx.GraphModule:
         "chains": sum(int(match.info.get("chains", 0)) for match in found),
         "matches": tuple(map(_match_line, found)),
         "rules": tuple(map(str, result.rules.values())),
-        "declined": tuple(
-            Refusal(reason=d.reason, node=d.module or d.node, remedy=d.remedy)
-            for d in result.declined
-        ),
+        "declined": tuple(result.declined),
     }
     rewritten: fx.GraphModule = result.graph_module
     if found:

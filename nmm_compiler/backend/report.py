@@ -31,6 +31,7 @@ from nmm_compiler.codegen.choose import choose
 from nmm_compiler.errors import OutputError
 from nmm_compiler.options import Options
 from nmm_compiler.outputs import write_text
+from nmm_compiler.passes.rules.base import Declined
 from nmm_compiler.records import Record
 from nmm_compiler.report.page import page, write_page
 from nmm_compiler.report.parts import Grid, Line, Part, Section
@@ -69,15 +70,6 @@ class KernelLine(Record):
     backward: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal(Record):
-    """A chain that was left alone: why, and the node to blame."""
-
-    reason: str
-    node: str
-    remedy: str = ""
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompileReport(Shown, Record):
     """What happened to one graph.
@@ -99,7 +91,7 @@ class CompileReport(Shown, Record):
     phases_ms: dict[str, float]
     chains: int = 0
     matches: tuple[str, ...] = ()
-    declined: tuple[Refusal, ...] = ()
+    declined: tuple[Declined, ...] = ()
     fallback: str | None = None
     notes: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
@@ -155,7 +147,9 @@ class CompileReport(Shown, Record):
             reasons: dict[str, list[str]] = {}
             for refusal in self.declined:
                 remedy = f"; {refusal.remedy}" if refusal.remedy else ""
-                reasons.setdefault(refusal.reason + remedy, []).append(refusal.node)
+                reasons.setdefault(refusal.reason + remedy, []).append(
+                    refusal.module or refusal.node
+                )
             rows = [(_some(nodes), reason) for reason, nodes in reasons.items()]
             parts.append(Grid.of(("left alone", "reason"), rows))
         if self.kernels:
