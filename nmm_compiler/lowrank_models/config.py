@@ -22,16 +22,8 @@ DEFAULT_BRANCH = 32
 Workload = tuple[tuple[str, int, float], ...]
 
 
-def _is_share(value: float) -> bool:
-    return 0 <= value < 1
-
-
 def _are_ranks(given: int | dict[str, int]) -> bool:
     return all(rank >= 0 for rank in (given.values() if isinstance(given, dict) else (given,)))
-
-
-def _is_floating_point(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point
 
 
 def _is_workload(given: int | Mapping[str, Any]) -> bool:
@@ -78,7 +70,10 @@ class CompressionConfig:
 
     ratio: Annotated[
         float | None,
-        Values("a number in [0, 1): the share of parameters to remove, e.g. 0.2", _is_share),
+        Values(
+            "a number in [0, 1): the share of parameters to remove, e.g. 0.2",
+            lambda value: 0 <= value < 1,
+        ),
     ] = None
     rank: Annotated[
         int | dict[str, int] | None,
@@ -91,7 +86,8 @@ class CompressionConfig:
     method: Annotated[str, Values(names=METHODS)] = "auto"
     align: Annotated[int | None, Values("a positive whole number, or None", is_positive)] = None
     dtype: Annotated[
-        torch.dtype | None, Values("a floating-point torch.dtype, or None", _is_floating_point)
+        torch.dtype | None,
+        Values("a floating-point torch.dtype, or None", lambda dtype: dtype.is_floating_point),
     ] = None
     target: Annotated[str, Values(names=TARGETS, test=is_target_file)] = "trn2"
     workload: Annotated[
