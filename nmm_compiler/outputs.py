@@ -1,4 +1,4 @@
-"""Writes output files, and directories of files, whole or not at all.
+"""Writes output files, and directories of files, whole or not at all; reads users' JSON files.
 
 A file is written beside its place and moved there, so that a full disk, a kill or Ctrl-C leaves the
 file that was there before. A device or a pipe (/dev/stdout, /dev/null, a FIFO) is written in place:
@@ -12,6 +12,7 @@ just then.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -22,9 +23,29 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from nmm_compiler.errors import OutputError
+from nmm_compiler.errors import FileError, OutputError
 
 Fill = Callable[[IO[bytes]], Any]
+LARGEST_JSON_BYTES = 64 << 20
+"""The largest configs and indices of models have some megabytes."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise FileError, naming the file, without one."""
+    try:
+        found = path.stat()
+        whole = stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_JSON_BYTES
+        text = path.read_text(encoding="utf-8") if whole else ""  # a device may have no end
+        told = json.loads(text) if whole else None
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # brackets may nest without end
+        raise FileError(f"{path} is not JSON ({error}); restore it, or write it anew") from None
+    if not whole:
+        raise FileError(f"{path} is no regular file of at most {LARGEST_JSON_BYTES:,} bytes")
+    if not isinstance(told, dict):
+        raise FileError(f"{path} holds a {type(told).__name__}, not an object; write it anew")
+    return told
 
 
 def check_writable(path: str | Path) -> None:

@@ -23,7 +23,7 @@ from nmm_compiler.cli import models, values
 from nmm_compiler.errors import CacheError, NmmError, UnknownNameError, user_file_error
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.options import LADDER, Options, cache_dir
-from nmm_compiler.outputs import write_text
+from nmm_compiler.outputs import read_json, write_text
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.text import counted
 
@@ -86,11 +86,8 @@ def list_(
 
 def _key(path: Path) -> Key:
     """Return the key of a JSON file: named entries, or what --json prints of an entry."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CacheError(f"{path} is not a JSON file of named entries: {error}") from None
-    return Key.make(data["key"] if isinstance(data, dict) and "key" in data else data)
+    data = read_json(path)
+    return Key.make(data.get("key", data))
 
 
 def _plain(digest: str, entry: Entry | None) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from typing import Any
 from nmm_compiler import targets
 from nmm_compiler.device import ladder
 from nmm_compiler.errors import FileError
+from nmm_compiler.outputs import read_json
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.targets import Target
-from nmm_compiler.targets.this_machine import number, read_json
+from nmm_compiler.targets.this_machine import number
 
 TRUSTED = (0.25, 4.0)
 """Factors that are believed."""

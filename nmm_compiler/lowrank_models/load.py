@@ -10,7 +10,6 @@ executed: no remote code, and pickled weights go through torch's `weights_only` 
 from __future__ import annotations
 
 import copy
-import json
 import stat
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from nmm_compiler.errors import FileError, NmmError, one_line
 from nmm_compiler.lowrank_models import hf, hf_layers
+from nmm_compiler.outputs import read_json
 
 _INDEX = "model.safetensors.index.json"
-# The largest configs and indices in use are some megabytes.
-_LARGEST_JSON = 64 << 20
 # Sizes past these are damage, and would keep transformers busy for hours.
 _LARGEST = {"_size": 1 << 24, "n_embd": 1 << 24, "layers": 4096, "n_layer": 4096, "experts": 65536}
 # Elements of the dense model per element that is stored; more than that is not a low-rank model.
@@ -70,20 +68,6 @@ def check_files(directory: Path) -> None:
     whole = directory / "model.safetensors"
     for path in [whole] if whole.exists() else indexed(directory):
         check_weights(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise FileError for anything else."""
-    check_regular(path)
-    if path.stat().st_size > _LARGEST_JSON:
-        raise FileError(f"{path.name} has {path.stat().st_size} bytes, too many for JSON")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path.name} is not JSON ({error}); restore the file") from error
-    if not isinstance(data, dict):
-        raise FileError(f"{path.name} holds a {type(data).__name__}, not an object")
-    return data
 
 
 def indexed(directory: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from nmm_compiler.errors import ModelError, UnknownNameError, one_line
 from nmm_compiler.lowrank_models import hf_layers
 from nmm_compiler.lowrank_models.hf import require_transformers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, without_data
+from nmm_compiler.outputs import read_json
 
 _NAMES = Path(__file__).parent / "public_models.json"
 
@@ -88,7 +89,7 @@ def read_config(given: Any) -> Any:
         path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
         name = Path(given).name
         if path.is_file():
-            given = _json_object(path)
+            given = read_json(path)
         elif str(given).lower() in public_models():
             name = str(given).lower()
             given = public_models()[name]
@@ -108,13 +109,6 @@ def read_config(given: Any) -> Any:
     if name:
         config.name_or_path = name
     return config
-
-
-def _json_object(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # brackets may nest without end
-        raise ModelError(f"{path} is no config that can be read: {error}") from error
 
 
 def _auto_class(transformers: Any, config: Any) -> Any:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import stat
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nmm_compiler.errors import FileError
+from nmm_compiler.outputs import read_json
 from nmm_compiler.targets.base import Source, Target
 
 WITHOUT: Mapping[str, Mapping[str, Any]] = {
@@ -37,8 +36,6 @@ The other rungs have no other form that a kernel could take.
 
 FILE = ".json"
 """How the name of a target ends that is a file."""
-LARGEST_BYTES = 1 << 24
-"""Of a file of verdicts or of a calibrated target; both have some thousand."""
 DEVICE = "neuron"
 """The executor whose verdicts are of a device; a simulator's say nothing of one."""
 
@@ -131,24 +128,3 @@ def number(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise FileError, naming the file, without one."""
-    try:
-        found = path.stat()
-        whole = stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_BYTES
-        text = path.read_text(encoding="utf-8") if whole else ""  # a device may have no end
-        told = json.loads(text) if whole else None
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is not JSON ({error}); write it anew") from None
-    if not whole:
-        raise FileError(
-            f"{path} is no regular file of at most {LARGEST_BYTES:,} bytes; pass one that "
-            "nmm doctor --device or nmm doctor --fit wrote"
-        )
-    if not isinstance(told, dict):
-        raise FileError(f"{path} holds a {type(told).__name__}, not an object; write it anew")
-    return told

@@ -31,7 +31,11 @@ def saved(tmp_path_factory):
         ("config.json", "[1]", "config.json holds a list"),
         ("model.safetensors.index.json", "{}", "has no weight_map"),
         ("model.safetensors.index.json", '{"weight_map": {"x": "../x"}}', r"names '\.\./x'"),
-        ("model.safetensors.index.json", '{"weight_map": {"x": "g.safetensors"}}', "g.* is miss"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"x": "g.safetensors"}}',
+            "g.* is missing",
+        ),
         ("model.safetensors", "", "model.safetensors is no whole safetensors file"),
     ],
 )

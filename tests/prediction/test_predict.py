@@ -310,7 +310,7 @@ def test_bad_arguments_and_what_is_no_model_are_named(given, changes, error, sai
 def test_a_file_is_the_config_that_it_holds(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{")
-    with pytest.raises(ModelError, match="no config that can be read"):
+    with pytest.raises(FileError, match=r"config\.json is not JSON"):
         predict(path)
     path.write_text(json.dumps(LLAMA))
     assert predict(tmp_path, "trn2", **BASE).phases == llama().phases
