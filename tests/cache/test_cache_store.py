@@ -183,15 +183,6 @@ def test_require_lists_what_is_missing_and_how_to_build_it(directory):
     assert "NMM_CACHE=rw" in str(error)
 
 
-@pytest.mark.parametrize("mode", ["ro", "require"])
-def test_reading_modes_change_nothing(directory, mode):
-    Store(directory).get_or_build(key_of(1), Builder())
-    store = Store(directory, mode)
-    for change in (store.prune, lambda: store.import_("x.tar")):
-        with pytest.raises(CacheError, match="NMM_CACHE=rw"):
-            change()
-
-
 # Memory
 
 
