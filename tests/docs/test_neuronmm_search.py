@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -48,15 +47,6 @@ def test_many_tokens_halve_the_shortlist():
     assert (len(asked[2048]), len(asked[4096])) == neuronmm.SHORTLIST
     ranked = sorted(set(asked[1024]), key=lambda blocks: rival.timings(blocks) or math.inf)
     assert set(asked[4096]) < set(asked[2048]) == set(ranked[:5])
-
-
-def test_the_readme_says_what_the_page_says():
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "neuronmm.md").read_text("utf-8")
-    readme = (root / "README.md").read_text("utf-8")
-    shown = re.findall(r"\| (\d\.\d\dx) \| simulated \| `make bench-neuronmm` \|", readme)
-    assert len(shown) == 2
-    assert set(shown) <= set(re.findall(r"^\| the [^|]* \| (\d\.\d\dx) \|", page, re.M))
 
 
 def test_ratios_are_over_the_faster_dense_kernel():
