@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from processes import ran
 
 ROOT = Path(__file__).parent.parent
@@ -23,3 +24,33 @@ def test_quickstart_runs_and_agrees_with_eager():
     # each of two layers, the fused call those of fewer.
     assert difference <= 2**-8 * 7 * 2
     assert "2 x gated_mlp m=64" in done.stdout
+
+
+# The examples that no room's own tests run.
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("llama_mlp.py", {"proofs": 2}),
+        # dense and low-rank, in two dtypes
+        ("decoder_layer.py --tokens 1", {"5 launches": 4, "the whole layer": 2}),
+        ("export_mlir.py", {'nmm.family = "lowrank"': 3, "call @nmm_lowrank_matmul_": 3}),
+        *((f"tensor_parallel.py {split} 4", {f"{split} split, 4 processes": 2})
+          for split in ("row", "rank")),
+    ],
+)  # fmt: skip
+def test_an_example_prints_what_it_is_about(line, counts):
+    name, *words = line.split()
+    text = ran(EXAMPLES / name, *words, timeout=1500, COLUMNS="160").stdout
+    assert {words: text.count(words) for words in counts} == counts
+
+
+@pytest.mark.long
+def test_a_trainer_trains_a_low_rank_model():
+    text = ran(EXAMPLES / "finetune_lowrank.py", timeout=1500).stdout
+    assert float(text.split("loss ")[-1].split(";")[0]) < 3.5  # of 64 equally likely tokens: 4.16
+    assert "loaded again with 7 low-rank layers" in text

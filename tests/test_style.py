@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
-import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +10,6 @@ import pytest
 
 TREE = Path(__file__).resolve().parent.parent
 PACKAGE = TREE / "nmm_compiler"
-ROOMS = ("nmm_compiler", "tests", "benchmarks", "docs", "examples")
-
 FORBIDDEN_NAMES = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
 
 
@@ -52,67 +47,6 @@ def _handler_faults(node: ast.ExceptHandler, where: str, lines: list[str]) -> It
                 f"{where}: except {ast.unparse(node.type)} without a reason; name the exceptions, "
                 "or say in a comment on the line why all of them, and warn"
             )
-
-
-# Files that comments name and that are not ours: of a user, of AWS's libraries.
-NAMED_ELSEWHERE = {
-    "a.py", "add.py", "b.py", "file.py", "my_kernel.py", "name.py", "mlp.py", "qkv_cte.py",
-    "rope.py", "gate_up_projection_mx_shard_H.py", "output_projection_cte_parameters.py",
-    "output_projection_tkg.py", "test_speedup.py",
-}  # fmt: skip
-NAMED_FILE = re.compile(r"(?<![\w/.<>*{-])((?:[\w-]+/)*[a-z_]\w*\.(?:py|md|toml))\b(?![/*<{])")
-
-
-def ends_of_paths(files: list[str]) -> set[str]:
-    """Return each file's path, and each end of it: a comment may leave out the folders above."""
-    parts = [file.split("/") for file in files]
-    return {"/".join(path[first:]) for path in parts for first in range(len(path))}
-
-
-def lost_files(file: str, text: str, ends: set[str]) -> Iterator[str]:
-    """Yield `file:line: name` of each file that a comment or a docstring names and nobody has."""
-    known = ends | NAMED_ELSEWHERE
-    if known.issuperset(NAMED_FILE.findall(text)):
-        return  # which takes a hundredth of reading its tokens
-    said = [
-        (token.start[0], token.string)
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT
-    ]
-    for node in ast.walk(ast.parse(text, file)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            said.append((getattr(node, "lineno", 1), ast.get_docstring(node) or ""))
-    for line, words in said:
-        for name in NAMED_FILE.findall(words):
-            if name not in known:
-                yield f"{file}:{line}: {name}"
-
-
-def test_files_that_comments_name_exist():
-    paths = [path for room in ROOMS for path in (TREE / room).rglob("*.*")] + list(TREE.glob("*.*"))
-    files = [path.relative_to(TREE).as_posix() for path in paths]
-    ends = ends_of_paths(files)
-    faults = [
-        fault
-        for file in files
-        if file.endswith(".py")
-        for fault in lost_files(file, (TREE / file).read_text("utf-8"), ends)
-    ]
-    assert not faults, "named and not there:\n" + "\n".join(faults)
-
-
-@pytest.mark.parametrize(
-    ("text", "lost"),
-    [
-        ("# see room/a.py\n", []),
-        ("# see a.py, other/a.py\n", ["f.py:1: other/a.py"]),
-        ('def f():\n    """What b.md says of top/room/a.py."""\n', ["f.py:1: b.md"]),
-        ("# FILE.py, <name>.py, room/*.py and x/{family}.py stand for any\n", []),
-        ("x = 'gone.py'\n", []),
-    ],
-)
-def test_a_lost_file_is_found(text, lost):
-    assert list(lost_files("f.py", text, ends_of_paths(["top/room/a.py"]))) == lost
 
 
 def test_the_package_keeps_the_house_rules():
