@@ -1,5 +1,6 @@
 """Models of every kind, compressed and compiled: exact counts, and outputs equal to eager."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -12,6 +13,7 @@ from torch import nn
 from nmm_compiler import backend
 from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
+from nmm_compiler.passes.pipeline import explain
 
 QUICK = (
     "llama", "phi3", "llama4_text", "deepseek_v3", "qwen3_next", "t5", "bert", "vit", "wavlm",
@@ -103,3 +105,89 @@ def test_the_table_is_large_and_says_why_a_layer_is_not_in_a_call():
         counts = row.expected
         if len({counts["layers"], counts["uses"], counts["chains"]}) > 1:
             assert row.note, row.model_type
+
+
+# Models that are low-rank as they come: a latent behind a norm, a time step of small rank.
+OWN_CHAINS = {"deepseek_v3": {"between"}, "mamba": {"between"}, "jamba": {"between"}}
+
+
+UNCOMPRESSED = (
+    "qwen3", "mistral", "gemma", "phi", "opt", "bert", "t5", "whisper", "deepseek_v3", "mixtral",
+    "mamba", "phi3", "qwen2_moe", "bloom", "clip_vision_model", "modernbert", "jamba",
+    "llama4_text", "qwen3_next", "qwen3_5_text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("llama", 1), ("gpt2", 6), ("vit", None)]
+    + [pytest.param(name, None, marks=pytest.mark.long) for name in UNCOMPRESSED],
+)
+def test_uncompressed_models_have_no_refusals(name, tokens):
+    """Dense layers, rotary embeddings and attention are no chains that something hinders."""
+    pytest.importorskip("transformers")
+    kind, row = MODELS[name]
+    if name == "deepseek_v3":  # latents that save products
+        row = dataclasses.replace(row, config=row.config | {"kv_lora_rank": 6, "q_lora_rank": 6})
+    model, inputs = make(kind, row)
+    if tokens is not None:
+        inputs = {"input_ids": inputs["input_ids"][:1, :tokens]}
+    found = explain(model, inputs)
+    assert found.opportunities
+    assert {d.code for d in found.declined} == OWN_CHAINS.get(name, set()), str(found)
+    kinds = {m.kind for m in found.matches} - {"experts"}
+    assert kinds == ({"mla"} if name == "deepseek_v3" else set())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma", "qwen3", "gpt2"))],
+)
+def test_two_norms_and_two_residuals_of_each_layer(name):
+    """The norm behind the layers stays; so do the norms of q and k of Qwen 3."""
+    pytest.importorskip("transformers")
+    model, inputs = make(*MODELS[name])
+    compress(model, rank=8, align=8)
+    options = {"rules": ["+norms"], "strict": True, "inner": "eager"}
+    with torch.no_grad():
+        want = model(**inputs).last_hidden_state
+        compiled = torch.compile(model, backend="nmm", options=options)
+        got = compiled(**inputs).last_hidden_state
+    rules = [match.split()[0] for match in backend.last_report().matches]
+    assert rules.count("norm") == rules.count("residual") == 2 * model.config.num_hidden_layers
+    assert float((got - want).abs().max()) <= tolerance(model) * float(want.abs().max())
+
+
+ROUND_TRIPS = (
+    "falcon", "opt", "gpt_neox", "bloom", "phi", "gemma2", "olmo2", "starcoder2", "cohere",
+    "stablelm", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe",
+    "phimoe", "gpt_oss", "granitemoe",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_every_linear_is_factorized_or_named_and_round_trips(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, inputs = make(*MODELS[name])
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    report = compress(model, 0.2, calibration=[inputs], align=4)
+    assert linears <= {one.name for one in (*report.layers, *report.skipped)}
+    assert len(report.compressed) >= 2
+    model.save_pretrained(tmp_path)
+    loaded, info = transformers.AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert lowrank_layers(loaded).keys() == lowrank_layers(model).keys()
+    with torch.no_grad():
+        for got, want in zip(run(loaded.eval(), inputs), run(model, inputs), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.long
+def test_a_layer_of_mamba_whose_weight_is_read_is_left_alone():
+    pytest.importorskip("transformers")
+    model, inputs = make(*MODELS["mamba"])
+    report = compress(model, 0.2, calibration=[inputs], align=4)
+    read = [skip.name for skip in report.skipped if "reads its weight" in skip.reason]
+    assert read
+    assert all(name.endswith("dt_proj") for name in read)
