@@ -50,7 +50,7 @@ def calls(tokens=TOKENS):
     yield "matmul", (deep, back), {"w_layout": "col", "out_layout": "col"}
     yield "matmul_as_stored", (x, w, bias), {"out_layout": "col"}
     yield "matmul_as_stored", (x, deep[0]), {"x_layout": "col", "token_axis": "k"}
-    both = {"activations": ["identity", "relu"]}
+    both = {"activations": ["identity", "relu"], "out_layouts": ["row", "col"]}
     yield "lowrank_matmul_shared_x", (x, [u, u], [v, v], [None, bias]), {}
     yield "lowrank_matmul_shared_x", (x, [u, u], [v, v], [bias, None]), both
     layouts = {"out_layouts": ["row", "col"], **stored}

@@ -61,13 +61,9 @@ PLAIN = [
     {"m": 1, "lnc": 2, "n": 192, "k": 384, "down_bias": True},
     {"m": 1, "lnc": 2, "top_k": 3, "n": 192, "k": 384, "down_bias": True},
     {"m": 40, "lnc": 2, "groups": 4, "top_k": 3, **GPT_OSS},
-    {"m": 40, "lnc": 2, "groups": 5, "top_k": 4},
-    {"m": 4, "lnc": 2, "n": 320, **GPT_OSS},
     {"m": 2, "groups": 300, "top_k": 3},
-    {"m": 1, "top_k": 4, "n": 24, "k": 200},
     {"m": 1, "lnc": 2, "top_k": 6, "n": 40},
     {"m": 7, "lnc": 2, "n": 32, "k": 520, "activation": "gelu_tanh"},
-    {"m": 128, "groups": 6, "n": 48, "dtype": "float32", "activation": "relu"},
     {"m": 40, "lnc": 2, "groups": 8, "top_k": 4, "n": 16},
     {"m": 140, "groups": 3, "n": 64},
     {"m": 129, "groups": 140, "k": 200, "n": 136, **GPT_OSS},
@@ -92,7 +88,6 @@ STORED = [
 ]
 BLOCKS_OF_32 = [
     {"weight": "mxfp4"},
-    {"weight": "mxfp4", "m": 1, "k": 480, "n": 320, **JOINED},
     {"weight": "mxfp4", "m": 1, "lnc": 2, "top_k": 3, "n": 512},
     {"weight": "mxfp4", "m": 2, "groups": 4, "k": 2048, "n": 256, "ranks": (32, 32), **JOINED},
     {"weight": "mxfp4", "m": 3, "k": 288, "n": 640, "ranks": (16, 40)},
@@ -112,8 +107,8 @@ BLOCKS_OF_32 = [
 
 @pytest.mark.parametrize(
     ("fields", "target"),
-    [(fields, target) for target in ("trn2", "trn3") for fields in PLAIN + STORED]
-    + [(fields, "trn3") for fields in BLOCKS_OF_32],
+    [(fields, "trn2") for fields in PLAIN + STORED]
+    + [(fields, "trn3") for fields in (PLAIN + STORED)[::6] + BLOCKS_OF_32],
     ids=str,
 )
 def test_the_kernel_is_right_against_float64(fields, target):

@@ -1,5 +1,6 @@
 """Linear layers: what the chosen kernels compute, move and take, over every kind of layer."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from judge import prove_right
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.choose import choose, rank, simulated
+from nmm_compiler.errors import SpecError
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -15,6 +17,7 @@ from nmm_compiler.kernels.linear.specs import (
     MatmulSpec,
 )
 from nmm_compiler.simulator.run import ArraySpec, simulate
+from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.targets import get
 
 TUTORIAL = Path(__file__).parents[2] / "benchmarks" / "kernels" / "dense_blocked.py"
@@ -152,3 +155,46 @@ def test_a_dense_gated_kernel_is_faster_than_its_products(spec):
 def test_a_program_too_long_to_be_simulated_is_one_with_a_loop():
     spec = GatedMLPSpec(m=2048, k=4096, n=14336, r=2560, x_layout="col")
     assert choose(spec, TRN2)[0].instructions < 80_000
+
+
+# A compiler that keeps program order costs a kernel next to nothing: loads come before stores.
+
+# Layers of Llama-3.2-1B, several panels of weights each, so that loads follow stores.
+SPECS = {
+    "matmul": MatmulSpec(m=128, k=2048, n=8192, x_layout="col"),
+    "lowrank": LowRankSpec(m=512, k=2048, r=1312, n=8192, x_layout="col"),
+    "lowrank_shared": LowRankSharedSpec(
+        m=512, k=2048, pairs=((832, (2048,)), (320, (512,)), (320, (512,)))
+    ),
+    "gated_mlp_up": GatedMLPUpSpec(m=128, k=2048, n=8192, r=1312, x_layout="col", out_layout="col"),
+    "gated_mlp": GatedMLPSpec(m=128, k=2048, n=8192, r=1312, x_layout="col"),
+}
+
+
+def latencies(kernel, target):
+    """Return the predicted latency with and without leave to reorder."""
+    arrays = [ArraySpec(t.shape, t.dtype) for t in kernel.spec.inputs()]
+    trace = kernel.simulate(*arrays, mode="timing").trace
+    return tuple(
+        time_trace(trace, get(target), reorder=reorder).latency_us for reorder in (True, False)
+    )
+
+
+# trn1 has no queue of its own for stores: these two wait behind theirs.
+BEHIND_STORES = {("lowrank_shared", "trn1"): 1.07, ("gated_mlp_up", "trn1"): 1.13}
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize("family", SPECS)
+def test_program_order_costs_at_most_a_twentieth(family, target):
+    free, kept = latencies(build_kernel(SPECS[family], target), target)
+    most = BEHIND_STORES.get((family, target), 1.05)
+    assert kept <= most * free, f"{kept:.1f} us in program order, {free:.1f} us without it"
+
+
+def test_what_a_target_cannot_do_is_refused():
+    spec = SPECS["lowrank"]
+    schedule = choose(spec, "trn1")[0].schedule
+    assert not schedule.own_queue
+    with pytest.raises(SpecError, match="own_queue needs descriptors that the device writes"):
+        dataclasses.replace(schedule, own_queue=True).check(spec, get("trn1"))
