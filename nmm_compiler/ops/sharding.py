@@ -139,47 +139,49 @@ def placements(given: Mapping[str, Any], parts: Sequence[Part]) -> Placements:
 
 
 _registered = False
+_NO_NUMBERS = 100  # the place of the first positional argument that is a number: behind all
 
 
 def register(rules: dict[Any, Callable]) -> None:
-    """Register the rules, op -> function, with DTensor, once."""
+    """Register the rules, op -> function, with DTensor, once.
+
+    torch's own `register_sharding` knows no op that returns a list.
+    """
     global _registered
     if _registered:
         return
-    from torch.distributed.tensor.experimental import register_sharding
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
+    propagator = DTensor._op_dispatcher.sharding_propagator
     for op, rule in rules.items():
-        if str(op._schema.returns[0].type).startswith("List"):
-            _register_many(op, rule)
-        else:
-            register_sharding(op)(rule)
+        keywords = [one.name for one in op._schema.arguments if one.kwarg_only] or None
+        info = RuntimeSchemaInfo(_NO_NUMBERS, keywords, needs_pytree=True)
+        propagator.register_op_strategy(op, functools.partial(_strategy, rule), info)
     _registered = True
 
 
-def _register_many(op: Any, rule: Callable) -> None:
-    """Register the rule of an op that returns a list, which `register_sharding` does not know."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo, TupleStrategy
+def _strategy(rule: Callable, op_schema: Any) -> Any:
+    """Return the strategies of a call, over all dimensions of its mesh."""
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
-    def spec(strategy: Any) -> Any:
-        if isinstance(strategy, OpStrategy):
-            return strategy.strategies[0].output_spec
-        if isinstance(strategy, (TupleStrategy, tuple, list)):
-            children: Any = getattr(strategy, "children", strategy)
-            return tuple(map(spec, children))
-        return strategy
+    args = tuple(map(_spec, op_schema.args_schema))
+    keywords = {name: _spec(value) for name, value in op_schema.kwargs_schema.items()}
+    found = rule(*args, **keywords)
+    combined = [[*outs, *(p for p in ins if p is not None)] for outs, ins in found]
+    mesh, results = op_schema.get_mesh_from_args(), len(found[0][0])
+    return expand_to_full_mesh_op_strategy(mesh, op_schema, combined, input_index=results)
 
-    def strategy(op_schema: Any) -> Any:
-        args = tuple(map(spec, op_schema.args_schema))
-        keywords = {name: spec(value) for name, value in op_schema.kwargs_schema.items()}
-        found = rule(*args, **keywords)
-        combined = [[*outs, *(p for p in ins if p is not None)] for outs, ins in found]
-        expand = functools.partial(expand_to_full_mesh_op_strategy, input_index=len(found[0][0]))
-        return expand(op_schema.get_mesh_from_args(), op_schema, combined)
 
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.register_op_strategy(op, strategy, RuntimeSchemaInfo(100, None, needs_pytree=True))
+def _spec(strategy: Any) -> Any:
+    """Return the placements that an argument has: a list of them for a list of tensors."""
+    from torch.distributed.tensor._op_schema import OpStrategy, TupleStrategy
+
+    if isinstance(strategy, OpStrategy):
+        return strategy.strategies[0].output_spec
+    if isinstance(strategy, (TupleStrategy, tuple, list)):
+        return tuple(map(_spec, getattr(strategy, "children", strategy)))
+    return strategy
 
 
 def register_when_used(rules: dict[Any, Callable]) -> None:
