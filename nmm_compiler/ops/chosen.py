@@ -19,7 +19,7 @@ from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.linear.specs import AdaptersSpec
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.corrected import stored_operands  # that room also defines nmm.dequantize
-from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand, Placements
+from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand
 from nmm_compiler.ops.launches import (
     Launch,
     Transpose,
@@ -203,23 +203,11 @@ def _check_index(index: Tensor, tokens: Sequence[Any]) -> None:
         )
 
 
-class ChosenOp(Op):
-    """An op whose weights an index chooses; DTensor gets whole tensors."""
-
-    def sharding(self, *args: Any, **kw: Any) -> Placements:
-        """Return that every tensor is whole on each device."""
-        from torch.distributed.tensor import Replicate
-
-        return [([Replicate()], [None if one is None else Replicate() for one in args])]
-
-
-class AdaptersOp(ChosenOp, LinearOp):
+class AdaptersOp(LinearOp):
     """A linear layer of all tokens, and for each the branch of its adapter."""
 
-    def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Tensor:
-        """Return the result again; no kernel computes it backward."""
-        made: Tensor = self.reference(*args, **kw)
-        return made
+    by_kernels = Op.by_kernels  # by its reference: no kernel computes it backward
+    sharding = Op.sharding
 
     def of_one_dtype(self, given: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the tensors, or None, that have the dtype of x."""
@@ -251,7 +239,7 @@ class AdaptersOp(ChosenOp, LinearOp):
         return [self.launch(rows, given, m, transpose, {"r": rank, "groups": groups})]
 
 
-class ExpertsOp(ChosenOp):
+class ExpertsOp(Op):
     """Gated MLPs that an index chooses for each token."""
 
     def fake(self, *args: Any, **kw: Any) -> Tensor:

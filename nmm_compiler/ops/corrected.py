@@ -297,12 +297,12 @@ class CorrectedOp(LinearOp):
         for one in self.operands:
             for i, (_, tensor, role) in enumerate(one.parts(given[one.name])):
                 layout = one.layout
-                if role == "scales" and form is not None:
+                if role == "dense_scale" and form is not None:
                     role, layout = "dense", "w_layout"
-                elif role == "scales" and tensor.shape[0] == 1:
+                elif role == "dense_scale" and tensor.shape[0] == 1:
                     role = ""  # one number is whole on every device
                 if role == "dense" and form is not None:
-                    of_block = 1 if one.role == "scales" else 32 * form.bits // 8
+                    of_block = 1 if one.role == "dense_scale" else 32 * form.bits // 8
                     stored.append((len(parts), tensor, tensor.shape[1] // of_block))
                 behind = self.gated and i == 2 and role
                 parts.append((f"down_{role}" if behind else role, tensor, layout))
@@ -364,7 +364,7 @@ _WAYS = {
     **LAYOUTS, "u_layout": "row", "v_layout": "row", "w_layout": "col", **WHERE,
 }  # fmt: skip
 _LISTS = (
-    Operand("ws", "Tensor[]", "dense", "w_layout"), Operand("w_scales", "Tensor[]", "scales"),
+    Operand("ws", "Tensor[]", "dense", "w_layout"), Operand("w_scales", "Tensor[]", "dense_scale"),
     Operand("us", "Tensor?[]", "first", "u_layout"), Operand("vs", "Tensor?[]", "last", "v_layout"),
 )  # fmt: skip
 _BRANCHES = Operand("branch_scales", "Tensor[]?")
@@ -372,7 +372,7 @@ CORRECTED = CorrectedOp(
     name="corrected_matmul", bare=corrected_matmul, spec=CorrectedSpec, own=6,
     operands=(
         Operand("x", role="x"), Operand("w", role="dense", layout="w_layout"),
-        Operand("w_scale", role="scales"), Operand("u", "Tensor?", "first", "u_layout"),
+        Operand("w_scale", role="dense_scale"), Operand("u", "Tensor?", "first", "u_layout"),
         Operand("v", "Tensor?", "last", "v_layout"), Operand("bias", "Tensor?", "bias"), *_ENDS,
         Operand("branch_scale", "Tensor?"),
     ),

@@ -130,8 +130,10 @@ class Op:
         raise NotImplementedError
 
     def sharding(self, *args: Any, **kw: Any) -> Placements:
-        """Return the placements that DTensor may use."""
-        raise NotImplementedError
+        """Return the placements that DTensor may use: every tensor is whole on each device."""
+        from torch.distributed.tensor import Replicate
+
+        return [([Replicate()], [None if one is None else Replicate() for one in args])]
 
     def gradient(self, args: tuple, kw: dict[str, Any], grads: tuple, need: tuple) -> Grads:
         """Return a gradient, or None, for each operand.

@@ -23,7 +23,7 @@ from nmm_compiler.ops.definition import NORM, Op, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, inputs_of
 from nmm_compiler.ops.linear import LinearOp
 from nmm_compiler.ops.operands import check_same
-from nmm_compiler.ops.sharding import cut
+from nmm_compiler.ops.sharding import placements
 
 FP8_DTYPE = torch.float8_e4m3fn
 SUFFIX = "_scaled"
@@ -164,25 +164,13 @@ class ScaledOp(Op):
 
     def sharding(self, *args: Any, **kw: Any) -> Placements:
         """Return the placements that DTensor may use: scales lie as the outputs of their weight."""
-        from torch.distributed.tensor import Replicate, Shard
-
         given = self.bound(args, kw)
-        plain = self._plain(given, [w for _, _, w, _ in self._places(given)], given["x"])
-        starts: dict[str, int] = {}
-        for at, (one, *_) in enumerate(self.plain.parts(plain)):
-            starts.setdefault(one.name, at)
-        rows = []
-        for outs, ins in self.plain.sharding(**plain):
-            of_scales = [
-                Shard(0)
-                if ins[starts[name] + i] == Shard(cut(layout, "out")) and scale.shape[0] > 1
-                else Replicate()
-                for (name, i, _, layout), scale in zip(
-                    self._places(given), given["scales"], strict=True
-                )
-            ]
-            rows.append((outs, [ins[0], *of_scales, *ins[1:]]))
-        return rows
+        parts = [(role, tensor, one.layout) for one, _, tensor, role in self.parts(given)]
+        weights = [role for role, _, layout in parts if layout]
+        for place, (role, scale) in enumerate(zip(weights, given["scales"], strict=True), 1):
+            if scale.shape[0] > 1:
+                parts[place] = (f"{role}_scale", scale, "")
+        return placements(given, parts)
 
 
 def scaled_ops(ops: Sequence[LinearOp]) -> Iterator[ScaledOp]:

@@ -26,14 +26,14 @@ from typing import Any
 from nmm_compiler.ops.definition import Placements
 
 Part = tuple[str, Any, str]
-"""Role (definition.py), tensor or None, and the name of the layout of an operand, x first."""
+"""Role (definition.py), tensor or None, and the name of the layout of an operand, x first.
+
+The scales of a weight's outputs have the weight's role and "_scale" behind it."""
 
 Way = tuple[str, str, dict[str, str]]
 """Name of the result's and of x's placement, and how each role is cut: "in", "out", "partial"."""
 
-COLUMN: Way = (
-    "features", "whole", {"last": "out", "dense": "out", "bias": "out", "scales": "out"},
-)  # fmt: skip
+COLUMN: Way = ("features", "whole", {"last": "out", "dense": "out", "bias": "out"})
 PRODUCTS: tuple[Way, ...] = (
     COLUMN,
     ("partial", "features", {"first": "in", "dense": "in", "bias": "partial"}),
@@ -50,7 +50,7 @@ ON_RANKS: tuple[Way, ...] = (("whole", "features", PRODUCTS[1][2] | {"bias": "wh
 GATED_UP: tuple[Way, ...] = (COLUMN,)
 GATED_MLP: tuple[Way, ...] = (
     ("features", "whole",
-     {"down_last": "out", "down_dense": "out", "down_bias": "out", "down_scales": "out"}),
+     {"down_last": "out", "down_dense": "out", "down_bias": "out"}),
     ("partial", "whole",
      {**COLUMN[2], "down_first": "in", "down_dense": "in", "down_bias": "partial"}),
 )  # fmt: skip
@@ -103,7 +103,9 @@ def placements(given: Mapping[str, Any], parts: Sequence[Part]) -> Placements:
 
     def placed(part: Part, sides: dict[str, str], of_x: Any, out: Any) -> Any:
         role, tensor, layout = part
-        side = sides.get(role, "whole")
+        side = sides.get(role.removesuffix("_scale"), "whole")
+        if role.endswith("_scale") and side == "in":
+            side = "whole"
         if tensor is None:
             return None
         if role in ("x", "residual"):
