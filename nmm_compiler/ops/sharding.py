@@ -182,7 +182,8 @@ def _spec(strategy: Any) -> Any:
     if isinstance(strategy, OpStrategy):
         return strategy.strategies[0].output_spec
     if isinstance(strategy, (TupleStrategy, tuple, list)):
-        return tuple(map(_spec, getattr(strategy, "children", strategy)))
+        children: Any = getattr(strategy, "children", strategy)
+        return tuple(map(_spec, children))
     return strategy
 
 
