@@ -5,14 +5,11 @@ In those of transformers every large enough linear is replaced by two factors.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from toy_models import Model as Model
 from toy_models import Pair as Pair
 
-from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.passes.pipeline import explain, run
 from nmm_compiler.passes.rules import Match, Rule
 
@@ -86,114 +83,8 @@ class OwnRule(Rule):
         return self.rewrites(match, editor)
 
 
-def factorize(model: nn.Module, rank: int, exclude: tuple[str, ...] = ("lm_head",)) -> int:
-    """Replace linears (and GPT-2's Conv1D) for which the rank saves work; return how many."""
-    count = 0
-    for name, module in list(model.named_modules()):
-        if any(word in name for word in exclude):
-            continue
-        if isinstance(module, nn.Linear):
-            k, n, bias = module.in_features, module.out_features, module.bias is not None
-        elif type(module).__name__ == "Conv1D":
-            k, n, bias = module.weight.shape[0], module.weight.shape[1], True
-        else:
-            continue
-        if rank * (k + n) >= k * n:
-            continue
-        parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], LowRankLinear(k, rank, n, bias))
-        count += 1
-    return count
-
-
 # The rewrite compares both graphs itself, and a fault of ours is no refusal.
 VERIFIED = {"verify": True, "strict": True}
-
-V, H, I = 50, 32, 64  # noqa: E741
-IDS = {"input_ids": torch.arange(12).view(2, 6) % V}
-TOKENS = {**IDS, "use_cache": False}
-SIZES = {
-    "vocab_size": V, "hidden_size": H, "intermediate_size": I, "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}  # fmt: skip
-TEXT = {**SIZES, "num_key_value_heads": 2}
-PICTURES = {**SIZES, "image_size": 16, "patch_size": 8}
-GPT = {"vocab_size": V, "n_embd": H, "n_layer": 2, "n_head": 4}
-T5 = {"vocab_size": V, "d_model": H, "d_kv": 8, "d_ff": I, "num_layers": 2, "num_heads": 4}
-WHISPER = {
-    "vocab_size": V, "d_model": H, "encoder_layers": 2, "decoder_layers": 1,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": I,
-    "decoder_ffn_dim": I, "num_mel_bins": 8, "max_source_positions": 6,
-    "max_target_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}  # fmt: skip
-LINEAR_ATTENTION = {
-    "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-# Of each model of transformers: its class, its inputs, and the fields of its configuration.
-ZOO = {
-    "llama": ("LlamaModel", TOKENS, TEXT),
-    "qwen3": ("Qwen3Model", TOKENS, {**TEXT, "head_dim": 8}),
-    "mistral": ("MistralModel", TOKENS, {**TEXT, "head_dim": 8}),
-    "gemma": ("GemmaModel", TOKENS, {**TEXT, "head_dim": 8}),
-    "phi": ("PhiModel", TOKENS, {**TEXT, "num_key_value_heads": 4}),
-    "gpt2": ("GPT2Model", TOKENS, {**GPT, "n_positions": 64}),
-    "opt": ("OPTModel", TOKENS, {
-        "vocab_size": V, "hidden_size": H, "ffn_dim": I, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "word_embed_proj_dim": H, "max_position_embeddings": 64}),
-    "bert": ("BertModel", IDS, {**SIZES, "max_position_embeddings": 64}),
-    "vit": ("ViTModel", {"pixel_values": (2, 3, 16, 16)}, PICTURES),
-    "t5": ("T5EncoderModel", IDS, {**T5, "dropout_rate": 0.0}),
-    "whisper_encoder": ("WhisperModel", {"input_features": (2, 8, 12)}, WHISPER),
-    "deepseek_v3": ("DeepseekV3Model", TOKENS, {
-        **TEXT, "num_key_value_heads": 4, "kv_lora_rank": 6, "q_lora_rank": 6,
-        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16, "n_shared_experts": 1}),
-    "mixtral": ("MixtralModel", TOKENS,
-                {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "t5_gated": ("T5EncoderModel", IDS,
-                 {**T5, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}),
-    "mamba": ("MambaModel", TOKENS, {
-        "vocab_size": V, "hidden_size": H, "state_size": 4, "num_hidden_layers": 2,
-        "use_cache": False}),
-    "phi3": ("Phi3Model", TOKENS, {**TEXT, "pad_token_id": 0}),
-    "qwen2_moe": ("Qwen2MoeModel", TOKENS, {
-        **TEXT, "moe_intermediate_size": 16, "num_experts": 4,
-        "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}),
-    "bloom": ("BloomModel", TOKENS,
-              {"vocab_size": V, "hidden_size": H, "n_layer": 2, "n_head": 4}),
-    "clip_vision": ("CLIPVisionModel", {"pixel_values": (2, 3, 16, 16)}, PICTURES),
-    "modernbert": ("ModernBertModel", TOKENS, {**TEXT, "pad_token_id": 0}),
-    "jamba": ("JambaModel", TOKENS, {
-        **TEXT, "num_experts": 2, "attn_layer_offset": 1, "attn_layer_period": 2,
-        "use_mamba_kernels": False, "mamba_d_state": 4, "pad_token_id": 0}),
-    "llama4": ("Llama4TextModel", TOKENS, {
-        **TEXT, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
-        "intermediate_size_mlp": I, "interleave_moe_layer_step": 2, "pad_token_id": 0,
-        "attention_chunk_size": 8}),
-    "qwen3_next": ("Qwen3NextModel", TOKENS, {
-        **TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 32, **LINEAR_ATTENTION}),
-    "qwen3_5": ("Qwen3_5TextModel", TOKENS, {**TEXT, **LINEAR_ATTENTION}),
-}  # fmt: skip
-
-
-def model_of(name):
-    """Return a small random model of the zoo, and its inputs by name."""
-    import transformers
-
-    kind, inputs, fields = ZOO[name]
-    config = getattr(transformers, kind).config_class(**fields)
-    config._attn_implementation = "eager"
-    model = getattr(transformers, kind)(config)
-    drawn = {n: torch.randn(v) if isinstance(v, tuple) else v for n, v in inputs.items()}
-    return model.get_encoder() if kind == "WhisperModel" else model, drawn
-
-
-MODELS = {name: functools.partial(model_of, name) for name in ZOO}
 
 
 def trace_and_run(model, *inputs, **options):

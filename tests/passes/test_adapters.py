@@ -1,16 +1,17 @@
 """LoRA with one or several adapters: one call, equal values, gradients for each adapter."""
 
 import functools
+from collections import Counter
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Backend, kernel_calls
+from models import VERIFIED, Backend, kernel_calls
 from torch import fx, nn
-from toy_models import ModelOfAnyInputs
+from toy_models import ModelOfAnyInputs, llama
 
-from nmm_compiler.passes.pipeline import rewrite, run
+from nmm_compiler.passes.pipeline import run
 
 K, R, N = 64, 8, 48
 # Norms below 1; two orders of adding K + 2 R products and a few terms, each rounded once.
@@ -188,8 +189,29 @@ def test_adapters_that_are_inputs_beside_a_stored_base():
     assert [(m.kind, m.info["chains"]) for m in found[0].matches] == [("lora", 2)]
 
 
-def test_products_of_inputs_alone_are_activations():
-    attention = ModelOfAnyInputs(lambda p, q, k, v: p.out((q @ k.t()) @ v), out=nn.Linear(64, 64))
-    result = rewrite(attention, [torch.randn(8, 64) for _ in range(3)])
-    assert not result.matches
-    assert "weight" in {d.code for d in result.declined}
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("targets", "adapters", "calls"),
+    [
+        (["q_proj", "v_proj", "down_proj"], ["default"], 6),
+        (["q_proj", "down_proj"], ["default", "second"], 4),
+    ],
+)
+def test_peft_adapters_are_one_call_a_layer(targets, adapters, calls):
+    peft = pytest.importorskip("peft")
+    model, ids = llama(32, 64, 2, 50), torch.arange(12).view(2, 6)
+    config = peft.LoraConfig(target_modules=targets, r=4, lora_alpha=8)
+    model = peft.get_peft_model(model, config)
+    for name in adapters[1:]:
+        model.add_adapter(name, config)
+    model.base_model.set_adapter(adapters)
+    for name, parameter in model.eval().named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    found = Backend(VERIFIED)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        got = torch.compile(model, backend=found, dynamic=False)(ids, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
+    assert Counter(m.kind for r in found for m in r.matches) == {"lora": calls}
+    assert {m.info["chains"] for r in found for m in r.matches} == {len(adapters)}

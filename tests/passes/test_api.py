@@ -8,9 +8,10 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import OwnRule, kernel_calls, kinds_of, match_of
+from models import OwnRule, kernel_calls, match_of
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from toy_models import llama
 
 import nmm_compiler as nmm
 from nmm_compiler.errors import BrokenRuleError, ModelError, OptionTypeError, UnknownNameError
@@ -26,13 +27,6 @@ Pair = functools.partial(models.Pair, 64, 8, 48)
 
 def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_function_of_plain_tensors():
-    u, v = torch.randn(64, 8), torch.randn(8, 48)
-    result = rewrite(lambda x, u, v: x @ u @ v, (X, u, v))
-    assert kinds_of(result) == ["lowrank"]
-    close(result.graph_module(X, u, v), X @ u @ v)
 
 
 def test_module_shares_parameters_and_leaves_the_model_alone():
@@ -59,11 +53,6 @@ def test_metadata_is_copied():
     assert "nn_module_stack" in node.meta
     assert (spec.m, spec.k, spec.r, spec.n) == (3, 64, 8, 48)
     assert (spec.u_layout, spec.v_layout, spec.bias) == ("col", "col", True)
-
-
-def test_options_reach_the_call():
-    result = rewrite(Pair(), X, options={"target": "trn3", "executor": "reference"})
-    assert "target = 'trn3', executor = 'reference'" in result.graph_module.code
 
 
 def test_result_prints_diffs_and_serializes():
@@ -119,6 +108,18 @@ def test_explain_reads_models_past_dynamos_recompile_limit():
     limit = torch._dynamo.config.recompile_limit
     counts = [len(explain(model, torch.randn(m, 64)).matches) for m in range(2, limit + 4)]
     assert counts == [1] * (limit + 2)
+
+
+def test_explain_says_what_factorizing_would_save():
+    report = explain(
+        llama(32, 64, 2).model, {"input_ids": torch.arange(6)[None], "use_cache": False}
+    )
+    assert len(report.opportunities) == 14
+    one = next(o for o in report.opportunities if (o.k, o.n) == (32, 64))
+    assert one.r == int(0.8 * 32 * 64 / 96)
+    assert one.saved_bytes == 4 * (32 * 64 - one.r * 96)
+    assert "could be factorized" in str(report)
+    assert '"graphs"' in report.to_json()
 
 
 # -- rules ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from models import VERIFIED, Backend, codes_of, kinds_of
 from torch import nn
+from toy_models import llama
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
@@ -82,14 +83,14 @@ def test_gradients_reach_float32_weights(inside):
 
 def test_peft_branches_under_autocast():
     peft = pytest.importorskip("peft")
-    model, inputs = models.MODELS["llama"]()
+    model, ids = llama(32, 64, 2), torch.arange(12).view(2, 6)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.0)
     model = peft.get_peft_model(model, config).train()
     counts = []
     for around in (False, True):
         found = Backend({"strict": True})
         with torch.autocast(**BF16) if around else contextlib.nullcontext():
-            torch.compile(model, backend=found)(**inputs)
+            torch.compile(model, backend=found)(ids, use_cache=False)
         counts.append(sum(m.kind == "lora" for r in found for m in r.matches))
     assert counts == [6, 6]
 

@@ -1,11 +1,9 @@
 """A function between two products: adapters, squeeze-and-excitation, gated ones, as one call."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LlamaNorm, Model, compiled, kernel_calls
+from models import LlamaNorm, Model, kernel_calls
 from torch import nn
 
 import nmm_compiler as nmm
@@ -66,13 +64,6 @@ def test_latent_attention_is_one_call(name):
     close(result.graph_module(x), model(x))
 
 
-def test_latent_attention_in_the_simulator():
-    model, x = bottleneck(LlamaNorm(R), (False, True)), torch.randn(TOKENS, K)
-    with torch.no_grad():
-        got = compiled(copy.deepcopy(model), executor="simulator", strict=True)(x)
-        close(got, model(x))
-
-
 def test_norm_that_no_kernel_computes_is_left_alone():
     for norm in (nn.LayerNorm(R), nn.RMSNorm(R, eps=1e-6, elementwise_affine=False)):
         model, x = bottleneck(norm), torch.randn(TOKENS, K)
@@ -108,23 +99,3 @@ def test_inner_value_with_another_reader_stays():
     result = nmm.rewrite(model, (torch.randn(TOKENS, K),))
     assert not result.matches
     assert any(d.code == "other_user" for d in result.declined)
-
-
-@pytest.mark.parametrize("activation", FUNCTIONS)
-def test_gradcheck_of_the_op(activation):
-    torch.manual_seed(0)
-    shapes = ((5, 8), (3, 8), (6, 3), (6,), (3,))
-    x, u, v, bias, inner = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
-
-    def call(x, u, v, bias, inner):
-        return torch.ops.nmm.lowrank_matmul(
-            x, u, v, bias, None, inner, u_layout="col", v_layout="col", inner_activation=activation
-        )
-
-    assert torch.autograd.gradcheck(call, (x, u, v, bias, inner))
-
-    def latent(x, u, v, gain):
-        return torch.ops.nmm.lowrank_matmul(x, u, v.t(), None, None, None, gain, u_layout="col")
-
-    assert torch.autograd.gradcheck(latent, (x, u, v, inner))
-    assert torch.autograd.gradgradcheck(latent, (x, u, v, inner))

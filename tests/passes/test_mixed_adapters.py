@@ -45,8 +45,6 @@ def test_a_batch_of_three_adapters_is_one_call_a_layer(shape, dropout):
     with torch.no_grad():
         wanted = made(x, adapter_names=NAMES)
         torch.testing.assert_close(compiled(made)(x, adapter_names=NAMES), wanted)
-        simulated = compiled(made, executor="simulator")(x, adapter_names=NAMES)
-        torch.testing.assert_close(simulated, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_each_adapter_gets_the_gradient_of_its_rows():

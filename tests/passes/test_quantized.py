@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VERIFIED, Backend, kinds_of
+from models import VERIFIED, Backend, compiled, kinds_of
 from torch import nn
+
+import nmm_compiler as nmm
 
 
 class Quantized(nn.Module):
@@ -28,7 +30,7 @@ class Quantized(nn.Module):
         return self.w.double() * self.scale.double()
 
 
-def compiled(model, x):
+def compared(model, x):
     results = Backend(VERIFIED)
     with torch.no_grad():
         return model(x), torch.compile(model, backend=results)(x), results[0]
@@ -41,7 +43,7 @@ def test_plain_modules(kind, after, dtype):
     torch.manual_seed(0)
     layers = [Quantized(torch.randn(n, k), kind, after) for n, k in ((8, 64), (48, 8))]
     model, x = nn.Sequential(*layers), torch.randn(5, 64, dtype=dtype)
-    want, got, result = compiled(model, x)
+    want, got, result = compared(model, x)
     assert kinds_of(result) == ["lowrank"]
     assert "made of stored weights" in result.matches[0].notes[-1]
     truth = x.double() @ layers[0].exact().T @ layers[1].exact().T
@@ -58,7 +60,7 @@ def test_torchao(name):
     model = model.to(torch.bfloat16)
     quantization.quantize_(model, getattr(quantization, name)())
     x = torch.randn(5, 64, dtype=torch.bfloat16)
-    want, got, result = compiled(model, x)
+    want, got, result = compared(model, x)
     assert kinds_of(result) == ["lowrank"]
     weights = [layer.weight.detach().dequantize().double() for layer in model]
     truth = x.double() @ weights[0].T @ weights[1].T + model[1].bias.detach().double()
@@ -75,7 +77,76 @@ def test_torchao_weights_that_round_x_stay_as_they_are(bits):
     group = {} if bits == "Int8" else {"weight_granularity": quantization.PerAxis(0)}
     config = getattr(quantization, f"Int8DynamicActivation{bits}WeightConfig")(**group)
     quantization.quantize_(model, config)
-    want, got, result = compiled(model, torch.randn(5, 64))
+    want, got, result = compared(model, torch.randn(5, 64))
     assert torch.equal(got, want)
     assert not result.matches
     assert any("tensor subclass" in one.reason for one in result.declined)
+
+
+# torchao's quantized linears, alone and under PEFT's adapters: MX tensors are read as stored.
+
+quantization = pytest.importorskip("torchao.quantization")
+workflow = pytest.importorskip("torchao.prototype.mx_formats.inference_workflow")
+K, H, N = 640, 384, 512  # scales are padded to blocks of 128 rows and 4 columns
+
+
+def quantized(config, adapted):
+    """Return two linears whose weights are quantized, with adapters or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, H, bias=False), nn.SiLU(), nn.Linear(H, N)).bfloat16()
+    quantization.quantize_(model, config)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=8, target_modules=["0", "2"], init_lora_weights=False)
+        model = peft.get_peft_model(model, lora).bfloat16()
+    return model.eval(), torch.randn(4, K, dtype=torch.bfloat16)
+
+
+def blocks(dtype):
+    preference = pytest.importorskip("torchao.quantization.quantize_.common").KernelPreference
+    return workflow.MXDynamicActivationMXWeightConfig(
+        activation_dtype=dtype, weight_dtype=dtype, kernel_preference=preference.EMULATED
+    )
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "format"),
+    [(torch.float8_e4m3fn, "mxfp8"), (torch.float4_e2m1fn_x2, "mxfp4")],
+    ids=["mxfp8", "mxfp4"],
+)
+def test_blocks_are_read_as_stored(dtype, format, adapted):
+    model, x = quantized(blocks(dtype), adapted)
+    options = {"target": "trn3", "strict": True}
+    made = nmm.rewrite(model, x, options=options)
+    assert [one.rule for one in made.matches] == ["lora" if adapted else "quantized"] * 2
+    assert {one.info["base_weight"] for one in made.matches} == {format}
+    assert any("put in order" in note for note in made.matches[0].notes)
+    with torch.no_grad():
+        got = compiled(model, **options, executor="simulator")(x)
+        if format == "mxfp8":
+            want = model(x)  # which rounds x to MXFP8 as the kernels do
+        else:  # this rounds x to four bits; the kernels keep eight
+            for linear in (one for one in model.modules() if type(one) is nn.Linear):
+                plain = getattr(linear.weight, "dequantize", None)
+                if type(linear.weight.data).__name__ == "MXTensor":
+                    linear.weight = nn.Parameter(plain(), requires_grad=False)
+            want = model(x)
+    # Of MXFP8 the hidden values differ by a rounding to bfloat16, 2^-8, which turns one in 16 of
+    # their roundings to a step of 2^-3: 2^-5 in the mean. Else x and they are rounded by 2^-4 more.
+    bound = 2**-5 if format == "mxfp8" else 2**0.5 * 2**-4
+    assert (got - want).norm() <= bound * want.norm()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_what_no_kernel_reads_is_said_by_name(name, adapted):
+    model, x = quantized(getattr(quantization, name)(), adapted)
+    (made,) = nmm.explain(model, x, options={"target": "trn3", "strict": True}).results
+    kind = name.replace("WeightOnlyConfig", "Tensor")
+    if adapted:
+        said = [note for one in made.matches for note in one.notes]
+        assert sum(kind in note and "no kernel reads it" in note for note in said) == 2
+    else:
+        said = [one for one in made.declined if one.rule == "quantized"]
+        assert [(one.code, kind in one.reason) for one in said] == [("few_bits", True)] * 2

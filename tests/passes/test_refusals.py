@@ -6,11 +6,11 @@ Of numbers and conditions that decide, each test fails when the one that it name
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS, Model, codes_of, kinds_of, trace_and_run
+from models import Model, codes_of, kinds_of, trace_and_run
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nmm_compiler.passes.pipeline import explain, run
+from nmm_compiler.passes.pipeline import run
 
 
 def refused(model, x):
@@ -94,28 +94,6 @@ def test_a_base_that_is_subtracted_keeps_its_sign():
     result = trace_and_run(model, x)
     torch.testing.assert_close(result.graph_module(x), model(x), rtol=0, atol=2.0**-24 * 256)
     assert "lora" not in kinds_of(result)
-
-
-# Models that are low-rank as they come: a latent behind a norm, a time step of small rank.
-_OWN_CHAINS = {"deepseek_v3": {"between"}, "mamba": {"between"}, "jamba": {"between"}}
-_QUICK = ("llama", "gpt2", "vit")
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [("llama", 1)]
-    + [pytest.param(n, None, marks=() if n in _QUICK else pytest.mark.long) for n in MODELS],
-)
-def test_uncompressed_models_have_no_refusals(name, tokens):
-    """Dense layers, rotary embeddings and attention are no chains that something hinders."""
-    pytest.importorskip("transformers")
-    model, inputs = MODELS[name]()
-    if tokens is not None:
-        inputs = {"input_ids": inputs["input_ids"][:1, :tokens]}
-    found = explain(model.eval(), inputs)
-    assert found.opportunities
-    assert {d.code for d in found.declined} == _OWN_CHAINS.get(name, set()), str(found)
-    assert {m.kind for m in found.matches} == ({"mla"} if name == "deepseek_v3" else set())
 
 
 def graph_of(function, **weights):
