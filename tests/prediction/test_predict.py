@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
+from nmm_compiler.errors import FileError, ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.kernels.base import CORES
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, LowRankSpec, MatmulSpec
