@@ -11,7 +11,7 @@ from models import VERIFIED, Backend, kernel_calls
 from torch import fx, nn
 from toy_models import ModelOfAnyInputs, llama
 
-from nmm_compiler.passes.pipeline import run
+from nmm_compiler.passes.pipeline import rewrite, run
 
 K, R, N = 64, 8, 48
 # Norms below 1; two orders of adding K + 2 R products and a few terms, each rounded once.
@@ -215,3 +215,10 @@ def test_peft_adapters_are_one_call_a_layer(targets, adapters, calls):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2.0**-23 * 64 * 40 * 4)
     assert Counter(m.kind for r in found for m in r.matches) == {"lora": calls}
     assert {m.info["chains"] for r in found for m in r.matches} == {len(adapters)}
+
+
+def test_products_of_inputs_alone_are_activations():
+    attention = ModelOfAnyInputs(lambda p, q, k, v: p.out((q @ k.t()) @ v), out=nn.Linear(64, 64))
+    result = rewrite(attention, [torch.randn(8, 64) for _ in range(3)])
+    assert not result.matches
+    assert "weight" in {d.code for d in result.declined}

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import OwnRule, kernel_calls, match_of
+from models import OwnRule, kernel_calls, kinds_of, match_of
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 from toy_models import llama
@@ -370,3 +370,10 @@ def test_a_model_that_returns_its_cache_is_rewritten_as_it_is(name):
     held = [pytree.tree_leaves(outputs[cache]) for outputs in (got, wanted)]
     assert any(isinstance(leaf, torch.Tensor) for leaf in held[1])
     torch.testing.assert_close(*held, rtol=1e-5, atol=1e-5)
+
+
+def test_function_of_plain_tensors():
+    u, v = torch.randn(64, 8), torch.randn(8, 48)
+    result = rewrite(lambda x, u, v: x @ u @ v, (X, u, v))
+    assert kinds_of(result) == ["lowrank"]
+    close(result.graph_module(X, u, v), X @ u @ v)

@@ -307,3 +307,11 @@ def test_a_padding_mask_stays_with_pytorch_and_is_told():
     declined = [d for d in result.declined if d.rule == "attention"]
     assert [d.code for d in declined] == ["no_kernel"] * 2
     assert all("unknown values" in d.reason for d in declined)
+
+
+def test_a_compiled_call_runs_in_the_simulator():
+    torch.manual_seed(0)
+    model, x = Block(is_causal=True, d=16).eval(), torch.randn(1, 20, 32)
+    with torch.no_grad():
+        got = compiled(model, **ON, inner="aot_eager", executor="simulator")(x)
+        torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)

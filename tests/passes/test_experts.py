@@ -45,6 +45,14 @@ def test_experts_become_one_call(name, way):
         torch.testing.assert_close(compiled(model)(IDS, use_cache=False).logits, wanted)
 
 
+def test_a_compiled_decode_step_runs_the_kernel_in_the_simulator():
+    model = tiny("GptOss", "grouped_mm")
+    with torch.no_grad():
+        wanted = model(IDS[:, :2], use_cache=False).logits
+        made = compiled(model, executor="simulator")(IDS[:, :2], use_cache=False).logits
+    torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-4)
+
+
 class Experts(torch.nn.Module):
     """One mixture in the batched form, with a function between the products.
 

@@ -157,3 +157,13 @@ def test_halves_of_one_projection_however_they_are_cut(cut):
     result = rewritten(f)
     assert codes_of(result) == ["no_kernel"]
     assert kinds_of(result) == ["lowrank"]
+
+
+def test_gradients_through_a_spelled_gate():
+    act = SPELLED["gelu_new"][0]
+    model = Model(lambda p, x: act(p.gate(x) * 0.5) * (p.up(x) * p.one))
+    x = torch.randn(6, K) / 4
+    graph = trace_and_run(model, x).graph_module
+    leaves = [model.a, model.b, model.d, model.ga, model.gb, model.one]
+    one, two = (torch.autograd.grad(m(x).square().sum(), leaves) for m in (model, graph))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)

@@ -174,6 +174,15 @@ def test_a_replacement_may_read_what_it_replaces():
     assert "neg" not in result.graph_module.code
 
 
+def test_dead_nodes_go():
+    rule = nmm.rule(lambda x: torch.tanh(torch.sin(x)), lambda x: x, name="x")
+    result = nmm.rewrite(
+        lambda x: torch.tanh(x.cos().sin()) * 2, (torch.randn(3, 4),), rules=[rule]
+    )
+    assert "sin" not in result.graph_module.code.replace("cos", "")
+    assert "cos" in result.graph_module.code
+
+
 # -- norms ------------------------------------------------------------------------------------
 
 

@@ -193,6 +193,16 @@ def test_only_what_a_transform_holds_is_left_alone(function, chains, left):
     assert sum(d.code == "region" for r in found for d in r.declined) == left
 
 
+def test_tensor_subclass_weight_is_refused():
+    class Wrapped(torch.Tensor):
+        pass
+
+    model = Model(lin)
+    model.b = nn.Parameter(B.clone().as_subclass(Wrapped))
+    found = trace_and_run(model, torch.randn(6, 32))
+    assert not found.matches
+
+
 aten = torch.ops.aten
 # Views and casts that read a second tensor for its shape or dtype only.
 TWO_TENSOR = (
