@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from nmm_compiler.prices.ways import ERRORS
 from nmm_compiler.records import Record
-from nmm_compiler.report.charts import Bar, bars
+from nmm_compiler.report.charts import bars
 from nmm_compiler.report.headline import headline, told_apart
 from nmm_compiler.report.parts import Grid, Part, Section
 from nmm_compiler.report.parts import Line as Text
@@ -334,12 +334,12 @@ class ModelPrediction(Shown, Record):
         beside."""
         models = {"": self} if self.dense is None else {"dense": self.dense, "low-rank": self}
         rows: list[tuple[str, ...]] = []
-        drawn: list[Bar] = []
+        drawn: list[tuple[str, list[float]]] = []
         for phase in self.phases:
             found = [_steps(model, phase.name) for model in models.values()]
             us = [[steps[key].us if key in steps else 0.0 for key in STEPS] for steps in found]
             for name, each in zip(models, us, strict=True):
-                drawn.append(Bar(f"{phase.name} {name}".strip(), tuple(one / 1e3 for one in each)))
+                drawn.append((f"{phase.name} {name}".strip(), [one / 1e3 for one in each]))
             totals = list(map(sum, us))
             band = _percent(BANDS[phase.name])
             rows.append((f"{phase.name}: all", *map(_ms, totals), "100", "", band))

@@ -21,14 +21,6 @@ COLOURS = ("--a", "--b", "--c", "--d", "--e", "--f", "--g", "--h")
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One row of `bars`: a name and the values of its parts, in the order of the chart's keys."""
-
-    name: str
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Axis:
     """A scale from data to pixels, linear or logarithmic."""
 
@@ -47,20 +39,25 @@ class Axis:
         return round(self.start + share * (self.stop - self.start), 2)
 
 
-def bars(rows: Sequence[Bar], keys: Sequence[str], unit: str, text: str) -> Drawing:
-    """Return stacked horizontal bars, one a row. keys: the names of each bar's parts."""
-    sums = [sum(row.values) for row in rows]
+def bars(
+    rows: Sequence[tuple[str, Sequence[float]]], keys: Sequence[str], unit: str, text: str
+) -> Drawing:
+    """Return stacked horizontal bars.
+
+    rows: (name, the values of its parts). keys: the names of the parts, in that order.
+    """
+    sums = [sum(values) for _, values in rows]
     totals = [f"{f'{total:,.0f}' if total >= 1e4 else f'{total:.4g}'} {unit}" for total in sums]
-    left = 10 + 7 * max((len(row.name) for row in rows), default=0)
+    left = 10 + 7 * max((len(name) for name, _ in rows), default=0)
     right = 12 + 7 * max(map(len, totals), default=0)
     axis = Axis(0.0, max(sums, default=0.0) or 1.0, left, max(WIDTH - right, left + 60))
     body, top = legend(keys, 4)
-    for row, total in zip(rows, totals, strict=True):
-        body.append(label(left - 6, top + 14, row.name, "end"))
+    for (name, values), total in zip(rows, totals, strict=True):
+        body.append(label(left - 6, top + 14, name, "end"))
         start = 0.0
-        for key, value, colour in zip(keys, row.values, colours(len(keys)), strict=True):
+        for key, value, colour in zip(keys, values, colours(len(keys)), strict=True):
             wide = round(axis.at(start + value) - axis.at(start), 2)
-            said = hint(f"{row.name}, {key}: {value:.4g} {unit}")
+            said = hint(f"{name}, {key}: {value:.4g} {unit}")
             body.append(
                 f'<rect x="{axis.at(start)}" y="{top}" width="{wide}" height="18" '
                 f'fill="var({colour})">{said}</rect>'

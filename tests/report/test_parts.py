@@ -93,9 +93,7 @@ def _parsed(drawing: Drawing):
 
 
 def test_bars_are_as_wide_as_their_values():
-    drawing = charts.bars(
-        [charts.Bar("fused", (3.0, 1.0)), charts.Bar("dense", (8.0, 0.0))], ("a", "b"), "us", "t"
-    )
+    drawing = charts.bars([("fused", (3.0, 1.0)), ("dense", (8.0, 0.0))], ("a", "b"), "us", "t")
     tree, _ = _parsed(drawing)
     widths = [float(e.get("width")) for e in tree.iter() if e.get("height") == "18"]
     assert widths[0] == pytest.approx(3 * widths[1], rel=0.01)
@@ -115,8 +113,8 @@ def test_gains_begin_at_one_and_twice_is_as_long_as_half():
 
 def test_what_stands_beside_a_bar_is_inside_of_the_picture():
     rows = [
-        charts.Bar("model.layers.0.mlp.down_proj", (12_345_678.0, 1.0)),
-        charts.Bar("q", (4.0, 2.0)),
+        ("model.layers.0.mlp.down_proj", (12_345_678.0, 1.0)),
+        ("q", (4.0, 2.0)),
     ]
     tree, _ = _parsed(charts.bars(rows, ("kept", "removed"), "parameters", "t"))
     labels = {

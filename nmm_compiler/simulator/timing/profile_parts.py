@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nmm_compiler.report.charts import Bar, bars
+from nmm_compiler.report.charts import bars
 from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
 from nmm_compiler.simulator.timing.advice import Advice
 from nmm_compiler.simulator.timing.causes import (
@@ -145,8 +145,8 @@ def time_drawing(found: Timeline) -> Drawing:
     waiting = waits(found)
     kinds = sorted({kind for reasons in waiting.values() for kind in reasons})
     rows = [
-        Bar(name, (found.busy_us.get(engine, 0.0),
-                   *(waiting.get(engine, {}).get(kind, 0.0) for kind in kinds)))
+        (name, [found.busy_us.get(engine, 0.0),
+                *(waiting.get(engine, {}).get(kind, 0.0) for kind in kinds)])
         for engine, name in ENGINE_NAMES.items()
         if found.busy_us.get(engine, 0.0) and engine != "sync"
     ]  # fmt: skip
