@@ -53,7 +53,8 @@ class Advice(Record):
 
     def __str__(self) -> str:
         bound = "at most" if self.at_most else "about"
-        place = f" ({_lines(self.lines)})" if self.lines else ""
+        word = "line" if len(self.lines) == 1 else "lines"
+        place = f" ({word} {line_numbers(self.lines)})" if self.lines else ""
         what = f"{self.seen}{place}: {self.remedy}"
         return f"{self.unsure}{what} would save {bound} {self.gain_us:.2f} us"
 
@@ -179,6 +180,6 @@ def _other_instructions(timeline: Timeline) -> Iterator[Advice]:
             yield _timed_again(timeline, seen, remedy, lines, at_most=at_most, trace=trace)
 
 
-def _lines(lines: tuple[int, ...], shown: int = 4) -> str:
-    text = ", ".join(map(str, lines[:shown])) + (", ..." if len(lines) > shown else "")
-    return f"line {text}" if len(lines) == 1 else f"lines {text}"
+def line_numbers(lines: tuple[int, ...]) -> str:
+    """Return the first three lines, and that there are more."""
+    return ", ".join(map(str, lines[:3])) + (", ..." if len(lines) > 3 else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nmm_compiler.report.charts import bars
 from nmm_compiler.report.parts import Drawing, Grid, Line, Listing, Part, Section
-from nmm_compiler.simulator.timing.advice import Advice
+from nmm_compiler.simulator.timing.advice import Advice, line_numbers
 from nmm_compiler.simulator.timing.causes import (
     WHY,
     Share,
@@ -65,17 +65,12 @@ def advice_table(advice: Sequence[Advice]) -> Part:
     rows = [
         (
             f"{'<=' if a.at_most else '~'} {a.gain_us:.2f}",
-            _places(a.lines),
+            line_numbers(a.lines) or "-",
             f"{a.unsure}{a.seen}: {a.remedy}",
         )
         for a in advice
     ]
     return Grid.of(("saves us", "lines", "what"), rows, right=("saves us",))
-
-
-def _places(lines: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, lines[:3]))
-    return shown + (", ..." if len(lines) > 3 else "") or "-"
 
 
 def path_table(found: Timeline) -> Grid:
