@@ -16,8 +16,8 @@ from typing import Any
 from nmm_compiler.records import Record
 from nmm_compiler.report.headline import not_told
 from nmm_compiler.simulator.timing.causes import on_the_path, waits
-from nmm_compiler.simulator.timing.costs import Works
 from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
+from nmm_compiler.simulator.timing.dma import dma_cost
 from nmm_compiler.simulator.timing.evidence import band_of
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace
@@ -96,15 +96,13 @@ def _timed_again(
 
 def _without_costs(timeline: Timeline) -> Iterator[Advice]:
     """Yield bounds of what a change could save that no kernel can make completely."""
-    trace, target, works = timeline.trace, timeline.target, Works(timeline.target)
+    trace, target = timeline.trace, timeline.target
     bound = functools.partial(_timed_again, timeline, at_most=True)
     moving = [trace.instructions[transfer.index] for transfer in timeline.transfers]
     short: dict[int, int] = {}
     for instruction in moving:
-        cost = (works.kinds.get(instruction.kind) or works.find(instruction)).dma
-        assert cost is not None
-        if cost.run_bytes < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
-            line, run = instruction.line, cost.run_bytes
+        line, run = instruction.line, dma_cost(target, instruction).run_bytes
+        if run < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
             short[line] = min(short.get(line, run), run)
     if short:
         sizes = sorted({min(short.values()), max(short.values())})

@@ -4,7 +4,7 @@
 a consumer waits for `latency`. The difference is the fixed pipeline overhead, which back-to-back
 independent instructions hide and dependent ones pay. How many cycles an instruction streams is in
 its row (`isa/cycles.py`). A trace repeats a few kinds of instructions thousands of times, and the
-simulator numbers them while it runs (`Instruction.kind`), so `Works` finds each cost once.
+simulator numbers them while it runs (`Instruction.kind`), so `work_of` finds each cost once.
 """
 
 from __future__ import annotations
@@ -139,32 +139,21 @@ class Work:
         self.psum, self.sbuf = "psum" in memories, "sbuf" in memories
 
 
-class Works:
-    """The work of every kind of instruction on one target.
-
-    kinds: by `Instruction.kind`; what is not there, `find` works out.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.kinds: dict[int, Work] = {}
-
-    def find(self, instruction: Instruction) -> Work:
-        """Return the work of an instruction, and remember it by its kind."""
-        engine = ENGINES.index(instruction.engine)
-        prefers_scalar = self.target.unset_engine_prefers_scalar
-        placed = prefers_scalar and engine == VECTOR and scalar_can(instruction)
-        work = Work(SCALAR if placed else engine, placed, instruction)
-        if engine == DMA:
-            work.dma = dma_cost(self.target, instruction)
-        elif engine == TENSOR:
-            work.interval, work.latency = tensor_cost(self.target, instruction)
-        else:
-            work.interval, work.latency = other_cost(self.target, instruction, ENGINES[work.engine])
-            name = instruction.attributes.get("function", "")
-            needs_table = work.engine == SCALAR and instruction.op.startswith("activat")
-            if needs_table and name not in _IN_EVERY_TABLE:
-                work.table = name
-        if instruction.kind:
-            self.kinds[instruction.kind] = work
-        return work
+def work_of(target: Target, instruction: Instruction, kinds: dict[int, Work]) -> Work:
+    """Return the work of an instruction, and keep it in `kinds` by its kind."""
+    engine = ENGINES.index(instruction.engine)
+    placed = target.unset_engine_prefers_scalar and engine == VECTOR and scalar_can(instruction)
+    work = Work(SCALAR if placed else engine, placed, instruction)
+    if engine == DMA:
+        work.dma = dma_cost(target, instruction)
+    elif engine == TENSOR:
+        work.interval, work.latency = tensor_cost(target, instruction)
+    else:
+        work.interval, work.latency = other_cost(target, instruction, ENGINES[work.engine])
+        name = instruction.attributes.get("function", "")
+        needs_table = work.engine == SCALAR and instruction.op.startswith("activat")
+        if needs_table and name not in _IN_EVERY_TABLE:
+            work.table = name
+    if instruction.kind:
+        kinds[instruction.kind] = work
+    return work

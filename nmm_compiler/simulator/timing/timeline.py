@@ -21,7 +21,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 
-from nmm_compiler.simulator.timing.costs import Work, Works
+from nmm_compiler.simulator.timing.costs import Work, work_of
 from nmm_compiler.simulator.timing.dependence import (
     DMA,
     ENGINES,
@@ -158,7 +158,6 @@ class _Pass:
 
     def __init__(self, trace: Trace, target: Target, reorder: bool) -> None:
         self.trace, self.target, self.reorder = trace, target, reorder
-        self.works = Works(target)
         self.dependences = Dependences(trace, target, self._book, self._settle, reorder)
         count = len(trace.instructions)
         self.start = [0.0] * count
@@ -195,7 +194,7 @@ class _Pass:
         edges, in_order, spans, waited = self.edges, self.in_order, self.spans, self.waited
         dependences, engines = self.dependences, self.engines
         ready_of, done = dependences.ready, dependences.done
-        kinds, find = self.works.kinds, self.works.find
+        kinds: dict[int, Work] = {}
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
@@ -203,7 +202,7 @@ class _Pass:
             if instruction.op == "core_barrier":
                 self._meet(index, "barrier")
                 yield self.floor
-            work = kinds.get(instruction.kind) or find(instruction)
+            work = kinds.get(instruction.kind) or work_of(self.target, instruction, kinds)
             reads, writes = instruction.reads, instruction.writes
             engine = work.engine
             if work.placed:
