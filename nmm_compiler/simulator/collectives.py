@@ -148,7 +148,7 @@ class _Move(Caller):
             sent = [_sent(machine, src) for src, _ in pairs]
             if local is not None:
                 sent = [_reduced(sent[0], _sent(machine, local[0]), local[1])]
-        if machine.alone:
+        if machine.options.ranks > 1:  # the others do not run
             return record
         what = f"ncc.{self.op} of ranks {self.ranks}"
         key = machine.program_id, self.ranks, self.op

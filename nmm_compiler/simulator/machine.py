@@ -80,7 +80,10 @@ def place_instructions(place: tuple[str, int]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to run: `simulate` says what each means."""
+    """How to run: `simulate` says what each means.
+
+    ranks: if several, the others do not run; they are taken to arrive at the same time.
+    """
 
     target: str | Target
     grid: Any
@@ -126,8 +129,6 @@ class Machine:
     program_id: of the programs of a rank, which are `grid`. rank: of `ranks` cores that exchange
         data by nki.collectives.
     programs: the exchange with the other programs.
-    alone: the other ranks do not run; in timing mode they are taken to arrive at the same time.
-    turns: of a loop on the device whose bound is not known without data.
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     storages: the identity of the next storage or register. names: of the variables that places
         assign to.
@@ -139,10 +140,10 @@ class Machine:
     """
 
     __slots__ = (
-        "accumulators", "alone", "assign", "data", "dialect", "failure", "grid", "identities",
-        "instructions", "kept", "max_instructions", "names", "no_reorder_depth", "outcomes",
-        "outputs", "poisoned", "program_id", "programs", "random_state", "rank",
-        "ranks", "storages", "strict", "target", "trace", "turn", "turns", "warned",
+        "accumulators", "assign", "data", "dialect", "failure", "grid", "identities",
+        "instructions", "kept", "names", "no_reorder_depth", "options", "outcomes", "outputs",
+        "poisoned", "program_id", "programs", "random_state", "rank",
+        "ranks", "storages", "target", "trace", "turn", "warned",
         "warning_keys", "warnings",
     )  # fmt: skip
 
@@ -163,17 +164,14 @@ class Machine:
         self.data = options.data
         self.outcomes = _outcomes_on(target)
         self.warned = 0
-        self.strict = options.strict
-        self.max_instructions = options.max_instructions
         self.program_id, self.grid, self.programs = program_id, grid, programs
-        self.rank, self.ranks, self.alone = rank, ranks, options.ranks > 1
+        self.rank, self.ranks, self.options = rank, ranks, options
         self.trace = Trace(program_id=program_id)
         self.instructions = self.trace.instructions
         self.storages = self.place << 40
         self.names: dict[tuple[str, int], str] = {}
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
-        self.turns = options.turns
         self.poisoned: list[tuple[Any, Any, str]] = []
         self.kept: Any = None
         self.accumulators: dict[str, Any] = {}
@@ -218,7 +216,7 @@ class Machine:
 
         place: the (file, line) that is to blame, by default the kernel's current one.
         """
-        if self.strict:
+        if self.options.strict:
             raise kind(message, *(place or kernel_frame()))
         self.warn(message, place)
 
@@ -245,10 +243,10 @@ class Machine:
         file, line = kernel_frame()
         instructions = self.instructions
         index = len(instructions)
-        if index >= self.max_instructions:
+        if index >= self.options.max_instructions:
             raise SimulationError(
-                f"more than max_instructions={self.max_instructions:,} instructions; is a loop "
-                "endless? Otherwise raise max_instructions",
+                f"more than max_instructions={self.options.max_instructions:,} instructions; is "
+                "a loop endless? Otherwise raise max_instructions",
                 file,
                 line,
             )

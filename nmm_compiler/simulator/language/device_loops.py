@@ -149,11 +149,11 @@ class _Loop:
     def turn(self) -> Iterator[None]:
         """Hold one turn: record its instructions, and compare them with the first turn's."""
         machine = self.machine
-        if self.count > machine.max_instructions:
+        if self.count > machine.options.max_instructions:
             raise machine.error(
                 SimulationError,
-                f"{self.name} ran more than max_instructions={machine.max_instructions:,} times; "
-                "is its condition ever cleared? Otherwise raise max_instructions",
+                f"{self.name} ran more than max_instructions={machine.options.max_instructions:,} "
+                "times; is its condition ever cleared? Otherwise raise max_instructions",
             )
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
         trace.loop_edges.append(first)
@@ -184,7 +184,7 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
                 yield VirtualRegister(value, frozen=True)
             except GeneratorExit:  # Python drops what is raised while it closes a generator
                 machine.turn = loop.outer
-                if machine.strict and machine.failure is None:
+                if machine.options.strict and machine.failure is None:
                     machine.failure = machine.error(
                         SimulationError,
                         "Python leaves nl.dynamic_range in the middle of a turn; a loop on the "
@@ -196,7 +196,7 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
 def _bound(value: Any) -> int:
     if not isinstance(value, VirtualRegister):
         return int(value)
-    given = current().turns
+    given = current().options.turns
     return given if given is not None and not value.known else value.read()
 
 
