@@ -177,13 +177,6 @@ def _created_like(call: str, /, a: Tensor, dtype: Any, **given: Any) -> Tensor:
 
 
 @_named
-def rand(shape: Any, dtype: Any = np.float32) -> Tensor:
-    """Return uniform random numbers in [0, 1)."""
-    session().flush()
-    return Tensor.of(CURRENT["rand"](_shape(shape)[0], kind_of(dtype)))
-
-
-@_named
 def random_seed(seed: Any, *, mask: Any = None) -> None:
     """Seed the generator with a number or a tile of one element."""
     if box_of(mask, (1, 1)) is not False:
@@ -387,7 +380,7 @@ def _composite(short: str) -> Callable[..., Any]:
 
     def function(name: str, mask: Any = None, **given: Any) -> Tensor:
         session().flush()
-        shape = next(v.shape for v in given.values() if isinstance(v, Tensor))
+        shape = next((v.shape for v in given.values() if isinstance(v, Tensor)), ())
         box = box_of(mask, shape)
         if box is False:
             return result(shape, dtypes.float32, lambda box: nothing, mask=False)
@@ -502,7 +495,7 @@ def _update(dst: Tensor, short: str, value: Any) -> Tensor:
 _REDUCTIONS = {"sum": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
 _COMPOSITES = [
     "sin", "cos", "tan", "ceil", "floor", "trunc", "mean", "var", "all", "softmax", "rms_norm",
-    "where", "dropout", "gather_flattened",
+    "where", "dropout", "gather_flattened", "rand",
 ]  # fmt: skip
 _OWN: dict[str, Callable[..., Any]] = {
     "copy": _copy, "transpose": _transpose, "matmul": _matmul, "static_cast": _static_cast,
