@@ -672,7 +672,6 @@ def assign(dst: Tensor, value: Any) -> None:
     if isinstance(value, Tensor) and value.place is not None and same_view(dst.place, value.place):
         return  # what `a[i] += b` ends with: the sum is there
     if dst.memory == "hbm":
-        now.flush()
         raise fail(
             OperandError,
             f"assignment to {dst!r} in HBM (err_unsupported_memory); use nl.store(dst, value)",
