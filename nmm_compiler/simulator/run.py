@@ -265,8 +265,7 @@ def _result(machines: list[Machine], binder: Binder, function: Any, options: Opt
         _check_turns(machine, tensors)
     outputs = None
     if machines[0].data:
-        given: set[int] = set()
-        outputs = tuple(_export(machines[0], t, given) for t in tensors)
+        outputs = tuple(_export(machines[0], t) for t in tensors)
         binder.write_back(machines)
     specs = tuple(ArraySpec(t.shape, t.dtype) for t in tensors)
     profile = None
@@ -376,13 +375,9 @@ def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTe
     return flat, single
 
 
-def _export(machine: Machine, tensor: NkiTensor, given: set[int]) -> np.ndarray:
-    """Return an output's values; refuses elements that were never written.
-
-    given: identities of the storages whose bytes an output has. An output that is all of its
-    storage gets the storage's own bytes, any other a copy.
-    """
-    mask = tensor.missing()
+def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
+    """Return a copy of an output's values; refuses elements that were never written."""
+    values, mask = tensor.array().copy(), tensor.missing()
     if mask is not None:
         origin = tensor.storage.origin
         message = (
@@ -393,15 +388,4 @@ def _export(machine: Machine, tensor: NkiTensor, given: set[int]) -> np.ndarray:
         file = machine.instructions[-1].file if machine.instructions else ""
         machine.rule(HazardError, message, (file, tensor.storage.allocation.line))
         values = poisoned_values(tensor, mask)
-        return values.astype(np.bool_) if tensor.dtype == "bool" else values
-    values, storage = tensor.array(), tensor.storage
-    if tensor.dtype == "bool":
-        return values.astype(np.bool_)
-    if (
-        storage.identity in given
-        or values.nbytes != storage.raw.nbytes
-        or not values.flags.c_contiguous
-    ):
-        return values.copy()
-    given.add(storage.identity)
-    return values
+    return values.astype(np.bool_) if tensor.dtype == "bool" else values
