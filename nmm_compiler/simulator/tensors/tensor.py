@@ -569,28 +569,23 @@ class NkiTensor(NKIObject):
         fixed_sizes: dict[str, int] | None = None,
     ) -> NkiTensor:
         """Split, reorder and merge dimensions by name, as einops does."""
-        fixed = dict(fixed_sizes or {})
-        view, names, d = self, [], 0
-        if len(src_pattern) != len(self.shape):
+        groups, wanted = (
+            [[entry] if isinstance(entry, str) else list(entry) for entry in pattern]
+            for pattern in (src_pattern, dst_pattern)
+        )
+        if len(groups) != len(self.shape):
             raise fail(OperandError, f"pattern {src_pattern} for shape {self.shape}")
-        for entry in src_pattern:
-            if isinstance(entry, str):
-                names.append(entry)
-                d += 1
-                continue
-            sizes = tuple(fixed.get(n, -1) for n in entry)
-            view = view.reshape_dim(d, sizes) if len(sizes) > 1 else view
-            names += list(entry)
-            d += len(entry)
-        flat = [n for e in dst_pattern for n in ([e] if isinstance(e, str) else e)]
-        if sorted(flat) != sorted(names):
+        view, sizes = self, fixed_sizes or {}
+        for d in reversed(range(len(groups))):  # those before it keep their numbers
+            if len(groups[d]) > 1:
+                view = view.reshape_dim(d, [sizes.get(name, -1) for name in groups[d]])
+        names, order = ([name for group in each for name in group] for each in (groups, wanted))
+        if sorted(order) != sorted(names):
             raise fail(OperandError, f"patterns {src_pattern} and {dst_pattern} differ")
-        order = tuple(names.index(n) for n in flat)
-        if order != tuple(range(len(order))):
-            view = view.permute(order)
-        for d, entry in enumerate(dst_pattern):
-            if not isinstance(entry, str) and len(entry) > 1:
-                view = view.flatten_dims(d, d + len(entry) - 1)
+        view = view.permute([names.index(name) for name in order])
+        for d, group in enumerate(wanted):
+            if len(group) > 1:
+                view = view.flatten_dims(d, d + len(group) - 1)
         return view
 
     # Data
