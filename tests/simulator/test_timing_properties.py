@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trace_builder import Builder, Scene, touched
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.timing.dependence import ENGINES, wake_table
+from nmm_compiler.simulator.timing.dependence import ENGINES, wake_us
 from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.timeline import time_trace
@@ -71,7 +71,7 @@ def no_overlap(spans):
 @given(programs(), st.sampled_from(TARGETS), st.booleans())
 def test_dependences_hold(trace, target, reorder):
     timeline = time_trace(trace, target, reorder=reorder)
-    wake = wake_table(target)
+    wake = wake_us(target)
     code = {name: number for number, name in enumerate(ENGINES)}
     for late, second in enumerate(trace.instructions):
         for early, first in enumerate(trace.instructions[:late]):
@@ -82,12 +82,12 @@ def test_dependences_hold(trace, target, reorder):
             war = any(meets(r, w) for r in first.reads for w in second.writes)
             begin = timeline.start[late]
             if raw and not (same and first.engine == "tensor"):
-                assert begin >= timeline.end[early] + wake[a][b] - TINY
+                assert begin >= timeline.end[early] + wake[b][a] - TINY
             if waw:
-                least = timeline.interval_end[early] if same else timeline.end[early] + wake[a][b]
+                least = timeline.interval_end[early] if same else timeline.end[early] + wake[b][a]
                 assert begin >= least - TINY
             if war:
-                least = timeline.interval_end[early] + (0.0 if same else wake[a][b])
+                least = timeline.interval_end[early] + (0.0 if same else wake[b][a])
                 assert begin >= least - TINY
 
 

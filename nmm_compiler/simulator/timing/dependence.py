@@ -33,13 +33,10 @@ _US = 1e6
 _MADE_BY = ("result",) * DMA + ("load",)
 
 
-def wake_table(target: Target) -> list[list[float]]:
-    """Return [producer][consumer] -> microseconds from the end of one to the start of the other."""
-    engine = target.engine_semaphore_seconds * _US
-    table = [[0.0 if a == b else engine for b in range(6)] for a in range(6)]
-    for consumer in range(6):
-        table[DMA][consumer] = target.semaphore_seconds * _US
-    return table
+def wake_us(target: Target) -> list[list[float]]:
+    """Return [consumer][producer] -> microseconds from the end of one to the start of the other."""
+    engine, dma = target.engine_semaphore_seconds * _US, target.semaphore_seconds * _US
+    return [[*(0.0 if a == b else engine for a in range(DMA)), dma] for b in range(len(ENGINES))]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -105,10 +102,8 @@ class Dependences:
         self.psum = Pool(banks, lambda before: before == math.inf and settle(before))
         self._placed: list[tuple[Storage, Access]] = []
         self._book = book
-        wake = wake_table(target)
-        self._wake_of = [[row[consumer] for row in wake] for consumer in range(6)]
-        # the compiler reuses memory in the order in which it dies; engines signal as ever
-        self._free_wake = [wake[VECTOR if e == TENSOR else TENSOR][e] for e in range(6)]
+        self.wake_us = wake_us(target)
+        self._free_us = target.engine_semaphore_seconds * _US  # what reused memory costs
         self._survey(trace, target)
 
     def _survey(self, trace: Trace, target: Target) -> None:
@@ -138,7 +133,7 @@ class Dependences:
 
     def ready(self, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]) -> float:
         """Return when the instruction's operands are there and its results may be written."""
-        storages, wake = self.storages, self._wake_of[engine]
+        storages, wake = self.storages, self.wake_us[engine]
         ready, waited = 0.0, AT_ONCE
         for access in reads:
             storage = storages.get(access.storage)
@@ -163,7 +158,7 @@ class Dependences:
                 self._book_users(storage, access)
             when = storage.floor
             if when > 0.0:
-                when += self._free_wake[engine]
+                when += self._free_us
                 if when > ready:
                     ready, waited = when, ("memory", storage.freed_by, storage.floor)
             for records in (storage.writes, storage.reads):

@@ -31,7 +31,6 @@ from nmm_compiler.simulator.timing.dependence import (
     VECTOR,
     Dependences,
     Store,
-    wake_table,
 )
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Waited
@@ -167,7 +166,6 @@ class _Pass:
         self.engines = [Slots() for _ in ENGINES]
         self.tensor = TensorClock(target, self.engines[TENSOR])
         self.placed: dict[int, str] = {}
-        self.wake = wake_table(target)
         # instructions that keep program order: all, or those of nl.no_reorder
         self.in_order = bytearray(count) if reorder else bytearray(b"\1" * count)
         for first, stop in trace.ordered:
@@ -254,7 +252,7 @@ class _Pass:
             for store in [store for _, put_off, store in self.waiting if put_off == at]:
                 self._book(store)
             name = self.placed.get(at, self.trace.instructions[at].engine)
-            wake = self.wake[ENGINES.index(name)][engine]
+            wake = self.dependences.wake_us[engine][ENGINES.index(name)]
             if self.end[at] + wake > ready:
                 ready = self.end[at] + wake
                 self.waited[index] = "result", at, self.end[at]
