@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from nmm_compiler.errors import impossible_profile, timeline_missing
 from nmm_compiler.records import Record
@@ -94,6 +95,7 @@ class Profile(Shown, Record):
     instructions: dict[str, dict[str, int]]
     program_instructions: int = 0
     unmodelled: tuple[str, ...] = ()
+    _timeline: ClassVar[Timeline | None] = None  # of the instance that was made from one
 
     def __post_init__(self) -> None:
         limit_us = self.latency_us * (1 + 1e-9)  # sums of floats in two orders
@@ -116,10 +118,9 @@ class Profile(Shown, Record):
     @property
     def timeline(self) -> Timeline:
         """The timeline this profile was made from; SimulationError after a JSON round trip."""
-        found = self.__dict__.get("_timeline")
-        if not isinstance(found, Timeline):
+        if self._timeline is None:
             raise timeline_missing()
-        return found
+        return self._timeline
 
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Write the timeline as Chrome JSON (opens in ui.perfetto.dev); return the path."""
@@ -182,9 +183,9 @@ class Profile(Shown, Record):
 
     def overview(self) -> list[Part]:
         """Return the summary and, where the timeline is still there, why engines wait."""
-        found = self.__dict__.get("_timeline")
-        engines = [profile_parts.engine_table(found)] if isinstance(found, Timeline) else []
-        return [Line(self.summary()), *engines]
+        if self._timeline is None:
+            return [Line(self.summary())]
+        return [Line(self.summary()), profile_parts.engine_table(self._timeline)]
 
     def parts(self, advice: Sequence[Advice] | None = None) -> list[Part]:
         """Return the figures, and where the time goes if the timeline is still there.
@@ -192,15 +193,14 @@ class Profile(Shown, Record):
         advice: of `advice()`, which takes about ten times as long as the timing.
         """
         parts: list[Part] = [Line(self.summary(), "headline"), self.figures()]
-        found = self.__dict__.get("_timeline")
-        if not isinstance(found, Timeline):
+        if self._timeline is None:
             return parts
-        return [*parts, *profile_parts.timeline_parts(found, advice)]
+        return [*parts, *profile_parts.timeline_parts(self._timeline, advice)]
 
     def page_parts(self, advice: Sequence[Advice] | None = None) -> list[Part]:
         """Return `parts`, the critical path and the source lines with their time."""
-        parts, found = self.parts(advice), self.__dict__.get("_timeline")
-        if isinstance(found, Timeline):
+        parts, found = self.parts(advice), self._timeline
+        if found is not None:
             parts.append(Section("critical path", (profile_parts.path_table(found),)))
             parts.append(Section("source", tuple(profile_parts.listings(found))))
         return parts
