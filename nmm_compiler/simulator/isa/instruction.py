@@ -52,6 +52,7 @@ from nmm_compiler.simulator.isa.operators import YOUNG_ALU_OPERATORS, Takes
 from nmm_compiler.simulator.isa.poison import Flow, spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.geometry import geometry_of
+from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access, Instruction
@@ -374,16 +375,17 @@ class instruction:  # noqa: N801 - a decorator, written as one
         """
         key: list[Any] = [self.op]
         views: list[NkiTensor] = []
+        storages: list[Storage] = []
         for role, value in values.items():
             kind = value.__class__
             if kind is NkiTensor:
                 if value.indirection is not None:
                     return None
                 views.append(value)
+                storages.append(value.storage)
                 key += role, value.geometry or geometry_of(value)
             else:
                 key += role, kind, _key_of(value) if kind in _SEQUENCES else value
-        storages = [view.storage for view in views]
         if len(set(storages)) < len(storages):
             for storage, view in zip(storages, views, strict=True):
                 first = storages.index(storage)

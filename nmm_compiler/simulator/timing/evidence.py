@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.timing.timeline import Timeline
+from nmm_compiler.simulator.trace import Instruction
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
 CLASSES = ("matrix", "vector", "dma", "mixed")
@@ -76,14 +78,21 @@ def kernel_class(busy_us: dict[str, float]) -> str:
 _US = 1e6
 
 
-def unmodelled(timeline: Timeline, counts: dict[str, dict[str, int]]) -> tuple[str, ...]:
-    """Return the effects that may matter to this run and are not modelled."""
+def unmodelled(
+    timeline: Timeline,
+    counts: dict[str, dict[str, int]],
+    kinds: Sequence[tuple[Instruction, int]],
+) -> tuple[str, ...]:
+    """Return the effects that may matter to this run and are not modelled.
+
+    counts: of instructions, by engine and op. kinds: an instruction of each kind, and how many
+        count as it does.
+    """
     trace, target = timeline.trace, timeline.target
-    tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline)
+    tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline, kinds)
     barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
     queues = sorted({transfer.queue for transfer in timeline.transfers})
-    on_vector = [i.attributes for i in trace.instructions if i.engine == "vector"]
-    unset = sum(1 for attributes in on_vector if attributes.get("unset"))
+    unset = sum(n for i, n in kinds if i.engine == "vector" and i.attributes.get("unset"))
     chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
     measured = any(source.kind == "measured" for source in target.sources.values())
     effects = (
@@ -123,13 +132,13 @@ def _tiny_instructions(timeline: Timeline, counts: dict[str, dict[str, int]]) ->
     return 0
 
 
-def _float32_products(timeline: Timeline) -> int:
+def _float32_products(timeline: Timeline, kinds: Sequence[tuple[Instruction, int]]) -> int:
     """Return how many products take float32, if a power limit is known and TensorE hardly rests."""
     ramps = timeline.target.tensor_ramp_seconds > 0.0
     if not ramps or 2.0 * timeline.busy_us["tensor"] < timeline.latency_us:
         return 0
     return sum(
-        any(access.dtype == "float32" for access in instruction.reads)
-        for instruction in timeline.trace.instructions
-        if instruction.engine == "tensor"
+        count
+        for instruction, count in kinds
+        if instruction.engine == "tensor" and "float32" in [a.dtype for a in instruction.reads]
     )

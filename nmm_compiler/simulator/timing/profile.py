@@ -250,8 +250,8 @@ def profile_timeline(timeline: Timeline) -> Profile:
         kind.count += 1
         ideal_us += kind.ideal_us
     for kind in kinds.values():
-        ops = instructions.setdefault(kind.engine, {})
-        ops[kind.op] = ops.get(kind.op, 0) + kind.count
+        ops, op = instructions.setdefault(kind.first.engine, {}), kind.first.op
+        ops[op] = ops.get(op, 0) + kind.count
         if kind.transposes_on:
             transposes[kind.transposes_on] += kind.count
             transpose_flops += kind.count * kind.flops
@@ -288,27 +288,27 @@ def profile_timeline(timeline: Timeline) -> Profile:
         transposes=transposes,
         instructions=instructions,
         program_instructions=trace.program_instructions,
-        unmodelled=unmodelled(timeline, instructions),
+        unmodelled=unmodelled(timeline, instructions, [(k.first, k.count) for k in kinds.values()]),
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile
 
 
 class _Kind:
-    """Instructions that count alike: how many, their products, and those at TensorE's peak.
+    """Instructions that count alike: one of them, how many, their products at TensorE's peak.
 
     transposes_on: the engine of a transpose, else "".
     """
 
-    __slots__ = ("count", "engine", "flops", "ideal_us", "op", "transposes_on")
+    __slots__ = ("count", "first", "flops", "ideal_us", "transposes_on")
 
     def __init__(self, instruction: Instruction, target: Target) -> None:
-        self.engine, self.op, self.count = instruction.engine, instruction.op, 0
+        self.first, self.count = instruction, 0
         attributes = instruction.attributes
         turns = attributes.get("transpose") or attributes.get("is_transpose")
-        self.transposes_on = self.engine if turns else ""
+        self.transposes_on = instruction.engine if turns else ""
         self.flops, self.ideal_us = 0, 0.0
-        if self.engine == "tensor":
+        if instruction.engine == "tensor":
             each = 1 if attributes.get("onezero") else 2
             k, m, n = (int(attributes[name]) for name in ("k", "m", "n"))
             self.flops = each * _rows(instruction) * k * m * n

@@ -11,6 +11,7 @@ is cached.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -139,7 +140,7 @@ class Records:
             return cells.get(keys[0], ())
         if len(keys) > len(cells):
             keys = list(cells)
-        return [*self.wide, *(record for key in keys for record in cells.get(key, ()))]
+        return itertools.chain(self.wide, *[cells[key] for key in keys if key in cells])
 
     def replace_covered(self, access: Access) -> None:
         """Forget the records that a new write of `access` covers whole."""
