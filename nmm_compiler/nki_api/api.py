@@ -43,8 +43,6 @@ def _adjusted(function: Function, version: str) -> Function:
     kept, name = [], function.name
     for parameter in function.parameters:
         since = table.PARAMETER_ADDED.get((name, parameter.name), "0.3")
-        if name.startswith("nki.collectives.") and parameter.name == "name":
-            since = table.COLLECTIVE_NAME_ADDED
         if before(version, since):
             continue
         optional = table.PARAMETER_OPTIONAL.get((name, parameter.name), "0.3")

@@ -160,14 +160,11 @@ def _positions(node: ast.Call, function: Function) -> Iterator[Finding]:
 def _unknown_argument(keyword: ast.keyword, name: str, function: Function, api: Api) -> Finding:
     """E111 unknown, E115 removed, E117 too young parameters."""
     module = function.name.rpartition(".")[0]
-    instead = table.PARAMETER_REMOVED.get((function.name, name))
-    if instead is None and module == "nki.isa":
-        instead = table.ISA_PARAMETER_REMOVED.get(name)
+    removed = table.PARAMETER_REMOVED
+    instead = removed.get((function.name, name), removed.get((module, name)))
     if instead is not None:
         return at(keyword, "E115", f"{function.name} lost {name!r}; use {instead}")
     since = table.PARAMETER_ADDED.get((function.name, name))
-    if since is None and (module, name) == ("nki.collectives", "name"):
-        since = table.COLLECTIVE_NAME_ADDED
     if since is not None:
         text = f"{function.name} takes {name!r} since NKI {since}; checked for {api.version}"
         return at(keyword, "E117", text)

@@ -11,6 +11,8 @@ One entry is `name, name, ...(parameters)`; entries that share a signature share
 
 from __future__ import annotations
 
+from nmm_compiler.simulator.signatures import entries
+
 API_VERSION = "0.6"
 """The NKI version whose stubs the signatures were read from."""
 
@@ -136,12 +138,18 @@ DEPRECATED = {
 }
 
 # Parameters that came after their function, and those that became optional.
-PARAMETER_ADDED = {("nki.isa.dma_compute", "oob_mode"): "0.4"}
-COLLECTIVE_NAME_ADDED = "0.5"
+_COLLECTIVES = entries("nki.collectives", FUNCTIONS["nki.collectives"])
+PARAMETER_ADDED = {
+    ("nki.isa.dma_compute", "oob_mode"): "0.4",
+    **{(function.name, "name"): "0.5" for function in _COLLECTIVES},
+}
 PARAMETER_OPTIONAL = {("nki.isa.tensor_scalar_reduce", "reduce_res"): "0.6"}
 
-# (function, parameter) -> what to write instead; all of them are gone before or with 0.3
+# (function, parameter), or (module, parameter) of all of its functions -> what to write instead;
+# all of them are gone before or with 0.3
 PARAMETER_REMOVED = {
+    ("nki.isa", "mask"): "slice bounds clamped with min()",
+    ("nki.isa", "dtype"): "a dst tensor of that dtype",
     ("nki.isa.dma_copy", "dst_rmw_op"): "nisa.dma_compute(dst, srcs, reduce_op)",
     ("nki.isa.dma_copy", "unique_indices"): "nisa.dma_compute(..., unique_indices=...)",
     ("nki.isa.nc_matmul", "psumAccumulateFlag"): "nothing, or accumulate=",
@@ -156,11 +164,6 @@ PARAMETER_REMOVED = {
     ("nki.jit", "platform_target"): "the variable NEURON_PLATFORM_TARGET_OVERRIDE",
 }
 JIT_IGNORED = ("mode",)
-# Parameters that every nki.isa function lost in 0.2.
-ISA_PARAMETER_REMOVED = {
-    "mask": "slice bounds clamped with min()",
-    "dtype": "a dst tensor of that dtype",
-}
 
 # Parameters that take a member of an enumeration (a raw integer is refused since 0.3).
 ENUM_PARAMETERS = {
