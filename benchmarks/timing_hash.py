@@ -28,9 +28,8 @@ _CONSTANTS = (
 NOT_OF_TIMING = frozenset({
     "absent_forms", "absent_instructions", "collective_points",
     "dma_transposes", "hbm_bytes", "matmul_adds_to_written_psum", "matmul_bfloat16_sums",
-    "matmul_float8_e4m3fn", "matmul_psum_banks", "matmul_tile_min_elements",
+    "matmul_psum_banks", "matmul_tile_min_elements",
     "moving_free_max_elements", "physical_cores_per_logical_core", "scalar_all_operators",
-    "scalar_number_bias", "scalar_tensor_scalar", "tensor_indirection",
     "device_loops", "float8_kernels", "nki_beta_1",
 })  # fmt: skip
 

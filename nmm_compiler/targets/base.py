@@ -146,14 +146,10 @@ class Target:
     matmul_psum_banks: int
     matmul_bfloat16_sums: bool
     matmul_adds_to_written_psum: bool
-    matmul_float8_e4m3fn: bool
-    scalar_number_bias: bool
     scalar_tensor_copy: bool
-    scalar_tensor_scalar: bool
     scalar_all_operators: bool
     scalar_fast_modes: bool
     vector_fast_float8: bool
-    tensor_indirection: bool
 
     sources: Mapping[str, Source] = dataclasses.field(repr=False, hash=False, compare=False)
 

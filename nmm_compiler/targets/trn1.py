@@ -134,10 +134,14 @@ TARGET = TRN2.variant(
     ),
     absent_forms=documented(
         (
+            "activation with a number as bias",
             "activation(nl.reciprocal) with bias",
             "dma priority",
+            "nc_matmul of float8_e4m3fn",
             "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU",
             "rng(engine=gpsimd)",
+            "tensor indirection (.indirect)",
+            "tensor_scalar(engine=scalar)",
         ),
         "nki.isa, nki.api.shared and the release notes of 0.4: what only newer targets have",
     ),
@@ -149,7 +153,5 @@ TARGET = TRN2.variant(
     matmul_tile_min_elements=documented(
         64, "nki.isa.nc_matmul: row tiles of 64, of 32 on trn2 and newer"
     ),
-    scalar_number_bias=documented(False, "nki.isa.activation: a scalar bias on trn2 and newer"),
     scalar_tensor_copy=documented(False, "nki.isa.tensor_copy: ScalarE on trn2 and newer"),
-    scalar_tensor_scalar=documented(False, "nki.isa.tensor_scalar: ScalarE on trn2 and newer"),
 )

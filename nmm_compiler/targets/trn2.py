@@ -187,12 +187,14 @@ TARGET = Target.of(
     absent_forms=documented(
         (
             "dma priority",
+            "nc_matmul of float8_e4m3fn",
+            "tensor indirection (.indirect)",
             "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU",
             "rand_get_state(dst in PSUM)",
             "rand_get_state(engine=vector)",
             "rand_set_state(engine=vector)",
         ),
-        "nki.isa, nki.api.shared and the release notes of 0.4: what only newer targets have",
+        "nki.isa, NkiTensor, nki.api.shared and the notes of 0.4: what only newer targets have",
     ),
     tensor_transpose_mode=documented(
         True, "trainium2_arch, Built-in Transpose Support: trn2 and newer"
@@ -210,12 +212,7 @@ TARGET = Target.of(
         False,
         "nki.isa.nc_matmul: accumulating onto what another engine wrote is undefined before trn3",
     ),
-    matmul_float8_e4m3fn=documented(
-        False, "nki.isa.nc_matmul: float8_e4m3fn operands on trn3 only"
-    ),
-    scalar_number_bias=documented(True, "nki.isa.activation: a scalar bias on trn2 and newer"),
     scalar_tensor_copy=documented(True, "nki.isa.tensor_copy: ScalarE on trn2 and newer"),
-    scalar_tensor_scalar=documented(True, "nki.isa.tensor_scalar: ScalarE on trn2 and newer"),
     scalar_all_operators=documented(
         False, "nki.isa.tensor_scalar: ScalarE takes (multiply, add), multiply or add on trn2"
     ),
@@ -225,5 +222,4 @@ TARGET = Target.of(
     vector_fast_float8=documented(
         False, "trainium3_arch: VectorE performance modes take 8-bit floats"
     ),
-    tensor_indirection=documented(False, "NkiTensor.indirect: trn3 and newer"),
 )

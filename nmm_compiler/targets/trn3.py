@@ -40,7 +40,6 @@ TARGET = TRN2.variant(
         True,
         "nki.isa.nc_matmul: accumulating onto what another engine wrote is undefined before trn3",
     ),
-    matmul_float8_e4m3fn=documented(True, "nki.isa.nc_matmul: float8_e4m3fn operands on trn3 only"),
     scalar_all_operators=documented(
         True, "nki.isa.tensor_scalar: ScalarE takes (multiply, add), multiply or add on trn2"
     ),
@@ -50,5 +49,4 @@ TARGET = TRN2.variant(
     vector_fast_float8=documented(
         True, "trainium3_arch: VectorE performance modes take 8-bit floats"
     ),
-    tensor_indirection=documented(True, "NkiTensor.indirect: trn3 and newer"),
 )

@@ -67,8 +67,8 @@ def test_values_are_sane(target):
             assert set(value) <= {n.removeprefix("nki.isa.") for n in api().functions}
             continue
         if name == "absent_forms":
-            isa = Path(targets.__file__).parents[1] / "simulator" / "isa"
-            code = "".join(path.read_text() for path in isa.glob("*.py"))
+            simulator = Path(targets.__file__).parents[1] / "simulator"
+            code = "".join(path.read_text() for path in simulator.rglob("*.py"))
             by_engine = [form for form in value if "(engine=" in form]
             assert all(f'"{form}"' in code for form in value if form not in by_engine)
             for op, _, chosen in (form.partition("(engine=") for form in by_engine):

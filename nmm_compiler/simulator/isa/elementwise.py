@@ -264,11 +264,11 @@ def tensor_scalar(
     if chosen == "scalar":
         pair = (op0.name, op1.name if op1 else None)
         allowed = (("multiply", "add"), ("multiply", None), ("add", None))
-        if not (target.scalar_tensor_scalar and (target.scalar_all_operators or pair in allowed)):
+        if not target.scalar_all_operators and pair not in allowed:
             call.rule(
                 OperandError,
                 f"operators {pair} on ScalarE of {target.name}; it takes (multiply, add), "
-                "multiply or add, on trn2 or newer",
+                "multiply or add",
             )
     elif chosen == "gpsimd" and engine is not _UNKNOWN and op0.name != "rsqrt":
         call.rule(
@@ -426,10 +426,8 @@ def activation(
         if op.name == "reciprocal":
             require_present(call, "activation(nl.reciprocal) with bias")
         if bias.__class__ is not NkiTensor:
-            require(
-                call, "activation with a number as bias", lambda t: t.scalar_number_bias,
-                f"pass a ({data.shape[0]}, 1) tensor",
-            )  # fmt: skip
+            remedy = f"pass a ({data.shape[0]}, 1) tensor"
+            require_present(call, "activation with a number as bias", remedy)
     if op.activation is None:
         raise call.error(
             UnsupportedInstructionError, "nl.prelu needs relu_param; use nisa.activate2 (trn3)"

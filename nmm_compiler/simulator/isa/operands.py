@@ -278,9 +278,9 @@ def check_priority(caller: Caller, priority: Any) -> None:
         require_present(caller, "dma priority")
 
 
-def require_present(caller: Caller, what: str) -> None:
+def require_present(caller: Caller, what: str, remedy: str = "") -> None:
     """Check that the target has an instruction, or a form of one as `absent_forms` names it."""
-    require(caller, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms))
+    require(caller, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms), remedy)
 
 
 def require(caller: Caller, what: str, has: Callable[[Target], bool], remedy: str = "") -> None:

@@ -23,7 +23,7 @@ from nmm_compiler.simulator.isa.instruction import (
     attributes,
     instruction,
 )
-from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require
+from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require, require_present
 from nmm_compiler.simulator.isa.values import F32, accumulate_product, check_bank, f32, put, raw
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -264,10 +264,7 @@ def _check_operand_dtypes(
                 f"{view.name!r} is {view.dtype}; operands are {', '.join(sorted(_OPERANDS))}",
             )
         if view.dtype == "float8_e4m3fn":
-            require(
-                call, "nc_matmul of float8_e4m3fn", lambda t: t.matmul_float8_e4m3fn,
-                "use float8_e4m3",
-            )  # fmt: skip
+            require_present(call, "nc_matmul of float8_e4m3fn", "use float8_e4m3")
     if is_transpose:
         return
     if (left in _WIDE) != (right in _WIDE):

@@ -428,11 +428,9 @@ class NkiTensor(NKIObject):
     def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
         """Return columns chosen at run time (tensor indirection, trn3 and later)."""
         machine = current()
-        if not machine.target.tensor_indirection:
-            machine.rule(
-                OperandError,
-                f"tensor indirection (.indirect) needs trn3, the target is {machine.target.name}",
-            )
+        form = "tensor indirection (.indirect)"
+        if form in machine.target.absent_forms:
+            machine.rule(OperandError, f"{form} needs trn3, the target is {machine.target.name}")
         count = index.size if num_elem is None else num_elem
         row = self.strides[0]
         chosen = Indirection("columns", 1, index, self.strides[-1], self.free_size)
