@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nmm_compiler.errors import SimulationError
@@ -38,7 +39,9 @@ class Programs:
         self.failure: BaseException | None = None
         self.tensors: dict[tuple[int, int], NkiTensor] = {}
         self.mail: dict[tuple[Any, ...], dict[int, Any]] = {}
-        self.sequence: dict[tuple[Any, ...], int] = {}
+        self.sequence: dict[tuple[Any, ...], Iterator[int]] = collections.defaultdict(
+            itertools.count
+        )
         # by rank, since its programs last met: who used each storage in shared HBM, and how many
         # writes each program has begun
         self.uses: dict[int, dict[int, Uses]] = collections.defaultdict(dict)
@@ -90,9 +93,7 @@ class Programs:
 
     def _number(self, *key: Any) -> int:
         """Return how often this was called with the key before."""
-        number = self.sequence.get(key, 0)
-        self.sequence[key] = number + 1
-        return number
+        return next(self.sequence[key])
 
     def meet(
         self, machine: Machine, what: str, key: Any, who: int, count: int, sent: Any = None,
