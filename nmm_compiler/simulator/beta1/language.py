@@ -91,11 +91,12 @@ class par_dim(int):  # noqa: N801  (the name NKI gives it)
 class Allocator(NamedTuple):
     """Where the tiles of a tensor go: `ncc.sbuf.alloc(f)`, `ncc.psum.mod_alloc(...)` and so on.
 
-    place: takes (block index, partitions, bytes per partition), returns (partition, byte).
+    place: takes (block index, partitions, bytes per partition), returns (partition, byte), or
+        (bank, partition, byte) in PSUM.
     """
 
     region: MemoryRegion
-    place: Callable[..., tuple[int, int]]
+    place: Callable[..., Any]
 
 
 def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
@@ -138,7 +139,8 @@ def _created(
         address = None
         if allocator is not None:
             index = tuple(int(i) for i in np.unravel_index(number, blocks))
-            address = allocator.place(index, tile[0], per_partition)
+            *bank, partition, byte = allocator.place(index, tile[0], per_partition)
+            address = int(partition), int(byte) + int(sum(bank)) * tile_size.psum_bank_fmax_bytes
         made = base.ndarray((tile[0], math.prod(tile[1:])), kind, region, name, address)
         if value is not None:
             _fill(made, value)

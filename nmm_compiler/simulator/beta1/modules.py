@@ -22,7 +22,6 @@ from nmm_compiler.simulator.language.base import MemoryRegion, no_reorder, psum,
 from nmm_compiler.simulator.loading.standins import StandIn, TensorType, module
 from nmm_compiler.simulator.machine import kernel_frame
 from nmm_compiler.simulator.tensors.tensor import kind_of
-from nmm_compiler.targets import get
 
 FRAMEWORKS = frozenset(
     [
@@ -106,30 +105,21 @@ def _modulo(region: MemoryRegion) -> Callable[..., Allocator]:
     ) -> Allocator:
         """Place block i in physical tile i modulo the number of tiles."""
 
-        def place(index: tuple[int, ...], partitions: int, size: int) -> tuple[int, int]:
+        def place(index: tuple[int, ...], partitions: int, size: int) -> tuple[int, int, int]:
             bank = base_bank + _tile_number(index, num_bank_tiles) if region is psum else 0
             partition = base_partition + _tile_number(index, num_par_tiles) * partitions
             byte = base_addr + _tile_number(index, num_free_tiles) * size
-            return partition, bank * _bank_bytes() + byte
+            return bank, partition, byte
 
         return Allocator(region, place)
 
     return mod_alloc
 
 
-def _bank_bytes() -> int:
-    return int(get("trn2").psum_bank_bytes_per_partition)  # the same in all targets
-
-
 def _own(region: MemoryRegion) -> Callable[..., Allocator]:
     def alloc(func: Callable[..., Any]) -> Allocator:
         """Place blocks where `func(index, partitions, bytes)` says."""
-
-        def place(index: tuple[int, ...], partitions: int, size: int) -> tuple[int, int]:
-            *bank, partition, byte = func(index, partitions, size)
-            return int(partition), int(byte) + (int(bank[0]) * _bank_bytes() if bank else 0)
-
-        return Allocator(region, place)
+        return Allocator(region, func)
 
     return alloc
 
