@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnknownNameError
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets.base import Target
@@ -129,6 +131,7 @@ class Machine:
         assign to.
     kept: mask of the inputs that the running instruction reads, None for all of them.
     outcomes: what calls of instructions came to (`isa/instruction.py`), in all runs on this target.
+    random_state: the generator of random numbers, seeded with 0 until a kernel seeds it.
     failure: what a place that cannot raise has refused; raised at the program's end.
     turn: the turn of a loop on the device that runs, None outside of those loops.
     warned: how often a rule was broken that only warns.
@@ -171,7 +174,7 @@ class Machine:
         self.kept: Any = None
         self.accumulators: dict[str, Any] = {}
         self.identities: dict[Any, Any] = {}
-        self.random_state: Any = None
+        self.random_state = np.random.default_rng(0)
         self.turn: Any = None
         self.failure: SimulationError | None = None
         self.no_reorder_depth = 0

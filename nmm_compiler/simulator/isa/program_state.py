@@ -22,7 +22,7 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, SBUF, check_dtype, require_present
 from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
-from nmm_compiler.simulator.machine import CURRENT, Machine, current
+from nmm_compiler.simulator.machine import CURRENT, current
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -33,14 +33,6 @@ _UNIFORM = frozenset(
 ) | (INTEGERS - {"int64", "uint64"})
 
 
-def generator(machine: Machine) -> np.random.Generator:
-    """Return the run's generator, seeded with 0 until a kernel seeds it."""
-    if machine.random_state is None:
-        machine.random_state = np.random.default_rng(0)
-    found: np.random.Generator = machine.random_state
-    return found
-
-
 @instruction(
     engines=("vector", "gpsimd"),
     operands="-> dst",
@@ -48,7 +40,7 @@ def generator(machine: Machine) -> np.random.Generator:
 )
 def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
     """dst = random bits, the low bits of 32, on VectorE or GpSimd."""
-    bits = generator(call.machine).integers(0, 1 << 32, dst.shape, np.uint64)
+    bits = call.machine.random_state.integers(0, 1 << 32, dst.shape, np.uint64)
     item = dst.dtype.item_bytes
     low = (bits & ((1 << (8 * item)) - 1)).astype(f"u{item}").view(dst.dtype.numpy)
     put(dst, low)
@@ -122,7 +114,7 @@ def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
         raise call.error(HazardError, f"min={min}, max={max}; min must be below max")
     yield NO_ATTRIBUTES
     low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
-    unit = generator(call.machine).random(dst.shape, dtype=F32)
+    unit = call.machine.random_state.random(dst.shape, dtype=F32)
     put(dst, (low + unit * (high - low)).astype(F32))
 
 
@@ -139,7 +131,7 @@ def dropout(call: Call, dst: Any, data: Any, prob: Any) -> Steps:
         check_dtype(call, "prob", prob, FLOAT32)
     yield NO_ATTRIBUTES
     values = f32(data)
-    drop = generator(call.machine).random(values.shape, dtype=F32)
+    drop = call.machine.random_state.random(values.shape, dtype=F32)
     put(dst, np.where(drop < scalar_value(prob, values.ndim), F32(0), values))
 
 
