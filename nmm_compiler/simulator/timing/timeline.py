@@ -15,6 +15,7 @@ what is not modelled.
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -173,7 +174,7 @@ class _Pass:
         self.edges = set(trace.loop_edges)
         self.floor, self.last_edge = 0.0, 0
         self.floor_waits = AT_ONCE
-        self.queues: dict[str, Slots] = {}
+        self.queues: dict[str, Slots] = collections.defaultdict(Slots)
         self.waiting: list[tuple[float, int, Store]] = []  # by when it is ready, then index
         self.dma_engines = DmaEngines(target)
         self.dma_start_us = target.dma_start_latency_seconds * _US
@@ -292,9 +293,7 @@ class _Pass:
 
     def _transfer(self, index: int, instruction: Instruction, ready: float, cost: DmaCost) -> None:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
-        queue = self.queues.get(cost.queue)
-        if queue is None:
-            queue = self.queues[cost.queue] = Slots()
+        queue = self.queues[cost.queue]
         put_off = False
         if self.in_order[index]:
             if queue.tail > ready:
