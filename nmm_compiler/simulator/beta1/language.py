@@ -494,17 +494,23 @@ def _update(dst: Tensor, short: str, value: Any) -> Tensor:
     return dst
 
 
-_REDUCTIONS = {"sum": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
-_COMPOSITES = [
-    "sin", "cos", "tan", "ceil", "floor", "trunc", "mean", "var", "all", "softmax", "rms_norm",
-    "where", "dropout", "gather_flattened", "rand",
-]  # fmt: skip
+def _reduced(op: str, name: str, x: Any, **given: Any) -> Tensor:
+    return instructions.NAMES["tensor_reduce"](CURRENT[op], x, **given)
+
+
 _OWN: dict[str, Callable[..., Any]] = {
     "copy": _copy, "transpose": _transpose, "matmul": _matmul, "static_cast": _static_cast,
     "reciprocal": lambda name, x, **given: instructions.NAMES["reciprocal"](x, **given),
     "loop_reduce": _loop_reduce, "ndarray": _created, "full": _full,
     "zeros": functools.partial(_created, value=0), "ones": functools.partial(_created, value=1),
     "empty_like": _created_like, "zeros_like": functools.partial(_created_like, value=0),
+    **{short: functools.partial(_reduced, op) for short, op in {
+        "sum": "add", "max": "maximum", "min": "minimum", "prod": "multiply",
+    }.items()},
+    **{short: _composite(short) for short in (
+        "sin", "cos", "tan", "ceil", "floor", "trunc", "mean", "var", "all", "softmax", "rms_norm",
+        "where", "dropout", "gather_flattened", "rand",
+    )},
 }  # fmt: skip
 
 
@@ -512,11 +518,6 @@ def _body(short: str, function: Function) -> Callable[..., Any] | None:
     """Return a function of the table, to be called with its name and its arguments."""
     if short in _OWN:
         return _OWN[short]
-    if short in _REDUCTIONS:
-        op = CURRENT[_REDUCTIONS[short]]
-        return lambda name, x, **given: instructions.NAMES["tensor_reduce"](op, x, **given)
-    if short in _COMPOSITES:
-        return _composite(short)
     if function.names[:2] == ["x", "y"]:
         return _binary(short)
     return _unary(short) if function.names == ["x", "dtype", "mask"] else None
