@@ -60,14 +60,11 @@ class Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run this core's programs; return the tensors that the kernel returned."""
         now = session()
-        names: dict[int, str] = {}
         given = inspect.signature(self.__wrapped__).bind(*args, **kwargs)
-        for name, value in given.arguments.items():
+        for name, value in given.arguments.items() if self.checked else ():
             annotation = given.signature.parameters[name].annotation
             if isinstance(value, NkiTensor) and not _mutable(annotation):
-                names[value.storage.identity] = name
-        if self.checked:
-            now.read_only = names
+                now.read_only[value.storage.identity] = name
         tensors = [_wrapped(a) for a in args], {k: _wrapped(v) for k, v in kwargs.items()}
         returned: Any = None
         mine = list(programs(self.grid, now.machine.program_id))
