@@ -42,6 +42,8 @@ class Finding:
 
 
 Rule = Callable[[Any, Names, Api], Iterator[Finding]]
+Rules = dict[type[ast.AST], tuple[Rule, ...]]
+"""The rules for each kind of node."""
 
 
 def at(node: ast.AST, code: str, message: str) -> Finding:
@@ -183,7 +185,7 @@ def _member_argument(parameter: str, value: ast.expr) -> Iterator[Finding]:
         yield at(value, "E116", f"buffer={given!r}: pass the object, nl.{given}")
 
 
-RULES: dict[type[ast.AST], tuple[Rule, ...]] = {
+RULES: Rules = {
     ast.Attribute: (_attribute,),
     ast.Import: (_import,),
     ast.ImportFrom: (_import,),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from nmm_compiler.nki_api import table
 from nmm_compiler.nki_api.api import Api, before
 from nmm_compiler.nki_api.api import api as documented
-from nmm_compiler.nki_api.lint_api import Finding, Rule, arguments, at
+from nmm_compiler.nki_api.lint_api import Finding, Rules, arguments, at
 from nmm_compiler.nki_api.lint_names import FunctionNode, Names, is_read
 from nmm_compiler.simulator.isa.names import INSTRUCTIONS
 
@@ -49,10 +49,7 @@ _CHANGES = frozenset(
      "discard", "setdefault", "sort")
 )  # fmt: skip
 _ALLOCATORS = {f"nki.language.{n}" for n in ("ndarray", "zeros", "ones", "full", "rand")}
-_VIEWS = {
-    *("reshape", "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim"),
-    *("flatten_dims", "rearrange", "slice", "select", "vector_select", "ap", "view", "indirect"),
-}
+_VIEWS = {*table.TENSOR_METHODS_ADDED, "reshape", "ap", "view"}
 _INTEGERS = {f"nki.language.{n}" for n in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
 _PARTITIONS = 128  # SBUF and PSUM of every generation have 128 partitions
 Loop = ast.For | ast.FunctionDef
@@ -139,7 +136,7 @@ def _lists(names: Names) -> Iterator[Finding]:
             yield at(value, "E209", text)
 
 
-_SUBSET: dict[type[ast.AST], tuple[Rule, ...]] = {
+_SUBSET: Rules = {
     **dict.fromkeys(_SYNTAX, (_syntax,)),
     ast.Compare: (_compare,),
     ast.With: (_with,),
@@ -152,7 +149,7 @@ _SUBSET: dict[type[ast.AST], tuple[Rule, ...]] = {
 }
 
 
-def subset_rules(api: Api) -> dict[type[ast.AST], tuple[Rule, ...]]:
+def subset_rules(api: Api) -> Rules:
     """Return the rules about Python that the compiler of a version does not read."""
     return _SUBSET if before(api.version, "0.7") else {}
 
@@ -430,7 +427,7 @@ def of_the_kernels(names: Names, api: Api) -> Iterator[Finding]:
     yield from _outputs(names)
 
 
-RULES: dict[type[ast.AST], tuple[Rule, ...]] = {
+RULES: Rules = {
     ast.Name: (_undefined,),
     ast.Call: (_method, _device_loop, _operands),
     ast.For: (_for,),
