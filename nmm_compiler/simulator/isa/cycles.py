@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nmm_compiler.simulator.tensors.dtypes import FLOAT8
 from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets import Target
 
 Cycles = Callable[[Target, Instruction, str, int], float]
 _SIXTEEN_BIT = frozenset({"bfloat16", "float16"})
-_EIGHT_BIT_FLOAT = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
 
 
 def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
@@ -33,7 +33,7 @@ def _fast_mode(target: Target, instruction: Instruction, engine: str) -> float:
     ]
     small = set(_SIXTEEN_BIT)
     if target.vector_fast_float8:
-        small |= _EIGHT_BIT_FLOAT
+        small |= FLOAT8
     if any(a.dtype not in small for a in tensors):
         sizes = [a.item_bytes for a in tensors]
         plain = all(a.memory == "sbuf" and a.inner_step == a.item_bytes for a in tensors)

@@ -50,7 +50,7 @@ from nmm_compiler.simulator.isa.values import (
     write_sum,
 )
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
+from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS, VECTOR_FLOATS
 from nmm_compiler.simulator.tensors.indirect import positions, store_at
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -371,8 +371,7 @@ def tensor_copy_predicated(
 _IDLE = reduce_cmd.idle
 _COMMANDS = ("idle", "reset", "reduce", "reset_reduce")
 _BIASES = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32"}
-_EXP_SUMS = frozenset({"float8_e4m3", "float8_e5m2", "float16", "bfloat16", "float32", "tfloat32"})
-_EXP_RESULTS = _EXP_SUMS | {"int8", "int16", "int32", "uint8", "uint16"}
+_EXP_RESULTS = VECTOR_FLOATS | {"int8", "int16", "int32", "uint8", "uint16"}
 _EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
 
 
@@ -526,7 +525,7 @@ def activate2(
     operands="src[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"max_value": FLOAT32, "reduce_init": FLOAT32},
     streams=("src",),
-    dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS, "reduce_res": _EXP_SUMS},
+    dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS, "reduce_res": VECTOR_FLOATS},
     ranks={"dst": 4, "src": 4},
     commands=("idle", "reset_reduce", "reduce", "load_reduce"),
     first_value="reduce_init",

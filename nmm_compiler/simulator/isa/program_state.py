@@ -23,14 +23,12 @@ from nmm_compiler.simulator.isa.instruction import (
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, SBUF, check_dtype, require_present
 from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
 from nmm_compiler.simulator.machine import CURRENT, current
-from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
+from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS, VECTOR_FLOATS
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.targets import get
 
-_UNIFORM = frozenset(
-    {"float8_e4m3", "float8_e5m2", "float16", "bfloat16", "float32", "tfloat32"}
-) | (INTEGERS - {"int64", "uint64"})
+_UNIFORM = VECTOR_FLOATS | INTEGERS - {"int64", "uint64"}
 
 
 @instruction(

@@ -25,12 +25,10 @@ from nmm_compiler.simulator.isa.instruction import (
 )
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require, require_present
 from nmm_compiler.simulator.isa.values import F32, accumulate_product, check_bank, f32, put, raw
-from nmm_compiler.simulator.tensors.dtypes import FLOAT8
+from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOATS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-_OPERANDS = frozenset(
-    {"float8_e4m3", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "tfloat32", "float32"}
-)
+_OPERANDS = FLOATS - {"float8_e8m0fnu"}
 _WIDE = frozenset({"float32", "tfloat32"})
 # Elements between the two rows of a double-row operand.
 _PAIR_STEP = 16

@@ -77,6 +77,8 @@ ALL["bool_"] = bool_
 
 FLOATS = frozenset(d for d in ALL.values() if d.kind == "float")
 INTEGERS = frozenset(d for d in ALL.values() if d.kind == "int")
+VECTOR_FLOATS = FLOATS - {"float8_e4m3fn", "float8_e8m0fnu"}
+"""Those that VectorE's own exponentials and random numbers have."""
 FLOAT32 = frozenset({"float32"})
 FLOAT8 = frozenset({"float8_e4m3", "float8_e4m3fn", "float8_e5m2"})
 _FROM_NUMPY = {
