@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from nmm_compiler.simulator.tensors.geometry import contiguous_run
-from nmm_compiler.simulator.timing.resources import Slots
+from nmm_compiler.simulator.timing.resources import Slots, Spans
 from nmm_compiler.simulator.trace import Access, Instruction
 from nmm_compiler.targets import Target
 
@@ -213,7 +213,7 @@ class DmaEngines:
             placed.append((engine, start, start + duration))
         return placed, max(part[2] for part in placed)
 
-    def spans(self, parts: list[tuple[int, float, float]]) -> list[tuple[float, float]]:
+    def spans(self, parts: list[tuple[int, float, float]]) -> Spans:
         """Return the (start, end) in which at least one engine is at work on a transfer."""
         if parts[0][0] < 0:
             return [(parts[0][1], parts[0][2] + self.last_us)]

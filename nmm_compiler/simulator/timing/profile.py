@@ -356,7 +356,7 @@ def _is_chosen(access: Access) -> bool:
 
 
 @functools.lru_cache(4096)
-def _steps(pattern: tuple[tuple[int, int], ...]) -> int:
+def _steps(pattern: Pattern) -> int:
     """Return the bytes from the first element of a pattern to the last."""
     return sum(abs(step) * (count - 1) for step, count in pattern)
 

@@ -19,6 +19,8 @@ _SMALLEST_GAP_US = 0.02
 _WORTH_A_SWAP = 0.5  # assumed: a stall shorter than this part of an instruction is left
 
 
+Spans = list[tuple[float, float]]
+"""(start, end) of each."""
 Waited = tuple[str, int, float]
 """What a start waited for: a key of `causes.WHY`, the instruction (-1 for none) and its end."""
 AT_ONCE: Waited = ("start", -1, 0.0)

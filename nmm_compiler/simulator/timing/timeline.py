@@ -34,7 +34,7 @@ from nmm_compiler.simulator.timing.dependence import (
     Store,
 )
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines
-from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Waited
+from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Spans, Waited
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -85,7 +85,7 @@ class Timeline:
     end: list[float]
     interval_end: list[float]
     transfers: list[Transfer]
-    table_loads: list[tuple[float, float]]
+    table_loads: Spans
     busy_us: dict[str, float]
     dma_engine_busy_us: float
     dma_stagger_us: float
@@ -179,13 +179,13 @@ class _Pass:
         self.dma_engines = DmaEngines(target)
         self.dma_start_us = target.dma_start_latency_seconds * _US
         self.transfers: list[Transfer] = []
-        self.table_loads: list[tuple[float, float]] = []
+        self.table_loads: Spans = []
         self.table: str | None = None
         # until when an engine uses a memory, and which instruction does
         self.psum_until = [(0.0, -1)] * len(ENGINES)
         self.sbuf_until = [(0.0, -1)] * len(ENGINES)
         # when instructions were in flight, by engine
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in ENGINES]
+        self.spans: list[Spans] = [[] for _ in ENGINES]
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
@@ -389,7 +389,7 @@ class _Pass:
         )
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
+def _covered(spans: Spans) -> float:
     """Return the length of the union of intervals."""
     total, seen = 0.0, 0.0
     for begin, stop in sorted(spans):
