@@ -137,14 +137,6 @@ class Machine:
     warned: how often a rule was broken that only warns.
     """
 
-    __slots__ = (
-        "accumulators", "assign", "data", "dialect", "failure", "grid", "identities",
-        "instructions", "kept", "names", "no_reorder_depth", "options", "outcomes", "outputs",
-        "poisoned", "program_id", "programs", "random_state", "rank",
-        "ranks", "storages", "target", "trace", "turn", "warned",
-        "warning_keys", "warnings",
-    )  # fmt: skip
-
     def __init__(
         self,
         target: Target,

@@ -33,8 +33,6 @@ class Geometry:
     parts: how to make the part that a key selects.
     """
 
-    __slots__ = ("parts",)
-
     def __init__(self, key: tuple[Any, ...]) -> None:
         self.parts: dict[tuple[Any, ...], Make] = {}
 

@@ -25,8 +25,6 @@ def parts_of(places: np.ndarray, item: int, unit: int) -> np.ndarray:
 class Marks:
     """The marks of one storage, all of one NumPy dtype."""
 
-    __slots__ = ("granule", "values")
-
     def __init__(self, size_bytes: int, granule: int, value: Any) -> None:
         self.granule = granule
         self.values = np.full(size_bytes // granule, value)

@@ -25,8 +25,6 @@ class VirtualRegister:
     on other registers made it.
     """
 
-    __slots__ = ("frozen", "known", "symbol", "value")
-
     def __init__(self, state: Any = None, frozen: bool = False, symbol: Any = None) -> None:
         self.value = 0 if state is None else int(state)
         self.known = state is not None
@@ -112,8 +110,6 @@ class Indirection:
     kind: "vector" (one index per row of dim 0), "scalar" (resolved already, and kept for the checks
         of views), or "columns" (tensor indirection of trn3).
     """
-
-    __slots__ = ("column_count", "dim", "index", "kind", "step")
 
     def __init__(self, kind: str, dim: int, index: Any, step: int = 0, count: int = 0) -> None:
         self.kind, self.dim, self.index, self.step = kind, dim, index, step

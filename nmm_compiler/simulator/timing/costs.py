@@ -126,10 +126,6 @@ class Work:
     psum, sbuf: whether it uses that memory.
     """
 
-    __slots__ = (
-        "dma", "engine", "interval", "latency", "placed", "psum", "sbuf", "table",
-    )  # fmt: skip
-
     def __init__(self, engine: int, placed: bool, instruction: Instruction) -> None:
         self.engine, self.placed = engine, placed
         self.interval = self.latency = 0.0

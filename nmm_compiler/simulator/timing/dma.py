@@ -185,8 +185,6 @@ class DmaEngines:
     A transfer is started on one engine after another: each begins `step_us` after the one before.
     """
 
-    __slots__ = ("alike", "count", "engines", "last_us", "step_us")
-
     def __init__(self, target: Target) -> None:
         self.count = target.dma_engines
         self.step_us = target.dma_stagger_seconds * _US / max(1, self.count - 1)

@@ -300,8 +300,6 @@ class _Kind:
     transposes_on: the engine of a transpose, else "".
     """
 
-    __slots__ = ("count", "first", "flops", "ideal_us", "transposes_on")
-
     def __init__(self, instruction: Instruction, target: Target) -> None:
         self.first, self.count = instruction, 0
         attributes = instruction.attributes

@@ -33,8 +33,6 @@ class Slots:
     ended: by the time at which a booking ended, what one that starts then waited for.
     """
 
-    __slots__ = ("ended", "starts", "stops", "tail")
-
     def __init__(self) -> None:
         self.tail = 0.0
         self.ended: dict[float, Waited] = {}
@@ -146,8 +144,6 @@ class Pool:
     settle: books the store that was put off and is ready first, if that is before the given time;
     this frees its source. Returns whether there was one.
     """
-
-    __slots__ = ("dead", "free", "freed_by", "overflow", "settle")
 
     def __init__(self, capacity: int, settle: Callable[[float], bool]) -> None:
         self.settle = settle

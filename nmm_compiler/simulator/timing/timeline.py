@@ -406,11 +406,6 @@ class TensorClock:
     throttled_us: what the clock ramp has cost so far.
     """
 
-    __slots__ = (
-        "fill_us", "ramp_done", "ramp_us", "slots", "start_fraction", "sums",
-        "throttled_us", "utilization", "utilization_at", "window",
-    )  # fmt: skip
-
     def __init__(self, target: Target, slots: Slots) -> None:
         self.slots = slots
         self.sums: dict[tuple[int, int, int], float] = {}
