@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
+from nmm_compiler.errors import KernelArgumentError, OperandError
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     Caller,
@@ -24,7 +24,7 @@ from nmm_compiler.simulator.isa.operands import (
     check_priority,
     operand,
 )
-from nmm_compiler.simulator.isa.operators import find_op
+from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.poison import mark
 from nmm_compiler.simulator.isa.values import F32, put
 from nmm_compiler.simulator.loading.nki_object import NKIObject
@@ -34,8 +34,7 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
 from nmm_compiler.targets.collective_time import collective_alone_us
 
-_REDUCTIONS = {"add": np.add, "maximum": np.maximum, "minimum": np.minimum,
-               "max": np.maximum, "min": np.minimum}  # fmt: skip
+_REDUCTION = Takes("reduce", ("add", "maximum", "minimum", "max", "min"))
 Combine = Callable[[list[np.ndarray], int], np.ndarray]
 
 
@@ -205,18 +204,14 @@ def _reduced(one: Sent, other: Sent, reduce: Combine) -> Sent:
 
 
 def _reduction(move: _Move, op: Any) -> Combine:
-    found = find_op(move, op).name
-    function = _REDUCTIONS.get(found)
-    if function is None:
-        raise move.error(
-            UnsupportedInstructionError, f"op nl.{found}; use nl.add, nl.maximum or nl.minimum"
-        )
+    found = _REDUCTION.resolve(move, "op", op, "")
+    assert found is not None
 
     def combine(parts: list[np.ndarray], place: int) -> np.ndarray:
         if parts[0].dtype == np.bool_:
             return np.asarray(np.logical_or.reduce(parts))
         wide = (p if p.dtype.kind in "iu" else p.astype(F32) for p in parts)
-        return np.asarray(functools.reduce(function, wide))
+        return np.asarray(functools.reduce(found.reduce, wide))
 
     return combine
 
