@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
-from nmm_compiler.kernels.base import Family, Schedule, check_name
-from nmm_compiler.kernels.tiling import item_bytes, tiles, turned_loads
+from nmm_compiler.kernels.base import Family, Schedule
+from nmm_compiler.kernels.tiling import item_bytes, tiles
 from nmm_compiler.kernels.work import Tally, Work
 from nmm_compiler.targets import Target
 
@@ -22,8 +22,6 @@ _0 = (0, 0, 0)
 class AttentionSchedule(Schedule):
     """How an attention kernel runs.
 
-    k_load: how the head size of keys gets onto the partitions: "rows" as it lies, "dma" a DMA
-        transpose, "tensor" TensorE, as that of queries does.
     loop: the groups of heads are a loop on the device.
     split: how two cores share the kernel: "heads" or "query_heads"; "" for one core.
     own_queue: stores are issued by the sync engine, so that no load waits behind them.
@@ -31,19 +29,14 @@ class AttentionSchedule(Schedule):
         TensorE's rows.
     """
 
-    k_load: str = "tensor"
     loop: bool = False
     own_queue: bool = False
     pack: int = 1
     split: str = ""
 
     def in_loop(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
-        """Return the schedule with the groups of heads as a loop on the device.
-
-        DMA transposes there take 16 rows at a time: TensorE turns instead.
-        """
-        k_load = "tensor" if self.k_load == "dma" else self.k_load
-        return dataclasses.replace(self, loop=True, k_load=k_load)
+        """Return the schedule with the groups of heads as a loop on the device."""
+        return dataclasses.replace(self, loop=True)
 
     def without_loop(self) -> AttentionSchedule:
         """Return the schedule without a loop on the device."""
@@ -65,7 +58,7 @@ class AttentionSchedule(Schedule):
         keys = tiles(spec.context, 128)
         if spec.decode:
             chunk = min(_CHUNK, keys)
-            turned = 0 if self.k_load == "rows" else chunk * parts * 128 * size
+            turned = chunk * parts * 128 * size if turns_keys(spec) else 0
             columns = spec.columns * (1 if self.loop else spec.at_once)
             return {
                 "k": chunk * spec.d * size + turned,
@@ -100,18 +93,15 @@ class AttentionSchedule(Schedule):
     def check(self, spec: AttentionSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
         spec = spec.share(self.split)
-        check_name(f"k_load of {spec.dtype} on {target.name}", self.k_load, k_loads(spec, target))
-        if self.loop and (not target.device_loops or self.k_load == "dma"):
+        if self.loop and not target.device_loops:
             raise SpecError(
-                f"schedule: loop needs loops on the device, which {target.name} "
-                f"{'has' if target.device_loops else 'lacks'}, and loads without DMA transposes; "
-                "drop loop, or load by 'tensor'"
+                f"schedule: loop needs loops on the device, which {target.name} lacks; drop loop"
             )
-        whole_packs = spec.decode and self.k_load == "tensor" and self.pack == packed(spec.d)
+        whole_packs = spec.decode and turns_keys(spec) and self.pack == packed(spec.d)
         if self.pack > 1 and not whole_packs:
             raise SpecError(
-                f"schedule: pack is {self.pack}, with k_load {self.k_load!r} and d {spec.d}; "
-                f"decode kernels that load keys by 'tensor' take {packed(spec.d)}"
+                f"schedule: pack is {self.pack}, with k_layout {spec.k_layout!r} and d {spec.d}; "
+                f"decode kernels of keys in rows take {packed(spec.d)}"
             )
         banks = self.psum_banks(spec)
         if sum(banks.values()) > target.psum_banks:
@@ -124,18 +114,13 @@ class AttentionSchedule(Schedule):
 
     def short(self) -> str:
         """Return the axes in a few words, for tables."""
-        loop = " loop" if self.loop else ""
-        loop += f" {self.split}-split" if self.split else ""
-        pack = f" pack{self.pack}" if self.pack > 1 else ""
-        return f"k-{self.k_load}{pack}{loop}"
+        words = [f"pack{self.pack}", "loop" * self.loop, self.split and f"{self.split}-split"]
+        return " ".join(word for word in words if word)
 
 
-def k_loads(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
-    """Return the ways in which keys can be loaded."""
-    if spec.k_layout == "col":
-        return ("rows",)
-    by_tensor = spec.rope == "qk" or spec.decode
-    return ("tensor",) if by_tensor else tuple(turned_loads(spec.dtype, target))
+def turns_keys(spec: AttentionSpec) -> bool:
+    """Return whether TensorE turns the keys, as it does queries: a DMA transpose takes as long."""
+    return spec.k_layout == "row"
 
 
 def packed(d: int) -> int:
@@ -144,13 +129,11 @@ def packed(d: int) -> int:
 
 
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedule]:
-    """Yield schedules that may be legal, in no order."""
+    """Yield the one schedule that may be legal."""
     queue = target.dma_generates_descriptors
-    for k_load in k_loads(spec, target):
-        # the one dialect of targets without generated descriptors has no views for packs
-        packs = spec.decode and k_load == "tensor" and queue
-        pack = packed(spec.d) if packs else 1
-        yield AttentionSchedule(k_load=k_load, own_queue=queue, pack=pack)
+    # the one dialect of targets without generated descriptors has no views for packs
+    packs = spec.decode and turns_keys(spec) and queue
+    yield AttentionSchedule(own_queue=queue, pack=packed(spec.d) if packs else 1)
 
 
 def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
@@ -188,7 +171,7 @@ def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     runs = {"row": chunk * spec.d * size, "col": 128 * chunk * size}
     for layout in (spec.k_layout, "row"):
         tally.load("rows", loads * per_chunk, loads, runs[layout], _0)
-    if schedule.k_load == "tensor":
+    if turns_keys(spec):
         tally.matmuls.append((groups * passes * parts, 128))
         tally.evictions.append((groups * parts * tiles(passes, 8), _BANK))
     each = spec.columns * spec.d * size
@@ -209,12 +192,13 @@ def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     tally.matmuls.append((heads * seen, spec.d + 1))
     passes = 5 if spec.soft_cap else 3
     tally.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
-    for how, count, each in (
+    how = "tensor" if turns_keys(spec) else "rows"
+    for load, count, each in (
         ("tensor", heads * q_tiles, 128),
-        (schedule.k_load, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
+        (how, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
     ):
         turned = count * parts * tiles(each, 128), count, spec.d * size
-        tally.load(how, count * each * spec.d * size, count, spec.d * size, turned)
+        tally.load(load, count * each * spec.d * size, count, spec.d * size, turned)
     v_bytes = groups * spec.context * spec.d * size
     tally.store(v_bytes, groups * tiles(spec.context, _BANK), spec.d * size)
     tally.store(heads * spec.m * spec.d * size, heads * q_tiles, spec.d * size)

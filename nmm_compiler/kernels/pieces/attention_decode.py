@@ -47,11 +47,11 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             else:
                 if step[2] == spec.first_key and step[0] % each == 0:
                     fetched.append(fetch_columns(qs[step[0] // each], spec))
-                loaded.append(load_keys_of(ks[step[0]], step, schedule))
+                loaded.append(load_keys_of(ks[step[0]], step, spec))
         # keys of the next chunk are turned before the products of this one
         for place in range(len(keys), min(t + 2, len(steps))):
             step = steps[place]
-            if step[1] or schedule.k_load == "rows":
+            if step[1] or spec.k_layout == "col":
                 keys.append(loaded[place])
             else:
                 keys.append(turn_keys(loaded[place], step, spec, schedule))
@@ -261,9 +261,9 @@ def load_rows_of(rows, step):
     return tile
 
 
-def load_keys_of(k, step, schedule):
+def load_keys_of(k, step, spec):
     """Return keys of a chunk as they lie: rows, or [128, parts of d, keys]."""
-    if schedule.k_load != "rows":
+    if spec.k_layout == "row":
         return load_rows_of(k, step)
     keys = step[3] * step[5]
     d = k.shape[0]
@@ -340,7 +340,7 @@ def score_chunk(scores, k_t, q_t, step, spec, schedule):
                 into = sums[0:wide, left, 0:columns]
             for part in range((spec.d + 127) // 128):
                 height = some[i][1] * min(128, spec.d - 128 * part)
-                if schedule.k_load == "rows":
+                if spec.k_layout == "col":
                     keys = k_t[0:height, part, 0 : wide * tiles]
                     keys = keys.reshape_dim(1, (wide, tiles)).select(2, some[i][0])
                 else:

@@ -6,8 +6,7 @@ Queries and keys have the head size on the partitions, in parts of 128; values h
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import load_transposed_by_dma, turn_tiles
-from .records import Part
+from .loads_and_stores import turn_tiles
 
 
 def make_identity():
@@ -48,24 +47,19 @@ def make_band(sign, offset):
     return band
 
 
-def load_keys(k, rope, spec, schedule):
+def load_keys(k, rope, spec):
     """Return k^T [128, parts of d, context]."""
     parts = (spec.d + 127) // 128
-    # a DMA transpose writes to offsets that are multiples of 32 bytes
-    pitch = (spec.context + 15) // 16 * 16
-    k_t = nl.ndarray((128, parts, pitch), dtype=k.dtype, buffer=nl.sbuf)
+    k_t = nl.ndarray((128, parts, spec.context), dtype=k.dtype, buffer=nl.sbuf)
     for c0 in range(0, spec.context, 512):
         width = min(512, spec.context - c0)
-        if schedule.k_load == "rows":
+        if spec.k_layout == "col":
             for part in range(parts):
                 deep = min(128, spec.d - 128 * part)
                 nisa.dma_copy(
                     dst=k_t[0:deep, part, c0 : c0 + width],
                     src=k[128 * part : 128 * part + deep, c0 : c0 + width],
                 )
-        elif schedule.k_load == "dma":
-            columns = k_t[0:128, 0:parts, c0 : c0 + width]
-            load_transposed_by_dma(columns, 0, Part(k, 0, spec.d, c0, width))
         else:
             for r0 in range(c0, c0 + width, 128):
                 deep = min(128, spec.context - r0)

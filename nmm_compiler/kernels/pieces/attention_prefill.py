@@ -38,7 +38,7 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
     early = make_band(-1, -129) if banded and spec.window > 0 else None
     masks = Masks(identity, late, early)
     steps = list_steps(len(qs), spec)
-    keys = [load_keys(ks[0], rope, spec, schedule)]
+    keys = [load_keys(ks[0], rope, spec)]
     values = [load_values(vs[0], spec)]
     fetched = [fetch_queries(qs[0], 0, spec)]
     queries = []
@@ -57,7 +57,7 @@ def prefill_groups(outs, qs, ks, vs, rope, spec, schedule):
             q0 = steps[t][2]
             # loads of the next queries start early, and with the first ones those of keys
             if q0 == 0 and g + 1 < len(qs):
-                keys.append(load_keys(ks[g + 1], rope, spec, schedule))
+                keys.append(load_keys(ks[g + 1], rope, spec))
                 values.append(load_values(vs[g + 1], spec))
             if q0 + 128 < spec.m:
                 fetched.append(fetch_queries(qs[g], q0 + 128, spec))
