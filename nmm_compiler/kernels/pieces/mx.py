@@ -25,9 +25,9 @@ def quantize_strip(strip, size, tokens):
     columns = tokens + tokens % 2
     whole = size // 512
     rest = size % 512
-    shape = (128, (size + 511) // 512, columns)
-    data = nl.ndarray(shape, dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
-    scales = nl.ndarray(shape, dtype=nl.uint8, buffer=nl.sbuf)
+    tiles = (size + 511) // 512
+    data = nl.ndarray((128, tiles, columns), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
+    scales = nl.ndarray((128, tiles, columns), dtype=nl.uint8, buffer=nl.sbuf)
     deep = max(1, 512 // tokens)
     for first in range(0, whole, deep):
         count = min(deep, whole - first)
