@@ -149,60 +149,6 @@ def load_scales(dst, src, quadrant, whole, rest):
         load_few(part, src[last : last + 4, 0:n], True)
 
 
-def load_mx_ahead(tiles, term: Term, k0, n0, columns):
-    """Add the chunk at k0 of a panel to those that are there."""
-    tiles.append(load_mx_chunk(term, k0, n0, columns))
-
-
-def sum_mx_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
-    """Add (s w)^T of a group of tiles of outputs to its sums; weights stationary, tokens moving.
-
-    With `spread` a tile of outputs has every fourth of 512.
-    """
-    m_tiles = (at.tokens + 511) // 512
-    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
-    size = term.plan.mx_bytes
-    for k0 in range(0, term.plan.k, term.plan.chunk):
-        rows = min(term.plan.chunk, term.plan.k - k0)
-        if group.first == 0 and not term.plan.ahead:
-            load_mx_ahead(tiles, term, k0, group.n0, group.columns)
-        w_sb = tiles[k0 // term.plan.chunk]
-        if group.first + group.before == 0:
-            move_scales(w_sb, rows, size, group.loaded)
-        for kt in range((rows + 511) // 512):
-            parts = min(128, (rows - 512 * kt) // 4)
-            tile = k0 // 512 + kt
-            first_byte = size * group.before
-            data = w_sb[0:parts, kt, first_byte : first_byte + size * group.columns]
-            data = data.view(term.element)
-            above = 4 * (kt % 4)
-            behind = size * group.loaded + group.before
-            w_scales = w_sb[above : above + parts - 28, kt // 4, behind : behind + group.columns]
-            for i in range(group.count):
-                place = group.first + i
-                if term.plan.spread:
-                    first = 512 * (place // 4) + place % 4
-                    last = min(512 * (place // 4) + 512, group.columns)
-                    width = (last - 512 * (place // 4)) // 4
-                    w_tile = data[0:parts, first:last:4]
-                    s_tile = w_scales[0 : parts - 28, first:last:4]
-                else:
-                    width = min(128, group.columns - 128 * place)
-                    w_tile = data[0:parts, 128 * place : 128 * place + width]
-                    s_tile = w_scales[0 : parts - 28, 128 * place : 128 * place + width]
-                for mt in range(m_tiles):
-                    ms = m_step * mt
-                    mw = min(m_step, at.tokens - ms)
-                    nisa.nc_matmul_mx(
-                        dst=sums[i * m_tiles + mt][0:width, 0:mw],
-                        stationary=w_tile,
-                        moving=term.left.strip[0:parts, tile, ms : ms + mw],
-                        stationary_scale=s_tile,
-                        moving_scale=term.left.left_scales[0:parts, tile, ms : ms + mw],
-                        accumulate=begun or tile > 0,
-                    )
-
-
 def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
     """Write s w of a patch to its sums; tokens stationary, an even number, weights moving."""
     across = (patch.width + 511) // 512
@@ -210,7 +156,7 @@ def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
     for k0 in range(0, term.plan.k, term.plan.chunk):
         rows = min(term.plan.chunk, term.plan.k - k0)
         if patch.top + patch.left == 0 and not term.plan.ahead:
-            load_mx_ahead(tiles, term, k0, patch.n0, patch.columns)
+            tiles.append(load_mx_chunk(term, k0, patch.n0, patch.columns))
         w_sb = tiles[k0 // term.plan.chunk]
         if patch.top + patch.left == 0:
             move_scales(w_sb, rows, size, patch.columns)

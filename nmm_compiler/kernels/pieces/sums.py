@@ -8,12 +8,14 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import finish_columns, finish_rows, load, store
-from .mx import add_halves, load_mx_ahead, sum_mx_columns, sum_mx_rows
+from .mx import add_halves, load_mx_chunk, move_scales, sum_mx_rows
 from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
 
 def load_chunk(term: Term, k0, n0, columns):
     """Return a chunk of a panel of the weight, loaded."""
+    if term.plan.mx_bytes > 0:
+        return load_mx_chunk(term, k0, n0, columns)
     rows = min(term.plan.chunk, term.plan.k - k0)
     halves = 2 if term.plan.halves else 1
     aligned = term.plan.double_row or term.plan.load == "dma"
@@ -42,10 +44,7 @@ def load_panel(term: Term, n0, columns, at: Block):
         for k0 in range(0, term.plan.k, term.plan.chunk):
             if n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
-            if term.plan.mx_bytes > 0:
-                load_mx_ahead(tiles, term, k0, n0, columns)
-            else:
-                tiles.append(load_chunk(term, k0, n0, columns))
+            tiles.append(load_chunk(term, k0, n0, columns))
     return tiles
 
 
@@ -74,7 +73,7 @@ def make_columns(
         if first.plan.mx_bytes > 0:  # its loads are the last ones
             if second.plan.k > 0:
                 sum_columns(sums, second_tiles, second, part, at, False)
-            sum_mx_columns(sums, first_tiles, first, part, at, second.plan.k > 0)
+            sum_columns(sums, first_tiles, first, part, at, second.plan.k > 0)
         else:
             if first.plan.k > 0:
                 sum_columns(sums, first_tiles, first, part, at, False)
@@ -105,22 +104,40 @@ def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
         w_sb = tiles[k0 // term.plan.chunk]
         if term.plan.halves:
             add_halves(sums, w_sb, term, group, at.tokens, begun)
+        elif term.plan.mx_bytes > 0:
+            size = term.plan.mx_bytes
+            if group.first + group.before == 0:
+                move_scales(w_sb, rows, size, group.loaded)
+            for kt in range((rows + 511) // 512):
+                parts = min(128, (rows - 512 * kt) // 4)
+                left = size * group.before
+                data = w_sb[0:parts, kt : kt + 1, left : left + size * group.columns]
+                above = 4 * (kt % 4)
+                behind = size * group.loaded + group.before
+                own = w_sb[above : above + parts - 28, kt // 4, behind : behind + group.columns]
+                block = Step(0, 1, parts, k0 // 512 + kt)
+                add_columns(
+                    sums, data.view(term.element), own, block, term, group, at.tokens, begun
+                )  # fmt: skip
         elif term.plan.order == "fours":
             for kt in range((rows + 511) // 512 * 4):
                 four = Step(kt, 1, min(128, (rows - 512 * (kt // 4)) // 4), k0 // 128 + kt)
-                add_columns(sums, w_sb, four, term, group, at.tokens, begun)
+                add_columns(sums, w_sb, None, four, term, group, at.tokens, begun)
         else:
             pairs = rows // 256 if term.plan.double_row else 0
             for pair in range(pairs):
                 pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
-                add_columns(sums, w_sb, pair_of, term, group, at.tokens, begun)
+                add_columns(sums, w_sb, None, pair_of, term, group, at.tokens, begun)
             for kt in range(2 * pairs, (rows + 127) // 128):
                 single = Step(kt, 1, min(128, rows - 128 * kt), k0 // 128 + kt)
-                add_columns(sums, w_sb, single, term, group, at.tokens, begun)
+                add_columns(sums, w_sb, None, single, term, group, at.tokens, begun)
 
 
-def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun):
-    """Add the products of a step of the contraction to the sums of a group."""
+def add_columns(sums, w_sb, scales, step: Step, term: Term, group: Group, tokens, begun):
+    """Add the products of a step of the contraction to the sums of a group.
+
+    scales: of MX blocks. With `spread` a tile of outputs has every fourth of 512.
+    """
     m_tiles = (tokens + 511) // 512
     m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
     for i in range(group.count):
@@ -134,7 +151,18 @@ def add_columns(sums, w_sb, step: Step, term: Term, group: Group, tokens, begun)
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
-            if term.plan.spread:
+            if term.plan.mx_bytes > 0:
+                apart = 4 if term.plan.spread else 1
+                last = first + apart * (width - 1) + 1
+                nisa.nc_matmul_mx(
+                    dst=sums[i * m_tiles + mt][0:width, 0:mw],
+                    stationary=w_sb[0 : step.rows, 0, first:last:apart],
+                    moving=term.left.strip[0 : step.rows, step.tile, ms : ms + mw],
+                    stationary_scale=scales[0 : step.rows - 28, first:last:apart],
+                    moving_scale=term.left.left_scales[0 : step.rows, step.tile, ms : ms + mw],
+                    accumulate=begun or step.tile > 0,
+                )
+            elif term.plan.spread:
                 nisa.nc_matmul(
                     dst=sums[i * m_tiles + mt][0:width, 0:mw],
                     stationary=w_sb[0 : step.rows, step.kt, first : first + 4 * width - 3 : 4],
