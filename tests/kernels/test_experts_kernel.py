@@ -148,7 +148,7 @@ def test_fewer_bytes_are_read_and_take_less_time():
     assert read[-1] < 0.28 * read[0]
 
 
-@pytest.mark.parametrize("way", [("distinct", 1), ("distinct", 2), ("distinct", 8), ("all", 1)])
+@pytest.mark.parametrize("way", [("distinct", 1), ("distinct", 2), ("distinct", 8)])
 @pytest.mark.parametrize(("lnc", "n"), [(1, 128), (2, 128), (1, 24), (2, 40)])
 @pytest.mark.parametrize("name", INDEXES)
 def test_any_index_of_groups_in_every_way(way, lnc, n, name):
@@ -263,7 +263,7 @@ def test_schedules_that_are_refused():
     for spec, schedule, words in (
         (SMALL, in_blocks(32, 1), "more than 32 tokens"),
         (MANY, in_blocks(48, 1), "pass tokens as one of"),
-        (MANY, ways(SMALL)["all", 1], "more than 128 tokens have 'blocks'"),
+        (MANY, ways(SMALL)["distinct", 1], "more than 128 tokens have 'blocks'"),
         (dataclasses.replace(MANY, m=1 << 16, groups=2), in_blocks(32, 1), "split the tokens"),
     ):
         with pytest.raises((CapacityError, SpecError), match=words):

@@ -5,8 +5,8 @@ multiplied by the token's gate, 0 for a token that chose others. So a group's we
 number in SBUF addresses, are read once. The groups come one after another: a panel of weights is
 loaded before the products of the panel before it. Features lie on the partitions from x^T to y^T.
 
-Of one token the groups are its picks. Of several they are all groups, or those that some token
-chose: GpSimd lists these, and a loop on the device takes some of them a turn.
+Of one token the groups are its picks. Of several they are those that some token chose: GpSimd lists
+these, and a loop on the device takes some of them a turn.
 
 Many tokens are sorted into blocks of one group each. A loop on the device takes some blocks a turn:
 it gathers their tokens, and stores a row of y for each of their picks. At last each token's rows
@@ -18,7 +18,6 @@ import nki.isa as nisa
 import nki.language as nl
 
 from ..pieces.chosen_groups import (
-    all_groups,
     chosen_of_token,
     groups_of_turn,
     list_groups,
@@ -110,19 +109,15 @@ def compute_tokens(out, x, index, gates, operands, core, spec):
         check_index(
             index.reshape((picks,)), table_of(operands, spec)[0 : spec.groups, 0:1], 0, picks
         )
-        if spec.way == "distinct":
-            chosen = list_groups(numbers, spec.groups, spec.at_once * spec.cores)
-            bound = turns_of(chosen, spec.at_once * spec.cores, spec.turn_bits)
+        chosen = list_groups(numbers, spec.groups, spec.at_once * spec.cores)
+        bound = turns_of(chosen, spec.at_once * spec.cores, spec.turn_bits)
 
-            def body(i):
-                some = groups_of_turn(chosen, i, core, spec)
-                add_some(total, left, some, numbers, weights, operands, half, tokens, spec)
+        def body(i):
+            some = groups_of_turn(chosen, i, core, spec)
+            add_some(total, left, some, numbers, weights, operands, half, tokens, spec)
 
-            # as many turns as the chosen groups need: known on the device only
-            nl.fori_loop(0, bound, body)
-        else:
-            every = all_groups(core % spec.cores * spec.at_once, spec.at_once)
-            add_some(total, left, every, numbers, weights, operands, half, tokens, spec)
+        # as many turns as the chosen groups need: known on the device only
+        nl.fori_loop(0, bound, body)
     result = Result(out, None, False, False, None, False)
     at = Block(0, tokens, core)
     if spec.split != "":

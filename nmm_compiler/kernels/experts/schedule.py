@@ -30,7 +30,7 @@ _FIELDS = {
     "down": "down", "down_u": "down_u", "down_v": "down_v",
 }  # fmt: skip
 """The fields of a plan that are weights, and the operands that they are of."""
-WAYS = ("picks", "distinct", "all", "blocks")
+WAYS = ("picks", "distinct", "blocks")
 AT_ONCE = (1, 2, 4, 8)
 BLOCKS = (32, 64, 128, 256, 512)
 
@@ -39,7 +39,7 @@ BLOCKS = (32, 64, 128, 256, 512)
 class ExpertsPlan(ExpertsSpec):
     """What the kernel's function reads: the share of one core, and how each weight arrives.
 
-    way, at_once: of the schedule, of all groups or picks where there is no loop. stack: groups that
+    way, at_once: of the schedule, of all picks where there is no loop. stack: groups that
     are computed as one, 1 where they are wide. tokens, blocks: of a block, and the most blocks
     there can be, in whole turns. up, down: the weights; of gate_up the outputs of a half are `step`
     apart, and those of up begin at up_first. up_u .. down_v: the factors. up_block, down_block:
@@ -133,8 +133,8 @@ class ExpertsSchedule(Schedule):
     """How a kernel of experts runs. Sizes are in elements unless named.
 
     way: "picks", those of the only token; "distinct", the groups that tokens chose, in a loop on
-        the device; "all", every group; "blocks", tokens sorted into blocks of one group each, in a
-        loop. at_once: groups, or blocks, a turn of the loop. tokens: of a block.
+        the device; "blocks", tokens sorted into blocks of one group each, in a loop. at_once:
+        groups, or blocks, a turn of the loop. tokens: of a block.
     w_load: how the contraction index of weights stored [outputs, inputs] gets onto the partitions.
     block, down_block: outputs of a panel of gate and up, and of down. load_bytes: of a load, for
         each partition. banks: of PSUM, for sums.
@@ -162,7 +162,7 @@ class ExpertsSchedule(Schedule):
         n = spec.features
         width = n * (2 if self.split == WEIGHTS else 1)
         interleaved = spec.halves == "interleaved"
-        slots = {"picks": spec.top_k, "all": spec.groups // self.cores}.get(self.way, self.at_once)
+        slots = spec.top_k if self.way == "picks" else self.at_once
         patch = max(1, min(tiles(self.tokens, 128), self.banks))
         few = (
             spec.mx and (self.tokens or spec.m) < 64
@@ -299,8 +299,8 @@ class ExpertsSchedule(Schedule):
         if self.way not in (of_one if spec.m == 1 else WAYS[1:]) or self.at_once not in AT_ONCE:
             raise SpecError(
                 f"schedule: way {self.way!r}, {self.at_once} at once, for {spec.m} tokens; one "
-                "token has 'picks' or 'distinct' groups, several 'distinct' ones, 'all' or "
-                "'blocks', 1, 2, 4 or 8 at once"
+                "token has 'picks' or 'distinct' groups, several 'distinct' ones or 'blocks', "
+                "1, 2, 4 or 8 at once"
             )
         if self.way != "blocks" and (self.tokens or spec.m > TOKENS):
             raise SpecError(
@@ -309,8 +309,6 @@ class ExpertsSchedule(Schedule):
             )
         if self.way == "blocks":
             self._check_blocks(part, target)
-        if self.way == "all" and spec.groups % self.cores:
-            raise SpecError(f"{spec.short()}: two cores cannot share {spec.groups} groups evenly")
         for name in ("block", "down_block"):
             if getattr(self, name) < 1 or getattr(self, name) % 128:
                 raise SpecError(f"schedule: {name} is {getattr(self, name)}; pass multiples of 128")
@@ -388,9 +386,7 @@ def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
     picks = spec.m * spec.top_k
     ways = []
     if spec.m <= TOKENS:
-        ways.append(("all", 1, 0))
-        if picks < 3 * spec.groups or spec.groups % 2:
-            ways += [("distinct", at_once, 0) for at_once in (4, 2, 1, 8)]
+        ways += [("distinct", at_once, 0) for at_once in (4, 2, 1, 8)]
     if spec.m > FEW:
         each = picks / spec.expected
         sizes = [size for size in BLOCKS if size >= each / 2][:3] or BLOCKS[-1:]
@@ -464,7 +460,6 @@ def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:
     """Return the data flow for the header of the emitted file."""
     which = {
         "picks": "the picks of the token, one after another",
-        "all": "every group, one after another",
         "distinct": f"the groups that tokens chose, {schedule.at_once} a turn of a loop",
         "blocks": f"blocks of {schedule.tokens} tokens, {schedule.at_once} a turn of a loop",
     }[schedule.way]

@@ -31,15 +31,6 @@ def chosen_of_token(numbers, weights):
     return [some, None]
 
 
-def all_groups(first, count):
-    """Return groups from a number on."""
-    one = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.iota(dst=one, pattern=[[1, count]], offset=first)
-    wide = nl.ndarray((128, count), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=wide, pattern=[[1, count]], offset=first)
-    return [one, wide]
-
-
 def own_numbers(first, deep):
     """Return numbers from `first` on, one on each partition, fp32 [deep, 1]."""
     own = nl.ndarray((deep, 1), dtype=nl.float32, buffer=nl.sbuf)
