@@ -32,7 +32,7 @@ KINDS = {
     "few, fp8 columns": MatmulSpec(m=3, k=512, n=640, out_layout="col", bias=True, **FP8),
     "few, one scale": MatmulSpec(m=2, k=512, n=640, dtype="float8_e4m3", scales="tensor"),
     "few, x bfloat16": MatmulSpec(m=1, k=512, n=640, x_dtype="bfloat16", **FP8),
-    "few, x packed": MatmulSpec(m=3, k=700, n=640, x_layout="col", **FP8),
+    "few, x in columns": MatmulSpec(m=3, k=700, n=640, x_layout="col", **FP8),
     "few, low rank": LowRankSpec(m=1, k=300, r=200, n=640, activation="silu", scale=0.5),
     "one token, a residual": MatmulSpec(m=1, k=512, n=1152, residual=True),
     "few, low rank columns": LowRankSpec(m=16, k=256, r=300, n=640, out_layout="col", bias=True),

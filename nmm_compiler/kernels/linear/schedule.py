@@ -90,8 +90,6 @@ class LinearSchedule(Schedule):
         x_load = self.x_load
         if layer.fp8_x and x_load == "tensor":
             x_load = "tensor16"
-        if self.double_row and layer.m < 16 and x_load == "rows":
-            x_load = "packed"
         first = layer.norm != "none" or layer.m <= FEW or layer.mx
         whole = 128 * tiles(layer.k, 128)
         step = whole if layer.m <= FEW else chunk_rows(layer.k, self.tokens(layer) * 2)
@@ -145,8 +143,6 @@ class LinearSchedule(Schedule):
         x = {"x": layer.x_tiles * _pitch(tokens, made.x_aligned) * item_bytes(layer.x_format)}
         if layer.mx:  # data and scales of four features, and fours on their way to them
             x["x blocks"] = layer.x_tiles // 4 * 5 * (tokens + 1) + 4 * 8 * max(512, tokens)
-        if made.x_load == "packed":
-            x["x"] *= 2
         if layer.norm != "none":
             deep = max(1, 1024 // tokens)
             x["norm"] = 4 * (4 * tokens + (2 * deep + 2) * tokens + 257)
@@ -436,7 +432,8 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
                 order=FOURS if layer.mx else ORDERS[0] if runs else ORDERS[1],
                 m_block=m_block, block=block, u_block=u_block, down_block=down_block,
                 load_bytes=load_bytes, banks=banks, sums=at_once, down=down,
-                double_row=layer.fp8_x and target.fp8_double_row, turned=turned,
+                # of fewer tokens the tiles of x that are spaced for it take longer to load
+                double_row=layer.fp8_x and target.fp8_double_row and layer.m >= 16, turned=turned,
                 own_queue=target.dma_generates_descriptors,
             )  # fmt: skip
             fits = sum(made.sbuf_bytes(layer).values()) <= target.sbuf_usable_bytes_per_partition

@@ -19,8 +19,6 @@ def load(dst, tile, part: Part, how, order, total):
         load_fours(dst, tile, part, how)
     elif how == "rows":
         load_rows(dst, tile, part, order, total)
-    elif how == "packed":
-        load_packed(dst, tile, part, order, total)
     elif how == "strided":
         load_strided(dst, tile, part, order, total)
     elif how == "dma":
@@ -54,20 +52,6 @@ def load_rows(dst, tile, part: Part, order, total):
                 part.column : part.column + part.columns,
             ],
         )
-
-
-def load_packed(dst, tile, part: Part, order, total):
-    """Load rows of a few columns in long runs, then space them as double rows take them."""
-    tiles = part.rows // 128
-    rest = part.rows % 128
-    flat = nl.ndarray((128, (part.rows + 127) // 128, part.columns), dtype=dst.dtype)
-    load_rows(flat, 0, part, order, total)
-    if tiles > 0:
-        spaced = dst[0:128, tile : tile + tiles, 0 : part.columns]
-        nisa.tensor_copy(dst=spaced, src=flat[0:128, 0:tiles, 0 : part.columns])
-    if rest > 0:
-        spaced = dst[0:rest, tile + tiles, 0 : part.columns]
-        nisa.tensor_copy(dst=spaced, src=flat[0:rest, tiles, 0 : part.columns])
 
 
 def load_strided(dst, tile, part: Part, order, total):
