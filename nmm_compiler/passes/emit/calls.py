@@ -503,12 +503,13 @@ class Call:
     def prepare_x(self, editor: Editor) -> fx.Node:
         """Emit the operand in the x layout and fix the order of tokens."""
         node, source = self._resolve(editor)
+        node = node or editor.operand(source.key)
         if self.x_layout == "row" and source.is_row():
             return node
         return editor.arrange(node, source.dims, self._dims(source.k, self.x_layout))
 
-    def _resolve(self, editor: Editor) -> tuple[fx.Node, Source]:
-        """Return the operand's node and its dimensions, and set `lead`."""
+    def _resolve(self, editor: Editor) -> tuple[fx.Node | None, Source]:
+        """Return the operand and its node, where a call made it turned, and set `lead`."""
         source, node = self.source, None
         made = editor.raw.get(owner_of(editor.c.base(source.key)[0]))
         if made is not None and made[0].out_layout == "col" and self.x_layout == "col":
@@ -517,7 +518,6 @@ class Call:
                 source, node = raw, made[1]
         if node is None and not source.is_col():
             self.x_layout = "row"
-        node = node or editor.operand(source.key)
         tokens = source.tokens()
         flat = tuple(a for d in tokens for a in d)
         if self.x_layout == "col":
@@ -529,14 +529,7 @@ class Call:
     def result_value(self, editor: Editor, x: fx.Node) -> Any:
         """Return the metadata value of the result."""
         assert self.lead is not None
-        shape = (*views.shape_of(self.lead), self.n)
-        old = editor.c.values[self.final]
-        if self.out_layout == "row" and all(isinstance(s, int) for s in shape):
-            # Fake operations are slow; the replaced value often is also the result's.
-            same = old.dtype == editor.c.values[x].dtype and views.sizes_of(old) == shape
-            if same and views.strides_of(old) == views.row_major(shape):
-                return old
-        lead = [editor.size_value(s, x) for s in shape[:-1]]
+        lead = [editor.size_value(s, x) for s in views.shape_of(self.lead)]
         value = editor.c.values[x]
         if self.out_layout == "row":
             return value.new_empty([*lead, self.n])
@@ -554,11 +547,26 @@ class Call:
         raise NotImplementedError
 
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
-        """Emit the call and what surrounds it; return the node with the final value."""
+        """Emit the call and what surrounds it; return the node with the final value, the first of
+        several, each of which is replaced."""
         x = self.prepare_x(editor)
-        given = self.arguments(editor)
-        value = self.result_value(editor, x)
-        return self.finish(editor, self.op_call(editor, {"x": x, **given}, value))
+        given = {"x": x, **self.arguments(editor)}
+        results = self.results()
+        for one in results:
+            one.x_layout = self.x_layout
+            one._resolve(editor)
+        values = [one.result_value(editor, x) for one in results]
+        if not self.many:
+            return self.finish(editor, self.op_call(editor, given, *values))
+        y = self.op_call(editor, given, values)
+        made = []
+        for index, (one, value) in enumerate(zip(results, values, strict=True)):
+            part = editor.call(operator.getitem, y, index, meta_value=value)
+            made.append(one.finish(editor, part))
+        for one, new in zip(results[1:], made[1:], strict=True):
+            if not one.unread:
+                editor.replace(one.final, new)
+        return made[0]
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring a result to the dimensions and strides of the node it replaces."""
@@ -830,32 +838,17 @@ class SharedCall(Call):
             "u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout,
         }  # fmt: skip
 
-    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
-        """Emit the call; every member's final node is replaced, the first one's is returned."""
-        chains = self.chains
+    def op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
+        """Emit the op, with what differs between its results."""
+        chains, more = self.chains, dict[str, Any]()
         editor.hoist(key for chain in chains for key in chain.operands)
-        x = self.prepare_x(editor)
-        given = self.arguments(editor)
         if any(chain.activation != "identity" for chain in chains):
-            given["activations"] = [chain.activation for chain in chains]
+            more["activations"] = [chain.activation for chain in chains]
         layouts = [member.out_layout for member in self.members]
         self.out_layout = layouts[0]
         if len(set(layouts)) > 1:
-            self.out_layout, given["out_layouts"] = "row", layouts
-        values = []
-        for member in self.members:
-            member.x_layout = self.x_layout
-            member._resolve(editor)
-            values.append(member.result_value(editor, x))
-        y = self.op_call(editor, {"x": x, **given}, values)
-        results = []
-        for index, member in enumerate(self.members):
-            part = editor.call(operator.getitem, y, index, meta_value=values[index])
-            results.append(member.finish(editor, part))
-        for member, result in zip(self.members[1:], results[1:], strict=True):
-            if not member.unread:
-                editor.replace(member.final, result)
-        return results[0]
+            self.out_layout, more["out_layouts"] = "row", layouts
+        return super().op_call(editor, {**given, **more}, value)
 
     def results(self) -> tuple[Call, ...]:
         """Return the members."""
