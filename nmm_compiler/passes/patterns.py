@@ -381,32 +381,29 @@ class Unifier:
                 yield from self._value(base, other, None, inside)
             return
         moved = views.compose(seen, spread)
-        if moved is None:
-            return
-        place: dict[int, views.Dim] = {}
-        for mine, theirs_dim in zip(expanded, moved, strict=True):
-            axis = views.whole_axis(mine, self.p.sizes(base))
-            real = tuple(a for a in theirs_dim if a.axis != views.BROADCAST)
-            if axis is None:
-                if real or any(a.axis != views.BROADCAST for a in mine):
-                    return
-                continue
-            if len(real) != len(theirs_dim):
-                return  # the graph repeats what the pattern has in full
-            place[axis] = views.coalesce(theirs_dim)
-        yield from self._placed(base, other, place, inside)
+        if moved is not None:
+            yield from self._placed(base, other, expanded, moved, inside)
 
     def _placed(
-        self, own: Key, theirs: Key, place: dict[int, views.Dim], found: Found
+        self, own: Key, theirs: Key, mine: Dims, over: Dims, found: Found
     ) -> Iterator[Found]:
-        """Compare base values with known axes, if those cover all of the graph's value."""
-        if sorted(place) != list(range(len(self.p.sizes(own)))):
+        """Compare base values, of which the same dimensions are known, if these cover all of the
+        graph's value."""
+        shape = self.p.sizes(own)
+        place: dict[int | None, views.Dim] = {}
+        for dim, theirs_dim in zip(mine, over, strict=True):
+            axis = views.whole_axis(dim, shape)
+            real = tuple(a for a in theirs_dim if a.axis != views.BROADCAST)
+            if axis is None and (real or any(a.axis != views.BROADCAST for a in dim)):
+                return
+            if axis is not None and len(real) != len(theirs_dim):
+                return  # the graph repeats what the pattern has in full
+            place[axis] = views.coalesce(theirs_dim)
+        if {*place} - {None} != {*range(len(shape))}:
             return
-        dims = tuple(place[axis] for axis in sorted(place))
-        atoms = [a for dim in dims for a in dim]
-        if not _covers(atoms, self.c.sizes(theirs)):
-            return
-        yield from self._value(own, theirs, dims, found)
+        dims = tuple(place[axis] for axis in range(len(shape)))
+        if _covers([a for dim in dims for a in dim], self.c.sizes(theirs)):
+            yield from self._value(own, theirs, dims, found)
 
     def _between(self, base: Key, theirs: Key) -> frozenset[fx.Node]:
         """Return the rearrangements above an operand, which a parameter leaves to the graph."""
@@ -608,8 +605,8 @@ class Unifier:
             lhs, rhs = ((self.p.base(own)[0], its) for (own, _), (its, _) in pairs)
             nodes = done.nodes | self._between(*lhs) | self._between(*rhs)
             done = dataclasses.replace(done, nodes=nodes)
-            for one in self._placed(lhs[0], self.c.base(lhs[1])[0], first, done):
-                yield from self._placed(rhs[0], self.c.base(rhs[1])[0], second, one)
+            for one in self._placed(lhs[0], self.c.base(lhs[1])[0], *first, done):
+                yield from self._placed(rhs[0], self.c.base(rhs[1])[0], *second, one)
 
     def _paired(
         self,
@@ -645,25 +642,15 @@ class Unifier:
 
     def _over(
         self, mine: Side, its: Side, paired: dict[int, tuple[int, ...]]
-    ) -> dict[int, views.Dim] | None:
-        """Return the axes of the pattern's operand as dims over the graph's operand."""
+    ) -> tuple[Dims, Dims] | None:
+        """Return the dims of the pattern's operand over its base, and over that of the graph's."""
         (own, own_labels), (theirs, labels) = mine, its
-        base, dims = self.p.base(own)
-        over = self.c.base(theirs)[1]
-        place: dict[int, views.Dim] = {}
-        for label, dim in zip(own_labels, dims, strict=True):
-            axis = views.whole_axis(dim, self.p.sizes(base))
-            if axis is None or label not in paired:
-                return None
-            atoms: list[Atom] = []
-            for x in paired[label]:
-                if x not in labels:
-                    return None
-                atoms += over[labels.index(x)]
-            if any(a.axis == views.BROADCAST for a in atoms):
-                return None
-            place[axis] = views.coalesce(atoms)
-        return place
+        over = dict(zip(labels, self.c.base(theirs)[1], strict=True))
+        groups = [paired.get(label, (None,)) for label in own_labels]
+        if any(label not in over for group in groups for label in group):
+            return None
+        moved = (itertools.chain(*(over[x] for x in group if x is not None)) for group in groups)
+        return self.p.base(own)[1], tuple(map(tuple, moved))
 
 
 _READERS: dict[type[Form], Callable[..., Iterator[Found]]] = {
