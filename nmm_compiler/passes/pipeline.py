@@ -105,7 +105,9 @@ class Attempt:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
         search = _Search(self.c, self.path)
         for rule in self.rules:
-            count = self.count(rule)
+            count = RuleCount(rule.name)
+            if not self.faults.is_built_in(rule):
+                self.result.rules[rule.name] = count
             with self.faults.only_reading(rule, self.c.graph):
                 for node in search.places(rule):
                     if node not in search.taken:
@@ -119,12 +121,6 @@ class Attempt:
         self.result.declined += declined
         lines = (f"declined: {d}" for d in declined)
         self.findings = itertools.chain(map(str, self.matches), lines)
-
-    def count(self, rule: Rule) -> RuleCount:
-        """Return the count of a rule; those of the package are not kept."""
-        count = RuleCount(rule.name)
-        built_in = self.faults.is_built_in(rule)
-        return count if built_in else self.result.rules.setdefault(rule.name, count)
 
     def combine(self) -> None:
         """Let rules join matches into groups, and add the findings to the report."""
@@ -710,7 +706,7 @@ class _Run:
             module, new = copy_graph(original)
             found = RewriteResult(module, [], [])
             for name, child in children.items():
-                _set_attribute(module, name, child)
+                module.set_submodule(name, child)
             if values is None:
                 break
             own = {new[node]: value for node, value in values.items()}
@@ -798,8 +794,3 @@ def _is_graph(module: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "get_attr" and isinstance(
         fetch_attribute(module, str(node.target)), fx.GraphModule
     )
-
-
-def _set_attribute(module: torch.nn.Module, path: str, value: Any) -> None:
-    parent, _, last = path.rpartition(".")
-    setattr(module.get_submodule(parent), last, value)
