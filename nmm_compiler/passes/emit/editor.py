@@ -1,4 +1,4 @@
-"""The editor, which alone changes a graph: it adds nodes, with metadata, before a node.
+"""The editor, which alone changes a graph: it adds nodes, with metadata, behind a node.
 
 Every new node gets the metadata of the node that it replaces and a value of its own under the
 graph's key ("example_value" in Dynamo graphs, else "val"). Rearrangements are emitted from `Dims`:
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from nmm_compiler.passes.chains.safety import Refusal, readings
 from nmm_compiler.passes.graph import views
@@ -41,7 +40,7 @@ class NotEmittedError(Exception):
 
 
 class Editor:
-    """Adds nodes before `at`, the node that they replace.
+    """Adds nodes behind `at`, the node that they replace.
 
     taken: the nodes that go, as matches take them over.
     """
@@ -49,25 +48,23 @@ class Editor:
     def __init__(self, c: Canonical, value_key: str, options: Any, taken: set[fx.Node]) -> None:
         self.c, self.graph, self.module = c, c.graph, c.module
         self.value_key, self.options, self.taken = value_key, options, taken
-        self._at: fx.Node | None = None
+        # `at`, and the nodes that were added for it, in order.
+        self._own: list[fx.Node] = []
         # The dtype in which `at` computes: other operands are cast to it, as autocast does.
         self.dtype: torch.dtype | None = None
-        # Nodes that read `at`, which stand behind it, in order; `at` first.
-        self._after: dict[fx.Node, None] = {}
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.raw: dict[fx.Node, Any] = {}
         self._attributes: dict[str, fx.Node] = {}
 
     @property
-    def at(self) -> fx.Node | None:
-        """The node that is being replaced; new nodes stand before it unless they read it."""
-        return self._at
+    def at(self) -> fx.Node:
+        """The node that is being replaced; new nodes, which may read it, stand behind it."""
+        return self._own[0]
 
     @at.setter
-    def at(self, node: fx.Node | None) -> None:
-        self._at, self._after = node, {}
-        value = self.c.values.get(node) if node is not None else None
+    def at(self, node: fx.Node) -> None:
+        self._own, value = [node], self.c.values.get(node)
         self.dtype = value.dtype if isinstance(value, torch.Tensor) else None
 
     # -- nodes ----------------------------------------------------------------------------
@@ -81,16 +78,12 @@ class Editor:
         **kwargs: Any,
     ) -> fx.Node:
         """Add a call of an operator; its metadata value is computed unless it is given."""
-        assert self.at is not None
-        with self._place((args, kwargs)):
-            node = self.graph.call_function(operator, args, kwargs)
         value = meta_value
         if value is None:
             values = self.c.values
             real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: values.get(n))
             value = operator(*real_args, **real_kwargs)
-        self._behind(node)
-        return self._described(node, self.at, value)
+        return self._add("call_function", operator, args, kwargs, value)
 
     def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> fx.Node:
         """Add a call of an op of ours on the target; given: arguments by name.
@@ -110,26 +103,15 @@ class Editor:
         }
         return self.call(op, *args, meta_value=value, **kwargs)
 
-    def _described(self, node: fx.Node, like: fx.Node, value: Any) -> fx.Node:
-        """Give a new node its value, and the metadata of another."""
-        node.meta |= {name: like.meta[name] for name in _COPIED if name in like.meta}
+    def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        """Add a node behind those that were added, with its value and the metadata of `at`."""
+        with self.graph.inserting_after(self._own[-1]):
+            node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta |= {name: self.at.meta[name] for name in _COPIED if name in self.at.meta}
         node.meta[self.value_key] = self.c.values[node] = value
         self.added.append(node)
+        self._own.append(node)
         return node
-
-    def _place(self, arguments: Any) -> Any:
-        """Return where a new node goes: before `at`, or behind it if it reads `at` itself."""
-        assert self.at is not None
-        given = [a for a in tree_leaves(arguments) if isinstance(a, fx.Node)]
-        if self.at in given or any(node in self._after for node in given):
-            self._after = self._after or {self.at: None}
-            return self.graph.inserting_after(next(reversed(self._after)))
-        return self.graph.inserting_before(self.at)
-
-    def _behind(self, node: fx.Node) -> None:
-        """Record a node behind `at`: nodes that read it go there too."""
-        if self._after and node.prev in self._after:
-            self._after[node] = None
 
     def node(self, key: Key) -> fx.Node:
         """Return the fx node of a value, adding a `get_attr` for a called module's parameter."""
@@ -160,11 +142,8 @@ class Editor:
 
     def _dequantized(self, node: fx.Node) -> fx.Node:
         """Return the plain tensor that a quantized weight stands for."""
-        assert self.at is not None
         value = self.c.values[node].dequantize()
-        with self.graph.inserting_before(self.at):
-            made = self.graph.call_method("dequantize", (node,))
-        return self._described(made, self.at, value)
+        return self._add("call_method", "dequantize", (node,), {}, value)
 
     def hoist(self, keys: Iterable[Key]) -> None:
         """Move `get_attr` nodes to the top, so that a call may stand anywhere."""
@@ -209,7 +188,7 @@ class Editor:
                     Refusal(
                         "shape",
                         f"the sizes {free} and {size} of one reshape stand nowhere in the graph",
-                        self.at or near,
+                        self.at,
                     )
                 )
             else:
@@ -291,7 +270,7 @@ class Editor:
             new = self.like(new, old)
         if self.value_key in old.meta:
             new.meta.setdefault(self.value_key, old.meta[self.value_key])
-        own = self._after if old is self._at else {}
+        own = self._own if old is self.at else ()
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         self.replaced[old] = new
 
