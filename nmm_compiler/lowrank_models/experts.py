@@ -14,7 +14,6 @@ a traced graph, where shapes are fixed, the count of all tokens.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -22,7 +21,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nmm_compiler.kernels.base import ACTIVATIONS
 from nmm_compiler.kernels.experts.spec import FACTORS, HALVES
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.packed_formats import FORMATS, MX
@@ -352,23 +350,10 @@ def _gating(layer: Any) -> dict[str, Any] | None:
         made = _gated(layer, sample)
     except (RuntimeError, TypeError):  # a gate that has weights of its own
         return None
-    plain: dict[str, Any] = {"limit": 0.0, "slope": 1.0, "plus": 0.0}
-    ways = [
-        {"halves": halves, "activation": name, **plain}
-        for halves, name in itertools.product(HALVES, ACTIVATIONS)
-    ]
-    if hasattr(layer, "limit") and hasattr(layer, "alpha"):
-        clamped: dict[str, Any] = {
-            "limit": float(layer.limit),
-            "slope": float(layer.alpha),
-            "plus": 1.0,
-        }
-        ways += [{"halves": halves, "activation": "silu", **clamped} for halves in HALVES]
-    for said in ways:
-        wanted = chosen.gated(sample, **said)
-        if wanted.shape == made.shape and torch.allclose(made, wanted, 1e-6, 1e-9):
-            return said
-    return None
+    limits, slopes = (
+        [float(getattr(layer, name))] if hasattr(layer, name) else [] for name in ("limit", "alpha")
+    )
+    return chosen.said_of(sample, made, limits, slopes, (1.0,))
 
 
 def _product(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:

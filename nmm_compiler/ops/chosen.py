@@ -6,14 +6,15 @@ Both are differentiated by their references: no kernel computes them backward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nmm_compiler.errors import ShapeError
-from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.base import ACTIVATIONS, check_name
 from nmm_compiler.kernels.experts.spec import FACTORS, HALVES, ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.linear.specs import AdaptersSpec
@@ -190,6 +191,23 @@ def gated(
         return activate(gate, activation) * up
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return (up + plus) * (gate * torch.sigmoid(gate * slope))
+
+
+def said_of(
+    sample: Tensor, made: Tensor, limits: Collection[float] = (), slopes: Collection[float] = (),
+    pluses: Collection[float] = (),
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return how `gated` says a function that made something of a sample; None for another one.
+
+    limits, slopes, pluses: numbers that the function may hold, beside plain ones.
+    """
+    plain = itertools.product(HALVES, ACTIVATIONS, (0.0,), (1.0,), (0.0,))
+    clamped = itertools.product(HALVES, ("silu",), limits, (1.0, *slopes), (0.0, *pluses))
+    for said in itertools.chain(plain, clamped):
+        wanted = gated(sample, *said)
+        if wanted.shape == made.shape and torch.allclose(made, wanted, 1e-6, 1e-9):
+            return dict(zip(("halves", "activation", "limit", "slope", "plus"), said, strict=True))
+    return None
 
 
 def _check_index(index: Tensor, tokens: Sequence[Any]) -> None:

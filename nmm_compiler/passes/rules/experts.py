@@ -34,9 +34,7 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.kernels.experts.spec import HALVES
-from nmm_compiler.ops.chosen import EXPERTS, gated
+from nmm_compiler.ops.chosen import EXPERTS, said_of
 from nmm_compiler.passes.chains.safety import (
     DTYPES,
     Refusal,
@@ -592,12 +590,18 @@ def _function(
             run.env[node] = run.env[node.args[0]] if cast else run.run_node(node)
     except (TypeError, RuntimeError, KeyError, AttributeError):
         return None
-    got = run.env[last]
-    for said in _functions(nodes):
-        wanted = gated(sample, **said)
-        if got.shape == wanted.shape and torch.allclose(got, wanted, 1e-6, 1e-9):
-            return {name: value for name, value in said.items() if value != _PLAIN[name]}
-    return None
+    numbers = (
+        {
+            float(value)
+            for node in nodes
+            if name_of(node) in names
+            for value in (*node.args, *node.kwargs.values())
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        }
+        for names in (("clamp", "clamp_max", "clip"), ("mul",), ("add",))
+    )
+    said = said_of(sample, run.env[last], *numbers)
+    return said and {name: value for name, value in said.items() if value != _PLAIN[name]}
 
 
 def _samples(nodes: list[Any], width: int) -> torch.Tensor:
@@ -611,25 +615,3 @@ def _samples(nodes: list[Any], width: int) -> torch.Tensor:
     rows = max(1, 8192 // width)
     drawn = torch.randint(len(made), (rows, width), generator=torch.Generator().manual_seed(0))
     return made[drawn]
-
-
-def _functions(nodes: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield what the function may be, with the numbers that its nodes hold."""
-    plain = {"limit": 0.0, "slope": 1.0, "plus": 0.0}
-    for halves, activation in itertools.product(HALVES, ACTIVATIONS):
-        yield {"halves": halves, "activation": activation, **plain}
-    numbers = {
-        name: {
-            float(value)
-            for node in nodes
-            if name_of(node) in names
-            for value in (*node.args, *node.kwargs.values())
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        }
-        for name, names in (
-            ("limit", ("clamp", "clamp_max", "clip")), ("slope", ("mul",)), ("plus", ("add",))
-        )
-    }  # fmt: skip
-    each = (numbers["limit"], {1.0} | numbers["slope"], {0.0} | numbers["plus"])
-    for halves, (limit, slope, plus) in itertools.product(HALVES, itertools.product(*each)):
-        yield {"halves": halves, "activation": "silu", "limit": limit, "slope": slope, "plus": plus}
