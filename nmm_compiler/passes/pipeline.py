@@ -600,25 +600,22 @@ def rule_order(options: Options, rules: Sequence[Rule | str] | None) -> tuple[Ru
     given = list(own if rules is None else rules)
     if not any(isinstance(entry, str) for entry in given):
         given = ["...", *given]
-    named = {e for e in given if isinstance(e, str)} | {
-        e.name for e in given if isinstance(e, Rule)
-    }
-    twice = [e.name for e in given if isinstance(e, Rule)]
+    objects = [entry.name for entry in given if isinstance(entry, Rule)]
     order: list[Rule] = []
     for entry in given:
-        if isinstance(entry, type) or (isinstance(entry, Rule) and twice.count(entry.name) > 1):
-            wanted = "rules as objects, MyRule(), each with a name of its own"
-            raise OptionTypeError("rules", entry, wanted)
-        if isinstance(entry, Rule):
-            order.append(entry)
-        elif not isinstance(entry, str):
-            raise OptionTypeError("rules", entry, "rules, or names of built-in ones")
-        elif entry == "...":
-            order.extend(rule for rule in RULES if rule.name not in named)
-        elif entry in known:
+        if entry == "...":
+            order += (rule for rule in RULES if rule.name not in (*given, *objects))
+        elif isinstance(entry, str):
+            if entry not in known:
+                raise UnknownNameError("rule", entry, [*known, "..."])
             order.append(known[entry])
+        elif isinstance(entry, Rule) and objects.count(entry.name) == 1:
+            order.append(entry)
         else:
-            raise UnknownNameError("rule", entry, [*known, "..."])
+            wanted = (
+                "names of built-in rules, or rules as objects, MyRule(), each with its own name"
+            )
+            raise OptionTypeError("rules", entry, wanted)
     names = {rule.name for rule in order} | set(known)
     for name in options.disable:
         if name not in names:
