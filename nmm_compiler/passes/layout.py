@@ -93,8 +93,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
 
 def transposes(node: fx.Node) -> bool:
     """Return whether a node transposes what it reads."""
-    name = node.args[1] if node.target is getattr else target_name(node)
-    return name in TRANSPOSES
+    return target_name(node) in TRANSPOSES
 
 
 def count_transposes(c: Canonical) -> int:

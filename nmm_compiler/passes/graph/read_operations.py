@@ -555,13 +555,6 @@ _TURNED = (
 )  # fmt: skip
 
 
-def _getattr(c: Canonical, call: Call) -> Result:
-    name = call.get(1, "name")
-    if name == "data":
-        return _detach(c, call)
-    return _turned(c, call) if name in ("T", "mT", "H", "mH") else None
-
-
 @_of_one
 def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
     dims = views.expand(_same(c, source)[1], c.sizes(call.node))
@@ -783,7 +776,6 @@ TABLE: dict[str, Handler] = {
         _regroup,
     ),
     **dict.fromkeys(_TURNED, _turned),
-    "getattr": _getattr,
     "getitem": _getitem,
     "slice": _slice,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),

@@ -1,54 +1,22 @@
 """Gives every spelling of an operation one name; no other module knows torch's spellings.
 
 `operator.matmul`, `torch.matmul`, `Tensor.matmul`, `aten.matmul.default` and a method call all get
-the name "matmul"; `operator.iadd` and `aten.add_.Tensor` get "add_". Names are those of ATen where
-it has one. `Call` binds arguments by position or by any of their names.
+the name "matmul"; `operator.iadd` and `aten.add_.Tensor` get "add_", and `x.T` gets "T". Names are
+those of ATen where it has one. `Call` binds arguments by position or by any of their names.
 """
 
 from __future__ import annotations
 
-import builtins
 import functools
 import inspect
-import operator
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import fx
 
-_OPERATORS: dict[Any, str] = {
-    operator.matmul: "matmul",
-    operator.mul: "mul",
-    operator.truediv: "div",
-    operator.neg: "neg",
-    operator.add: "add",
-    operator.sub: "sub",
-    operator.iadd: "add_",
-    operator.isub: "sub_",
-    operator.imul: "mul_",
-    operator.itruediv: "div_",
-    operator.imatmul: "matmul_",
-    operator.ipow: "pow_",
-    operator.pow: "pow",
-    operator.setitem: "setitem_",
-    operator.getitem: "getitem",
-    # `and_` and `or_` end like in-place names, and write nothing
-    operator.and_: "bitwise_and",
-    operator.or_: "bitwise_or",
-    operator.iand: "bitwise_and_",
-    operator.ior: "bitwise_or_",
-    operator.invert: "bitwise_not",
-    operator.eq: "eq",
-    operator.ne: "ne",
-    operator.le: "le",
-    operator.lt: "lt",
-    operator.ge: "ge",
-    operator.gt: "gt",
-    builtins.getattr: "getattr",
-}
 _MODULES = frozenset(
     {
+        "_operator",
         "torch",
         "torch._C",
         "torch._C._nn",
@@ -63,6 +31,20 @@ _MODULES = frozenset(
 # One operation, several names: torch function, method, dunder, ATen, prims.
 _SYNONYMS = {
     "__matmul__": "matmul",
+    "truediv": "div",
+    "iadd": "add_",
+    "isub": "sub_",
+    "imul": "mul_",
+    "itruediv": "div_",
+    "imatmul": "matmul_",
+    "ipow": "pow_",
+    "setitem": "setitem_",
+    # these end like in-place names, and write nothing
+    "and_": "bitwise_and",
+    "or_": "bitwise_or",
+    "iand": "bitwise_and_",
+    "ior": "bitwise_or_",
+    "invert": "bitwise_not",
     "multiply": "mul",
     "true_divide": "div",
     "divide": "div",
@@ -104,6 +86,7 @@ _SYNONYMS = {
     "alias_copy": "clone",
     "detach_copy": "detach",
     "torch._C._autograd._get_data_attr": "detach",
+    "data": "detach",
     "hidden_dropout": "dropout",
 }
 
@@ -113,8 +96,8 @@ def target_name(node: fx.Node) -> str | None:
 
     Operators outside ATen and prims keep their namespace: "nmm::lowrank_matmul".
     """
-    target = node.target
-    if node.op == "call_method":
+    target: Any = node.args[1] if node.target is getattr else node.target
+    if node.op == "call_method" or node.target is getattr:
         return _SYNONYMS.get(str(target), str(target))
     if node.op != "call_function":
         return None
@@ -134,9 +117,6 @@ def _function_name(target: Any) -> str | None:
     elif isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order::{target.name()}"
     else:
-        known = _OPERATORS.get(target) if isinstance(target, Hashable) else None
-        if known is not None:
-            return known
         module = getattr(target, "__module__", None) or ""
         short = getattr(target, "__name__", None)
         if short is None or module.split(".")[0] not in ("torch", "_operator", "builtins", "math"):
