@@ -47,6 +47,10 @@ def node_of(make):
 WRITES = {
     "method": (lambda g, x, y, z: g.call_method("mul_", (x, y)), "x"),
     "operator": (lambda g, x, y, z: g.call_function(operator.iadd, (x, y)), "x"),
+    **{
+        name: (lambda g, x, y, z, name=name: g.call_function(getattr(operator, name), (x, y)), "x")
+        for name in ("ifloordiv", "imod", "ixor", "ilshift", "irshift", "iand", "ipow")
+    },
     "inplace flag": (lambda g, x, y, z: g.call_function(F.relu, (x,), {"inplace": True}), "x"),
     "out": (lambda g, x, y, z: g.call_function(torch.mul, (x, y), {"out": z}), "z"),
     "several outs": (lambda g, x, y, z: g.call_function(torch.sort, (x,), {"out": (y, z)}), "yz"),

@@ -38,6 +38,11 @@ _SYNONYMS = {
     "itruediv": "div_",
     "imatmul": "matmul_",
     "ipow": "pow_",
+    "ifloordiv": "floor_divide_",
+    "imod": "remainder_",
+    "ixor": "bitwise_xor_",
+    "ilshift": "bitwise_left_shift_",
+    "irshift": "bitwise_right_shift_",
     "setitem": "setitem_",
     # these end like in-place names, and write nothing
     "and_": "bitwise_and",
