@@ -287,17 +287,12 @@ class Found:
     """A part of a pattern in a graph.
 
     values: for each base value of the pattern, the graph's base value and `seen`. nodes: those of
-    the graph that the pattern covers. depth: forms that agree.
+    the graph that the pattern covers.
     """
 
     values: Mapping[Key, tuple[Key, Dims]]
     numbers: Mapping[str, float]
     nodes: frozenset[fx.Node]
-
-    @property
-    def depth(self) -> int:
-        """Return how many values agree."""
-        return len(self.values)
 
 
 NOTHING = Found({}, {}, frozenset())
@@ -348,8 +343,9 @@ class Unifier:
         yield from reader(self, (own, theirs), form, other, seen, inside)
 
     def _differs(self, found: Found, at: Key, why: str) -> None:
-        if found.depth and (self.nearest is None or found.depth > self.nearest[0]):
-            self.nearest = (found.depth, why, owner_of(at))
+        agreed = len(found.values)
+        if agreed and (self.nearest is None or agreed > self.nearest[0]):
+            self.nearest = (agreed, why, owner_of(at))
 
     def _default(self, own: Key, theirs: Key) -> Dims | None:
         """Return the reading of a value of the graph as tokens and features, in this order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -108,12 +109,10 @@ def region_edge(node: fx.Node) -> str | None:
 
 def fetch_attribute(root: nn.Module, target: str) -> Any:
     """Return the attribute at a dotted path, None when it is not there."""
-    value: Any = root
-    for part in target.split("."):
-        value = getattr(value, part, None)
-        if value is None:
-            return None
-    return value
+    try:
+        return operator.attrgetter(target)(root)
+    except AttributeError:
+        return None
 
 
 def upstream(nodes: Iterable[fx.Node], stops: Collection[Any] = ()) -> list[fx.Node]:

@@ -17,12 +17,8 @@ from nmm_compiler.passes.graph.effects import fetch_attribute, region_edge
 
 def value_key(graph: fx.Graph) -> str:
     """Return the graph's metadata key: "example_value" in Dynamo graphs, else "val"."""
-    for node in graph.nodes:
-        if "example_value" in node.meta:
-            return "example_value"
-        if "val" in node.meta:
-            return "val"
-    return "val"
+    keys = (k for node in graph.nodes for k in ("example_value", "val") if k in node.meta)
+    return next(keys, "val")
 
 
 def collect_values(

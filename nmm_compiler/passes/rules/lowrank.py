@@ -77,6 +77,7 @@ class Adapter(KernelRule):
 
     name = "adapter"
     ends_at = (Product,)
+    between: type[Activation] | type[Norm] = Activation
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose every product at the node."""
@@ -84,7 +85,7 @@ class Adapter(KernelRule):
 
     def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
         """Read the chain that ends at a product."""
-        return read_with_function(graph, key, form, Activation)
+        return read_with_function(graph, key, form, self.between)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the chain and check whether it may move to its end."""
@@ -104,10 +105,7 @@ class MLA(Adapter):
     """Down, RMSNorm, up."""
 
     name = "mla"
-
-    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
-        """Walk back over the norm to a down projection."""
-        return read_with_function(graph, key, form, Norm)
+    between = Norm
 
 
 class LowRank(Adapter):
