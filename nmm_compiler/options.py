@@ -127,6 +127,14 @@ def _in_words(kind: Any) -> str:
     return " or ".join(said.get(one, getattr(one, "__name__", str(one))) for one in several)
 
 
+def check_names(cls: type, given: Mapping[str, Any]) -> None:
+    """Raise UnknownNameError for a name that is no field of a record of options."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in given:
+        if name not in known:
+            raise UnknownNameError("option", name, known)
+
+
 def is_positive(number: float) -> bool:
     """Return whether a number is above 0."""
     return number > 0
@@ -272,10 +280,7 @@ class Options:
         else:
             raise OptionTypeError("options", options, "a dict or an nmm_compiler.Options")
         given.update(more)
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                raise UnknownNameError("option", name, known)
+        check_names(cls, given)
         for name in ("buckets", "rules"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import torch
 
-from nmm_compiler.errors import OptionTypeError, UnknownNameError
+from nmm_compiler.errors import OptionTypeError
 from nmm_compiler.lowrank_models.quantize import FORMAT_NAMES, read_format
 from nmm_compiler.lowrank_models.select import Patterns
-from nmm_compiler.options import TARGETS, Values, check_fields, is_positive, is_target_file
+from nmm_compiler.options import (
+    TARGETS,
+    Values,
+    check_fields,
+    check_names,
+    is_positive,
+    is_target_file,
+)
 
 METHODS = ("auto", "svd", "whitened", "two-sided")
 DEFAULT_RATIO = 0.2
@@ -122,10 +129,7 @@ class CompressionConfig:
     @classmethod
     def make(cls, ratio: object = None, keywords: Mapping[str, Any] | None = None) -> Self:
         """Return the config of a call: a config alone, or a ratio and the keywords."""
-        known = [field.name for field in fields(cls)]
-        for name in keywords or ():
-            if name not in known:
-                raise UnknownNameError("option", name, known)
+        check_names(cls, keywords or {})
         if not isinstance(ratio, cls):
             return cls(**{"ratio": ratio, **(keywords or {})})
         for name, value in (keywords or {}).items():

@@ -129,7 +129,12 @@ def allocate_global(
     picked = dict.fromkeys(tables, 0)
     left = budget - sum(costs[0] for _, costs, _ in tables.values())
     if left < 0:
-        raise _unreachable("ratio", ratio, 1 - (budget - left) / dense, align)
+        reachable = 1 - (budget - left) / dense
+        raise ModelError(
+            f"ratio {ratio:g} cannot be met with ranks that are multiples of align={align}: the "
+            f"smallest in every matrix removes {reachable:.3f}; pass a ratio of at most that, or a "
+            "smaller align"
+        )
 
     def upgrade(name: str) -> tuple[float, float, str, int] | None:
         """Return (loss per cost, -cost, name, choice) of what saves most, of what fits."""
@@ -193,14 +198,6 @@ def _usable(shapes: Sequence[Shape], align: int) -> list[Shape]:
 def _power_below(limit: int) -> int:
     """Return a power of two that leaves a few ranks to choose from below `limit`."""
     return 1 << max(0, limit.bit_length() - 3)
-
-
-def _unreachable(what: str, asked: float, reachable: float, align: int) -> ModelError:
-    return ModelError(
-        f"{what} {asked:g} cannot be met with ranks that are multiples of align={align}: the "
-        f"smallest in every matrix removes {reachable:.3f}; pass a {what} of at most that, "
-        "or a smaller align"
-    )
 
 
 def _choices(
