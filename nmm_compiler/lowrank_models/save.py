@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -182,6 +182,8 @@ def _layer(
             f"{where} has {name!r} as {list(shape)}, the model has it as {list(sizes_of(old))}; "
             "load it into the model that it was saved from"
         )
+    if layer.bias is None:  # the file has none: the model's own stays
+        layer.up.bias = cast(Any, old).bias
     return layer
 
 

@@ -69,6 +69,14 @@ def test_public_checkpoints_load(names, compressed, tmp_path):
             assert torch.equal(model(X), compressed(X))
 
 
+def test_a_bias_that_the_file_lacks_stays(compressed):
+    state = {key: t for key, t in compressed.state_dict().items() if not key.endswith(".up.bias")}
+    assert len(state) < len(compressed.state_dict())
+    model = stack()
+    load_factors(model, state)
+    assert torch.equal(model(X), compressed(X))
+
+
 def test_llama_names_where_up_and_v_are_layers_too():
     """`up_u_proj`, `v_v_proj`: the factor's letter is the last but one part of the name."""
     model = llama(32, 64, vocabulary=20)
