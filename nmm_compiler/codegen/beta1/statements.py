@@ -1,4 +1,4 @@
-"""Rewrites whole statements for Beta 1: loops on the device, lists of tiles, lone DMAs.
+"""Rewrites whole statements for Beta 1: short helpers, lists of tiles.
 
 Beta 1 makes results at the top level of a kernel only (err_shared_hbm_must_in_kernel_level), and
 does not let it use a tile outside of the loop or the `if` that allocates it
@@ -9,24 +9,17 @@ does not let it use a tile outside of the loop or the `if` that allocates it
     load_vector(row, bias[0:1, 0:300])      row[...] = nl.load(bias[0:1, 0:300], dtype=row.dtype)
 """
 
-# libcst names its visitor methods after node classes.
-# ruff: noqa: N802
-
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 
-from nmm_compiler.codegen.beta1.expressions import Expression, parsed, root
-from nmm_compiler.codegen.beta1.facts import Functions
+from nmm_compiler.codegen.beta1.expressions import Expression, method, parsed
+from nmm_compiler.codegen.beta1.views import METHODS
 from nmm_compiler.codegen.trees import (
-    Editor,
-    Names,
     appended,
-    assigned,
-    bound,
     called,
     new_list,
     nodes,
@@ -37,23 +30,23 @@ from nmm_compiler.codegen.trees import (
 Statement = cst.BaseStatement
 
 
-def is_counter(function: cst.FunctionDef) -> bool:
-    """Return whether a function stores a loop's variable in SBUF. Beta 1 needs no such copy."""
+def all_of_it(function: cst.FunctionDef) -> Expression | None:
+    """Return what stands for a call of a helper, None where a helper stays.
+
+    A helper that is one DMA, or the view of an argument, is written out. One that stores a loop's
+    variable in SBUF stands for the variable: Beta 1 needs no such copy.
+    """
     names = {called(node) for node in nodes(function)} - {""}
-    return names == {"nl.ndarray", "nisa.register_store"}
-
-
-def without_counters(statements: Iterable[Any], counters: set[str]) -> list[Statement]:
-    """Return the body of a device loop with the loop's variable for its copies in SBUF."""
-    made: list[Statement] = []
-    renamed: dict[str, Expression] = {}
-    for statement in statements:
-        name, call = assigned(statement)
-        if called(call) in counters:
-            renamed[name] = call.args[0].value
-        else:
-            made.append(Names(renamed).edit(statement))
-    return made
+    if names == {"nl.ndarray", "nisa.register_store"}:
+        return cst.Name(parameter_names(function)[0])
+    only = only_statement(function.body.body)
+    value: Any = getattr(only, "value", None)
+    if called(value) == "nisa.dma_copy":  # without its queue, which is the compiler's choice
+        ends = [arg for arg in value.args if arg.keyword and arg.keyword.value in ("dst", "src")]
+        plain = all(isinstance(end.value, (cst.Name, cst.Subscript)) for end in ends)
+        return cst.ensure_type(value, cst.Call).with_changes(args=ends) if plain else None
+    found = method(value) if isinstance(only, cst.Return) else None
+    return value if found is not None and found[1] in METHODS else None
 
 
 def with_lists(body: Sequence[Statement]) -> list[Statement]:
@@ -87,44 +80,3 @@ def with_lists(body: Sequence[Statement]) -> list[Statement]:
 def _fills(body: Sequence[Statement], name: str) -> int:
     """Return how many statements append to a list, wherever they are in a block."""
     return sum(called(node) == f"{name}.append" for node in nodes(*body))
-
-
-def with_moves(functions: Functions) -> dict[str, cst.FunctionDef]:
-    """Return the functions with the helpers that are one DMA written out in the others."""
-    moves = {name: f for name, f in functions.items() if _lone_move(f) is not None}
-    edit = _WrittenOut(moves).edit
-    return {name: edit(f) for name, f in functions.items() if name not in moves}
-
-
-def _lone_move(function: cst.FunctionDef) -> cst.Expr | cst.Assign | None:
-    """Return the store, or the load into a whole parameter, that is all a function does."""
-    only = only_statement(function.body.body)
-    if isinstance(only, cst.Expr):
-        return only if called(only.value) == "nl.store" else None
-    if not isinstance(only, cst.Assign) or called(only.value) != "nl.load":
-        return None
-    whole = only.targets[0].target
-    named = isinstance(whole, cst.Subscript) and isinstance(whole.value, cst.Name)
-    return only if named else None
-
-
-class _WrittenOut(Editor):
-    """Replaces calls of the helpers by their loads and stores."""
-
-    def __init__(self, moves: Functions) -> None:
-        self.moves = moves
-
-    def leave_Expr(self, original: cst.Expr, updated: cst.Expr) -> Any:
-        helper = self.moves.get(called(updated.value))
-        if helper is None:
-            return updated
-        given = bound(cst.ensure_type(updated.value, cst.Call), parameter_names(helper))
-        move: Any = _lone_move(helper)
-        if isinstance(move, cst.Expr):
-            return Names(given).edit(move)
-        # the tile may be given by its indices already; its dtype is that of the tensor
-        whole = move.targets[0].target
-        tile = given[whole.value.value]
-        target = tile if isinstance(tile, cst.Subscript) else Names(given).edit(whole)
-        named = {**given, whole.value.value: cst.Name(root(tile) or "")}
-        return cst.Assign([cst.AssignTarget(target)], Names(named).edit(move.value))

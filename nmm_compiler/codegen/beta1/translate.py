@@ -46,24 +46,20 @@ from nmm_compiler.codegen.beta1.facts import (
     keyword,
 )
 from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
-from nmm_compiler.codegen.beta1.statements import (
-    is_counter,
-    with_lists,
-    with_moves,
-    without_counters,
-)
+from nmm_compiler.codegen.beta1.statements import all_of_it, with_lists
 from nmm_compiler.codegen.beta1.views import (
     METHODS,
     IndexNames,
     Scope,
     predicate,
-    returned_view,
 )
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import Spread, names_used, remove_unused
 from nmm_compiler.codegen.trees import (
     Editor,
     Inlined,
+    Names,
+    assigned,
     called,
     nodes,
     parameter_names,
@@ -82,19 +78,15 @@ def to_beta_1(source: str) -> str:
     module = cst.parse_module(source)
     functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
     kernel = list(functions)[-1]
-    views = Inlined({
-        name: (parameter_names(f), view)
-        for name, f in functions.items() if (view := returned_view(f)) is not None
+    short = Inlined({
+        name: (parameter_names(f), value)
+        for name, f in functions.items() if (value := all_of_it(f)) is not None
     })  # fmt: skip
-    functions = {n: views.edit(f) for n, f in functions.items() if n not in views.helpers}
-    counters = {name for name, f in functions.items() if is_counter(f)}
+    functions = {n: short.edit(f) for n, f in functions.items() if n not in short.helpers}
     facts = Facts(functions, kernel)
-    made = {
-        name: _Function(name, f, facts, Scope(), counters).translated()
-        for name, f in functions.items()
-        if name not in counters
-    }
-    made = with_iterators(with_moves(made))
+    made = with_iterators(
+        {name: _Function(name, f, facts, Scope()).translated() for name, f in functions.items()}
+    )
     others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
     code: str = Spread().edit(module.with_changes(body=[*others, *made.values()])).code
     unknown = re.search(r"\bnisa\.\w+\.\w+", code)
@@ -119,7 +111,6 @@ class _Function:
     function: cst.FunctionDef
     facts: Facts
     scope: Scope
-    counters: set[str]
 
     def translated(self) -> cst.FunctionDef:
         """Return the function in Beta 1."""
@@ -280,8 +271,10 @@ class _Function:
         (variable,) = (p.name for p in body.params.params)
         bounds = [stop] if number(start) == 0 else [start, stop]
         iterator = cst.Call(parsed("nl.affine_range"), [cst.Arg(bound) for bound in bounds])
-        statements = without_counters(list(body.body.body), self.counters)
-        block = cst.IndentedBlock(statements)
+        copies = {name: variable for name, value in map(assigned, _body(body))
+                  if isinstance(value, cst.Name) and value.value == variable.value}  # fmt: skip
+        left = [one for one in _body(body) if assigned(one)[0] not in copies]
+        block = cst.IndentedBlock(Names(copies).edit_all(left))
         return cst.For(variable, iterator, self._nested(block), leading_lines=leading)
 
     # Expressions

@@ -33,7 +33,7 @@ from nmm_compiler.codegen.beta1.expressions import (
 )
 from nmm_compiler.codegen.beta1.facts import keyword
 from nmm_compiler.codegen.tidy import names_used
-from nmm_compiler.codegen.trees import Names, only_statement
+from nmm_compiler.codegen.trees import Names
 from nmm_compiler.errors import no_beta1_form
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
@@ -220,10 +220,10 @@ class Scope:
                 return view.at(indices)
             sliced = any(isinstance(index, cst.Slice) for index in indices)
             return View.of(node.value, indices) if sliced else None
-        called = method(node)
-        if called is None or called[1] not in METHODS:
+        found = method(node)
+        if found is None or found[1] not in METHODS:
             return None
-        receiver, name, arguments = called
+        receiver, name, arguments = found
         view = self.view(receiver)
         if view is not None:
             return self._step(view, name, arguments)
@@ -258,14 +258,6 @@ class Scope:
         if found is None:
             raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
         return found
-
-
-def returned_view(function: cst.FunctionDef) -> Expression | None:
-    """Return the view of an argument that is all that a function returns, else None."""
-    only = only_statement(function.body.body)
-    value = only.value if isinstance(only, cst.Return) else None
-    called = None if value is None else method(value)
-    return value if called is not None and called[1] in METHODS else None
 
 
 class IndexNames:
