@@ -6,17 +6,14 @@ A kernel in this dialect issues the instructions of the same kernel in the curre
 
 import ast
 import sys
-import textwrap
 from pathlib import Path
 
-import libcst as cst
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels.judge import prove_right
 
 from nmm_compiler.cache.foreign import check_shape
-from nmm_compiler.codegen.beta1.loops import with_iterators
 from nmm_compiler.codegen.beta1.translate import to_beta_1
 from nmm_compiler.codegen.build import _command, build_kernel, kernel_key
 from nmm_compiler.codegen.check_against_float64 import random_arrays
@@ -224,89 +221,6 @@ def test_views(lines, made):
     (kernel,) = ast.parse(to_beta_1(VIEWS.format("\n    ".join(lines)))).body[3:]
     body = [ast.unparse(statement) for statement in kernel.body]
     assert body[-1 - len(made) : -1] == [ast.unparse(ast.parse(line)) for line in made]
-
-
-LOOPS = {
-    "affine_range": """
-        def f(sums, a, b, n):
-            for i in range(0, 4):
-                at = 128 * i
-                t = a[0:128, at : at + 128]
-                sums[0:128, 0:512] += nisa.nc_matmul(stationary=t, moving=b[0:128, i, 0:512])
-    """,
-    "affine_range of a part": """
-        def f(dst, src):
-            for i in range(4):
-                dst[0:128, 8 * i : 8 * i + 8] = nisa.tensor_copy(src=src[0:128, i, 0:8])
-    """,
-    "sequential_range of overlapping parts": """
-        def f(dst, src):
-            for i in range(4):
-                dst[0:128, 8 * i : 8 * i + 9] = nisa.tensor_copy(src=src[0:128, i, 0:9])
-    """,
-    "sequential_range of one tile": """
-        def f(dst, src):
-            for i in range(4):
-                dst[0:128, 0:8] = nisa.tensor_tensor(data1=dst, data2=src[0:128, i, 0:8])
-    """,
-    "sequential_range of what is read again": """
-        def f(dst, src):
-            for i in range(4):
-                dst[0:128, i, 0:8] = nisa.tensor_copy(src=dst[0:128, 0, 0:8])
-    """,
-    "sequential_range of a helper": """
-        def f(dst, src):
-            for i in range(4):
-                g(dst[0:128, i, 0:8])
-        def g(t):
-            t[...] = nisa.memset(shape=t.shape, value=0.0, dtype=t.dtype)
-    """,
-    "sequential_range of a tile in another shape": """
-        def f(dst, src):
-            for i in range(4):
-                flat = dst.reshape((128, 64))
-                flat[0:128, 0:8] = nisa.tensor_copy(src=src[0:128, i, 0:8])
-    """,
-    "static_range of a size": """
-        def f(dst, src):
-            for i in range(4):
-                width = min(128, 500 - 128 * i)
-                dst[0:width, i, 0:8] = nisa.tensor_copy(src=src[0:width, 0:8])
-    """,
-    "static_range of an argument that a helper branches on": """
-        def f(dst, src):
-            for i in range(4):
-                g(dst[0:128, i, 0:8], i)
-        def g(t, turn):
-            if turn % 2 == 0:
-                t[...] = nisa.memset(shape=t.shape, value=0.0, dtype=t.dtype)
-    """,
-    "static_range of a list": """
-        def f(sums, a, b):
-            for i in range(4):
-                sums[i][0:128, 0:512] += nisa.nc_matmul(stationary=a, moving=b)
-    """,
-    "static_range of a list that grows": """
-        def f(tiles):
-            for i in range(4):
-                tiles.append(nl.ndarray((128, 8), dtype=nl.float32))
-    """,
-    "static_range of a name that goes on": """
-        def f(src):
-            last = src
-            for i in range(4):
-                t = nisa.tensor_copy(src=last[0:128, i, 0:8])
-                last = t
-    """,
-}
-
-
-@pytest.mark.parametrize("case", LOOPS)
-def test_the_iterator_of_a_loop(case):
-    module = cst.parse_module(textwrap.dedent(LOOPS[case]))
-    functions = {node.name.value: node for node in module.body}
-    made = with_iterators(functions)["f"]
-    assert f"for i in nl.{case.split()[0]}(4):" in cst.Module([made]).code
 
 
 KERNEL = """

@@ -7,7 +7,7 @@ only. For the parameters of a helper, both follow from the arguments of its call
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import libcst as cst
@@ -23,14 +23,6 @@ def keyword(call: Any, name: str) -> Expression | None:
     """Return an argument of a call by its keyword, None where there is none."""
     given = call.args if isinstance(call, cst.Call) else ()
     return next((a.value for a in given if a.keyword and a.keyword.value == name), None)
-
-
-def calls(tree: cst.CSTNode, functions: Functions) -> Iterator[tuple[str, dict[str, Expression]]]:
-    """Yield (helper, parameter -> argument) of the calls in a tree."""
-    for node in nodes(tree):
-        name = called(node)
-        if name in functions:
-            yield name, bound(cst.ensure_type(node, cst.Call), parameter_names(functions[name]))
 
 
 Place = tuple[str, str]

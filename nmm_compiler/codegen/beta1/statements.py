@@ -1,4 +1,4 @@
-"""Rewrites whole statements for Beta 1: short helpers, lists of tiles.
+"""Rewrites whole statements for Beta 1: short helpers, loops, lists of tiles.
 
 Beta 1 makes results at the top level of a kernel only (err_shared_hbm_must_in_kernel_level), and
 does not let it use a tile outside of the loop or the `if` that allocates it
@@ -16,8 +16,10 @@ from typing import Any
 
 import libcst as cst
 
-from nmm_compiler.codegen.beta1.expressions import Expression, method, parsed
+from nmm_compiler.codegen.beta1.expressions import Expression, method, number, parsed
 from nmm_compiler.codegen.beta1.views import METHODS
+from nmm_compiler.codegen.fold_constants import assigned_names
+from nmm_compiler.codegen.tidy import names_used
 from nmm_compiler.codegen.trees import (
     appended,
     called,
@@ -47,6 +49,20 @@ def all_of_it(function: cst.FunctionDef) -> Expression | None:
         return cst.ensure_type(value, cst.Call).with_changes(args=ends) if plain else None
     found = method(value) if isinstance(only, cst.Return) else None
     return value if found is not None and found[1] in METHODS else None
+
+
+def unrolled(loop: cst.For) -> cst.For:
+    """Return a loop that is unrolled where Beta 1 compiles it, as the current dialect does it.
+
+    Beta 1 takes Python's `range` as sequential_range, whose variable is no number.
+    """
+    call = cst.ensure_type(loop.iter, cst.Call)
+    if called(call) != "range":
+        return loop
+    args = call.args
+    if len(args) == 2 and number(args[0].value) == 0:
+        args = args[1:]
+    return loop.with_changes(iter=call.with_changes(func=parsed("nl.static_range"), args=args))
 
 
 def with_lists(body: Sequence[Statement]) -> list[Statement]:
@@ -80,3 +96,21 @@ def with_lists(body: Sequence[Statement]) -> list[Statement]:
 def _fills(body: Sequence[Statement], name: str) -> int:
     """Return how many statements append to a list, wherever they are in a block."""
     return sum(called(node) == f"{name}.append" for node in nodes(*body))
+
+
+def read_first(body: Sequence[Any]) -> set[str]:
+    """Return the names that statements may read before they assign them."""
+    read: set[str] = set()
+    assigned: set[str] = set()
+    for statement in body:
+        if isinstance(statement, cst.For):
+            inner = read_first(statement.body.body) - {statement.target.value}  # type: ignore[attr-defined]
+            read |= (names_used([statement.iter]) | inner) - assigned
+        elif isinstance(statement, (cst.If, cst.Else)):
+            test = names_used([statement.test]) if isinstance(statement, cst.If) else set()
+            other = [statement.orelse] if isinstance(statement, cst.If) and statement.orelse else []
+            read |= (test | read_first(statement.body.body) | read_first(other)) - assigned
+        else:
+            read |= names_used([statement]) - assigned
+            assigned |= assigned_names([statement])
+    return read

@@ -8,7 +8,7 @@ statement by statement, in the older dialect's forms:
 - DMA between HBM and SBUF -> `nl.load` and `nl.store`; helpers that are one `nl.store` are written
   out, `statements.py`
 - strided views of HBM -> index expressions of `nl.arange`, `views.py`
-- `range` -> `nl.affine_range`, `nl.sequential_range` or `nl.static_range`, `loops.py`
+- `range` -> `nl.static_range`, `statements.py`
 - `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
 - patterns of affine selects -> comparisons of index expressions, `views.py`
 - tensors in shared HBM are made outside of loops
@@ -45,8 +45,7 @@ from nmm_compiler.codegen.beta1.facts import (
     is_reshaped,
     keyword,
 )
-from nmm_compiler.codegen.beta1.loops import read_first, with_iterators
-from nmm_compiler.codegen.beta1.statements import all_of_it, with_lists
+from nmm_compiler.codegen.beta1.statements import all_of_it, read_first, unrolled, with_lists
 from nmm_compiler.codegen.beta1.views import (
     METHODS,
     IndexNames,
@@ -84,11 +83,9 @@ def to_beta_1(source: str) -> str:
     })  # fmt: skip
     functions = {n: short.edit(f) for n, f in functions.items() if n not in short.helpers}
     facts = Facts(functions, kernel)
-    made = with_iterators(
-        {name: _Function(name, f, facts, Scope()).translated() for name, f in functions.items()}
-    )
+    made = [_Function(name, f, facts, Scope()).translated() for name, f in functions.items()]
     others = [s for s in module.body if not isinstance(s, cst.FunctionDef)]
-    code: str = Spread().edit(module.with_changes(body=[*others, *made.values()])).code
+    code: str = Spread().edit(module.with_changes(body=[*others, *made])).code
     unknown = re.search(r"\bnisa\.\w+\.\w+", code)
     if unknown:
         raise no_beta1_form(unknown[0])
@@ -180,7 +177,7 @@ class _Function:
         if isinstance(statement, cst.For):
             if "nl.shared_hbm" in text(statement):
                 raise no_beta1_form(f"results made in a loop of {text(statement.iter)}")
-            return [statement.with_changes(body=self._nested(statement.body))]
+            return [unrolled(statement).with_changes(body=self._nested(statement.body))]
         small = statement.body[0]
         if isinstance(small, cst.Assign):
             return self._assign(statement, small)
