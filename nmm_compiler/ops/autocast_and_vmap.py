@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xla": "AutocastXLA"}
 _PRIVATE_KEY = "AutocastPrivateUse1"
@@ -45,21 +45,16 @@ def _vmap(op: Callable) -> Callable:
         if shared_weights and rows and isinstance(in_dims[0], int):
             out = op(args[0].movedim(in_dims[0], 0), *args[1:], **kwargs)
             return out, tree_map(lambda _: 0, out)
-        flat, form = tree_flatten(args)
-        dims = tree_flatten(in_dims, is_leaf=lambda d: d is None)[0]
-        outs = []
-        for index in range(info.batch_size):
-            one = [
-                t if dim is None else t.select(dim, index)
-                for t, dim in zip(flat, dims, strict=True)
-            ]
-            outs.append(op(*tree_unflatten(one, form), **kwargs))
-        if isinstance(outs[0], Tensor):
-            return torch.stack(outs), 0
-        stacked = [torch.stack(same) for same in zip(*outs, strict=True)]
-        return stacked, [0] * len(stacked)
+        outs = [op(*_one(args, in_dims, index), **kwargs) for index in range(info.batch_size)]
+        stacked = tree_map(lambda *same: torch.stack(same), *outs)
+        return stacked, tree_map(lambda _: 0, stacked)
 
     return run
+
+
+def _one(args: Any, in_dims: Any, index: int) -> Any:
+    """Return one call's operands of a batch; a dimension is None of what all calls share."""
+    return tree_map(lambda t, dim: t if dim is None else t.select(dim, index), args, in_dims)
 
 
 def register(library: torch.library.Library, name: str, op: Callable) -> None:
