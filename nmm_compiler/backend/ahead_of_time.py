@@ -29,7 +29,7 @@ from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.codegen.tuned import keep_tuning, schedule_in, tuning_files
+from nmm_compiler.codegen.tuned import choice_in, keep_tuning, tuning_files
 from nmm_compiler.errors import ModelError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.ops.call_options import executor_name
@@ -131,7 +131,7 @@ def _restore(saved: dict[str, Any], options: Options) -> None:
     spec = FAMILIES[saved["family"]].spec_class.from_dict(saved["spec"])
     chip = machine_target(options.target, options)
     tuning, budget = saved.get("tuning"), options.instruction_budget
-    schedule = None if tuning is None else schedule_in(tuning, spec, chip)
+    schedule = None if tuning is None else choice_in(tuning, spec, chip).schedule
     key = kernel_key(spec, chip, schedule, budget, saved["dialect"])
     if key.digest != saved["digest"]:
         return

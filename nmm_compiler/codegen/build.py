@@ -24,7 +24,7 @@ from nmm_compiler.codegen.code_digests import code_fields, printer_version
 from nmm_compiler.codegen.dialects import dialect_for
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.codegen.tuned import tuned_schedule, tuning_key
+from nmm_compiler.codegen.tuned import tuned_choice, tuning_key
 from nmm_compiler.errors import CacheError, SpecError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSpec
@@ -250,8 +250,9 @@ def asked(
     spoken = dialect_for(chip, dialect or (options.dialect if options else "auto"))
     key = kernel_key(spec, chip, schedule, budget, spoken)
     if schedule is None:
-        schedule = tuned_schedule(spec, chip, budget, store, key)
-        if schedule is not None:
+        tuned = tuned_choice(spec, chip, budget, store, key)
+        if tuned is not None:
+            schedule = tuned.schedule
             key = kernel_key(spec, chip, schedule, budget, spoken)
     return Asked(key, chip, schedule, budget, spoken, store)
 

@@ -13,9 +13,7 @@ import functools
 import json
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from nmm_compiler.cache.entry import Entry
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import Choice
@@ -53,30 +51,31 @@ def tuning_key(spec: KernelSpec, target: Target, budget: int = INSTRUCTION_BUDGE
 
 
 @functools.lru_cache(maxsize=4096)
-def tuned_schedule(
-    spec: KernelSpec, target: Target, budget: int, store: Store, kernel: Key
-) -> Any | None:
-    """Return the schedule that tuning chose for a kernel, or None.
+def tuned_choice(
+    spec: KernelSpec, target: Target, budget: int, store: Store, kernel: Key | None = None
+) -> Choice | None:
+    """Return what tuning chose for a kernel, with its times; None where the disk has no tuning.
 
-    kernel: its key without tuning. The remote level is asked only if the cache lacks that kernel.
-    A process looks once; `forget` makes it look again.
+    kernel: its key without tuning; the remote level is asked if the cache lacks that kernel. A
+    process looks once; `forget` makes it look again.
     """
     key = tuning_key(spec, target, budget)
-    entry = store.get(key, remote=False)
-    if entry is None and store.remote is not None and store.get(kernel, remote=False) is None:
-        entry = store.get(key)
-    best = None if entry is None else _best(entry, spec, target)
-    return None if best is None else best.schedule
+    lacks = kernel is not None and store.get(kernel, remote=False) is None
+    entry = store.get(key, remote=lacks)
+    if entry is None:
+        return None
+    try:
+        return choice_in(entry.files, spec, target)
+    except CacheTrustError as error:
+        warnings.warn(
+            f"{error}; cache entry {key.digest[:12]} is not used, and nmm cache clear removes it",
+            CacheWarning, stacklevel=2,
+        )  # fmt: skip
+        return None
 
 
-forget = tuned_schedule.cache_clear
+forget = tuned_choice.cache_clear
 """Look again for what was tuned, when a kernel is built next."""
-
-
-def tuned_choice(spec: KernelSpec, target: Target, budget: int, store: Store) -> Choice | None:
-    """Return what tuning chose for a kernel, with its times; None where the disk has no tuning."""
-    entry = store.get(tuning_key(spec, target, budget), remote=False)
-    return None if entry is None else _best(entry, spec, target)
 
 
 def tuning_files(
@@ -87,17 +86,19 @@ def tuning_files(
     return None if entry is None else {name: entry.files[name] for name in (BEST, DEFAULT)}
 
 
-def schedule_in(files: Mapping[str, str], spec: KernelSpec, target: Target) -> Any:
-    """Return the schedule of the files of a tuning from elsewhere.
+def choice_in(files: Mapping[str, str], spec: KernelSpec, target: Target) -> Choice:
+    """Return the best choice of the files of a tuning, checked.
 
-    Raises CacheTrustError for files that are no tuning of the kernel.
+    Raises CacheTrustError for files that are no tuning of the kernel, or none that is legal here.
     """
     try:
-        return _legal(files, spec, target).schedule
+        best, *_ = choices_in(files, BEST, spec)
+        best.schedule.check(spec, target)
     except _NO_TUNING as error:
         raise CacheTrustError(
             f"the tuning of {spec.short()} is none: {type(error).__name__}: {error}"
         ) from None
+    return best
 
 
 def keep_tuning(
@@ -113,26 +114,6 @@ _NO_TUNING = (
     AttributeError, KeyError, TypeError, ValueError, CapacityError, ShapeError, SpecError,
     UnknownNameError,
 )  # fmt: skip
-
-
-def _best(entry: Entry, spec: KernelSpec, target: Target) -> Choice | None:
-    """Return the choice of an entry; None, with a warning, where it is not legal here."""
-    try:
-        return _legal(entry.files, spec, target)
-    except _NO_TUNING as error:
-        warnings.warn(
-            f"the tuning of {spec.short()} in cache entry {entry.key.digest[:12]} is not used: "
-            f"{type(error).__name__}: {error}; nmm cache clear removes it",
-            CacheWarning, stacklevel=2,
-        )  # fmt: skip
-        return None
-
-
-def _legal(files: Mapping[str, str], spec: KernelSpec, target: Target) -> Choice:
-    """Return the best choice of the files of a tuning, checked."""
-    best, *_ = choices_in(files, BEST, spec)
-    best.schedule.check(spec, target)
-    return best
 
 
 def choices_in(files: Mapping[str, str], name: str, spec: KernelSpec) -> list[Choice]:
