@@ -99,7 +99,7 @@ class KernelSpec(Record):
                 f"{self.family}: lnc is {self.lnc!r}; pass 1 or 2 physical cores of a logical one"
             )
         check_sizes(self.family, {name: getattr(self, name) for name in self.sizes})
-        check_name("dtype", self._dtype(), self.dtypes)
+        check_name("dtype", self.dtype, self.dtypes)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             for one in value if isinstance(value, (tuple, list)) else (value,):

@@ -19,6 +19,7 @@ import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
+    DTYPES,
     GROUPS,
     WEIGHTS,
     Array,
@@ -106,10 +107,10 @@ class ExpertsSpec(KernelSpec):
 
     family: ClassVar[str] = "experts"
     sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n", "groups", "top_k")
+    dtypes: ClassVar[tuple[str, ...]] = DTYPES[:3]
     splits_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_name("dtype", self.dtype, ("bfloat16", "float16", "float32"))
         super().__post_init__()
         check_name("halves", self.halves, HALVES)
         for name in ("limit", "slope", "plus", "distinct"):

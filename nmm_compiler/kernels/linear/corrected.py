@@ -79,6 +79,7 @@ class CorrectedSpec(LinearSpec):
 
     family: ClassVar[str] = "linear"
     sizes: ClassVar[tuple[str, ...]] = ("m", "k")
+    dtypes: ClassVar[tuple[str, ...]] = X_DTYPES
 
     def __post_init__(self) -> None:
         check_name("weight", self.weight, tuple(FORMATS))
@@ -88,7 +89,6 @@ class CorrectedSpec(LinearSpec):
                 f"{self.family}: no product takes {self.weight} weights; pass weight "
                 f"{' or '.join(MULTIPLIED)}, or multiply the weight out for family matmul"
             )
-        check_name("dtype", self.dtype, X_DTYPES)
         if self.weight == "fp8":
             object.__setattr__(self, "scales", "channel")
             object.__setattr__(self, "x_dtype", self.dtype)
