@@ -69,14 +69,13 @@ def test_rounded_factors_count_as_parameters_of_the_model(format):
     assert report.model_ratio == plain.model_ratio
 
 
-@pytest.mark.parametrize(("size", "rank"), [(2048, 512), (4096, 1024)])
-def test_fp8_factors_are_priced_as_the_kernels_that_read_them(size, rank):
+def test_fp8_factors_are_priced_as_the_kernels_that_read_them():
     """A decode step reads half of the bytes; int8 factors are dequantized, and priced so.
 
     The loads get shorter, by the halved bytes over the bandwidth. Products, which fp8 does not
     shorten, may hide a part: half is asked for, and is not derived. No time is below its bytes'.
     """
-    times = {}
+    size, rank, times = 2048, 512, {}
     for factors in (None, "float8_e4m3", "int8"):
         model = nn.Sequential(nn.Linear(size, size, device="meta", dtype=torch.bfloat16))
         report = compress(model, rank=rank, workload=1, factors=factors)
