@@ -24,18 +24,6 @@ RESULTS = timing_points.recorded([*POINTS, *TEXTS])
 QUICK = [p for p in POINTS if p.name.startswith(("add 256000", "DMA rate", "transpose"))]
 
 
-def test_the_first_page_and_the_readme_say_what_the_evidence_sums_to():
-    row = timing_points.summary(RESULTS)[-1]
-    assert "but for" in row
-    count, mean, median, worst = (cell.strip(" %") for cell in row.split("|")[2:6])
-    text = (ROOT / "docs" / "timing.md").read_text()
-    for name, figure in (("mean", mean), ("median", median), ("worst", worst)):
-        assert f"| {name} | {figure} % |" in text
-    assert f"Of the other {count}" in text
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"{float(median):.0f} % in the median and {float(mean):.0f} % in the mean" in readme
-
-
 def test_the_held_out_errors_were_printed_with_the_constants_of_today():
     """Fails when a constant has changed: run `make bench-timing ARGS=--write`, with the clones of
     ucb-bar/autocomp, zhang677/AccelOpt and Jerry2423/kda-for-trainium (`--autocomp CLONE --accelopt
