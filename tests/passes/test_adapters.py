@@ -56,12 +56,6 @@ def _in_place(p, x):
     return y
 
 
-def _in_place_once(p, x):
-    y = p.base(x)
-    y += p.one(x)
-    return y + p.two(x)
-
-
 def _shared_inner(p, x):
     h = F.linear(x, p.a)
     return p.base(x) + F.linear(h, p.b) + 2 * F.linear(h, p.b)
@@ -70,14 +64,12 @@ def _shared_inner(p, x):
 SPELLINGS = {
     "chain of sums": (lambda p, x: (p.base(x) + p.one(x) * 2) + p.two(x) * 0.5, 2, 12),
     "in place": (_in_place, 2, 12),
-    "in place once": (_in_place_once, 2, 12),
     "scaled sum of adapters": (lambda p, x: p.base(x) + 0.5 * (p.one(x) + p.two(x)), 2, 12),
     "base last": (lambda p, x: 3 * p.two(x) - p.one(x) + p.base(x), 2, 12),
     "three": (lambda p, x: p.base(x) + p.one(x) + p.two(x) + p.three(x), 3, 14),
     "one scale for all": (lambda p, x: p.base(x) + p.one(x) * 2 + p.three(x) * 2, 2, 10),
     "scale as a tensor": (lambda p, x: p.base(x) + p.one(x) * p.t + p.two(x), 2, 12),
     "biases": (lambda p, x: p.base(x) + 2 * F.linear(F.linear(x, p.a, p.c), p.b, p.d), 1, 8),
-    "the same adapter twice": (lambda p, x: p.base(x) + p.one(x) + p.one(x), 2, 16),
     "one inner product, two adapters": (_shared_inner, 2, 16),
     "activation behind": (lambda p, x: F.gelu(p.base(x) + p.one(x) + p.two(x)), 2, 12),
 }

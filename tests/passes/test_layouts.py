@@ -20,7 +20,7 @@ K, R, N = 64, 8, 48
 
 # Factors a [k, r] b [r, n] c [n, r] d [r, k], a vector over n, columns over tokens.
 Model = functools.partial(
-    models.Model, a=(K, R), b=(R, N), c=(N, R), d=(R, K), bias=(N,), five=(5, 1), three=(3, 1, 1),
+    models.Model, a=(K, R), b=(R, N), c=(N, R), d=(R, K), bias=(N,), five=(5, 1),
     full=(3, 5, N), turned=(N, 5),
 )  # fmt: skip
 
@@ -189,13 +189,10 @@ def swapped(p, x):
 
 CASES = {
     "some tokens": lambda p, x: down(p, torch.tanh(up(p, x)) * p.five),
-    "other tokens": lambda p, x: down(p, torch.tanh(up(p, x)) * p.three),
     "tokens swapped and added": swapped,
-    "tokens swapped behind": lambda p, x: down(p, torch.tanh(up(p, x)).transpose(0, 1)),
     "features in the middle": lambda p, x: down(p, torch.tanh(up(p, x).mT).mT),
     "a full operand": lambda p, x: down(p, torch.tanh(up(p, x)) + p.full),
     "a turned operand": lambda p, x: down(p, torch.tanh(up(p, x[0])) + p.turned.mT),
-    "one of its rows": lambda p, x: down(p, (lambda y: torch.tanh(y) + y[:1])(up(p, x))),
     "a slice of the features": lambda p, x: torch.tanh(up(p, x)[..., :8]) @ p.b[:, :K],
     "both orders read": two_layouts,
     "read twice": lambda p, x: (lambda y: (down(p, y), down(p, y * 2), y))(torch.tanh(up(p, x))),
@@ -205,7 +202,6 @@ CASES = {
     "in place": lambda p, x: (lambda y: (y.mul_(2.0), down(p, torch.tanh(y)), y))(up(p, x)),
     "where": lambda p, x: down(p, torch.where(up(p, x) > 0, up(p, x), p.bias)),
     "features by row": lambda p, x: down(p, torch.softmax(torch.tanh(up(p, x)), -1)),
-    "tokens by column": lambda p, x: down(p, torch.tanh(up(p, x)).cumsum(1)),
 }
 
 

@@ -97,10 +97,9 @@ APPLIED = {
         (lambda p, x: F.silu(chain(p, x.flip(1))) * chain2(p, x),
          lambda p, x: F.silu(chain(p, x)) * chain2(p, x))],
     "order": [
-        (lambda p, x: L(x, p.b @ p.a), chain), (lambda p, x: x @ (p.a.t() @ p.b.t()), chain),
+        (lambda p, x: L(x, p.b @ p.a), chain),
         (lambda p, x: L(x, p.b @ p.a, p.wide), lambda p, x: chain(p, x) + p.wide),
-        (lambda p, x: L(x, p.w + p.b @ p.a), adapted),
-        (lambda p, x: L(x, (p.b * p.s) @ p.a), lambda p, x: L(L(x, p.a), p.b * p.s))],
+        (lambda p, x: L(x, p.w + p.b @ p.a), adapted)],
     "weight": [
         (lambda p, x: L(x, torch.linalg.qr(p.a.t())[0].t()) @ p.b.t(), chain),
         (lambda p, x: L(L(x, p.a), p.b * x.mean()), lambda p, x: L(L(x, p.a), p.b) * x.mean()),
@@ -110,18 +109,15 @@ APPLIED = {
          lambda p, x: x @ p.experts[0] @ p.backs[0])],
     "shape": [
         (lambda p, x: L(x, p.a).view(2, 6, 2, 4) @ p.b.t()[:4], chain),
-        (lambda p, x: L(x, p.a).flatten(1) @ p.w.view(-1, 64)[:48], chain),
         (lambda p, x: L(torch.softmax(x @ x.mT, -1) @ L(x, p.a), p.b),
          lambda p, x: chain(p, torch.softmax(x @ x.mT, -1) @ x))],
     "between": [
         (lambda p, x: L(L(x, p.a) + 1, p.b), lambda p, x: L(L(x, p.a) + p.bias, p.b)),
         (lambda p, x: L(L(x, p.a)[:, -1], p.b), lambda p, x: L(L(x[:, -1], p.a), p.b)),
-        (lambda p, x: L(L(x, p.a).mean(1), p.b), lambda p, x: chain(p, x.mean(1))),
         (lambda p, x: L(F.pad(L(x, p.a), (0, 0, 1, 0)), p.b),
          lambda p, x: F.pad(chain(p, x), (0, 0, 1, 0))),
         (lambda p, x: [L(h, p.narrow) for h in L(x, p.a).chunk(2, -1)][1],
          lambda p, x: L(L(x, p.a[4:]), p.narrow)),
-        (lambda p, x: L(L(x, p.a)[..., :4], p.narrow), lambda p, x: L(L(x, p.a[:4]), p.narrow)),
         (lambda p, x: L(torch.cat([L(x, p.a), L(x, p.a)], 1), p.b),
          lambda p, x: chain(p, torch.cat([x, x], 1))),
         (lambda p, x: L(F.pad(L(x, p.c), (0, 2)), p.b),
@@ -136,9 +132,7 @@ APPLIED = {
         (lambda p, x: torch.tanh(chain(p, x)) * chain2(p, x),
          lambda p, x: F.silu(chain(p, x)) * chain2(p, x)),
         (lambda p, x: F.silu(2.0 * L(x, p.w)) * chain(p, x),
-         lambda p, x: F.silu(L(x, 2.0 * p.w)) * chain(p, x)),
-        (lambda p, x: F.silu(adapted(p, x)) * chain2(p, x),
-         lambda p, x: F.silu(L(x, p.w)) * chain2(p, x))],
+         lambda p, x: F.silu(L(x, 2.0 * p.w)) * chain(p, x))],
 }  # fmt: skip
 PAIRS = [
     pytest.param(code, *pair, id=f"{code}-{number}")
@@ -201,8 +195,6 @@ ENDS = [
     ("shape", "residual",
      lambda p, x: chain(p, x).transpose(0, 1) + 2 * x[..., :48].transpose(0, 1),
      lambda p, x: (chain(p, x) + 2 * x[..., :48]).transpose(0, 1)),
-    ("shape", "residual", lambda p, x: chain(p, x) + 2 * x[:, :1, :48],
-     lambda p, x: chain(p, x) + (2 * x[:, :1, :48]).repeat(1, 6, 1)),
     ("other_user", "residual",
      lambda p, x: (lambda y: (y + 2 * x[..., :48], y.sum()))(chain(p, x)),
      lambda p, x: (chain(p, x) + 2 * x[..., :48], x.sum())),

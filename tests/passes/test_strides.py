@@ -29,18 +29,13 @@ def other(p, x):
 
 CASES = {
     "left": left,
-    "left, transposed": lambda p, x: left(p, x).mT,
     "activation": lambda p, x: F.silu(left(p, x).mT),
-    "pointwise behind": lambda p, x: torch.tanh(left(p, x).mT * 2) + 1,
     "gated": lambda p, x: (F.silu(left(p, x)) * other(p, x)).mT,
     "lora": lambda p, x: (p.w @ x.mT + 2 * left(p, x)).mT,
     "viewed behind": lambda p, x: torch.tanh(left(p, x).mT).mT.view(-1),
     "two readers": lambda p, x: (lambda y: (y, y.mT.sin(), y.sum(-1)))(left(p, x)),
-    "split": lambda p, x: left(p, x).mT.split(12, -1)[1] + 1,
-    "tokens moved": lambda p, x: F.linear(F.linear(x, p.a).transpose(0, -2), p.b),
     "heads": lambda p, x: F.linear(F.linear(x, p.a), p.b).unflatten(-1, (4, 6)).transpose(-2, -3),
     "convolution": lambda p, x: F.conv1d(F.conv1d(x.mT, p.a[..., None]), p.b[..., None]),
-    "einsum": lambda p, x: torch.einsum("...k,rk,nr->n...", x, p.a, p.b),
 }
 
 
