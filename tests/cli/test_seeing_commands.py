@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from nmm_compiler.cli.commands import app
-from nmm_compiler.cli.values import families
-from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.lowrank_models.progress import steps
 from nmm_compiler.simulator.timing.profile_parts import statement
 
@@ -145,23 +143,6 @@ def test_help_shows_every_word_that_was_written():
             text = getattr(option, "help", None) or ""
             shown = Text.from_markup(text).plain
             assert shown == text.replace("\\[", "["), f"{name} {option.name}"
-
-
-def test_help_names_the_families_and_defaults(nmm):
-    _, out, _ = nmm("kernel", "--help")
-    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
-    assert ", ".join(FAMILIES) in words
-    assert families() == list(FAMILIES)
-    fields = words.split("attention: ")[-1]
-    assert all(f"--{name}" in fields for name in ("m", "heads", "kv-heads", "context", "d"))
-    assert "[default: trn2]" in words
-
-
-@pytest.mark.parametrize("words", [(), ("kernel",), ("lint",), ("cache", "verify"), ("cache",)])
-def test_help_shows_no_type_beside_a_switch(nmm, words):
-    out = nmm(*words, "--help", code=0).out
-    assert "--help" in out
-    assert "bool" not in out
 
 
 def test_progress_has_a_count_only_where_one_is_known(capsys):
