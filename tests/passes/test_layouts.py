@@ -195,7 +195,6 @@ CASES = {
     "a turned operand": lambda p, x: down(p, torch.tanh(up(p, x[0])) + p.turned.mT),
     "a slice of the features": lambda p, x: torch.tanh(up(p, x)[..., :8]) @ p.b[:, :K],
     "both orders read": two_layouts,
-    "read twice": lambda p, x: (lambda y: (down(p, y), down(p, y * 2), y))(torch.tanh(up(p, x))),
     "heads joined": lambda p, x: down(
         p, torch.tanh(up(p, x).unflatten(-1, (4, 12))).transpose(1, 2).flatten(-2).view(3, 5, N)
     ),

@@ -48,7 +48,6 @@ FUSED = {
                                ["shared_u"]),
     "a sum of chains": (lambda p, x: L(L(x, p.a), p.b) - 0.5 * L(L(x, p.c), p.d), ["lora"]),
     "rank 1": (lambda p, x: L(L(x, p.one), p.out), ["lowrank"]),
-    "rank 1, the other way round": (lambda p, x: (p.out @ (p.one @ x.mT)).mT, ["lowrank"]),
     "a sum of products first": (lambda p, x: L((x[..., None, :] * p.a).sum(-1), p.b), ["lowrank"]),
     "an expert by index": (lambda p, x: x @ p.experts[x[0, 0, 0].long() % 4] @ p.backs[0],
                            ["lowrank"]),
@@ -90,8 +89,6 @@ NAMED = {
     "no sum": (lambda p, x: L(x, p.a)[..., None] * p.b.t(), None),
     "a factory as second factor": (lambda p, x: L(L(x, p.a), torch.ones(48, 8, dtype=x.dtype)),
                                    None),
-    "factories alone": (lambda p, x: x @ x.new_ones(64, 8) @ x.new_full((8, 48), 0.5),
-                        None),
     "a Kronecker product": (lambda p, x: L(x, torch.kron(p.square[:2], p.a[:4, :8])),
                             None),
     "a bilinear form": (lambda p, x: F.bilinear(L(x, p.a), L(x, p.a), p.forms), None),
@@ -105,7 +102,7 @@ BETWEEN = {
     "max": lambda h: h.amax(1), "cumsum": lambda h: h.cumsum(1),
     "1 minus": lambda h: 1 - h,
     "divided": lambda h: h / h.norm(dim=-1, keepdim=True),
-    "plus itself": lambda h: h + torch.sin(h), "pool": lambda h: F.avg_pool1d(h.mT, 2).mT,
+    "pool": lambda h: F.avg_pool1d(h.mT, 2).mT,
 }  # fmt: skip
 INPUTS = {
     "patches": torch.randn(2, 3, 16, 16),
