@@ -87,7 +87,8 @@ FORMATS = [
     [
         ("llama", torch.bfloat16, PLAIN),
         *((name, torch.float32, PLAIN) for name in ("qwen3", "gpt2", "bert", "t5")),
-        *(("llama", dtype, one) for dtype in (torch.float32, torch.bfloat16) for one in FORMATS),
+        *(("llama", torch.bfloat16, one) for one in FORMATS),
+        ("llama", torch.float32, FORMATS[2]),
     ],
     ids=str,
 )
