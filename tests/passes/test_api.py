@@ -317,10 +317,11 @@ def test_a_model_that_does_not_export():
 
 
 @pytest.mark.parametrize(
-    "inputs", [X, (X,), [X], {"x": X}], ids=["tensor", "tuple", "list", "dict"]
+    ("form", "inputs"),
+    [("module", X), ("graph", (X,)), ("program", [X]), ("module", {"x": X}), ("program", {"x": X})],
+    ids=["tensor", "tuple", "list", "dict", "dict of a program"],
 )
 @pytest.mark.parametrize("ask", [rewrite, explain])
-@pytest.mark.parametrize("form", ["module", "graph", "program"])
 def test_inputs_are_a_tensor_a_sequence_or_a_dict(ask, inputs, form):
     model = Pair()
     given = {
