@@ -156,7 +156,7 @@ def test_the_remedy_helps(code, refused, mended):
 
 
 def test_every_code_has_a_test():
-    """The others are below, in test_own_rules, test_prices, test_torchao_blocks and others."""
+    """The others are below, in test_own_rules, test_prices, test_quantized and others."""
     elsewhere = {"region", "device", "training", "slower", "pattern", "internal", "few_bits"}
     assert {*APPLIED} | elsewhere == {*REMEDIES}
 
