@@ -28,7 +28,11 @@ from rich.table import Table
 from benchmarks.stress.processes import Verdict, verdicts_of
 
 MINUTES_AN_AREA = 14.0
-COUNTS = {"command_lines": 3000}
+COUNTS = {
+    "cache": 5000,
+    "save": 200,
+    "command_lines": 3000,
+}
 OUTCOMES = ("right", "wrong", "lost", "tracebacks")
 
 
@@ -76,7 +80,7 @@ def main(
     scale: Annotated[float, typer.Option(help="attempts, times this")] = 1.0,
     minutes: Annotated[float, typer.Option(help="an area may take")] = MINUTES_AN_AREA,
 ) -> None:
-    """Try to break the command line."""
+    """Try to break the cache, saves and the command line."""
     console = Console()
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     console.print(f"seed {seed}, scale {scale}", highlight=False)

@@ -32,17 +32,17 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "example"),
     [
-        (RIGHT, "3,001"),  # the counts of both areas, added
+        (RIGHT, "5,200"),  # the counts of both areas, added
         ("return [('right', ''), ('wrong', 'served a lie')]\n", "served a lie"),
         ("return [('right', ''), ('lost', 'gone')]\n", "gone"),
         ("return [('right', ''), ('tracebacks', 'ouch')]\n", "ouch"),
-        ("return []\n", "other"),
+        ("return []\n", "save"),
         ("raise ValueError('broken area')\n", "broken area"),
         ("import os; os._exit(0)\n", "it ended before its last attempt"),
     ],
 )
 def test_only_areas_that_are_clean_end_with_0(run, body, example):
-    code, said = run(command_lines=RIGHT, other=body)
+    code, said = run(cache=RIGHT, save=body)
     assert (code, example in said) == (int(body != RIGHT), True), said
 
 

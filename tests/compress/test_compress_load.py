@@ -1,5 +1,6 @@
 """Damaged directories and files are refused in one line that names what is wrong."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +9,8 @@ import pytest
 import torch
 from compress_models import stack
 from safetensors.torch import load_file
-from toy_models import llama
 
 from nmm_compiler.errors import FileError
-from nmm_compiler.lowrank_models.apply import compress
 from nmm_compiler.lowrank_models.load import load
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.save import load_factors
@@ -23,9 +22,9 @@ pytest.importorskip("transformers")
 def saved(tmp_path_factory):
     from nmm_compiler.lowrank_models import hf
 
-    directory, model = tmp_path_factory.mktemp("saved") / "model", llama(64, 96, 2)
-    compress(model, 0.3, align=4)
-    hf.save(model, directory, max_shard_size="60KB")
+    stress = importlib.import_module("benchmarks.stress.save")
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    hf.save(stress.model(1, 2), directory, max_shard_size="60KB")
     return directory
 
 
