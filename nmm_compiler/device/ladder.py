@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from nmm_compiler import targets
-from nmm_compiler.errors import NeuronSetupError, NmmError, UnknownNameError
+from nmm_compiler.errors import NeuronSetupError, NmmError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
 from nmm_compiler.nki_api.lint import oldest_version
@@ -40,7 +40,6 @@ from nmm_compiler.targets import Target
 
 KERNELS = Path(__file__).with_name("rungs.py")
 LOOPS = Path(__file__).with_name("loop_rungs.py")
-EXECUTORS = ("neuron", "nki_simulate", "simulator")
 TIMED_RUNS = 20
 
 Array = np.ndarray[Any, Any]
@@ -239,7 +238,7 @@ def _us(value: float | None) -> str:
 
 
 def best_executor() -> str:
-    """Return the closest to a device that this machine has: one of EXECUTORS."""
+    """Return the closest to a device that this machine has: the device, or a simulator."""
     found = machine.probe()
     if found.dialect == "neuronxcc":  # the rungs are written in nki
         return "simulator"
@@ -248,28 +247,16 @@ def best_executor() -> str:
     return "simulator" if found.nki is None or found.path == "none" else "nki_simulate"
 
 
-def climb(
-    executor: str | None = None,
-    target: str | None = None,
-    *,
-    on_rung: Callable[[Rung], None] | None = None,
-) -> Ladder:
-    """Run every rung and return the verdicts; no rung's failure stops the others.
+def climb(target: str | None = None, *, on_rung: Callable[[Rung], None] | None = None) -> Ladder:
+    """Run every rung by `best_executor`, and return the verdicts; no failure stops the others.
 
-    executor: one of EXECUTORS, by default the closest to a device; target: by default the device's,
-    else trn2. on_rung is called before each rung. Raises NeuronSetupError where the executor is not
-    to be had, UnknownNameError for a wrong name.
+    target: by default the device's, else trn2. on_rung is called before each rung. Raises
+    NeuronSetupError for a device that cannot run kernels as it is set.
     """
     found = machine.probe()
-    executor = executor or best_executor()
-    if executor not in EXECUTORS:
-        raise UnknownNameError("executor", executor, EXECUTORS)
-    if executor != "simulator" and found.dialect == "neuronxcc":
-        raise NeuronSetupError(str(machine.nki_problem()))
-    if executor == "neuron" and (not found.devices or found.problem):
-        raise NeuronSetupError(found.problem or "no /dev/neuron* device")
-    if executor == "nki_simulate" and found.path == "none":
-        raise NeuronSetupError(str(found.problem))
+    executor = best_executor()
+    if executor == "neuron" and found.problem:
+        raise NeuronSetupError(found.problem)
     hardware = targets.get(target or found.target or "trn2")
     verdicts: list[Verdict] = []
     lost = ""

@@ -12,7 +12,6 @@ from runtime.neuron_stand_ins import install
 from nmm_compiler import targets
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.device import ladder
-from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api.api import VERSIONS
 from nmm_compiler.nki_api.lint import lint_file, oldest_version
 from nmm_compiler.runtime import machine, neuron
@@ -26,7 +25,7 @@ def one_core(monkeypatch):
 
 @pytest.mark.parametrize("target", targets.names())
 def test_every_rung_passes_in_the_simulator(target):
-    found = ladder.climb("simulator", target)
+    found = ladder.climb(target)
     left_out = {v.rung for v in found.verdicts if v.verdict == "left out"}
     assert found.passed, str(found)
     assert left_out == {
@@ -85,7 +84,7 @@ def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch):
 
     monkeypatch.setattr(ladder, "simulate", refuse)
     monkeypatch.setattr(ladder, "predicted_us", lambda *a: None)
-    found = ladder.climb("simulator", "trn2")
+    found = ladder.climb("trn2")
     failed = [v for v in found.verdicts if v.verdict == "failed"]
     assert len(failed) == 6
     assert all(v.error == "RuntimeError: the compiler says no" for v in failed)
@@ -99,8 +98,6 @@ def test_the_closest_executor_to_a_device_is_taken(monkeypatch):
     assert ladder.best_executor() == "nki_simulate"
     install(monkeypatch, nki=None)
     assert ladder.best_executor() == "simulator"
-    with pytest.raises(UnknownNameError, match="executor"):
-        ladder.climb("device")
 
 
 def test_a_rung_is_loaded_as_every_kernel_is(monkeypatch):
@@ -181,7 +178,7 @@ def test_a_device_climbs_through_the_launchers(tmp_path, nmm, quick, device):
 def test_only_loops_fail_with_an_nki_that_has_none(monkeypatch, tmp_path, quick, device):
     """Kernels that are built there afterwards do without them."""
     install(monkeypatch, torch_neuronx="2.13.3.0", nki="0.5.0")
-    found = ladder.climb("neuron")
+    found = ladder.climb()
     failed = {v.rung: v.error for v in found.verdicts if v.verdict == "failed"}
     assert set(failed) == {rung.name for rung in ladder.LOOPED}
     assert all("nki 0.5.0 is installed, kernels need 0.6" in error for error in failed.values())
@@ -204,7 +201,7 @@ def test_a_device_that_runs_nothing_any_more_gives_no_verdicts(monkeypatch, quic
 
     monkeypatch.setattr(neuron, "load", Mortal)
     monkeypatch.setattr(neuron, "_registered", {})
-    found = ladder.climb("neuron")
+    found = ladder.climb()
     names = [v.rung for v in found.verdicts]
     at = names.index("double row")
     assert found.verdicts[at].verdict == "failed"

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_every_rung_passes_on_the_device():
-    found = ladder.climb("neuron")
+    found = ladder.climb()
     assert found.passed, str(found)
 
 

@@ -516,8 +516,6 @@ def test_the_rungs_say_that_they_are_written_in_nki(monkeypatch):
     install(monkeypatch, **BETA_1, **OLD_TORCH)
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: ["/dev/neuron0"])
     assert ladder.best_executor() == "simulator"
-    with pytest.raises(NeuronSetupError, match="only NKI Beta 1 inside neuronx-cc"):
-        ladder.climb("neuron")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
