@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from nmm_compiler import targets
+from nmm_compiler.codegen.check_against_float64 import compare
 from nmm_compiler.errors import NeuronSetupError, NmmError
 from nmm_compiler.kernels.base import numpy_dtype
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF
@@ -302,8 +303,12 @@ def _try(rung: Rung, executor: str, target: Target) -> Verdict:
         return Verdict(verdict="failed", error=f"{type(error).__name__}: {error}"[:400], **said)
     largest = rung.wanted(*(np.abs(a.astype(np.float64)) for a in arrays))
     roundoff = float(ml_dtypes.finfo(numpy_dtype(rung.result or rung.operands[0][1])).eps)
-    fault = _compare(got, wanted, largest, roundoff + rung.sums * FP32_ROUNDOFF)
-    return Verdict(verdict="wrong" if fault else "passed", error=fault, **said)
+    bounds = tuple((roundoff + rung.sums * FP32_ROUNDOFF) * most for most in largest)
+    fault = first_run.misfit(got, [y.shape for y in wanted])
+    proof = compare(rung.name, tuple(got), wanted, bounds)
+    if fault is None and not proof.passed:
+        fault = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
+    return Verdict(verdict="wrong" if fault else "passed", error=fault or "", **said)
 
 
 def _operands(rung: Rung) -> list[Array]:
@@ -353,23 +358,3 @@ def _run(
 
 def _array(tensor: torch.Tensor) -> Array:
     return tensor.detach().to("cpu").to(torch.float64).numpy()
-
-
-def _compare(
-    got: list[Array], wanted: tuple[Array, ...], largest: tuple[Array, ...], roundoff: float
-) -> str:
-    """Return how results differ from what is wanted; "" when they agree.
-
-    largest: the results for the absolute values of the operands; roundoff, relative to them: of the
-    result's rounding to its dtype, and of each fp32 sum.
-    """
-    if len(got) != len(wanted):
-        return f"{len(got)} results, not {len(wanted)}"
-    for values, want, most in zip(got, wanted, largest, strict=True):
-        if values.shape != want.shape:
-            return f"shape {values.shape}, not {want.shape}"
-        distance = np.abs(values - want)
-        wrong = int((~(distance <= roundoff * most)).sum())
-        if wrong:
-            return f"{wrong} of {want.size} elements differ, by up to {np.max(distance):.3g}"
-    return ""

@@ -37,18 +37,21 @@ def fault(kernel: Any, device: torch.device, launch: Launcher) -> str | None:
         got = [y.detach().to("cpu").to(torch.float64).numpy() for y in results]
     except Exception as error:  # the vendor's compiler and runtime may raise anything
         return f"its first run failed with {type(error).__name__}: {error}"
-    outputs = spec.outputs()
-    if len(got) != len(outputs):
-        return f"its first run returned {len(got)} results, not {len(outputs)}"
-    for values, operand in zip(got, outputs, strict=True):
-        if values.shape != tuple(operand.shape):
-            return f"its first run returned shape {values.shape}, not {tuple(operand.shape)}"
+    wrong = misfit(got, [tuple(operand.shape) for operand in spec.outputs()])
+    return _difference(spec, arrays, got) if wrong is None else f"its first run {wrong}"
+
+
+def misfit(got: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """Return how many results, of which shape or which elements cannot be right, or None."""
+    if len(got) != len(shapes):
+        return f"returned {len(got)} results, not {len(shapes)}"
+    for values, shape in zip(got, shapes, strict=True):
+        if values.shape != shape:
+            return f"returned shape {values.shape}, not {shape}"
         finite = int(np.isfinite(values).sum())
         if finite < values.size:
-            return (
-                f"its first run is not finite in {values.size - finite} of {values.size} elements"
-            )
-    return _difference(spec, arrays, got)
+            return f"is not finite in {values.size - finite} of {values.size} elements"
+    return None
 
 
 def _difference(spec: Any, arrays: Sequence[Any], got: Sequence[Any]) -> str | None:

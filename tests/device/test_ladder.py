@@ -67,7 +67,7 @@ def test_a_rung_notices_one_wrong_element(monkeypatch, rung):
     monkeypatch.setattr(ladder, "simulate", wrong)
     verdict = ladder._try(rung, "simulator", targets.get("trn2"))
     assert verdict.verdict == "wrong"
-    assert "elements differ" in verdict.error
+    assert "differs by up to" in verdict.error
 
 
 def test_the_fp8_rung_saturates_some_numbers_and_rounds_others():
@@ -221,5 +221,5 @@ def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, nmm, quick):
     assert len(told["verdicts"]) == len(ladder.RUNGS)
     assert json.loads(out.read_text()) == told
     nmm("doctor", "--out", out, code=2)
-    monkeypatch.setattr(ladder, "_compare", lambda *a: "broken")
+    monkeypatch.setattr(ladder.first_run, "misfit", lambda *a: "broken")
     nmm(*line, code=1)
