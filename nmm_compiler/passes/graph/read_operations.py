@@ -563,12 +563,11 @@ def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 @_of_one
 def _getitem(c: Canonical, call: Call, source: fx.Node) -> Result:
-    """Indexing by full slices, None, Ellipsis and the one index of a dimension keeps all
-    elements."""
+    """Indexing by full slices, None and Ellipsis only adds dimensions."""
     index = call.get(1, "key")
     entries = list(index) if isinstance(index, tuple) else [index]
     cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or e in _FULL)]
-    if all(isinstance(entries[i], int) for i in cut):
+    if not cut:
         return _regroup(c, call)
     if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
         return None
@@ -771,7 +770,6 @@ TABLE: dict[str, Handler] = {
             "ravel",
             "view_copy",
             "_reshape_alias",
-            "select",
         ),
         _regroup,
     ),

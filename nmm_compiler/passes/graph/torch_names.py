@@ -135,6 +135,12 @@ def is_inplace_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def changes_gradient(node: fx.Node) -> bool:
+    """Return whether a view may change gradients: `detach`, `.data`, a hook, a custom op."""
+    name = target_name(node) or "::"
+    return name == "detach" or "::" in name or tuple(node.args[1:2]) == ("data",)
+
+
 class Call:
     """The arguments of a node, by position or by any name that torch gives them."""
 
@@ -164,6 +170,10 @@ def inplace_flag(node: fx.Node) -> bool:
     """Return whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
+    if node.kwargs.get("inplace") is True:
+        return True
     names = _signature(node.target) if inspect.isfunction(node.target) else ()
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return given.get("inplace") is True
+    if "inplace" not in names:
+        return False
+    index = names.index("inplace")
+    return index < len(node.args) and node.args[index] is True
