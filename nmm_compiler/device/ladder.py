@@ -126,6 +126,8 @@ CONSTRUCTS = (
     *(Rung(f"matmul {tokens}", "matmul", f"accumulate, {tokens} columns moving",
            (((512, 128), _BF16), ((512, tokens), _BF16)), _product, result=_FP32, sums=512)
       for tokens in (512, 77, 1)),
+    Rung("matmuls in turn", "matmul_in_turns", "two sums of one bank take turns",
+         (((512, 128), _BF16), ((512, 64), _BF16)), _product, result=_FP32, sums=512),
     Rung("matmul fp32", "matmul", "fp32 operands", (((256, 128), _FP32), ((256, 512), _FP32)),
          _product, sums=256),
     Rung("double row", "double_row", "pairs of rows of fp8",

@@ -89,7 +89,7 @@ def test_a_rung_that_raises_does_not_stop_the_others(monkeypatch):
     assert len(failed) == 6
     assert all(v.error == "RuntimeError: the compiler says no" for v in failed)
     assert not found.passed
-    assert "26 of 32 rungs passed" in str(found)
+    assert "27 of 33 rungs passed" in str(found)
 
 
 def test_the_closest_executor_to_a_device_is_taken(monkeypatch):
@@ -214,7 +214,7 @@ def test_a_device_that_runs_nothing_any_more_gives_no_verdicts(monkeypatch, quic
 def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, nmm, quick):
     line = ("doctor", "--device")
     shown = nmm(*line, code=0).out
-    assert "20 of 20 rungs passed" in shown
+    assert "21 of 21 rungs passed" in shown
     assert "written" not in shown  # verdicts of a simulator are of no device
     out = tmp_path / "verdicts.json"
     told = json.loads(nmm(*line, "--json", "--out", out, code=0).out)

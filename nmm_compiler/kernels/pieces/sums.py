@@ -66,7 +66,7 @@ def make_columns(
         for i in range(count * m_tiles):
             if per_bank == 1:
                 sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
-            else:  # sums of few tokens share a bank
+            else:  # sums of few tokens share a bank, as nki-library's of MX blocks do
                 if i % per_bank == 0:
                     bank = nl.ndarray((128, per_bank * wide), dtype=nl.float32, buffer=nl.psum)
                 sums.append(bank[0:128, i % per_bank * wide : (i % per_bank + 1) * wide])
