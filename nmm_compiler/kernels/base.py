@@ -334,9 +334,9 @@ class Schedule(Record):
         return (self.split,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; split only where there is one."""
+        """Return the fields as plain JSON data; flags and split only where they are set."""
         made = super().to_dict()
-        return {name: value for name, value in made.items() if name != "split" or value}
+        return {name: value for name, value in made.items() if value not in (False, "")}
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return the schedule with other values."""

@@ -75,12 +75,6 @@ class LinearSchedule(Schedule):
     own_queue: bool = False
     split: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; flags and split only where they are set."""
-        return {
-            name: value for name, value in super().to_dict().items() if value not in (False, "")
-        }
-
     def tokens(self, layer: Layer) -> int:
         """Return the tokens of a block."""
         return min(self.m_block, layer.m)
