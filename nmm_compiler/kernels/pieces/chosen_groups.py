@@ -126,16 +126,10 @@ def gates_of(group, numbers, weights, m, top_k):
     """Return the gates of the tokens of the group on each partition, [partitions, 1, tokens]."""
     high = numbers.shape[0]
     strip = nl.ndarray((high, 1, m), dtype=nl.float32, buffer=nl.sbuf)
-    if top_k == 1:
-        nisa.scalar_tensor_tensor(
-            dst=strip[0:high, 0, 0:m], data=numbers, op0=nl.equal, operand0=group, op1=nl.multiply,
-            operand1=weights,
-        )  # fmt: skip
-    else:
-        own = nl.ndarray((high, m, top_k), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.scalar_tensor_tensor(
-            dst=own.reshape((high, m * top_k)), data=numbers, op0=nl.equal, operand0=group,
-            op1=nl.multiply, operand1=weights,
-        )  # fmt: skip
-        nisa.tensor_reduce(dst=strip[0:high, 0, 0:m], op=nl.add, data=own, axis=2)
+    own = nl.ndarray((high, m, top_k), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=own.reshape((high, m * top_k)), data=numbers, op0=nl.equal, operand0=group,
+        op1=nl.multiply, operand1=weights,
+    )  # fmt: skip
+    nisa.tensor_reduce(dst=strip[0:high, 0, 0:m], op=nl.add, data=own, axis=2)
     return strip
