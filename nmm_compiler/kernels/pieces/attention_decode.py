@@ -81,7 +81,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             if step[6]:
                 add_sums(made[g // each], sums[g], g % each, spec, schedule)
                 if (g + 1) % each == 0:
-                    totals.append(sum_weights(weights[g + 1 - each : g + 1], spec))
+                    totals.append(over_tiles(weights[g + 1 - each : g + 1], nl.add, spec))
         else:
             if begins:
                 if g % each == 0:
@@ -96,7 +96,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
                     for j in range(t + 1):
                         if steps[j][0] == i and not steps[j][1]:
                             hide_chunk(scores[i], steps[j], spec)
-                tops.append(find_tops(scores[g + 1 - each : g + 1], spec))
+                tops.append(over_tiles(scores[g + 1 - each : g + 1], nl.maximum, spec))
     last = len(stored)
     finish_set(outs[last], made[last], totals[last], spec, schedule)
 
@@ -217,7 +217,7 @@ def turn_columns(natural, angles, spec, schedule):
     if schedule.pack > 1:
         return spread_queries(turned, columns, spec, schedule)
     q_t = nl.ndarray((128, parts, columns), dtype=natural.dtype, buffer=nl.sbuf)
-    turn_tiles(q_t, turned[0:columns, 0, 0 : spec.d], "strided_rows", 0)
+    turn_tiles(q_t, turned[0:columns, 0, 0 : spec.d], False, 0)
     return q_t
 
 
@@ -402,15 +402,16 @@ def cap_scores(scores, spec):
     nisa.activation(dst=scores, op=nl.tanh, data=scores, scale=spec.tanh_scale)
 
 
-def find_tops(scores, spec):
-    """Return the maxima of each partition of the scores of a set, [128, columns]."""
-    tiles = scores[0].shape[1]
-    tops = nl.ndarray((128, len(scores) * spec.columns), dtype=nl.float32, buffer=nl.sbuf)
-    for i in range(len(scores)):
-        own = tops[0:128, spec.columns * i : spec.columns * (i + 1)]
-        by_column = scores[i][0:128, 0:tiles, 0 : spec.columns].permute((0, 2, 1))
-        nisa.tensor_reduce(dst=own, op=nl.maximum, data=by_column, axis=2)
-    return tops
+def over_tiles(strips, op, spec):
+    """Return the maxima, or the sums, over the tiles of scores or weights of a set: of each
+    partition, [128, columns]."""
+    tiles = strips[0].shape[1]
+    made = nl.ndarray((128, len(strips) * spec.columns), dtype=nl.float32, buffer=nl.sbuf)
+    for i in range(len(strips)):
+        own = made[0:128, spec.columns * i : spec.columns * (i + 1)]
+        by_column = strips[i][0:128, 0:tiles, 0 : spec.columns].permute((0, 2, 1))
+        nisa.tensor_reduce(dst=own, op=op, data=by_column, axis=2)
+    return made
 
 
 def largest_of(tops, identity):
@@ -491,16 +492,6 @@ def weigh_cache(sums, weights, v_sb, step, spec, schedule):
                 moving=moving,
                 accumulate=place >= adds_from,
             )
-
-
-def sum_weights(weights, spec):
-    """Return the sums of each partition of the weights of a set, [128, columns]."""
-    sums = nl.ndarray((128, len(weights) * spec.columns), dtype=nl.float32, buffer=nl.sbuf)
-    for i in range(len(weights)):
-        by_column = weights[i][0:128, 0 : spec.cache_tiles, 0 : spec.columns].permute((0, 2, 1))
-        own = sums[0:128, spec.columns * i : spec.columns * (i + 1)]
-        nisa.tensor_reduce(dst=own, op=nl.add, data=by_column, axis=2)
-    return sums
 
 
 def add_sums(made, sums, slot, spec, schedule):

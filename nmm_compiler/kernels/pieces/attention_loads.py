@@ -69,7 +69,7 @@ def load_keys(k, rope, spec):
                     natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
                 turn_tiles(
                     k_t[0:128, 0:parts, r0 : r0 + deep], natural[0:deep, 0, 0 : spec.d],
-                    "strided_rows", r0 // 128,
+                    False, r0 // 128,
                 )  # fmt: skip
     return k_t
 
@@ -114,9 +114,7 @@ def turn_queries(flat, rope, q0, spec):
         natural = rotate(flat, load_angles(rope, first, rows, spec), rows, spec)
     q_t = nl.ndarray((128, parts, spec.group, 128), dtype=flat.dtype, buffer=nl.sbuf)
     for h in range(spec.group):
-        turn_tiles(
-            q_t[0:128, 0:parts, h, 0:rows], natural[0:rows, h, 0 : spec.d], "strided_rows", h
-        )
+        turn_tiles(q_t[0:128, 0:parts, h, 0:rows], natural[0:rows, h, 0 : spec.d], False, h)
     return q_t
 
 

@@ -12,7 +12,7 @@ import nki.language as nl
 
 from .chosen_groups import gates_of
 from .expand import add_tiles
-from .loads_and_stores import turn_fours, turn_tiles
+from .loads_and_stores import turn_rows
 from .mx import quantize_strip
 from .records import Block, Epilogue, Left, Panel, Plan, Result, Term
 from .scales_and_biases import load_columns, load_spread
@@ -144,10 +144,7 @@ def strips_of(flats, tokens, spec):
     for tile in range(len(flats)):
         high = flats[tile].shape[0]
         part = x_sb[0:128, 0 : x_sb.shape[1], 128 * tile : 128 * tile + high]
-        if spec.order == "fours":
-            turn_fours(part, flats[tile], tile)
-        else:
-            turn_tiles(part, flats[tile], spec.order, tile)
+        turn_rows(part, flats[tile], spec.order, tile)
     return as_left(x_sb, spec.up.k, tokens, spec)
 
 

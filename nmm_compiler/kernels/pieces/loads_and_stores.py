@@ -15,8 +15,8 @@ from .records import Epilogue, Part
 
 def load(dst, tile, part: Part, how, order, total):
     """Load a part so that its contraction index, `total` long, lies on the partitions."""
-    if order == "fours":
-        load_fours(dst, tile, part, how)
+    if how == "rows" and order == "fours":
+        load_fours(dst, tile, part)
     elif how == "rows":
         load_rows(dst, tile, part, order, total)
     elif how == "strided":
@@ -24,7 +24,7 @@ def load(dst, tile, part: Part, how, order, total):
     elif how == "dma":
         load_transposed_by_dma(dst, tile, part)
     else:
-        load_transposed_by_tensor(dst, tile, part, how == "tensor16")
+        load_transposed_by_tensor(dst, tile, part, order, how == "tensor16")
 
 
 def load_rows(dst, tile, part: Part, order, total):
@@ -107,30 +107,32 @@ def load_transposed_by_dma(dst, tile, part: Part):
         )
 
 
-def load_transposed_by_tensor(dst, tile, part: Part, widen):
+def load_transposed_by_tensor(dst, tile, part: Part, order, widen):
     """Load rows as they lie, then turn 128 x 128 tiles on TensorE."""
     # fp8 numbers are turned as bfloat16, which holds each of them
     dtype = nl.bfloat16 if widen else part.src.dtype
-    tiles = (part.rows + 127) // 128
+    tiles = (part.rows + 511) // 512 * 4 if order == "fours" else (part.rows + 127) // 128
     for start in range(0, part.columns, 128):
         width = min(128, part.columns - start)
+        flat = nl.ndarray((width, part.rows), dtype=dtype, buffer=nl.sbuf)
+        first = part.column + start
+        nisa.dma_copy(
+            dst=flat, src=part.src[first : first + width, part.row : part.row + part.rows]
+        )
         strip = dst[0:128, tile : tile + tiles, start : start + width]
-        turn_tiles(strip, load_flat(part, start, width, dtype), "strided_rows", start // 128)
+        turn_rows(strip, flat, order, start // 128)
 
 
-def load_flat(part: Part, start, width, dtype):
-    """Return some columns of a part as rows of a tile, as they lie in HBM."""
-    flat = nl.ndarray((width, part.rows), dtype=dtype, buffer=nl.sbuf)
-    first = part.column + start
-    nisa.dma_copy(dst=flat, src=part.src[first : first + width, part.row : part.row + part.rows])
-    return flat
+def turn_rows(dst, flat, order, turn):
+    """Write rows of a tile, their elements a contraction index, as a strip: TensorE turns them."""
+    if order == "fours":
+        turn_fours(dst, flat, turn)
+    else:
+        turn_tiles(dst, flat, order == "consecutive_rows", turn)
 
 
-def turn_tiles(dst, flat, order, turn):
-    """Write rows of a tile, their elements a contraction index, as a strip: TensorE turns them.
-
-    One copy takes out of a bank of PSUM what it holds.
-    """
+def turn_tiles(dst, flat, consecutive, turn):
+    """Write rows as a strip, a tile of 128 after the other; one copy empties a bank of PSUM."""
     width = flat.shape[0]
     rows = flat.shape[1]
     tiles = rows // 128
@@ -139,7 +141,7 @@ def turn_tiles(dst, flat, order, turn):
         count = min(many, tiles - first)
         turned = nl.ndarray((128, count, width), dtype=flat.dtype, buffer=nl.psum)
         for i in range(count):
-            if order == "consecutive_rows":
+            if consecutive:
                 square = flat[0:width, first + i : 128 * tiles : tiles]
             else:
                 square = flat[0:width, 128 * (first + i) : 128 * (first + i + 1)]
@@ -152,37 +154,28 @@ def turn_tiles(dst, flat, order, turn):
         evict(dst[0 : rows % 128, tiles, 0:width], turned, turn)
 
 
-def load_fours(dst, tile, part: Part, how):
-    """Load a part so that its contraction index lies on the partitions, in order "fours"."""
+def load_fours(dst, tile, part: Part):
+    """Load rows of a matrix, the contraction index, in order "fours"."""
     whole = part.rows // 512
     rest = part.rows % 512
-    if how == "rows":
-        if whole > 0:
-            rows = part.src[
-                part.row : part.row + 512 * whole, part.column : part.column + part.columns
-            ]
-            strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns]
-            fours = rows.reshape_dim(0, (whole, 128, 4)).permute((1, 0, 2, 3))
-            load_few(strip.reshape_dim(1, (whole, 4)), fours, True)
-        if rest > 0:
-            rows = part.src[
-                part.row + 512 * whole : part.row + part.rows,
-                part.column : part.column + part.columns,
-            ]
-            nisa.dma_copy(
-                dst=dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns],
-                src=rows.reshape_dim(0, (rest // 4, 4)),
-            )
-    else:
-        for start in range(0, part.columns, 128):
-            width = min(128, part.columns - start)
-            tiles = (part.rows + 511) // 512 * 4
-            strip = dst[0:128, tile : tile + tiles, start : start + width]
-            turn_fours(strip, load_flat(part, start, width, part.src.dtype), start // 128)
+    if whole > 0:
+        rows = part.src[part.row : part.row + 512 * whole, part.column : part.column + part.columns]
+        strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns]
+        fours = rows.reshape_dim(0, (whole, 128, 4)).permute((1, 0, 2, 3))
+        load_few(strip.reshape_dim(1, (whole, 4)), fours, True)
+    if rest > 0:
+        rows = part.src[
+            part.row + 512 * whole : part.row + part.rows,
+            part.column : part.column + part.columns,
+        ]
+        nisa.dma_copy(
+            dst=dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns],
+            src=rows.reshape_dim(0, (rest // 4, 4)),
+        )
 
 
 def turn_fours(dst, flat, turn):
-    """Write rows of a tile, their elements a contraction index, as a strip in order "fours".
+    """Write rows as a strip in order "fours".
 
     A bank of PSUM takes the four tiles of 512 elements; one copy takes them out.
     """
