@@ -11,7 +11,7 @@ from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_name
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
-from nmm_compiler.kernels.linear.schedule import sizes_of_panels, whole_blocks
+from nmm_compiler.kernels.linear.schedule import add_loads, sizes_of_panels, whole_blocks
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
     FOURS,
@@ -405,15 +405,9 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
         count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
         fp8 = spec.weight == "fp8" and weight.name in ("gate_up", "down")
         each = weight_bytes(weight.format or (FP8 if fp8 else spec.dtype))
-        columns = min(weight.block, weight.n)
-        loads = groups * count * tiles(weight.k, weight.chunk) * tiles(weight.n, columns)
+        add_loads(tally, weight, each, groups * count)
         per = 512 if weight.mx else 128
         squares = groups * count * tiles(weight.k, per) * tiles(weight.n, 128) // made.stack
-        total = round(groups * count * weight.k * weight.n * each)
-        turned = squares, loads * tiles(columns, 128), min(weight.chunk, weight.k) * size
-        tally.load(weight.load, total, loads, round(columns * each), turned)
-        if weight.mx:  # its scales, to four quadrants
-            tally.load("rows", 4 * loads * columns, 4 * loads, columns, turned)
         _add_products(tally, schedule, weight, squares, few)
         tally.evictions.append((groups * count * tiles(weight.n, 128), few))
     if schedule.way == "blocks":

@@ -529,7 +529,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
             ):
                 continue
             size = weight_bytes(layer.format_of(weight))
-            _move(tally, weight, size, m_blocks)
+            add_loads(tally, weight, size, m_blocks)
             rows = linear.by_rows and not shared and (linear is made.down or not made.down.n)
             passes, sums = _passes(weight, layer.m, rows)
             # short passes of one tile of outputs wait for the sum that the pass before adds to
@@ -563,8 +563,8 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     )
 
 
-def _move(tally: Tally, weight: Weight, size: float, times: int) -> None:
-    """Add the loads of a weight: once for each block of tokens."""
+def add_loads(tally: Tally, weight: Weight, size: float, times: int) -> None:
+    """Add the loads of a weight, so many times."""
     columns = min(weight.block, weight.n)
     count = tiles(weight.k, weight.chunk) * tiles(weight.n, columns) * times
     deep = weight.chunk // 128 if weight.order == "consecutive_rows" and columns == weight.n else 1
