@@ -254,9 +254,9 @@ def axis_of(form: Product, key: Key, c: Canonical, label: int) -> Atom | None:
     return Atom(axis, c.sizes(key)[axis], 1)
 
 
-def is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(key: Key) -> bool:
     """Return whether ATen calls an operation pointwise."""
-    target = node.target
+    target = getattr(key, "target", None)
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
@@ -300,6 +300,9 @@ NOTHING = Found({}, {}, frozenset())
 
 Pair = tuple[Key, Key]
 """A value of the pattern and one of the graph."""
+Way = tuple[Sequence[Pair], Sequence[tuple[float, float]], frozenset[fx.Node]] | str
+"""Operands and numbers that have to agree, and nodes that are covered then; or why none do."""
+_NO_NODES = frozenset[fx.Node]()
 
 
 class Unifier:
@@ -332,15 +335,29 @@ class Unifier:
             if place is not None and part_of_one(theirs) is None:
                 yield _bound(found, own, theirs, place)
             return
-        reader = _READERS.get(type(form))
-        if reader is None or type(form) is not type(other):
+        if type(form) not in (Product, *_WAYS) or type(form) is not type(other):
             self._differs(found, theirs, f"{describe(form)} is wanted, not {describe(other)}")
             return
         nodes = {owner_of(theirs)} | self.c.helpers.get(theirs, frozenset())
         if nodes & self.c.effects.writers:
             return
         inside = dataclasses.replace(found, nodes=found.nodes | nodes)
-        yield from reader(self, (own, theirs), form, other, seen, inside)
+        at = (own, theirs)
+        if isinstance(form, Product):
+            yield from self._product(at, form, other, seen, inside)
+            return
+        compare = self._elementwise
+        by_element = isinstance(form, AlongLast) or is_pointwise(own)
+        if isinstance(form, Opaque) and not by_element:
+            compare = self._in_place
+        for way in _WAYS[type(form)](self, at, form, other):
+            agreed = way if isinstance(way, str) else self._numbers(inside, *way[1:])
+            if isinstance(agreed, str):
+                self._differs(inside, theirs, agreed)
+                continue
+            for one in compare(at, way[0], seen, agreed):  # type: ignore[arg-type]
+                if not isinstance(form, (Norm, AlongLast)) or self._last_is_last(at, one):
+                    yield one
 
     def _differs(self, found: Found, at: Key, why: str) -> None:
         agreed = len(found.values)
@@ -425,14 +442,17 @@ class Unifier:
                 learned = one.values[self.p.base(own)[0]][1]
             yield from self._both(rest, at, learned, one)
 
-    def _numbers(self, found: Found, *pairs: tuple[float, float]) -> Found | None:
+    def _numbers(
+        self, found: Found, pairs: Sequence[tuple[float, float]], nodes: frozenset[fx.Node]
+    ) -> Found | str:
+        """Return what was found with numbers of the pattern and nodes, or which number differs."""
         numbers = dict(found.numbers)
         for own, theirs in pairs:
             more = self.pattern.number(own, theirs, numbers)
             if more is None:
-                return None
+                return f"the number {own} is wanted, not {theirs}"
             numbers |= more
-        return dataclasses.replace(found, numbers=numbers)
+        return dataclasses.replace(found, numbers=numbers, nodes=found.nodes | nodes)
 
     # -- forms ----------------------------------------------------------------------------
 
@@ -441,15 +461,13 @@ class Unifier:
         at: Pair,
         pairs: Sequence[Pair],
         seen: Dims | None,
-        found: Found | None,
+        found: Found,
     ) -> Iterator[Found]:
         """Compare all operands of an elementwise form, then record its value.
 
         Where the axes are not known yet, a product below may decide them; else they are those of
         the graph, tokens first.
         """
-        if found is None:
-            return
         if seen is None:
             for one in self._both(pairs, at, None, found):
                 first = min(pairs, key=self._settles)[0]
@@ -463,29 +481,42 @@ class Unifier:
         """Sort operands: those that may come from a product, then parameters."""
         return isinstance(self.p.form(pair[0]), Leaf)
 
-    def _scale(
-        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
+    def _in_place(
+        self, at: Pair, pairs: Sequence[Pair], seen: Dims | None, found: Found
     ) -> Iterator[Found]:
-        if isinstance(form.factor, float) or isinstance(there.factor, float):
-            if isinstance(form.factor, float) and isinstance(there.factor, float):
-                more = self._numbers(found, (form.factor, there.factor))
-                if more is None:
-                    self._differs(
-                        found, at[1], f"times {form.factor} is wanted, not {there.factor}"
-                    )
-                yield from self._elementwise(at, [(form.value, there.value)], seen, more)
+        """Compare all operands of an operation of which nothing is known: every axis has to be in
+        its place."""
+        whole = self.c.whole(at[1])
+        if len(self.p.sizes(at[0])) != len(whole) or seen not in (None, whole):
             return
-        for a, b in there.orders:
-            yield from self._elementwise(at, [(form.value, a), (form.factor, b)], seen, found)
+        found = _bound(found, *at, whole)
+        if not pairs:
+            yield found
+            return
+        (own, theirs), rest = pairs[0], pairs[1:]
+        shape, wide = self.p.sizes(own), self.c.sizes(theirs)
+        if len(shape) == len(wide):
+            for one in self._operand(own, theirs, (own, theirs), views.identity(wide), found):
+                yield from self._in_place(at, rest, seen, one)
 
-    def _add(
-        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
-    ) -> Iterator[Found]:
-        if isinstance(form.b, float) or isinstance(there.b, float):
-            if isinstance(form.b, float) and isinstance(there.b, float):
-                added = (form.beta * form.b, there.beta * there.b)
-                more = self._numbers(found, (form.alpha, there.alpha), added)
-                yield from self._elementwise(at, [(form.a, there.a)], seen, more)
+    def _last_is_last(self, at: Pair, found: Found) -> bool:
+        """Return whether the last axes of two values are the same."""
+        own, theirs = found.values[at[0]][1][-1:], self.c.whole(at[1])[-1:]
+        return bool(own) and own == theirs
+
+    def _scale(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
+        kinds = {isinstance(one.factor, float) for one in (form, there)}
+        if kinds == {True}:
+            yield [(form.value, there.value)], [(form.factor, there.factor)], _NO_NODES
+        for a, b in there.orders if kinds == {False} else ():
+            yield [(form.value, a), (form.factor, b)], [], _NO_NODES
+
+    def _add(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
+        kinds = {isinstance(one.b, float) for one in (form, there)}
+        if kinds == {True}:
+            numbers = [(form.alpha, there.alpha), (form.beta * form.b, there.beta * there.b)]
+            yield [(form.a, there.a)], numbers, _NO_NODES
+        if True in kinds:
             return
         (mine_a, alpha, _), (mine_b, beta, _) = (
             _terms(self.p, k, n)[-1] for k, n in ((form.a, form.alpha), (form.b, form.beta))
@@ -494,84 +525,38 @@ class Unifier:
             _terms(self.c, k, n) for k, n in ((there.a, there.alpha), (there.b, there.beta))
         )
         for a, b in (*itertools.product(first, second), *itertools.product(second, first)):
-            more = self._numbers(found, (alpha, a[1]), (beta, b[1]))
-            if more is not None:
-                more = dataclasses.replace(more, nodes=more.nodes | a[2] | b[2])
-            yield from self._elementwise(at, [(mine_a, a[0]), (mine_b, b[0])], seen, more)
+            yield [(mine_a, a[0]), (mine_b, b[0])], [(alpha, a[1]), (beta, b[1])], a[2] | b[2]
 
-    def _named(
-        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
-    ) -> Iterator[Found]:
+    def _named(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
         """Compare activations and casts, which must be the same in all but the value."""
-        if dataclasses.replace(form, value=there.value) != there:
-            self._differs(found, at[1], f"{describe(form)} is wanted, not {describe(there)}")
-            return
-        yield from self._elementwise(at, [(form.value, there.value)], seen, found)
+        same = dataclasses.replace(form, value=there.value) == there
+        why = f"{describe(form)} is wanted, not {describe(there)}"
+        yield ([(form.value, there.value)], [], _NO_NODES) if same else why
 
-    def _norm(
-        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
-    ) -> Iterator[Found]:
+    def _norm(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
         same = (form.kind, form.offset) == (there.kind, there.offset)
-        if not same or form.eps is None or there.eps is None:
-            return
-        pairs = [(form.value, there.value)]
-        for a, b in ((form.weight, there.weight), (form.bias, there.bias)):
-            if (a is None) != (b is None):
-                self._differs(found, at[1], "another set of weight and bias is wanted in a norm")
-                return
-            if a is not None and b is not None:
-                pairs.append((a, b))
-        more = self._numbers(found, (form.eps, there.eps))
-        for one in self._elementwise(at, pairs, seen, more):
-            if self._last_is_last(at, one):
-                yield one
+        both = [(form.weight, there.weight), (form.bias, there.bias)]
+        if any((a is None) != (b is None) for a, b in both):
+            yield "another set of weight and bias is wanted in a norm"
+        elif same and form.eps is not None and there.eps is not None:
+            vectors = [(a, b) for a, b in both if a is not None]
+            yield [(form.value, there.value), *vectors], [(form.eps, there.eps)], _NO_NODES
 
-    def _last_is_last(self, at: Pair, found: Found) -> bool:
-        """Return whether the last axes of two values are the same."""
-        own, theirs = found.values[at[0]][1][-1:], self.c.whole(at[1])[-1:]
-        return bool(own) and own == theirs
-
-    def _opaque(
-        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
-    ) -> Iterator[Found]:
+    def _opaque(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
         key, other = at
         if isinstance(key, Virtual) or isinstance(other, Virtual) or form.name != there.name:
-            self._differs(found, other, f"{form.name} is wanted, not {there.name}")
+            yield f"{form.name} is wanted, not {there.name}"
             return
         mine, given = call_arguments(key), call_arguments(other)
         if mine is None or given is None or set(mine) != set(given):
             return
-        last = isinstance(form, AlongLast)
         tensors = [n for n, v in mine.items() if isinstance(v, fx.Node)]
-        for name in set(mine) - {*tensors, *(("dim",) if last else ())}:
-            a, b = mine[name], given[name]
-            if a != b:
-                self._differs(found, other, f"{form.name} with {name}={a} is wanted, not {b}")
+        for name in set(mine) - {*tensors, *(("dim",) if isinstance(form, AlongLast) else ())}:
+            if mine[name] != given[name]:
+                yield f"{form.name} with {name}={mine[name]} is wanted, not {given[name]}"
                 return
-        if any(not isinstance(given[name], fx.Node) for name in tensors):
-            return
-        pairs: list[Pair] = [(mine[name], given[name]) for name in tensors]
-        if is_pointwise(key) or last:
-            for one in self._elementwise(at, pairs, seen, found):
-                if not last or self._last_is_last(at, one):
-                    yield one
-            return
-        # Nothing is known of another operation: every axis has to be in its place.
-        whole = self.c.whole(other)
-        if len(self.p.sizes(key)) != len(whole) or seen not in (None, whole):
-            return
-        yield from self._in_place(pairs, _bound(found, key, other, whole))
-
-    def _in_place(self, pairs: Sequence[Pair], found: Found) -> Iterator[Found]:
-        """Compare operands with the same axes, one by one."""
-        if not pairs:
-            yield found
-            return
-        (own, theirs), rest = pairs[0], pairs[1:]
-        shape, wide = self.p.sizes(own), self.c.sizes(theirs)
-        if len(shape) == len(wide):
-            for one in self._operand(own, theirs, (own, theirs), views.identity(wide), found):
-                yield from self._in_place(rest, one)
+        if all(isinstance(given[name], fx.Node) for name in tensors):
+            yield [(mine[name], given[name]) for name in tensors], [], _NO_NODES
 
     # -- products -------------------------------------------------------------------------
 
@@ -649,8 +634,7 @@ class Unifier:
         return self.p.base(own)[1], tuple(map(tuple, moved))
 
 
-_READERS: dict[type[Form], Callable[..., Iterator[Found]]] = {
-    Product: Unifier._product,
+_WAYS: dict[type[Form], Callable[[Unifier, Pair, Any, Any], Iterator[Way]]] = {
     Scale: Unifier._scale,
     Add: Unifier._add,
     Activation: Unifier._named,
@@ -673,7 +657,7 @@ def _covers(atoms: Sequence[Atom], shape: tuple[Size, ...]) -> bool:
 
 def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, frozenset[fx.Node]]]:
     """Return a term of a sum as it is, and without a number that multiplies it, if one does."""
-    terms = [(key, number, frozenset[fx.Node]())]
+    terms = [(key, number, _NO_NODES)]
     base = c.base(key)[0]
     form = c.forms[base]
     if isinstance(form, Scale) and isinstance(form.factor, float) and c.is_whole(key):
