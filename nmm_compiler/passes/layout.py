@@ -19,14 +19,13 @@ from nmm_compiler.passes.chains.safety import readings, real_users
 from nmm_compiler.passes.emit.calls import Call, source_over_raw
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import Canonical
+from nmm_compiler.passes.graph.read_operations import TURNED
 from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import Match
 
 # The name under which faults of layouts are reported.
 LAYOUT = "layout"
-
-TRANSPOSES = frozenset({"permute", "transpose", "t", "T", "mT", "mH", "movedim"})
 
 
 def assign_layouts(c: Canonical, matches: list[Match]) -> None:
@@ -93,7 +92,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
 
 def transposes(node: fx.Node) -> bool:
     """Return whether a node transposes what it reads."""
-    return target_name(node) in TRANSPOSES
+    return target_name(node) in TURNED
 
 
 def count_transposes(c: Canonical) -> int:

@@ -549,7 +549,7 @@ def _turned(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 
 _DIFFERENT = (2, 3, 5, 7, 11, 13, 17, 19)
-_TURNED = (
+TURNED = (
     "permute", "permute_copy", "transpose", "transpose_copy", "t", "t_copy", "T", "mT", "mH",
     "movedim",
 )  # fmt: skip
@@ -773,7 +773,7 @@ TABLE: dict[str, Handler] = {
         ),
         _regroup,
     ),
-    **dict.fromkeys(_TURNED, _turned),
+    **dict.fromkeys(TURNED, _turned),
     "getitem": _getitem,
     "slice": _slice,
     **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
@@ -813,26 +813,22 @@ TABLE: dict[str, Handler] = {
 }
 
 
-# What a called module computes: a function of the table, with these of its attributes by keyword.
-_MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
-    nn.Linear: ("linear", ("weight", "bias")),
+# What a called module computes: a function of the table, of its attributes by keyword.
+_MODULES: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "conv2d"),
+    nn.Identity: "alias",
     **dict.fromkeys(
-        (nn.Conv1d, nn.Conv2d, nn.Conv3d),
-        ("conv2d", ("weight", "bias", "stride", "padding", "groups")),
+        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), "dropout"
     ),
-    nn.Identity: ("alias", ()),
-    **dict.fromkeys(
-        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
-        ("dropout", ("p", "training")),
-    ),
-    **dict.fromkeys((nn.Flatten, nn.Unflatten), ("flatten", ())),
-    nn.ReLU: ("relu", ()),
-    nn.SiLU: ("silu", ()),
-    nn.Sigmoid: ("sigmoid", ()),
-    nn.Tanh: ("tanh", ()),
-    nn.GELU: ("gelu", ("approximate",)),
-    nn.RMSNorm: ("rms_norm", ("normalized_shape", "weight", "eps")),
-    nn.LayerNorm: ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten), "flatten"),
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    nn.GELU: "gelu",
+    nn.RMSNorm: "rms_norm",
+    nn.LayerNorm: "layer_norm",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -844,15 +840,11 @@ def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
         return None
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return None
-    name, attributes = _MODULES[type(module)]
-    call = Call(node, name)
-    call.args, call.kwargs = (source,), {a: _own(c, node, module, a) for a in attributes}
-    return TABLE[name](c, call)
-
-
-def _own(c: Canonical, node: fx.Node, module: nn.Module, name: str) -> Any:
+    call = Call(node, _MODULES[type(module)])
     # A parametrized weight (weight_norm) is computed on access, so it is no parameter.
-    if name not in ("weight", "bias"):
-        return getattr(module, name)
-    value = module._parameters.get(name)
-    return None if value is None else c.attribute(node, name, value)
+    held: Any = {
+        name: None if value is None else c.attribute(node, name, value)
+        for name, value in module._parameters.items()
+    }
+    call.args, call.kwargs = (source,), {**vars(module), **held}
+    return TABLE[call.name](c, call)
