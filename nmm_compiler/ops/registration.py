@@ -42,11 +42,7 @@ DEFINITIONS: dict[str, Op] = {
 }
 
 
-def _run_reference(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return DEFINITIONS[name].reference(*args, **kwargs)
-
-
-EXECUTORS: dict[str, Executor] = {"reference": _run_reference}
+EXECUTORS: dict[str, Executor] = {}
 
 _NORM = frozenset(NORM)
 
@@ -67,7 +63,7 @@ def executor_of(name: str) -> Executor:
     plain = name.partition("#")[0]
     found = EXECUTORS.get("neuron" if plain == "auto" else plain)
     if found is None:
-        raise UnknownNameError("executor", plain, ("auto", *EXECUTORS))
+        raise UnknownNameError("executor", plain, ("auto", "reference", *EXECUTORS))
     return found
 
 
