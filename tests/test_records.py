@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import pkgutil
 import types
 import typing
@@ -181,18 +180,6 @@ def test_every_record_of_the_package_can_come_back():
                 faults.append(f"{kind.__module__}.{kind.__name__}.{field.name}: {fault}")
     assert not faults, "\n".join(faults)
     assert len(kinds) > 10
-
-
-def test_schedules_come_back():
-    """A kernel taken from the cache has its schedule from JSON."""
-    from nmm_compiler.codegen.choose import rank
-    from nmm_compiler.kernels.linear.specs import LowRankSpec
-    from nmm_compiler.targets import get
-
-    for choice in rank(LowRankSpec(m=300, k=256, r=96, n=520), get("trn2"))[:20]:
-        again = type(choice.schedule).from_json(json.dumps(json.loads(choice.schedule.to_json())))
-        assert again == choice.schedule
-        assert json.loads(again.to_json()) == choice.schedule.to_dict()
 
 
 def test_a_union_comes_back_as_the_member_that_its_json_is_of():
