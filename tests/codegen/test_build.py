@@ -38,6 +38,7 @@ def test_a_kernel_carries_what_it_was_made_of_and_is_kept_in_memory_and_on_disk(
     build._KERNELS.clear()
     again = build_kernel(SPEC, "trn2")
     assert again is not kernel
+    assert again.schedule == kernel.schedule
     assert (again.source, again.path) == (kernel.source, kernel.path)
     assert len({build_kernel(SPEC, target).name for target in ("trn1", "trn2", "trn3")}) == 3
     apart = build_kernel(SPEC, "trn2", options=Options(cache=f"off:{tmp_path}/none"))
