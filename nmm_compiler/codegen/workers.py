@@ -60,10 +60,6 @@ class Workers(ThreadPoolExecutor):
         name = f"{function.__module__}:{function.__qualname__}"
         return super().submit(self._answer, json.dumps({"function": name, "text": text}))
 
-    def processes(self) -> list[int]:
-        """Return the ids of the workers that run now."""
-        return [process.pid for process in list(self._processes)]
-
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the workers end after the calls that wait; with cancel_futures, now."""
         if cancel_futures:

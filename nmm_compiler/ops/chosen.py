@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,9 +36,7 @@ from nmm_compiler.ops.operands import (
     tokens_of,
     weight_shape,
 )
-from nmm_compiler.ops.references import activate, product
-
-tracing = torch._C._len_torch_dispatch_stack
+from nmm_compiler.ops.references import activate, product, tracing
 
 
 def adapters_matmul(
@@ -211,9 +210,7 @@ def said_of(
 
 
 def _check_index(index: Tensor, tokens: Sequence[Any]) -> None:
-    wanted: Any = 1
-    for size in tokens:
-        wanted = wanted * size
+    wanted = math.prod(tokens)
     if index.dtype.is_floating_point or index.numel() != wanted:
         raise ShapeError(
             f"index is {index.dtype}{list(index.shape)}; pass a whole number for each of {wanted} "

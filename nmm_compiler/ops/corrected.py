@@ -43,7 +43,7 @@ from nmm_compiler.ops.launches import (
     turned,
     weight,
 )
-from nmm_compiler.ops.linear import LinearOp, Product
+from nmm_compiler.ops.linear import ENDS, LinearOp, Product
 from nmm_compiler.ops.operands import (
     check_same,
     weight_shape,
@@ -228,7 +228,7 @@ class CorrectedOp(LinearOp):
             _check_branch(one, given["u_layout"])
             yield from () if _in_fp8(one) else (one["u"], one["v"])
             yield one["bias"]
-        yield from (given.get(one.name) for one in _ENDS)
+        yield from (given.get(one.name) for one in ENDS)
 
     def products(self, given: Mapping[str, Any]) -> list[Product]:
         """Return the linears of a call; a weight stands there with its shape alone."""
@@ -260,8 +260,8 @@ class CorrectedOp(LinearOp):
             operands = stored_operands(one, form, ways, transpose or turned)
             named |= {operand_name(name, end): tensor for name, tensor in operands.items()}
             scales += [one["branch_scale"].float()] if _in_fp8(one) else []
-        named |= {one.name: given[one.name] for one in _ENDS if given.get(one.name) is not None}
-        fields: dict[str, Any] = {one.name: one.name in named for one in _ENDS}
+        named |= {one.name: given[one.name] for one in ENDS if given.get(one.name) is not None}
+        fields: dict[str, Any] = {one.name: one.name in named for one in ENDS}
         fields |= {"k": k, "n": products[0].sizes[2], "weight": form}
         if scales:
             if len(scales) < sum(rank > 0 for rank in ranks):
@@ -359,7 +359,6 @@ def stored_operands(
     return made
 
 
-_ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
 _WAYS = {
     **LAYOUTS, "u_layout": "row", "v_layout": "row", "w_layout": "col", **WHERE,
 }  # fmt: skip
@@ -373,7 +372,7 @@ CORRECTED = CorrectedOp(
     operands=(
         Operand("x", role="x"), Operand("w", role="dense", layout="w_layout"),
         Operand("w_scale", role="dense_scale"), Operand("u", "Tensor?", "first", "u_layout"),
-        Operand("v", "Tensor?", "last", "v_layout"), Operand("bias", "Tensor?", "bias"), *_ENDS,
+        Operand("v", "Tensor?", "last", "v_layout"), Operand("bias", "Tensor?", "bias"), *ENDS,
         Operand("branch_scale", "Tensor?"),
     ),
     keywords={**NORM, "format": "mxfp4", "activation": "identity", **_WAYS},
@@ -381,7 +380,7 @@ CORRECTED = CorrectedOp(
 CORRECTED_SHARED = CorrectedOp(
     name="corrected_matmul_shared_x", bare=corrected_matmul_shared_x, spec=CorrectedSpec, own=6,
     operands=(
-        Operand("x", role="x"), *_LISTS, Operand("biases", "Tensor?[]", "bias"), *_ENDS[:2],
+        Operand("x", role="x"), *_LISTS, Operand("biases", "Tensor?[]", "bias"), *ENDS[:2],
         _BRANCHES,
     ),
     keywords={
@@ -390,6 +389,6 @@ CORRECTED_SHARED = CorrectedOp(
 )  # fmt: skip
 CORRECTED_MLP = CorrectedOp(
     name="corrected_mlp", bare=corrected_mlp, spec=CorrectedMLPSpec, own=5,
-    operands=(Operand("x", role="x"), *_LISTS, *_ENDS, _BRANCHES),
+    operands=(Operand("x", role="x"), *_LISTS, *ENDS, _BRANCHES),
     keywords={**NORM, "format": "mxfp4", "activation": "silu", **_WAYS},
 )  # fmt: skip

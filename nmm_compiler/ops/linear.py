@@ -155,7 +155,7 @@ class LinearOp(Op):
         own = [given[one.name] for one in self.operands[: self.own]]
         extra = {*NORM, *(one.name for one in self.operands)}
         rest = {name: value for name, value in kw.items() if name not in extra}
-        behind = [one.name for one in self.operands[self.own :] if one not in _ENDS]
+        behind = [one.name for one in self.operands[self.own :] if one not in ENDS]
         rest |= {name: given[name] for name in behind}
         y = self.bare(references.normed(own[0], given), *own[1:], **rest)
         if given.get("residual") is None:
@@ -283,7 +283,7 @@ _U_OF_ALL = dataclasses.replace(_U, kernel="u0")
 _BIASES = Operand("biases", "Tensor?[]", "bias", "", "bias{}")
 _BASE = dataclasses.replace(_W, kind="Tensor?")
 _INNER = (Operand("inner_bias", "Tensor?", "inner_bias"), Operand("inner_gain", "Tensor?"))
-_ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
+ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
 _GATE, _UP = (Operand(name, "Tensor[]", "factors", "weight_layout") for name in ("gate", "up"))
 _DOWN = Operand("down", "Tensor[]", "down_factors", "weight_layout")
 _GATE_BIAS, _UP_BIAS = (Operand(f"{name}_bias", "Tensor?", "bias") for name in ("gate", "up"))
@@ -302,7 +302,7 @@ def _op(
     """Return an op; ends: 3 with a norm and a residual, 2 with a norm, 0 with neither."""
     return LinearOp(
         name=name, bare=bare, spec=spec, own=(1 + len(operands)) * bool(ends),
-        operands=(_X, *operands, *_ENDS[:ends]),
+        operands=(_X, *operands, *ENDS[:ends]),
         keywords={**(NORM if ends else {}), **keywords, **WHERE},
     )  # fmt: skip
 

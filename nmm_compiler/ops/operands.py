@@ -6,6 +6,7 @@ tensors without data, and their errors name the operand that does not fit. Sizes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,4 @@ def empty_result(x: Tensor, tokens: tuple[Any, ...], n: Any, layout: str) -> Ten
     """Return an empty result of `n` features."""
     if layout == "row":
         return x.new_empty((*tokens, n))
-    m: Any = 1
-    for size in tokens:
-        m = m * size
-    return x.new_empty((n, m))
+    return x.new_empty((n, math.prod(tokens)))

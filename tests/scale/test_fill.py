@@ -61,7 +61,7 @@ def kill_and_fill(workers, requests, at):
 
     def kill(said, done, of):
         if done in at and len(killed) < len(at):
-            killed.append(workers.processes()[-1])
+            killed.append(next(iter(workers._processes)).pid)
             os.kill(killed[-1], signal.SIGKILL)
 
     filled = fill(requests, executor=workers, progress=kill)
@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_built_twice(cache):
         started = time.monotonic()
         workers.shutdown(cancel_futures=True)
         assert time.monotonic() - started < 10
-        assert workers.processes() == []
+        assert not workers._processes
         assert all(one.done() for one in waits)
 
 
