@@ -13,7 +13,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from ..pieces.expand import combine, dense_term, epilogue_of, expand, load_panels, low_rank_term
+from ..pieces.expand import combine, epilogue_of, expand, load_panels
 from ..pieces.groups import (
     gather_gains,
     gather_second,
@@ -223,18 +223,19 @@ def compute_block(
         h_strip = h_all if spec.exchanges_h else h_sb
     else:
         panels = []
-        gathered = []
+        low_panels = []
         for one in spec.linears:
             x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
-            from_x = dense_term(one, x_of, at, others)
-            from_p = low_rank_term(one, p_sb, at, others)
-            if spec.gathers:
-                v_sb = gather_second(from_p.weight, columns, one.n, one.low_rank.r)
-                gathered = panels_of(v_sb, one.low_rank.v)
             panels.append([])
-            panels[one.place].append(
-                load_panels(from_x, from_p, gathered, spec.gathers, 0, one.n, at)
-            )
+            if spec.gathers:
+                every_v = others.get(one.low_rank.v.name)
+                v_sb = gather_second(every_v, columns, one.n, one.low_rank.r)
+                low_panels.append(panels_of(v_sb, one.low_rank.v))
+            else:
+                low_panels.append([])
+            load_panels(
+                panels[one.place], low_panels[one.place], one, x_of, p_sb, 0, at, others
+            )  # fmt: skip
         for pair in spec.pairs:
             if pair.groups.count > 0 and pair.groups.slots == 0:
                 # behind the first loads of weights, which do not wait for the index
@@ -254,7 +255,10 @@ def compute_block(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
             mine = panels[one.place]
-            expand(result, mine, gathered, x_of, p_sb, one, ending, at, others)
+            expand(
+                result, panels[one.place], low_panels[one.place], x_of, p_sb, one, ending, at,
+                others,
+            )  # fmt: skip
     if spec.down.n > 0:
         if spec.mx:
             h_data = quantize_strip(h_strip, spec.down.weight.k, at.tokens)
@@ -272,10 +276,9 @@ def compute_block(
             project(down_sb, h_plain, spec.of_h_stage, around, at, spec, others)
         else:
             down_sb = None
-        from_h = dense_term(spec.down, h_left, at, others)
-        from_q = low_rank_term(spec.down, down_sb, at, others)
         h_panels = []
-        h_panels.append(load_panels(from_h, from_q, [], False, 0, spec.down.n, at))
+        q_panels = []
+        load_panels(h_panels, q_panels, spec.down, h_left, down_sb, 0, at, others)
         last = epilogue_of(spec.down, ends.scale[2], ends.bias[2], None, False, spec)
         y_result = Result(out[0], residual, spec.residual, schedule.own_queue, None, False)
-        expand(y_result, h_panels, [], h_left, down_sb, spec.down, last, at, others)
+        expand(y_result, h_panels, q_panels, h_left, down_sb, spec.down, last, at, others)

@@ -81,7 +81,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
             if step[6]:
                 add_sums(made[g // each], sums[g], g % each, spec, schedule)
                 if (g + 1) % each == 0:
-                    totals.append(over_tiles(weights[g + 1 - each : g + 1], nl.add, spec))
+                    totals.append(over_tiles(weights[g + 1 - each : g + 1], False, spec))
         else:
             if begins:
                 if g % each == 0:
@@ -96,7 +96,7 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
                     for j in range(t + 1):
                         if steps[j][0] == i and not steps[j][1]:
                             hide_chunk(scores[i], steps[j], spec)
-                tops.append(over_tiles(scores[g + 1 - each : g + 1], nl.maximum, spec))
+                tops.append(over_tiles(scores[g + 1 - each : g + 1], True, spec))
     last = len(stored)
     finish_set(outs[last], made[last], totals[last], spec, schedule)
 
@@ -402,7 +402,7 @@ def cap_scores(scores, spec):
     nisa.activation(dst=scores, op=nl.tanh, data=scores, scale=spec.tanh_scale)
 
 
-def over_tiles(strips, op, spec):
+def over_tiles(strips, largest, spec):
     """Return the maxima, or the sums, over the tiles of scores or weights of a set: of each
     partition, [128, columns]."""
     tiles = strips[0].shape[1]
@@ -410,7 +410,10 @@ def over_tiles(strips, op, spec):
     for i in range(len(strips)):
         own = made[0:128, spec.columns * i : spec.columns * (i + 1)]
         by_column = strips[i][0:128, 0:tiles, 0 : spec.columns].permute((0, 2, 1))
-        nisa.tensor_reduce(dst=own, op=op, data=by_column, axis=2)
+        if largest:
+            nisa.tensor_reduce(dst=own, op=nl.maximum, data=by_column, axis=2)
+        else:
+            nisa.tensor_reduce(dst=own, op=nl.add, data=by_column, axis=2)
     return made
 
 

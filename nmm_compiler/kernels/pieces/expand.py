@@ -50,37 +50,38 @@ def epilogue_of(linear, scale, bias, gate, gated, spec) -> Epilogue:
     )  # fmt: skip
 
 
-def load_panels(dense: Term, low: Term, gathered, gathers, n0, n, at: Block):
-    """Return the chunks of a panel of a dense weight and of a second factor of n outputs, those
-    that are loaded ahead. gathered: the panels of one that gathers its rows."""
-    chunks = []
-    low_chunks = gathered[n0 // low.plan.block] if gathers else []
-    if dense.plan.k > 0 and dense.plan.mx_bytes == 0:
-        chunks = load_panel(dense, n0, min(dense.plan.block, n - n0), at)
-    if low.plan.k > 0 and not gathers:
-        low_chunks = load_panel(low, n0, min(low.plan.block, n - n0), at)
-    if dense.plan.mx_bytes > 0:  # its loads are the last ones
-        chunks = load_panel(dense, n0, min(dense.plan.block, n - n0), at)
-    return [chunks, low_chunks]
+def load_panels(panels, low_panels, linear, left: Left, p_sb, n0, at: Block, others):
+    """Add the panels of a linear from output n0 on, if there are such, to those of its dense weight
+    and of its second factor: loaded, if they are loaded ahead."""
+    width = min(linear.last.block, linear.n - n0)
+    own_dense = dense_term(linear, left, at, others)
+    own_low = low_rank_term(linear, p_sb, at, others)
+    if linear.weight.k > 0 and linear.weight.mx_bytes == 0 and n0 < linear.n:
+        panels.append(load_panel(own_dense, n0, width, at))
+    if linear.low_rank.r > 0 and linear.low_rank.groups.slots == 0 and n0 < linear.n:
+        low_panels.append(load_panel(own_low, n0, width, at))
+    if linear.weight.mx_bytes > 0 and n0 < linear.n:  # its loads are the last ones
+        panels.append(load_panel(own_dense, n0, width, at))
 
 
 def expand(
-    result: Result, panels, gathered, left: Left, p_sb, linear, ending: Epilogue, at: Block, others
+    result: Result, panels, low_panels, left: Left, p_sb, linear, ending: Epilogue, at: Block,
+    others,
 ):  # fmt: skip
     """Store the result of a linear for a block of tokens; its first panels are there."""
     dense = dense_term(linear, left, at, others)
     low = low_rank_term(linear, p_sb, at, others)
-    gathers = linear.low_rank.groups.slots > 0
     for n0 in range(0, linear.n, linear.last.block):
         columns = min(linear.last.block, linear.n - n0)
-        following = n0 + linear.last.block
-        if linear.n > linear.last.block and following < linear.n:
-            panels.append(load_panels(dense, low, gathered, gathers, following, linear.n, at))
-        chunks = panels[n0 // linear.last.block]
+        place = n0 // linear.last.block
+        if linear.n > linear.last.block:
+            following = n0 + linear.last.block
+            load_panels(panels, low_panels, linear, left, p_sb, following, at, others)
         panel = Panel(n0, columns, linear.last.group, linear.last.down, columns, 0)
         if linear.by_rows:
             make_rows(
-                result, dense, chunks[0], low, chunks[1], panel, at, ending,
+                result, dense, panels[place] if linear.weight.k > 0 else [], low,
+                low_panels[place] if linear.low_rank.r > 0 else [], panel, at, ending,
             )  # fmt: skip
         else:
             y_sb = nl.ndarray(
@@ -93,7 +94,8 @@ def expand(
                     "strided_rows", columns,
                 )  # fmt: skip
             make_columns(
-                y_sb, dense, chunks[0], low, chunks[1], panel, at, ending,
+                y_sb, dense, panels[place] if linear.weight.k > 0 else [], low,
+                low_panels[place] if linear.low_rank.r > 0 else [], panel, at, ending,
             )  # fmt: skip
             if linear.turned:
                 store_turned(result, y_sb, n0, columns, 0, 1, at)
@@ -193,17 +195,18 @@ def combine(
     up_dense = dense_term(up, loaded, at, others)
     up_low = low_rank_term(up, p_sb, at, others)
     gate_panels = []
+    gate_low_panels = []
     up_panels = []
-    gate_panels.append(load_panels(gate_dense, gate_low, [], False, 0, gate.n, at))
-    up_panels.append(load_panels(up_dense, up_low, [], False, 0, up.n, at))
+    up_low_panels = []
+    load_panels(gate_panels, gate_low_panels, gate, left, p_sb, 0, at, others)
+    load_panels(up_panels, up_low_panels, up, loaded, p_sb, 0, at, others)
     for n0 in range(0, up.n, up.last.block):
         columns = min(up.last.block, up.n - n0)
-        following = n0 + up.last.block
-        if up.n > up.last.block and following < up.n:
-            gate_panels.append(load_panels(gate_dense, gate_low, [], False, following, gate.n, at))
-            up_panels.append(load_panels(up_dense, up_low, [], False, following, up.n, at))
-        of_gate = gate_panels[n0 // up.last.block]
-        of_up = up_panels[n0 // up.last.block]
+        place = n0 // up.last.block
+        if up.n > up.last.block:
+            following = n0 + up.last.block
+            load_panels(gate_panels, gate_low_panels, gate, left, p_sb, following, at, others)
+            load_panels(up_panels, up_low_panels, up, loaded, p_sb, following, at, others)
         gate_panel = Panel(n0, columns, gate.last.group, gate.last.down, columns, 0)
         up_panel = Panel(n0, columns, up.last.group, up.last.down, columns, 0)
         if up.by_rows:
@@ -212,19 +215,22 @@ def combine(
             )
             make_rows(
                 Result(None, None, False, result.own_queue, active, True), gate_dense,
-                of_gate[0], gate_low, of_gate[1], gate_panel, at, gating,
+                gate_panels[place] if gate.weight.k > 0 else [], gate_low,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
             )  # fmt: skip
             gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
             make_rows(
                 Result(result.out, None, False, result.own_queue, None, False), up_dense,
-                of_up[0], up_low, of_up[1], up_panel, at, gated,
+                up_panels[place] if up.weight.k > 0 else [], up_low,
+                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
             )  # fmt: skip
         else:
             active = nl.ndarray(
                 (128, (columns + 127) // 128, at.tokens), dtype=nl.float32, buffer=nl.sbuf
             )
             make_columns(
-                active, gate_dense, of_gate[0], gate_low, of_gate[1], gate_panel, at, gating,
+                active, gate_dense, gate_panels[place] if gate.weight.k > 0 else [], gate_low,
+                gate_low_panels[place] if gate.low_rank.r > 0 else [], gate_panel, at, gating,
             )  # fmt: skip
             if spec.down.n > 0:
                 y_sb = result.strip[
@@ -234,7 +240,8 @@ def combine(
                 y_sb = nl.ndarray(active.shape, dtype=result.out.dtype, buffer=nl.sbuf)
             gated = epilogue_of(up, ends.scale[1], ends.bias[1], active, True, spec)
             make_columns(
-                y_sb, up_dense, of_up[0], up_low, of_up[1], up_panel, at, gated,
+                y_sb, up_dense, up_panels[place] if up.weight.k > 0 else [], up_low,
+                up_low_panels[place] if up.low_rank.r > 0 else [], up_panel, at, gated,
             )  # fmt: skip
             if up.turned:
                 store_turned(result, y_sb, n0, columns, 0, 1, at)

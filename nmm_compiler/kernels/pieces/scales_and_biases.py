@@ -27,7 +27,11 @@ def product_scales(scale, factor, n, scales, down, has_factor, own_queue):
 def load_scale(scale, own_queue):
     """Load one number, [1], to every partition, [128, 1]."""
     column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    load_few(column, scale.reshape((1, 1)).broadcast(0, 128), own_queue)
+    copies = scale.reshape((1, 1)).broadcast(0, 128)
+    if own_queue:
+        nisa.dma_copy(dst=column, src=copies, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
+    else:
+        nisa.dma_copy(dst=column, src=copies)
     return column
 
 

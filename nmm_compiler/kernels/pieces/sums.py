@@ -134,10 +134,7 @@ def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
 
 
 def add_columns(sums, w_sb, scales, step: Step, term: Term, group: Group, tokens, begun):
-    """Add the products of a step of the contraction to the sums of a group.
-
-    scales: of MX blocks. With `spread` a tile of outputs has every fourth of 512.
-    """
+    """Add the products of a step of the contraction to the sums of a group."""
     m_tiles = (tokens + 511) // 512
     m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
     for i in range(group.count):
