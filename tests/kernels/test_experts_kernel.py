@@ -260,6 +260,12 @@ def test_a_prompt_reads_experts_once_at_four_fifths_of_the_roofline():
     assert qwen.roofline_us(get("trn2")) >= 0.8 * kernel.profile().latency_us
 
 
+@pytest.mark.parametrize("m", [1, 32, 512])
+def test_whole_experts_of_mixtral_fit(m):
+    """A panel of 512 outputs of down, of which two stand in SBUF, would fill it."""
+    assert rank(ExpertsSpec(m=m, k=4096, n=14336, groups=8, top_k=2), get("trn2"))
+
+
 def test_schedules_that_are_refused():
     for spec, schedule, words in (
         (SMALL, in_blocks(32, 1), "more than 32 tokens"),

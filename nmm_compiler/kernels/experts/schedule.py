@@ -366,7 +366,8 @@ def candidates(spec: ExpertsSpec, target: Target) -> Iterator[ExpertsSchedule]:
     w_load = "tensor" if col else "rows"  # an address of the device has no DMA transpose for it
     wide = (4096,) if spec.weight else ()  # of few bytes
     blocks = sizes_of_panels(spec.n, (*wide, 2048, 1024, 512))
-    downs = sizes_of_panels(spec.k, (4096, 2048, 1024, 512))
+    long = (256,) if spec.n > 8192 else ()  # of 512 outputs two panels fill SBUF
+    downs = sizes_of_panels(spec.k, (4096, 2048, 1024, 512, *long))
     for (way, at_once, tokens), block, down_block, load_bytes in itertools.product(
         ways, blocks, downs, (8192, 4096)
     ):
