@@ -81,7 +81,7 @@ def test_a_key_says_why_its_kernel_would_be_built(directory, run, tmp_path):
     wanted.write_text(run("list", _key(512).digest, "--json"))
     assert "7 lines" in run("list", str(wanted))
     wanted.write_text("{")
-    assert "wanted.json is not a JSON file" in run("list", str(wanted), code=2)
+    assert "wanted.json is not JSON" in run("list", str(wanted), code=2)
 
 
 def test_verify_quick(directory, run):
