@@ -283,7 +283,7 @@ def test_a_file_of_the_user_that_is_missing_is_no_fault(
 
 @pytest.mark.parametrize("rules", [[OwnRule], [OwnRule("twice", is_linear)] * 2])
 def test_rules_are_objects_with_names_of_their_own(rules):
-    with pytest.raises(OptionTypeError, match="each with a name of its own"):
+    with pytest.raises(OptionTypeError, match="each with its own name"):
         rewrite(Pair(), X, rules=rules)
 
 

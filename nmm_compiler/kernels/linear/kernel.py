@@ -228,7 +228,7 @@ def compute_block(
             x_of = Left(x_strip, x, x_left.how if one.place == 0 else "none", x_scales)
             panels.append([])
             if spec.gathers:
-                every_v = others.get(one.low_rank.v.name)
+                every_v = own(others.get(one.low_rank.v.name), one.low_rank.v.cut, at.core)
                 v_sb = gather_second(every_v, columns, one.n, one.low_rank.r)
                 low_panels.append(panels_of(v_sb, one.low_rank.v))
             else:
