@@ -177,11 +177,17 @@ REFUSED, KEPT, SHOWN = (
 )  # fmt: skip
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("line", "follows"),
     [
         ("kernel matmul --m 8 --k 64 --n 64 --check --schedules", KEPT),
-        ("plan smollm2-135m --ratio 0.2 --price tuned --prompt 8", KEPT),
+        ("plan model.json --forms bf16 --price tuned --prompt 8 --tp 1", KEPT),
         ("build specs.jsonl", REFUSED),
         ("build specs.jsonl --search candidates", REFUSED),
         ("cache list", REFUSED),
@@ -196,6 +202,7 @@ def test_a_cache_that_others_can_write(line, follows, nmm, tmp_path, monkeypatch
     directory.mkdir()
     directory.chmod(0o777)
     (tmp_path / "specs.jsonl").write_text(SPEC)
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NMM_CACHE_DIR", str(directory))
     ended = nmm(*line.split(), code=2 if follows == REFUSED else 0)

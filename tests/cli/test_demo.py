@@ -41,7 +41,10 @@ class Letters:
         return {"input_ids": [byte % 64 for byte in text.encode()]}
 
 
-@pytest.mark.parametrize(("form", "target"), [("fp8+32", "trn2"), ("mxfp4+32", "trn3")])
+@pytest.mark.parametrize(
+    ("form", "target"),
+    [("fp8+32", "trn2"), pytest.param("mxfp4+32", "trn3", marks=pytest.mark.long)],
+)
 def test_every_step_is_checked(form, target, monkeypatch, nmm):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
