@@ -334,9 +334,10 @@ class Schedule(Record):
         return (self.split,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data; flags and split only where they are set."""
+        """Return the fields as plain JSON data, without those that are unset by default."""
         made = super().to_dict()
-        return {name: value for name, value in made.items() if value not in (False, "")}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name, value in made.items() if value or value != defaults[name]}
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return the schedule with other values."""
