@@ -41,7 +41,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "simulator": NUMERIC,
     "cache": {"fsspec"},
     "kernels": NUMERIC,
-    "codegen": {"libcst", *NUMERIC},
+    "codegen": NUMERIC,
     "ops": {"torch"},
     "prices": set(),
     "passes": {"torch", "sympy"},  # sympy is how torch writes a symbolic size

@@ -23,7 +23,6 @@ _PACKAGES = (
     ("torch", "core"),
     ("numpy", "core"),
     ("ml_dtypes", "core"),
-    ("libcst", "core: codegen"),
     ("transformers", "extra hf"),
     ("torch-mlir", "extra mlir"),
     ("iree-base-compiler", "extra mlir-test"),

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from nmm_compiler.cache.foreign import check_before_run
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
 from nmm_compiler.codegen.choose import choose
-from nmm_compiler.codegen.code_digests import code_fields, printer_version
+from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.dialects import dialect_for
 from nmm_compiler.codegen.emitted_file import kernel_source
 from nmm_compiler.codegen.machine_target import machine_target
@@ -307,7 +308,7 @@ def kernel_key(
             "machine": differences(target, get(target.name)),
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
             "instruction_budget": budget,
-            "libcst": printer_version(),
+            "python": platform.python_version(),
             "dialect": dialect,
             "nki": API_VERSION,
             **code_fields(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -70,9 +69,3 @@ def code_fields() -> dict[str, Any]:
         "code": code_digests(),
         "version": VERSION,
     }
-
-
-@functools.lru_cache(maxsize=1)
-def printer_version() -> str:
-    """Return the version of libcst, which prints the specialized tree as text."""
-    return importlib.metadata.version("libcst")

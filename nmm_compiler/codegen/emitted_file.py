@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 from typing import Any
 
-import libcst as cst
-
 from nmm_compiler.codegen.dialects import TITLES, in_dialect
+from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
+from nmm_compiler.codegen.trees import changed, read
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import GROUPS, HEADS, QUERY_HEADS, TOKENS, WEIGHTS, KernelSpec
 from nmm_compiler.targets import Target
@@ -92,9 +93,9 @@ def with_static_argument(source: str, function: str, name: str) -> str:
 
     Callers that keep compiled kernels by name and arguments tell kernels apart by what they pass.
     """
-    tree = cst.parse_module(source)
-    functions = (s for s in tree.body if isinstance(s, cst.FunctionDef))
-    (kernel,) = (one for one in functions if one.name.value == function)
-    params = [*kernel.params.params, cst.Param(cst.Name(name))]
-    code: str = tree.with_deep_changes(kernel.params, params=params).code
-    return code
+    tree = read(source)
+    *others, kernel = tree.body
+    assert isinstance(kernel, ast.FunctionDef)
+    assert kernel.name == function
+    arguments = changed(kernel.args, args=[*kernel.args.args, ast.arg(name)])
+    return printed(changed(tree, body=[*others, changed(kernel, args=arguments)]))

@@ -25,66 +25,62 @@ keep their names, so the caller needs other names. A call is a statement of its 
 value that a name gets; `return` is the helper's last statement.
 """
 
-# libcst names its visitor methods after node classes.
+# ast names its visitor methods after node classes.
 # ruff: noqa: N802
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import libcst as cst
-
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.trees import (
+    Block,
     Editor,
     Names,
     assigned,
     bound,
     called,
+    changed,
+    name,
     nodes,
     parameter_names,
-    small,
+    parsed,
 )
 from nmm_compiler.errors import CodegenError
 
 Classes = Mapping[str, Sequence[tuple[str, str]]]
 """Class -> (field, its class if it is a record, else "")."""
-Leaves = dict[tuple[str, ...], cst.BaseExpression]
+Leaves = dict[tuple[str, ...], ast.expr]
 """Path of a field -> the expression that replaces it."""
 
 
-def record_classes(module: cst.Module) -> dict[str, list[tuple[str, str]]]:
+def record_classes(module: ast.Module) -> dict[str, list[tuple[str, str]]]:
     """Return the classes of a module, each with its annotated fields."""
     found: dict[str, list[tuple[str, str]]] = {}
     for statement in module.body:
-        if isinstance(statement, cst.ClassDef):
-            found[statement.name.value] = [
-                (line.target.value, getattr(line.annotation.annotation, "value", ""))
-                for line in map(small, statement.body.body)
-                if isinstance(line, cst.AnnAssign) and isinstance(line.target, cst.Name)
+        if isinstance(statement, ast.ClassDef):
+            found[statement.name] = [
+                (field.target.id, getattr(field.annotation, "id", ""))
+                for field in statement.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             ]
     return found
 
 
 def flatten_records(
-    functions: Mapping[str, cst.FunctionDef], classes: Classes
-) -> dict[str, cst.FunctionDef]:
+    functions: Mapping[str, ast.FunctionDef], classes: Classes
+) -> dict[str, ast.FunctionDef]:
     """Return the functions without records."""
     signatures = {name: _signature(node, classes) for name, node in functions.items()}
-    return {
-        name: _flat_function(node, signatures, classes) if classes else node
-        for name, node in functions.items()
-    }
+    return {name: _flat_function(node, signatures, classes) for name, node in functions.items()}
 
 
-def _signature(node: cst.FunctionDef, classes: Classes) -> list[tuple[str, str]]:
+def _signature(node: ast.FunctionDef, classes: Classes) -> list[tuple[str, str]]:
     """Return (parameter, its class if it is a record, else "")."""
-    made = []
-    for p in node.params.params:
-        kind = getattr(p.annotation.annotation, "value", "") if p.annotation else ""
-        made.append((p.name.value, kind if kind in classes else ""))
-    return made
+    kinds = [(p.arg, getattr(p.annotation, "id", "")) for p in node.args.args]
+    return [(parameter, kind if kind in classes else "") for parameter, kind in kinds]
 
 
 def _paths(kind: str, classes: Classes) -> Iterator[tuple[str, ...]]:
@@ -96,30 +92,30 @@ def _paths(kind: str, classes: Classes) -> Iterator[tuple[str, ...]]:
 
 
 def _flat_function(
-    node: cst.FunctionDef, signatures: dict[str, list[tuple[str, str]]], classes: Classes
-) -> cst.FunctionDef:
-    own = signatures[node.name.value]
+    node: ast.FunctionDef, signatures: dict[str, list[tuple[str, str]]], classes: Classes
+) -> ast.FunctionDef:
+    own = signatures[node.name]
     leaves = [(p, *path) for p, kind in own if kind for path in _paths(kind, classes)]
-    found = {name.value for name in nodes(node) if isinstance(name, cst.Name)}
-    taken = found - {leaf[0] for leaf in leaves}
+    found = {one.id for one in nodes(node) if isinstance(one, ast.Name)}
+    taken = (found | set(parameter_names(node))) - {leaf[0] for leaf in leaves}
     records: dict[str, Leaves] = {leaf[0]: {} for leaf in leaves}
-    for leaf in leaves:
-        records[leaf[0]][leaf[1:]] = cst.Name(_name(leaf, leaves, taken))
-    flat: list[cst.Param] = []
-    for p in node.params.params:
-        fields = records.get(p.name.value, {})
-        flat += [cst.Param(cst.ensure_type(leaf, cst.Name)) for leaf in fields.values()]
-        flat += [] if fields else [p.with_changes(annotation=None)]
-    changed = node.with_changes(params=node.params.with_changes(params=flat))
-    flattened: cst.FunctionDef = _Flatten(records, signatures, classes).edit(changed)
+    flat: list[ast.arg] = []
+    for parameter, kind in own:
+        flat += [] if kind else [ast.arg(parameter)]
+        for leaf in (leaf for leaf in leaves if leaf[0] == parameter):
+            field = _name(leaf, leaves, taken)
+            records[parameter][leaf[1:]] = name(field)
+            flat.append(ast.arg(field))
+    taking = changed(node, args=changed(node.args, args=flat))
+    flattened: ast.FunctionDef = _Flatten(records, signatures, classes).generic_visit(taking)
     return flattened
 
 
 def _name(leaf: tuple[str, ...], every: Sequence[tuple[str, ...]], taken: set[str]) -> str:
     """Return the first unused name of a field."""
-    for place, name in enumerate(_names(leaf)):
-        if name not in taken and [_names(other)[place] for other in every].count(name) == 1:
-            return name
+    for place, one in enumerate(_names(leaf)):
+        if one not in taken and [_names(other)[place] for other in every].count(one) == 1:
+            return one
     raise CodegenError(f"{'.'.join(leaf)} has no name of its own; rename the parameter")
 
 
@@ -138,101 +134,92 @@ class _Flatten(Editor):
         classes: Classes,
     ) -> None:
         self.records, self.signatures, self.classes = dict(records), signatures, classes
-        self.outer: list[dict[str, Leaves]] = []  # the records before each block that is open
         self.unsure: set[str] = set()
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        return False  # look up the whole chain at once, from its outer end
-
-    def leave_Attribute(
-        self, original: cst.Attribute, updated: cst.Attribute
-    ) -> cst.BaseExpression:
-        root, path = _chain(original)
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        """Look up the whole chain at once, from its outer end."""
+        root, path = _chain(node)
         self._check_sure(root)
         held = self.records.get(root, {})
         for length in range(len(path), 0, -1):
-            value: Any = held.get(path[:length])
+            value = held.get(path[:length])
             if value is not None:
-                for attribute in path[length:]:
-                    value = cst.Attribute(value, cst.Name(attribute))
-                return value
-        if held:
-            return original  # a record in a record: its receiver takes its fields
-        return original.with_changes(value=self.edit(original.value))
+                return _field(value, path[length:])
+        # a record in a record: its receiver takes its fields
+        return node if held else self.generic_visit(node)
 
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         """Note `a = Record(...)`; its fields are written where they are used."""
-        name, value = assigned(node)
+        target, value = assigned(node)
         kind = _made_class(value, self.classes)
-        if kind:
-            self.records[name] = self.leaves(value, kind)
-            self.unsure.discard(name)
+        if not kind:
+            made: ast.stmt = self.generic_visit(node)
+            return made
+        self.records[target] = self.leaves(value, kind)
+        self.unsure.discard(target)
+        return None
 
-    def leave_SimpleStatementLine(
-        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
-    ) -> Any:
-        made = _made_class(assigned(original)[1], self.classes)
-        return cst.RemoveFromParent() if made else updated
+    def _block(self, body: Block) -> Block:
+        """Return a block edited; the records that it sets are unknown behind it."""
+        before = dict(self.records)
+        edited: Block = self.visit_all(body)
+        changed_here = {n for n, made in self.records.items() if before.get(n) is not made}
+        self.records, self.unsure = before, self.unsure | changed_here
+        return edited
 
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        """Remember the records before the block."""
-        self.outer.append(dict(self.records))
+    def visit_If(self, node: ast.If) -> ast.stmt:
+        test = self.visit(node.test)
+        made: ast.stmt = changed(
+            node, test=test, body=self._block(node.body), orelse=self._block(node.orelse)
+        )
+        return made
 
-    def leave_IndentedBlock(
-        self, original: cst.IndentedBlock, updated: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        before_block = self.outer.pop()
-        changed = {n for n, made in self.records.items() if before_block.get(n) is not made}
-        self.records, self.unsure = before_block, self.unsure | changed
-        return updated
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        made: ast.stmt = changed(node, iter=self.visit(node.iter), body=self._block(node.body))
+        return made
 
-    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        name = called(original)
-        signature = self.signatures.get(name, ())
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        made: ast.stmt = changed(node, body=self._block(node.body))
+        return made
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        function = called(node)
+        signature = self.signatures.get(function, ())
+        updated: ast.Call = self.generic_visit(node)
         if not any(kind for _, kind in signature):
             return updated
-        if any(arg.keyword is not None for arg in original.args):
-            raise CodegenError(f"a call of {name} has keywords; pass its records by position")
-        flat: list[cst.Arg] = []
-        for place, (before, after) in enumerate(zip(original.args, updated.args, strict=True)):
-            kind = signature[place][1]
-            if kind:
-                values = self.leaves(before.value, kind).values()
-                flat += [cst.Arg(value) for value in values]
-            else:
-                flat.append(cst.Arg(after.value))
-        return updated.with_changes(args=flat, whitespace_before_args=cst.SimpleWhitespace(""))
+        if node.keywords:
+            raise CodegenError(f"a call of {function} has keywords; pass its records by position")
+        flat: list[ast.expr] = []
+        for (_, kind), before, after in zip(signature, node.args, updated.args, strict=False):
+            flat += self.leaves(before, kind).values() if kind else [after]
+        made: ast.expr = changed(updated, args=flat)
+        return made
 
-    def leaves(self, node: cst.BaseExpression, kind: str) -> Leaves:
+    def leaves(self, node: ast.expr, kind: str) -> Leaves:
         """Return the expression for each field of a record argument."""
-        if isinstance(node, cst.Call) and _made_class(node, self.classes) == kind:
+        if _made_class(node, self.classes) == kind:
             return self._made(node, kind)
         paths = list(_paths(kind, self.classes))
-        if isinstance(node, cst.Name) and node.value == "None":
+        if isinstance(node, ast.Constant):
             return dict.fromkeys(paths, node)
         root, before = _chain(node)
         self._check_sure(root)
         if root in self.records:
             return {path: self.records[root][(*before, *path)] for path in paths}
-        made: Leaves = {}
-        for path in paths:
-            value: Any = node
-            for field in path:
-                value = cst.Attribute(value, cst.Name(field))
-            made[path] = value
-        return made
+        return {path: _field(node, path) for path in paths}
 
-    def _made(self, node: cst.Call, kind: str) -> Leaves:
+    def _made(self, node: ast.expr, kind: str) -> Leaves:
         fields = self.classes[kind]
         given = bound(node, [field for field, _ in fields])
         made: Leaves = {}
         for field, inner in fields:
-            value = given.pop(field, cst.Name("None"))
+            value = given.pop(field, parsed("None"))
             if inner in self.classes:
                 nested = self.leaves(value, inner)
                 made |= {(field, *path): leaf for path, leaf in nested.items()}
             else:
-                made[(field,)] = self.edit(value)
+                made[(field,)] = self.visit(value)
         if given:
             raise CodegenError(f"{kind} has no fields {sorted(given)}; it has {dict(fields)}")
         return made
@@ -246,23 +233,30 @@ class _Flatten(Editor):
             )
 
 
-def _made_class(node: Any, classes: Classes) -> str:
+def _made_class(node: Any, classes: Collection[str]) -> str:
     """Return the class of a new record, "" for anything else."""
     return called(node) if called(node) in classes else ""
 
 
-def _chain(node: cst.BaseExpression) -> tuple[str, tuple[str, ...]]:
+def _chain(node: ast.expr) -> tuple[str, tuple[str, ...]]:
     """Return (name, fields) of `name.field.field`; name is "" for anything else."""
     fields: list[str] = []
-    while isinstance(node, cst.Attribute):
-        fields.append(node.attr.value)
+    while isinstance(node, ast.Attribute):
+        fields.append(node.attr)
         node = node.value
-    return (node.value if isinstance(node, cst.Name) else ""), tuple(reversed(fields))
+    return (node.id if isinstance(node, ast.Name) else ""), tuple(reversed(fields))
+
+
+def _field(value: ast.expr, path: Sequence[str]) -> ast.expr:
+    """Return value.field.field."""
+    for field in path:
+        value = ast.Attribute(value, field, ast.Load())
+    return value
 
 
 def write_out_helpers(
-    functions: Mapping[str, cst.FunctionDef], classes: Collection[str]
-) -> dict[str, cst.FunctionDef]:
+    functions: Mapping[str, ast.FunctionDef], classes: Collection[str]
+) -> dict[str, ast.FunctionDef]:
     """Return the other functions, with such helpers written out.
 
     Raises CodegenError where the caller has a name that the helper assigns, where an argument that
@@ -270,62 +264,55 @@ def write_out_helpers(
     """
     helpers = {name: node for name, node in functions.items() if _is_written_out(node, classes)}
     return {
-        name: _WriteOut(node, helpers).edit(node)
+        name: _WriteOut(node, helpers).visit(node)
         for name, node in functions.items()
         if name not in helpers
     }
 
 
-def _is_written_out(node: cst.FunctionDef, classes: Collection[str]) -> bool:
-    record = getattr(node.returns.annotation, "value", "") if node.returns else ""
-    return record in classes or "others" in parameter_names(node)
+def _is_written_out(node: ast.FunctionDef, classes: Collection[str]) -> bool:
+    return getattr(node.returns, "id", "") in classes or "others" in parameter_names(node)
 
 
 class _WriteOut(Editor):
     """Replaces the calls in one function by the helpers' statements."""
 
-    def __init__(self, caller: cst.FunctionDef, helpers: Mapping[str, cst.FunctionDef]) -> None:
-        self.caller, self.helpers = caller.name.value, helpers
-        self.taken = {node.value for node in nodes(caller) if isinstance(node, cst.Name)}
+    def __init__(self, caller: ast.FunctionDef, helpers: Mapping[str, ast.FunctionDef]) -> None:
+        self.caller, self.helpers = caller.name, helpers
+        names = {node.id for node in nodes(caller) if isinstance(node, ast.Name)}
+        self.taken = names | set(parameter_names(caller))
 
-    def leave_IndentedBlock(
-        self, original: cst.IndentedBlock, updated: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        made: list[Any] = []
-        for statement in updated.body:
-            made += self._statements(statement)
-        return updated.with_changes(body=made)
-
-    def _statements(self, statement: Any) -> list[Any]:
-        """Return what stands for a statement: itself, or those of the helper that it calls."""
-        line = small(statement)
-        call = getattr(line, "value", None)
+    def visit(self, node: Any) -> Any:
+        """Return a statement, or the helper's for one that is a call of it or names its result."""
+        call = getattr(node, "value", None) if isinstance(node, ast.stmt) else None
         helper = self.helpers.get(called(call))
         if helper is None:
-            return [statement]
-        block = self.edit(Names(self._arguments(helper, call)).edit(helper.body))
-        first, *made = block.body  # the docstring is first
-        assert isinstance(first.body[0], cst.Expr), f"{helper.name.value} has no docstring"
-        if isinstance(line, cst.Assign):
-            made[-1] = made[-1].with_changes(body=[line.with_changes(value=made[-1].body[0].value)])
-        lines = [*statement.leading_lines, *made[0].leading_lines]
-        return [made[0].with_changes(leading_lines=lines), *made[1:]]
+            return self.generic_visit(node)
+        given = self._arguments(helper, call)
+        made = list(self.visit_all(Names(given).visit_all(helper.body[1:])))  # no docstring
+        if isinstance(node, ast.Assign):
+            made[-1] = changed(node, value=made[-1].value)
+        return made
 
-    def _arguments(self, helper: cst.FunctionDef, call: Any) -> dict[str, cst.BaseExpression]:
+    def _arguments(self, helper: ast.FunctionDef, call: Any) -> dict[str, ast.expr]:
         """Return parameter -> argument."""
-        name = helper.name.value
         names = parameter_names(helper)
-        if len(call.args) != len(names) or any(arg.keyword for arg in call.args):
+        if len(call.args) != len(names) or call.keywords:
+            given = len(call.args) + len(call.keywords)
             raise CodegenError(
-                f"{self.caller} calls {name} with {len(call.args)} arguments; pass all "
+                f"{self.caller} calls {helper.name} with {given} arguments; pass all "
                 f"{len(names)} by position"
             )
-        given = dict(zip(names, (arg.value for arg in call.args), strict=True))
-        sets = assigned_names(helper.body.body)
+        values = dict(zip(names, call.args, strict=True))
+        sets = assigned_names(helper.body)
         both = sorted(sets - set(names) & self.taken)
         if both:
-            raise CodegenError(f"{self.caller} has names that {name} assigns: {both}; rename them")
+            raise CodegenError(
+                f"{self.caller} has names that {helper.name} assigns: {both}; rename them"
+            )
         for one in sets & set(names):
-            if not isinstance(given[one], cst.Name):
-                raise CodegenError(f"{name} assigns {one}; pass it a name from {self.caller}")
-        return given
+            if not isinstance(values[one], ast.Name):
+                raise CodegenError(
+                    f"{helper.name} assigns {one}; pass it a name from {self.caller}"
+                )
+        return values

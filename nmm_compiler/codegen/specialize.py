@@ -7,83 +7,59 @@ comments stay. The same input always gives the same bytes. The tree is edited; n
 from strings.
 """
 
-# libcst names its visitor methods after node classes.
+# ast names its visitor methods after node classes.
 # ruff: noqa: N802
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node_or_raise
-
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes, write_out_helpers
-from nmm_compiler.codegen.fold_constants import (
-    BodyFolder,
-    Call,
-    Environment,
-    Statement,
-    assigned_names,
-)
+from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, assigned_names
 from nmm_compiler.codegen.known_values import known
-from nmm_compiler.codegen.tidy import (
-    ShortCalls,
-    names_used,
-    remove_unused,
-    without_aliases,
-    without_lists,
-)
+from nmm_compiler.codegen.printed import printed
+from nmm_compiler.codegen.tidy import names_used, remove_unused, without_aliases, without_lists
 from nmm_compiler.codegen.trees import (
     Editor,
     Inlined,
     called,
+    changed,
     only_statement,
     parameter_names,
-    small,
+    read,
 )
 
 
 @functools.lru_cache(maxsize=32)
-def _parse(path: Path) -> cst.Module:
-    """Return the tree of a template, without comments for the formatter."""
-    return cst.parse_module(path.read_text(encoding="utf-8").replace("  # fmt: skip", ""))
-
-
-def _neighbours(path: Path) -> list[Path]:
-    """Return the files that a template imports from, `from ..pieces.project import ...`."""
-    found = []
-    for statement in _parse(path).body:
-        line = small(statement)
-        if isinstance(line, cst.ImportFrom) and line.relative and line.module is not None:
-            folder = path.parents[len(line.relative) - 1]
-            names = get_full_name_for_node_or_raise(line.module).split(".")
-            found.append(folder.joinpath(*names).with_suffix(".py"))
-    return found
-
-
-@functools.lru_cache(maxsize=32)
-def functions_of(path: Path) -> dict[str, cst.FunctionDef]:
+def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
     """Return the functions of a template file and of its neighbours, with records written out."""
     found, classes = _definitions(path)
     return flatten_records(write_out_helpers(found, classes), classes)
 
 
-def _definitions(path: Path) -> tuple[dict[str, cst.FunctionDef], dict[str, Any]]:
-    """Return the functions and the records of a template file, and those of its neighbours."""
-    found: dict[str, cst.FunctionDef] = {}
+@functools.lru_cache(maxsize=32)
+def _definitions(path: Path) -> tuple[dict[str, ast.FunctionDef], dict[str, Any]]:
+    """Return the functions and the records of a template file, and those of its neighbours.
+
+    Neighbours are the files that it imports from, `from ..pieces.project import ...`.
+    """
+    module = read(path.read_text(encoding="utf-8"))
+    functions: dict[str, ast.FunctionDef] = {}
     classes: dict[str, Any] = {}
-    for neighbour in _neighbours(path):
-        more, others = _definitions(neighbour)
-        found |= more
-        classes |= others
-    for statement in _parse(path).body:
-        if isinstance(statement, cst.FunctionDef):
-            found[statement.name.value] = statement
-    return found, classes | record_classes(_parse(path))
+    for statement in module.body:
+        if isinstance(statement, ast.ImportFrom) and statement.level and statement.module:
+            folder = path.parents[statement.level - 1]
+            neighbour = folder.joinpath(*statement.module.split(".")).with_suffix(".py")
+            more, others = _definitions(neighbour)
+            functions |= more
+            classes |= others
+    functions |= {one.name: one for one in module.body if isinstance(one, ast.FunctionDef)}
+    return functions, classes | record_classes(module)
 
 
 def specialize(
@@ -110,8 +86,7 @@ def specialize(
     helpers = {key: node for key, node in signatures.items() if key != function}
     environment: Environment = {key: known(value) for key, value in parameters.items()}
     made, calls = _fold_function(entry, environment, helpers, named=True, operands=operands)
-    made = without_lists(made)
-    bodies: dict[str, list[Statement]] = {}
+    bodies: dict[str, list[ast.stmt]] = {function: without_lists(made)}
     dropped: dict[str, set[str]] = {}
     for helper in _call_order(path, function):
         sites = [arguments for name, arguments in calls if name == helper]
@@ -121,46 +96,35 @@ def specialize(
         dropped[helper] = {key for key, value in given.items() if values.constant(value)[0]}
         bodies[helper], inner = _fold_function(functions[helper], given, helpers, named=False)
         calls += inner
-    bodies = {function: made, **bodies}
     bodies = _without_leftovers(bodies, dropped, signatures)
     left = {name: [p for p in signatures[name] if p not in gone] for name, gone in dropped.items()}
     bodies = _without_forwarders(bodies, left)
-    parts: list[Any] = [
-        _helper(functions[helper], bodies[helper], dropped[helper])
+    parts = [
+        _with(functions[helper], helper, left[helper], bodies[helper])
         for helper in functions
         if helper in bodies and helper != function
     ]
     body = remove_unused(without_aliases(bodies[function]))
-    kernel = entry.with_changes(
-        name=cst.Name(name),
-        params=cst.Parameters([cst.Param(cst.Name(tensor)) for tensor in operands]),
-        whitespace_before_params=cst.SimpleWhitespace(""),
-        body=entry.body.with_changes(body=body),
-        leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)],
-    )
-    docstring = cst.SimpleStatementLine(
-        body=[cst.Expr(cst.SimpleString('"""' + "\n".join(header) + '\n"""'))]
-    )
+    kernel = _with(entry, name, operands, body)
+    docstring = ast.Expr(ast.Constant("\n".join(header) + "\n"))
     needed = names_used([*parts, kernel]) | {"nki"}
-    module = cst.Module(body=[docstring, *_imports(needed), *parts, kernel])
-    code: str = ShortCalls().edit(module).code
-    return code
+    imports = [ast.Import([one]) for one in _IMPORTS if (one.asname or one.name) in needed]
+    return printed(ast.Module([docstring, *imports, *parts, kernel], []))
 
 
 def _fold_function(
-    node: cst.FunctionDef,
+    node: ast.FunctionDef,
     environment: Environment,
     signatures: dict[str, list[str]],
     *,
     named: bool,
     operands: Sequence[str] = (),
-) -> tuple[list[Statement], list[Call]]:
+) -> tuple[list[ast.stmt], list[Call]]:
     folder = BodyFolder(dict(environment), signatures, named=named, operands=operands)
-    statements = folder.fold(list(node.body.body))  # type: ignore[arg-type]
-    return without_aliases(statements), folder.calls
+    return without_aliases(folder.fold(node.body)), folder.calls
 
 
-def _bind(node: cst.FunctionDef, sites: Sequence[Environment]) -> Environment:
+def _bind(node: ast.FunctionDef, sites: Sequence[Environment]) -> Environment:
     """Return, for each parameter of a helper, the value that is the same in every call."""
     return {name: values.join([site.get(name) for site in sites]) for name in parameter_names(node)}
 
@@ -186,10 +150,10 @@ def _call_order(path: Path, entry: str) -> list[str]:
 
 
 def _without_leftovers(
-    bodies: dict[str, list[Statement]],
+    bodies: dict[str, list[ast.stmt]],
     dropped: dict[str, set[str]],
     signatures: dict[str, list[str]],
-) -> dict[str, list[Statement]]:
+) -> dict[str, list[ast.stmt]]:
     """Return the bodies without unused names; adds unused parameters to `dropped`."""
     bodies = dict(bodies)
     used: dict[str, set[str]] = {}
@@ -198,7 +162,7 @@ def _without_leftovers(
         prune = _Prune(dropped, signatures)
         for name, body in bodies.items():
             if name not in used or changed & used[name]:
-                bodies[name] = remove_unused(prune.edit_all(body))
+                bodies[name] = remove_unused(prune.visit_all(body))
                 used[name] = names_used(bodies[name])
         unread = {
             name: set(signatures[name]) - dropped[name] - used[name]
@@ -216,20 +180,13 @@ def _without_leftovers(
         dropped.update({name: dropped[name] | names for name, names in unread.items()})
 
 
-def _helper(
-    node: cst.FunctionDef, statements: list[Statement], dropped: set[str]
-) -> cst.FunctionDef:
-    parameters = [
-        p.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        for p in node.params.params
-        if p.name.value not in dropped
-    ]
-    return node.with_changes(
-        params=node.params.with_changes(params=parameters),
-        whitespace_before_params=cst.SimpleWhitespace(""),
-        body=node.body.with_changes(body=statements),
-        leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)],
-    )
+def _with(
+    node: ast.FunctionDef, name: str, parameters: Sequence[str], body: list[ast.stmt]
+) -> ast.FunctionDef:
+    """Return a function with another name, other parameters and another body."""
+    taken = ast.arguments([], [ast.arg(one) for one in parameters], None, [], [], None, [])
+    function: ast.FunctionDef = changed(node, name=name, args=taken, body=body)
+    return function
 
 
 class _Prune(Editor):
@@ -239,30 +196,21 @@ class _Prune(Editor):
         self.dropped = dropped
         self.signatures = signatures
 
-    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        if called(updated) not in self.dropped:
-            return updated
-        names, gone = self.signatures[called(updated)], self.dropped[called(updated)]
-        kept = [
-            arg
-            for place, arg in enumerate(updated.args)
-            if (arg.keyword.value if arg.keyword else names[place]) not in gone
-        ]
-        return _on_one_line(updated, kept)
-
-
-def _on_one_line(call: cst.Call, arguments: Sequence[cst.Arg]) -> cst.Call:
-    plain = cst.SimpleWhitespace("")
-    laid = [
-        arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=plain)
-        for arg in arguments
-    ]
-    return call.with_changes(args=laid, whitespace_before_args=plain)
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        call: ast.Call = self.generic_visit(node)
+        gone = self.dropped.get(called(call))
+        if not gone:
+            return call
+        names = self.signatures[called(call)]
+        args = [arg for place, arg in enumerate(call.args) if names[place] not in gone]
+        keywords = [arg for arg in call.keywords if arg.arg not in gone]
+        pruned: ast.Call = changed(call, args=args, keywords=keywords)
+        return pruned
 
 
 def _without_forwarders(
-    bodies: dict[str, list[Statement]], parameters: dict[str, list[str]]
-) -> dict[str, list[Statement]]:
+    bodies: dict[str, list[ast.stmt]], parameters: dict[str, list[str]]
+) -> dict[str, list[ast.stmt]]:
     """Return the bodies without helpers that only return an argument, or pass theirs to another.
 
     Such a helper stays if one that calls it has a name of its own for that other helper.
@@ -277,31 +225,24 @@ def _without_forwarders(
         if inner is not None and not hidden:
             write = Inlined({name: (parameters[name], inner)})
             del bodies[name]
-            bodies = {key: list(write.edit_all(body)) for key, body in bodies.items()}
+            bodies = {key: list(write.visit_all(body)) for key, body in bodies.items()}
     return bodies
 
 
-def _forwarded(body: list[Statement]) -> cst.BaseExpression | None:
+def _forwarded(body: list[ast.stmt]) -> ast.expr | None:
     """Return the name that a helper returns, or its call with mere names, if that is all."""
-    only = only_statement(body)
-    if isinstance(only, cst.Return) and isinstance(only.value, cst.Name):
-        return only.value
-    call = only.value if isinstance(only, cst.Expr) else None
-    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Name):
-        return None
-    plain = (cst.Name, cst.Integer, cst.SimpleString)
-    bare = all(a.keyword is None and isinstance(a.value, plain) for a in call.args)
-    return _on_one_line(call, call.args) if bare else None
+    match only_statement(body):
+        case ast.Return(ast.Name() as value):
+            return value
+        case ast.Expr(ast.Call(ast.Name(), args, []) as call):
+            plain = (isinstance(arg, (ast.Name, ast.Constant)) for arg in args)
+            return call if all(plain) else None
+    return None
 
 
-_IMPORTS = {
-    "nki": "import nki",
-    "ncc": "import nki.collectives as ncc",
-    "nisa": "import nki.isa as nisa",
-    "nl": "import nki.language as nl",
-}
-
-
-def _imports(needed: set[str]) -> list[Any]:
-    lines = [cst.parse_statement(text) for alias, text in _IMPORTS.items() if alias in needed]
-    return [lines[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)]), *lines[1:]]
+_IMPORTS = (
+    ast.alias("nki"),
+    ast.alias("nki.collectives", "ncc"),
+    ast.alias("nki.isa", "nisa"),
+    ast.alias("nki.language", "nl"),
+)

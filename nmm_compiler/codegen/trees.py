@@ -1,223 +1,131 @@
-"""Reads and edits the syntax trees of templates.
+"""Reads and edits the syntax trees of templates and of emitted files.
 
-libcst's own visitors build every node again, with white space and brackets. These visit only code,
-and keep each part of a tree that an edit does not change.
+The trees are Python's own, `ast`, with comments as statements. No tree is changed: an edit returns
+another one, which shares all that did not change.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import io
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node
-
-# Fields that hold no code to run: white space, brackets, operators, names of attributes.
-_SPELLING = {
-    "annotation", "attr", "comma", "dot", "equal", "first_colon", "footer", "header", "keyword",
-    "lbracket", "leading_lines", "lines_after_decorators", "lpar", "operator", "rbracket", "rpar",
-    "second_colon", "semicolon", "trailing_whitespace",
-}  # fmt: skip
+Block = Sequence[ast.stmt]
+_FOR_A_FORMATTER = "# fmt: skip"
 
 
-@functools.cache
-def _fields(kind: type[cst.CSTNode], spelling: bool) -> tuple[str, ...]:
-    """Return the fields of a kind of node that may hold nodes."""
-    names = (field.name for field in dataclasses.fields(kind))
-    return tuple(
-        name
-        for name in names
-        if spelling or not (name in _SPELLING or name.startswith("whitespace_"))
-    )
+class Comment(ast.Expr):
+    """A line that is a comment; its value is a Name that holds the text."""
 
 
-class _Nodes(dict[type, bool]):
-    """Says of each type whether its values are nodes; isinstance is slow for these classes."""
+def read(source: str) -> ast.Module:
+    """Return the tree of a source with its comments, but for those for a formatter.
 
-    def __missing__(self, kind: type) -> bool:
-        return self.setdefault(kind, issubclass(kind, cst.CSTNode))
-
-
-_IS_NODE = _Nodes()
-
-
-def nodes(
-    *trees: cst.CSTNode, into: Callable[[cst.CSTNode], Sequence[cst.CSTNode] | None] | None = None
-) -> Iterator[cst.CSTNode]:
-    """Yield the nodes of the trees that are code, in any order.
-
-    into: node -> the nodes below it to follow, None for all of them.
+    The comment at the end of an assignment, an `if` or a `for` is its `type_comment`. All others
+    stand before the statement that they are in, that of an `else` before the first in its block.
     """
-    left = list(trees)
-    while left:
-        node = left.pop()
-        yield node
-        chosen = None if into is None else into(node)
-        if chosen is not None:
-            left.extend(chosen)
-            continue
-        for name in _fields(type(node), False):
-            value = getattr(node, name)
-            if isinstance(value, (list, tuple)):
-                left.extend(value)
-            elif _IS_NODE[type(value)]:
-                left.append(value)
+    tree = ast.parse(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
+    left = {line: text for line, text in comments.items() if text != _FOR_A_FORMATTER}
+    return changed(tree, body=_commented(tree.body, left))
 
 
-class Editor:
-    """Edits a tree, from its leaves to its root.
+def _commented(body: Block, left: dict[int, str]) -> list[ast.stmt]:
+    """Return a block with the comments up to its end, taken out of those that are left."""
+    made: list[ast.stmt] = []
+    statement: Any
+    for statement in body:
+        before = _taken(left, statement.lineno - 1)
+        parts = (getattr(statement, field, None) for field in ("test", "iter", "value"))
+        head = next(filter(None, parts), None)
+        at_end = _taken(left, head.end_lineno) if head else []
+        if isinstance(statement, (ast.Assign, ast.If, ast.For)):
+            vars(statement)["type_comment"] = "  ".join(at_end) or None
+        else:
+            before += at_end
+        made += [*map(Comment, map(name, before)), statement]
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.For, ast.If)):
+            statement.body = _commented(statement.body, left)
+        if isinstance(statement, (ast.For, ast.If)):
+            statement.orelse = _commented(statement.orelse, left)
+    return made
 
-    A method `leave_<Kind>(original, updated)` returns the replacement of a node; a method
-    `visit_<Kind>(node)` returns False where the parts of a node are not edited.
+
+def _taken(left: dict[int, str], last: int) -> list[str]:
+    """Return the comments up to a line, taken out of those that are left."""
+    return [left.pop(line) for line in list(left) if line <= last]
+
+
+def changed(node: Any, **fields: Any) -> Any:
+    """Return a node with other fields."""
+    kind: Any = type(node)
+    made = kind.__new__(kind)
+    vars(made).update(vars(node), **fields)
+    return made
+
+
+class Editor(ast.NodeVisitor):
+    """Edits a tree: a method `visit_<Kind>(node)` returns the replacement of a node.
+
+    It calls `generic_visit` for the node with its parts edited. In a sequence the replacement may
+    be None, which removes the node, or a list.
     """
 
-    spelling = False  # whether white space and brackets are edited too
+    def generic_visit(self, node: Any) -> Any:
+        """Return the node with its parts edited, the same one if nothing changes."""
+        changes = {}
+        for field in _parts(node.__class__):
+            before = getattr(node, field)
+            if isinstance(before, list):
+                after: Any = self.visit_all(before)
+            elif isinstance(before, ast.AST):
+                after = self.visit(before)
+            else:
+                continue
+            if after is not before:
+                changes[field] = after
+        return changed(node, **changes) if changes else node
 
-    def edit(self, node: Any) -> Any:
-        """Return the edited node, the same one if nothing changes."""
-        kind: type[cst.CSTNode] = type(node)
-        editor: Any = type(self)
-        visit, leave, fields = _methods(editor, kind)
-        updated = node
-        if visit is None or visit(self, node) is not False:
-            changes = {}
-            for name in fields:
-                before = getattr(node, name)
-                if isinstance(before, (list, tuple)):
-                    after = self.edit_all(before)
-                elif _IS_NODE[type(before)]:
-                    after = self.edit(before)
-                else:
-                    continue
-                if after is not before:
-                    changes[name] = after
-            if changes:
-                updated = node.with_changes(**changes)
-        return updated if leave is None else leave(self, node, updated)
+    def visit_Constant(self, node: ast.Constant) -> Any:  # noqa: D102  (ast's name)
+        return node
 
-    def edit_all(self, before: Any) -> Any:
-        """Return a sequence of nodes edited, without those that are removed but for comments."""
-        after = [self.edit(node) for node in before]
-        if all(new is old for new, old in zip(after, before, strict=True)):
+    def visit_all(self, before: Any) -> Any:
+        """Return a sequence of nodes edited, the same one if nothing changes."""
+        made: list[Any] = []
+        for node in before:
+            after = self.visit(node)
+            made += after if isinstance(after, list) else [after]
+        if len(made) == len(before) and all(map(_is, made, before)):
             return before
-        return with_comments(after, before)
+        return [node for node in made if node is not None]
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
 
 
 @functools.cache
-def _methods(editor: Any, kind: type[cst.CSTNode]) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return an editor's methods for a kind of node, None for one that it lacks; its fields."""
-    visit, leave = (getattr(editor, f"{when}_{kind.__name__}", None) for when in ("visit", "leave"))
-    return visit, leave, _fields(kind, editor.spelling)
+def _parts(kind: Any) -> tuple[str, ...]:
+    """Return the fields of a kind of node that may hold code."""
+    return tuple(field for field in kind._fields if field not in _NO_CODE)
 
 
-def with_comments(made: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-    """Return the nodes that remain; the comment of a removed statement moves to the next."""
-    left: list[Any] = []
-    waiting: list[cst.EmptyLine] = []
-    for new, old in zip(made, before, strict=True):
-        if not isinstance(new, cst.CSTNode):
-            lines = getattr(old, "leading_lines", ())
-            waiting += lines if any(line.comment for line in lines) else []
-            continue
-        if waiting:
-            lines = [*waiting, *getattr(new, "leading_lines")]  # noqa: B009
-            new, waiting = new.with_changes(leading_lines=lines), []
-        left.append(new)
-    return left
+_NO_CODE = ("ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment")
 
 
 class Names(Editor):
     """Writes expressions for names."""
 
-    def __init__(self, given: Mapping[str, cst.BaseExpression]) -> None:
+    def __init__(self, given: Mapping[str, ast.expr]) -> None:
         self.given = given
 
-    def leave_Name(  # noqa: D102, N802  (libcst's name)
-        self, original: cst.Name, updated: cst.Name
-    ) -> cst.BaseExpression:
-        return self.given.get(original.value, updated)
-
-
-def small(statement: Any) -> Any:
-    """Return the first small statement of a line, None for a block."""
-    return statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-
-
-def assigned(statement: Any) -> tuple[str, Any]:
-    """Return (name, value) of `name = value`, ("", None) for another statement."""
-    line = small(statement)
-    target = line.targets[0].target if isinstance(line, cst.Assign) else None
-    return (target.value, line.value) if isinstance(target, cst.Name) else ("", None)
-
-
-def called(node: Any) -> str:
-    """Return the dotted name of what a call calls, "" for another node."""
-    return (get_full_name_for_node(node.func) or "") if isinstance(node, cst.Call) else ""
-
-
-def root(node: cst.BaseExpression) -> str | None:
-    """Return the name that subscripts, attributes and methods of an expression start from."""
-    while not isinstance(node, cst.Name):
-        if isinstance(node, (cst.Subscript, cst.Attribute)):
-            node = node.value
-        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            node = node.func.value
-        else:
-            return None
-    return node.value
-
-
-def new_list(statement: Any) -> str:
-    """Return the name that a statement gives to an empty list, "" for another one."""
-    name, value = assigned(statement)
-    return name if isinstance(value, cst.List) and not value.elements else ""
-
-
-def appended(statement: Any) -> tuple[str, Any]:
-    """Return (list, value) of `list.append(value)`, ("", None) for another statement."""
-    line = small(statement)
-    call: Any = line.value if isinstance(line, cst.Expr) else None
-    owner, method = getattr(getattr(call, "func", None), "value", None), called(call)
-    if isinstance(owner, cst.Name) and method == f"{owner.value}.append":
-        return owner.value, call.args[0].value
-    return "", None
-
-
-def parameter_names(function: cst.FunctionDef) -> list[str]:
-    """Return the names of a function's parameters."""
-    return [p.name.value for p in function.params.params]
-
-
-def only_statement(body: Sequence[Any]) -> Any:
-    """Return the small statement that is all of a function's body, its docstring aside."""
-    first = small(body[0]) if body else None
-    documented = isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
-    left = body[int(documented) :]
-    return small(left[0]) if len(left) == 1 else None
-
-
-@functools.lru_cache(maxsize=1024)
-def parsed(source: str) -> cst.BaseExpression:
-    """Return a piece of source as an expression."""
-    return cst.parse_expression(source)
-
-
-_EMPTY = cst.Module(body=[])
-
-
-def text(node: cst.CSTNode) -> str:
-    """Return the source of a node."""
-    return _EMPTY.code_for_node(node)
-
-
-def bound(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.BaseExpression]:
-    """Return parameter -> argument of a call."""
-    return {
-        (arg.keyword.value if arg.keyword else parameters[place]): arg.value
-        for place, arg in enumerate(call.args)
-    }
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: D102  (ast's name)
+        value = self.given.get(node.id, node)
+        return changed(value, ctx=node.ctx) if isinstance(value, ast.Name) else value
 
 
 class Inlined(Editor):
@@ -226,14 +134,119 @@ class Inlined(Editor):
     helpers: name -> (its parameters, the expression that it returns).
     """
 
-    def __init__(self, helpers: Mapping[str, tuple[Sequence[str], cst.BaseExpression]]) -> None:
+    def __init__(self, helpers: Mapping[str, tuple[Sequence[str], ast.expr]]) -> None:
         self.helpers = helpers
 
-    def leave_Call(  # noqa: D102, N802  (libcst's name)
-        self, original: cst.Call, updated: cst.Call
-    ) -> cst.BaseExpression:
-        if called(updated) not in self.helpers:
-            return updated
-        parameters, value = self.helpers[called(updated)]
-        made: cst.BaseExpression = self.edit(Names(bound(updated, parameters)).edit(value))
+    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: D102  (ast's name)
+        call: ast.expr = self.generic_visit(node)
+        if called(call) not in self.helpers:
+            return call
+        parameters, value = self.helpers[called(call)]
+        made: ast.expr = self.visit(Names(bound(call, parameters)).visit(value))
         return made
+
+
+def name(text: str) -> ast.Name:
+    """Return a name that is read."""
+    return ast.Name(text, ast.Load())
+
+
+def assign(target: str, value: ast.expr, like: ast.AST | None = None) -> ast.Assign:
+    """Return `target = value`, with the comment of a statement that it is written for."""
+    comment = getattr(like, "type_comment", None)
+    return ast.Assign([ast.Name(target, ast.Store())], value, comment)
+
+
+def nodes(*trees: ast.AST) -> Iterator[Any]:
+    """Yield the nodes of the trees, in any order."""
+    left: list[Any] = [*trees]
+    while left:
+        node = left.pop()
+        yield node
+        for field in _parts(node.__class__):
+            value = getattr(node, field)
+            if isinstance(value, list):
+                left += value
+            elif isinstance(value, ast.AST):
+                left.append(value)
+
+
+def assigned(statement: Any) -> tuple[str, Any]:
+    """Return (name, value) of `name = value`, ("", None) for another statement."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    return (target.id, statement.value) if isinstance(target, ast.Name) else ("", None)
+
+
+def called(node: Any) -> str:
+    """Return the dotted name of what a call calls, "" for another node.
+
+    Of `x[0].select(0, i).reshape(s)` it is x.select.reshape.
+    """
+    return _dotted(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Subscript):
+        return _dotted(node.value)
+    return called(node)
+
+
+def root(node: ast.expr) -> str | None:
+    """Return the name that subscripts, attributes and methods of an expression start from."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, (ast.Subscript, ast.Attribute)):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        else:
+            return None
+    return node.id
+
+
+def new_list(statement: Any) -> str:
+    """Return the name that a statement gives to an empty list, "" for another one."""
+    target, value = assigned(statement)
+    return target if isinstance(value, ast.List) and not value.elts else ""
+
+
+def appended(statement: Any) -> tuple[str, Any]:
+    """Return (list, value) of `list.append(value)`, ("", None) for another statement."""
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(owner), "append"), [value])):
+            return owner, value
+    return "", None
+
+
+def parameter_names(function: ast.FunctionDef) -> list[str]:
+    """Return the names of a function's parameters."""
+    return [parameter.arg for parameter in function.args.args]
+
+
+def without_docstring(body: Block) -> list[ast.stmt]:
+    """Return the statements of a function but its docstring and its comments."""
+    left = [one for one in body if not isinstance(one, Comment)]
+    first = left[0] if left else None
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return left[int(documented) :]
+
+
+def only_statement(body: Block) -> Any:
+    """Return the statement that is all of a function's body, its docstring aside."""
+    left = without_docstring(body)
+    return left[0] if len(left) == 1 else None
+
+
+@functools.lru_cache(maxsize=1024)
+def parsed(source: str) -> ast.expr:
+    """Return a piece of source as an expression."""
+    return ast.parse(source, mode="eval").body
+
+
+def bound(call: Any, parameters: Sequence[str]) -> dict[str, ast.expr]:
+    """Return parameter -> argument of a call."""
+    named = {arg.arg: arg.value for arg in call.keywords}
+    return dict(zip(parameters, call.args, strict=False)) | named

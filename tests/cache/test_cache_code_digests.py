@@ -92,7 +92,7 @@ def test_every_file_that_emitting_a_kernel_loads_is_covered(copy):
     assert {name for name in missed if not name.startswith("cache/")} == set()
     assert len(loaded) > 40
 
-    path = copy / "codegen" / "tidy.py"
+    path = copy / "codegen" / "printed.py"
     text = path.read_text()
     assert "WIDTH = " in text
     path.write_text(text.replace("WIDTH = ", "WIDTH = 40 or "))

@@ -1,15 +1,17 @@
 """Records in templates: written out before a kernel is folded, and read as constants."""
 
+import ast
 import dataclasses
 import textwrap
 from pathlib import Path
 
-import libcst as cst
 import pytest
 
 from nmm_compiler import kernels
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes, write_out_helpers
+from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
+from nmm_compiler.codegen.trees import read
 from nmm_compiler.errors import CodegenError
 from nmm_compiler.kernels.linear.layer import Weight
 from nmm_compiler.records import Record
@@ -37,10 +39,10 @@ def f(part: Part):
 
 def flat(text):
     """Return the functions of a template, flattened, as text."""
-    module = cst.parse_module(CLASSES + textwrap.dedent(text))
-    functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
+    module = read(CLASSES + textwrap.dedent(text))
+    functions = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef)}
     made = flatten_records(functions, record_classes(module))
-    return {name: cst.Module([node]).code.strip() for name, node in made.items()}
+    return {name: printed(ast.Module([node], [])).strip() for name, node in made.items()}
 
 
 @pytest.mark.parametrize(
@@ -213,10 +215,10 @@ def columns(gain, size):
 
 def written_out(text):
     """Return the functions of a template as text, without the helpers that are written out."""
-    module = cst.parse_module(HELPERS + textwrap.dedent(text))
-    functions = {f.name.value: f for f in module.body if isinstance(f, cst.FunctionDef)}
+    module = read(HELPERS + textwrap.dedent(text))
+    functions = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef)}
     made = write_out_helpers(functions, record_classes(module))
-    return {name: cst.Module([node]).code.strip() for name, node in made.items()}
+    return {name: printed(ast.Module([node], [])).strip() for name, node in made.items()}
 
 
 @pytest.mark.parametrize(

@@ -92,5 +92,5 @@ def test_targets_schedules_and_budgets_reach_the_key():
     assert keys[names().index("trn2")].diff(keys[names().index("trn3")]) == ("target",)
     assert kernel_key(spec, trn2, None).diff(keys[-1]) == ("instruction_budget",)
     entries = dict(keys[0].entries)
-    assert {"code", "libcst"} <= set(entries)
+    assert {"code", "python"} <= set(entries)
     assert (entries["nki"], entries["version"]) == (API_VERSION, nmm_compiler.__version__)

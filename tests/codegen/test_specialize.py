@@ -6,7 +6,6 @@ import itertools
 import operator
 import textwrap
 
-import libcst as cst
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +14,9 @@ from hypothesis import strategies as st
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.fold_constants import Evaluator
 from nmm_compiler.codegen.known_values import known
+from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
+from nmm_compiler.codegen.trees import parsed, read
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.run import simulate
 
@@ -131,6 +132,48 @@ def test_meaning_is_kept(template, tmp_path, how, m, block):
     original = simulate(f"{template}:double", x, mode="functional", spec=Spec(**fields)).output
     np.testing.assert_array_equal(emitted, original)
     np.testing.assert_array_equal(emitted, 2 * x)
+
+
+LAID_OUT = '''"""A file.
+
+Data flow:
+- none
+"""
+
+import nki
+import nki.language as nl
+
+
+@nki.jit
+def kernel(x):
+    """Return x."""
+    tile = nl.ndarray((128, 4), dtype=x.dtype, buffer=nl.sbuf)  # of x
+
+    def body(i):
+        load(tile[0:128, i], x[128 * i : 128 * i + 128 : 2])
+
+    # a loop on the device
+    nl.fori_loop(0, 4, body)
+    for i in range(4):  # in turn
+        if i == 0:  # the first
+            load(
+                first_of_many_arguments=tile[0:128, i],
+                second_of_many_arguments=x[128 * i : 128 * i + 128],
+                third=(i + 1) * 2,
+            )
+        elif i == 1:
+            load(tile[0:128, i], x[128 * i : 128 * i + 128], [j for j in range(4)], "a word", -1.5)
+        else:
+            # the arguments have a line of their own
+            load(
+                tile[0:128, i].reshape_dim(1, (2, 2)).permute((1, 0)), x[128 * i : 128 * i + 128], i
+            )
+    return tile
+'''
+
+
+def test_a_file_that_is_read_and_printed_stays_as_it_is():
+    assert printed(read(LAID_OUT)) == LAID_OUT
 
 
 def test_unknown_parameters(template):
@@ -259,7 +302,7 @@ def test_a_known_value_holds_every_result(text, several, others):
         name: values.join(list(map(known, given)))
         for name, given in (("i", several), ("j", others))
     }
-    known_value = Evaluator(environment).value(cst.parse_expression(text))
+    known_value = Evaluator(environment).value(parsed(text))
     for i, j in itertools.product(several, others):
         try:
             result = eval(text, {"i": i, "j": j})
@@ -271,7 +314,7 @@ def test_a_known_value_holds_every_result(text, several, others):
 @pytest.mark.parametrize("size", [-3, 0, 3])
 @pytest.mark.parametrize("sign", ["//", "%"])
 def test_division_is_known_by_a_positive_constant_alone(sign, size):
-    node = cst.parse_expression(f"i {sign} size")
+    node = parsed(f"i {sign} size")
     found = Evaluator({"i": frozenset(range(8)), "size": known(size)}).value(node)
     assert found == (None if size < 1 else frozenset(range(3)))
 
@@ -297,6 +340,6 @@ def test_what_is_not_known():
 def test_text_that_differs_between_calls():
     either = values.join([known("p"), known("t")])
     assert either == frozenset("pt")
-    compared = [Evaluator({"how": either}).value(cst.parse_expression(f'how == "{text}"'))
+    compared = [Evaluator({"how": either}).value(parsed(f'how == "{text}"'))
                 for text in "xp"]  # fmt: skip
     assert compared == [known(False), frozenset([True, False])]

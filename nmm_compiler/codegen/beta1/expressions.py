@@ -2,102 +2,105 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections.abc import Callable, Sequence
 
-import libcst as cst
-
-from nmm_compiler.codegen.trees import parsed as parsed
-from nmm_compiler.codegen.trees import root as root
-from nmm_compiler.codegen.trees import text as text
-
-Expression = cst.BaseExpression
+from nmm_compiler.codegen.printed import text
 
 
-def same(a: Expression, b: Expression) -> bool:
-    """Return whether two expressions are spelled alike, but for white space."""
-    return a is b or text(a).replace(" ", "") == text(b).replace(" ", "")
+def same(a: ast.expr, b: ast.expr) -> bool:
+    """Return whether two expressions are spelled alike."""
+    return a is b or text(a) == text(b)
 
 
-def number(node: Expression) -> int | None:
+def number(node: ast.AST | None) -> int | None:
     """Return the value of a literal integer, else None."""
-    return int(node.value) if isinstance(node, cst.Integer) else None
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
-def integer(value: int) -> cst.Integer:
-    """Return a literal integer of at least 0."""
-    return cst.Integer(str(value))
+def integer(value: int) -> ast.Constant:
+    """Return a literal integer."""
+    return ast.Constant(value)
 
 
-def plus(a: Expression, b: Expression) -> Expression:
+def plus(a: ast.expr, b: ast.expr) -> ast.expr:
     """Return a + b."""
-    return _combined(a, cst.Add(), b, operator.add, 0)
+    return _combined(a, ast.Add(), b, operator.add, 0)
 
 
-def times(a: Expression, b: Expression) -> Expression:
+def times(a: ast.expr, b: ast.expr) -> ast.expr:
     """Return a * b."""
-    return _combined(a, cst.Multiply(), b, operator.mul, 1)
+    return _combined(a, ast.Mult(), b, operator.mul, 1)
 
 
 def _combined(
-    a: Expression, sign: cst.BaseBinaryOp, b: Expression,
+    a: ast.expr, sign: ast.operator, b: ast.expr,
     function: Callable[[int, int], int], neutral: int,
-) -> Expression:  # fmt: skip
+) -> ast.expr:  # fmt: skip
     """Return an operation on a and b, folded. neutral: the number that changes nothing."""
     left, right = number(a), number(b)
     if left is not None and right is not None:
         return integer(function(left, right))
     if neutral in (left, right):
         return b if left == neutral else a
-    part = bare if isinstance(sign, cst.Add) else _factor
-    return cst.BinaryOperation(part(a), sign, part(b))
+    return ast.BinOp(a, sign, b)
 
 
-def minus(a: Expression, b: Expression) -> Expression:
+def minus(a: ast.expr, b: ast.expr) -> ast.expr:
     """Return a - b, or what is left of a where it is spelled b + something."""
     left, right = number(a), number(b)
     if right == 0:
         return a
     if left is not None and right is not None and left >= right:
         return integer(left - right)
-    if isinstance(a, cst.BinaryOperation) and isinstance(a.operator, cst.Add) and same(a.left, b):
+    if isinstance(a, ast.BinOp) and isinstance(a.op, ast.Add) and same(a.left, b):
         return a.right
-    return cst.BinaryOperation(bare(a), cst.Subtract(), _factor(b))
+    return ast.BinOp(a, ast.Sub(), b)
 
 
-def bare(node: Expression) -> Expression:
-    """Return an expression without parentheses around it."""
-    return node.with_changes(lpar=[], rpar=[]) if node.lpar else node
-
-
-def _factor(node: Expression) -> Expression:
-    """Return an expression as one that binds tighter than a product."""
-    if isinstance(node, (cst.BinaryOperation, cst.UnaryOperation)) and not node.lpar:
-        return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-    return node
-
-
-def subscript(value: Expression, indices: Sequence[cst.BaseSlice]) -> cst.Subscript:
+def subscript(value: ast.expr, indices: Sequence[ast.expr]) -> ast.Subscript:
     """Return value[indices]."""
-    return cst.Subscript(value, [cst.SubscriptElement(index) for index in indices])
+    one = len(indices) == 1
+    index = indices[0] if one else ast.Tuple([*indices], ast.Load())
+    return ast.Subscript(value, index, ast.Load())
 
 
-def span(start: Expression, stop: Expression) -> cst.Slice:
-    """Return start:stop, with spaces where a side is more than a name."""
-    simple = all(isinstance(side, (cst.Name, cst.Integer)) for side in (start, stop))
-    space = cst.SimpleWhitespace("" if simple else " ")
-    colon = cst.Colon(whitespace_before=space, whitespace_after=space)
-    return cst.Slice(start, stop, first_colon=colon)
+def indices_of(node: ast.Subscript) -> list[ast.expr]:
+    """Return the slices and indices of a subscript."""
+    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
 
-def method(node: Expression) -> tuple[Expression, str, list[Expression]] | None:
+def attribute(value: ast.expr, name: str) -> ast.Attribute:
+    """Return value.name."""
+    return ast.Attribute(value, name, ast.Load())
+
+
+def call(function: ast.expr, *given: ast.expr) -> ast.Call:
+    """Return function(given)."""
+    return ast.Call(function, [*given], [])
+
+
+def several(*given: ast.expr) -> ast.Tuple:
+    """Return a tuple."""
+    return ast.Tuple([*given], ast.Load())
+
+
+def method(node: ast.AST | None) -> tuple[ast.expr, str, list[ast.expr]] | None:
     """Return (receiver, name, arguments) of `receiver.name(arguments)`, else None."""
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        return node.func.value, node.func.attr.value, [arg.value for arg in node.args]
+    match node:
+        case ast.Call(ast.Attribute(receiver, name), arguments):
+            return receiver, name, arguments
     return None
 
 
-def elements(node: Expression) -> list[Expression]:
+def elements(node: ast.expr) -> list[ast.expr]:
     """Return the elements of a literal tuple."""
-    assert isinstance(node, cst.Tuple), f"{text(node)} is not spelled as a tuple"
-    return [element.value for element in node.elements]
+    assert isinstance(node, ast.Tuple), f"{text(node)} is not spelled as a tuple"
+    return node.elts
+
+
+def keyword(node: object, name: str) -> ast.expr | None:
+    """Return an argument of a call by its keyword, None where there is none."""
+    given = node.keywords if isinstance(node, ast.Call) else ()
+    return next((one.value for one in given if one.arg == name), None)

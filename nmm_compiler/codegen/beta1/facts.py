@@ -6,25 +6,17 @@ only. For the parameters of a helper, both follow from the arguments of its call
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import libcst as cst
-
-from nmm_compiler.codegen.beta1.expressions import Expression, elements, method, root, text
-from nmm_compiler.codegen.trees import bound, called, nodes, parameter_names
+from nmm_compiler.codegen.beta1.expressions import elements, keyword, method
+from nmm_compiler.codegen.printed import text
+from nmm_compiler.codegen.trees import bound, called, nodes, parameter_names, root
 
 HBM, CHIP, BOTH = "hbm", "chip", "both"
-Functions = Mapping[str, cst.FunctionDef]
-
-
-def keyword(call: Any, name: str) -> Expression | None:
-    """Return an argument of a call by its keyword, None where there is none."""
-    given = call.args if isinstance(call, cst.Call) else ()
-    return next((a.value for a in given if a.keyword and a.keyword.value == name), None)
-
-
+Functions = Mapping[str, ast.FunctionDef]
 Place = tuple[str, str]
 """(function, a name in it), or (function, RESULT)."""
 RESULT = "return"
@@ -54,65 +46,63 @@ class Facts:
         for name in parameter_names(functions[kernel]):
             self.sources[kernel, name].add(HBM)
         for name, function in functions.items():
-            for node in nodes(function.body):
+            for node in nodes(*function.body):
                 self._read(name, node)
                 adds = keyword(node, "accumulate")
                 if adds is not None and text(adds) != "False":
                     sums |= self._held(name, keyword(node, "dst"))
         self.summed = reached(sums, self.sources)
 
-    def _read(self, function: str, node: cst.CSTNode) -> None:
+    def _read(self, function: str, node: Any) -> None:
         """Note the places that a node gives tensors to."""
-        if isinstance(node, cst.Assign):
-            target = root(node.targets[0].target)
-            self.sources[function, target or ""] |= self._held(function, node.value)
-        elif isinstance(node, cst.Return):
+        if isinstance(node, ast.Assign):
+            self.sources[function, root(node.targets[0]) or ""] |= self._held(function, node.value)
+        elif isinstance(node, ast.Return):
             self.sources[function, RESULT] |= self._held(function, node.value)
         elif called(node).endswith(".append"):
-            call = cst.ensure_type(node, cst.Call)
-            self.sources[function, root(call) or ""] |= self._held(function, call.args[0].value)
+            self.sources[function, root(node) or ""] |= self._held(function, node.args[0])
         elif called(node) in self.functions:
             names = parameter_names(self.functions[called(node)])
-            for name, value in bound(cst.ensure_type(node, cst.Call), names).items():
+            for name, value in bound(node, names).items():
                 self.sources[called(node), name] |= self._held(function, value)
 
     def _held(self, function: str, node: Any) -> set[Place | str]:
         """Return the places, or the memory, of the tensors that an expression may be."""
         match node:
-            case cst.Name():
-                return {(function, node.value)}
-            case cst.Tuple() | cst.List():
-                return set().union(*(self._held(function, one.value) for one in node.elements))
-            case cst.IfExp():
+            case ast.Name():
+                return {(function, node.id)}
+            case ast.Tuple() | ast.List():
+                return set().union(*(self._held(function, one) for one in node.elts))
+            case ast.IfExp():
                 return self._held(function, node.body) | self._held(function, node.orelse)
-            case cst.Call() if is_new_tile(node):
+            case ast.Call() if is_new_tile(node):
                 buffer = keyword(node, "buffer")
                 return {HBM if buffer is not None and text(buffer).endswith("hbm") else CHIP}
-            case cst.Call() if called(node) in self.functions:
+            case ast.Call() if called(node) in self.functions:
                 return {(called(node), RESULT)}
-            case cst.Call():
+            case ast.Call():
                 return self._held(function, node.func)
-            case cst.Subscript() | cst.Attribute():
+            case ast.Subscript() | ast.Attribute():
                 return self._held(function, node.value)
         return set()
 
-    def memory(self, function: str, node: Expression) -> str | None:
+    def memory(self, function: str, node: ast.expr) -> str | None:
         """Return HBM or CHIP of an expression; BOTH where callers differ, None for no tensor."""
         found = reached(self._held(function, node), self.sources) & {HBM, CHIP}
         return BOTH if len(found) > 1 else next(iter(found), None)
 
 
-def is_reshaped(node: Expression) -> bool:
+def is_reshaped(node: ast.expr) -> bool:
     """Return whether an expression is a whole tensor in a shape of three dimensions or more.
 
     It is one in Beta 1 too; fewer dimensions are how the current dialect spells a row or a column.
     """
     found = method(node)
-    if found is None or found[1] != "reshape" or not isinstance(found[0], cst.Name):
+    if found is None or found[1] != "reshape" or not isinstance(found[0], ast.Name):
         return False
     return len(elements(found[2][0])) > 2
 
 
-def is_new_tile(node: Expression) -> bool:
+def is_new_tile(node: ast.expr) -> bool:
     """Return whether an expression makes a tile."""
     return called(node) == "nl.ndarray"

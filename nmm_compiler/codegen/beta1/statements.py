@@ -11,28 +11,31 @@ does not let it use a tile outside of the loop or the `if` that allocates it
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from typing import Any
 
-import libcst as cst
-
-from nmm_compiler.codegen.beta1.expressions import Expression, method, number, parsed
+from nmm_compiler.codegen.beta1.expressions import method, number
 from nmm_compiler.codegen.beta1.views import METHODS
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.tidy import names_used
 from nmm_compiler.codegen.trees import (
+    Block,
     appended,
+    assign,
     called,
+    changed,
+    name,
     new_list,
     nodes,
     only_statement,
     parameter_names,
+    parsed,
+    without_docstring,
 )
 
-Statement = cst.BaseStatement
 
-
-def all_of_it(function: cst.FunctionDef) -> Expression | None:
+def all_of_it(function: ast.FunctionDef) -> ast.expr | None:
     """Return what stands for a call of a helper, None where a helper stays.
 
     A helper that is one DMA, or the view of an argument, is written out. One that stores a loop's
@@ -40,62 +43,58 @@ def all_of_it(function: cst.FunctionDef) -> Expression | None:
     """
     names = {called(node) for node in nodes(function)} - {""}
     if names == {"nl.ndarray", "nisa.register_store"}:
-        return cst.Name(parameter_names(function)[0])
-    only = only_statement(function.body.body)
+        return name(parameter_names(function)[0])
+    only = only_statement(function.body)
     value: Any = getattr(only, "value", None)
     if called(value) == "nisa.dma_copy":  # without its queue, which is the compiler's choice
-        ends = [arg for arg in value.args if arg.keyword and arg.keyword.value in ("dst", "src")]
-        plain = all(isinstance(end.value, (cst.Name, cst.Subscript)) for end in ends)
-        return cst.ensure_type(value, cst.Call).with_changes(args=ends) if plain else None
-    found = method(value) if isinstance(only, cst.Return) else None
+        ends = [end for end in value.keywords if end.arg in ("dst", "src")]
+        plain = all(isinstance(end.value, (ast.Name, ast.Subscript)) for end in ends)
+        return ast.Call(value.func, [], ends) if plain else None
+    found = method(value) if isinstance(only, ast.Return) else None
     return value if found is not None and found[1] in METHODS else None
 
 
-def unrolled(loop: cst.For) -> cst.For:
-    """Return a loop that is unrolled where Beta 1 compiles it, as the current dialect does it.
+def unrolled(iterator: Any) -> Any:
+    """Return what a loop is over, unrolled where Beta 1 compiles it, as in the current dialect.
 
     Beta 1 takes Python's `range` as sequential_range, whose variable is no number.
     """
-    call = cst.ensure_type(loop.iter, cst.Call)
-    if called(call) != "range":
-        return loop
-    args = call.args
-    if len(args) == 2 and number(args[0].value) == 0:
+    if called(iterator) != "range":
+        return iterator
+    args = iterator.args
+    if len(args) == 2 and number(args[0]) == 0:
         args = args[1:]
-    return loop.with_changes(iter=call.with_changes(func=parsed("nl.static_range"), args=args))
+    return changed(iterator, func=parsed("nl.static_range"), args=args)
 
 
-def with_lists(body: Sequence[Statement]) -> list[Statement]:
+def with_lists(body: Block) -> list[ast.stmt]:
     """Return a block in which a list that one statement fills is made by that statement.
 
     `t = []` and a loop of `t.append(e)` become `t = [e for ...]`; one `t.append(e)`, `t = [e]`.
     """
-    empty = {name: s for s in body if (name := new_list(s))}
-    made: list[Any] = []
-    statement: Any
+    empty = {new_list(s): s for s in body if new_list(s)}
+    made: list[ast.stmt] = []
     for statement in body:
-        loop: Any = statement if isinstance(statement, cst.For) else None
-        filled = [appended(s) for s in (loop.body.body if loop else [statement])]
-        names = [name for name, _ in filled if name in empty]
+        loop = statement if isinstance(statement, ast.For) else None
+        filled = [appended(s) for s in (without_docstring(loop.body) if loop else [statement])]
+        names = [one for one, _ in filled if one in empty]
         whole = len(names) == len(set(names)) == len(filled)
-        if not whole or any(_fills(body, name) > 1 for name in names):
+        if not whole or any(_fills(body, one) > 1 for one in names):
             made.append(statement)
             continue
-        made = [s for s in made if all(s is not empty[name] for name in names)]
-        for place, (name, element) in enumerate(filled):
-            value: Expression = cst.List([cst.Element(element)])
+        made = [s for s in made if all(s is not empty[one] for one in names)]
+        for one, element in filled:
+            value: ast.expr = ast.List([element], ast.Load())
             if loop is not None:
-                iterator = loop.iter.with_changes(func=parsed("nl.static_range"))
-                value = cst.ListComp(element, cst.CompFor(loop.target, iterator))
-            assign = cst.Assign([cst.AssignTarget(cst.Name(name))], value)
-            lines = () if place else statement.leading_lines
-            made.append(cst.SimpleStatementLine([assign], leading_lines=lines))
+                over = changed(loop.iter, func=parsed("nl.static_range"))
+                value = ast.ListComp(element, [ast.comprehension(loop.target, over, [], 0)])
+            made.append(assign(one, value))
     return made
 
 
-def _fills(body: Sequence[Statement], name: str) -> int:
+def _fills(body: Block, filled: str) -> int:
     """Return how many statements append to a list, wherever they are in a block."""
-    return sum(called(node) == f"{name}.append" for node in nodes(*body))
+    return sum(called(node) == f"{filled}.append" for node in nodes(*body))
 
 
 def read_first(body: Sequence[Any]) -> set[str]:
@@ -103,13 +102,12 @@ def read_first(body: Sequence[Any]) -> set[str]:
     read: set[str] = set()
     assigned: set[str] = set()
     for statement in body:
-        if isinstance(statement, cst.For):
-            inner = read_first(statement.body.body) - {statement.target.value}  # type: ignore[attr-defined]
+        if isinstance(statement, ast.For):
+            inner = read_first(statement.body) - assigned_names([statement.target])
             read |= (names_used([statement.iter]) | inner) - assigned
-        elif isinstance(statement, (cst.If, cst.Else)):
-            test = names_used([statement.test]) if isinstance(statement, cst.If) else set()
-            other = [statement.orelse] if isinstance(statement, cst.If) and statement.orelse else []
-            read |= (test | read_first(statement.body.body) | read_first(other)) - assigned
+        elif isinstance(statement, ast.If):
+            both = read_first(statement.body) | read_first(statement.orelse)
+            read |= (names_used([statement.test]) | both) - assigned
         else:
             read |= names_used([statement]) - assigned
             assigned |= assigned_names([statement])

@@ -5,35 +5,32 @@
 A View holds, per dimension of the tensor, its start and the stride of each axis in it.
 """
 
-# libcst names its visitor methods after node classes.
-
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import libcst as cst
-
 from nmm_compiler.codegen.beta1.expressions import (
-    Expression,
+    attribute,
+    call,
     elements,
+    indices_of,
     integer,
+    keyword,
     method,
     minus,
     number,
-    parsed,
     plus,
-    root,
     same,
-    span,
+    several,
     subscript,
-    text,
     times,
 )
-from nmm_compiler.codegen.beta1.facts import keyword
+from nmm_compiler.codegen.printed import text
 from nmm_compiler.codegen.tidy import names_used
-from nmm_compiler.codegen.trees import Names
+from nmm_compiler.codegen.trees import Names, assign, name, parsed, root
 from nmm_compiler.errors import no_beta1_form
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
@@ -47,9 +44,9 @@ class Axis:
     dimension: None for an axis of one element.
     """
 
-    size: Expression
+    size: ast.expr
     dimension: int | None = None
-    factor: Expression = dataclasses.field(default_factory=lambda: integer(1))
+    factor: ast.expr = dataclasses.field(default_factory=lambda: integer(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +58,19 @@ class View:
     shape, what it is, to be assigned to the name.
     """
 
-    base: Expression
-    starts: tuple[Expression, ...]
+    base: ast.expr
+    starts: tuple[ast.expr, ...]
     axes: tuple[Axis, ...]
     spellings: tuple[Any, ...]
-    spread: Expression | None = None
-    whole: Expression | None = None
+    spread: ast.expr | None = None
+    whole: ast.expr | None = None
 
     @staticmethod
-    def of(base: Expression, indices: Sequence[Any]) -> View:
+    def of(base: ast.expr, indices: Sequence[Any]) -> View:
         """Return base[indices]."""
         axes = []
         for place, index in enumerate(indices):
-            if isinstance(index, cst.Index):
+            if not _is_slice(index):
                 continue
             if index.lower is None or index.upper is None or index.step is not None:
                 raise no_beta1_form(f"a view of {text(base)} with slice {text(index)!r}")
@@ -84,8 +81,8 @@ class View:
         """Return view[indices]."""
         view, kept = self, []
         for axis, index in zip(self.axes, indices, strict=True):
-            if isinstance(index, cst.Index):
-                view = view._moved(axis, index.value)
+            if not _is_slice(index):
+                view = view._moved(axis, index)
                 continue
             size = minus(index.upper, index.lower)
             whole = number(index.lower) == 0 and same(size, axis.size)
@@ -93,7 +90,7 @@ class View:
             kept.append(axis if whole else dataclasses.replace(axis, size=size))
         return dataclasses.replace(view, axes=tuple(kept))
 
-    def _moved(self, axis: Axis, start: Expression) -> View:
+    def _moved(self, axis: Axis, start: ast.expr) -> View:
         """Return the view from `start` of an axis on."""
         starts, spellings = list(self.starts), list(self.spellings)
         if axis.dimension is not None:
@@ -101,7 +98,7 @@ class View:
             starts[axis.dimension], spellings[axis.dimension] = moved, None
         return dataclasses.replace(self, starts=tuple(starts), spellings=tuple(spellings))
 
-    def split(self, place: int, sizes: Sequence[Expression]) -> View:
+    def split(self, place: int, sizes: Sequence[ast.expr]) -> View:
         """Return the view with an axis as two, the second of them consecutive."""
         axis, (outer, inner) = self.axes[place], sizes
         both = [
@@ -111,7 +108,7 @@ class View:
         view = self._moved(axis, integer(0))
         return dataclasses.replace(view, axes=(*self.axes[:place], *both, *self.axes[place + 1 :]))
 
-    def reshaped(self, sizes: Sequence[Expression]) -> View | None:
+    def reshaped(self, sizes: Sequence[ast.expr]) -> View | None:
         """Return the view in another shape, or None where index expressions have no form for it.
 
         One axis becomes two, an axis of one element comes last, or all axes but the first become
@@ -127,23 +124,20 @@ class View:
             return self._merged(sizes[1])
         return None
 
-    def _merged(self, size: Expression) -> View:
+    def _merged(self, size: ast.expr) -> View:
         """Return the view with its dimensions but the first as one: the tensor has them as one."""
-        shape = cst.Attribute(self.base, cst.Name("shape"))
-        lengths = [subscript(shape, [cst.Index(integer(d))]) for d in range(len(self.starts))]
-        start: Expression = integer(0)
-        length: Expression = integer(1)
+        shape = attribute(self.base, "shape")
+        lengths = [subscript(shape, [integer(d)]) for d in range(len(self.starts))]
+        start: ast.expr = integer(0)
+        length: ast.expr = integer(1)
         for own, one in zip(self.starts[:0:-1], lengths[:0:-1], strict=True):
             start = plus(times(own, length), start) if number(own) != 0 else start
             length = times(one, length)
-        whole = cst.Call(
-            cst.Attribute(self.base, cst.Name("reshape")),
-            [cst.Arg(cst.Tuple([cst.Element(lengths[0]), cst.Element(length)]))],
-        )
-        part = cst.Index(cst.Call(parsed("nl.ds"), [cst.Arg(start), cst.Arg(size)]))
-        name = cst.Name(f"flat_{root(self.base)}")
+        whole = call(attribute(self.base, "reshape"), several(lengths[0], length))
+        part = call(parsed("nl.ds"), start, size)
+        flat = name(f"flat_{root(self.base)}")
         axes, spellings = (self.axes[0], Axis(size, 1)), (self.spellings[0], part)
-        return View(name, (self.starts[0], start), axes, spellings, whole=whole)
+        return View(flat, (self.starts[0], start), axes, spellings, whole=whole)
 
     def permuted(self, order: Sequence[int]) -> View:
         """Return the view with its axes in another order."""
@@ -156,47 +150,48 @@ class View:
         ones = all(number(axis.factor) == 1 for axis in self.axes)
         return ones and -1 not in along and along == sorted(set(along))
 
-    def spelled(self) -> tuple[Expression, dict[str, Expression]]:
+    def spelled(self) -> tuple[ast.expr, dict[str, ast.expr]]:
         """Return the view as a subscript, and the names in it that are new, with their values."""
         made = {} if self.whole is None else {text(self.base): self.whole}
         if self.plain:
-            slices: list[cst.BaseSlice] = list(map(cst.Index, self.starts))
+            slices = list(self.starts)
             for axis in self.axes:
                 assert axis.dimension is not None
                 start = self.starts[axis.dimension]
-                slices[axis.dimension] = span(start, plus(start, axis.size))
+                slices[axis.dimension] = ast.Slice(start, plus(start, axis.size))
             own = zip(self.spellings, slices, strict=True)
             return subscript(self.base, [given or new for given, new in own]), made
         totals = list(self.starts)
-        for place, (name, axis) in enumerate(zip(_NAMES[len(self.axes)], self.axes, strict=True)):
+        for place, (index, axis) in enumerate(zip(_NAMES[len(self.axes)], self.axes, strict=True)):
             if axis.dimension is not None:
-                made[name] = along(axis.size, place, len(self.axes))
-                step = times(axis.factor, cst.Name(name))
+                made[index] = along(axis.size, place, len(self.axes))
+                step = times(axis.factor, name(index))
                 totals[axis.dimension] = plus(totals[axis.dimension], step)
         base = self.base
         if len(totals) == 1:  # Beta 1 indexes a tensor of one dimension as a row of two
             totals = [integer(0), *totals]
             base = _row(base)
-        return subscript(base, list(map(cst.Index, totals))), made
+        return subscript(base, totals), made
 
 
-def _start(index: Any) -> Expression:
-    return index.value if isinstance(index, cst.Index) else index.lower
+def _is_slice(index: Any) -> bool:
+    return isinstance(index, ast.Slice)
 
 
-def along(size: Expression, place: int, rank: int) -> Expression:
+def _start(index: Any) -> Any:
+    return index.lower if _is_slice(index) else index
+
+
+def along(size: ast.expr, place: int, rank: int) -> ast.expr:
     """Return `nl.arange(size)[:, None, None]`, the colon in the place of the axis."""
-    indices: list[cst.BaseSlice] = [
-        cst.Slice(None, None) if at == place else cst.Index(cst.Name("None")) for at in range(rank)
-    ]
-    return subscript(cst.Call(parsed("nl.arange"), [cst.Arg(size)]), indices)
+    indices = [ast.Slice() if at == place else parsed("None") for at in range(rank)]
+    return subscript(call(parsed("nl.arange"), size), indices)
 
 
-def _row(base: Expression) -> Expression:
+def _row(base: ast.expr) -> ast.expr:
     """Return `base.reshape((1, base.shape[0]))`."""
-    length = subscript(cst.Attribute(base, cst.Name("shape")), [cst.Index(integer(0))])
-    shape = cst.Tuple([cst.Element(integer(1)), cst.Element(length)])
-    return cst.Call(cst.Attribute(base, cst.Name("reshape")), [cst.Arg(shape)])
+    length = subscript(attribute(base, "shape"), [integer(0)])
+    return call(attribute(base, "reshape"), several(integer(1), length))
 
 
 @dataclasses.dataclass
@@ -209,52 +204,51 @@ class Scope:
     views: dict[str, View] = dataclasses.field(default_factory=dict)
     constants: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def view(self, node: Expression) -> View | None:
+    def view(self, node: ast.expr) -> View | None:
         """Return the view that an expression denotes, or None."""
-        if isinstance(node, cst.Name):
-            return self.views.get(node.value)
-        if isinstance(node, cst.Subscript):
-            indices = [element.slice for element in node.slice]
+        if isinstance(node, ast.Name):
+            return self.views.get(node.id)
+        if isinstance(node, ast.Subscript):
+            indices = indices_of(node)
             view = self.view(node.value)
             if view is not None:
                 return view.at(indices)
-            sliced = any(isinstance(index, cst.Slice) for index in indices)
+            sliced = any(isinstance(index, ast.Slice) for index in indices)
             return View.of(node.value, indices) if sliced else None
         found = method(node)
         if found is None or found[1] not in METHODS:
             return None
-        receiver, name, arguments = found
+        receiver, how, arguments = found
         view = self.view(receiver)
         if view is not None:
-            return self._step(view, name, arguments)
-        if name != "reshape":
+            return self._step(view, how, arguments)
+        if how != "reshape":
             return None
         # a tensor of one dimension, reshaped as a whole
-        return View.of(node, [span(integer(0), size) for size in elements(arguments[0])])
+        return View.of(node, [ast.Slice(integer(0), size) for size in elements(arguments[0])])
 
-    def _step(self, view: View, name: str, arguments: Sequence[Expression]) -> View:
-        if name == "reshape_dim":
+    def _step(self, view: View, how: str, arguments: Sequence[ast.expr]) -> View:
+        if how == "reshape_dim":
             return view.split(self._constant(arguments[0]), elements(arguments[1]))
-        if name == "permute":
+        if how == "permute":
             return view.permuted([self._constant(place) for place in elements(arguments[0])])
-        if name == "select":
-            indices: list[Any] = [cst.Slice(integer(0), axis.size) for axis in view.axes]
-            indices[self._constant(arguments[0])] = cst.Index(arguments[1])
+        if how == "select":
+            indices: list[Any] = [ast.Slice(integer(0), axis.size) for axis in view.axes]
+            indices[self._constant(arguments[0])] = arguments[1]
             return view.at(indices)
-        reshaped = view.reshaped(elements(arguments[0])) if name == "reshape" else None
+        reshaped = view.reshaped(elements(arguments[0])) if how == "reshape" else None
         if reshaped is not None:
             return reshaped
-        if name == "broadcast":
+        if how == "broadcast":
             sizes = [axis.size for axis in view.axes]
             sizes[self._constant(arguments[0])] = arguments[1]
-            shape = cst.Tuple([cst.Element(size) for size in sizes])
-            return dataclasses.replace(view, spread=shape)
-        raise no_beta1_form(f"the view .{name}({', '.join(map(text, arguments))})")
+            return dataclasses.replace(view, spread=several(*sizes))
+        raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
 
-    def _constant(self, node: Expression) -> int:
+    def _constant(self, node: ast.expr) -> int:
         found = number(node)
-        if found is None and isinstance(node, cst.Name):
-            found = self.constants.get(node.value)
+        if found is None and isinstance(node, ast.Name):
+            found = self.constants.get(node.id)
         if found is None:
             raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
         return found
@@ -267,75 +261,71 @@ class IndexNames:
     """
 
     def __init__(self) -> None:
-        self.held: dict[str, Expression] = {}
-        self.new: dict[str, Expression] = {}
+        self.held: dict[str, ast.expr] = {}
+        self.new: dict[str, ast.expr] = {}
 
     def change(self, names: set[str]) -> None:
         """Note that these names hold something else: what was made of them is made again."""
         self.held = {n: value for n, value in self.held.items() if not names_used([value]) & names}
 
-    def taken(self, values: dict[str, Expression]) -> dict[str, cst.BaseExpression]:
+    def taken(self, values: dict[str, ast.expr]) -> dict[str, ast.expr]:
         """Return the names for these values, with a number for those that stand for others."""
-        names: dict[str, cst.BaseExpression] = {}
-        for name, value in values.items():
-            own, place = name, 1
+        names: dict[str, ast.expr] = {}
+        for index, value in values.items():
+            own, place = index, 1
             while text(self.new.setdefault(own, value)) != text(value):
                 place += 1
-                own = f"{name}{place}"
-            names[name] = cst.Name(own)
+                own = f"{index}{place}"
+            names[index] = name(own)
         return names
 
     def spelled(self, view: View) -> Any:
         """Return a view as an expression."""
         node, values = view.spelled()
-        return Names(self.taken(values)).edit(node)
+        return Names(self.taken(values)).visit(node)
 
     def assignments(self) -> list[Any]:
         """End a statement; return assignments of its names that do not hold their values yet."""
         made = []
-        for name, value in self.new.items():
-            if name not in self.held or text(self.held[name]) != text(value):
-                self.held[name] = value
-                assign = cst.Assign([cst.AssignTarget(cst.Name(name))], value)
-                made.append(cst.SimpleStatementLine([assign]))
+        for index, value in self.new.items():
+            if index not in self.held or text(self.held[index]) != text(value):
+                self.held[index] = value
+                made.append(assign(index, value))
         self.new = {}
         return made
 
 
 _COMPARISONS: dict[str, Any] = {
-    "nl.greater_equal": cst.GreaterThanEqual, "nl.greater": cst.GreaterThan,
-    "nl.less_equal": cst.LessThanEqual, "nl.less": cst.LessThan,
+    "nl.greater_equal": ast.GtE, "nl.greater": ast.Gt, "nl.less_equal": ast.LtE, "nl.less": ast.Lt,
 }  # fmt: skip
 
 
-def predicate(call: cst.Call, partitions: Expression) -> tuple[Expression, dict[str, Expression]]:
+def predicate(select: ast.Call, partitions: ast.expr) -> tuple[ast.expr, dict[str, ast.expr]]:
     """Return the comparison of an affine select, and the index names in it with their values."""
-    pattern, multiplier = keyword(call, "pattern"), keyword(call, "channel_multiplier")
-    compared = keyword(call, "cmp_op")
+    pattern, multiplier = keyword(select, "pattern"), keyword(select, "channel_multiplier")
+    compared = keyword(select, "cmp_op")
     comparison = _COMPARISONS.get(text(compared)) if compared is not None else None
-    if not isinstance(pattern, cst.List) or multiplier is None or comparison is None:
+    if not isinstance(pattern, ast.List) or multiplier is None or comparison is None:
         raise no_beta1_form("nisa.affine_select without a spelled pattern and comparison")
-    rows = [[one.value for one in _list(row.value)] for row in pattern.elements]
+    rows = [_list(row) for row in pattern.elts]
     factors = [multiplier, *(factor for factor, _ in rows)]
     sizes = [partitions, *(size for _, size in rows)]
-    total = keyword(call, "offset") or integer(0)
-    used: dict[str, Expression] = {}
-    names = _NAMES[len(sizes)]
+    total = keyword(select, "offset") or integer(0)
+    used: dict[str, ast.expr] = {}
     # an axis without a factor is there all the same: the comparison has the shape of the tile
-    for place, (name, factor) in enumerate(zip(names, factors, strict=True)):
-        used[name] = along(sizes[place], place, len(sizes))
-        total = _added(total, factor, cst.Name(name))
-    right = cst.ComparisonTarget(comparison(), integer(0))
-    return cst.Comparison(total, [right], lpar=[cst.LeftParen()], rpar=[cst.RightParen()]), used
+    for place, (index, factor) in enumerate(zip(_NAMES[len(sizes)], factors, strict=True)):
+        used[index] = along(sizes[place], place, len(sizes))
+        total = _added(total, factor, name(index))
+    return ast.Compare(total, [comparison()], [integer(0)]), used
 
 
-def _list(node: Expression) -> list[cst.Element]:
-    if not isinstance(node, cst.List) or len(node.elements) != 2:
+def _list(node: ast.expr) -> list[ast.expr]:
+    if not isinstance(node, ast.List) or len(node.elts) != 2:
         raise no_beta1_form(f"nisa.affine_select with {text(node)} in its pattern")
-    return list(node.elements)  # type: ignore[arg-type]
+    return node.elts
 
 
-def _added(total: Expression, factor: Expression, index: Expression) -> Expression:
-    if isinstance(factor, cst.UnaryOperation) and isinstance(factor.operator, cst.Minus):
-        return cst.BinaryOperation(total, cst.Subtract(), times(factor.expression, index))
+def _added(total: ast.expr, factor: ast.expr, index: ast.expr) -> ast.expr:
+    if isinstance(factor, ast.UnaryOp) and isinstance(factor.op, ast.USub):
+        return ast.BinOp(total, ast.Sub(), times(factor.operand, index))
     return plus(total, times(factor, index))
