@@ -12,13 +12,10 @@ does not let it use a tile outside of the loop or the `if` that allocates it
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from typing import Any
 
 from nmm_compiler.codegen.beta1.expressions import method, number
 from nmm_compiler.codegen.beta1.views import METHODS
-from nmm_compiler.codegen.fold_constants import assigned_names
-from nmm_compiler.codegen.tidy import names_used
 from nmm_compiler.codegen.trees import (
     Block,
     appended,
@@ -95,20 +92,3 @@ def with_lists(body: Block) -> list[ast.stmt]:
 def _fills(body: Block, filled: str) -> int:
     """Return how many statements append to a list, wherever they are in a block."""
     return sum(called(node) == f"{filled}.append" for node in nodes(*body))
-
-
-def read_first(body: Sequence[Any]) -> set[str]:
-    """Return the names that statements may read before they assign them."""
-    read: set[str] = set()
-    assigned: set[str] = set()
-    for statement in body:
-        if isinstance(statement, ast.For):
-            inner = read_first(statement.body) - assigned_names([statement.target])
-            read |= (names_used([statement.iter]) | inner) - assigned
-        elif isinstance(statement, ast.If):
-            both = read_first(statement.body) | read_first(statement.orelse)
-            read |= (names_used([statement.test]) | both) - assigned
-        else:
-            read |= names_used([statement]) - assigned
-            assigned |= assigned_names([statement])
-    return read

@@ -37,11 +37,11 @@ from nmm_compiler.codegen.beta1.expressions import (
     subscript,
 )
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
-from nmm_compiler.codegen.beta1.statements import all_of_it, read_first, unrolled, with_lists
+from nmm_compiler.codegen.beta1.statements import all_of_it, unrolled, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, IndexNames, Scope, predicate
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.printed import printed, text
-from nmm_compiler.codegen.tidy import names_used, remove_unused
+from nmm_compiler.codegen.tidy import remove_unused
 from nmm_compiler.codegen.trees import (
     Block,
     Comment,
@@ -138,11 +138,7 @@ class _Function:
 
     def _block(self, body: Block) -> list[ast.stmt]:
         made: list[ast.stmt] = []
-        left = with_lists(body)
-        while left:
-            statement = left.pop(0)
-            if isinstance(statement, ast.If):
-                statement, left = self._sunk(statement, left)
+        for statement in with_lists(body):
             while _says_what_beta_1_lacks(statement) and made and isinstance(made[-1], Comment):
                 made.pop()
             made += self._statement(statement)
@@ -180,28 +176,13 @@ class _Function:
         return self._with(self._spelled(statement))
 
     def _nested(self, body: Block) -> list[ast.stmt]:
-        """Return a nested block. Its index names are assigned again behind it."""
+        """Return a nested block. Behind it its index names are made again, its views unknown."""
+        before = dict(self.scope.views)
         self.names.held = {}
         made = self._block(body)
         self.names.held = {}
+        self.scope.views = before
         return made
-
-    def _sunk(self, statement: ast.If, left: list[ast.stmt]) -> tuple[ast.If, list[ast.stmt]]:
-        """Move statements that use a view into the branches of the `if` that defines it.
-
-        Returns the `if` and the statements left behind it.
-        """
-        views = self.views & assigned_names([statement]) & read_first(left)
-        uses = [place for place, s in enumerate(left) if names_used([s]) & views]
-        if not uses:
-            return statement, left
-        moved, rest = left[: uses[-1] + 1], left[uses[-1] + 1 :]
-        match statement.orelse:
-            case [] | [ast.If()]:
-                names = sorted(map(str, views))
-                raise no_beta1_form(f"views {names} of an `if` without one `else`")
-        body, orelse = [*statement.body, *moved], [*statement.orelse, *moved]
-        return changed(statement, body=body, orelse=orelse), rest
 
     def _assign(self, statement: ast.Assign) -> list[ast.stmt]:
         target, value = assigned(statement)

@@ -37,13 +37,14 @@ def load_rows(dst, tile, part: Part, order, total):
             view = part.src[0 : 128 * depth, part.column : part.column + part.columns]
             view = view.reshape_dim(0, (128, depth))
             view = view[0:128, part.row // 128 : part.row // 128 + tiles, 0 : part.columns]
+            nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
         else:
             # tile j holds rows 128 j ... 128 j + 127
             rows = part.src[
                 part.row : part.row + 128 * tiles, part.column : part.column + part.columns
             ]
             view = rows.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
-        nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
+            nisa.dma_copy(dst=dst[0:128, tile : tile + tiles, 0 : part.columns], src=view)
     if part.rows % 128 > 0:
         nisa.dma_copy(
             dst=dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
@@ -65,15 +66,19 @@ def load_strided(dst, tile, part: Part, order, total):
             view = view[0 : part.columns, 0:128, part.row // 128 : part.row // 128 + tiles].permute(
                 (1, 0, 2)
             )
+            nisa.dma_copy(
+                dst=dst[0:128, tile : tile + tiles, 0 : part.columns].permute((0, 2, 1)),
+                src=view,
+            )
         else:
             view = part.src[
                 part.column : part.column + part.columns, part.row : part.row + 128 * tiles
             ]
             view = view.reshape_dim(1, (tiles, 128)).permute((2, 0, 1))
-        nisa.dma_copy(
-            dst=dst[0:128, tile : tile + tiles, 0 : part.columns].permute((0, 2, 1)),
-            src=view,
-        )
+            nisa.dma_copy(
+                dst=dst[0:128, tile : tile + tiles, 0 : part.columns].permute((0, 2, 1)),
+                src=view,
+            )
     if part.rows % 128 > 0:
         nisa.dma_copy(
             dst=dst[0 : part.rows % 128, tile + tiles, 0 : part.columns],
