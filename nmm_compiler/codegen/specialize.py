@@ -154,30 +154,16 @@ def _without_leftovers(
     dropped: dict[str, set[str]],
     signatures: dict[str, list[str]],
 ) -> dict[str, list[ast.stmt]]:
-    """Return the bodies without unused names; adds unused parameters to `dropped`."""
-    bodies = dict(bodies)
-    used: dict[str, set[str]] = {}
-    changed: set[str] = set()
-    while True:
-        prune = _Prune(dropped, signatures)
-        for name, body in bodies.items():
-            if name not in used or changed & used[name]:
-                bodies[name] = remove_unused(prune.visit_all(body))
-                used[name] = names_used(bodies[name])
-        unread = {
-            name: set(signatures[name]) - dropped[name] - used[name]
-            for name in bodies
-            if name in dropped
-        }
-        changed = {name for name, names in unread.items() if names}
-        if not changed:
-            return bodies
-        # what is left of a call holds only the arguments that were not dropped yet
-        signatures = {
-            name: [p for p in names if p not in dropped.get(name, ())]
-            for name, names in signatures.items()
-        }
-        dropped.update({name: dropped[name] | names for name, names in unread.items()})
+    """Return the bodies without unused names; adds unused parameters to `dropped`.
+
+    bodies: every caller before what it calls.
+    """
+    prune, left = _Prune(dropped, signatures), dict(bodies)
+    for name in reversed(bodies):
+        left[name] = remove_unused(prune.visit_all(bodies[name]))
+        if name in dropped:
+            dropped[name] |= set(signatures[name]) - names_used(left[name])
+    return left
 
 
 def _with(
