@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from nmm_compiler.codegen import known_values as values
@@ -21,6 +22,7 @@ from nmm_compiler.codegen.known_values import Value, computed, divided, known, o
 from nmm_compiler.codegen.trees import (
     Block,
     Editor,
+    assigned,
     bound,
     called,
     changed,
@@ -46,11 +48,245 @@ _RULES: dict[type, tuple[Callable[..., Value], Callable[..., Any]]] = {
 """Operator -> how the values of its operands give that of the result, and the Python function."""
 
 
-class Evaluator:
-    """The known values of expressions in one environment."""
+def has_literal(value: Any) -> bool:
+    """Return whether a constant has a spelling: records, and tuples of them, have none."""
+    if isinstance(value, tuple):
+        return all(map(has_literal, value))
+    return not isinstance(value, Record)
 
-    def __init__(self, environment: Environment) -> None:
+
+def literal(value: Value) -> ast.expr | None:
+    """Return the expression that spells a constant, None for what is not known or has none."""
+    fixed, plain = values.constant(value)
+    return parsed(repr(plain)) if fixed and has_literal(plain) else None
+
+
+_NEUTRAL: dict[type, tuple[int, bool]] = {
+    ast.Add: (0, True), ast.Sub: (0, False), ast.Mult: (1, True), ast.FloorDiv: (1, False),
+}  # fmt: skip
+"""Operator -> the right operand that changes nothing, and whether a left one of it does not."""
+
+
+_OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Subscript)
+
+
+def assigned_names(statements: Iterable[ast.AST]) -> set[str]:
+    """Return the names that the statements bind."""
+    bound = (node for node in nodes(*statements) if isinstance(node, ast.Name))
+    return {node.id for node in bound if isinstance(node.ctx, ast.Store)}
+
+
+class Folder(Editor):
+    """Folds the statements of one function: writes constants into them, simplifies around them."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        signatures: Mapping[str, list[str]] = MappingProxyType({}),
+        *,
+        named: bool = False,
+        operands: Sequence[str] = (),
+    ) -> None:
+        """Take the known values of the parameters, and the names of operands.
+
+        named: constants assigned outside loops keep their names (in helpers they are written out).
+        """
+        self.operands = operands
         self.environment = environment
+        self.signatures = signatures
+        self.inline = {name for name, value in environment.items() if values.constant(value)[0]}
+        # constants whose assignment is written out, and that a branch or a loop then sets anew
+        self.lost: frozenset[str] = frozenset()
+        self.calls: list[Call] = []
+        self.loops = 0 if named else 1
+        self.branches = 0
+
+    def fold(self, statements: Block) -> list[ast.stmt]:
+        """Return the statements, folded; none of them after a `return`."""
+        folded: list[ast.stmt] = []
+        for statement in statements:
+            made = self.visit(statement)
+            folded += made if isinstance(made, list) else [made]
+            if folded and isinstance(folded[-1], ast.Return):
+                break
+        return folded
+
+    def visit_FunctionDef(self, statement: ast.FunctionDef) -> ast.stmt:
+        """Fold the body of a loop on the device: its parameters are not known."""
+        before, inlined = dict(self.environment), set(self.inline)
+        for name in parameter_names(statement):
+            self.environment[name] = None
+            self.inline.discard(name)
+        body = self.fold(statement.body)
+        self.environment, self.inline = before, inlined
+        looped: ast.stmt = changed(statement, body=body)
+        return looped
+
+    def visit_AugAssign(self, statement: ast.AugAssign) -> None:
+        raise AssertionError("templates write a = a + 1, which folds")
+
+    def visit_Assign(self, statement: ast.Assign) -> Any:
+        name, value = assigned(statement)
+        if not name:
+            return self.generic_visit(statement)
+        value = self.visit(value)
+        self.inline.discard(name)
+        self.lost -= {name}
+        self.environment[name] = self.value(value)
+        fixed, plain = values.constant(self.environment[name])
+        if fixed and self.loops and not self.branches and isinstance(plain, (int, str, bool)):
+            self.inline.add(name)
+            return []
+        return changed(statement, value=value)
+
+    def visit_If(self, statement: ast.If) -> list[ast.stmt]:
+        test = self.visit(statement.test)
+        truth = values.truth(self.value(test))
+        if truth is not None:
+            return self.fold(statement.body if truth else statement.orelse)
+        before, inlined, lost = dict(self.environment), set(self.inline), self.lost
+        self.branches += 1
+        body = self.fold(statement.body)
+        after_body, inlined_body, lost_body = self.environment, self.inline, self.lost
+        self.environment = before
+        before.update(self._ruled_out(test))
+        self.inline, self.lost = set(inlined), lost
+        orelse = self.fold(statement.orelse)
+        after_else = self.environment
+        self.branches -= 1
+        # set in one branch, and in the other still the constant that has no assignment
+        one_sided = (inlined_body ^ self.inline) & inlined
+        self.inline &= inlined_body
+        self.lost |= lost_body | one_sided
+        names = set(after_body) | set(after_else)
+        self.environment = {
+            name: values.join([after_body.get(name), after_else.get(name)]) for name in names
+        }
+        return [changed(statement, test=test, body=body, orelse=orelse)]
+
+    def _ruled_out(self, test: ast.expr) -> Environment:
+        """Return the known value of a name if `name == constant` is false."""
+        match test:
+            case ast.Compare(ast.Name(name), [ast.Eq()], [other]):
+                fixed, plain = values.constant(self.value(other))
+                value = self.environment.get(name)
+                if fixed and value is not None and value != {plain} and not values.is_whole(plain):
+                    return {name: value - {plain}}
+        return {}
+
+    def visit_For(self, statement: ast.For) -> list[ast.stmt]:
+        assert isinstance(statement.target, ast.Name)
+        name = statement.target.id
+        fixed, records = values.constant(self.value(statement.iter))
+        if fixed and (records == () or not has_literal(records)):
+            return self._once_for_each(name, statement, records)
+        iterator = self.visit(statement.iter)
+        variable: Value = None
+        count: int | None = None
+        if called(iterator) == "range":
+            bounds = [self.value(arg) for arg in iterator.args]
+            bounds = [known(0), *bounds] if len(bounds) == 1 else bounds
+            variable, count = values.loop_values(*bounds)
+        if count == 0:
+            return []
+        fixed, plain = values.constant(variable)
+        if count == 1 and fixed:
+            self.environment[name] = known(plain)
+            self.inline.add(name)
+            self.lost -= {name}
+            return self.fold(statement.body)
+        for other in assigned_names(statement.body):
+            if other in self.environment:
+                self.environment[other] = None
+                self.lost |= {other} & self.inline
+                self.inline.discard(other)
+        self.environment[name] = variable
+        self.inline.discard(name)
+        self.lost -= {name}
+        self.loops += 1
+        folded = self.fold(statement.body)
+        self.loops -= 1
+        return [changed(statement, iter=iterator, body=folded)]
+
+    def _once_for_each(
+        self, name: str, statement: ast.For, records: Sequence[Record]
+    ) -> list[ast.stmt]:
+        """Return the body of a loop over records, once for each."""
+        folded: list[ast.stmt] = []
+        self.loops += 1
+        for record in records:
+            self.environment[name] = known(record)
+            folded += self.fold(statement.body)
+        self.loops -= 1
+        return folded
+
+    # Expressions
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.lost:
+            raise TypeError(
+                f"template: {node.id!r} is a constant in a loop that a branch or an inner "
+                "loop sets anew; give it a value in every branch, or another name"
+            )
+        inline = node.id in self.inline
+        return (inline and literal(self.value(node))) or node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return literal(self.value(node)) or self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        updated = self.generic_visit(node)
+        neutral, commutes = _NEUTRAL.get(type(updated.op), (None, False))
+        left, right = updated.left, updated.right
+        for side, other in ((right, left), (left, right)):
+            _, plain = values.constant(self.value(side))
+            if values.is_whole(plain) and plain == neutral and (commutes or side is right):
+                return other
+        return updated
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        updated = self.generic_visit(node)
+        absorbs = isinstance(updated.op, ast.Or)
+        sides = [(one, values.truth(self.value(one))) for one in updated.values]
+        left = [one for one, truth in sides if truth is not (not absorbs)]
+        if len(left) > 1:
+            return changed(updated, values=left)
+        return left[0] if left else updated
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        test = self.visit(node.test)
+        truth = values.truth(self.value(test))
+        if truth is None:
+            body, orelse = self.visit(node.body), self.visit(node.orelse)
+            undecided: ast.expr = changed(node, test=test, body=body, orelse=orelse)
+            return undecided
+        chosen: ast.expr = self.visit(node.body if truth else node.orelse)
+        return chosen
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        updated: ast.Call = self.generic_visit(node)
+        function = called(updated)
+        if function == "getattr":
+            module, attribute = updated.args
+            fixed, plain = values.constant(self.value(attribute))
+            return ast.Attribute(module, plain, ast.Load()) if fixed else updated
+        if function == "others.get":
+            _, tensor = values.constant(self.value(updated.args[0]))
+            return parsed(tensor if tensor in self.operands else "None")
+        names = self.signatures.get(function)
+        if names is not None:
+            given = bound(updated, names).items()
+            self.calls.append((function, {n: self.value(value) for n, value in given}))
+        return updated
+
+    def visit(self, node: Any) -> Any:
+        """Return the edited node: an operation with a known result is that constant."""
+        updated = super().visit(node)
+        if isinstance(node, _OPERATIONS) or called(node) in ("min", "max", "len"):
+            return literal(self.value(updated)) or updated
+        return updated
+
+    # Values
 
     def value(self, node: ast.AST | None) -> Value:
         """Return the value of `node`, None when it is unknown."""
@@ -116,258 +352,3 @@ class Evaluator:
         if not fixed or places is None or not places <= set(range(len(items))):
             return None
         return values.join([known(items[place]) for place in places])
-
-
-def has_literal(value: Any) -> bool:
-    """Return whether a constant has a spelling: records, and tuples of them, have none."""
-    if isinstance(value, tuple):
-        return all(map(has_literal, value))
-    return not isinstance(value, Record)
-
-
-def literal(value: Value) -> ast.expr | None:
-    """Return the expression that spells a constant, None for what is not known or has none."""
-    fixed, plain = values.constant(value)
-    return parsed(repr(plain)) if fixed and has_literal(plain) else None
-
-
-_NEUTRAL: dict[type, tuple[int, bool]] = {
-    ast.Add: (0, True), ast.Sub: (0, False), ast.Mult: (1, True), ast.FloorDiv: (1, False),
-}  # fmt: skip
-"""Operator -> the right operand that changes nothing, and whether a left one of it does not."""
-
-
-class ExpressionFolder(Editor):
-    """Writes constants into an expression of a function and simplifies around them."""
-
-    def __init__(self, function: BodyFolder) -> None:
-        self.function = function
-        self.evaluator = Evaluator(function.environment)
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in self.function.lost:
-            raise TypeError(
-                f"template: {node.id!r} is a constant in a loop that a branch or an inner "
-                "loop sets anew; give it a value in every branch, or another name"
-            )
-        inline = node.id in self.function.inline
-        return (inline and literal(self.evaluator.value(node))) or node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        return literal(self.evaluator.value(node)) or self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        updated = self.generic_visit(node)
-        neutral, commutes = _NEUTRAL.get(type(updated.op), (None, False))
-        left, right = updated.left, updated.right
-        for side, other in ((right, left), (left, right)):
-            _, plain = values.constant(self.evaluator.value(side))
-            if values.is_whole(plain) and plain == neutral and (commutes or side is right):
-                return other
-        return updated
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        updated = self.generic_visit(node)
-        absorbs = isinstance(updated.op, ast.Or)
-        sides = [(one, values.truth(self.evaluator.value(one))) for one in updated.values]
-        left = [one for one, truth in sides if truth is not (not absorbs)]
-        if len(left) > 1:
-            return changed(updated, values=left)
-        return left[0] if left else updated
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        updated: ast.IfExp = self.generic_visit(node)
-        truth = values.truth(self.evaluator.value(updated.test))
-        if truth is None:
-            return updated
-        return updated.body if truth else updated.orelse
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        updated: ast.Call = self.generic_visit(node)
-        function = called(updated)
-        if function == "getattr":
-            module, attribute = updated.args
-            fixed, plain = values.constant(self.evaluator.value(attribute))
-            return ast.Attribute(module, plain, ast.Load()) if fixed else updated
-        if function == "others.get":
-            _, tensor = values.constant(self.evaluator.value(updated.args[0]))
-            return parsed(tensor if tensor in self.function.operands else "None")
-        return updated
-
-    def visit(self, node: Any) -> Any:
-        """Return the edited node: an operation with a known result is that constant."""
-        updated = super().visit(node)
-        if isinstance(node, _OPERATIONS) or called(node) in ("min", "max", "len"):
-            return literal(self.evaluator.value(updated)) or updated
-        return updated
-
-
-_OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Subscript)
-
-
-def assigned_names(statements: Iterable[ast.AST]) -> set[str]:
-    """Return the names that the statements bind."""
-    bound = (node for node in nodes(*statements) if isinstance(node, ast.Name))
-    return {node.id for node in bound if isinstance(node.ctx, ast.Store)}
-
-
-class BodyFolder:
-    """Folds the statements of one function."""
-
-    def __init__(
-        self,
-        environment: Environment,
-        signatures: dict[str, list[str]],
-        *,
-        named: bool,
-        operands: Sequence[str] = (),
-    ) -> None:
-        """Take the known values of the parameters, and the names of operands.
-
-        named: constants assigned outside loops keep their names (in helpers they are written out).
-        """
-        self.operands = operands
-        self.environment = environment
-        self.signatures = signatures
-        self.inline = {name for name, value in environment.items() if values.constant(value)[0]}
-        # constants whose assignment is written out, and that a branch or a loop then sets anew
-        self.lost: frozenset[str] = frozenset()
-        self.calls: list[Call] = []
-        self.loops = 0 if named else 1
-        self.branches = 0
-
-    def fold(self, statements: Block) -> list[ast.stmt]:
-        """Return the statements, folded; none of them after a `return`."""
-        folded: list[ast.stmt] = []
-        for statement in statements:
-            folded.extend(self._statement(statement))
-            if folded and isinstance(folded[-1], ast.Return):
-                break
-        return folded
-
-    def _statement(self, statement: ast.stmt) -> list[ast.stmt]:
-        match statement:
-            case ast.FunctionDef():
-                return self._function(statement)
-            case ast.If():
-                return self._if(statement)
-            case ast.For():
-                return self._for(statement)
-            case ast.Assign(targets=[ast.Name(target)]):
-                return self._assign(statement, target)
-        assert not isinstance(statement, ast.AugAssign), "templates write a = a + 1, which folds"
-        return [self._expression(statement)]
-
-    def _value(self, node: ast.AST | None) -> Value:
-        return Evaluator(self.environment).value(node)
-
-    def _function(self, statement: ast.FunctionDef) -> list[ast.stmt]:
-        """Fold the body of a loop on the device: its parameters are not known."""
-        before, inlined = dict(self.environment), set(self.inline)
-        for name in parameter_names(statement):
-            self.environment[name] = None
-            self.inline.discard(name)
-        body = self.fold(statement.body)
-        self.environment, self.inline = before, inlined
-        return [changed(statement, body=body)]
-
-    def _expression(self, node: Any) -> Any:
-        folded = ExpressionFolder(self).visit(node)
-        for call in nodes(folded):
-            names = self.signatures.get(called(call))
-            if names is not None:
-                given = bound(call, names).items()
-                self.calls.append((called(call), {n: self._value(value) for n, value in given}))
-        return folded
-
-    def _assign(self, statement: ast.Assign, name: str) -> list[ast.stmt]:
-        value = self._expression(statement.value)
-        self.inline.discard(name)
-        self.lost -= {name}
-        self.environment[name] = self._value(value)
-        fixed, plain = values.constant(self.environment[name])
-        if fixed and self.loops and not self.branches and isinstance(plain, (int, str, bool)):
-            self.inline.add(name)
-            return []
-        return [changed(statement, value=value)]
-
-    def _if(self, statement: ast.If) -> list[ast.stmt]:
-        test = self._expression(statement.test)
-        truth = values.truth(self._value(test))
-        if truth is not None:
-            return self.fold(statement.body if truth else statement.orelse)
-        before, inlined, lost = dict(self.environment), set(self.inline), self.lost
-        self.branches += 1
-        body = self.fold(statement.body)
-        after_body, inlined_body, lost_body = self.environment, self.inline, self.lost
-        self.environment = {**before, **self._ruled_out(test, before)}
-        self.inline, self.lost = set(inlined), lost
-        orelse = self.fold(statement.orelse)
-        after_else = self.environment
-        self.branches -= 1
-        # set in one branch, and in the other still the constant that has no assignment
-        one_sided = (inlined_body ^ self.inline) & inlined
-        self.inline &= inlined_body
-        self.lost |= lost_body | one_sided
-        names = set(after_body) | set(after_else)
-        self.environment = {
-            name: values.join([after_body.get(name), after_else.get(name)]) for name in names
-        }
-        return [changed(statement, test=test, body=body, orelse=orelse)]
-
-    @staticmethod
-    def _ruled_out(test: ast.expr, before: Environment) -> Environment:
-        """Return the known value of a name if `name == constant` is false."""
-        match test:
-            case ast.Compare(ast.Name(name), [ast.Eq()], [other]):
-                fixed, plain = values.constant(Evaluator(before).value(other))
-                value = before.get(name)
-                if fixed and value is not None and value != {plain} and not values.is_whole(plain):
-                    return {name: value - {plain}}
-        return {}
-
-    def _for(self, statement: ast.For) -> list[ast.stmt]:
-        assert isinstance(statement.target, ast.Name)
-        name = statement.target.id
-        fixed, records = values.constant(self._value(statement.iter))
-        if fixed and (records == () or not has_literal(records)):
-            return self._once_for_each(name, statement, records)
-        iterator = self._expression(statement.iter)
-        variable: Value = None
-        count: int | None = None
-        if called(iterator) == "range":
-            bounds = [self._value(arg) for arg in iterator.args]
-            bounds = [known(0), *bounds] if len(bounds) == 1 else bounds
-            variable, count = values.loop_values(*bounds)
-        if count == 0:
-            return []
-        fixed, plain = values.constant(variable)
-        if count == 1 and fixed:
-            self.environment[name] = known(plain)
-            self.inline.add(name)
-            self.lost -= {name}
-            return self.fold(statement.body)
-        for other in assigned_names(statement.body):
-            if other in self.environment:
-                self.environment[other] = None
-                self.lost |= {other} & self.inline
-                self.inline.discard(other)
-        self.environment[name] = variable
-        self.inline.discard(name)
-        self.lost -= {name}
-        self.loops += 1
-        folded = self.fold(statement.body)
-        self.loops -= 1
-        return [changed(statement, iter=iterator, body=folded)]
-
-    def _once_for_each(
-        self, name: str, statement: ast.For, records: Sequence[Record]
-    ) -> list[ast.stmt]:
-        """Return the body of a loop over records, once for each."""
-        folded: list[ast.stmt] = []
-        self.loops += 1
-        for record in records:
-            self.environment[name] = known(record)
-            folded += self.fold(statement.body)
-        self.loops -= 1
-        return folded

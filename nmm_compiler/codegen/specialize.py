@@ -20,7 +20,7 @@ from typing import Any
 
 from nmm_compiler.codegen import known_values as values
 from nmm_compiler.codegen.flatten_records import flatten_records, record_classes, write_out_helpers
-from nmm_compiler.codegen.fold_constants import BodyFolder, Call, Environment, assigned_names
+from nmm_compiler.codegen.fold_constants import Call, Environment, Folder, assigned_names
 from nmm_compiler.codegen.known_values import known
 from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.tidy import names_used, remove_unused, without_aliases, without_lists
@@ -120,7 +120,7 @@ def _fold_function(
     named: bool,
     operands: Sequence[str] = (),
 ) -> tuple[list[ast.stmt], list[Call]]:
-    folder = BodyFolder(dict(environment), signatures, named=named, operands=operands)
+    folder = Folder(dict(environment), signatures, named=named, operands=operands)
     return without_aliases(folder.fold(node.body)), folder.calls
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nmm_compiler.codegen import known_values as values
-from nmm_compiler.codegen.fold_constants import Evaluator
+from nmm_compiler.codegen.fold_constants import Folder
 from nmm_compiler.codegen.known_values import known
 from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
@@ -302,7 +302,7 @@ def test_a_known_value_holds_every_result(text, several, others):
         name: values.join(list(map(known, given)))
         for name, given in (("i", several), ("j", others))
     }
-    known_value = Evaluator(environment).value(parsed(text))
+    known_value = Folder(environment).value(parsed(text))
     for i, j in itertools.product(several, others):
         try:
             result = eval(text, {"i": i, "j": j})
@@ -315,7 +315,7 @@ def test_a_known_value_holds_every_result(text, several, others):
 @pytest.mark.parametrize("sign", ["//", "%"])
 def test_division_is_known_by_a_positive_constant_alone(sign, size):
     node = parsed(f"i {sign} size")
-    found = Evaluator({"i": frozenset(range(8)), "size": known(size)}).value(node)
+    found = Folder({"i": frozenset(range(8)), "size": known(size)}).value(node)
     assert found == (None if size < 1 else frozenset(range(3)))
 
 
@@ -340,6 +340,6 @@ def test_what_is_not_known():
 def test_text_that_differs_between_calls():
     either = values.join([known("p"), known("t")])
     assert either == frozenset("pt")
-    compared = [Evaluator({"how": either}).value(parsed(f'how == "{text}"'))
+    compared = [Folder({"how": either}).value(parsed(f'how == "{text}"'))
                 for text in "xp"]  # fmt: skip
     assert compared == [known(False), frozenset([True, False])]
