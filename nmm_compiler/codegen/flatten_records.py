@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.trees import (
-    Block,
     Editor,
     Names,
     assigned,
@@ -107,8 +106,7 @@ def _flat_function(
             records[parameter][leaf[1:]] = name(field)
             flat.append(ast.arg(field))
     taking = changed(node, args=changed(node.args, args=flat))
-    flattened: ast.FunctionDef = _Flatten(records, signatures, classes).generic_visit(taking)
-    return flattened
+    return cast(ast.FunctionDef, _Flatten(records, signatures, classes).generic_visit(taking))
 
 
 def _name(leaf: tuple[str, ...], every: Sequence[tuple[str, ...]], taken: set[str]) -> str:
@@ -136,7 +134,7 @@ class _Flatten(Editor):
         self.records, self.signatures, self.classes = dict(records), signatures, classes
         self.unsure: set[str] = set()
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
         """Look up the whole chain at once, from its outer end."""
         root, path = _chain(node)
         self._check_sure(root)
@@ -148,44 +146,28 @@ class _Flatten(Editor):
         # a record in a record: its receiver takes its fields
         return node if held else self.generic_visit(node)
 
-    def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
+    def visit_Assign(self, node: ast.Assign) -> Any:
         """Note `a = Record(...)`; its fields are written where they are used."""
         target, value = assigned(node)
         kind = _made_class(value, self.classes)
         if not kind:
-            made: ast.stmt = self.generic_visit(node)
-            return made
+            return self.generic_visit(node)
         self.records[target] = self.leaves(value, kind)
         self.unsure.discard(target)
         return None
 
-    def _block(self, body: Block) -> Block:
-        """Return a block edited; the records that it sets are unknown behind it."""
-        before = dict(self.records)
-        edited: Block = self.visit_all(body)
-        changed_here = {n for n, made in self.records.items() if before.get(n) is not made}
-        self.records, self.unsure = before, self.unsure | changed_here
+    def visit_all(self, before: Any) -> Any:
+        """Return nodes edited; the records that a block sets are unknown behind it."""
+        records = dict(self.records)
+        edited = super().visit_all(before)
+        set_here = {n for n, made in self.records.items() if records.get(n) is not made}
+        self.records, self.unsure = records, self.unsure | set_here
         return edited
 
-    def visit_If(self, node: ast.If) -> ast.stmt:
-        test = self.visit(node.test)
-        made: ast.stmt = changed(
-            node, test=test, body=self._block(node.body), orelse=self._block(node.orelse)
-        )
-        return made
-
-    def visit_For(self, node: ast.For) -> ast.stmt:
-        made: ast.stmt = changed(node, iter=self.visit(node.iter), body=self._block(node.body))
-        return made
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
-        made: ast.stmt = changed(node, body=self._block(node.body))
-        return made
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def visit_Call(self, node: ast.Call) -> Any:
         function = called(node)
         signature = self.signatures.get(function, ())
-        updated: ast.Call = self.generic_visit(node)
+        updated = self.generic_visit(node)
         if not any(kind for _, kind in signature):
             return updated
         if node.keywords:
@@ -193,8 +175,7 @@ class _Flatten(Editor):
         flat: list[ast.expr] = []
         for (_, kind), before, after in zip(signature, node.args, updated.args, strict=False):
             flat += self.leaves(before, kind).values() if kind else [after]
-        made: ast.expr = changed(updated, args=flat)
-        return made
+        return changed(updated, args=flat)
 
     def leaves(self, node: ast.expr, kind: str) -> Leaves:
         """Return the expression for each field of a record argument."""

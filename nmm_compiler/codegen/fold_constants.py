@@ -119,8 +119,7 @@ class Folder(Editor):
             self.inline.discard(name)
         body = self.fold(statement.body)
         self.environment, self.inline = before, inlined
-        looped: ast.stmt = changed(statement, body=body)
-        return looped
+        return changed(statement, body=body)
 
     def visit_AugAssign(self, statement: ast.AugAssign) -> None:
         raise AssertionError("templates write a = a + 1, which folds")
@@ -253,15 +252,13 @@ class Folder(Editor):
             return changed(updated, values=left)
         return left[0] if left else updated
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
         test = self.visit(node.test)
         truth = values.truth(self.value(test))
         if truth is None:
             body, orelse = self.visit(node.body), self.visit(node.orelse)
-            undecided: ast.expr = changed(node, test=test, body=body, orelse=orelse)
-            return undecided
-        chosen: ast.expr = self.visit(node.body if truth else node.orelse)
-        return chosen
+            return changed(node, test=test, body=body, orelse=orelse)
+        return self.visit(node.body if truth else node.orelse)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         updated: ast.Call = self.generic_visit(node)

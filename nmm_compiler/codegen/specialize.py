@@ -171,8 +171,7 @@ def _with(
 ) -> ast.FunctionDef:
     """Return a function with another name, other parameters and another body."""
     taken = ast.arguments([], [ast.arg(one) for one in parameters], None, [], [], None, [])
-    function: ast.FunctionDef = changed(node, name=name, args=taken, body=body)
-    return function
+    return changed(node, name=name, args=taken, body=body)
 
 
 class _Prune(Editor):
@@ -190,8 +189,7 @@ class _Prune(Editor):
         names = self.signatures[called(call)]
         args = [arg for place, arg in enumerate(call.args) if names[place] not in gone]
         keywords = [arg for arg in call.keywords if arg.arg not in gone]
-        pruned: ast.Call = changed(call, args=args, keywords=keywords)
-        return pruned
+        return changed(call, args=args, keywords=keywords)
 
 
 def _without_forwarders(

@@ -59,8 +59,7 @@ def without_aliases(statements: Block) -> list[ast.stmt]:
 def _resolved(value: ast.expr, aliases: dict[str, ast.expr]) -> ast.expr:
     """Return the name behind an alias of an alias."""
     if isinstance(value, ast.Attribute):
-        made: ast.expr = changed(value, value=_resolved(value.value, aliases))
-        return made
+        return changed(value, value=_resolved(value.value, aliases))
     if isinstance(value, ast.Name) and value.id in aliases:
         return _resolved(aliases[value.id], aliases)
     return value
@@ -105,21 +104,19 @@ class _Elements(Editor):
     def __init__(self, filled: str, names: list[str]) -> None:
         self.filled, self.names, self.left = filled, names, False
 
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
         """Return the name that stands for t[0]."""
         match node:
             case ast.Subscript(ast.Name(self.filled), ast.Constant(int(place))):
                 return name(self.names[place])
-        made: ast.expr = self.generic_visit(node)
-        return made
+        return self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def visit_Call(self, node: ast.Call) -> Any:
         """Return a tuple of all elements for tuple(t)."""
         match node:
             case ast.Call(ast.Name("tuple"), [ast.Name(self.filled)]):
                 return ast.Tuple([name(one) for one in self.names], ast.Load())
-        made: ast.expr = self.generic_visit(node)
-        return made
+        return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         self.left = self.left or node.id == self.filled

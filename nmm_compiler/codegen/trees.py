@@ -11,9 +11,10 @@ import functools
 import io
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 Block = Sequence[ast.stmt]
+Node = TypeVar("Node", bound=ast.AST)
 _FOR_A_FORMATTER = "# fmt: skip"
 
 
@@ -60,10 +61,9 @@ def _taken(left: dict[int, str], last: int) -> list[str]:
     return [left.pop(line) for line in list(left) if line <= last]
 
 
-def changed(node: Any, **fields: Any) -> Any:
+def changed(node: Node, **fields: Any) -> Node:
     """Return a node with other fields."""
-    kind: Any = type(node)
-    made = kind.__new__(kind)
+    made = type(node).__new__(type(node))
     vars(made).update(vars(node), **fields)
     return made
 
@@ -137,13 +137,12 @@ class Inlined(Editor):
     def __init__(self, helpers: Mapping[str, tuple[Sequence[str], ast.expr]]) -> None:
         self.helpers = helpers
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: D102  (ast's name)
-        call: ast.expr = self.generic_visit(node)
+    def visit_Call(self, node: ast.Call) -> Any:  # noqa: D102  (ast's name)
+        call = self.generic_visit(node)
         if called(call) not in self.helpers:
             return call
         parameters, value = self.helpers[called(call)]
-        made: ast.expr = self.visit(Names(bound(call, parameters)).visit(value))
-        return made
+        return self.visit(Names(bound(call, parameters)).visit(value))
 
 
 def name(text: str) -> ast.Name:

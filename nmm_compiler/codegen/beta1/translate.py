@@ -99,8 +99,7 @@ class _Function:
         self.bodies: dict[str, ast.FunctionDef] = {}
         self.names = IndexNames()
         body = remove_unused(self._block(self.function.body))
-        translated: ast.FunctionDef = changed(self.function, body=body)
-        return translated
+        return changed(self.function, body=body)
 
     def _view_names(self) -> set[str | None]:
         """Return the names that stand for views, and so for no tensor of Beta 1.
