@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def specialize(
     made, calls = _fold_function(entry, environment, helpers, named=True, operands=operands)
     bodies: dict[str, list[ast.stmt]] = {function: without_lists(made)}
     dropped: dict[str, set[str]] = {}
-    for helper in _call_order(path, function):
+    for helper in _call_order(path):
         sites = [arguments for name, arguments in calls if name == helper]
         if not sites:
             continue
@@ -130,23 +131,14 @@ def _bind(node: ast.FunctionDef, sites: Sequence[Environment]) -> Environment:
 
 
 @functools.lru_cache(maxsize=32)
-def _call_order(path: Path, entry: str) -> list[str]:
-    """Return a template's helpers that `entry` reaches, every caller before what it calls."""
+def _call_order(path: Path) -> list[str]:
+    """Return a template's functions, every caller before what it calls."""
     functions = functions_of(path)
     called = {
         name: sorted(names_used([node]) & set(functions) - {name})
         for name, node in functions.items()
     }
-    order: list[str] = []
-
-    def visit(name: str) -> None:
-        for callee in called[name]:
-            if callee not in order:
-                visit(callee)
-        order.append(name)
-
-    visit(entry)
-    return [name for name in reversed(order) if name != entry]
+    return list(graphlib.TopologicalSorter(called).static_order())[::-1]
 
 
 def _without_leftovers(

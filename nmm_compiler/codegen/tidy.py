@@ -47,7 +47,7 @@ def without_aliases(statements: Block) -> list[ast.stmt]:
     aliases = {
         alias: value
         for alias, value in plain.items()
-        if counts[alias] == 1 and counts[root(value) or ""] <= 1
+        if counts[alias] == 1 and counts[root(value)] <= 1
     }
     if not aliases:
         return list(statements)

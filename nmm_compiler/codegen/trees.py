@@ -194,16 +194,9 @@ def _dotted(node: ast.expr) -> str:
     return called(node)
 
 
-def root(node: ast.expr) -> str | None:
-    """Return the name that subscripts, attributes and methods of an expression start from."""
-    while not isinstance(node, ast.Name):
-        if isinstance(node, (ast.Subscript, ast.Attribute)):
-            node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            node = node.func.value
-        else:
-            return None
-    return node.id
+def root(node: ast.expr) -> str:
+    """Return the name that an expression's subscripts, attributes and methods start from, or ""."""
+    return _dotted(node).partition(".")[0]
 
 
 def new_list(statement: Any) -> str:

@@ -56,11 +56,11 @@ class Facts:
     def _read(self, function: str, node: Any) -> None:
         """Note the places that a node gives tensors to."""
         if isinstance(node, ast.Assign):
-            self.sources[function, root(node.targets[0]) or ""] |= self._held(function, node.value)
+            self.sources[function, root(node.targets[0])] |= self._held(function, node.value)
         elif isinstance(node, ast.Return):
             self.sources[function, RESULT] |= self._held(function, node.value)
         elif called(node).endswith(".append"):
-            self.sources[function, root(node) or ""] |= self._held(function, node.args[0])
+            self.sources[function, root(node)] |= self._held(function, node.args[0])
         elif called(node) in self.functions:
             names = parameter_names(self.functions[called(node)])
             for name, value in bound(node, names).items():

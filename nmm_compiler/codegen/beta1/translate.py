@@ -101,7 +101,7 @@ class _Function:
         body = remove_unused(self._block(self.function.body))
         return changed(self.function, body=body)
 
-    def _view_names(self) -> set[str | None]:
+    def _view_names(self) -> set[str]:
         """Return the names that stand for views, and so for no tensor of Beta 1.
 
         These are strided views and parts of tensors in HBM. A tile of its own stays one where a
@@ -110,7 +110,7 @@ class _Function:
         every = list(nodes(*self.function.body))
         named = [pair for pair in map(assigned, every) if pair[0] and not is_reshaped(pair[1])]
         tiles = {name for name, value in named if is_new_tile(value)}
-        found: set[str | None] = set()
+        found: set[str] = set()
         for node in every:
             viewed = method(node)
             if viewed is not None and viewed[1] in METHODS and not is_reshaped(node):
@@ -123,7 +123,7 @@ class _Function:
             more = {name for name, value in named if self._is_view(value, found)}
         return found
 
-    def _is_view(self, node: ast.AST, names: set[str | None]) -> bool:
+    def _is_view(self, node: ast.AST, names: set[str]) -> bool:
         if isinstance(node, ast.Call):
             module, _, how = called(node).rpartition(".")
             return how in METHODS and module not in ("", *_MODULES)
