@@ -36,7 +36,7 @@ from nmm_compiler.codegen.beta1.expressions import (
     several,
     subscript,
 )
-from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
+from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_reshaped
 from nmm_compiler.codegen.beta1.statements import all_of_it, unrolled, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, IndexNames, Scope, predicate
 from nmm_compiler.codegen.fold_constants import assigned_names
@@ -51,7 +51,6 @@ from nmm_compiler.codegen.trees import (
     assigned,
     called,
     changed,
-    nodes,
     parameter_names,
     parsed,
     read,
@@ -95,35 +94,14 @@ class _Function:
 
     def translated(self) -> ast.FunctionDef:
         """Return the function in Beta 1."""
-        self.views = self._view_names()
+        self.views: set[str] = set()  # names that stand for views, and so for no tensor of Beta 1
         self.bodies: dict[str, ast.FunctionDef] = {}
         self.names = IndexNames()
         body = remove_unused(self._block(self.function.body))
         return changed(self.function, body=body)
 
-    def _view_names(self) -> set[str]:
-        """Return the names that stand for views, and so for no tensor of Beta 1.
-
-        These are strided views and parts of tensors in HBM. A tile of its own stays one where a
-        part of it is viewed: `tile[0:128, 0:4].permute(...)`.
-        """
-        every = list(nodes(*self.function.body))
-        named = [pair for pair in map(assigned, every) if pair[0] and not is_reshaped(pair[1])]
-        tiles = {name for name, value in named if is_new_tile(value)}
-        found: set[str] = set()
-        for node in every:
-            viewed = method(node)
-            if viewed is not None and viewed[1] in METHODS and not is_reshaped(node):
-                part = isinstance(_receiver(node), ast.Subscript)
-                found |= {root(node)} - (tiles if part else set())
-        found &= {name for name, _ in named}
-        more = {name for name, value in named if self._is_view(value, found)}
-        while not more <= found:
-            found |= more
-            more = {name for name, value in named if self._is_view(value, found)}
-        return found
-
-    def _is_view(self, node: ast.AST, names: set[str]) -> bool:
+    def is_view(self, node: ast.AST) -> bool:
+        """Return whether an expression is a strided view, or a part of a view or of HBM."""
         if isinstance(node, ast.Call):
             module, _, how = called(node).rpartition(".")
             return how in METHODS and module not in ("", *_MODULES)
@@ -131,7 +109,7 @@ class _Function:
             return False
         sliced = any(isinstance(index, ast.Slice) for index in indices_of(node))
         in_hbm = sliced and self.facts.memory(self.name, node) == HBM
-        return root(node) in names or in_hbm
+        return root(node) in self.views or in_hbm
 
     # Statements
 
@@ -185,15 +163,15 @@ class _Function:
 
     def _assign(self, statement: ast.Assign) -> list[ast.stmt]:
         target, value = assigned(statement)
-        if target in self.views:
+        self.views.discard(target)
+        if target and self.is_view(value) and not is_reshaped(value):
             view = self.scope.view(value)
             if view is None:
                 raise no_beta1_form(f"the view {text(value)}")
             self.scope.views[target] = view
+            self.views.add(target)
             return []
-        constant = number(value)
-        if constant is not None:
-            self.scope.constants[target] = constant
+        self.scope.values[target] = value
         tile = self._tile(statement.targets[0], statement.value)
         return self._with(self._spelled(changed(statement, value=tile)))
 
@@ -339,9 +317,8 @@ class _Views(Editor):
         """Return the edited node."""
         if is_reshaped(node):
             return node
-        views = self.function.views
-        named = isinstance(node, ast.Name) and node.id in views
-        if not named and not self.function._is_view(node, views):
+        named = isinstance(node, ast.Name) and node.id in self.function.views
+        if not named and not self.function.is_view(node):
             return self.generic_visit(node)
         view = self.function.scope.view(node)
         if view is not None:

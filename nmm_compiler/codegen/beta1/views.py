@@ -198,11 +198,11 @@ def _row(base: ast.expr) -> ast.expr:
 class Scope:
     """Known names of a function, while its statements are read in order.
 
-    views: names that stand for views. constants: names of integers.
+    views: names that stand for views. values: what other names were assigned last.
     """
 
     views: dict[str, View] = dataclasses.field(default_factory=dict)
-    constants: dict[str, int] = dataclasses.field(default_factory=dict)
+    values: dict[str, ast.expr | None] = dataclasses.field(default_factory=dict)
 
     def view(self, node: ast.expr) -> View | None:
         """Return the view that an expression denotes, or None."""
@@ -220,6 +220,9 @@ class Scope:
             return None
         receiver, how, arguments = found
         view = self.view(receiver)
+        part = self.values.get(receiver.id) if isinstance(receiver, ast.Name) else None
+        if view is None and isinstance(part, ast.Subscript):  # of a tile, and viewed here only
+            view = self.view(part)
         if view is not None:
             return self._step(view, how, arguments)
         if how != "reshape":
@@ -248,7 +251,7 @@ class Scope:
     def _constant(self, node: ast.expr) -> int:
         found = number(node)
         if found is None and isinstance(node, ast.Name):
-            found = self.constants.get(node.id)
+            found = number(self.values.get(node.id))
         if found is None:
             raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
         return found
