@@ -214,8 +214,15 @@ def kernel(x):
              "tile[...] = nisa.affine_select(pred=(9 - i_p + 0 * i_t + 0 * i_f >= 0), "
              "on_true_tile=tile, on_false_value=0.0, dtype=tile.dtype)"],
         ),
+        (
+            ["flat = tile.reshape((128, 64))",
+             "nisa.tensor_copy(dst=x[0:128, 0:64], src=flat)"],
+            ["x[0:128, 0:64] = nisa.tensor_copy(src=tile.reshape((128, 64))[0:128, 0:64], "
+             "dtype=x.dtype)"],
+        ),
     ],
-    ids=["free axes as one", "an axis of one element", "two sizes of one index", "a predicate"],
+    ids=["free axes as one", "an axis of one element", "two sizes of one index", "a predicate",
+         "a whole tile in two dimensions"],
 )  # fmt: skip
 def test_views(lines, made):
     (kernel,) = ast.parse(to_beta_1(VIEWS.format("\n    ".join(lines)))).body[3:]
