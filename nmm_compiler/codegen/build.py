@@ -89,7 +89,7 @@ class Kernel:
 
     def profile(self) -> Profile:
         """Return the predicted Profile: the timing pass over a run without data."""
-        return _profile(self)
+        return _run_timing(self)
 
     def __str__(self) -> str:
         return f"Kernel({self.name}, {self.schedule.short()}, {self.path})"
@@ -98,10 +98,6 @@ class Kernel:
 
 
 @functools.lru_cache(maxsize=256)
-def _profile(kernel: Kernel) -> Profile:
-    return _run_timing(kernel)
-
-
 def _run_timing(kernel: Kernel) -> Profile:
     arrays = [ArraySpec(t.shape, t.dtype) for t in kernel.spec.inputs()]
     profile = kernel.simulate(*arrays, mode="timing").profile
