@@ -41,7 +41,8 @@ def of_run(run: Simulation) -> str:
     """Return the digest of a run: its times, its profile, and what each instruction was."""
     line, trace = run.profile.timeline, run.trace
     found = hashlib.sha256(run.profile.to_json().encode())
-    parts = [line.start, line.end, line.interval_end, line.table_loads, *line.transfers]
+    transfers = sorted(line.transfers.items())
+    parts = [line.start, line.end, line.interval_end, line.table_loads, transfers]
     parts += [sorted(line.busy_us.items()), sorted(line.placed.items()), line.dma_engine_busy_us]
     parts += [line.tensor_throttled_us, line.latency_us, line.sbuf_overflow_bytes]
     parts += [trace.sbuf_peak_bytes, trace.psum_peak_banks]

@@ -280,8 +280,8 @@ def test_cores_wait_for_each_other_at_a_barrier():
 
 def test_one_load():
     timeline = load(128, 512)
-    (transfer,) = timeline.transfers
-    assert transfer.descriptors == 128
+    (transfer,) = timeline.transfers.values()
+    assert transfer.cost.descriptors == 128
     assert transfer.issue_end - transfer.issue_start == pytest.approx(0.485 + 128 * 0.95e-3)
     ((engine, start, stop),) = transfer.parts
     assert engine == -1  # all 16 alike
@@ -320,7 +320,7 @@ def test_partitions_choose_the_dma_engines_which_start_one_after_another(first, 
         sbuf tile 128x4096 {B}
         dma tile[{first}:{last},:] source[{first}:{last},:]
     """)
-    (transfer,) = time_trace(scene.trace, TRN2).transfers
+    (transfer,) = time_trace(scene.trace, TRN2).transfers.values()
     row = 0.006 + 8192 / FROM_HBM * 1e6
     assert {engine: stop - start for engine, start, stop in transfer.parts} == {
         engine: pytest.approx(rows * row) for engine, rows in engines.items()
@@ -336,7 +336,7 @@ def test_loads_issue_one_after_another_and_overlap():
         dma a source[:128,:]
         dma b source[128:,:]
     """)
-    one, two = time_trace(scene.trace, TRN2).transfers
+    one, two = time_trace(scene.trace, TRN2).transfers.values()
     assert two.issue_start == pytest.approx(one.issue_end)
     assert two.parts[0][1] == pytest.approx(1.3 + 0.485 + 128 * 0.95e-3)
 
@@ -364,7 +364,7 @@ def transfers(columns, *modes):
 )
 def test_descriptor_modes_issue_through_the_generators_there_are(modes, queues, second):
     found = transfers(64, *modes).transfers
-    assert {t.queue for t in found} == queues
+    assert {t.cost.queue for t in found.values()} == queues
     assert found[1].issue_start == pytest.approx(second)
 
 

@@ -9,6 +9,7 @@ from trace_builder import Builder, Scene, touched
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.dependence import ENGINES, wake_us
+from nmm_compiler.simulator.timing.dma import stagger_us
 from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.timeline import time_trace
@@ -105,17 +106,18 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
         done = itertools.accumulate(stop - start for start, stop in sorted(spans, key=last))
         for spent, (_, stop) in zip(done, sorted(spans, key=last), strict=True):
             assert spent <= stop + TINY
-    for queue in {t.queue for t in timeline.transfers}:
-        issued = [(t.issue_start, t.issue_end) for t in timeline.transfers if t.queue == queue]
+    transfers = timeline.transfers.values()
+    for queue in {t.cost.queue for t in transfers}:
+        issued = [(t.issue_start, t.issue_end) for t in transfers if t.cost.queue == queue]
         assert no_overlap(issued)
     for engine in range(target.dma_engines):
         assert no_overlap(
             [
                 (start + shift, stop + shift)
-                for transfer in timeline.transfers
+                for transfer in transfers
                 for which, start, stop in transfer.parts
                 if which in (-1, engine)
-                for shift in [engine * timeline.dma_stagger_us if which < 0 else 0.0]
+                for shift in [engine * stagger_us(target) if which < 0 else 0.0]
             ]
         )
 
@@ -125,12 +127,12 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
 def test_totals_add_up(trace, target):
     timeline = time_trace(trace, target)
     dmas = [i for i, ins in enumerate(trace.instructions) if ins.engine == "dma"]
-    assert [t.index for t in timeline.transfers] == dmas
-    for transfer in timeline.transfers:
-        instruction = trace.instructions[transfer.index]
+    assert sorted(timeline.transfers) == dmas
+    for index, transfer in timeline.transfers.items():
+        instruction = trace.instructions[index]
         for side, counted in (
-            (instruction.reads, transfer.hbm_read_bytes),
-            (instruction.writes, transfer.hbm_write_bytes),
+            (instruction.reads, transfer.cost.hbm_read_bytes),
+            (instruction.writes, transfer.cost.hbm_write_bytes),
         ):
             assert counted == sum(4 * a.elements_per_partition for a in side if a.memory == "hbm")
         assert transfer.issue_start >= 0.0

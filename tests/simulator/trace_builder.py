@@ -164,7 +164,7 @@ class Scene:
         name, _, what = term.partition(".")
         index = self.names[name]
         if what == "issued":
-            return next(t.issue_end for t in timeline.transfers if t.index == index)
+            return timeline.transfers[index].issue_end
         times = {"": timeline.start, "end": timeline.end, "free": timeline.interval_end}
         return times[what][index]
 

@@ -98,7 +98,7 @@ def _without_costs(timeline: Timeline) -> Iterator[Advice]:
     """Yield bounds of what a change could save that no kernel can make completely."""
     trace, target = timeline.trace, timeline.target
     bound = functools.partial(_timed_again, timeline, at_most=True)
-    moving = [trace.instructions[transfer.index] for transfer in timeline.transfers]
+    moving = [trace.instructions[index] for index in sorted(timeline.transfers)]
     short: dict[int, int] = {}
     for instruction in moving:
         line, run = instruction.line, dma_cost(target, instruction).run_bytes

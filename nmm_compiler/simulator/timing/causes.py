@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from nmm_compiler.records import Record
+from nmm_compiler.simulator.timing.dma import stagger_us
 from nmm_compiler.simulator.timing.resources import Waited
-from nmm_compiler.simulator.timing.timeline import Timeline, Transfer
+from nmm_compiler.simulator.timing.timeline import Timeline
 
 _SAME_US = 1e-6  # sums of floats in two orders: far above their error, far below a clock cycle
 
@@ -84,18 +85,19 @@ class _Walk:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.transfers = {transfer.index: transfer for transfer in timeline.transfers}
         self.carried: dict[tuple[int, int], int] = {}
         last: dict[int, int] = {}
-        parts = sorted((p[1], p[0], t.index) for t in timeline.transfers for p in t.parts)
+        transfers = timeline.transfers.items()
+        parts = sorted((p[1], p[0], index) for index, t in transfers for p in t.parts)
         for _, engine, index in parts:
             self.carried[index, engine] = last.get(engine, last.get(-1, -1))
             last[engine] = index
 
     def enter(self, index: int, until: float, steps: list[Step]) -> Waited:
         """Add the steps of one instruction that was left at `until`; return what it waited for."""
-        transfer, cause = self.transfers.get(index), self.timeline.waited[index]
-        start, step_us = self.timeline.start[index], self.timeline.dma_stagger_us
+        line = self.timeline
+        transfer, cause = line.transfers.get(index), line.waited[index]
+        start, step_us = line.start[index], stagger_us(line.target)
         kind = cause[0]
         if transfer is None:
             steps.append(Step(index, "compute", min(start, until), until, kind))
@@ -111,7 +113,7 @@ class _Walk:
             if before >= 0:
                 kind = "dma engines"
         if engine < 0 and until > stop + _SAME_US:  # of engines that are alike, the last one
-            moving += (self.timeline.target.dma_engines - 1) * step_us
+            moving += (line.target.dma_engines - 1) * step_us
         steps.append(Step(index, "move", moving, until, kind))
         if kind == "dma engines":
             return kind, before, moving
@@ -154,8 +156,7 @@ def shares(timeline: Timeline, *, lines: bool) -> tuple[Share, ...]:
     path: dict[int, float] = collections.defaultdict(float)
     for step in critical_path(timeline):
         path[step.index] += step.us
-    moved = {transfer.index: transfer for transfer in timeline.transfers}
-    found = [_share(timeline, indices, path, moved, lines) for indices in groups.values()]
+    found = [_share(timeline, indices, path, lines) for indices in groups.values()]
     return tuple(sorted(found, key=lambda share: (-share.path_us, -share.engine_us)))
 
 
@@ -163,10 +164,10 @@ def _share(
     timeline: Timeline,
     indices: list[int],
     path: Mapping[int, float],
-    moved: Mapping[int, Transfer],
     lines: bool,
 ) -> Share:
     engines: dict[str, float] = {}
+    moved = timeline.transfers
     for index in indices:
         us = timeline.interval_end[index] - timeline.start[index]
         if index in moved:
@@ -176,14 +177,14 @@ def _share(
         name = timeline.engine(index)
         engines[name] = engines.get(name, 0.0) + us
     chosen = [timeline.trace.instructions[index] for index in indices]
-    transfers = [moved[index] for index in indices if index in moved]
+    costs = [moved[index].cost for index in indices if index in moved]
     return Share(
         file=chosen[0].file if lines else "", line=chosen[0].line if lines else 0,
         name=", ".join(dict.fromkeys(ins.op for ins in chosen)),
         engine=", ".join(sorted(engines, key=lambda name: -engines[name])),
         instructions=len(indices), engine_us=sum(engines.values()),
         path_us=sum(path.get(index, 0.0) for index in indices),
-        hbm_bytes=sum(t.hbm_read_bytes + t.hbm_write_bytes for t in transfers),
+        hbm_bytes=sum(cost.hbm_read_bytes + cost.hbm_write_bytes for cost in costs),
     )  # fmt: skip
 
 

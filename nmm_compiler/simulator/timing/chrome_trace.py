@@ -58,8 +58,9 @@ def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
     core = f"{prefix}NeuronCore {timeline.target.name} (simulated)"
     yield _named("process_name", _CORE, 0, core)
     yield _named("process_name", _DMA, 0, f"{prefix}DMA (simulated)")
-    queues = sorted({transfer.queue for transfer in timeline.transfers})
-    moving = sorted({part[0] for transfer in timeline.transfers for part in transfer.parts})
+    transfers = timeline.transfers.values()
+    queues = sorted({transfer.cost.queue for transfer in transfers})
+    moving = sorted({part[0] for transfer in transfers for part in transfer.parts})
     rows = [
         *((_CORE, row, ENGINE_NAMES[engine]) for engine, row in _ROWS.items()
           if engine in engines or engine != "sync"),
@@ -115,18 +116,18 @@ def _compute_slices(timeline: Timeline) -> Iterator[Event]:
 
 
 def _dma_slices(timeline: Timeline, queues: list[str]) -> Iterator[Event]:
-    for transfer in timeline.transfers:
-        instruction = timeline.trace.instructions[transfer.index]
+    for index, transfer in sorted(timeline.transfers.items()):
+        instruction, cost = timeline.trace.instructions[index], transfer.cost
         name = instruction.name or instruction.op
-        args = _arguments(timeline, transfer.index) | {
-            "descriptors": transfer.descriptors,
-            "hbm_read_bytes": transfer.hbm_read_bytes,
-            "hbm_write_bytes": transfer.hbm_write_bytes,
+        args = _arguments(timeline, index) | {
+            "descriptors": cost.descriptors,
+            "hbm_read_bytes": cost.hbm_read_bytes,
+            "hbm_write_bytes": cost.hbm_write_bytes,
         }
-        row = _FIRST_QUEUE_ROW + queues.index(transfer.queue)
+        row = _FIRST_QUEUE_ROW + queues.index(cost.queue)
         yield _slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
         for engine, start, stop in transfer.parts:
-            yield _slice(name, _DMA, _engine_row(engine), start, stop, {"index": transfer.index})
+            yield _slice(name, _DMA, _engine_row(engine), start, stop, {"index": index})
 
 
 def _flows(timeline: Timeline) -> Iterator[Event]:
@@ -134,11 +135,10 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
 
     A slice shorter than a nanosecond cannot hold an end of an arrow.
     """
-    moves = {transfer.index: transfer.parts[0] for transfer in timeline.transfers}
 
     def place(index: int) -> tuple[Event, int, int]:
-        if index in moves:
-            engine, start, stop = moves[index]
+        if index in timeline.transfers:
+            engine, start, stop = timeline.transfers[index].parts[0]
             row = {"pid": _DMA, "tid": _engine_row(engine)}
         else:
             start, stop = timeline.start[index], timeline.interval_end[index]

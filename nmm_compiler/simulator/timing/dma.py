@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from nmm_compiler.simulator.tensors.geometry import contiguous_run
-from nmm_compiler.simulator.timing.resources import Slots, Spans
+from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.trace import Access, Instruction
 from nmm_compiler.targets import Target
 
@@ -179,6 +179,11 @@ def _split(
     ]
 
 
+def stagger_us(target: Target) -> float:
+    """Return by how much each DMA engine starts later than the one before."""
+    return target.dma_stagger_seconds * _US / max(1, target.dma_engines - 1)
+
+
 class DmaEngines:
     """The DMA engines of a core; kept as one while all are booked alike.
 
@@ -187,7 +192,7 @@ class DmaEngines:
 
     def __init__(self, target: Target) -> None:
         self.count = target.dma_engines
-        self.step_us = target.dma_stagger_seconds * _US / max(1, self.count - 1)
+        self.step_us = stagger_us(target)
         self.last_us = (self.count - 1) * self.step_us
         self.alike: Slots | None = Slots()
         self.engines: list[Slots] = []
@@ -210,9 +215,3 @@ class DmaEngines:
             start = self.engines[engine].place(ready + rank * self.step_us, duration)
             placed.append((engine, start, start + duration))
         return placed, max(part[2] for part in placed)
-
-    def spans(self, parts: list[tuple[int, float, float]]) -> Spans:
-        """Return the (start, end) in which at least one engine is at work on a transfer."""
-        if parts[0][0] < 0:
-            return [(parts[0][1], parts[0][2] + self.last_us)]
-        return [(start, stop) for _, start, stop in parts]

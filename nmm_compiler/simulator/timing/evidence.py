@@ -91,7 +91,7 @@ def unmodelled(
     trace, target = timeline.trace, timeline.target
     tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline, kinds)
     barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
-    queues = sorted({transfer.queue for transfer in timeline.transfers})
+    queues = sorted({transfer.cost.queue for transfer in timeline.transfers.values()})
     unset = sum(n for i, n in kinds if i.engine == "vector" and i.attributes.get("unset"))
     chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
     measured = any(source.kind == "measured" for source in target.sources.values())

@@ -257,8 +257,8 @@ def profile_timeline(timeline: Timeline) -> Profile:
             transpose_flops += kind.count * kind.flops
         else:
             flops += kind.count * kind.flops
-    read = sum([transfer.hbm_read_bytes for transfer in timeline.transfers])
-    written = sum([transfer.hbm_write_bytes for transfer in timeline.transfers])
+    read = sum([transfer.cost.hbm_read_bytes for transfer in timeline.transfers.values()])
+    written = sum([transfer.cost.hbm_write_bytes for transfer in timeline.transfers.values()])
     minimal = minimal_hbm_bytes(trace)
     memory_us = minimal / target.memory_bytes_per_second * _US
     latency = timeline.latency_us

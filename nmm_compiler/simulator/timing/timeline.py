@@ -18,6 +18,7 @@ import bisect
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ from nmm_compiler.simulator.timing.dependence import (
     Dependences,
     Store,
 )
-from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines
-from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Spans, Waited
+from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines, stagger_us
+from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Spans
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
 
@@ -52,52 +53,75 @@ class Transfer:
         0; engine e runs e * dma_stagger_us later.
     """
 
-    index: int
-    queue: str
+    cost: DmaCost
     issue_start: float
     issue_end: float
     ready: float
     parts: list[tuple[int, float, float]]
-    hbm_read_bytes: int
-    hbm_write_bytes: int
-    descriptors: int
 
 
-@dataclasses.dataclass(slots=True)
 class Timeline:
     """The times of all instructions and transfers, in microseconds from the first instruction.
 
     start, end: per instruction of the trace; `end` is when its result can be used.
     interval_end: when its engine could take the next one.
-    transfers: the DMAs, in trace order.
+    waited: per instruction what its start waited for; of a DMA, its issue.
+    transfers: the DMAs, by their place in the trace.
     table_loads: (start, end) on ScalarE.
-    busy_us: per engine the time in which at least one instruction was in flight; "dma" the time
-        in which at least one DMA engine moved data.
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
-    waited: per instruction what its start waited for; of a DMA, its issue.
+    tensor_throttled_us: what TensorE's clock ramp has cost.
     """
 
-    trace: Trace
-    target: Target
-    start: list[float]
-    end: list[float]
-    interval_end: list[float]
-    transfers: list[Transfer]
-    table_loads: Spans
-    busy_us: dict[str, float]
-    dma_engine_busy_us: float
-    dma_stagger_us: float
-    tensor_throttled_us: float
-    latency_us: float
-    placed: dict[int, str]
-    sbuf_overflow_bytes: int
-    waited: list[Waited]
+    def __init__(self, trace: Trace, target: Target) -> None:
+        self.trace, self.target = trace, target
+        count = len(trace.instructions)
+        self.start = [0.0] * count
+        self.end = [0.0] * count
+        self.interval_end = [0.0] * count
+        self.waited = [AT_ONCE] * count
+        self.transfers: dict[int, Transfer] = {}
+        self.table_loads: Spans = []
+        self.placed: dict[int, str] = {}
+        self.sbuf_overflow_bytes = 0
+        self.tensor_throttled_us = 0.0
 
     def engine(self, index: int) -> str:
         """Return the engine that an instruction ran on."""
         return self.placed.get(index, self.trace.instructions[index].engine)
+
+    @functools.cached_property
+    def latency_us(self) -> float:
+        """The time until the last result can be used."""
+        return max(self.end, default=0.0)
+
+    @functools.cached_property
+    def busy_us(self) -> dict[str, float]:
+        """By engine the time in which at least one instruction was in flight.
+
+        "dma": the time in which at least one DMA engine moved data.
+        """
+        spans: dict[str, Spans] = {name: [] for name in ENGINES}
+        placed = self.placed
+        times = zip(self.trace.instructions, self.start, self.end, strict=True)
+        for index, (instruction, start, end) in enumerate(times):
+            spans[placed.get(index, instruction.engine)].append((start, end))
+        spans["scalar"] += self.table_loads
+        last_us = (self.target.dma_engines - 1) * stagger_us(self.target)
+        spans["dma"] = [
+            (start, stop + last_us if engine < 0 else stop)
+            for transfer in self.transfers.values() for engine, start, stop in transfer.parts
+        ]  # fmt: skip
+        return {name: _covered(found) for name, found in spans.items()}
+
+    @property
+    def dma_engine_busy_us(self) -> float:
+        """Transfer time summed over the DMA engines."""
+        return sum([
+            (stop - start) * (self.target.dma_engines if engine < 0 else 1)
+            for transfer in self.transfers.values() for engine, start, stop in transfer.parts
+        ])  # fmt: skip
 
 
 def time_trace(trace: Trace, target: Target, *, reorder: bool = True) -> Timeline:
@@ -129,7 +153,7 @@ def time_traces(
             running = [(walk, steps) for walk, steps, when in arrivals if when is not None]
             for walk, _ in running:
                 walk.floor = max(walk.floor, latest)
-        timelines = [walk.timeline() for walk in walks]
+        timelines = [walk.line for walk in walks]
         for walk in walks:  # it and its dependences know each other: nobody has to find that cycle
             vars(walk).clear()
         return timelines
@@ -157,16 +181,11 @@ class _Pass:
     """State of one walk over a trace."""
 
     def __init__(self, trace: Trace, target: Target, reorder: bool) -> None:
-        self.trace, self.target, self.reorder = trace, target, reorder
+        self.trace, self.target, self.line = trace, target, Timeline(trace, target)
         self.dependences = Dependences(trace, target, self._book, self._settle, reorder)
         count = len(trace.instructions)
-        self.start = [0.0] * count
-        self.end = [0.0] * count
-        self.interval_end = [0.0] * count
-        self.waited = [AT_ONCE] * count
         self.engines = [Slots() for _ in ENGINES]
         self.tensor = TensorClock(target, self.engines[TENSOR])
-        self.placed: dict[int, str] = {}
         # instructions that keep program order: all, or those of nl.no_reorder
         self.in_order = bytearray(count) if reorder else bytearray(b"\1" * count)
         for first, stop in trace.ordered:
@@ -178,19 +197,15 @@ class _Pass:
         self.waiting: list[tuple[float, int, Store]] = []  # by when it is ready, then index
         self.dma_engines = DmaEngines(target)
         self.dma_start_us = target.dma_start_latency_seconds * _US
-        self.transfers: list[Transfer] = []
-        self.table_loads: Spans = []
         self.table: str | None = None
         # until when an engine uses a memory, and which instruction does
         self.psum_until = [(0.0, -1)] * len(ENGINES)
         self.sbuf_until = [(0.0, -1)] * len(ENGINES)
-        # when instructions were in flight, by engine
-        self.spans: list[Spans] = [[] for _ in ENGINES]
 
     def run(self) -> Iterator[float]:
         """Walk the trace; yield when this program arrives at a barrier, with `floor` to be set."""
-        start, end, interval_end = self.start, self.end, self.interval_end
-        edges, in_order, spans, waited = self.edges, self.in_order, self.spans, self.waited
+        line, edges, in_order = self.line, self.edges, self.in_order
+        start, end, interval_end, waited = line.start, line.end, line.interval_end, line.waited
         dependences, engines = self.dependences, self.engines
         ready_of, done = dependences.ready, dependences.done
         kinds: dict[int, Work] = {}
@@ -205,7 +220,7 @@ class _Pass:
             reads, writes = instruction.reads, instruction.writes
             engine = work.engine
             if work.placed:
-                self.placed[index] = ENGINES[engine]
+                line.placed[index] = ENGINES[engine]
             ready = ready_of(engine, reads, writes)
             waited[index] = dependences.waited
             if instruction.after:
@@ -227,10 +242,11 @@ class _Pass:
                 waited[index] = ended[begin]
             ended[next_free] = "engine", index, next_free
             start[index], end[index], interval_end[index] = begin, stop, next_free
-            spans[engine].append((begin, stop))
             done(index, engine, reads, writes, next_free, stop)
         while self._settle():
             pass
+        line.sbuf_overflow_bytes = dependences.sbuf.overflow
+        line.tensor_throttled_us = self.tensor.throttled_us
 
     def _meet(self, index: int, why: str) -> None:
         """Make all engines wait at a barrier, or at the edge of a turn of a loop on the device.
@@ -241,22 +257,23 @@ class _Pass:
         """
         while self._settle():
             pass
-        last = max(range(self.last_edge, index), key=self.end.__getitem__, default=-1)
+        end = self.line.end
+        last = max(range(self.last_edge, index), key=end.__getitem__, default=-1)
         if last >= 0:
-            self.floor = max(self.floor, self.end[last])
-            self.floor_waits = why, last, self.end[last]
+            self.floor = max(self.floor, end[last])
+            self.floor_waits = why, last, end[last]
         self.last_edge = index
 
     def _after(self, index: int, instruction: Instruction, engine: int, ready: float) -> float:
         """Return when an instruction is ready that the kernel makes wait for others by name."""
+        line = self.line
         for at in [producer.index for producer in instruction.after]:
             for store in [store for _, put_off, store in self.waiting if put_off == at]:
                 self._book(store)
-            name = self.placed.get(at, self.trace.instructions[at].engine)
-            wake = self.dependences.wake_us[engine][ENGINES.index(name)]
-            if self.end[at] + wake > ready:
-                ready = self.end[at] + wake
-                self.waited[index] = "result", at, self.end[at]
+            wake = self.dependences.wake_us[engine][ENGINES.index(line.engine(at))]
+            if line.end[at] + wake > ready:
+                ready = line.end[at] + wake
+                line.waited[index] = "result", at, line.end[at]
         return ready
 
     def _compute(
@@ -276,7 +293,7 @@ class _Pass:
             loaded = slots.place(max(slots.tail, self.floor), load_us) + load_us
             before = slots.ended.get(loaded - load_us, AT_ONCE)[1]
             slots.ended[loaded] = "table", before, loaded - load_us
-            self.table_loads.append((loaded - load_us, loaded))
+            self.line.table_loads.append((loaded - load_us, loaded))
             self.table = work.table
             slots.close(loaded)
         psum = work.psum and target.vector_scalar_share_psum and engine in (VECTOR, SCALAR)
@@ -285,7 +302,7 @@ class _Pass:
         for users in shared:
             for other, (when, user) in enumerate(users):
                 if other != engine and when > begin:
-                    begin, self.waited[index] = when, ("port", user, when)
+                    begin, self.line.waited[index] = when, ("port", user, when)
         begin = slots.place(begin, interval) if in_order else slots.squeeze(begin, interval)
         for users in shared:
             users[engine] = max(users[engine], (begin + interval, index))
@@ -333,60 +350,19 @@ class _Pass:
         """Book the issuing queue, then the DMA engines."""
         if cost.gpsimd_us:
             begin = self.engines[GPSIMD].place(begin, cost.gpsimd_us)
-        issue_us = cost.issue_us
+        line, issue_us = self.line, cost.issue_us
         queue = self.queues[cost.queue]
         issued = queue.place(begin, issue_us)
         if issued in queue.ended:
-            self.waited[index] = queue.ended[issued]
+            line.waited[index] = queue.ended[issued]
         queue.ended[issued + issue_us] = "queue", index, issued + issue_us
         start_us = self.dma_start_us
         ready = issued + (issue_us if issue_us > start_us else start_us)
         parts, end = self.dma_engines.place(cost, ready)
         end += cost.tail_us
-        self.transfers.append(
-            Transfer(
-                index,
-                cost.queue,
-                issued,
-                issued + issue_us,
-                ready,
-                parts,
-                cost.hbm_read_bytes,
-                cost.hbm_write_bytes,
-                cost.descriptors,
-            )
-        )
-        self.start[index], self.end[index], self.interval_end[index] = issued, end, end
+        line.transfers[index] = Transfer(cost, issued, issued + issue_us, ready, parts)
+        line.start[index], line.end[index], line.interval_end[index] = issued, end, end
         self.dependences.done(index, DMA, instruction.reads, instruction.writes, end, end)
-
-    def timeline(self) -> Timeline:
-        """Return the timeline of the walk."""
-        dependences = self.dependences
-        count, moving = self.target.dma_engines, self.dma_engines.spans
-        work = sum([
-            (stop - begin) * (count if engine < 0 else 1)
-            for transfer in self.transfers for engine, begin, stop in transfer.parts
-        ])  # fmt: skip
-        spans = dict(zip(ENGINES[:-1], self.spans, strict=False))
-        spans["scalar"] = spans["scalar"] + self.table_loads
-        spans["dma"] = [s for transfer in self.transfers for s in moving(transfer.parts)]
-        return Timeline(
-            trace=self.trace,
-            target=self.target,
-            start=self.start,
-            end=self.end,
-            interval_end=self.interval_end,
-            transfers=sorted(self.transfers, key=lambda transfer: transfer.index),
-            table_loads=self.table_loads,
-            busy_us={name: _covered(found) for name, found in spans.items()},
-            dma_engine_busy_us=work,
-            dma_stagger_us=self.dma_engines.step_us,
-            tensor_throttled_us=self.tensor.throttled_us,
-            latency_us=max(self.end, default=0.0),
-            placed=self.placed,
-            sbuf_overflow_bytes=dependences.sbuf.overflow,
-            waited=self.waited,
-        )
 
 
 def _covered(spans: Spans) -> float:
