@@ -10,7 +10,7 @@ from trace_builder import Builder, Scene, touched
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing.dependence import ENGINES, wake_us
 from nmm_compiler.simulator.timing.dma import stagger_us
-from nmm_compiler.simulator.timing.regions import Record, Records, overlaps
+from nmm_compiler.simulator.timing.regions import WRITE, Regions, overlaps
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.timeline import time_trace
 
@@ -209,7 +209,7 @@ def test_accesses_are_found_and_forgotten_among_many(data):
     tensor = Builder().tensor(memory, 64, 96)
     kinds = st.sampled_from(["tile"] * 6 + ["odd", "row", "element", "column", "strided"])
     starts = st.tuples(st.integers(0, 7), st.integers(0, 5), st.sampled_from([0, 0, 0, 3]))
-    records, kept = Records(), []
+    regions, kept = Regions(), []
     for number, (kind, (row, column, shift)) in enumerate(
         data.draw(st.lists(st.tuples(kinds, starts), min_size=5, max_size=120))
     ):
@@ -223,13 +223,19 @@ def test_accesses_are_found_and_forgotten_among_many(data):
             "column": tensor[:, at : at + 1],
             "strided": tensor[first : first + 8 : 2 if memory == "hbm" else 1, at : at + 16 : 4],
         }[kind]
-        found = {id(r) for r in records.near(access) if overlaps(r.access, access)}
-        assert found == {id(r) for r in kept if overlaps(r.access, access)}
+        region = regions.of(access)
+        found = [use for near in region.near for use in near.uses.values()]
+        assert sorted(found) == sorted(use for old, use in kept if overlaps(old, access))
+        use = float(number), 5, number
         if data.draw(st.booleans()):
-            records.replace_covered(access)
-            kept = [r for r in kept if not _inside(r.access, access)]
-        kept.append(Record(access, float(number), 5, number))
-        records.add(kept[-1])
+            region.written(use)
+            kept = [(old, use) for old, use in kept if not _inside(old, access)]
+        else:
+            region.read(use)  # the last one of an engine counts
+            kept = [
+                (old, use) for old, use in kept if old != access or use == region.uses.get(WRITE)
+            ]
+        kept.append((access, use))
 
 
 def _inside(old, new):
@@ -261,14 +267,3 @@ def test_work_takes_the_first_gap_that_is_long_enough(work):
             gaps += kept((tail, at))
             tail = at + duration
         assert slots.place(ready, duration) == at
-
-
-def test_a_thousand_columns_are_told_apart_quickly():
-    """Each column of a row-major matrix bounds all of it; only the grid keeps this linear."""
-    tensor = Builder().tensor("hbm", 128, 2000)
-    records, compared = Records(), 0
-    for column in range(1000):
-        access = tensor[:, column : column + 1]
-        compared += sum(1 for _ in records.near(access))
-        records.add(Record(access, 0.0, 5, 0))
-    assert compared < 20 * 1000

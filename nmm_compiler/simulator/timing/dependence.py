@@ -16,7 +16,7 @@ from collections.abc import Callable
 from nmm_compiler.errors import HazardError
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
-from nmm_compiler.simulator.timing.regions import Record, Records, covers, overlaps
+from nmm_compiler.simulator.timing.regions import WRITE, Regions, covers, overlaps
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Pool
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -60,12 +60,12 @@ class Storage:
     """
 
     __slots__ = (
-        "end", "floor", "freed_by", "last_use", "last_write", "place", "pool", "put_off", "reads",
-        "size", "user", "writes",
+        "end", "floor", "freed_by", "last_use", "last_write", "place", "pool", "put_off", "regions",
+        "size", "user",
     )  # fmt: skip
 
     def __init__(self, last_write: int, last_use: int) -> None:
-        self.writes, self.reads = Records(), Records()
+        self.regions = Regions()
         self.last_write, self.last_use = last_write, last_use
         self.user = self.freed_by = -1
         self.end = 0.0
@@ -143,12 +143,12 @@ class Dependences:
                 self._enter(storage)
             if storage.put_off:
                 self._book_users(storage, access, writers_only=True)
-            records = storage.writes
-            for record in records.near(access) if records.width else records.wide:
-                when = record.end + wake[record.engine]
-                same = record.access is access
-                if when > ready and (same or overlaps(record.access, access)):
-                    ready, waited = when, (_MADE_BY[record.engine], record.index, record.end)
+            for region in storage.regions.of(access).near:
+                if WRITE in region.uses:
+                    ended, other, index = region.uses[WRITE]
+                    when = ended + wake[other]
+                    if when > ready:
+                        ready, waited = when, (_MADE_BY[other], index, ended)
         own = engine if self._in_order[engine] else -1
         for access in writes:
             storage = storages[access.storage]
@@ -161,13 +161,11 @@ class Dependences:
                 when += self._free_us
                 if when > ready:
                     ready, waited = when, ("memory", storage.freed_by, storage.floor)
-            for records in (storage.writes, storage.reads):
-                for record in records.near(access) if records.width else records.wide:
-                    if record.engine == own:
-                        continue
-                    when = record.end + wake[record.engine]
-                    if when > ready and overlaps(record.access, access):
-                        ready, waited = when, ("reuse", record.index, record.end)
+            for region in storage.regions.of(access).near:
+                for ended, other, index in region.uses.values():
+                    when = ended + wake[other]
+                    if when > ready and other != own:
+                        ready, waited = when, ("reuse", index, ended)
         self.waited = waited
         return ready
 
@@ -230,10 +228,7 @@ class Dependences:
             if end > storage.end:
                 storage.end, storage.user = end, index
             if index < storage.last_use:
-                for records in (storage.reads, storage.writes):
-                    if records.wide or records.cells:
-                        records.replace_covered(access)
-                storage.writes.add(Record(access, end, engine, index))
+                storage.regions.of(access).written((end, engine, index))
             elif storage.pool is not None:
                 self._release(storage, storage.pool)
         for access in reads:
@@ -243,7 +238,7 @@ class Dependences:
             if read_end > source.end:
                 source.end, source.user = read_end, index
             if index < source.last_write:
-                self._remember_read(source.reads, Record(access, read_end, engine, index))
+                source.regions.of(access).read((read_end, engine, index))
             elif index == source.last_use and source.pool is not None:
                 self._release(source, source.pool)
 
@@ -253,23 +248,6 @@ class Dependences:
             self._book_users(storage)
         pool.release(storage.size, storage.end, storage.user)
         storage.pool = None
-
-    @staticmethod
-    def _remember_read(records: Records, new: Record) -> None:
-        access = new.access
-        for record in records.near(access):
-            old = record.access
-            if (
-                record.engine == new.engine
-                and old.byte_start == access.byte_start
-                and old.pattern == access.pattern
-                and old.partition_start == access.partition_start
-                and old.partition_stop == access.partition_stop
-            ):
-                if new.end > record.end:
-                    record.end, record.index = new.end, new.index
-                return
-        records.add(new)
 
 
 _OUT_OF_A_LOOP = (

@@ -2,27 +2,21 @@
 
 An access is a set of bytes: a partition range, a byte range and a strided pattern inside it.
 Bounding ranges are compared first; only when they intersect and one side has holes are the
-patterns themselves compared. A kernel that tiles one HBM tensor writes thousands of interleaved
-regions. So the records of a storage, once they are more than a few, are kept in a grid of its rows
-and columns, whose cell is a region that was met, and the comparison of two patterns at one distance
-is cached.
+patterns themselves compared, and the comparison of two patterns at one distance is cached. Kernels
+touch the same regions again and again, so each region of a storage knows those that overlap it.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from nmm_compiler.simulator.tensors.geometry import Pattern, contiguous_run, merged
 from nmm_compiler.simulator.trace import Access
 
-_FEW = 6
-_WIDE_CELLS = 16
-_WIDE_RECORDS = 12
 _RUNS_LIMIT = 1 << 20
 
 
@@ -52,16 +46,6 @@ def _patterns_meet(first: Pattern, item: int, second: Pattern, other: int, delta
     low = np.searchsorted(right, left - right_run, side="right")
     high = np.searchsorted(right, left + left_run, side="left")
     return bool((high > low).any())
-
-
-class Record:
-    """One remembered access: its region, when it ends (microseconds), and which engine and
-    instruction made it."""
-
-    __slots__ = ("access", "end", "engine", "index")
-
-    def __init__(self, access: Access, end: float, engine: int, index: int) -> None:
-        self.access, self.end, self.engine, self.index = access, end, engine, index
 
 
 def overlaps(first: Access, second: Access) -> bool:
@@ -115,85 +99,53 @@ def distinct_bytes(accesses: Sequence[Access]) -> int:
     return int(np.maximum(stop - np.maximum(start, seen), 0).sum())
 
 
-class Records:
-    """The accesses of one storage that a later access may depend on: a few, or a grid of cells.
+Use = tuple[float, int, int]
+"""A write or a read: when it ends (microseconds), the engine and the index of the instruction."""
+WRITE = -1
 
-    The grid is laid by one access: its pitch is the step of that one's outermost dimension (0 for
-    one row), a cell has as many rows and as many bytes of each. So equal tiles have a cell each.
-    Accesses of many cells are kept aside; when they become many, one of them lays the grid anew.
+
+class Region:
+    """Bytes of a storage that instructions touch.
+
+    near: the regions that share a byte with it, itself too. uses: the last write of exactly these
+    bytes, by `WRITE`, and the last read since then of each engine; later writes hide both.
     """
 
-    __slots__ = ("across", "cells", "pitch", "rows", "wide", "wide_limit", "width")
+    __slots__ = ("access", "near", "uses")
 
-    def __init__(self) -> None:
-        self.cells: dict[int, list[Record]] = {}
-        self.wide: list[Record] = []  # all of them, while there is no grid
-        self.wide_limit = _FEW
-        self.pitch, self.rows, self.width, self.across = 0, 1, 0, 1
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self.near: list[Region] = []
+        self.uses: dict[int, Use] = {}
 
-    def near(self, access: Access) -> Iterable[Record]:
-        """Return the records that may overlap `access` (a superset; some may come twice)."""
-        if not self.width:
-            return self.wide
-        cells, keys = self.cells, self._cells_of(access)
-        if not self.wide and len(keys) == 1:
-            return cells.get(keys[0], ())
-        if len(keys) > len(cells):
-            keys = list(cells)
-        return itertools.chain(self.wide, *[cells[key] for key in keys if key in cells])
+    def written(self, use: Use) -> None:
+        """Remember a write, and forget what it covers."""
+        for other in self.near:
+            if other is self or covers(self.access, other.access):
+                other.uses.clear()
+        self.uses[WRITE] = use
 
-    def replace_covered(self, access: Access) -> None:
-        """Forget the records that a new write of `access` covers whole."""
-        self.wide = [r for r in self.wide if not covers(access, r.access)]
-        cells, keys = self.cells, self._cells_of(access) if self.width else ()
-        for key in keys if len(keys) <= len(cells) else list(cells):
-            cell = cells.get(key)
-            if cell:
-                cells[key] = [r for r in cell if not covers(access, r.access)]
+    def read(self, use: Use) -> None:
+        """Remember a read."""
+        before = self.uses.get(use[1])
+        if before is None or use[0] > before[0]:
+            self.uses[use[1]] = use
 
-    def add(self, record: Record) -> None:
-        """Remember one access."""
-        keys = self._cells_of(record.access) if self.width else ()
-        if keys and len(keys) <= _WIDE_CELLS:
-            for key in keys:
-                self.cells.setdefault(key, []).append(record)
-            return
-        self.wide.append(record)
-        if len(self.wide) > self.wide_limit:
-            inside = (record for cell in self.cells.values() for record in cell)
-            known = {id(one): one for one in (*inside, *self.wide)}
-            self.cells, self.wide = {}, []
-            self.wide_limit = max(2 * len(known), _WIDE_RECORDS)
-            self._lay(record.access)
-            for one in known.values():
-                self.add(one)
 
-    def _lay(self, access: Access) -> None:
-        """Take the pitch and the cell from an access."""
-        step, count = access.pattern[0]
-        self.pitch = step if count > 1 and step > access.item_bytes else 0
-        self.rows = count if self.pitch else 1
-        extent = access.byte_stop - access.byte_start - (self.rows - 1) * self.pitch
-        self.width = max(extent, access.item_bytes)
-        self.across = -(-self.pitch // self.width) or 1
+class Regions(dict[tuple[int, int, int, Pattern], Region]):
+    """The regions of one storage; which of them overlap is found once for each."""
 
-    def _cells_of(self, access: Access) -> Sequence[int]:
-        """Return the cells that `access` touches, by their numbers."""
-        start, stop, pitch, width = access.byte_start, access.byte_stop, self.pitch, self.width
-        if not pitch:
-            return range(start // width, (stop - 1) // width + 1)
-        first, low = divmod(start, pitch)
-        step, count = access.pattern[0]
-        last = first + count - 1 if step == pitch else first
-        high = low + stop - start - (last - first) * pitch
-        if high > pitch:  # not a tile of this matrix: whole rows
-            last, low, high = (stop - 1) // pitch, 0, pitch
-        first, last = first // self.rows * self.across, last // self.rows * self.across
-        left, right = low // width, (high - 1) // width
-        if first == last:
-            return range(first + left, first + right + 1)
-        return [
-            row + column
-            for row in range(first, last + 1, self.across)
-            for column in range(left, right + 1)
-        ]
+    def of(self, access: Access) -> Region:
+        """Return the region of an access."""
+        key = access.partition_start, access.partition_stop, access.byte_start, access.pattern
+        region = self.get(key)
+        if region is None:
+            region = self[key] = Region(access)
+            first, stop = access.byte_start, access.byte_stop
+            for other in self.values():
+                known = other.access  # most lie elsewhere
+                if known.byte_start < stop and first < known.byte_stop and overlaps(known, access):
+                    region.near.append(other)
+                    if other is not region:
+                        other.near.append(region)
+        return region
