@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nmm_compiler.errors import impossible_profile, timeline_missing
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
-from nmm_compiler.simulator.tensors.geometry import Pattern
 from nmm_compiler.simulator.timing import causes, profile_parts
 from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
-from nmm_compiler.simulator.timing.regions import distinct_bytes
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -43,27 +40,23 @@ class Profile(Shown, Record):
         start_stop_us, which launching and ending a kernel adds on the device.
     engine_busy_us: per engine the time with at least one instruction in flight
         (tensor_engine_active_time, vector_engine_active_time, ..., dma_active_time).
-    dma_engine_busy_us: transfer time summed over the 16 DMA engines.
     hbm_read_bytes, hbm_write_bytes: bytes that DMAs moved from and to HBM (same names), with two
         cores (lnc=2) those of both. So is minimal_hbm_bytes; every other figure is of one core.
     flops: of matrix products, 2 k m n each with k rows of both operands (each partition holds two
         of double rows, four of MX), k m n with an operand of ones and zeros, which only adds;
         transposes left out (model_flops).
-    transpose_flops: of transposes on TensorE (transpose_flops).
     mfu: flops over latency at the bf16 peak, so that bf16 reaches at most 1, float32 0.25, fp8
-        double rows 2, MX 4 (mfu_estimated_percent / 100); hfu counts transposes too
-        (hfu_estimated_percent / 100).
+        double rows 2, MX 4 (mfu_estimated_percent / 100).
     mbu: HBM bytes over latency at the core's share of HBM bandwidth, 0 to 1
         (mbu_estimated_percent / 100, which AWS takes of a whole HBM stack).
     compute_us: the products at TensorE's peak for their dtype; memory_us: minimal_hbm_bytes at
         the bandwidth a core can reach; roofline_us: the larger; bound says which.
-    minimal_hbm_bytes: distinct bytes of inputs and outputs touched.
+    minimal_hbm_bytes: of the distinct regions of inputs and outputs, of each tensor at most all.
     sbuf_peak_bytes: per partition; psum_peak_banks: of 8. overflow: live bytes beyond the memory.
     transposes: counts by where they run ("dma", "tensor", "vector").
     instructions: counts by engine, then op.
     program_instructions: of them, those that the compiled program holds: all loops unrolled but the
         ones on the device, whose body counts once.
-    throttled_us: what TensorE's clock ramp cost (throttle_active_time, lost part).
     unmodelled: effects in this run that the model does not include, one sentence each.
 
     Raises SimulationError for a latency that TensorE's peak, or the bandwidth of HBM, does
@@ -74,13 +67,10 @@ class Profile(Shown, Record):
     latency_us: float
     start_stop_us: float
     engine_busy_us: dict[str, float]
-    dma_engine_busy_us: float
     hbm_read_bytes: int
     hbm_write_bytes: int
     flops: int
-    transpose_flops: int
     mfu: float
-    hfu: float
     mbu: float
     compute_us: float
     memory_us: float
@@ -90,7 +80,6 @@ class Profile(Shown, Record):
     sbuf_peak_bytes: int
     psum_peak_banks: int
     sbuf_overflow_bytes: int
-    throttled_us: float
     transposes: dict[str, int]
     instructions: dict[str, dict[str, int]]
     program_instructions: int = 0
@@ -239,8 +228,7 @@ def profile_timeline(timeline: Timeline) -> Profile:
     trace, target = timeline.trace, timeline.target
     instructions: dict[str, dict[str, int]] = {}
     transposes = {"dma": 0, "tensor": 0, "vector": 0}
-    flops = transpose_flops = 0
-    ideal_us = 0.0
+    flops, ideal_us = 0, 0.0
     kinds: dict[int, _Kind] = {}
     for index, instruction in enumerate(trace.instructions):
         key = instruction.kind or -index  # of its own kind, where nobody has compared it
@@ -254,7 +242,6 @@ def profile_timeline(timeline: Timeline) -> Profile:
         ops[op] = ops.get(op, 0) + kind.count
         if kind.transposes_on:
             transposes[kind.transposes_on] += kind.count
-            transpose_flops += kind.count * kind.flops
         else:
             flops += kind.count * kind.flops
     read = sum([transfer.cost.hbm_read_bytes for transfer in timeline.transfers.values()])
@@ -268,13 +255,10 @@ def profile_timeline(timeline: Timeline) -> Profile:
         latency_us=latency,
         start_stop_us=target.kernel_start_stop_seconds * _US,
         engine_busy_us={k: v for k, v in timeline.busy_us.items() if k != "sync"},
-        dma_engine_busy_us=timeline.dma_engine_busy_us,
         hbm_read_bytes=read,
         hbm_write_bytes=written,
         flops=flops,
-        transpose_flops=transpose_flops,
         mfu=_share(flops * _US, latency * peak),
-        hfu=_share((flops + transpose_flops) * _US, latency * peak),
         mbu=_share((read + written) * _US, latency * target.hbm_bytes_per_second),
         compute_us=ideal_us,
         memory_us=memory_us,
@@ -284,7 +268,6 @@ def profile_timeline(timeline: Timeline) -> Profile:
         sbuf_peak_bytes=trace.sbuf_peak_bytes,
         psum_peak_banks=trace.psum_peak_banks,
         sbuf_overflow_bytes=timeline.sbuf_overflow_bytes,
-        throttled_us=timeline.tensor_throttled_us,
         transposes=transposes,
         instructions=instructions,
         program_instructions=trace.program_instructions,
@@ -315,17 +298,15 @@ class _Kind:
 
 
 def minimal_hbm_bytes(trace: Trace) -> int:
-    """Return the distinct bytes of kernel inputs and outputs that the trace touches.
+    """Return the bytes of the distinct regions of inputs and outputs, of each tensor at most all.
 
     HBM that is written first and read later is scratch and does not count. The trace does not hold
-    the addresses that an index chooses: each such access counts what it moves, and together they
-    count at most the whole tensor.
+    the addresses that an index chooses: each such access counts as a region of its own.
     """
-    regions: dict[int, dict[tuple[int, Pattern], Access]] = collections.defaultdict(dict)
-    chosen: dict[int, int] = collections.Counter()
+    regions: dict[int, dict[tuple[Any, ...], int]] = collections.defaultdict(dict)
     first: dict[int, bool] = {}
     scratch: set[int] = set()
-    for instruction in trace.instructions:
+    for index, instruction in enumerate(trace.instructions):
         if instruction.engine in _ON_CHIP:
             continue
         for access in instruction.operands:
@@ -334,29 +315,18 @@ def minimal_hbm_bytes(trace: Trace) -> int:
             reads = access in instruction.reads
             if first.setdefault(access.storage, reads) < reads:
                 scratch.add(access.storage)
-            if _is_chosen(access):
-                chosen[access.storage] += access.elements_per_partition * access.item_bytes
-            regions[access.storage][access.byte_start, access.pattern] = access
-    total = 0
-    for storage, touched in regions.items():
-        if storage in scratch:
-            continue
-        fixed = [access for access in touched.values() if not _is_chosen(access)]
-        moved = chosen[storage] + (distinct_bytes(fixed) if fixed else 0)
-        whole = max(access.byte_stop for access in touched.values())
-        total += min(moved, whole) if chosen[storage] else moved
-    return total
+            key = access.byte_start, access.pattern, index if _is_chosen(access) else -1
+            regions[access.storage][key] = access.elements_per_partition * access.item_bytes
+    return sum(
+        min(sum(sizes.values()), trace.allocations[storage].bytes_per_partition)
+        for storage, sizes in regions.items() if storage not in scratch
+    )  # fmt: skip
 
 
 def _is_chosen(access: Access) -> bool:
     """Return whether an index chooses the address: then the bounds are those of the tensor."""
-    return _steps(access.pattern) + access.item_bytes < access.byte_stop - access.byte_start
-
-
-@functools.lru_cache(4096)
-def _steps(pattern: Pattern) -> int:
-    """Return the bytes from the first element of a pattern to the last."""
-    return sum(abs(step) * (count - 1) for step, count in pattern)
+    walked = sum(abs(step) * (count - 1) for step, count in access.pattern)
+    return walked + access.item_bytes < access.byte_stop - access.byte_start
 
 
 def _rows(instruction: Instruction) -> int:
