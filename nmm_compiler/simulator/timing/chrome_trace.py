@@ -5,14 +5,13 @@ leads from an instruction or a load to what waited for it. A slice lasts as long
 busy, and its full latency is an argument.
 
 The format wants microseconds. Perfetto multiplies them by 1000 and cuts the fraction off, and drops
-a slice that overlaps its neighbour on a row. So all times are put on one grid of whole nanoseconds,
-both ends of a slice alike, and written as the least number that Perfetto reads as that nanosecond.
+a slice that overlaps its neighbour on a row. So all times are whole nanoseconds here, both ends of
+a slice alike, and are written a tenth of one later.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,11 @@ def write_chrome_traces(timelines: Mapping[str, Timeline], path: str | Path) -> 
         arrows, before = 0, '{"displayTimeUnit": "ns", "traceEvents": [\n'
         for number, (name, timeline) in enumerate(timelines.items()):
             for event in _events(timeline, name and f"{name}: "):
-                event["pid"] += number * _PROCESSES_EACH
+                shown = {**event, "pid": event["pid"] + number * _PROCESSES_EACH}
                 if "id" in event:  # different for every arrow of the file
-                    event["id"] += arrows
-                yield before + json.dumps(event)
+                    shown["id"] += arrows
+                shown |= {key: event[key] / 1000 + 1e-4 for key in ("ts", "dur") if key in event}
+                yield before + json.dumps(shown)
                 before = ",\n"
             arrows += len(timeline.trace.instructions)
         yield "\n]}\n"
@@ -71,9 +71,10 @@ def _events(timeline: Timeline, prefix: str) -> Iterator[Event]:
     ]  # fmt: skip
     for process, row, title in rows:
         yield _named("thread_name", process, row, title)
-    yield from _compute_slices(timeline)
-    yield from _dma_slices(timeline, queues)
-    yield from _flows(timeline)
+    slices: dict[int, Event] = {}
+    yield from _compute_slices(timeline, slices)
+    yield from _dma_slices(timeline, queues, slices)
+    yield from _flows(timeline, slices)
 
 
 def _engine_row(number: int) -> int:
@@ -94,9 +95,11 @@ def _arguments(timeline: Timeline, index: int) -> dict[str, Any]:
     return args
 
 
-def _compute_slices(timeline: Timeline) -> Iterator[Event]:
-    """Yield the instructions by engine and time; one that fills stalls in pieces begins behind
-    what runs before it, because slices of one row must not overlap.
+def _compute_slices(timeline: Timeline, slices: dict[int, Event]) -> Iterator[Event]:
+    """Yield the instructions by engine and time, and keep each in `slices`.
+
+    One that fills stalls in pieces begins behind what runs before it, because slices of one row
+    must not overlap.
     """
     free: dict[int, float] = {}
     instructions = timeline.trace.instructions
@@ -108,14 +111,15 @@ def _compute_slices(timeline: Timeline) -> Iterator[Event]:
         stop = timeline.interval_end[index]
         start = min(max(timeline.start[index], free.get(row, 0.0)), stop)
         free[row] = stop
-        yield _slice(
-            instruction.name or instruction.op, _CORE, row, start, stop, _arguments(timeline, index)
-        )
+        name = instruction.name or instruction.op
+        slices[index] = _slice(name, _CORE, row, start, stop, _arguments(timeline, index))
+        yield slices[index]
     for start, stop in timeline.table_loads:
         yield _slice("activation table load", _CORE, _ROWS["scalar"], start, stop, {})
 
 
-def _dma_slices(timeline: Timeline, queues: list[str]) -> Iterator[Event]:
+def _dma_slices(timeline: Timeline, queues: list[str], slices: dict[int, Event]) -> Iterator[Event]:
+    """Yield the issue and the parts of each DMA, and keep its first part in `slices`."""
     for index, transfer in sorted(timeline.transfers.items()):
         instruction, cost = timeline.trace.instructions[index], transfer.cost
         name = instruction.name or instruction.op
@@ -127,59 +131,39 @@ def _dma_slices(timeline: Timeline, queues: list[str]) -> Iterator[Event]:
         row = _FIRST_QUEUE_ROW + queues.index(cost.queue)
         yield _slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
         for engine, start, stop in transfer.parts:
-            yield _slice(name, _DMA, _engine_row(engine), start, stop, {"index": index})
+            part = _slice(name, _DMA, _engine_row(engine), start, stop, {"index": index})
+            slices.setdefault(index, part)
+            yield part
 
 
-def _flows(timeline: Timeline) -> Iterator[Event]:
+def _flows(timeline: Timeline, slices: dict[int, Event]) -> Iterator[Event]:
     """Yield both ends of an arrow for each wait for another instruction's result or operands.
 
     A slice shorter than a nanosecond cannot hold an end of an arrow.
     """
-
-    def place(index: int) -> tuple[Event, int, int]:
-        if index in timeline.transfers:
-            engine, start, stop = timeline.transfers[index].parts[0]
-            row = {"pid": _DMA, "tid": _engine_row(engine)}
-        else:
-            start, stop = timeline.start[index], timeline.interval_end[index]
-            row = {"pid": _CORE, "tid": _ROWS[timeline.engine(index)]}
-        return row, _nanoseconds(start), _nanoseconds(stop)
-
     for index, (kind, cause, _) in enumerate(timeline.waited):
         if cause < 0 or kind not in ("result", "load", "reuse"):
             continue
-        row, start, stop = place(cause)
-        to_row, to_start, to_stop = place(index)
-        if stop > start and to_stop > to_start >= start:
+        source, sink = slices[cause], slices[index]
+        if source["dur"] and sink["dur"] and sink["ts"] >= source["ts"]:
             name = "load to use" if kind == "load" else "semaphore"
             arrow = {"name": name, "cat": "flow", "id": index + 1}
-            # within the slice, which ends before its stop
-            yield {"ph": "s", **arrow, **row, "ts": _microseconds(stop - 1)}
-            yield {"ph": "f", **arrow, **to_row, "ts": _microseconds(to_start), "bp": "e"}
+            last = source["ts"] + source["dur"] - 1  # within the slice, which ends before its stop
+            yield {"ph": "s", **arrow, "pid": source["pid"], "tid": source["tid"], "ts": last}
+            yield {**arrow, "ph": "f", "pid": sink["pid"], "tid": sink["tid"], "ts": sink["ts"],
+                   "bp": "e"}  # fmt: skip
 
 
 def _slice(
     name: str, process: int, row: int, start_us: float, stop_us: float, args: dict[str, Any]
 ) -> Event:
-    start, stop = _nanoseconds(start_us), _nanoseconds(stop_us)
+    """Return a slice, in nanoseconds."""
+    start, stop = round(start_us * 1000), round(stop_us * 1000)
     return {
-        "ph": "X", "name": name, "pid": process, "tid": row,
-        "ts": _microseconds(start), "dur": _microseconds(stop - start), "args": args,
+        "ph": "X", "name": name, "pid": process, "tid": row, "ts": start, "dur": stop - start,
+        "args": args,
     }  # fmt: skip
 
 
 def _named(kind: str, process: int, row: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}}
-
-
-def _nanoseconds(us: float) -> int:
-    """Return the point of the common grid that is nearest to a time in microseconds."""
-    return round(us * 1000)
-
-
-def _microseconds(ns: int) -> float:
-    """Return the least number of microseconds that Perfetto reads as `ns` nanoseconds."""
-    us = ns / 1000
-    while int(us * 1000.0) < ns:
-        us = math.nextafter(us, math.inf)
-    return us
