@@ -4,7 +4,7 @@
 a consumer waits for `latency`. The difference is the fixed pipeline overhead, which back-to-back
 independent instructions hide and dependent ones pay. How many cycles an instruction streams is in
 its row (`isa/cycles.py`). A trace repeats a few kinds of instructions thousands of times, and the
-simulator numbers them while it runs (`Instruction.kind`), so `work_of` finds each cost once.
+simulator numbers them while it runs (`Instruction.kind`), so each cost is found once.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ _IN_EVERY_TABLE = frozenset({"copy", "identity", "square", "abs", "relu", ""})
 class Work:
     """One kind of instruction. Times in microseconds.
 
+    first: one of them; count: how many there are in the trace.
     engine: where it runs, as an index of ENGINES. placed: the compiler put it there, not the trace.
     interval, latency: as in costs.py.
     table: the activation function whose table it needs, "" for none. dma: the cost of a transfer.
@@ -127,6 +128,7 @@ class Work:
     """
 
     def __init__(self, engine: int, placed: bool, instruction: Instruction) -> None:
+        self.first, self.count = instruction, 0
         self.engine, self.placed = engine, placed
         self.interval = self.latency = 0.0
         self.table = ""
@@ -135,8 +137,8 @@ class Work:
         self.psum, self.sbuf = "psum" in memories, "sbuf" in memories
 
 
-def work_of(target: Target, instruction: Instruction, kinds: dict[int, Work]) -> Work:
-    """Return the work of an instruction, and keep it in `kinds` by its kind."""
+def work_of(target: Target, instruction: Instruction) -> Work:
+    """Return the work of an instruction."""
     engine = ENGINES.index(instruction.engine)
     placed = target.unset_engine_prefers_scalar and engine == VECTOR and scalar_can(instruction)
     work = Work(SCALAR if placed else engine, placed, instruction)
@@ -150,6 +152,4 @@ def work_of(target: Target, instruction: Instruction, kinds: dict[int, Work]) ->
         needs_table = work.engine == SCALAR and instruction.op.startswith("activat")
         if needs_table and name not in _IN_EVERY_TABLE:
             work.table = name
-    if instruction.kind:
-        kinds[instruction.kind] = work
     return work

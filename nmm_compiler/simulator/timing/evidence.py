@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nmm_compiler.records import Record
+from nmm_compiler.simulator.timing.costs import Work
 from nmm_compiler.simulator.timing.timeline import Timeline
-from nmm_compiler.simulator.trace import Instruction
 
 HELD_OUT = Path(__file__).with_name("held_out.json")
 CLASSES = ("matrix", "vector", "dma", "mixed")
@@ -81,18 +81,20 @@ _US = 1e6
 def unmodelled(
     timeline: Timeline,
     counts: dict[str, dict[str, int]],
-    kinds: Sequence[tuple[Instruction, int]],
+    kinds: Iterable[Work],
 ) -> tuple[str, ...]:
     """Return the effects that may matter to this run and are not modelled.
 
-    counts: of instructions, by engine and op. kinds: an instruction of each kind, and how many
-        count as it does.
+    counts: of instructions, by engine and op.
     """
     trace, target = timeline.trace, timeline.target
     tiny, limited = _tiny_instructions(timeline, counts), _float32_products(timeline, kinds)
     barriers = sum(ops.get("core_barrier", 0) for ops in counts.values())
     queues = sorted({transfer.cost.queue for transfer in timeline.transfers.values()})
-    unset = sum(n for i, n in kinds if i.engine == "vector" and i.attributes.get("unset"))
+    unset = sum(
+        kind.count for kind in kinds
+        if kind.first.engine == "vector" and kind.first.attributes.get("unset")
+    )  # fmt: skip
     chosen = "ScalarE" if target.unset_engine_prefers_scalar else "VectorE"
     measured = any(source.kind == "measured" for source in target.sources.values())
     effects = (
@@ -132,13 +134,13 @@ def _tiny_instructions(timeline: Timeline, counts: dict[str, dict[str, int]]) ->
     return 0
 
 
-def _float32_products(timeline: Timeline, kinds: Sequence[tuple[Instruction, int]]) -> int:
+def _float32_products(timeline: Timeline, kinds: Iterable[Work]) -> int:
     """Return how many products take float32, if a power limit is known and TensorE hardly rests."""
     ramps = timeline.target.tensor_ramp_seconds > 0.0
     if not ramps or 2.0 * timeline.busy_us["tensor"] < timeline.latency_us:
         return 0
     return sum(
-        count
-        for instruction, count in kinds
-        if instruction.engine == "tensor" and "float32" in [a.dtype for a in instruction.reads]
+        kind.count
+        for kind in kinds
+        if kind.first.engine == "tensor" and "float32" in [a.dtype for a in kind.first.reads]
     )

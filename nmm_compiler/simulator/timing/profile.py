@@ -228,22 +228,17 @@ def profile_timeline(timeline: Timeline) -> Profile:
     trace, target = timeline.trace, timeline.target
     instructions: dict[str, dict[str, int]] = {}
     transposes = {"dma": 0, "tensor": 0, "vector": 0}
-    flops, ideal_us = 0, 0.0
-    kinds: dict[int, _Kind] = {}
-    for index, instruction in enumerate(trace.instructions):
-        key = instruction.kind or -index  # of its own kind, where nobody has compared it
-        kind = kinds.get(key)
-        if kind is None:
-            kind = kinds[key] = _Kind(instruction, target)
-        kind.count += 1
-        ideal_us += kind.ideal_us
-    for kind in kinds.values():
-        ops, op = instructions.setdefault(kind.first.engine, {}), kind.first.op
-        ops[op] = ops.get(op, 0) + kind.count
-        if kind.transposes_on:
-            transposes[kind.transposes_on] += kind.count
-        else:
-            flops += kind.count * kind.flops
+    flops, ideal_us, kinds = 0, 0.0, timeline.kinds.values()
+    for kind in kinds:
+        first, count = kind.first, kind.count
+        ops = instructions.setdefault(first.engine, {})
+        ops[first.op] = ops.get(first.op, 0) + count
+        if first.attributes.get("transpose") or first.attributes.get("is_transpose"):
+            transposes[first.engine] += count
+        elif first.engine == "tensor":
+            each = _flops(first)
+            flops += count * each
+            ideal_us += count * each / _peak(target, first) * _US
     read = sum([transfer.cost.hbm_read_bytes for transfer in timeline.transfers.values()])
     written = sum([transfer.cost.hbm_write_bytes for transfer in timeline.transfers.values()])
     minimal = minimal_hbm_bytes(trace)
@@ -271,30 +266,17 @@ def profile_timeline(timeline: Timeline) -> Profile:
         transposes=transposes,
         instructions=instructions,
         program_instructions=trace.program_instructions,
-        unmodelled=unmodelled(timeline, instructions, [(k.first, k.count) for k in kinds.values()]),
+        unmodelled=unmodelled(timeline, instructions, kinds),
     )
     object.__setattr__(profile, "_timeline", timeline)  # not a field: JSON leaves it out
     return profile
 
 
-class _Kind:
-    """Instructions that count alike: one of them, how many, their products at TensorE's peak.
-
-    transposes_on: the engine of a transpose, else "".
-    """
-
-    def __init__(self, instruction: Instruction, target: Target) -> None:
-        self.first, self.count = instruction, 0
-        attributes = instruction.attributes
-        turns = attributes.get("transpose") or attributes.get("is_transpose")
-        self.transposes_on = instruction.engine if turns else ""
-        self.flops, self.ideal_us = 0, 0.0
-        if instruction.engine == "tensor":
-            each = 1 if attributes.get("onezero") else 2
-            k, m, n = (int(attributes[name]) for name in ("k", "m", "n"))
-            self.flops = each * _rows(instruction) * k * m * n
-            if not turns:
-                self.ideal_us = self.flops / _peak(target, instruction) * _US
+def _flops(product: Instruction) -> int:
+    """Return the operations of a product; one with an operand of ones and zeros only adds."""
+    attributes = product.attributes
+    k, m, n = (int(attributes[name]) for name in ("k", "m", "n"))
+    return (1 if attributes.get("onezero") else 2) * _rows(product) * k * m * n
 
 
 def minimal_hbm_bytes(trace: Trace) -> int:

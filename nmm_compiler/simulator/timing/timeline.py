@@ -68,6 +68,7 @@ class Timeline:
     waited: per instruction what its start waited for; of a DMA, its issue.
     transfers: the DMAs, by their place in the trace.
     table_loads: (start, end) on ScalarE.
+    kinds: the instructions that cost the same, by a number.
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
@@ -83,6 +84,7 @@ class Timeline:
         self.waited = [AT_ONCE] * count
         self.transfers: dict[int, Transfer] = {}
         self.table_loads: Spans = []
+        self.kinds: dict[int, Work] = {}
         self.placed: dict[int, str] = {}
         self.sbuf_overflow_bytes = 0
         self.tensor_throttled_us = 0.0
@@ -208,7 +210,7 @@ class _Pass:
         start, end, interval_end, waited = line.start, line.end, line.interval_end, line.waited
         dependences, engines = self.dependences, self.engines
         ready_of, done = dependences.ready, dependences.done
-        kinds: dict[int, Work] = {}
+        kinds, target = line.kinds, self.target
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
@@ -216,7 +218,11 @@ class _Pass:
             if instruction.op == "core_barrier":
                 self._meet(index, "barrier")
                 yield self.floor
-            work = kinds.get(instruction.kind) or work_of(self.target, instruction, kinds)
+            kind = instruction.kind or -index  # of its own kind, where nobody has compared it
+            work = kinds.get(kind)
+            if work is None:
+                work = kinds[kind] = work_of(target, instruction)
+            work.count += 1
             reads, writes = instruction.reads, instruction.writes
             engine = work.engine
             if work.placed:
