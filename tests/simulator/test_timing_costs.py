@@ -283,7 +283,7 @@ def test_one_load():
     (transfer,) = timeline.transfers.values()
     assert transfer.cost.descriptors == 128
     assert transfer.issue_end - transfer.issue_start == pytest.approx(0.485 + 128 * 0.95e-3)
-    ((engine, start, stop),) = transfer.parts
+    ((engine, start, stop, _),) = transfer.parts
     assert engine == -1  # all 16 alike
     assert start == pytest.approx(1.3)  # start latency
     # eight rows of 2 KiB per engine, 6 ns each and a sixteenth of the core's 362 GB/s
@@ -322,10 +322,10 @@ def test_partitions_choose_the_dma_engines_which_start_one_after_another(first, 
     """)
     (transfer,) = time_trace(scene.trace, TRN2).transfers.values()
     row = 0.006 + 8192 / FROM_HBM * 1e6
-    assert {engine: stop - start for engine, start, stop in transfer.parts} == {
+    assert {engine: stop - start for engine, start, stop, _ in transfer.parts} == {
         engine: pytest.approx(rows * row) for engine, rows in engines.items()
     }
-    starts = [start for _, start, _ in transfer.parts]
+    starts = [start for _, start, _, _ in transfer.parts]
     assert starts == pytest.approx([starts[0] + rank * 0.3 / 15 for rank in range(len(starts))])
 
 

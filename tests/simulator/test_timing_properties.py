@@ -115,7 +115,7 @@ def test_nothing_does_two_things_at_once(trace, target, reorder):
             [
                 (start + shift, stop + shift)
                 for transfer in transfers
-                for which, start, stop in transfer.parts
+                for which, start, stop, _ in transfer.parts
                 if which in (-1, engine)
                 for shift in [engine * stagger_us(target) if which < 0 else 0.0]
             ]
@@ -136,7 +136,7 @@ def test_totals_add_up(trace, target):
         ):
             assert counted == sum(4 * a.elements_per_partition for a in side if a.memory == "hbm")
         assert transfer.issue_start >= 0.0
-        assert min(start for _, start, _ in transfer.parts) >= transfer.issue_end - TINY
+        assert min(start for _, start, _, _ in transfer.parts) >= transfer.issue_end - TINY
     assert timeline.latency_us == max(timeline.end)
     for engine, busy in timeline.busy_us.items():
         assert busy <= timeline.latency_us + TINY, engine

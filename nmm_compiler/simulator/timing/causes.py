@@ -62,12 +62,11 @@ def critical_path(timeline: Timeline) -> list[Step]:
     steps: list[Step] = []
     if not timeline.end:
         return steps
-    walk = _Walk(timeline)
     until, index = timeline.latency_us, max(range(len(timeline.end)), key=timeline.end.__getitem__)
     seen: set[tuple[int, float]] = set()
     while until > _SAME_US and (index, until) not in seen:
         seen.add((index, until))
-        kind, cause, ended = walk.enter(index, until, steps)
+        kind, cause, ended = _enter(timeline, index, until, steps)
         start = steps[-1].start_us
         if cause < 0:
             if start > _SAME_US:
@@ -80,48 +79,31 @@ def critical_path(timeline: Timeline) -> list[Step]:
     return steps[::-1]
 
 
-class _Walk:
-    """Follows causes back. carried: by (transfer, DMA engine), the transfer before on that one."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        self.carried: dict[tuple[int, int], int] = {}
-        last: dict[int, int] = {}
-        transfers = timeline.transfers.items()
-        parts = sorted((p[1], p[0], index) for index, t in transfers for p in t.parts)
-        for _, engine, index in parts:
-            self.carried[index, engine] = last.get(engine, last.get(-1, -1))
-            last[engine] = index
-
-    def enter(self, index: int, until: float, steps: list[Step]) -> Waited:
-        """Add the steps of one instruction that was left at `until`; return what it waited for."""
-        line = self.timeline
-        transfer, cause = line.transfers.get(index), line.waited[index]
-        start, step_us = line.start[index], stagger_us(line.target)
-        kind = cause[0]
-        if transfer is None:
-            steps.append(Step(index, "compute", min(start, until), until, kind))
-            return cause
-        if until <= transfer.issue_end + _SAME_US:  # left for the next in its queue
-            steps.append(Step(index, "issue", start, until, kind))
-            return cause
-        # the part that ended then, else the last one
-        part = max(transfer.parts, key=lambda part: (abs(part[2] - until) < _SAME_US, part[2]))
-        engine, moving, stop = part
-        if moving > transfer.ready + transfer.parts.index(part) * step_us + _SAME_US:
-            before = self.carried[index, engine]
-            if before >= 0:
-                kind = "dma engines"
-        if engine < 0 and until > stop + _SAME_US:  # of engines that are alike, the last one
-            moving += (line.target.dma_engines - 1) * step_us
-        steps.append(Step(index, "move", moving, until, kind))
-        if kind == "dma engines":
-            return kind, before, moving
-        issued = min(transfer.issue_end, moving)
-        if moving - issued > _SAME_US:
-            steps.append(Step(index, "start", issued, moving, kind))
-        steps.append(Step(index, "issue", start, issued, kind))
+def _enter(line: Timeline, index: int, until: float, steps: list[Step]) -> Waited:
+    """Add the steps of one instruction that was left at `until`; return what it waited for."""
+    transfer, start, cause = line.transfers.get(index), line.start[index], line.waited[index]
+    kind = cause[0]
+    if transfer is None:
+        steps.append(Step(index, "compute", min(start, until), until, kind))
         return cause
+    if until <= transfer.issue_end + _SAME_US:  # left for the next in its queue
+        steps.append(Step(index, "issue", start, until, kind))
+        return cause
+    # the part that ended then, else the last one
+    engine, moving, stop, before = max(
+        transfer.parts, key=lambda part: (abs(part[2] - until) < _SAME_US, part[2])
+    )
+    if engine < 0 and until > stop + _SAME_US:  # of engines that are alike, the last one
+        moving += (line.target.dma_engines - 1) * stagger_us(line.target)
+    if before >= 0:
+        steps.append(Step(index, "move", moving, until, "dma engines"))
+        return "dma engines", before, moving
+    steps.append(Step(index, "move", moving, until, kind))
+    issued = min(transfer.issue_end, moving)
+    if moving - issued > _SAME_US:
+        steps.append(Step(index, "start", issued, moving, kind))
+    steps.append(Step(index, "issue", start, issued, kind))
+    return cause
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +154,7 @@ def _share(
         us = timeline.interval_end[index] - timeline.start[index]
         if index in moved:
             parts = moved[index].parts
-            us = sum(stop - start for _, start, stop in parts)
+            us = sum(stop - start for _, start, stop, _ in parts)
             us /= 1 if parts[0][0] < 0 else timeline.target.dma_engines
         name = timeline.engine(index)
         engines[name] = engines.get(name, 0.0) + us

@@ -130,7 +130,7 @@ def _dma_slices(timeline: Timeline, queues: list[str], slices: dict[int, Event])
         }
         row = _FIRST_QUEUE_ROW + queues.index(cost.queue)
         yield _slice(name, _DMA, row, transfer.issue_start, transfer.issue_end, args)
-        for engine, start, stop in transfer.parts:
+        for engine, start, stop, _ in transfer.parts:
             part = _slice(name, _DMA, _engine_row(engine), start, stop, {"index": index})
             slices.setdefault(index, part)
             yield part

@@ -179,6 +179,11 @@ def _split(
     ]
 
 
+Part = tuple[int, float, float, int]
+"""What a DMA engine carries of a transfer: engine, start, end, and the transfer that it carried
+before if the part waited for that, else -1."""
+
+
 def stagger_us(target: Target) -> float:
     """Return by how much each DMA engine starts later than the one before."""
     return target.dma_stagger_seconds * _US / max(1, target.dma_engines - 1)
@@ -197,21 +202,28 @@ class DmaEngines:
         self.alike: Slots | None = Slots()
         self.engines: list[Slots] = []
 
-    def place(self, cost: DmaCost, ready: float) -> tuple[list[tuple[int, float, float]], float]:
-        """Book a transfer; return (engine, start, end) of each engine, and when the last one ends.
+    def place(self, index: int, cost: DmaCost, ready: float) -> tuple[list[Part], float]:
+        """Book a transfer; return its parts, and when the last one ends.
 
-        While all engines are booked alike there is one row, with engine -1 and the times of
+        While all engines are booked alike there is one part, with engine -1 and the times of
         engine 0; engine e is e steps later.
         """
         if self.alike is not None:
             if cost.uniform_us:
-                start = self.alike.place(ready, cost.uniform_us)
-                stop = start + cost.uniform_us
-                return [(-1, start, stop)], stop + self.last_us
+                part = _booked(self.alike, index, -1, ready, cost.uniform_us)
+                return [part], part[2] + self.last_us
             self.engines = [self.alike.later(e * self.step_us) for e in range(self.count)]
             self.alike = None
-        placed = []
-        for rank, (engine, duration) in enumerate(cost.shares):
-            start = self.engines[engine].place(ready + rank * self.step_us, duration)
-            placed.append((engine, start, start + duration))
-        return placed, max(part[2] for part in placed)
+        parts = [
+            _booked(self.engines[engine], index, engine, ready + rank * self.step_us, duration)
+            for rank, (engine, duration) in enumerate(cost.shares)
+        ]
+        return parts, max(part[2] for part in parts)
+
+
+def _booked(slots: Slots, index: int, engine: int, ready: float, duration: float) -> Part:
+    start = slots.place(ready, duration)
+    before = slots.ended[start][1] if start > ready else -1
+    stop = start + duration
+    slots.ended[stop] = "dma engines", index, stop
+    return engine, start, stop, before

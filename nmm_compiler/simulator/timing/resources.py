@@ -45,6 +45,7 @@ class Slots:
         twin.tail = self.tail + shift
         twin.starts = [start + shift for start in self.starts]
         twin.stops = [stop + shift for stop in self.stops]
+        twin.ended = {when + shift: waited for when, waited in self.ended.items()}
         return twin
 
     def close(self, when: float) -> None:

@@ -34,7 +34,7 @@ from nmm_compiler.simulator.timing.dependence import (
     Dependences,
     Store,
 )
-from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines, stagger_us
+from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines, Part, stagger_us
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Spans
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
@@ -49,15 +49,15 @@ class Transfer:
     """One DMA: when its queue issued it and when each engine carried its part (microseconds).
 
     ready: when the first engine could begin.
-    parts: (engine, start, end). Engine -1 stands for all of them alike, with the times of engine
-        0; engine e runs e * dma_stagger_us later.
+    parts: of its engines. Engine -1 stands for all of them alike, with the times of engine 0;
+        engine e runs e * stagger_us later.
     """
 
     cost: DmaCost
     issue_start: float
     issue_end: float
     ready: float
-    parts: list[tuple[int, float, float]]
+    parts: list[Part]
 
 
 class Timeline:
@@ -113,7 +113,7 @@ class Timeline:
         last_us = (self.target.dma_engines - 1) * stagger_us(self.target)
         spans["dma"] = [
             (start, stop + last_us if engine < 0 else stop)
-            for transfer in self.transfers.values() for engine, start, stop in transfer.parts
+            for transfer in self.transfers.values() for engine, start, stop, _ in transfer.parts
         ]  # fmt: skip
         return {name: _covered(found) for name, found in spans.items()}
 
@@ -122,7 +122,7 @@ class Timeline:
         """Transfer time summed over the DMA engines."""
         return sum([
             (stop - start) * (self.target.dma_engines if engine < 0 else 1)
-            for transfer in self.transfers.values() for engine, start, stop in transfer.parts
+            for transfer in self.transfers.values() for engine, start, stop, _ in transfer.parts
         ])  # fmt: skip
 
 
@@ -364,7 +364,7 @@ class _Pass:
         queue.ended[issued + issue_us] = "queue", index, issued + issue_us
         start_us = self.dma_start_us
         ready = issued + (issue_us if issue_us > start_us else start_us)
-        parts, end = self.dma_engines.place(cost, ready)
+        parts, end = self.dma_engines.place(index, cost, ready)
         end += cost.tail_us
         line.transfers[index] = Transfer(cost, issued, issued + issue_us, ready, parts)
         line.start[index], line.end[index], line.interval_end[index] = issued, end, end
