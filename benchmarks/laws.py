@@ -88,8 +88,8 @@ def _clock_that_stays_warm(self: Any, target: Target, slots: Any) -> None:
     self.window = 1e30
 
 
-def _no_store_put_off(self: Any, index: int, instruction: Any, ready: float, cost: Any) -> None:
-    _TRANSFER(self, index, instruction, ready, dataclasses.replace(cost, stores=False))
+def _no_store_put_off(self: Any, index: int, ready: float, cost: Any) -> None:
+    _TRANSFER(self, index, ready, dataclasses.replace(cost, stores=False))
 
 
 def _take_without_stores(self: Any, size: int) -> float:

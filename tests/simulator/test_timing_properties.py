@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from trace_builder import Builder, Scene, touched
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.timing.dependence import ENGINES, wake_us
+from nmm_compiler.simulator.timing.dependence import ENGINES, WRITE, Storage, wake_us
 from nmm_compiler.simulator.timing.dma import stagger_us
-from nmm_compiler.simulator.timing.regions import WRITE, Regions, overlaps
+from nmm_compiler.simulator.timing.regions import overlaps
 from nmm_compiler.simulator.timing.resources import Slots
 from nmm_compiler.simulator.timing.timeline import time_trace
 
@@ -209,7 +209,7 @@ def test_accesses_are_found_and_forgotten_among_many(data):
     tensor = Builder().tensor(memory, 64, 96)
     kinds = st.sampled_from(["tile"] * 6 + ["odd", "row", "element", "column", "strided"])
     starts = st.tuples(st.integers(0, 7), st.integers(0, 5), st.sampled_from([0, 0, 0, 3]))
-    regions, kept = Regions(), []
+    storage, kept = Storage(0, 0), []
     for number, (kind, (row, column, shift)) in enumerate(
         data.draw(st.lists(st.tuples(kinds, starts), min_size=5, max_size=120))
     ):
@@ -223,7 +223,7 @@ def test_accesses_are_found_and_forgotten_among_many(data):
             "column": tensor[:, at : at + 1],
             "strided": tensor[first : first + 8 : 2 if memory == "hbm" else 1, at : at + 16 : 4],
         }[kind]
-        region = regions.of(access)
+        region = storage.region(access)
         found = [use for near in region.near for use in near.uses.values()]
         assert sorted(found) == sorted(use for old, use in kept if overlaps(old, access))
         use = float(number), 5, number

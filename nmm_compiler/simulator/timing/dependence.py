@@ -12,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from nmm_compiler.errors import HazardError
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
 from nmm_compiler.simulator.timing.dma import DmaCost
-from nmm_compiler.simulator.timing.regions import WRITE, Regions, covers, overlaps
+from nmm_compiler.simulator.timing.regions import covers, overlaps
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Pool
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -44,19 +45,54 @@ class Store:
     """A DMA to HBM that is put off: others are issued first until something needs its end."""
 
     index: int
-    instruction: Instruction
+    touched: Touched
     ready: float
     cost: DmaCost
     booked: bool = False
 
 
+Use = tuple[float, int, int]
+"""A write or a read: when it ends (microseconds), the engine and the index of the instruction."""
+WRITE = -1
+
+
+class Region:
+    """Bytes of a storage that instructions touch.
+
+    near: the regions that share a byte with it, itself too. uses: the last write of exactly these
+    bytes, by `WRITE`, and the last read since then of each engine; later writes hide both.
+    """
+
+    __slots__ = ("access", "near", "storage", "uses")
+
+    def __init__(self, storage: Storage, access: Access) -> None:
+        self.storage, self.access = storage, access
+        self.near: list[Region] = []
+        self.uses: dict[int, Use] = {}
+
+    def written(self, use: Use) -> None:
+        """Remember a write, and forget what it covers."""
+        for other in self.near:
+            if other is self or covers(self.access, other.access):
+                other.uses.clear()
+        self.uses[WRITE] = use
+
+    def read(self, use: Use) -> None:
+        """Remember a read."""
+        before = self.uses.get(use[1])
+        if before is None or use[0] > before[0]:
+            self.uses[use[1]] = use
+
+
 class Storage:
     """The state of one allocation for the dependence check.
 
+    regions: those that instructions have touched; kernels touch the same ones again and again, so
+    which of them overlap is found once for each.
     end: end of the last access so far, by the instruction `user`.
     floor: when its memory is free, negative before first use; the instruction `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
-    put_off: (access, whether it writes, store) of each store that was put off and touches it.
+    put_off: (region, whether it writes, store) of each store that was put off and touches it.
     """
 
     __slots__ = (
@@ -65,15 +101,34 @@ class Storage:
     )  # fmt: skip
 
     def __init__(self, last_write: int, last_use: int) -> None:
-        self.regions = Regions()
+        self.regions: dict[tuple[Any, ...], Region] = {}
         self.last_write, self.last_use = last_write, last_use
         self.user = self.freed_by = -1
         self.end = 0.0
         self.floor = -1.0
         self.place: Access | None = None
         self.pool: Pool | None = None
-        self.put_off: list[tuple[Access, bool, Store]] = []
+        self.put_off: list[tuple[Region, bool, Store]] = []
         self.size = 0
+
+    def region(self, access: Access) -> Region:
+        """Return the region of an access."""
+        key = access.partition_start, access.partition_stop, access.byte_start, access.pattern
+        region = self.regions.get(key)
+        if region is None:
+            region = self.regions[key] = Region(self, access)
+            first, stop = access.byte_start, access.byte_stop
+            for other in self.regions.values():
+                known = other.access  # most lie elsewhere
+                if known.byte_start < stop and first < known.byte_stop and overlaps(known, access):
+                    region.near.append(other)
+                    if other is not region:
+                        other.near.append(region)
+        return region
+
+
+Touched = tuple[list[Region], list[Region]]
+"""The regions that an instruction reads and writes, but for HBM that nobody writes."""
 
 
 class Dependences:
@@ -81,7 +136,8 @@ class Dependences:
 
     book: books one put-off store, and calls `done` for it; settle: books the next of all, if it is
     ready before a time.
-    waited: what the last result of `ready` waits for.
+    waited: what the last result of `ready` waits for. touched: the regions that it looked at, of
+    reads and of writes.
     """
 
     def __init__(
@@ -94,6 +150,7 @@ class Dependences:
     ) -> None:
         self.storages: dict[int, Storage] = {}
         self.waited = AT_ONCE
+        self.touched: Touched = [], []
         # engines whose program order alone gives write-after-read and write-after-write
         self._in_order = [code == TENSOR or not reorder for code in range(DMA)] + [False]
         self.sbuf = Pool(target.sbuf_usable_bytes_per_partition, settle)
@@ -134,6 +191,7 @@ class Dependences:
     def ready(self, engine: int, reads: tuple[Access, ...], writes: tuple[Access, ...]) -> float:
         """Return when the instruction's operands are there and its results may be written."""
         storages, wake = self.storages, self.wake_us[engine]
+        touched: Touched = [], []
         ready, waited = 0.0, AT_ONCE
         for access in reads:
             storage = storages.get(access.storage)
@@ -141,11 +199,13 @@ class Dependences:
                 continue
             if storage.floor < 0.0:
                 self._enter(storage)
+            region = storage.region(access)
+            touched[0].append(region)
             if storage.put_off:
-                self._book_users(storage, access, writers_only=True)
-            for region in storage.regions.of(access).near:
-                if WRITE in region.uses:
-                    ended, other, index = region.uses[WRITE]
+                self._book_users(storage, region, writers_only=True)
+            for near in region.near:
+                if WRITE in near.uses:
+                    ended, other, index = near.uses[WRITE]
                     when = ended + wake[other]
                     if when > ready:
                         ready, waited = when, (_MADE_BY[other], index, ended)
@@ -154,37 +214,36 @@ class Dependences:
             storage = storages[access.storage]
             if storage.floor < 0.0:
                 self._enter(storage)
+            region = storage.region(access)
+            touched[1].append(region)
             if storage.put_off:
-                self._book_users(storage, access)
+                self._book_users(storage, region)
             when = storage.floor
             if when > 0.0:
                 when += self._free_us
                 if when > ready:
                     ready, waited = when, ("memory", storage.freed_by, storage.floor)
-            for region in storage.regions.of(access).near:
-                for ended, other, index in region.uses.values():
+            for near in region.near:
+                for ended, other, index in near.uses.values():
                     when = ended + wake[other]
                     if when > ready and other != own:
                         ready, waited = when, ("reuse", index, ended)
-        self.waited = waited
+        self.waited, self.touched = waited, touched
         return ready
 
     def put_off(self, store: Store) -> None:
         """Remember that `store` still has to be booked before its operands are touched again."""
-        instruction = store.instruction
-        for accesses, writes in ((instruction.writes, True), (instruction.reads, False)):
-            for access in accesses:
-                storage = self.storages.get(access.storage)
-                if storage is not None:
-                    storage.put_off.append((access, writes, store))
+        for writes, regions in enumerate(store.touched):
+            for region in regions:
+                region.storage.put_off.append((region, bool(writes), store))
 
     def _book_users(
-        self, storage: Storage, access: Access | None = None, *, writers_only: bool = False
+        self, storage: Storage, region: Region | None = None, *, writers_only: bool = False
     ) -> None:
-        """Book the stores that overlap an access (None for any), or only those that write there."""
+        """Book the stores that overlap a region (None for any), or only those that write there."""
         for other, writes, store in list(storage.put_off):
             wanted = writes or not writers_only
-            if wanted and not store.booked and (access is None or overlaps(other, access)):
+            if wanted and not store.booked and (region is None or other in region.near):
                 self._book(store)
         storage.put_off = [entry for entry in storage.put_off if not entry[2].booked]
 
@@ -212,35 +271,24 @@ class Dependences:
         self._placed = [*kept, (storage, place)]
         return when
 
-    def done(
-        self,
-        index: int,
-        engine: int,
-        reads: tuple[Access, ...],
-        writes: tuple[Access, ...],
-        read_end: float,
-        end: float,
-    ) -> None:
+    def done(self, index: int, engine: int, touched: Touched, read_end: float, end: float) -> None:
         """Remember the accesses of an instruction: sources read by `read_end`, results at `end`."""
-        storages = self.storages
-        for access in writes:
-            storage = storages[access.storage]
+        for region in touched[1]:
+            storage = region.storage
             if end > storage.end:
                 storage.end, storage.user = end, index
             if index < storage.last_use:
-                storage.regions.of(access).written((end, engine, index))
+                region.written((end, engine, index))
             elif storage.pool is not None:
                 self._release(storage, storage.pool)
-        for access in reads:
-            source = storages.get(access.storage)
-            if source is None:
-                continue
-            if read_end > source.end:
-                source.end, source.user = read_end, index
-            if index < source.last_write:
-                source.regions.of(access).read((read_end, engine, index))
-            elif index == source.last_use and source.pool is not None:
-                self._release(source, source.pool)
+        for region in touched[0]:
+            storage = region.storage
+            if read_end > storage.end:
+                storage.end, storage.user = read_end, index
+            if index < storage.last_write:
+                region.read((read_end, engine, index))
+            elif index == storage.last_use and storage.pool is not None:
+                self._release(storage, storage.pool)
 
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""

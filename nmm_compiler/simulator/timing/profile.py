@@ -25,7 +25,7 @@ from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
-from nmm_compiler.simulator.trace import Access, Instruction, Trace
+from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets import Target
 
 _US = 1e6
@@ -288,6 +288,7 @@ def minimal_hbm_bytes(trace: Trace) -> int:
     regions: dict[int, dict[tuple[Any, ...], int]] = collections.defaultdict(dict)
     first: dict[int, bool] = {}
     scratch: set[int] = set()
+    allocations = trace.allocations
     for index, instruction in enumerate(trace.instructions):
         if instruction.engine in _ON_CHIP:
             continue
@@ -297,18 +298,22 @@ def minimal_hbm_bytes(trace: Trace) -> int:
             reads = access in instruction.reads
             if first.setdefault(access.storage, reads) < reads:
                 scratch.add(access.storage)
-            key = access.byte_start, access.pattern, index if _is_chosen(access) else -1
-            regions[access.storage][key] = access.elements_per_partition * access.item_bytes
+            chosen = index if _is_chosen(access, allocations[access.storage]) else -1
+            sizes, key = regions[access.storage], (access.byte_start, access.pattern, chosen)
+            if key not in sizes:
+                sizes[key] = access.elements_per_partition * access.item_bytes
     return sum(
-        min(sum(sizes.values()), trace.allocations[storage].bytes_per_partition)
+        min(sum(sizes.values()), allocations[storage].bytes_per_partition)
         for storage, sizes in regions.items() if storage not in scratch
     )  # fmt: skip
 
 
-def _is_chosen(access: Access) -> bool:
+def _is_chosen(access: Access, tensor: Allocation) -> bool:
     """Return whether an index chooses the address: then the bounds are those of the tensor."""
-    walked = sum(abs(step) * (count - 1) for step, count in access.pattern)
-    return walked + access.item_bytes < access.byte_stop - access.byte_start
+    bounds = access.byte_stop - access.byte_start
+    if bounds < tensor.bytes_per_partition:
+        return False
+    return sum(abs(step) * (n - 1) for step, n in access.pattern) + access.item_bytes < bounds
 
 
 def _rows(instruction: Instruction) -> int:

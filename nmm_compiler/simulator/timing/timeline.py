@@ -33,6 +33,7 @@ from nmm_compiler.simulator.timing.dependence import (
     VECTOR,
     Dependences,
     Store,
+    Touched,
 )
 from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines, Part, stagger_us
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Spans
@@ -69,6 +70,7 @@ class Timeline:
     transfers: the DMAs, by their place in the trace.
     table_loads: (start, end) on ScalarE.
     kinds: the instructions that cost the same, by a number.
+    spans: (start, end) of the instructions of each engine.
     placed: where the compiler puts an instruction whose engine the kernel left open, if not where
         the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
@@ -85,6 +87,7 @@ class Timeline:
         self.transfers: dict[int, Transfer] = {}
         self.table_loads: Spans = []
         self.kinds: dict[int, Work] = {}
+        self.spans: list[Spans] = [[] for _ in ENGINES]
         self.placed: dict[int, str] = {}
         self.sbuf_overflow_bytes = 0
         self.tensor_throttled_us = 0.0
@@ -104,12 +107,8 @@ class Timeline:
 
         "dma": the time in which at least one DMA engine moved data.
         """
-        spans: dict[str, Spans] = {name: [] for name in ENGINES}
-        placed = self.placed
-        times = zip(self.trace.instructions, self.start, self.end, strict=True)
-        for index, (instruction, start, end) in enumerate(times):
-            spans[placed.get(index, instruction.engine)].append((start, end))
-        spans["scalar"] += self.table_loads
+        spans = dict(zip(ENGINES, self.spans, strict=True))
+        spans["scalar"] = spans["scalar"] + self.table_loads
         last_us = (self.target.dma_engines - 1) * stagger_us(self.target)
         spans["dma"] = [
             (start, stop + last_us if engine < 0 else stop)
@@ -210,7 +209,7 @@ class _Pass:
         start, end, interval_end, waited = line.start, line.end, line.interval_end, line.waited
         dependences, engines = self.dependences, self.engines
         ready_of, done = dependences.ready, dependences.done
-        kinds, target = line.kinds, self.target
+        kinds, spans, target = line.kinds, line.spans, self.target
         tensor, compute, transfer = self.tensor.book, self._compute, self._transfer
         for index, instruction in enumerate(self.trace.instructions):
             if edges and index in edges:
@@ -239,7 +238,7 @@ class _Pass:
                 begin, next_free, stop = tensor(work, place, ready, in_order[index])
                 engines[engine].ended[self.tensor.sums[place]] = "engine", index, next_free
             elif work.dma is not None:
-                transfer(index, instruction, ready, work.dma)
+                transfer(index, ready, work.dma)
                 continue
             else:
                 begin, next_free, stop = compute(index, work, instruction, ready)
@@ -248,7 +247,8 @@ class _Pass:
                 waited[index] = ended[begin]
             ended[next_free] = "engine", index, next_free
             start[index], end[index], interval_end[index] = begin, stop, next_free
-            done(index, engine, reads, writes, next_free, stop)
+            spans[engine].append((begin, stop))
+            done(index, engine, dependences.touched, next_free, stop)
         while self._settle():
             pass
         line.sbuf_overflow_bytes = dependences.sbuf.overflow
@@ -314,9 +314,9 @@ class _Pass:
             users[engine] = max(users[engine], (begin + interval, index))
         return begin, begin + interval, begin + latency
 
-    def _transfer(self, index: int, instruction: Instruction, ready: float, cost: DmaCost) -> None:
+    def _transfer(self, index: int, ready: float, cost: DmaCost) -> None:
         """Book a DMA, or put it off if it is a store that would keep its queue waiting."""
-        queue = self.queues[cost.queue]
+        queue, touched = self.queues[cost.queue], self.dependences.touched
         put_off = False
         if self.in_order[index]:
             if queue.tail > ready:
@@ -332,11 +332,11 @@ class _Pass:
                     break
                 self._book(first)
         if put_off:
-            store = Store(index, instruction, ready, cost)
+            store = Store(index, touched, ready, cost)
             bisect.insort(waiting, (ready, index, store))
             self.dependences.put_off(store)
         else:
-            self._issue(index, instruction, ready, cost)
+            self._issue(index, touched, ready, cost)
 
     def _settle(self, before: float = math.inf) -> bool:
         """Book the store that was put off and is ready first; return whether there was one."""
@@ -350,9 +350,9 @@ class _Pass:
         waiting = self.waiting
         del waiting[bisect.bisect_left(waiting, (store.ready, store.index))]
         store.booked = True
-        self._issue(store.index, store.instruction, store.ready, store.cost)
+        self._issue(store.index, store.touched, store.ready, store.cost)
 
-    def _issue(self, index: int, instruction: Instruction, begin: float, cost: DmaCost) -> None:
+    def _issue(self, index: int, touched: Touched, begin: float, cost: DmaCost) -> None:
         """Book the issuing queue, then the DMA engines."""
         if cost.gpsimd_us:
             begin = self.engines[GPSIMD].place(begin, cost.gpsimd_us)
@@ -368,7 +368,7 @@ class _Pass:
         end += cost.tail_us
         line.transfers[index] = Transfer(cost, issued, issued + issue_us, ready, parts)
         line.start[index], line.end[index], line.interval_end[index] = issued, end, end
-        self.dependences.done(index, DMA, instruction.reads, instruction.writes, end, end)
+        self.dependences.done(index, DMA, touched, end, end)
 
 
 def _covered(spans: Spans) -> float:
