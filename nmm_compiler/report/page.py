@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,12 +111,13 @@ def _part(part: Part) -> str:
         case Line():
             return f'<p class="{part.kind}">{html.escape(part.text)}</p>'
         case Grid():
-            return _grid(part)
+            return _table(part)
         case Code():
             title = f"<p>{html.escape(part.title)}</p>" if part.title else ""
             return f"{title}<pre>{html.escape(part.text)}</pre>"
         case Listing():
-            return _listing(part)
+            title = html.escape(part.title)
+            return f"<p>{title}</p>\n{_table(part.lines, 'listing', part.shares)}"
         case Drawing():
             caption = html.escape(part.text)
             return f'<figure class="wide">{part.svg}<figcaption>{caption}</figcaption></figure>'
@@ -125,38 +127,24 @@ def _part(part: Part) -> str:
             return f"<details{opened}><summary>{title}</summary>\n{_body(part.parts)}\n</details>"
 
 
-def _grid(grid: Grid) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
+def _table(grid: Grid, kind: str = "grid", shares: Sequence[float] = ()) -> str:
+    """Return a table of a class of the style; shares: bars behind the last cells of its rows."""
+
+    def row(cells: Sequence[str], tag: str, share: float = 0.0) -> str:
+        bars = [*[""] * (len(cells) - 1), f' style="--share:{share:.3f}"' if share else ""]
         texts = (
-            f"<{tag}{mark}>{html.escape(cell)}</{tag}>"
-            for cell, mark in zip(cells, marks, strict=True)
+            f"<{tag}{mark}{bar}>{html.escape(cell)}</{tag}>"
+            for cell, mark, bar in zip(cells, marks, bars, strict=True)
         )
         return f"<tr>{''.join(texts)}</tr>"
 
     marks = [' class="right"' if name in grid.right else "" for name in grid.head]
     head = row(grid.head, "th")
-    names = (f' data-name="{html.escape(name, quote=True)}"' for name in grid.head)
-    marks = [mark + name for mark, name in zip(marks, names, strict=True)]
-    rows = "\n".join(row(cells, "td") for cells in grid.rows)
-    return f'{_WIDE}<table class="grid"><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'
-
-
-def _listing(listing: Listing) -> str:
-    head = "".join(f'<th class="right">{html.escape(name)}</th>' for name in listing.head)
-
-    def bar(share: float) -> str:
-        return f' style="--share:{share:.3f}"' if share else ""
-
-    rows = []
-    for (number, figures, text), share in zip(listing.rows, listing.shares, strict=True):
-        cells = figures or ("",) * len(listing.head)
-        beside = "".join(f'<td class="right">{html.escape(cell)}</td>' for cell in cells)
-        rows.append(
-            f'<tr><td class="right">{number}</td>{beside}'
-            f"<td{bar(share)}>{html.escape(text)}</td></tr>"
-        )
+    if kind == "grid":
+        names = (f' data-name="{html.escape(name, quote=True)}"' for name in grid.head)
+        marks = [mark + name for mark, name in zip(marks, names, strict=True)]
+    lines = itertools.zip_longest(grid.rows, shares, fillvalue=0.0)
+    rows = "\n".join(row(cells, "td", share) for cells, share in lines)
     return (
-        f"<p>{html.escape(listing.title)}</p>\n"
-        f'{_WIDE}<table class="listing"><thead><tr><th class="right">line</th>'
-        f"{head}<th>source</th></tr></thead>\n<tbody>{chr(10).join(rows)}</tbody></table></div>"
+        f'{_WIDE}<table class="{kind}"><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'
     )

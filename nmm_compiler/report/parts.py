@@ -60,14 +60,12 @@ class Code:
 class Listing:
     """Source lines with figures beside them.
 
-    head: names of the figures. rows: (line number, figures, text of the line); figures are empty
-    for a line without any. shares: of each row the part of the whole, 0 to 1, drawn as a bar. The
-    text form shows the lines that have figures.
+    lines: number, figures (empty for a line without any) and text of each. shares: of each line the
+    part of the whole, 0 to 1, drawn as a bar. The text form shows the lines that have figures.
     """
 
     title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[int, tuple[str, ...], str], ...]
+    lines: Grid
     shares: tuple[float, ...]
 
 

@@ -48,17 +48,14 @@ def _part(part: Part, width: int) -> list[str]:
         case Code():
             return [*([part.title] if part.title else []), *part.text.rstrip("\n").split("\n")]
         case Listing():
-            return [*wrapped(part.title, width), *columns(_with_figures(part), width)]
+            lines = part.lines
+            rows = [(*row[:-1], row[-1].strip()) for row in lines.rows if row[1]]
+            return [*wrapped(part.title, width),
+                    *columns(Grid.of(lines.head, rows, lines.right), width)]  # fmt: skip
         case Drawing():
             return wrapped(part.text, width)
         case Section():
             return [*wrapped(part.title, width), *_lines(part.parts, width)]
-
-
-def _with_figures(listing: Listing) -> Grid:
-    """Return the lines of a listing that have figures, as a table."""
-    rows = [(number, *figures, text.strip()) for number, figures, text in listing.rows if figures]
-    return Grid.of(("line", *listing.head, "source"), rows, right=("line", *listing.head))
 
 
 def counted(count: int, thing: str, things: str = "") -> str:

@@ -65,7 +65,11 @@ def test_text_aligns_wraps_and_never_breaks_a_word():
 def test_titles_wrap_too():
     title = "a title of a section that is " + "long " * 20
     said = as_text(
-        [Section(title, (Line("text"),)), Listing(title, ("us",), ((1, ("2",), "x"),), (1.0,))], 60
+        [
+            Section(title, (Line("text"),)),
+            Listing(title, Grid(("line", "us", "source"), (("1", "2", "x"),)), (1.0,)),
+        ],
+        60,
     )
     assert max(map(len, said.splitlines())) <= 60
 
@@ -143,7 +147,9 @@ def test_a_graph_draws_arcs_only_between_what_is_shown():
 
 
 def test_a_listing_shows_every_line_on_a_page_and_the_costly_ones_as_text():
-    listing = Listing("k.py", ("us",), ((1, (), "import nki"), (2, ("3.5",), "  f(a < b)")), (0, 1))
+    rows = [(1, "", "import nki"), (2, "3.5", "  f(a < b)")]
+    lines = Grid.of(("line", "us", "source"), rows, right=("line", "us"))
+    listing = Listing("k.py", lines, (0, 1))
     assert as_text([listing]).splitlines() == ["k.py", "line   us  source", "   2  3.5  f(a < b)"]
     shown = as_html([listing])
     assert "import nki" in shown

@@ -100,12 +100,12 @@ def listings(found: Timeline) -> Iterator[Listing]:
         rows, bars = [], []
         for number, text in enumerate(texts, 1):
             share = lines.get(number)
-            rows.append((number, _figures(share) if share else (), text.rstrip("\n")))
+            figures = _figures(share) if share else ("",) * 3
+            rows.append((number, *figures, text.rstrip("\n")))
             bars.append(share.path_us / found.latency_us if share and found.latency_us else 0.0)
-        yield Listing(
-            f"{file}: the time of each line", ("critical us", "engine us", "HBM KB"),
-            tuple(rows), tuple(bars),
-        )  # fmt: skip
+        head = ("line", "critical us", "engine us", "HBM KB", "source")
+        table = Grid.of(head, rows, right=head[:-1])
+        yield Listing(f"{file}: the time of each line", table, tuple(bars))
 
 
 def _figures(share: Share) -> tuple[str, ...]:
