@@ -9,13 +9,12 @@ kernel can make completely (rows or issuing without cost) gives an upper bound, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nmm_compiler.records import Record
 from nmm_compiler.report.headline import not_told
-from nmm_compiler.simulator.timing.causes import on_the_path, waits
+from nmm_compiler.simulator.timing.causes import critical_path, waits
 from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
 from nmm_compiler.simulator.timing.dma import dma_cost
 from nmm_compiler.simulator.timing.evidence import band_of
@@ -95,42 +94,40 @@ def _timed_again(
 
 
 def _without_costs(timeline: Timeline) -> Iterator[Advice]:
-    """Yield bounds of what a change could save that no kernel can make completely."""
+    """Yield bounds of what a change could save that no kernel can make completely.
+
+    Each: (whether the timeline shows it, what is seen, the remedy, lines, what is timed instead).
+    """
     trace, target = timeline.trace, timeline.target
-    bound = functools.partial(_timed_again, timeline, at_most=True)
     moving = [trace.instructions[index] for index in sorted(timeline.transfers)]
     short: dict[int, int] = {}
     for instruction in moving:
         line, run = instruction.line, dma_cost(target, instruction).run_bytes
         if run < WIDE_ROW_BYTES // 2 and not instruction.attributes.get("transpose"):
             short[line] = min(short.get(line, run), run)
-    if short:
-        sizes = sorted({min(short.values()), max(short.values())})
-        seen = f"rows of {' to '.join(map(str, sizes))} B"
-        yield bound(seen, "1 KiB rows", short, **_FREE_ISSUE, **_FREE_ROWS)
-    if on_the_path(timeline, ("issue", "queue")):
-        lines = [instruction.line for instruction in moving]
-        yield bound(f"issuing {len(lines)} DMAs", "fewer, larger ones", lines, **_FREE_ISSUE)
-    if trace.loop_edges:
-        edges = [at for at in trace.loop_edges if at < len(trace.instructions)]
-        yield bound(
-            "turns of a loop on the device wait for each other",
-            "a loop with more work in each turn",
-            (trace.instructions[at].line for at in edges),
-            trace=dataclasses.replace(trace, loop_edges=[]),
-        )
-    if on_the_path(timeline, ("memory",)):
-        yield bound(
-            "tiles wait for room in SBUF or PSUM", "half as large tiles",
-            sbuf_bytes_per_partition=2 * target.sbuf_bytes_per_partition,
-            psum_banks=2 * target.psum_banks,
-        )  # fmt: skip
-    if timeline.tensor_throttled_us:
-        seen = "TensorE starts at half its clock after each pause"
-        yield bound(seen, "products without pauses", tensor_ramp_seconds=0.0)
-    if waits(timeline).get("scalar", {}).get("table"):
-        seen = f"ScalarE loads {len(timeline.table_loads)} activation tables"
-        yield bound(seen, "each function used in one stretch", activation_table_load_seconds=0.0)
+    sizes = " to ".join(map(str, sorted({f(short.values(), default=0) for f in (min, max)})))
+    path = {word for step in critical_path(timeline) for word in (step.what, step.why)}
+    edges = [at for at in trace.loop_edges if at < len(trace.instructions)]
+    bounds: tuple[tuple[Any, str, str, Iterable[int], dict[str, Any]], ...] = (
+        (short, f"rows of {sizes} B", "1 KiB rows", short, _FREE_ISSUE | _FREE_ROWS),
+        (path & {"issue", "queue"}, f"issuing {len(moving)} DMAs",
+         "fewer, larger ones", [instruction.line for instruction in moving], _FREE_ISSUE),
+        (trace.loop_edges, "turns of a loop on the device wait for each other",
+         "a loop with more work in each turn", [trace.instructions[at].line for at in edges],
+         {"trace": dataclasses.replace(trace, loop_edges=[])}),
+        ("memory" in path, "tiles wait for room in SBUF or PSUM",
+         "half as large tiles", (),
+         {"sbuf_bytes_per_partition": 2 * target.sbuf_bytes_per_partition,
+          "psum_banks": 2 * target.psum_banks}),
+        (timeline.tensor_throttled_us, "TensorE starts at half its clock after each pause",
+         "products without pauses", (), {"tensor_ramp_seconds": 0.0}),
+        (waits(timeline).get("scalar", {}).get("table"),
+         f"ScalarE loads {len(timeline.table_loads)} activation tables",
+         "each function used in one stretch", (), {"activation_table_load_seconds": 0.0}),
+    )  # fmt: skip
+    for matters, seen, remedy, lines, changed in bounds:
+        if matters:
+            yield _timed_again(timeline, seen, remedy, lines, at_most=True, **changed)
 
 
 def _other_instructions(timeline: Timeline) -> Iterator[Advice]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.timing.dma import stagger_us
@@ -190,11 +190,3 @@ def waits(timeline: Timeline) -> dict[str, dict[str, float]]:
     for engine, when in free.items():
         found[engine]["end"] = timeline.latency_us - when
     return found
-
-
-def on_the_path(timeline: Timeline, kinds: Iterable[str]) -> float:
-    """Return the microseconds of the critical path in steps of kind `what`, or that waited for
-    it."""
-    wanted = set(kinds)
-    path = critical_path(timeline)
-    return sum(step.us for step in path if {step.what, step.why} & wanted)
