@@ -590,15 +590,10 @@ class NkiTensor(NKIObject):
 
     def leaves(self) -> str:
         """Say that some element of the view is outside its storage, or its partition, or ""."""
-        storage, item = self.storage, self.dtype.item_bytes
-        whole = storage.bytes_per_partition
-        on_chip = storage.memory != "hbm"
-        partition, start = divmod(self.offset * item, whole) if on_chip else (0, self.offset * item)
-        spans = [(size - 1) * stride * item for size, stride in self._dims[on_chip:]]
-        low = start + sum(span for span in spans if span < 0)
-        high = start + item + sum(span for span in spans if span > 0)
-        beyond = on_chip and partition + self.shape[0] > storage.shape[0]
-        if self.offset >= 0 and low >= 0 and high <= whole and not beyond:
+        storage, access, on_chip = self.storage, self.access(), self.memory != "hbm"
+        whole, (first, _) = storage.bytes_per_partition, storage.address or (0, 0)
+        beyond = on_chip and access.partition_stop - first > storage.shape[0]
+        if self.offset >= 0 <= access.byte_start and access.byte_stop <= whole and not beyond:
             return ""
         return (
             f"pattern {self.get_pattern()} at offset {self.offset} leaves tensor {self.name!r} "
