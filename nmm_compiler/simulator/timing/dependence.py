@@ -290,6 +290,13 @@ class Dependences:
             elif index == storage.last_use and storage.pool is not None:
                 self._release(storage, storage.pool)
 
+    def forget(self) -> None:
+        """Let go of all regions, which know each other: so nobody has to find those cycles."""
+        for storage in self.storages.values():
+            for region in storage.regions.values():
+                del region.near
+            del storage.regions, storage.put_off
+
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""
         if storage.put_off:

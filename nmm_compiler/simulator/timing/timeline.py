@@ -156,6 +156,7 @@ def time_traces(
                 walk.floor = max(walk.floor, latest)
         timelines = [walk.line for walk in walks]
         for walk in walks:  # it and its dependences know each other: nobody has to find that cycle
+            walk.dependences.forget()
             vars(walk).clear()
         return timelines
 
