@@ -11,7 +11,7 @@ import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, nearest
 from nmm_compiler.simulator.language.base import input_tensor, private_hbm, shared_hbm
-from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.machine import Machine, defined_at
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -24,20 +24,18 @@ class ArraySpec:
     dtype: Any
 
 
-def bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any], file: str) -> Any:
+def bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a kernel's arguments by its signature; raises KernelArgumentError."""
-    code = getattr(function, "__code__", None)
-    line = code.co_firstlineno if code is not None else 0
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        raise KernelArgumentError(f"{function!r} has no signature", file, line) from None
+        raise KernelArgumentError(f"{function!r} has no signature") from None
     try:
         return signature.bind(*arrays, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", "kernel")
         raise KernelArgumentError(
-            f"arguments do not fit {name}{signature}: {error}", file, line
+            f"arguments do not fit {name}{signature}: {error}", *defined_at(function)
         ) from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -68,6 +69,12 @@ def kernel_frame() -> tuple[str, int]:
     if frame is None:
         return "", 0
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def defined_at(function: Any) -> tuple[str, int]:
+    """Return (file, line) of a kernel's own function; ("", 0) of what is no function of Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
-from nmm_compiler.simulator.machine import CURRENT, MAX_RANKS, Machine, Options
+from nmm_compiler.simulator.machine import CURRENT, MAX_RANKS, Machine, Options, defined_at
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.marks import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
@@ -220,7 +220,7 @@ def _launch(
         raise SimulationError("simulate() inside a kernel; call the other kernel as a function")
     target, grid = options.target, options.grid
     hardware = get_target(target) if isinstance(target, str) else target
-    function, file = _load(kernel)
+    function = _load(kernel)
     if isinstance(function, JitKernel):
         launched = function.launched(grid)
         grid, function = launched.grid, launched.function
@@ -239,7 +239,7 @@ def _launch(
             for p in range(grid)
         ]  # fmt: skip
         binder = Binder(machines[0], grid)
-        args, kwargs = binder.arguments(bind(function, arrays, named, file))
+        args, kwargs = binder.arguments(bind(function, arrays, named))
         for other in machines[1:]:
             other.trace.allocations.update(
                 {k: dataclasses.replace(a) for k, a in machines[0].trace.allocations.items()}
@@ -285,7 +285,7 @@ def _result(machines: list[Machine], binder: Binder, function: Any, options: Opt
 run_kernels_with(simulate)
 
 
-def _load(kernel: Any) -> tuple[Any, str]:
+def _load(kernel: Any) -> Any:
     try:
         return resolve(kernel)
     except (NmmError, KeyboardInterrupt):
@@ -339,8 +339,7 @@ def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any
 
 def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTensor], bool]:
     """Return (tensors, whether it was a single one) of what the kernel returned."""
-    code = getattr(function, "__code__", None)
-    place = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+    place = defined_at(function)
     single = isinstance(returned, NkiTensor)
     values = [returned] if single else returned
     if returned is None:

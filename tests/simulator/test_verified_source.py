@@ -81,7 +81,7 @@ def test_the_source_that_is_shown_is_the_source_that_ran(tmp_path):
     path = tmp_path / "shown.py"
     path.write_text(ADD.replace("nl.add(", "nl.subtract("))
     kernel = types.SimpleNamespace(path=path, name="add", source=ADD)
-    function = resolve(kernel)[0].function
+    function = resolve(kernel).function
     linecache.checkcache()
     assert inspect.getsource(function) in ADD
     assert "nl.add(" in inspect.getsource(function)

@@ -20,7 +20,13 @@ from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, s
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.standins import JitKernel, TensorType
-from nmm_compiler.simulator.machine import CURRENT, Machine, current, place_instructions
+from nmm_compiler.simulator.machine import (
+    CURRENT,
+    Machine,
+    current,
+    defined_at,
+    place_instructions,
+)
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Grid = tuple[SpmdDim, ...]
@@ -47,37 +53,30 @@ def _cores(grid: Grid) -> int:
     return max(spread, default=1)
 
 
-class Entry:
-    """A kernel as the simulator calls it: with its own tensors, once per core."""
+def _entry(function: Callable[..., Any], grid: Grid, checked: bool) -> Callable[..., Any]:
+    """Return a kernel as the simulator calls it: with its own tensors, once per core."""
 
-    def __init__(self, function: Callable[..., Any], grid: Grid, checked: bool) -> None:
-        self.grid = grid
-        self.checked = checked
-        self.__wrapped__ = function
-        self.__name__ = getattr(function, "__name__", "kernel")
-        self.__code__ = getattr(function, "__code__", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run this core's programs; return the tensors that the kernel returned."""
+    @functools.wraps(function)
+    def entry(*args: Any, **kwargs: Any) -> Any:
         now = session()
-        given = inspect.signature(self.__wrapped__).bind(*args, **kwargs)
-        for name, value in given.arguments.items() if self.checked else ():
+        given = inspect.signature(function).bind(*args, **kwargs)
+        for name, value in given.arguments.items() if checked else ():
             annotation = given.signature.parameters[name].annotation
             if isinstance(value, NkiTensor) and not _mutable(annotation):
                 now.read_only[value.storage.identity] = name
         tensors = [_wrapped(a) for a in args], {k: _wrapped(v) for k, v in kwargs.items()}
         returned: Any = None
-        mine = list(programs(self.grid, now.machine.program_id))
-        now.grid = tuple(dimension.size for dimension in self.grid)
+        mine = list(programs(grid, now.machine.program_id))
+        now.grid = tuple(dimension.size for dimension in grid)
         for program in mine:
             now.program = program
             now.machine.programs.begin(now.machine)
-            returned = self.__wrapped__(*tensors[0], **tensors[1])
+            returned = function(*tensors[0], **tensors[1])
             now.flush()
-        code = self.__code__
-        place = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
-        with place_instructions(place):
+        with place_instructions(defined_at(function)):
             return _unwrapped(returned, now, len(mine))
+
+    return entry
 
 
 def _wrapped(value: Any) -> Any:
@@ -142,12 +141,10 @@ class Kernel(JitKernel):
     def __init__(
         self, function: Callable[..., Any], launch: Grid = (), *, checked: bool = True
     ) -> None:
-        plain: Callable[..., Any] = function.plain if isinstance(function, Kernel) else function
-        super().__init__(Entry(plain, launch, checked), _cores(launch))
-        self.plain: Callable[..., Any] = plain
+        super().__init__(_entry(function, launch, checked), _cores(launch))
+        self.plain = function
         self.launch = launch
         self.checked = checked
-        functools.update_wrapper(self, plain, updated=())
 
     def __getitem__(self, grid: Any) -> Kernel:
         given = grid if isinstance(grid, tuple) else (grid,)

@@ -9,7 +9,6 @@ functions of its module that it may call.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import types
 from pathlib import Path
@@ -19,6 +18,7 @@ from nmm_compiler.errors import KernelArgumentError, closest, nearest
 from nmm_compiler.simulator.beta1 import kernel as beta1
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
+from nmm_compiler.simulator.machine import defined_at
 
 _CACHE: dict[Path, tuple[PrivateModules, types.ModuleType]] = {}
 _MODULES_KEPT = 64
@@ -70,25 +70,19 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
     if callable(found):
         return _of_its_dialect(found, module)
     file = str(path.resolve())
-    own = {
+    known = {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, standins.JitKernel)
-        and getattr(value.function, "__code__", None) is not None
-        and value.function.__code__.co_filename == file
-    }
-    functions = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isfunction(value) and value.__code__.co_filename == file
+        if isinstance(value, (standins.JitKernel, types.FunctionType))
+        and defined_at(value)[0] == file
     }
     if name is not None:
-        known = [*own, *functions]
         raise KernelArgumentError(
             f"{path} has no kernel {name!r}{closest(name, known)} (it has: "
             f"{nearest(name, known) or 'no function'})"
         )
-    choices: dict[str, Any] = own or {k: v for k, v in functions.items() if not k.startswith("_")}
+    kernels = {k: v for k, v in known.items() if isinstance(v, standins.JitKernel)}
+    choices = kernels or {k: v for k, v in known.items() if not k.startswith("_")}
     if len(choices) != 1:
         raise KernelArgumentError(
             f"{path} has {len(choices)} kernels ({', '.join(choices) or 'none'}); name one as "
@@ -104,10 +98,10 @@ def _of_its_dialect(found: Any, module: types.ModuleType) -> Any:
     return found
 
 
-def resolve(kernel: Any) -> tuple[Any, str]:
-    """Return (callable under the stand-ins, its file) of whatever names a kernel."""
+def resolve(kernel: Any) -> Any:
+    """Return the callable under the stand-ins of whatever names a kernel."""
     if isinstance(kernel, standins.JitKernel):
-        return kernel, kernel.function.__code__.co_filename
+        return kernel
     if isinstance(kernel, (str, os.PathLike)):
         text = os.fspath(kernel)
         name: str | None = None
@@ -116,20 +110,19 @@ def resolve(kernel: Any) -> tuple[Any, str]:
             if tail.isidentifier():
                 text, name = head, tail
         path = Path(text)
-        return find_kernel(load_file(path), path, name), str(path.resolve())
+        return find_kernel(load_file(path), path, name)
     if hasattr(kernel, "path") and hasattr(kernel, "name"):
         path = Path(kernel.path).resolve()
         source = getattr(kernel, "source", None)
         module = load_text(source, path) if isinstance(source, str) else load_file(path)
-        return find_kernel(module, path, kernel.name), str(path)
+        return find_kernel(module, path, kernel.name)
     function, grid = _unwrapped(kernel)
     if not isinstance(function, types.FunctionType):
         raise KernelArgumentError(
             f"{kernel!r} is no kernel; pass a path, 'file.py:name', a function, or an object with "
             ".path and .name"
         )
-    rebuilt = standins.JitKernel(Rebuilder().function(function), grid)
-    return rebuilt, function.__code__.co_filename
+    return standins.JitKernel(Rebuilder().function(function), grid)
 
 
 _WRAPPED = ("__func__", "__wrapped__", "func", "fn", "function", "_func")
