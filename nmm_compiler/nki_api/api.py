@@ -17,7 +17,7 @@ from nmm_compiler.nki_api import table
 from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS
 from nmm_compiler.simulator.isa.names import NAMES as ISA
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
-from nmm_compiler.simulator.signatures import Api, Function, Parameter, described, entries
+from nmm_compiler.simulator.signatures import Api, Function, described, entries
 
 API_VERSION = table.API_VERSION
 VERSIONS = table.VERSIONS
@@ -40,14 +40,13 @@ def before(version: str, other: str) -> bool:
 
 def _adjusted(function: Function, version: str) -> Function:
     """Undo the changes that are younger than `version`."""
-    kept, name = [], function.name
-    for parameter in function.parameters:
-        since = table.PARAMETER_ADDED.get((name, parameter.name), "0.3")
-        if before(version, since):
-            continue
-        optional = table.PARAMETER_OPTIONAL.get((name, parameter.name), "0.3")
-        kept.append(Parameter(parameter.name, None) if before(version, optional) else parameter)
-    return Function(name, tuple(kept))
+    kept: dict[str, str | None] = {}
+    for name, default in function.parameters.items():
+        parameter = function.name, name
+        if not before(version, table.PARAMETER_ADDED.get(parameter, "0.3")):
+            required = before(version, table.PARAMETER_OPTIONAL.get(parameter, "0.3"))
+            kept[name] = None if required else default
+    return Function(function.name, kept)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def at(node: ast.AST, code: str, message: str) -> Finding:
 def arguments(node: ast.Call, function: Function) -> dict[str, ast.expr]:
     """Return the arguments of a call by name, up to a starred one."""
     given: dict[str, ast.expr] = {}
-    for name, value in zip(function.names, node.args, strict=False):
+    for name, value in zip(function.parameters, node.args, strict=False):
         if isinstance(value, ast.Starred):
             break
         given[name] = value
@@ -116,7 +116,7 @@ def _call(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
     if function is None:
         return
     for keyword in node.keywords:
-        if keyword.arg is not None and keyword.arg not in function.names:
+        if keyword.arg is not None and keyword.arg not in function.parameters:
             yield _unknown_argument(keyword, keyword.arg, function, api)
     yield from _positions(node, function)
     given = arguments(node, function)
@@ -143,7 +143,7 @@ def _jit(node: ast.Call) -> Iterator[Finding]:
 
 def _positions(node: ast.Call, function: Function) -> Iterator[Finding]:
     """E112 missing, E113 doubled, E114 superfluous arguments of a call."""
-    known = function.names
+    known = list(function.parameters)
     starred = any(isinstance(a, ast.Starred) for a in node.args)
     spread = any(k.arg is None for k in node.keywords)
     if not starred and len(node.args) > len(known):
@@ -154,7 +154,7 @@ def _positions(node: ast.Call, function: Function) -> Iterator[Finding]:
         if keyword.arg in given:
             yield at(keyword, "E113", f"{function} got {keyword.arg!r} twice")
         given.add(keyword.arg or "")
-    missing = [p.name for p in function.parameters if p.default is None and p.name not in given]
+    missing = [n for n, text in function.parameters.items() if text is None and n not in given]
     if missing and not starred and not spread:
         yield at(node, "E112", f"{function} needs {', '.join(map(repr, missing))}")
 
@@ -170,7 +170,7 @@ def _unknown_argument(keyword: ast.keyword, name: str, function: Function, api: 
     if since is not None:
         text = f"{function.name} takes {name!r} since NKI {since}; checked for {api.version}"
         return at(keyword, "E117", text)
-    return at(keyword, "E111", f"{function} has no {name!r}{closest(name, function.names)}")
+    return at(keyword, "E111", f"{function} has no {name!r}{closest(name, function.parameters)}")
 
 
 def _member_argument(parameter: str, value: ast.expr) -> Iterator[Finding]:
@@ -231,6 +231,6 @@ def beta_1_findings(tree: ast.Module) -> Iterator[Finding]:
                 continue
             yield from _positions(node, function)
             for keyword in node.keywords:
-                if keyword.arg is not None and keyword.arg not in function.names:
+                if keyword.arg is not None and keyword.arg not in function.parameters:
                     text = f"{function} documents no {keyword.arg!r}"
-                    yield at(keyword, "W117", text + closest(keyword.arg, function.names))
+                    yield at(keyword, "W117", text + closest(keyword.arg, function.parameters))

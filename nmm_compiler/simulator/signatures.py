@@ -15,31 +15,20 @@ _ENTRY = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
-    """One parameter of a function: its name and its default as text (None when required)."""
-
-    name: str
-    default: str | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Function:
     """A documented function: its full name and its parameters in positional order.
 
-    result: what a table says of the result after an arrow.
+    parameters: name -> its default as text, None when required. result: what a table says of the
+    result after an arrow.
     """
 
     name: str
-    parameters: tuple[Parameter, ...]
+    parameters: dict[str, str | None]
     result: str = ""
 
-    @property
-    def names(self) -> list[str]:
-        """The names of its parameters."""
-        return [parameter.name for parameter in self.parameters]
-
     def __str__(self) -> str:
-        shown = (p.name if p.default is None else f"{p.name}={p.default}" for p in self.parameters)
+        given = self.parameters.items()
+        shown = (name if text is None else f"{name}={text}" for name, text in given)
         return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"
 
 
@@ -71,25 +60,24 @@ def entries(module: str, text: str, more: str = "") -> Iterator[Function]:
     more: parameters that all of them also have.
     """
     for found in _ENTRY.finditer(text):
-        given = _parameters(found.group(2))
-        known = {parameter.name for parameter in given}
-        given += tuple(p for p in _parameters(more) if p.name not in known)
+        own = _parameters(found.group(2))
+        given = {**own, **_parameters(more), **own}
         for name in found.group(1).split(","):
             yield Function(f"{module}.{name.strip()}", given, found.group(3) or "")
 
 
-def _parameters(text: str) -> tuple[Parameter, ...]:
+def _parameters(text: str) -> dict[str, str | None]:
     arguments = ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
     defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + [
         ast.unparse(d) for d in arguments.defaults
     ]
-    return tuple(Parameter(a.arg, d) for a, d in zip(arguments.args, defaults, strict=True))
+    return {a.arg: d for a, d in zip(arguments.args, defaults, strict=True)}
 
 
 def described(name: str, function: Callable[..., Any]) -> Function:
     """Return a function as data, with its defaults as kernels write them."""
     parameters = inspect.signature(function).parameters.values()
-    return Function(name, tuple(Parameter(p.name, _spelled(p.default)) for p in parameters))
+    return Function(name, {p.name: _spelled(p.default) for p in parameters})
 
 
 def _spelled(default: Any) -> str | None:

@@ -584,7 +584,7 @@ def documented(name: str, function: Function, body: Callable[..., Any]) -> Calla
     """Return a function of the table that passes its arguments by name, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature(
-        [inspect.Parameter(p.name, kind, default=_default(p.default)) for p in function.parameters]
+        [inspect.Parameter(p, kind, default=_default(d)) for p, d in function.parameters.items()]
     )
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -518,9 +518,10 @@ def _body(short: str, function: Function) -> Callable[..., Any] | None:
     """Return a function of the table, to be called with its name and its arguments."""
     if short in _OWN:
         return _OWN[short]
-    if function.names[:2] == ["x", "y"]:
+    given = tuple(function.parameters)
+    if given[:2] == ("x", "y"):
         return _binary(short)
-    return _unary(short) if function.names == ["x", "dtype", "mask"] else None
+    return _unary(short) if given == ("x", "dtype", "mask") else None
 
 
 for _name, _call in functions_of("language", "nl", _body).items():
