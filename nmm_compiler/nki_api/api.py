@@ -1,10 +1,10 @@
 """The NKI API of one version: its names, and the parameters of each function.
 
-`api("0.6")` takes functions and enumerations from the simulator's `nki.isa` and `nki.language`,
-whose signatures are the documented ones, and what changed when from `table.py`. By full name
-("nki.isa.nc_matmul") it has a function's parameters, the version that added or removed a name, and
-the replacement of a deprecated one. The lint uses it, and so can any other reader or writer of NKI
-source.
+`api("0.6")` takes functions and enumerations from the simulator's `nki.isa`, `nki.language` and
+`nki.collectives`, whose signatures are the documented ones, and what changed when from `table.py`.
+By full name ("nki.isa.nc_matmul") it has a function's parameters, the version that added or removed
+a name, and the replacement of a deprecated one. The lint uses it, and so can any other reader or
+writer of NKI source.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 
 from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.nki_api import table
+from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS
 from nmm_compiler.simulator.isa.names import NAMES as ISA
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
@@ -38,14 +39,18 @@ def before(version: str, other: str) -> bool:
     return mine < theirs
 
 
+def of_parameter(said: dict[tuple[str, str], str], function: Function, name: str) -> str | None:
+    """Return what a table says of a parameter of a function, or of all functions of its module."""
+    return said.get((function.name, name), said.get((function.name.rpartition(".")[0], name)))
+
+
 def _adjusted(function: Function, version: str) -> Function:
     """Undo the changes that are younger than `version`."""
     kept: dict[str, str | None] = {}
     for name, default in function.parameters.items():
-        parameter = function.name, name
-        if not before(version, table.PARAMETER_ADDED.get(parameter, "0.3")):
-            required = before(version, table.PARAMETER_OPTIONAL.get(parameter, "0.3"))
-            kept[name] = None if required else default
+        if not before(version, of_parameter(table.PARAMETER_ADDED, function, name) or "0.3"):
+            optional = table.PARAMETER_OPTIONAL.get((function.name, name), "0.3")
+            kept[name] = None if before(version, optional) else default
     return Function(function.name, kept)
 
 
@@ -58,7 +63,8 @@ def api(version: str = API_VERSION) -> Api:
     version = known_version(version)
     functions = [f for module, text in table.FUNCTIONS.items() for f in entries(module, text)]
     values = {f"nki.{n}" for n in table.TOP_VALUES.split()} | set(table.CLASSES.split())
-    for module, names in (("nki.isa", ISA), ("nki.language", LANGUAGE)):
+    own = {"nki.isa": ISA, "nki.language": LANGUAGE, "nki.collectives": COLLECTIVES}
+    for module, names in own.items():
         for short, value in names.items():
             if inspect.isfunction(value):
                 functions.append(described(f"{module}.{short}", value))

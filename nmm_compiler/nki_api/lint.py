@@ -19,6 +19,7 @@ from nmm_compiler.nki_api import lint_api, lint_kernels
 from nmm_compiler.nki_api.api import API_VERSION, VERSIONS, api
 from nmm_compiler.nki_api.lint_api import Finding
 from nmm_compiler.nki_api.lint_names import Names
+from nmm_compiler.simulator.beta1.table import beta_1
 from nmm_compiler.simulator.loading.source_text import read_source
 
 __all__ = [
@@ -56,17 +57,20 @@ def lint_source(
     found: set[Finding] = set()
     try:
         if lint_api.is_beta_1(tree):
-            return tuple(sorted(set(lint_api.beta_1_findings(tree))))
-        names = Names(tree)
-        for nodes, rules in (
-            (names.nodes, lint_api.RULES),
-            (names.kernel_nodes, lint_kernels.RULES),
-            (names.kernel_nodes, lint_kernels.subset_rules(described)),
-        ):
+            described, names = beta_1(), Names(tree, "neuronxcc.")
+            groups = [(names.nodes, lint_api.BETA_1_RULES)]
+        else:
+            names = Names(tree)
+            groups = [
+                (names.nodes, lint_api.RULES),
+                (names.kernel_nodes, lint_kernels.RULES),
+                (names.kernel_nodes, lint_kernels.subset_rules(described)),
+            ]
+            found.update(lint_kernels.of_the_kernels(names, described))
+        for nodes, rules in groups:
             for node in nodes:
                 for rule in rules.get(type(node), ()):
                     found.update(rule(node, names, described))
-        found.update(lint_kernels.of_the_kernels(names, described))
     except RecursionError:
         return (_TOO_DEEP,)
     return tuple(sorted(found))

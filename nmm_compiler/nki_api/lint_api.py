@@ -1,8 +1,8 @@
 """The rules about the NKI API: names must exist, and calls must fit their signatures.
 
 A rule is a generator of findings at a node; RULES lists those for each kind of node. Files of NKI
-Beta 1 (`import neuronxcc.nki`) have the same rules for positions; their stubs end in `**kwargs`, so
-that an unknown keyword is a warning (W117) there.
+Beta 1 (`import neuronxcc.nki`) have those for names and positions; their stubs end in `**kwargs`,
+so that an unknown keyword is a warning (W117) there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 
 from nmm_compiler.errors import closest
 from nmm_compiler.nki_api import table
-from nmm_compiler.nki_api.api import MODULES, Api, Function, before
+from nmm_compiler.nki_api.api import MODULES, Api, Function, before, of_parameter
 from nmm_compiler.nki_api.lint_names import Names
-from nmm_compiler.simulator.beta1.table import beta_1
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -108,17 +107,23 @@ def _member(node: ast.AST, owner: str, name: str, api: Api) -> Iterator[Finding]
 
 
 def _call(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
-    """E111-E117, W115, W116: arguments of calls; E118: functions no device has."""
+    """E111-E115, E117, W117: arguments of calls."""
+    function = api.functions.get(names.resolve(node.func) or "")
+    if function is not None:
+        for keyword in node.keywords:
+            if keyword.arg is not None and keyword.arg not in function.parameters:
+                yield _unknown_argument(keyword, keyword.arg, function, api)
+        yield from _positions(node, function)
+
+
+def _values(node: ast.Call, names: Names, api: Api) -> Iterator[Finding]:
+    """E115, E116, W115, W116: values of arguments; E118: functions no device has."""
     path = names.resolve(node.func) or ""
     if path == "nki.jit":
         yield from _jit(node)
     function = api.functions.get(path)
     if function is None:
         return
-    for keyword in node.keywords:
-        if keyword.arg is not None and keyword.arg not in function.parameters:
-            yield _unknown_argument(keyword, keyword.arg, function, api)
-    yield from _positions(node, function)
     given = arguments(node, function)
     for parameter, value in given.items():
         yield from _member_argument(parameter, value)
@@ -160,17 +165,18 @@ def _positions(node: ast.Call, function: Function) -> Iterator[Finding]:
 
 
 def _unknown_argument(keyword: ast.keyword, name: str, function: Function, api: Api) -> Finding:
-    """E111 unknown, E115 removed, E117 too young parameters."""
-    module = function.name.rpartition(".")[0]
-    removed = table.PARAMETER_REMOVED
-    instead = removed.get((function.name, name), removed.get((module, name)))
+    """E111 unknown (W117: to a stub of Beta 1), E115 removed, E117 too young parameters."""
+    nearest = closest(name, function.parameters)
+    if before(api.version, "0.3"):
+        return at(keyword, "W117", f"{function} documents no {name!r}{nearest}")
+    instead = of_parameter(table.PARAMETER_REMOVED, function, name)
     if instead is not None:
         return at(keyword, "E115", f"{function.name} lost {name!r}; use {instead}")
-    since = table.PARAMETER_ADDED.get((function.name, name))
+    since = of_parameter(table.PARAMETER_ADDED, function, name)
     if since is not None:
         text = f"{function.name} takes {name!r} since NKI {since}; checked for {api.version}"
         return at(keyword, "E117", text)
-    return at(keyword, "E111", f"{function} has no {name!r}{closest(name, function.parameters)}")
+    return at(keyword, "E111", f"{function} has no {name!r}{nearest}")
 
 
 def _member_argument(parameter: str, value: ast.expr) -> Iterator[Finding]:
@@ -185,16 +191,15 @@ def _member_argument(parameter: str, value: ast.expr) -> Iterator[Finding]:
         yield at(value, "E116", f"buffer={given!r}: pass the object, nl.{given}")
 
 
+BETA_1_RULES: Rules = {ast.Attribute: (_attribute,), ast.Call: (_call,)}
+"""The rules for each kind of node of a file of NKI Beta 1."""
 RULES: Rules = {
     ast.Attribute: (_attribute,),
     ast.Import: (_import,),
     ast.ImportFrom: (_import,),
-    ast.Call: (_call,),
+    ast.Call: (_call, _values),
 }
-"""The rules for each kind of node of a file."""
-
-
-# NKI Beta 1
+"""The rules for each kind of node of any other file."""
 
 
 def is_beta_1(tree: ast.Module) -> bool:
@@ -212,25 +217,3 @@ def is_beta_1(tree: ast.Module) -> bool:
     old = {m for m in modules if m.startswith("neuronxcc.nki")}
     old = {m for m in old if not m.startswith("neuronxcc.nki.typing")}
     return bool(old) and not any(m.partition(".")[0] == "nki" for m in modules)
-
-
-def beta_1_findings(tree: ast.Module) -> Iterator[Finding]:
-    """Yield the findings in a Beta 1 file."""
-    names, described = Names(tree, "neuronxcc."), beta_1()
-    for node in names.nodes:
-        if isinstance(node, ast.Attribute):
-            owner = names.resolve(node.value)
-            full = f"{owner}.{node.attr}"
-            known = full in described.functions or full in described.values
-            if owner in ("nki", "nki.isa", "nki.language") and not known:
-                text = f"{owner} has no {node.attr!r} in NKI Beta 1"
-                yield at(node, "E101", text + closest(node.attr, described.names(owner)))
-        elif isinstance(node, ast.Call):
-            function = described.functions.get(names.resolve(node.func) or "")
-            if function is None:
-                continue
-            yield from _positions(node, function)
-            for keyword in node.keywords:
-                if keyword.arg is not None and keyword.arg not in function.parameters:
-                    text = f"{function} documents no {keyword.arg!r}"
-                    yield at(keyword, "W117", text + closest(keyword.arg, function.parameters))

@@ -11,8 +11,6 @@ One entry is `name, name, ...(parameters)`; entries that share a signature share
 
 from __future__ import annotations
 
-from nmm_compiler.simulator.signatures import entries
-
 API_VERSION = "0.6"
 """The NKI version whose stubs the signatures were read from."""
 
@@ -39,26 +37,15 @@ alloc_tiles(tile_shape, element_shape, buffer, dtype, address=None, name='')
 alloc_blocks(tile_shape, block_shape, element_shape, buffer, dtype, address=None, name='')
 """,
     "nki.collectives": """
-all_reduce(srcs, dsts, replica_group, op, priority=None, name=None)
-all_gather, all_to_all(srcs, dsts, replica_group, collective_dim, priority=None, name=None)
 all_gather_v, all_to_all_v, all_gather_v_prepare, all_to_all_v_prepare(srcs, dsts, replica_group,
     metadata_tensor, recv_counts_known=False, has_rdispls=False, priority=None, name=None)
 all_gather_v_trigger, all_to_all_v_trigger(prepare_instr, name=None)
-reduce_scatter(srcs, dsts, replica_group, collective_dim, op, priority=None, name=None)
-collective_permute(srcs, dsts, source_target_pairs, priority=None, name=None)
-collective_permute_implicit(srcs_by_channel, dsts_by_channel, replica_group, channel_ids=[0],
-    priority=None, name=None)
-collective_permute_implicit_reduce(srcs0_by_channel, srcs1_by_channel, dsts_by_channel,
-    replica_group, op, channel_ids=[0], priority=None, name=None)
-collective_permute_implicit_current_processing_rank_id(iteration_id, replica_group,
-    channel_id=0, name=None)
-rank_id(name=None)
 """,
 }
 
 # Classes that the simulator does not have.
-CLASSES = """nki.collectives.ReplicaGroup nki.isa.NkiScalar nki.language.NkiGrid
-nki.language.NkiTileGrid nki.language.NkiBlockGrid"""
+CLASSES = """nki.isa.NkiScalar nki.language.NkiGrid nki.language.NkiTileGrid
+nki.language.NkiBlockGrid"""
 
 TOP_VALUES = "jit simulate isa language collectives typing dtype meta compiler experimental"
 """Names of `nki` itself; the modules not described above are opaque to the lint."""
@@ -137,12 +124,12 @@ DEPRECATED = {
     "nki.language.tile_size.total_available_sbuf_size": ("0.4", "tile_size.sbuf_fmax_bytes"),
 }
 
-# Parameters that came after their function, and those that became optional.
-_COLLECTIVES = entries("nki.collectives", FUNCTIONS["nki.collectives"])
+# (function, parameter), or (module, parameter) of all of its functions -> version that brought it
 PARAMETER_ADDED = {
     ("nki.isa.dma_compute", "oob_mode"): "0.4",
-    **{(function.name, "name"): "0.5" for function in _COLLECTIVES},
+    ("nki.collectives", "name"): "0.5",
 }
+# Parameters that became optional.
 PARAMETER_OPTIONAL = {("nki.isa.tensor_scalar_reduce", "reduce_res"): "0.6"}
 
 # (function, parameter), or (module, parameter) of all of its functions -> what to write instead;

@@ -392,7 +392,7 @@ def test_the_import_decides_that_a_file_is_beta_1():
 @pytest.mark.parametrize(
     ("old", "new", "code", "shown"),
     [
-        ("nisa.activation(", "nisa.activate2(", "NKI-E101", "Beta 1"),
+        ("nisa.activation(", "nisa.activate2(", "NKI-E102", "checked for 0.1"),
         ("nl.exp", "nl.expp", "NKI-E101", "did you mean 'exp'"),
         ("nki.jit", "nki.simulate", "NKI-E101", "nki has no 'simulate'"),
         ("data=nl.load(a), ", "", "NKI-E112", "'data'"),
