@@ -134,6 +134,8 @@ SAME = {
     "select": "nisa.dma_copy(dst=result.select(0, i), src=x[0:1])",
     "slice of HBM": "nisa.dma_copy(dst=result[i], src=x[0:1])",
     "sum": "nisa.dma_copy(dst=result[nl.ds(i + 0, 1)], src=x[0:1])",
+    "sums with the numbers of tensors": "t = nl.zeros((1, 1), nl.int32)\n"
+    "for k in range(40):\n    nisa.register_store(t, i + k)",
     "free slice": "nisa.memset(dst=x[:, nl.ds(i, 1)], value=1)",
     "part of a slice": "nisa.memset(dst=x[:, nl.ds(i, 1)][0:2], value=1)",
     "stored register": "t = nl.zeros((1, 1), nl.int32)\nnisa.register_store(t, i)\n"

@@ -98,8 +98,8 @@ class _Turn:
 
     def _symbol(self, symbol: Any) -> Any:
         if symbol.__class__ is tuple:
-            return tuple(self._symbol(s) if i else s for i, s in enumerate(symbol))
-        return self._number(symbol)
+            return tuple(map(self._symbol, symbol))
+        return symbol if symbol.__class__ is str else self._number(symbol)
 
     def _same(self, value: Any) -> Any:
         """Return what is equal for arguments that a traced body may pass in all of its turns."""

@@ -22,7 +22,7 @@ class VirtualRegister:
     """A 32-bit register; `frozen` for the variable of a loop on the device.
 
     symbol: where the value comes from, and not what it is: a number of its own, or what arithmetic
-    on other registers made it.
+    on other registers, and on integers as text, made it.
     """
 
     def __init__(self, state: Any = None, frozen: bool = False, symbol: Any = None) -> None:
@@ -73,7 +73,7 @@ class VirtualRegister:
             raise current().error(
                 UnsupportedInstructionError, f"register arithmetic with {type(other).__name__}"
             )
-        values, symbols = (self.read(), other), (self.symbol, other)
+        values, symbols = (self.read(), other), (self.symbol, str(other))
         if isinstance(other, VirtualRegister):
             values, symbols = (self.read(), other.read()), (self.symbol, other.symbol)
         order = -1 if turned else 1
