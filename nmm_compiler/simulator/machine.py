@@ -182,8 +182,10 @@ class Machine:
 
     def new_identity(self) -> int:
         """Return a number that no other storage and no other register of the program has."""
-        self.storages += 1
-        return self.storages - 1
+        identity, self.storages = self.storages, self.storages + 1
+        if self.turn is not None:
+            self.turn.numbers[identity] = self.turn.depth, len(self.turn.numbers)
+        return identity
 
     def note(self, what: str, *values: Any) -> None:
         """Tell the running turn of a loop on the device, if any, what else it issues."""

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, SimulationError
-from nmm_compiler.simulator.language.base import of_the_whole_program
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame
 from nmm_compiler.simulator.tensors.registers import (
     DynamicSlice,
@@ -38,14 +37,16 @@ class _Body:
 
 
 class _Turn:
-    """A running turn, and its comparison with the first one."""
+    """A running turn, and its comparison with the first one.
+
+    numbers: of the tensors and registers that it makes: (depth of the loop, how many before).
+    """
 
     def __init__(self, machine: Machine, body: _Body, outer: _Turn | None) -> None:
         self.machine, self.body, self.outer = machine, body, outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.place = 0
-        self.first = machine.storages
-        self.left_out: list[tuple[int, int]] = []
+        self.numbers: dict[int, tuple[int, int]] = {}
 
     def note(self, what: str, values: tuple[Any, ...]) -> None:
         """Compare an instruction and its arguments with the first turn's."""
@@ -75,26 +76,11 @@ class _Turn:
             "Python for loop, which is unrolled",
         )
 
-    @contextlib.contextmanager
-    def leave_out(self) -> Iterator[None]:
-        """Hold a block that makes a constant of the whole program, or is a loop of its own."""
-        start = self.machine.storages
-        self.machine.turn = None
-        yield
-        self.machine.turn = self
-        self.left_out.append((start, self.machine.storages))
-
     def _number(self, identity: int) -> Any:
-        """Return the identity of what is older than the turn, else its number within the turn."""
-        if not self.first <= identity < self.machine.storages:
-            return identity if self.outer is None else self.outer._number(identity)
-        before = 0
-        for start, stop in self.left_out:
-            if start <= identity < stop:
-                return identity
-            if stop <= identity:
-                before += stop - start
-        return self.depth, identity - self.first - before
+        """Return the number of what the turn, or an outer one, has made, else the identity."""
+        if identity in self.numbers or self.outer is None:
+            return self.numbers.get(identity, identity)
+        return self.outer._number(identity)
 
     def _symbol(self, symbol: Any) -> Any:
         if symbol.__class__ is tuple:
@@ -157,10 +143,9 @@ class _Loop:
             )
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
         trace.loop_edges.append(first)
-        with of_the_whole_program(machine):
-            machine.turn = running = _Turn(machine, self.body, self.outer)
-            yield
-            running.end()
+        machine.turn = running = _Turn(machine, self.body, self.outer)
+        yield
+        running.end()
         machine.turn = self.outer
         stop = len(machine.instructions)
         trace.loop_edges.append(stop)

@@ -76,8 +76,7 @@ class Storage:
             self.missing = math.prod(shape) * dtype.item_bytes
             self.raw = np.empty(self.missing, np.uint8)
             self.unwritten = self.marks(True)
-        self.identity = identity = machine.storages
-        machine.storages = identity + 1
+        self.identity = identity = machine.new_identity()
         self.allocation = machine.trace.allocations[identity] = Allocation(
             identity, name, memory, shape, dtype, row, -1, -1,
             kernel_frame()[1] if line < 0 else line, address,
