@@ -40,13 +40,15 @@ def bind(function: Any, arrays: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Binder:
-    """Turns arguments into tensors, and writes arrays that the kernel changed back."""
+    """Turns arguments into tensors, and writes arrays that the kernel changed back.
+
+    seen: (tensor, argument, its array) by the argument's identity.
+    """
 
     def __init__(self, machine: Machine, grid: int) -> None:
         self.machine = machine
         self.region = shared_hbm if grid > 1 else private_hbm
-        self.pairs: list[tuple[NkiTensor, Any, np.ndarray]] = []
-        self.seen: dict[int, NkiTensor] = {}
+        self.seen: dict[int, tuple[NkiTensor, Any, np.ndarray]] = {}
 
     def arguments(self, bound: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return (positional, keyword) arguments with arrays replaced by tensors."""
@@ -79,9 +81,8 @@ class Binder:
         return input_tensor(self.machine, name, tuple(spec.shape), kind, None, self.region)
 
     def _array(self, name: str, array: np.ndarray, original: Any) -> NkiTensor:
-        known = self.seen.get(id(original))
-        if known is not None:
-            return known
+        if id(original) in self.seen:
+            return self.seen[id(original)][0]
         kind = dtypes.find(array.dtype)
         if kind is None or kind.item_bytes == 8:
             raise KernelArgumentError(
@@ -91,16 +92,16 @@ class Binder:
         if array.size == 0:
             raise KernelArgumentError(f"argument {name!r} has shape {array.shape}, which is empty")
         shape = tuple(int(s) for s in array.shape) or (1,)
-        data = self.machine.data
-        raw = np.array(array, order="C").reshape(-1).view(np.uint8) if data else None
+        raw = None
+        if self.machine.data:
+            raw = np.array(array, order="C").reshape(-1).view(np.uint8)
         tensor = input_tensor(self.machine, name, shape, kind, raw, self.region)
-        self.seen[id(original)] = tensor
-        self.pairs += [(tensor, original, array)] if data else []
+        self.seen[id(original)] = tensor, original, array
         return tensor
 
     def write_back(self, machines: list[Machine]) -> None:
         """Copy what the kernel wrote into its inputs back into the caller's arrays."""
-        for tensor, _, array in self.pairs:
+        for tensor, _, array in self.seen.values():
             of_programs = [m.trace.allocations[tensor.storage.identity] for m in machines]
             if any(a.last_write >= 0 for a in of_programs) and array.flags.writeable:
                 values = tensor.array()
@@ -122,7 +123,7 @@ def _from_torch(name: str, value: Any) -> np.ndarray:
         raise KernelArgumentError(f"argument {name!r} is {value.dtype}, which NKI does not have")
     if kind.numpy.kind == "V" or kind in ("bfloat16", *dtypes.FLOAT8, "float8_e8m0fnu"):
         bits = {1: torch.uint8, 2: torch.int16}[kind.item_bytes]
-        array = tensor.contiguous().view(bits).numpy().view(kind.numpy)
+        array = tensor.view(bits).numpy().view(kind.numpy)
     else:
         array = tensor.numpy()
     return np.asarray(array)

@@ -181,6 +181,9 @@ def test_torch_tensors_and_dtypes(add_file):
     strided = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()[::2]
     result = simulate(f"{add_file}:add", strided, strided, mode="functional").output
     assert np.array_equal(result, 2 * strided.numpy())
+    turned = torch.zeros(4, 3, dtype=torch.bfloat16).t()
+    run("nisa.dma_copy(dst=a, src=b)\nreturn a", turned, t)
+    assert torch.equal(turned, t)
 
 
 def test_bool_arrays_come_back_as_bool():
