@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -339,39 +339,33 @@ def _run(machine: Machine, function: Any, args: list[Any], kwargs: dict[str, Any
 
 def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTensor], bool]:
     """Return (tensors, whether it was a single one) of what the kernel returned."""
-    place = defined_at(function)
-    single = isinstance(returned, NkiTensor)
-    values = [returned] if single else returned
-    if returned is None:
-        values = []
-    if isinstance(values, dict):
-        values = list(values.values())
-    if not isinstance(values, (list, tuple)):
-        raise SimulationError(
-            f"the kernel returned {type(returned).__name__}; return a tensor or a tuple of them",
-            *place,
-        )
-    flat: list[NkiTensor] = []
-    for value in values:
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            if item is None:
-                continue
-            if not isinstance(item, NkiTensor):
-                raise SimulationError(
-                    f"the kernel returned a {type(item).__name__} among its tensors", *place
-                )
-            if item.memory != "hbm":
-                raise SimulationError(
-                    f"the kernel returned {item.name!r}, which is in {item.memory.upper()}; copy "
-                    "it to an nl.shared_hbm tensor and return that",
-                    *place,
-                )
-            if item.buffer is not shared_hbm and not item.storage.is_input:
-                machine.warnings.append(
-                    f"output {item.name!r} is in private HBM; allocate outputs in nl.shared_hbm"
-                )
-            flat.append(item)
-    return flat, single
+    place, flat = defined_at(function), list(_flat(returned))
+    for item in flat:
+        if not isinstance(item, NkiTensor):
+            raise SimulationError(
+                f"the kernel returned {type(item).__name__}; return a tensor or a tuple of them",
+                *place,
+            )
+        if item.memory != "hbm":
+            raise SimulationError(
+                f"the kernel returned {item.name!r}, which is in {item.memory.upper()}; copy "
+                "it to an nl.shared_hbm tensor and return that",
+                *place,
+            )
+        if item.buffer is not shared_hbm and not item.storage.is_input:
+            machine.warnings.append(
+                f"output {item.name!r} is in private HBM; allocate outputs in nl.shared_hbm"
+            )
+    return flat, isinstance(returned, NkiTensor)
+
+
+def _flat(returned: Any) -> Iterator[Any]:
+    """Yield what a kernel returned in tuples, lists and dictionaries; nothing for None."""
+    if isinstance(returned, (list, tuple, dict)):
+        for value in returned.values() if isinstance(returned, dict) else returned:
+            yield from _flat(value)
+    elif returned is not None:
+        yield returned
 
 
 def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
