@@ -20,7 +20,7 @@ import numpy as np
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions
-from nmm_compiler.simulator.beta1.index import Index, Part, arange, box_of, mgrid
+from nmm_compiler.simulator.beta1.index import Index, Part, affine, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     copied,
@@ -321,7 +321,7 @@ def _binary(short: str) -> Callable[..., Any]:
         tensor(name, "x", tile)
         number = as_number(other)
         if isinstance(other, Index) and short == "add" and math.prod(tile.shape) == 1:
-            return Shifted(tile, other)
+            return Shifted(tile, affine(other))
         if number is not None:
             kind = asked(dtype, promote(tile.kind, kind_of_number(other)))
             return elementwise(

@@ -152,10 +152,10 @@ class Masked:
 
 
 class Shifted(NamedTuple):
-    """An index expression plus a tile of one element: a run-time offset."""
+    """An affine index plus run-time numbers: a tile of one element, or of one for each row."""
 
     tile: Tensor
-    line: Index
+    line: Affine
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -300,50 +300,40 @@ class Tensor:
         part = box_of(mask, self.shape)
         return self if part is True else Masked(self, part)
 
-    def _part(self, keys: list[Any]) -> Tensor:
-        """Return the view of an affine index, or tile of run-time rows, per dimension."""
+    def _part(self, keys: list[Affine | Shifted]) -> Tensor:
+        """Return the view of an affine index per dimension, some with a run-time tile."""
         view = self.tile()  # an index of an index: the first has to be inside
-        rank = max(
-            len(k.shape) if isinstance(k, Affine) else 2 if k[1] is None else k[1].ndim
-            for k in keys
-        )
-        shape, strides, offset = [1] * rank, [0] * rank, view.offset
-        outside: list[tuple[int, int, Affine]] = []
         choice, on_chip = view.indirection, self.memory != "hbm"
-        for dim, (k, size, stride) in enumerate(zip(keys, view.shape, view.strides, strict=True)):
-            if not isinstance(k, Affine):
-                tile, line = k
-                choice = _chosen(self, dim, tile, choice)
-                if choice.kind == "vector":
-                    shape[0] = max(shape[0], choice.index.shape[0])
-                if line is None:
-                    continue
-                k = affine(line)
-            line = k.aligned(rank)
-            for axis, (count, step) in enumerate(zip(line.shape, line.steps, strict=True)):
-                if count != 1 and shape[axis] not in (1, count):
-                    raise fail(OperandError, f"index shapes of {self!r} do not broadcast")
-                shape[axis] = max(shape[axis], count)
-                strides[axis] += step * stride
-                if step and on_chip and (axis == 0) != (dim == 0):
-                    raise fail(
-                        OperandError,
-                        f"axis {axis} of the index moves along dimension {dim} of {self!r}; the "
-                        "first axis of an index has to be the partitions, and only that",
-                    )
-            if on_chip and dim == 0 and line.steps[0] not in (0, 1):
-                raise fail(
-                    OperandError,
-                    f"step {line.steps[0]} over the partitions of {self!r}; use step 1",
-                )
-            low, high = line.bounds()
-            offset += line.const * stride
-            if low < 0 or high >= size:
-                outside.append((dim, size, line))
+        lines: list[Affine] = []
+        for dim, k in enumerate(keys):
+            if isinstance(k, Shifted):
+                choice = _chosen(self, dim, k.tile, choice)
+            lines.append(k.line if isinstance(k, Shifted) else k)
+        try:
+            shape = np.broadcast_shapes(*(line.shape for line in lines))
+        except ValueError:
+            raise fail(OperandError, f"index shapes of {self!r} do not broadcast") from None
+        lines = [line.aligned(len(shape)) for line in lines]
+        if on_chip and (
+            lines[0].steps[0] not in (0, 1)
+            or any(lines[0].steps[1:])
+            or any(line.steps[0] for line in lines[1:])
+        ):
+            raise fail(
+                OperandError,
+                f"an index of {self!r} whose first axis is not its partitions, in steps of 1; the "
+                "first axis of an index has to be the partitions, and only that",
+            )
+        by_dim = list(zip(lines, view.shape, view.strides, strict=True))
+        strides = tuple(sum(line.steps[a] * s for line, _, s in by_dim) for a in range(len(shape)))
+        outside = tuple(
+            (dim, size, line)
+            for dim, (line, size, _) in enumerate(by_dim)
+            if line.bounds()[0] < 0 or line.bounds()[1] >= size
+        )
         if choice is not view.indirection:
             while len(shape) > 2 and shape[-1] == 1:
-                shape.pop()
-                strides.pop()
+                shape, strides = shape[:-1], strides[:-1]
             if strides[0] and choice is not None and choice.kind == "vector":
                 raise fail(
                     UnsupportedInstructionError,
@@ -354,8 +344,9 @@ class Tensor:
                 OperandError,
                 f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
             )
-        part = NkiTensor(view.storage, tuple(shape), tuple(strides), offset, view.dtype, choice)
-        return Tensor.of(part, tuple(outside))
+        offset = view.offset + sum(line.const * stride for line, _, stride in by_dim)
+        part = NkiTensor(view.storage, shape, strides, offset, view.dtype, choice)
+        return Tensor.of(part, outside)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assign(self[key], value)
@@ -537,8 +528,8 @@ def _slices(tensor: Tensor, keys: list[Any]) -> list[Affine]:
     ]  # fmt: skip
 
 
-def _expressions(tensor: Tensor, keys: list[Any]) -> list[Any]:
-    """Return affine indices, and (tile, Index or None) of run-time ones, after their rules."""
+def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine | Shifted]:
+    """Return affine indices, some with a run-time tile, after their rules."""
     if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
         raise fail(
             OperandError,
@@ -547,12 +538,12 @@ def _expressions(tensor: Tensor, keys: list[Any]) -> list[Any]:
             "dimension",
         )
     lines = [
-        k if isinstance(k, Shifted) else (k, None) if isinstance(k, Tensor)
+        k if isinstance(k, Shifted)
+        else Shifted(k, Affine((k.shape[0], 1), 0, (0, 0))) if isinstance(k, Tensor)
         else affine(k) if isinstance(k, Index) else Affine((), _number(tensor, k, d), ())
         for d, k in enumerate(keys)
     ]  # fmt: skip
-    shapes = [k.line.shape if isinstance(k, Shifted) else getattr(k, "shape", ()) for k in keys]
-    if max(map(len, shapes)) < 2:
+    if max(len(k.line.shape if isinstance(k, Shifted) else k.shape) for k in lines) < 2:
         raise fail(
             OperandError,
             f"a 1-D nl.arange as index of {tensor!r} (err_1d_arange_not_supported); add an axis, "
