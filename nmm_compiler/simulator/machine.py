@@ -128,8 +128,8 @@ def _outcomes_on(target: Target) -> dict[tuple[Any, ...] | None, Any]:
 class Machine:
     """One program on one core.
 
-    assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: state of
-    another dialect of NKI for this program.
+    assign: the function (tensor, key, value) behind `tensor[key] = value`. dialect: the state of
+    NKI Beta 1 for this program, None in a kernel of the current dialect.
     program_id: of the programs of a rank, which are `grid`. rank: of `ranks` cores that exchange
         data by nki.collectives.
     programs: the exchange with the other programs.

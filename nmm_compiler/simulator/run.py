@@ -369,7 +369,10 @@ def _flat(returned: Any) -> Iterator[Any]:
 
 
 def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
-    """Return a copy of an output's values; refuses elements that were never written."""
+    """Return a copy of an output's values; refuses elements that were never written.
+
+    In Beta 1 some of them may be undefined.
+    """
     values, mask = tensor.array().copy(), tensor.missing()
     if mask is not None:
         origin = tensor.storage.origin
@@ -379,6 +382,10 @@ def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
                else "were never written")
         )  # fmt: skip
         file = machine.instructions[-1].file if machine.instructions else ""
-        machine.rule(HazardError, message, (file, tensor.storage.allocation.line))
+        place = file, tensor.storage.allocation.line
+        if machine.dialect is not None and not mask.all():
+            machine.warn(message, place)
+        else:
+            machine.rule(HazardError, message, place)
         values = poisoned_values(tensor, mask)
     return values.astype(np.bool_) if tensor.dtype == "bool" else values

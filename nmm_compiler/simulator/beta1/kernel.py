@@ -16,17 +16,11 @@ from typing import Any
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1.language import NAMES, SpmdDim, store
-from nmm_compiler.simulator.beta1.tensor import Session, Tensor, define, fail, session
+from nmm_compiler.simulator.beta1.tensor import Session, Tensor, fail, session
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.standins import JitKernel, TensorType
-from nmm_compiler.simulator.machine import (
-    CURRENT,
-    Machine,
-    current,
-    defined_at,
-    place_instructions,
-)
+from nmm_compiler.simulator.machine import CURRENT, current, defined_at, place_instructions
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Grid = tuple[SpmdDim, ...]
@@ -102,22 +96,10 @@ def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
                 "it in nl.shared_hbm",
             )
         storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
-        partly = storage.raw is not None and 0 < storage.missing < storage.raw.size
-        if partly and _others_ended(now.machine):
-            missing = f"{storage.missing // value.itemsize} elements of output {value.name!r}"
-            current().warn(f"{missing} were never written and are undefined")
-            define(view)
         return view
     if isinstance(value, (tuple, list)):
         return type(value)(_unwrapped(v, now, programs_run) for v in value)
     return value
-
-
-def _others_ended(machine: Machine) -> bool:
-    """Return whether every other program of the rank has written all that it writes."""
-    first = machine.rank * machine.grid
-    ended = machine.programs.finished[first : first + machine.grid]
-    return sum(ended) == machine.grid - 1
 
 
 def _stored(tile: Tensor) -> Tensor:

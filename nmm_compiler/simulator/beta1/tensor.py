@@ -105,12 +105,8 @@ class Session:
     lent: results that took the tile that they were assigned to, while the kernel holds them.
     reductions: places that nl.loop_reduce has written.
     read_only: names of parameters that the kernel may not write, by storage.
-    spills: live tiles beyond a memory are no error: "the Neuron compiler inserts the necessary
-        spills or refills" (NKI programming model, SDK 2.26).
     program, grid: this program's place in the launch grid.
     """
-
-    spills = True
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -620,13 +616,8 @@ def nothing(dst: NkiTensor) -> None:
 
 def leave_undefined(dst: Tensor) -> None:
     """Let unwritten elements of dst on chip hold undefined values."""
-    if dst.memory != "hbm" and not dst.outside:
-        define(dst.tile(False))
-
-
-def define(view: NkiTensor) -> None:
-    """Let the unwritten elements of a view hold undefined values."""
-    missing = view.missing()
+    view = dst.tile(False)
+    missing = None if dst.memory == "hbm" or dst.outside else view.missing()
     if missing is not None:
         view.array()[...] = poisoned_values(view, missing)
         view.mark_written()
