@@ -434,18 +434,16 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
         view = data.tile(box) if on_vector else in_sbuf(data.tile(box))
 
         def issue(dst: NkiTensor) -> None:
-            if dst.dtype == view.dtype:
-                ISSUE["nc_transpose"](dst, view, engines.vector if on_vector else engines.tensor)
-            elif on_vector:
-                turned = ndarray((view.free_size, view.shape[0]), view.dtype, sbuf)
-                ISSUE["nc_transpose"](turned, view, engines.vector)
-                ISSUE["tensor_copy"](dst, turned)
+            if on_vector:
+                through(dst, view.dtype, sbuf, ISSUE["nc_transpose"], view, engines.vector)
+            elif dst.dtype == view.dtype:
+                ISSUE["nc_transpose"](dst, view, engines.tensor)
             else:  # a product with the identity matrix, which PSUM takes in float32
                 one = shared_identity_matrix(view.shape[0], view.dtype)
-                wide = dst if dst.dtype == "float32" else ndarray(dst.shape, dtypes.float32, psum)
-                ISSUE["nc_matmul"](wide, view, one, is_moving_onezero=True, accumulate=False)
-                if wide is not dst:
-                    ISSUE["tensor_copy"](dst, wide)
+                issue_product = functools.partial(
+                    ISSUE["nc_matmul"], is_moving_onezero=True, accumulate=False
+                )
+                through(dst, dtypes.float32, psum, issue_product, view, one)
 
         return issue
 
@@ -456,12 +454,19 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
     )  # fmt: skip
 
 
+def through(
+    dst: NkiTensor, kind: DType, region: Any, issue: Callable[..., Any], *operands: Any
+) -> None:
+    """Issue an instruction that writes one dtype, through a tile of its own if dst has another."""
+    made = dst if dst.dtype == kind else ndarray(dst.shape, kind, region)
+    issue(made, *operands)
+    if made is not dst:
+        ISSUE["tensor_copy"](dst, made)
+
+
 def turned_by_dma(dst: NkiTensor, view: NkiTensor, axes: Any) -> None:
     """Write the transpose of a view by DMA, which converts no dtype."""
-    turned = dst if dst.dtype == view.dtype else ndarray(dst.shape, view.dtype, sbuf)
-    ISSUE["dma_transpose"](turned, view, axes)
-    if turned is not dst:
-        ISSUE["tensor_copy"](dst, turned)
+    through(dst, view.dtype, sbuf, ISSUE["dma_transpose"], view, axes)
 
 
 def _dma_transposed(name: str, src: Any, axes: Any, mask: Any, dtype: Any) -> Tensor:
