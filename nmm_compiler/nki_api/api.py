@@ -17,6 +17,7 @@ from nmm_compiler.nki_api import table
 from nmm_compiler.simulator.collectives import NAMES as COLLECTIVES
 from nmm_compiler.simulator.isa.names import CONSTANTS as ENUMS
 from nmm_compiler.simulator.isa.names import NAMES as ISA
+from nmm_compiler.simulator.language.base import TILE_SIZES, MemoryRegion
 from nmm_compiler.simulator.language.functions import NAMES as LANGUAGE
 from nmm_compiler.simulator.signatures import Api, Function, described, entries
 
@@ -72,9 +73,9 @@ def api(version: str = API_VERSION) -> Api:
                 values.add(f"{module}.{short}")
     values |= {"nki.isa.NkiValidationError", "nki.isa.constants"}
     members = {f"nki.isa.{name}": tuple(enum.__members__) for name, enum in ENUMS.items()}
-    for record, text in table.LANGUAGE_RECORDS.items():
-        owner = f"nki.language.{record}"
-        members[owner] = tuple(n for n in text.split() if _exists(f"{owner}.{n}", version))
+    members["nki.language.MemoryRegion"] = tuple(MemoryRegion.__members__)
+    sizes = (n for n in TILE_SIZES if _exists(f"nki.language.tile_size.{n}", version))
+    members["nki.language.tile_size"] = tuple(sizes)
     return Api(
         version,
         {f.name: _adjusted(f, version) for f in functions if _exists(f.name, version)},

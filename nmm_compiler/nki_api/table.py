@@ -17,13 +17,6 @@ API_VERSION = "0.6"
 VERSIONS = ("0.3", "0.4", "0.5", "0.6", "0.7")
 """Versions the lint knows, oldest first."""
 
-LANGUAGE_RECORDS = {
-    "tile_size": """pmax psum_fmax psum_bank_fmax psum_bank_fmax_bytes gemm_stationary_fmax
-        gemm_moving_fmax bn_stats_fmax psum_min_align sbuf_min_align psum_num_banks
-        sbuf_size_bytes sbuf_fmax sbuf_fmax_bytes total_available_sbuf_size""",
-    "MemoryRegion": "sbuf psum private_hbm shared_hbm",
-}
-
 # Functions that the simulator does not have, by module.
 FUNCTIONS = {
     "nki.isa": """

@@ -76,15 +76,15 @@ class TileSize:
 
     def __getattr__(self, name: str) -> int:
         """Return a constant."""
-        if name not in _TILE_SIZES:
+        if name not in TILE_SIZES:
             raise AttributeError(name)
-        size, machine = _TILE_SIZES[name], CURRENT.machine
+        size, machine = TILE_SIZES[name], CURRENT.machine
         if isinstance(size, int):
             return size
         return size(machine.target if machine is not None else get("trn2"))
 
 
-_TILE_SIZES: dict[str, int | Callable[[Target], int]] = {
+TILE_SIZES: dict[str, int | Callable[[Target], int]] = {
     "pmax": 128,
     "psum_bank_fmax": 512,
     "psum_fmax": 512,
