@@ -8,8 +8,7 @@ a box. `affine` and `box_of` find either in the array, and refuse an array that 
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ def full_key(key: Any, rank: int) -> list[Any]:
     return keys[:at] + [slice(None)] * missing + keys[at + 1 :]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Affine:
+class Affine(NamedTuple):
     """const + sum(steps[k] * i_k) for i in `shape`; an axis of size 1 has step 0."""
 
     shape: tuple[int, ...]

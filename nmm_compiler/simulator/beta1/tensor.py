@@ -305,11 +305,11 @@ class Tensor:
             if isinstance(k, Shifted):
                 choice = _chosen(self, dim, k.tile, choice)
             lines.append(k.line if isinstance(k, Shifted) else k)
-        try:
-            shape = np.broadcast_shapes(*(line.shape for line in lines))
-        except ValueError:
-            raise fail(OperandError, f"index shapes of {self!r} do not broadcast") from None
-        lines = [line.aligned(len(shape)) for line in lines]
+        rank = max(len(line.shape) for line in lines)
+        lines = [line if len(line.shape) == rank else line.aligned(rank) for line in lines]
+        shape = tuple(map(max, *(line.shape for line in lines), (1,) * rank))
+        if any(n != m != 1 for line in lines for m, n in zip(line.shape, shape, strict=True)):
+            raise fail(OperandError, f"index shapes of {self!r} do not broadcast")
         if on_chip and (
             lines[0].steps[0] not in (0, 1)
             or any(lines[0].steps[1:])
@@ -320,13 +320,16 @@ class Tensor:
                 f"an index of {self!r} whose first axis is not its partitions, in steps of 1; the "
                 "first axis of an index has to be the partitions, and only that",
             )
-        by_dim = list(zip(lines, view.shape, view.strides, strict=True))
-        strides = tuple(sum(line.steps[a] * s for line, _, s in by_dim) for a in range(len(shape)))
-        outside = tuple(
-            (dim, size, line)
-            for dim, (line, size, _) in enumerate(by_dim)
-            if line.bounds()[0] < 0 or line.bounds()[1] >= size
-        )
+        offset, strides = view.offset, (0,) * rank
+        outside: list[tuple[int, int, Affine]] = []
+        for dim, (line, size, stride) in enumerate(
+            zip(lines, view.shape, view.strides, strict=True)
+        ):
+            offset += line.const * stride
+            strides = tuple([s + n * stride for s, n in zip(strides, line.steps, strict=True)])
+            low, high = line.bounds()
+            if low < 0 or high >= size:
+                outside.append((dim, size, line))
         if choice is not view.indirection:
             while len(shape) > 2 and shape[-1] == 1:
                 shape, strides = shape[:-1], strides[:-1]
@@ -340,9 +343,8 @@ class Tensor:
                 OperandError,
                 f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
             )
-        offset = view.offset + sum(line.const * stride for line, _, stride in by_dim)
         part = NkiTensor(view.storage, shape, strides, offset, view.dtype, choice)
-        return Tensor.of(part, outside)
+        return Tensor.of(part, tuple(outside))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assign(self[key], value)
