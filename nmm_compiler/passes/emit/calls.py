@@ -17,26 +17,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.linear.specs import (
-    GatedMLPSpec,
-    GatedMLPUpSpec,
-    LowRankSharedSpec,
-    LowRankSpec,
-)
-from nmm_compiler.kernels.number_formats import FP8, FP8_MAX
+from nmm_compiler.kernels.number_formats import FP8_MAX
+from nmm_compiler.ops.launches import view_turned
+from nmm_compiler.ops.registration import DEFINITIONS
 from nmm_compiler.ops.scaled import SUFFIX
 from nmm_compiler.passes.chains.chain import Chain, Step, Weight, is_whole_feature
 from nmm_compiler.passes.chains.safety import Refusal, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten
 from nmm_compiler.passes.graph import views
+from nmm_compiler.passes.graph.canonical import (
+    PLAIN as PLAIN_TENSORS,
+)
 from nmm_compiler.passes.graph.canonical import (
     Canonical,
     Cast,
@@ -409,7 +409,7 @@ def weight_nodes(
     nodes = []
     for weight, one in zip(weights, stored, strict=True):
         node = editor.node(one.values)
-        if editor.c.values[node].dtype != STORED_FP8:
+        if editor.value(node).dtype != STORED_FP8:
             node = editor.call(aten.view.dtype, node, STORED_FP8)
         nodes.append(editor.reshape(node, weight.stored))
     return nodes
@@ -457,6 +457,57 @@ def fold(
     return (folded, v) if over_u else (u, folded)
 
 
+class Lowering(Editor):
+    """An editor that adds nothing to the graph, for the spec of a call at `at` with m tokens.
+
+    Its nodes are tensors: without data, but for those of subclasses.
+    """
+
+    def __init__(self, c: Canonical, at: fx.Node, m: int) -> None:
+        super().__init__(c, "", c.options, set())
+        self.at, self.m = at, m
+
+    def kernel(self, name: str, given: Mapping[str, Any], value: Any = None) -> Any:
+        """Return the spec of the kernel that an op of ours launches, of one device's parts."""
+        op = DEFINITIONS[name]
+        local = tree_map(lambda one: without_data(local_part(one)), dict(given))
+        own = {key: local[key] for key in op.defaults if key in local}
+        return op.lower(own["x"], (), own, self.m, view_turned)[0].spec
+
+    def call(
+        self, operator: Callable[..., Any], /, *args: Any, meta_value: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return what an operator computes."""
+        made = operator(*args, **kwargs) if meta_value is None else meta_value
+        return without_data(made)
+
+    def node(self, key: Key) -> Any:
+        """Return the tensor of a value."""
+        return without_data(self.c.tensor(key))
+
+    def operand(self, key: Key) -> Any:
+        """Return the tensor of a value in the dtype that the kernel computes in."""
+        value = self.node(key)
+        if key in self.c.quantized:
+            return torch.empty(value.shape, dtype=self.dtype, device="meta")
+        return value.to(self.dtype)
+
+    def value(self, node: Any) -> Any:
+        """Return the tensor."""
+        return node
+
+    def hoist(self, keys: Iterable[Key]) -> None:
+        """Leave the graph as it is."""
+
+
+def without_data(value: Any) -> Any:
+    """Return a plain tensor without its data, a symbolic size as 1; any other value as it is."""
+    if type(value) not in PLAIN_TENSORS:
+        return value
+    sizes = [size if isinstance(size, int) else 1 for size in value.shape]
+    return torch.empty(sizes, dtype=value.dtype, device="meta")
+
+
 @dataclass
 class Call:
     """A kernel call: op name, source, result. Layouts are "row" until `layout` assigns them.
@@ -500,10 +551,14 @@ class Call:
         """Return m, the number of tokens."""
         return views.product([a.size for d in self.source.tokens() for a in d])
 
+    def x_node(self, editor: Editor) -> fx.Node:
+        """Return the node of x as it lies."""
+        return editor.operand(self.source.key)
+
     def prepare_x(self, editor: Editor) -> fx.Node:
         """Emit the operand in the x layout and fix the order of tokens."""
         node, source = self._resolve(editor)
-        node = node or editor.operand(source.key)
+        node = node or self.x_node(editor)
         if self.x_layout == "row" and source.is_row():
             return node
         return editor.arrange(node, source.dims, self._dims(source.k, self.x_layout))
@@ -546,19 +601,30 @@ class Call:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         raise NotImplementedError
 
+    def named(self, editor: Editor, x: fx.Node) -> dict[str, Any]:
+        """Emit the operands behind x; return all arguments of the op by name."""
+        given = {"x": x, **self.arguments(editor)}
+        if self.kept.stored:
+            given = {"scales": scales_of(editor, self.kept), **given}
+        ends = {name: editor.operand(key) for name, key in self.ends.items()}
+        if "residual" in ends:
+            row = self._dims(self.n, "row")
+            ends["residual"] = editor.arrange(ends["residual"], self.out_dims, row)
+        return given | self.said | ends | {"x_layout": self.x_layout, "out_layout": self.out_layout}
+
     def emit(self, c: Canonical, editor: Editor) -> fx.Node:
         """Emit the call and what surrounds it; return the node with the final value, the first of
         several, each of which is replaced."""
         x = self.prepare_x(editor)
-        given = {"x": x, **self.arguments(editor)}
+        given = self.named(editor, x)
         results = self.results()
         for one in results:
             one.x_layout = self.x_layout
             one._resolve(editor)
         values = [one.result_value(editor, x) for one in results]
         if not self.many:
-            return self.finish(editor, self.op_call(editor, given, *values))
-        y = self.op_call(editor, given, values)
+            return self.finish(editor, self._op_call(editor, given, *values))
+        y = self._op_call(editor, given, values)
         made = []
         for index, (one, value) in enumerate(zip(results, values, strict=True)):
             part = editor.call(operator.getitem, y, index, meta_value=value)
@@ -587,40 +653,23 @@ class Call:
         return (self.kept.note,) if self.kept.note else ()
 
     def spec(self, c: Canonical) -> KernelSpec:
-        """Return what the kernel computes, its operands as the runtime passes them.
+        """Return what the kernel computes, with the norm and the residual that are inside.
 
         Of tensors that are cut over devices: what it computes on one of them.
         """
-        raise NotImplementedError
+        lowering = Lowering(c, self.final, self._tokens_of_one(c))
+        return lowering.kernel(self.op_name, self.named(lowering, self.x_node(lowering)))
 
-    def whole_spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec with the norm and the residual that are inside."""
-        more: Any = self.said | dict.fromkeys(self.ends, True)
-        return dataclasses.replace(self.spec(c), **more)
-
-    def _common(self, c: Canonical, first: Weight) -> dict[str, Any]:
-        """Return the fields of every spec; first: the weight that x is multiplied by."""
-        dtype = dtype_name(c.dtype(self.final))
-        m, k = tokens_to_judge(self.tokens_count()), self.source.k
+    def _tokens_of_one(self, c: Canonical) -> int:
+        """Return the tokens that decide, those on one device."""
         value = c.tensor(self.source.key)
-        if value is not None and is_distributed(value):
-            k = _sizes(c, first)[0]
-            m = max(1, local_part(value).numel() // k)
-        if not self.kept.stored:
-            return {"m": m, "k": k, "dtype": dtype}
-        return {"m": m, "k": k, "dtype": FP8, "scales": "channel", "x_dtype": dtype}
+        if not is_distributed(value):
+            return tokens_to_judge(self.tokens_count())
+        return tokens_to_judge(views.product(views.sizes_of(local_part(value))[:-1]))
 
-    def op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
+    def _op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
         """Emit the op; given: its arguments by name."""
-        layouts = {"x_layout": self.x_layout, "out_layout": self.out_layout}
-        if self.kept.stored:
-            given = {**given, "scales": scales_of(editor, self.kept)}
-        ends = {name: editor.operand(key) for name, key in self.ends.items()}
-        if "residual" in ends:
-            row = self._dims(self.n, "row")
-            ends["residual"] = editor.arrange(ends["residual"], self.out_dims, row)
         cut = is_distributed(editor.c.tensor(self.final))
-        given = {**given, **self.said, **ends, **layouts}
         node = editor.kernel(self.op_name, given, None if cut else value)
         if cut:
             _check_placements(editor, node, self)
@@ -724,7 +773,7 @@ class LowRankCall(ChainCall):
         return tuple(note for note, holds in said.items() if holds)
 
     def _keywords(self) -> dict[str, Any]:
-        """Return the keywords that the op and the spec share."""
+        """Return the keywords that say what the kernel computes."""
         chain = self.chain
         keywords: dict[str, Any] = {"activation": chain.activation}
         if self.tp > 1:
@@ -734,20 +783,6 @@ class LowRankCall(ChainCall):
         if chain.inner.gain is not None:
             return {**keywords, "inner_eps": chain.inner.eps}
         return {**keywords, "inner_activation": chain.inner.activation}
-
-    def spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec of one low-rank product."""
-        chain = self.chain
-        r = chain.r if chain.more else _sizes(c, chain.u)[1]
-        return LowRankSpec(
-            **self._common(c, chain.u),
-            **self._keywords(),
-            r=r,
-            n=_sizes(c, chain.v)[1],
-            base=chain.base is not None,
-            inner_norm=chain.inner is not None and chain.inner.gain is not None,
-            inner_bias=chain.inner is not None and bool(chain.middle),
-        )
 
     def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
@@ -816,15 +851,6 @@ class SharedCall(Call):
         """Return what the members say, each once."""
         return tuple(dict.fromkeys(note for one in self.members for note in one.notes()))
 
-    def spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec of several low-rank products."""
-        ranks = [_sizes(c, one.u)[1] for one in self.firsts]
-        outputs = [_sizes(c, one.v)[1] for one in self.chains]
-        pairs: Any = tuple((r, (n,)) for r, n in zip(ranks, outputs, strict=False))
-        if len(pairs) < len(outputs):
-            pairs = ((ranks[0], tuple(outputs)),)
-        return LowRankSharedSpec(**self._common(c, self.chains[0].u), pairs=pairs)
-
     def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chains, kept = self.chains, self.kept.stored
@@ -838,17 +864,19 @@ class SharedCall(Call):
             "u_layout": chains[0].u.layout, "v_layout": chains[0].v.layout,
         }  # fmt: skip
 
-    def op_call(self, editor: Editor, given: Mapping[str, Any], value: Any) -> fx.Node:
-        """Emit the op, with what differs between its results."""
+    def named(self, editor: Editor, x: fx.Node) -> dict[str, Any]:
+        """Emit the operands behind x; return all arguments of the op, what differs between its
+        results too."""
         chains, more = self.chains, dict[str, Any]()
-        editor.hoist(key for chain in chains for key in chain.operands)
         if any(chain.activation != "identity" for chain in chains):
             more["activations"] = [chain.activation for chain in chains]
         layouts = [member.out_layout for member in self.members]
         self.out_layout = layouts[0]
         if len(set(layouts)) > 1:
             self.out_layout, more["out_layouts"] = "row", layouts
-        return super().op_call(editor, {**given, **more}, value)
+        made = super().named(editor, x) | more
+        editor.hoist(key for chain in chains for key in chain.operands)
+        return made
 
     def results(self) -> tuple[Call, ...]:
         """Return the members."""
@@ -909,15 +937,6 @@ class GatedCall(Call):
         notes = ["weights of both layouts: some are passed transposed"] if len(layouts) > 1 else []
         return (*notes, *super().notes())
 
-    def spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec of two or three projections."""
-        gate, projections = self.projections[0], self.projections
-        ranks = [_sizes(c, p.u)[1] if p.second else 0 for p in projections]
-        fields: dict[str, Any] = dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))
-        family = GatedMLPUpSpec if len(ranks) == 2 else GatedMLPSpec
-        n = _sizes(c, gate.factors[-1])[1]
-        return family(**self._common(c, gate.u), n=n, activation=self.activation, **fields)
-
     def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         projections = self.projections
@@ -934,12 +953,3 @@ class GatedCall(Call):
             pairs = zip(nodes, projection.factors, strict=True)
             given[name] = [n if w.layout == layout else editor.permute(n, (1, 0)) for n, w in pairs]
         return given
-
-
-def _sizes(c: Canonical, weight: Weight) -> tuple[int, int]:
-    """Return the inputs and outputs of a weight, on one device if it is cut over several."""
-    value = c.tensor(weight.key)
-    if not is_distributed(value) or value.dim() != 2:  # type: ignore[union-attr]
-        return weight.k, weight.n
-    rows, columns = local_part(value).shape
-    return (rows, columns) if weight.layout == "row" else (columns, rows)

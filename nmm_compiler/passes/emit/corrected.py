@@ -22,8 +22,6 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.linear.corrected import CorrectedSpec
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_SHARED
 from nmm_compiler.passes.chains.chain import Chain, Weight
@@ -102,10 +100,10 @@ def _read_subclass(c: Canonical, weight: Weight, node: fx.Node, why: str) -> Kep
 
 def _parts_of(editor: Editor, node: fx.Node) -> dict[str, Any]:
     """Emit bytes [n, k bits / 8] and scales [n, k / 32] of torchao's MXTensor."""
-    value = editor.c.values[node]
+    value = editor.value(node)
     data = editor.call(getattr, node, "qdata")
     scale = editor.call(getattr, node, "scale")
-    if editor.c.values[data].dtype != torch.uint8:
+    if editor.value(data).dtype != torch.uint8:
         data = editor.call(aten.view.dtype, data, torch.uint8)
     scale = editor.call(aten.view.dtype, scale, torch.uint8)
     n, blocks = value.shape[0], value.shape[1] // value.block_size
@@ -225,15 +223,6 @@ class CorrectedCall(LowRankCall):
             notes = (*notes, "the scales of torchao's weight are put in order at each call")
         return notes
 
-    def spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec of the weight and its branch."""
-        chain = self.chain
-        return CorrectedSpec(
-            **self._common(c, chain.u), n=self.n, rank=0 if self.single else chain.r,
-            weight=self.format, activation=chain.activation, bias=chain.biased,
-            branch="fp8" if self.branch else "",
-        )  # fmt: skip
-
     def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chain, blocks = self.chain, self.blocks
@@ -294,15 +283,6 @@ class SharedCorrectedCall(SharedCall):
     def info(self) -> dict[str, Any]:
         """Return what a report says about the call."""
         return super().info() | {"base_weight": self.each[0].format}
-
-    def spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec of all weights and their branches."""
-        specs: list[Any] = [one.spec(c) for one in self.each]
-        lists = {
-            name: tuple(getattr(spec, name) for spec in specs)
-            for name in ("n", "rank", "bias", "activation")
-        }
-        return dataclasses.replace(specs[0], **lists)
 
     def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""

@@ -153,9 +153,13 @@ class Editor:
                 if first is not key:
                     first.prepend(key)
 
+    def value(self, node: fx.Node) -> Any:
+        """Return a node's metadata value."""
+        return self.c.values[node]
+
     def shape(self, node: fx.Node) -> tuple[Size, ...]:
         """Return a node's shape from its metadata."""
-        return views.sizes_of(self.c.values[node])
+        return views.sizes_of(self.value(node))
 
     # -- sizes ----------------------------------------------------------------------------
 
@@ -220,7 +224,7 @@ class Editor:
         """Reshape, unless the shape is there already."""
         if tuple(shape) == self.shape(node):
             return node
-        value = self.c.values[node].reshape([self.size_value(s, node) for s in shape])
+        value = self.value(node).reshape([self.size_value(s, node) for s in shape])
         sizes = self._size_arguments(shape, node)
         return self.call(aten.reshape.default, node, sizes, meta_value=value)
 

@@ -16,8 +16,6 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec
 from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops.corrected import CORRECTED_MLP
 from nmm_compiler.passes.chains.chain import path_nodes, same_tokens
@@ -141,14 +139,6 @@ class CorrectedMLPCall(Call):
         if self.each[0].format in MX:
             said.append("h is rounded to mxfp8 in the kernel")
         return tuple(dict.fromkeys(said))
-
-    def spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec of three weights and their branches."""
-        specs: list[Any] = [one.spec(c) for one in self.each]
-        alike = {name: getattr(specs[0], name) for name in ("m", "k", "n", "dtype", "weight")}
-        ranks = tuple(spec.rank for spec in specs)
-        branch = specs[0].branch
-        return CorrectedMLPSpec(**alike, rank=ranks, branch=branch, activation=self.activation)
 
     def arguments(self, editor: Editor) -> dict[str, Any]:
         """Emit the operands behind x; return them and the keywords, named as in the schema."""

@@ -54,7 +54,7 @@ def _slower(
     load and a store start one after the other, its own launch is not counted, and each of its
     readers has its part of it.
     """
-    spec = call.whole_spec(c)
+    spec = call.spec(c)
     plain, inside = (call_ways(c, one).fused for one in (spec, dataclasses.replace(spec, **more)))
     tensor = c.tensor(value)
     if tensor is None or not math.isfinite(plain + inside):

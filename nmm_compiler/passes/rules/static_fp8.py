@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.linear.specs import MatmulSpec
 from nmm_compiler.passes.chains.chain import read_projection
 from nmm_compiler.passes.chains.safety import Refusal, crossed, refuse
 from nmm_compiler.passes.emit.calls import (
@@ -75,7 +73,7 @@ class StaticFP8(KernelRule):
         rounded = _rounded(graph, chain.first.x)
         if rounded is None or chain.addend is not None:
             return None
-        call = StaticCall.of(graph, chain, "matmul_scaled", rounded.value, rounded=rounded)
+        call = StaticCall.of(graph, chain, "matmul", rounded.value, rounded=rounded)
         kept = call.kept
         why = kept.reason if kept.format else "the weight is no fp8 numbers as they are stored"
         why = why or ("" if _bounded(graph, rounded.value) else "x may lie beyond 240")
@@ -130,26 +128,23 @@ class StaticCall(ChainCall):
         """Return what the reader should know about rounding."""
         return ("fp8 numbers are multiplied as they are; both scales multiply the sums",)
 
-    def spec(self, c: Canonical) -> KernelSpec:
-        """Return the spec of the product."""
-        fields = self._common(c, self.chain.u)
-        dtype = fields.pop("x_dtype")
-        return MatmulSpec(**fields, n=self.n, bias=self.chain.biased, out_dtype=dtype)
+    def x_node(self, editor: Editor) -> fx.Node:
+        """Return the node of the fp8 numbers."""
+        return editor.node(self.source.key)
 
-    def emit(self, c: Canonical, editor: Editor) -> fx.Node:
-        """Emit the call; return the node with the final value."""
+    def result_value(self, editor: Editor, x: fx.Node) -> Any:
+        """Return the metadata value of the result, which has another dtype than x."""
+        return super().result_value(editor, x).to(editor.dtype)
+
+    def arguments(self, editor: Editor) -> dict[str, Any]:
+        """Emit the operands behind x; return them and the keywords, named as in the schema."""
         chain, rounded = self.chain, self.rounded
-        self.x_layout = self.out_layout = "row"
-        self.lead = self.source.dims[:-1]
         folded = fold_chain(editor, chain, self.kept.stored)
         (scale,) = scales_of(editor, self.kept)
         if rounded.scale is not None:
             own = editor.reshape(editor.node(rounded.scale), (1,))
             scale = editor.call(aten.mul.Tensor, scale, own)
-        scale = times(editor, scale, rounded.number)
-        given = {
-            "x": editor.node(self.source.key), "scales": [scale], "w": folded.u,
-            "bias": folded.bias, "x_scale": 1.0, "out_dtype": dtype_name(editor.dtype),
-            "w_layout": chain.u.layout,
+        return {
+            "scales": [times(editor, scale, rounded.number)], "w": folded.u, "bias": folded.bias,
+            "x_scale": 1.0, "out_dtype": dtype_name(editor.dtype), "w_layout": chain.u.layout,
         }  # fmt: skip
-        return self.finish(editor, editor.kernel("matmul_scaled", given))
