@@ -8,11 +8,11 @@ that a kernel can absorb: numbers, vectors, diagonals, biases. It returns a refu
 step.
 
 `read_chain` joins two products with such steps between; `read_with_function` allows an activation
-or a norm there, `read_summed_chain` the sum over devices of a chain cut by rows. `extend` absorbs
-the steps after a chain: constant bias, scale, activation, in this order. `read_projection` reads a
-value as a projection of some x, a chain or one dense product, for the rules of groups (LoRA, gated
-MLP), and `same_tokens` says whether two read the same x alike. `safety` refuses chains that must
-not move.
+or a norm there, `read_summed_chain` the sum over devices of a chain cut by rows. `trace_end` walks
+from a node to the product before its steps and activation, and `ended` adds these to the chain
+there. `read_projection` reads a value as a projection of some x, a chain or one dense product, for
+the rules of groups (LoRA, gated MLP), and `same_tokens` says whether two read the same x alike.
+`safety` refuses chains that must not move.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.passes.chains.safety import Refusal, part_of_one, real_users, too_wide
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, too_wide
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -215,12 +215,14 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
 @dataclass
 class Walk:
     """The position of `trace_back`: a base, its dimensions over those of the start, the steps so
-    far."""
+    far, and what is behind them."""
 
     key: Key
     dims: Dims
     steps: list[Step]
     nodes: set[fx.Node]
+    activation: str = "identity"
+    addend: tuple[Key, float] | None = None
 
     def descend(self, c: Canonical, value: Key) -> bool:
         """Move to the operand that the current base is computed from, element by element."""
@@ -334,7 +336,8 @@ class Chain:
     a dense product of the same x that is added (LoRA). addend is the addmm input, with its factor,
     which stays outside of the kernel. more are further chains of the same x that are added (several
     adapters); their factors are joined along the rank. inner is a function between the products,
-    behind `middle`, which then has biases only.
+    behind `middle`, which then has biases only. tp, group: devices of a process group that sum
+    between the products.
     """
 
     first: Stage
@@ -349,6 +352,8 @@ class Chain:
     addend: tuple[Key, float] | None = None
     more: tuple[Chain, ...] = ()
     inner: Inner | None = None
+    tp: int = 1
+    group: str = ""
 
     @property
     def u(self) -> Weight:
@@ -637,6 +642,7 @@ def _along_tokens(steps: Sequence[Step], dims: Dims, n: int) -> Step | None:
     return None
 
 
+@_once
 def read_with_function(
     c: Canonical, key: Key, form: Product, kind: type[Activation] | type[Norm]
 ) -> Chain | Refusal | None:
@@ -712,13 +718,11 @@ def read_summed_chain(c: Canonical, key: Key, form: Product) -> Chain | None:
     assert isinstance(node, fx.Node)
     walk.nodes.add(node)
     chain = join_stages(c, second, walk, inner)
-    return chain if isinstance(chain, Chain) and _cut_by_rows(c, chain) else None
-
-
-def devices_of(c: Canonical, chain: Chain) -> tuple[int, str]:
-    """Return how many devices sum, and the name of their process group."""
+    if isinstance(chain, Refusal) or not _cut_by_rows(c, chain):
+        return None
     mesh = cast("Any", c.tensor(chain.first.x)).device_mesh
-    return int(mesh.size()), str(mesh.get_group().group_name)
+    group = str(mesh.get_group().group_name)
+    return dataclasses.replace(chain, tp=int(mesh.size()), group=group)
 
 
 def _summed(c: Canonical, node: Key) -> fx.Node | None:
@@ -758,74 +762,48 @@ def _cut_by_rows(c: Canonical, chain: Chain) -> bool:
 EPILOGUES = ("relu", "silu", "gelu", "gelu_tanh")
 
 
-def _reader(c: Canonical, key: Key) -> Key | None:
-    """Return the one value computed from `key`, None when there are several or none."""
-    if isinstance(key, Virtual):
-        return key.owner
-    users = real_users(key)
-    if len(users) > 1:  # several steps of one activation that is spelled out
-        ends = {c.part_of.get(user, user) for user in users}
-        (end,) = ends if len(ends) == 1 else (None,)
-        return end if end in c.helpers else None
-    return users[0] if len(users) == 1 and users[0].op != "output" else None
+@_once
+def trace_end(c: Canonical, node: fx.Node) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
+    """Walk back from a node, over an activation that ends a kernel and the steps before it."""
+    form = c.forms.get(node)
+    if not isinstance(form, Activation) or form.name not in EPILOGUES:
+        return trace_back(c, node)
+    found = trace_back(c, form.value)
+    found[0].activation = form.name
+    found[0].nodes |= {node} | c.helpers.get(node, frozenset())
+    return found
 
 
-def extend(c: Canonical, chain: Chain, activations: bool = True) -> Chain:
-    """Absorb constant bias, scale and activation after the chain, as far as they have no others."""
-    pending: set[fx.Node] = set()
-    key: Key = chain.out
-    while True:
-        reader = _reader(c, key)
-        if reader is None or reader in c.effects.writers:
-            return chain
-        if c.is_view_of(owner_of(reader), key):
-            if c.base(reader)[0] != chain.out:
-                return chain
-            pending.add(owner_of(reader))
-            key = reader
-            continue
-        form = c.forms.get(reader)  # no reader for a view of another value that names this one
-        dims = views.compose(c.base(key)[1], chain.out_dims)
-        if dims is None:
-            return chain
-        new: Chain | None = None
-        steps = _after_steps(c, reader, form, key, dims, chain.n)
-        if isinstance(form, Activation) and form.name in EPILOGUES and activations:
-            new = dataclasses.replace(chain, activation=form.name)
-        elif steps is not None:
-            # a scale of the result is none of the first factor, or not of it alone
-            fixed = chain.base or chain.more or chain.inner
-            if not (fixed and any(s.kind == "scale" and s.number != 1.0 for s in steps)):
-                new = dataclasses.replace(chain, after=(*chain.after, *steps))
-        elif isinstance(key, Virtual) and isinstance(form, Add) and not isinstance(form.b, float):
-            factor = (Step("scale", form.alpha),) if form.alpha != 1.0 else ()
-            return dataclasses.replace(
-                chain,
-                after=(*chain.after, *factor),
-                addend=(form.b, form.beta),
-                out=reader,
-                out_dims=dims,
-                nodes=chain.nodes | {owner_of(reader)},
-            )
-        if new is None or c.dtype(reader) != c.dtype(chain.out):
-            return chain
-        nodes = chain.nodes | pending | {owner_of(reader)} | c.helpers.get(reader, frozenset())
-        chain = dataclasses.replace(new, out=reader, out_dims=dims, nodes=nodes)
-        if chain.activation != "identity":
-            return chain
-        key, pending = reader, set()
+def trace_addend(c: Canonical, node: fx.Node) -> tuple[Walk, Product] | tuple[Walk, Refusal] | None:
+    """Walk back from a sum to the product inside of it; what is added stays outside of a kernel.
 
-
-def _after_steps(
-    c: Canonical, reader: Key, form: Form | None, key: Key, dims: Dims, n: int
-) -> list[Step] | None:
-    """Return the steps of a value that reads another one; None for what no kernel computes."""
-    found = None if form is None else affine(c, reader, form)
-    if found is None or found[0] != key:
+    None for a sum of other values.
+    """
+    form = c.forms.get(node)
+    if not isinstance(form, Add) or isinstance(form.b, float) or not isinstance(form.a, Virtual):
         return None
-    steps = found[1][::-1]
+    steps = [Step("scale", form.alpha)]
+    return trace_on(c, Walk(form.a, c.whole(form.a), steps, {node}, addend=(form.b, form.beta)))
+
+
+def ended(c: Canonical, chain: Chain, walk: Walk, node: fx.Node) -> Chain | None:
+    """Return a chain at the end of a walk, with what a node computes of it; None where no kernel
+    does."""
+    steps = tuple(reversed(walk.steps))
+    dims = views.compose(walk.dims, chain.out_dims)
     tensor = any(step.kind != "bias" and step.key is not None for step in steps)
-    return None if tensor or _along_tokens(steps, dims, n) else steps
+    rounds = any(isinstance(c.forms.get(one), Cast) for one in walk.nodes)
+    # a scale of the result is none of the first factor, or not of it alone
+    scaled = any(step.kind == "scale" and step.number != 1.0 for step in steps)
+    fixed = chain.base is not None or chain.more or chain.inner is not None
+    if dims is None or tensor or rounds or (scaled and fixed):
+        return None
+    if _along_tokens(steps, chain.out_dims, chain.n):
+        return None
+    return dataclasses.replace(
+        chain, after=(*chain.after, *steps), activation=walk.activation, addend=walk.addend,
+        out=node, out_dims=dims, nodes=chain.nodes | walk.nodes,
+    )  # fmt: skip
 
 
 @_once

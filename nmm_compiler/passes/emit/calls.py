@@ -721,11 +721,7 @@ class ChainCall(Call):
 
 @dataclass
 class LowRankCall(ChainCall):
-    """nmm.lowrank_matmul for a chain; tp, group: devices of a process group that sum between the
-    products."""
-
-    tp: int = 1
-    group: str = ""
+    """nmm.lowrank_matmul for a chain."""
 
     @property
     def is_whole(self) -> bool:
@@ -744,7 +740,7 @@ class LowRankCall(ChainCall):
             "base": chain.base is not None,
             "chains": 1 + len(chain.more),
             **({} if chain.inner is None else {"inner": chain.inner.name()}),
-            **({"tp": self.tp} if self.tp > 1 else {}),
+            **({"tp": chain.tp} if chain.tp > 1 else {}),
         }
 
     def notes(self) -> tuple[str, ...]:
@@ -768,7 +764,7 @@ class LowRankCall(ChainCall):
             "a factor is dequantized or made of stored weights at each call": self.made
             and not self.kept.stored,
             "the addend of the last product stays a separate add": chain.addend is not None,
-            f"the sum over {self.tp} devices is inside of the call": self.tp > 1,
+            f"the sum over {chain.tp} devices is inside of the call": chain.tp > 1,
         }
         return tuple(note for note, holds in said.items() if holds)
 
@@ -776,8 +772,8 @@ class LowRankCall(ChainCall):
         """Return the keywords that say what the kernel computes."""
         chain = self.chain
         keywords: dict[str, Any] = {"activation": chain.activation}
-        if self.tp > 1:
-            keywords |= {"tp": self.tp, "tp_axis": "rows"}
+        if chain.tp > 1:
+            keywords |= {"tp": chain.tp, "tp_axis": "rows"}
         if chain.inner is None:
             return keywords
         if chain.inner.gain is not None:
@@ -794,7 +790,7 @@ class LowRankCall(ChainCall):
         if chain.base is not None:
             given["w"] = weight_node(editor, chain.base.weight)
             given["w_layout"] = chain.base.weight.layout
-        return given | self._keywords() | {"group": self.group}
+        return given | self._keywords() | {"group": chain.group}
 
     def finish(self, editor: Editor, y: fx.Node) -> fx.Node:
         """Bring the result to its node's dimensions, and add what stays outside of the kernel."""

@@ -122,7 +122,7 @@ def with_base(c: Canonical, call: LowRankCall) -> LowRankCall:
     if chain.base is None:
         return call
     why = "something stands between its factors" if chain.inner is not None else ""
-    why = "several devices share it" if call.tp > 1 else why
+    why = "several devices share it" if chain.tp > 1 else why
     kept = read_stored(c, chain.base.weight, c.dtype(call.final), why)
     return _read(c, call, chain.base.weight, kept) if kept.format else call
 

@@ -261,8 +261,6 @@ class Canonical:
         self.virtuals: dict[fx.Node, list[Virtual]] = {}
         # Further nodes that make a value, for forms that consist of several nodes.
         self.helpers: dict[Key, frozenset[fx.Node]] = {}
-        # The activation that a node is an inner step of, where the graph spells one out.
-        self.part_of: dict[fx.Node, fx.Node] = {}
         # Values from outside of the graph: parameter, buffer, attribute or input.
         self.leaves: dict[fx.Node, str] = {}
         # Values that are leaves but for views, and values computed from such alone.

@@ -106,7 +106,6 @@ class SpelledOut:
             if form is not None:
                 inner.discard(end)
                 self._bent.discard(end)
-                c.part_of.update(dict.fromkeys(inner, end))
                 c.helpers[end] = frozenset(inner)
                 return form
         return None

@@ -25,16 +25,27 @@ from torch import fx
 from nmm_compiler.passes.chains.chain import (
     Chain,
     Step,
-    extend,
+    Walk,
+    ended,
     path_nodes,
     read_projection,
     same_tokens,
+    trace_end,
 )
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse, too_wide
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.corrected import with_base
 from nmm_compiler.passes.emit.editor import Editor
-from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Leaf, Scale, Virtual, owner_of
+from nmm_compiler.passes.graph.canonical import (
+    Activation,
+    Add,
+    Canonical,
+    Key,
+    Leaf,
+    Scale,
+    Virtual,
+    owner_of,
+)
 from nmm_compiler.passes.rules.base import KernelRule, Match
 
 MOST_TERMS = 16
@@ -53,17 +64,26 @@ class LoRA(KernelRule):
     """Base product plus adapters."""
 
     name = "lora"
-    ends_at = (Add,)
+    ends_at = (Add, Scale, Activation)
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every sum of two values."""
-        form = graph.forms.get(node)
-        if isinstance(form, Add) and not isinstance(form.b, float):
-            yield node, form
+        """Propose every sum of two values, with steps and an activation behind it."""
+        walk, _ = trace_end(graph, node)
+        form = graph.forms[walk.key]
+        if isinstance(form, Add) and not isinstance(form.b, float) and node in graph.forms:
+            yield node, walk, form
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
+        """Read the sum; its own node alone says why it is no call."""
+        node, walk, form = candidate
+        found = self._read(graph, node, walk, form)
+        return found if isinstance(found, Match) or owner_of(walk.key) is node else None
+
+    def _read(
+        self, graph: Canonical, end: fx.Node, walk: Walk, form: Add
+    ) -> Match | Refusal | None:
         """Read the terms, and check that they are one base and branches of one x."""
-        node, form = candidate
+        node = owner_of(walk.key)
         added = _Sum([], set(), [])
         _flatten(graph, node, form, 1.0, added)
         read = _base_and_branches(graph, added.terms)
@@ -92,22 +112,21 @@ class LoRA(KernelRule):
             more=tuple(branches[1:]),
         )
         readers = _later_readers(graph, node)
-        refusal: Refusal | None = None
-        tries = (extend(graph, whole), extend(graph, whole, activations=False), whole)
-        for final in tries if not readers else (whole,):
-            refusal = _in_place(graph, node, nodes, added.writers, readers) or refuse(
-                graph,
-                final.nodes,
-                owner_of(final.out),
-                final.operands,
-                allowed=added.writers,
-                redirected=readers,
-            )
-            if refusal is None:
-                call = with_base(graph, LowRankCall.of(graph, final, "lowrank_matmul"))
-                return self.matched(graph, call)
-        assert refusal is not None
-        return refusal
+        final = ended(graph, whole, walk, end)
+        if final is None or (readers and end is not node):
+            return None
+        refusal = _in_place(graph, node, nodes, added.writers, readers) or refuse(
+            graph,
+            final.nodes,
+            end,
+            final.operands,
+            allowed=added.writers,
+            redirected=readers,
+        )
+        if refusal is not None:
+            return refusal
+        call = with_base(graph, LowRankCall.of(graph, final, "lowrank_matmul"))
+        return self.matched(graph, call)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the fused call; readers of the memory of an in-place sum then read its value."""

@@ -23,21 +23,24 @@ from torch import fx
 from nmm_compiler.ops.registration import is_reference
 from nmm_compiler.passes.chains.chain import (
     Chain,
-    devices_of,
-    extend,
+    Walk,
+    ended,
     read_chain,
     read_summed_chain,
     read_with_function,
+    trace_addend,
+    trace_end,
 )
 from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, too_wide
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.graph.canonical import (
     Activation,
+    Add,
     Canonical,
     Key,
     Norm,
     Product,
-    Virtual,
+    Scale,
     owner_of,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -54,51 +57,43 @@ def products_at(c: Canonical, node: fx.Node) -> Iterator[tuple[Key, Product]]:
             yield key, form
 
 
-def check_chain(c: Canonical, chain: Chain) -> Chain | Refusal:
-    """Return the chain with its epilogue, or why it may not be fused."""
-    wide = too_wide(c, chain.first, chain.u.n, chain.n, chain.last.key)
-    if wide is not None:
-        return wide
-    plain = chain if isinstance(chain.out, fx.Node) else extend(c, chain, activations=False)
-    why: Refusal | None = None
-    for candidate in (extend(c, chain), extend(c, chain, activations=False), plain):
-        if isinstance(candidate.out, Virtual):
-            why = why or part_of_one(candidate.out)
-            continue
-        why = refuse(c, candidate.nodes, owner_of(candidate.out), candidate.operands)
-        if why is None:
-            return candidate
-    assert why is not None
-    return why
-
-
 class Adapter(KernelRule):
     """Down, an activation, up."""
 
     name = "adapter"
-    ends_at = (Product,)
+    ends_at = (Product, Add, Scale, Activation)
     between: type[Activation] | type[Norm] = Activation
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
-        """Propose every product at the node."""
-        yield from products_at(graph, node)
+        """Propose every product, with steps, an activation or an addend behind it."""
+        walk, made = trace_end(graph, node)
+        if walk.key is node or any(len(step.dims) > 1 for step in walk.steps):
+            walk, made = trace_addend(graph, node) or (walk, made)
+        if isinstance(made, Product) and node in graph.forms:
+            yield node, walk, made
 
-    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
+    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
         """Read the chain that ends at a product."""
         return read_with_function(graph, key, form, self.between)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Read the chain and check whether it may move to its end."""
-        chain = self.read(graph, *candidate)
-        found = check_chain(graph, chain) if isinstance(chain, Chain) else chain
-        return self.called(graph, found) if isinstance(found, Chain) else found
+        """Read the chain and check whether it may move to the node; the node of the last product
+        alone says why not."""
+        node, walk, form = candidate
+        found: Any = self.read(graph, walk.key, form)
+        if isinstance(found, Chain):
+            found = self._called(graph, found, walk, node)
+        return found if isinstance(found, Match) or owner_of(walk.key) is node else None
 
-    def called(
-        self, graph: Canonical, chain: Chain, tp: int = 1, group: str = ""
-    ) -> Match | Refusal:
-        """Return the match of a chain that may move."""
-        call = LowRankCall.of(graph, chain, "lowrank_matmul", tp=tp, group=group)
-        return self.matched(graph, call)
+    def _called(
+        self, graph: Canonical, chain: Chain, walk: Walk, node: fx.Node
+    ) -> Match | Refusal | None:
+        wide = too_wide(graph, chain.first, chain.u.n, chain.n, chain.last.key)
+        whole = ended(graph, chain, walk, node)
+        if wide is not None or whole is None:
+            return wide or part_of_one(chain.out)
+        why = refuse(graph, whole.nodes, node, whole.operands)
+        return why or self.matched(graph, LowRankCall.of(graph, whole, "lowrank_matmul"))
 
 
 class MLA(Adapter):
@@ -113,19 +108,16 @@ class LowRank(Adapter):
 
     name = "lowrank"
 
-    def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
-        """Read the chain, one that sums over devices too, and check whether it may move."""
-        found = super().check(graph, candidate)
+    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
+        """Read the chain without a function between the products, one that sums over devices
+        too."""
+        found: Chain | Refusal | None = read_chain(graph, key, form, False)
         if isinstance(found, Refusal) and found.code == "device":
-            return self._over_ranks(graph, *candidate) or found
+            return self._over_ranks(graph, key, form) or found
         return found
 
-    def read(self, graph: Canonical, key: Key, form: Product) -> Chain | Match | Refusal | None:
-        """Read the chain without a function between the products."""
-        return read_chain(graph, key, form, False)
-
-    def _over_ranks(self, graph: Canonical, key: Key, form: Product) -> Match | Refusal | None:
-        """Return the match of a chain that sums over devices; None where no call has the sum."""
+    def _over_ranks(self, graph: Canonical, key: Key, form: Product) -> Chain | Refusal | None:
+        """Return the chain that sums over devices; None where no call has the sum."""
         chain = read_summed_chain(graph, key, form)
         if chain is None:
             return None
@@ -146,8 +138,4 @@ class LowRank(Adapter):
                 key,
                 "use executor 'reference', or torch.no_grad() and parameters without gradients",
             )
-        found = check_chain(graph, chain)
-        if isinstance(found, Refusal):
-            return found
-        match = self.called(graph, found, *devices_of(graph, chain))
-        return None if isinstance(match, Match) and match.data.kept.stored else match
+        return chain

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.chain import Chain, extend, read_chain
+from nmm_compiler.passes.chains.chain import Chain, ended, read_chain, trace_end
 from nmm_compiler.passes.chains.safety import Refusal, readings, refuse
 from nmm_compiler.passes.emit.calls import LowRankCall
 from nmm_compiler.passes.emit.corrected import CorrectedCall, made_of_leaves, several
@@ -71,7 +71,7 @@ class SharedX(KernelRule):
         alike: tuple[Any, ...]
         for match in matches:
             call = match.data
-            if not isinstance(call, LowRankCall) or call.tp > 1:
+            if not isinstance(call, LowRankCall) or call.chain.tp > 1:
                 continue  # no kernel of several chains sums over devices
             if isinstance(call, CorrectedCall):
                 plain, alike = call.is_whole, tuple(call.ways.items())
@@ -126,7 +126,6 @@ class SharedU(KernelRule):
             if chain is None:
                 return None
             chains.append(chain)
-        chains = [extend(graph, chain, activations=False) for chain in chains]
         if len(chains) < 2 or not all(only_bias(chain) for chain in chains):
             return None
         if any(c.v.layout != chains[0].v.layout or c.middle for c in chains):
@@ -143,9 +142,8 @@ def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:
 
 
 def _chain_at(c: Canonical, user: fx.Node, firsts: list[Key]) -> Chain | None:
-    for key, form in products_at(c, user):
-        if isinstance(form, Product):
-            chain = read_chain(c, key, form, False)
-            if isinstance(chain, Chain) and chain.first.key in firsts:
-                return chain
-    return None
+    walk, made = trace_end(c, user)
+    chain = read_chain(c, walk.key, made, False) if isinstance(made, Product) else None
+    if not isinstance(chain, Chain) or chain.first.key not in firsts:
+        return None
+    return ended(c, chain, walk, user)
