@@ -351,6 +351,12 @@ class Canonical:
         base, dims = self.views[key]
         return dims == self.whole(base)
 
+    def uncast(self, key: Key) -> Key:
+        """Return what a value is cast or copied from, as it lies."""
+        base = self.base(key)[0] if self.is_whole(key) else key
+        form = self.forms.get(base)
+        return self.uncast(form.value) if isinstance(form, Cast) else base
+
     def origin(self, key: Key) -> Key:
         """Return the base behind views, casts and parts."""
         base = self.base(key)[0]

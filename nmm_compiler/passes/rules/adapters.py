@@ -20,6 +20,7 @@ expand apart are predicted to be faster.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +29,14 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.linear.specs import AdaptersSpec
-from nmm_compiler.passes.chains.chain import path_nodes
+from nmm_compiler.ops.chosen import ADAPTERS
+from nmm_compiler.passes.chains.chain import is_whole_feature, path_nodes, read_projection
 from nmm_compiler.passes.chains.safety import DTYPES, Refusal, tokens_to_judge, unsafe
+from nmm_compiler.passes.emit.calls import Lowering
 from nmm_compiler.passes.emit.editor import Editor
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Canonical,
-    Cast,
     Key,
     Product,
     Scale,
@@ -83,12 +84,6 @@ class _Call:
     bias: fx.Node | None
     branches: tuple[_Branch, ...] = ()
     gathered: _Gathered | None = None
-
-    @property
-    def layouts(self) -> dict[str, str]:
-        """Return how the op's weights lie."""
-        of_v = "col" if self.gathered is None else "row"
-        return {"u_layout": "col", "v_layout": of_v, "w_layout": "col"}
 
     def operands(self) -> list[Any]:
         """Return the floating-point operands but for gains."""
@@ -170,8 +165,10 @@ class Adapters(KernelRule):
         why = unsafe(graph, inner, last, reads, allowed=writes, also_final=also)
         if why is not None:
             return why
+        tokens = tokens_to_judge(views.product(graph.sizes(call.x)[:-1]))
+        lowering = Lowering(graph, node, tokens)
         try:
-            spec = self._spec(graph, call)
+            spec = lowering.kernel(ADAPTERS.name, _named(lowering, call))
             spec.check(graph.chip)
         except (NmmError, TypeError) as error:
             return Refusal("no_kernel", str(error), node)
@@ -179,40 +176,29 @@ class Adapters(KernelRule):
         match = Match(self.name, node, frozenset(inner), data=call, info=sizes)
         return self.priced(graph, match, spec)
 
-    def _spec(self, graph: Canonical, call: _Call) -> AdaptersSpec:
-        """Return the spec of the call."""
-        n, k = graph.shape(call.w) or (0, 0)
-        tokens = views.product(graph.sizes(call.x)[:-1])
-        if call.gathered is None:
-            groups = len(call.branches)
-            rank = max((graph.shape(one.a) or (0,))[0] for one in call.branches)
-        else:
-            factor, turned = call.gathered.factors[1]
-            sizes = graph.sizes(factor)
-            groups, rank = sizes[0], sizes[-2 if turned else -1]
-        return AdaptersSpec(
-            m=tokens_to_judge(tokens), k=k, r=rank, n=n, groups=groups,
-            dtype=dtype_name(graph.dtype(call.x)), bias=call.bias is not None,
-            w_layout="col", v_layout=call.layouts["v_layout"],
-        )  # fmt: skip
-
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the stacked factors, the index and the call."""
-        call: _Call = match.data
-        x, w = editor.c.values[call.x], editor.c.values[call.w]
-        result = x.new_empty((*x.shape[:-1], w.shape[0]))
-        if call.gathered is not None:
-            index, u, v, gains = _gathered_operands(editor, call.gathered, call.x)
-        else:
-            rows = _constant(editor, _rows_index(call, x), torch.int32, x)
-            index = _of_tokens(editor, rows, call.x)
-            gains = _constant(editor, [one.scale for one in call.branches], torch.float32, x)
-            u, v = _stacked(editor, call.branches)
-        given = {
-            "x": call.x, "index": index, "u": u, "v": v, "gains": gains, "bias": call.bias,
-            "w": call.w, **call.layouts,
-        }  # fmt: skip
-        return editor.kernel("adapters_matmul", given, result)
+        given = _named(editor, match.data)
+        x, w = (editor.value(given[name]) for name in "xw")
+        return editor.kernel(ADAPTERS.name, given, x.new_empty((*x.shape[:-1], w.shape[0])))
+
+
+def _named(editor: Editor, call: _Call) -> dict[str, Any]:
+    """Emit the stacked factors and the index; return the arguments of the op by name."""
+    x, w = editor.node(call.x), editor.node(call.w)
+    if call.gathered is not None:
+        index, u, v, gains = _gathered_operands(editor, call.gathered, x)
+    else:
+        value = editor.value(x)
+        rows = _constant(editor, _rows_index(call, value), torch.int32, value)
+        index = _of_tokens(editor, rows, x)
+        gains = _constant(editor, [one.scale for one in call.branches], torch.float32, value)
+        u, v = _stacked(editor, call.branches)
+    return {
+        "x": x, "index": index, "u": u, "v": v, "gains": gains, "w": w,
+        "bias": None if call.bias is None else editor.node(call.bias),
+        "u_layout": "col", "v_layout": "col" if call.gathered is None else "row", "w_layout": "col",
+    }  # fmt: skip
 
 
 def _read_early(
@@ -242,18 +228,18 @@ def _of_tokens(editor: Editor, rows: Any, x: Any) -> fx.Node:
     if len(sizes) == 1:
         return rows
     node = editor.reshape(rows, (sizes[0], *[1] * (len(sizes) - 1)))
-    value = editor.c.values[node].expand(editor.c.values[x].shape[:-1])
+    value = editor.value(node).expand(editor.value(x).shape[:-1])
     zeros = editor.call(aten.select.int, x, -1, 0)
     return editor.call(aten.expand_as.default, node, zeros, meta_value=value)
 
 
 def _stacked(editor: Editor, branches: tuple[_Branch, ...]) -> tuple[fx.Node, fx.Node]:
     """Return the factors of all adapters one after the other, of equal ranks."""
-    rank = max(int(editor.c.values[one.a].shape[0]) for one in branches)
+    pairs = [(editor.node(one.a), editor.node(one.b)) for one in branches]
+    ranks = [editor.shape(first)[0] for first, _ in pairs]
     firsts, seconds = [], []
-    for one in branches:
-        more = rank - int(editor.c.values[one.a].shape[0])
-        first, second = one.a, one.b
+    for rank, (first, second) in zip(ranks, pairs, strict=True):
+        more = max(ranks) - rank
         if more:
             first = editor.call(aten.constant_pad_nd.default, first, [0, 0, 0, more])
             second = editor.call(aten.constant_pad_nd.default, second, [0, more])
@@ -270,33 +256,26 @@ def _writes_rows(user: Any) -> bool:
 def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     """Return base[rows] += linear(linear(x[rows], a), b) * scale, as one write ends it."""
     target, rows, total = write.args[:3]
-    if target is not base or not all(isinstance(row, int) for row in rows):
+    plain = target is base and all(isinstance(row, int) for row in rows)
+    if not plain or name_of(total) not in ("add", "add_") or total.kwargs:
         return None
-    if name_of(total) not in ("add", "add_") or total.kwargs:
-        return None
-    before, key = total.args[:2]
+    before, added = total.args[:2]
     if name_of(before) != "getitem" or tuple(before.args) != (base, rows):
         return None
-    nodes, factors, scale = {write, total, before}, list[Any](), 1.0
-    while isinstance(key, fx.Node) and graph.is_whole(key):
-        made = graph.base(key)[0]
-        form = graph.forms[made]
-        nodes |= {owner_of(made), *path_nodes(graph, key)}
-        if name_of(made) == "getitem" and tuple(owner_of(made).args) == (x, rows):
-            if len(factors) != 2:
-                return None
-            return _Branch(tuple(rows), factors[1], factors[0], scale, nodes)
-        if isinstance(form, Product) and name_of(made) == "linear" and len(factors) < 2:
-            key = form.lhs
-            factors.append(form.rhs)
-        elif isinstance(form, Scale) and isinstance(form.factor, float) and not factors:
-            key = form.value
-            scale *= form.factor
-        elif isinstance(form, Cast) and len(factors) != 1:
-            key = form.value
-        else:
-            return None
-    return None
+    chain = read_projection(graph, graph.uncast(added)) if isinstance(added, fx.Node) else None
+    if chain is None or chain.second is None or chain.u.layout != "col" or chain.v.layout != "col":
+        return None
+    part: Any = graph.uncast(chain.first.x)
+    of_x, of_y = chain.first.x_dims, chain.out_dims
+    straight = of_x[:-1] == of_y[:-1] and is_whole_feature(of_x[-1], chain.u.k)
+    straight = straight and is_whole_feature(of_y[-1], chain.n) and not chain.middle
+    scaled = all(step.kind == "scale" and step.key is None for step in chain.after)
+    if not (straight and scaled and name_of(part) == "getitem") or tuple(part.args) != (x, rows):
+        return None
+    paths = path_nodes(graph, added) | path_nodes(graph, chain.first.x)
+    nodes = {write, total, before, part, *chain.nodes, *paths}
+    scale = math.prod(step.number for step in chain.after)
+    return _Branch(tuple(rows), chain.u.key, chain.v.key, scale, nodes)
 
 
 def _base_and_branch(graph: Canonical, node: Any) -> tuple[Any, Any, list[fx.Node]]:
@@ -459,20 +438,21 @@ def _gathered_operands(editor: Editor, branch: _Gathered, x: Any) -> tuple[Any, 
     """Return the index of each token, the factors of all adapters, u [out, in], and their gains."""
     flat: list[Any] = []
     for factor, turned in reversed(branch.factors):
-        sizes = editor.shape(factor)
+        stack = editor.node(factor)
+        sizes = editor.shape(stack)
         groups = sizes[0]
-        one = editor.reshape(factor, (groups, *sizes[-2:]))
+        one = editor.reshape(stack, (groups, *sizes[-2:]))
         wants = not flat  # u as [r, k] and v as [r, n]
         if turned != wants:
             one = editor.permute(one, (0, 2, 1))
         sizes = editor.shape(one)
         flat.append(editor.reshape(one, (groups * sizes[1], sizes[2])))
-    index = counted_from_end(editor, branch.index, groups)
-    gains = branch.gains
+    index = counted_from_end(editor, editor.node(branch.index), groups)
+    gains = None if branch.gains is None else editor.node(branch.gains)
     if gains is None:
         gains = editor.call(
             aten.full.default, [groups], branch.scale, dtype=torch.float32,
-            device=editor.c.values[x].device,
+            device=editor.value(x).device,
         )  # fmt: skip
     elif branch.scale != 1.0:
         gains = editor.call(aten.mul.Scalar, gains, branch.scale)

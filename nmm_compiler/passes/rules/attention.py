@@ -181,14 +181,14 @@ def _spelled_out(c: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | None
     form = c.forms[node]
     if not isinstance(form, Product) or not _is_matmul(c, form):
         return None
-    weights = _uncast(c, form.lhs)
+    weights = c.uncast(form.lhs)
     soft: Any = c.forms[weights]
     drops = isinstance(soft, Opaque) and soft.name == "dropout"
-    if drops and isinstance(c.forms[_uncast(c, soft.inputs[0])], Softmax):
+    if drops and isinstance(c.forms[c.uncast(soft.inputs[0])], Softmax):
         return Refusal("training", "dropout of the weights is on", weights)
     if not isinstance(soft, Softmax):
         return None
-    scores = _uncast(c, soft.inputs[0])
+    scores = c.uncast(soft.inputs[0])
     for inner, mask in [(scores, None), *_orders(c, scores, Add)]:
         found = _scores(c, inner)
         if found is not None and isinstance(form.rhs, fx.Node):
@@ -226,10 +226,10 @@ def _scores(c: Canonical, key: Key) -> dict[str, Any] | None:
 
 def _factor(c: Canonical, key: Key) -> tuple[float, Key]:
     """Return the numbers that multiply a value, as one, and the value."""
-    number, base = 1.0, _uncast(c, key)
+    number, base = 1.0, c.uncast(key)
     form = c.forms[base]
     while isinstance(form, Scale) and isinstance(form.factor, float):
-        number, base = number * form.factor, _uncast(c, form.value)
+        number, base = number * form.factor, c.uncast(form.value)
         form = c.forms[base]
     return number, base
 
@@ -237,13 +237,6 @@ def _factor(c: Canonical, key: Key) -> tuple[float, Key]:
 def _same(c: Canonical, key: Key) -> Key:
     """Return the base of a value that is its base as it lies, else the value."""
     return c.base(key)[0] if c.is_whole(key) else key
-
-
-def _uncast(c: Canonical, key: Key) -> Key:
-    """Return what a value is cast or copied from."""
-    base = _same(c, key)
-    form = c.forms.get(base)
-    return _uncast(c, form.value) if isinstance(form, Cast) else base
 
 
 def _orders(c: Canonical, key: Key, kind: type[Add] | type[Scale]) -> tuple[tuple[Key, Key], ...]:
