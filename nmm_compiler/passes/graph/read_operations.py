@@ -4,9 +4,9 @@ A handler gets the graph read so far and the bound call. It returns a form, (sou
 call only rearranges its source, or None when this use of the operation is not understood.
 `read_module` reads the modules that `symbolic_trace` leaves as calls.
 
-Every spelling of a contraction becomes labelled products of two operands. Labels are small
-integers, one per dimension. K is contracted, M and N are rows and columns, and BATCH + i counts
-batch dimensions from the right, which is how broadcasting lines them up.
+Every spelling of a contraction becomes labelled products of two operands, as an einsum says it.
+Labels are integers, one per dimension: those of "..." count from the right, which is how
+broadcasting lines them up.
 
 Tensor parallelism puts steps between the two products of a chain that is cut along its rank:
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ DISTRIBUTED: dict[str, Handler] = {
 }
 
 
-K, M, N, BATCH = 0, 1, 2, 10
+Labels = tuple[list[tuple[int, ...]], tuple[int, ...]]
+"""The labels of each operand of a contraction, and of the result."""
 
 
 def _is_tensor(c: Canonical, value: Any) -> bool:
@@ -206,24 +207,23 @@ def _of_two(read: Callable[[Canonical, Call, Key, Key], Result]) -> Handler:
     return handler
 
 
-def matmul_labels(a: int, b: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def matmul_labels(a: int, b: int) -> Labels | None:
     """Return the labels of both operands and the result of a matmul of ranks a and b."""
-    batch_a = tuple(BATCH + i for i in range(a - 2))[::-1]
-    batch_b = tuple(BATCH + i for i in range(b - 2))[::-1]
-    lhs = (K,) if a == 1 else (*batch_a, M, K)
-    rhs = (K,) if b == 1 else (*batch_b, K, N)
-    batch = batch_a if len(batch_a) >= len(batch_b) else batch_b
-    out = (*batch, *((M,) if a > 1 else ()), *((N,) if b > 1 else ()))
-    return lhs, rhs, out
+    left, right = "k" if a == 1 else "...mk", "k" if b == 1 else "...kn"
+    return einsum_labels(f"{left},{right}->...{'m' * (a > 1)}{'n' * (b > 1)}", (a, b))
+
+
+def _product(a: Key, b: Key, labels: Labels | None) -> Product | None:
+    if labels is None:
+        return None
+    (left, right), out = labels
+    return Product(a, b, left, right, out)
 
 
 def _contract(c: Canonical, a: Any, b: Any) -> Product | None:
     if not _is_tensor(c, a) or not _is_tensor(c, b):
         return None
-    ranks = len(c.sizes(a)), len(c.sizes(b))
-    if 0 in ranks:
-        return None
-    return Product(a, b, *matmul_labels(*ranks))
+    return _product(a, b, matmul_labels(len(c.sizes(a)), len(c.sizes(b))))
 
 
 def _matmul(c: Canonical, call: Call) -> Result:
@@ -233,18 +233,21 @@ def _matmul(c: Canonical, call: Call) -> Result:
 
 @_of_two
 def _linear(c: Canonical, call: Call, x: Key, w: Key) -> Result:
-    shape = c.sizes(x)
-    if len(c.sizes(w)) != 2 or not shape:
-        return None
-    tokens = tuple(BATCH + i for i in range(len(shape) - 1))
-    result = Product(x, w, (*tokens, K), (N, K), (*tokens, N))
-    return with_addend(c, call.node, result, call.get(2, "bias"))
+    labels = einsum_labels("...k,nk->...n", (len(c.sizes(x)), len(c.sizes(w))))
+    return with_addend(c, call.node, _product(x, w, labels), call.get(2, "bias"))
 
 
 def with_addend(
-    c: Canonical, node: fx.Node, form: Product, addend: Any, alpha: float = 1.0, beta: float = 1.0
+    c: Canonical,
+    node: fx.Node,
+    form: Product | None,
+    addend: Any,
+    alpha: float = 1.0,
+    beta: float = 1.0,
 ) -> Result:
     """Return alpha * product + beta * addend; the product alone when there is no addend."""
+    if form is None:
+        return None
     if addend is None and alpha == 1.0:
         return form
     shape = c.shape(node)
@@ -266,9 +269,8 @@ def _addmm(c: Canonical, call: Call) -> Result:
     return with_addend(c, call.node, inner, addend if beta else None, alpha, beta)
 
 
-def _einsum_labels(
-    equation: str, ranks: Sequence[int]
-) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
+@functools.lru_cache(maxsize=1024)
+def einsum_labels(equation: str, ranks: tuple[int, ...]) -> Labels | None:
     """Return labels per operand and of the result; None for traces and unknown notation."""
     equation = equation.replace(" ", "")
     left, arrow, right = equation.partition("->")
@@ -305,7 +307,7 @@ def _einsum(c: Canonical, call: Call) -> Result:
     operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args[1:]]
     if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in operands):
         return None
-    read = _einsum_labels(equation, [len(c.sizes(o)) for o in operands])
+    read = einsum_labels(equation, tuple(len(c.sizes(o)) for o in operands))
     if read is None or len(operands) < 2:
         return None
     return chain(c, call.node, operands, *read)
@@ -435,9 +437,7 @@ def _convolution(c: Canonical, call: Call, x: Key, w: Key) -> Result:
     one = spatial >= 1 and len(shape) == len(kernel) and all(s == 1 for s in kernel[2:])
     if not plain or groups != 1 or not one:
         return None
-    places = tuple(BATCH + 1 + i for i in range(spatial))
-    unit = tuple(-1 - i for i in range(spatial))
-    form = Product(x, w, (BATCH, K, *places), (N, K, *unit), (BATCH, N, *places))
+    form = _product(x, w, einsum_labels("bk...,nk...->bn...", (len(shape), len(kernel))))
     if bias is not None:
         length = c.shape(bias)
         if length is None or len(length) != 1:

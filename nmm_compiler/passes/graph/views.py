@@ -219,8 +219,3 @@ def coalesce(atoms: Sequence[Atom]) -> Dim:
         else:
             out.append(atom)
     return tuple(out)
-
-
-def row_major(shape: Sequence[Size]) -> tuple[Size, ...]:
-    """Return the strides, in elements, of a contiguous array of this shape."""
-    return tuple(product(shape[axis + 1 :]) for axis in range(len(shape)))

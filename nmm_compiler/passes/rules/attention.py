@@ -199,7 +199,7 @@ def _spelled_out(c: Canonical, node: fx.Node) -> dict[str, Any] | Refusal | None
 
 def _is_matmul(c: Canonical, form: Product) -> bool:
     """Return whether a product is that of [b, heads, m, k] and [b, heads, k, n]."""
-    labels = (form.lhs_labels, form.rhs_labels, form.out_labels)
+    labels = [form.lhs_labels, form.rhs_labels], form.out_labels
     shapes = c.sizes(form.lhs), c.sizes(form.rhs)
     return labels == matmul_labels(4, 4) and shapes[0][:2] == shapes[1][:2]
 
