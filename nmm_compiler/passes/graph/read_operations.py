@@ -339,11 +339,13 @@ def chain(
     value: Key = operands[first]
     have = labels[first]
     while rest:
-        step = _next_operand(have, labels, rest, out)
-        if step is None:
+        for step in rest:
+            kept = set(out).union(*(labels[i] for i in rest if i != step))
+            if (set(have) & set(labels[step])) - kept:
+                break
+        else:
             return None
         rest.remove(step)
-        kept = set(out).union(*(labels[i] for i in rest))
         other = labels[step]
         result = tuple(x for x in have if x in kept) + tuple(
             x for x in other if x in kept and x not in have
@@ -359,33 +361,14 @@ def chain(
     return None
 
 
-def _next_operand(
-    have: tuple[int, ...], labels: list[tuple[int, ...]], rest: list[int], out: tuple[int, ...]
-) -> int | None:
-    """Return the operand to multiply next, one that is summed with."""
-    for i in rest:
-        kept = set(out).union(*(labels[j] for j in rest if j != i))
-        if (set(have) & set(labels[i])) - kept:
-            return i
-    return None
-
-
 def _multi_dot(c: Canonical, call: Call) -> Result:
     given = call.get(0, "tensors", "matrices")
     operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args]
-    if len(operands) < 2 or not all(_is_tensor(c, o) for o in operands):
+    matrices = all(_is_tensor(c, one) and len(c.sizes(one)) == 2 for one in operands)
+    if len(operands) < 2 or not matrices:
         return None
-    labels: list[tuple[int, ...]] = []
-    for i, operand in enumerate(operands):
-        rank = len(c.sizes(operand))
-        if rank == 2:
-            labels.append((i, i + 1))
-        elif rank == 1 and i in (0, len(operands) - 1):
-            labels.append((1,) if i == 0 else (i,))
-        else:
-            return None
-    out = tuple(x for x in labels[0][:-1]) + tuple(x for x in labels[-1][1:])
-    return chain(c, call.node, operands, labels, out)
+    count = len(operands)
+    return chain(c, call.node, operands, [(i, i + 1) for i in range(count)], (0, count))
 
 
 @_of_two
