@@ -5,10 +5,9 @@ the weight out and calls `linear`. This is what graph passes find, in a traced g
 
     formats with a scale a row (fp8, int8)   values.view(dtype).to(float) * scale, clamped for fp8
     formats with blocks (MX, int4)           torch.ops.nmm.dequantize(values, scale, format, dtype)
-    fp8 with a scale an input                the same
 
-The last is the second factor of a branch of fp8 numbers beside MX blocks: its scales are those of
-the rank, as are the first factor's, so that a kernel multiplies x u by both.
+The second factor of a branch of fp8 numbers beside MX blocks has a scale an input: those of the
+rank, as are the first factor's, so that a kernel multiplies x u by both.
 
 With a low-rank branch (`LowRankLinear.base`) a layer is linear(x, dequantized, None) +
 linear(linear(x, down), up, bias).
@@ -123,7 +122,7 @@ class QuantizedLinear(nn.Module):
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight [n, k] in a dtype."""
         values, form = cast(torch.Tensor, self.values), FORMATS[self.format]
-        if form.block or self.by_input:
+        if form.block:
             return cast(
                 torch.Tensor, torch.ops.nmm.dequantize(values, self.scale, self.format, dtype)
             )

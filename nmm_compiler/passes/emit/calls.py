@@ -144,10 +144,12 @@ def unscaled(c: Canonical, key: Key) -> Scaled | None:
     return None
 
 
-def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
+def read_bytes(
+    c: Canonical, weight: Weight, by_input: bool = False
+) -> tuple[str, Bytes | str] | None:
     """Return (format, how a weight of eight bits is stored or why no kernel reads it so).
 
-    None for a weight of another kind.
+    None for a weight of another kind. by_input: its scale is to be one for each input.
     """
     found = unscaled(c, weight.key)
     if found is None or found.number != 1.0 or not isinstance(c.forms.get(found.value), Leaf):
@@ -157,7 +159,7 @@ def read_bytes(c: Canonical, weight: Weight) -> tuple[str, Bytes | str] | None:
         return None
     if found.written or (scale is not None and c.effects.is_written(owner_of(scale))):
         return NAMES[dtype], WRITTEN
-    return NAMES[dtype], _stored(c, weight, found.value, scale, found.bound)
+    return NAMES[dtype], _stored(c, weight, found.value, scale, found.bound, by_input)
 
 
 def clamped(c: Canonical, key: Key) -> Key | None:
@@ -171,7 +173,7 @@ def clamped(c: Canonical, key: Key) -> Key | None:
 
 
 def _stored(
-    c: Canonical, weight: Weight, values: Key, scale: Key | None, bound: bool
+    c: Canonical, weight: Weight, values: Key, scale: Key | None, bound: bool, by_input: bool
 ) -> Bytes | str:
     if c.dtype(values) != STORED_FP8:
         return "no kernel multiplies such numbers; quantize_factors(model, 'fp8') is kept"
@@ -187,7 +189,7 @@ def _stored(
     outputs = weight.n if weight.layout == "row" else 1
     shapes = [(1,), (1, 1), (outputs,), (1, outputs)]
     if weight.layout == "col":
-        shapes = [(1,), (1, 1), (weight.n, 1)]
+        shapes = [(1, weight.k)] if by_input else [(1,), (1, 1), (weight.n, 1)]
     if c.shape(values) != weight.stored or c.shape(scale) not in shapes:
         return "its scale is not one number, or one for each output"
     source = owner_of(values)

@@ -3,8 +3,8 @@
     linear(x, nmm.dequantize(values, scale, "mxfp4", dtype), b) + s * linear(linear(x, A), B)
       ->   nmm.corrected_matmul(x, values, scale, A, s B, b, format="mxfp4")
 
-Where A is fp8 numbers with a scale a row, and B nmm.dequantize of such with a scale a column, the
-call reads both as they are stored. fp8 weights are those of `calls.py`. torchao's MXTensor is read
+Where A is fp8 numbers with a scale a row, and B such with a scale a column, the call reads both as
+they are stored. fp8 weights are those of `calls.py`. torchao's MXTensor is read
 as stored, too: the graph takes its data, and its scales, which lie in blocks of 128 rows and are
 put in order at each call. Where no kernel reads the bytes, the weight is multiplied out at each
 call, and the report says why.
@@ -133,21 +133,12 @@ def _fp8_branch(c: Canonical, chain: Chain) -> tuple[Bytes, Bytes] | None:
     steps = [step for step in chain.after if step.kind != "bias"]
     if not plain or any(step.key is not None for step in steps):
         return None
-    first = read_bytes(c, chain.u)
-    last = c.forms.get(c.base(chain.v.key)[0])
-    if first is None or not isinstance(first[1], Bytes) or first[0] != "fp8":
+    found = read_bytes(c, chain.u), read_bytes(c, chain.v, by_input=True)
+    stored = [own for form, own in filter(None, found) if form == "fp8" and isinstance(own, Bytes)]
+    if len(stored) < 2 or chain.v.layout != "col":
         return None
-    if not isinstance(last, Opaque) or last.name != _DEQUANTIZE or chain.v.layout != "col":
-        return None
-    node = owner_of(c.base(chain.v.key)[0])
-    values, scale, format, _ = node.args
-    leaves = all(isinstance(one, fx.Node) and one.op in _LEAVES for one in (values, scale))
-    written = any(c.effects.is_written(one) for one in (node, values, scale))  # type: ignore[arg-type]
-    if format != "fp8" or not leaves or written:
-        return None
-    alike = c.shape(node) == chain.v.stored and c.shape(scale) == (1, chain.r)  # type: ignore[arg-type]
-    of_rows = c.shape(first[1].scale) in ((chain.r, 1), (chain.r,))
-    return (first[1], Bytes(values, scale)) if alike and of_rows else None  # type: ignore[arg-type]
+    of_rank = c.shape(stored[0].scale) in ((chain.r, 1), (chain.r,))
+    return (stored[0], stored[1]) if of_rank else None
 
 
 def alone(c: Canonical, chain: Chain) -> LowRankCall | None:
