@@ -2,25 +2,22 @@
 
     total = start of the first bytes + max(TensorE, eviction, DMA) + work that can only follow
 
-It ranks candidates before the best few are run in the simulator's timing mode; it is not a timing
-model of its own and every constant comes from the target.
+It ranks candidates before the best few are run in the simulator's timing mode, and that of the best
+is the price of source "closed_form"; every constant comes from the target.
 """
 
 from __future__ import annotations
 
-from nmm_compiler.kernels.work import Work
+from collections.abc import Iterable
+
+from nmm_compiler.kernels.work import Passes, Work
 from nmm_compiler.targets import Target
 
 _US = 1e6
 
 
-def tensor_us(
-    matmuls: tuple[tuple[int, int], ...], dtype: str, target: Target, least_seconds: float = 0.0
-) -> float:
-    """Return TensorE microseconds of (count, moving columns) passes.
-
-    least_seconds: what a pass takes at least.
-    """
+def tensor_us(matmuls: Iterable[Passes], dtype: str, target: Target) -> float:
+    """Return TensorE microseconds of (count, moving columns) passes."""
     seconds = 0.0
     for count, columns in matmuls:
         cycles = max(columns, target.tensor_min_interval_cycles)
@@ -28,11 +25,11 @@ def tensor_us(
             each = cycles * target.fp32_pass_factor + target.tensor_fp32_overhead_cycles
         else:
             each = float(cycles + target.tensor_interval_overhead_cycles)
-        seconds += count * max(each / target.tensor_clock_hz, least_seconds)
+        seconds += count * each / target.tensor_clock_hz
     return seconds * _US
 
 
-def eviction_us(evictions: tuple[tuple[int, int], ...], target: Target) -> float:
+def eviction_us(evictions: Iterable[Passes], target: Target) -> float:
     """Return microseconds of PSUM reads, shared evenly between VectorE and ScalarE."""
     cycles = sum(
         count * (columns + target.engine_streaming_overhead_cycles) for count, columns in evictions
@@ -43,7 +40,7 @@ def eviction_us(evictions: tuple[tuple[int, int], ...], target: Target) -> float
     return cycles / rate * _US
 
 
-def dma_us(dmas: tuple[tuple[int, int, int, str], ...], target: Target) -> float:
+def dma_us(dmas: Iterable[tuple[int, int, int, str]], target: Target) -> float:
     """Return microseconds of (count, bytes, contiguous bytes, kind) transfers, issue included."""
     rate = min(
         target.dma_bytes_per_second_per_engine, target.hbm_bytes_per_second / target.dma_engines
@@ -69,15 +66,15 @@ def dma_us(dmas: tuple[tuple[int, int, int, str], ...], target: Target) -> float
 
 def closed_form_us(work: Work, dtype: str, target: Target) -> float:
     """Return the predicted latency of a schedule in microseconds."""
-    wide = tensor_us(work.wide_matmuls, "float32", target)
-    chained = tensor_us(work.chained_matmuls, dtype, target, target.tensor_latency_seconds)
-    tensor = tensor_us(work.matmuls, dtype, target) + chained + wide
-    dma = dma_us(work.dmas, target)
-    start = (target.dma_start_latency_seconds + target.semaphore_seconds) * _US
-    lead = work.lead_bytes / target.memory_bytes_per_second * _US
-    tail = tensor_us((work.tail_matmuls,), dtype, target)
-    store = start + work.tail_bytes / target.memory_bytes_per_second * _US
-    early = work.early_bytes / target.memory_bytes_per_second * _US
-    late = early + tensor_us(work.late_matmuls, dtype, target) + chained + wide
-    busy = max(tensor + lead, dma + tail, late, eviction_us(work.evictions, target) + lead)
-    return start + busy + store
+    rate, isolated = target.memory_bytes_per_second, target.engine_isolated_overhead_cycles
+    count, columns = work.lead_passes
+    lead = work.lead_bytes / rate + count * (columns + isolated) / target.vector_clock_hz
+    tensor = tensor_us(work.matmuls, dtype, target)
+    read = eviction_us(work.evictions, target)
+    moved = dma_us(work.dmas, target) + tensor_us((work.tail_matmuls,), dtype, target)
+    busy = max(max(tensor, read) + lead * _US, moved)
+    # what an engine waits for: the last pass of the one before, its way out of PSUM, its signal
+    hop = isolated / target.vector_clock_hz + target.tensor_latency_seconds
+    hop += target.semaphore_seconds
+    start = target.dma_start_latency_seconds + target.semaphore_seconds
+    return busy + (2 * start + work.tail_bytes / rate + work.hops * hop) * _US

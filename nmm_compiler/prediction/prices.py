@@ -1,7 +1,7 @@
 """One function prices a piece: `price(piece, machine)`, in microseconds, with its source.
 
     kernel       simulated: the kernel that codegen makes, in the simulator's timing mode; or
-                 estimated: the closed form of its work, without a schedule
+                 estimated: the closed form of the schedule with the least one
     attention    simulated or estimated: the kernel of our family `attention`; where it has none,
                  bound or law: products and engine passes in prefill, bytes of the cache in decode
     pointwise    bound: HBM bytes of the region, or its engine operations

@@ -113,9 +113,7 @@ def test_two_kernels_where_they_are_predicted_to_be_faster():
     refused = prices.slower(wide, None)
     assert "for 512 tokens" in refused.reason
     assert "us on trn2" in refused.reason
-    narrow = ways(
-        GatedMLPSpec(m=1, **(sizes | {"gate_r": 512, "up_r": 512, "down_r": 512})), "trn2"
-    )
+    narrow = ways(GatedMLPSpec(m=1, k=2048, n=8192, r=512), "trn2")
     assert prices.slower(narrow, None) is None
 
 

@@ -1,7 +1,6 @@
 """The closed form follows the simulator over every dtype, layout and option of the products.
 
-The bands are what a grid of 776 kernels shows (seven families and forms, 13 shapes, five formats,
-three targets, layouts, norm, residual, two cores), rounded outwards; a shape a format is run here.
+A price is the least closed form of a kernel's schedules. A shape a format is run here.
 """
 
 import dataclasses

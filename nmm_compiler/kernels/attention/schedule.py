@@ -9,7 +9,7 @@ from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
 from nmm_compiler.kernels.base import Family, Schedule
 from nmm_compiler.kernels.tiling import item_bytes, tiles
-from nmm_compiler.kernels.work import Tally, Work
+from nmm_compiler.kernels.work import Work
 from nmm_compiler.targets import Target
 
 _BANK = 512  # fp32 columns of a PSUM bank
@@ -155,18 +155,17 @@ def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     groups, keys = spec.batch * spec.kv_heads, spec.cache_tiles
     chunk = min(_CHUNK, keys)
     loads, per_chunk = groups * tiles(keys, chunk), 128 * chunk * spec.d * size
-    tally = Tally()
-    passes = tiles(keys, schedule.pack)
-    tally.matmuls.append((2 * groups * passes * parts, schedule.pack * spec.columns))
-    tally.evictions.append((groups * tiles(keys * spec.columns, _BANK) * 4, _BANK))
-    tally.evictions.append((groups * 18, 64))  # maxima, sums, the result
-    tally.store(2 * loads * per_chunk, 2 * loads, chunk * spec.d * size)
-    tally.matmuls.append((groups * passes * parts, 128))  # TensorE turns the keys
-    tally.evictions.append((groups * parts * tiles(passes, 8), _BANK))
     each = spec.columns * spec.d * size
-    for _ in range(2):
-        tally.store(groups * each, groups, spec.d * size)
-    return tally.work(lead_bytes=per_chunk, tail_matmuls=(chunk * parts, 64), tail_bytes=each)
+    made = Work(lead_bytes=per_chunk, tail_matmuls=(chunk * parts, 64), tail_bytes=each)
+    passes = tiles(keys, schedule.pack)
+    made.matmuls.append((2 * groups * passes * parts, schedule.pack * spec.columns))
+    made.evictions.append((groups * tiles(keys * spec.columns, _BANK) * 4, _BANK))
+    made.evictions.append((groups * 18, 64))  # maxima, sums, the result
+    made.move(2 * loads * per_chunk, 2 * loads, chunk * spec.d * size)
+    made.matmuls.append((groups * passes * parts, 128))  # TensorE turns the keys
+    made.evictions.append((groups * parts * tiles(passes, 8), _BANK))
+    made.move(2 * groups * each, 2 * groups, spec.d * size)
+    return made
 
 
 def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
@@ -176,25 +175,25 @@ def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     # tiles of 128 queries by 128 keys: half of the diagonal ones, and of the window's first, is
     # computed in vain
     seen = min(q_tiles * keys, tiles(spec.pairs, 128 * 128) + q_tiles * (2 if spec.window else 1))
-    tally = Tally()
-    tally.matmuls.append((heads * seen * (1 + parts), 128))
-    tally.matmuls.append((heads * seen, spec.d + 1))
+    made = Work(
+        lead_bytes=(min(spec.context, _BANK) + 128) * spec.d * size,
+        tail_matmuls=(2 * spec.bank_tiles, 128),
+        tail_bytes=min(spec.m, 128) * spec.d * size,
+    )
+    made.matmuls.append((heads * seen * (1 + parts), 128))
+    made.matmuls.append((heads * seen, spec.d + 1))
     passes = 5 if spec.soft_cap else 3
-    tally.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
+    made.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
     for count, each in (
         (heads * q_tiles, 128),
         (groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
     ):
         turned = count * parts * tiles(each, 128), count, spec.d * size
-        tally.load("tensor", count * each * spec.d * size, count, spec.d * size, turned)
+        made.load("tensor", count * each * spec.d * size, count, spec.d * size, turned)
     v_bytes = groups * spec.context * spec.d * size
-    tally.store(v_bytes, groups * tiles(spec.context, _BANK), spec.d * size)
-    tally.store(heads * spec.m * spec.d * size, heads * q_tiles, spec.d * size)
-    return tally.work(
-        lead_bytes=(min(spec.context, _BANK) + 128) * spec.d * size,
-        tail_matmuls=(2 * spec.bank_tiles, 128),
-        tail_bytes=min(spec.m, 128) * spec.d * size,
-    )
+    made.move(v_bytes, groups * tiles(spec.context, _BANK), spec.d * size)
+    made.move(heads * spec.m * spec.d * size, heads * q_tiles, spec.d * size)
+    return made
 
 
 ATTENTION = Family(

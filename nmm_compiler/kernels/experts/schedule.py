@@ -21,7 +21,7 @@ from nmm_compiler.kernels.tiling import (
     tiles,
     weight_bytes,
 )
-from nmm_compiler.kernels.work import Tally, Work
+from nmm_compiler.kernels.work import Work
 from nmm_compiler.targets import Target
 
 NOTHING = Weight()
@@ -397,58 +397,57 @@ def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
 
 def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     """Return the passes, reads of PSUM and DMAs of a kernel, or of one of two cores."""
-    made, tally, size = schedule.plan(spec), Tally(), item_bytes(spec.dtype)
+    made, size = schedule.plan(spec), item_bytes(spec.dtype)
     expected = (schedule.turns(spec) or 1) * schedule.at_once
     groups = expected if schedule.turns(spec) else made.at_once
-    few = schedule.tokens or spec.m
-    weights = [getattr(made, field) for field in _FIELDS]
-    for weight in (one for one in weights if one.k):
-        count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
-        fp8 = spec.weight == "fp8" and weight.name in ("gate_up", "down")
-        each = weight_bytes(weight.format or (FP8 if fp8 else spec.dtype))
-        add_loads(tally, weight, each, groups * count)
-        per = 512 if weight.mx else 128
-        squares = groups * count * tiles(weight.k, per) * tiles(weight.n, 128) // made.stack
-        _add_products(tally, schedule, weight, squares, few)
-        tally.evictions.append((groups * count * tiles(weight.n, 128), few))
-    if schedule.way == "blocks":
-        _sorting(tally, spec, made, groups)
-    edges = schedule.turns(spec) or 0
-    tally.dmas.append((1 + edges, 2 * made.up_block, made.up_block, "copy"))
-    tally.store(spec.m * spec.k * size, 1, spec.k * size)
+    few, edges = schedule.tokens or spec.m, schedule.turns(spec) or 0
     last = tiles(made.down_block, 128) * tiles(spec.n, 512 if spec.mx else 128)
     first = made.up if made.up.k else made.up_v
     lead = first.chunk * made.up_block * weight_bytes(made.up.format or spec.dtype)
-    return tally.work(
+    done = Work(
         lead_bytes=int(lead) * (1 + 8 * edges),
         # no load hides the last panel of down in a turn of the loop
         tail_matmuls=(last * (1 + edges), max(64, few)),
         tail_bytes=spec.m * spec.k * size,
     )
+    weights = [getattr(made, field) for field in _FIELDS]
+    for weight in (one for one in weights if one.k):
+        count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
+        fp8 = spec.weight == "fp8" and weight.name in ("gate_up", "down")
+        each = weight_bytes(weight.format or (FP8 if fp8 else spec.dtype))
+        add_loads(done, weight, each, groups * count)
+        per = 512 if weight.mx else 128
+        squares = groups * count * tiles(weight.k, per) * tiles(weight.n, 128) // made.stack
+        _add_products(done, schedule, weight, squares, few)
+        done.evictions.append((groups * count * tiles(weight.n, 128), few))
+    if schedule.way == "blocks":
+        _sorting(done, spec, made, groups)
+    done.dmas.append((1 + edges, 2 * made.up_block, made.up_block, "copy"))
+    done.move(spec.m * spec.k * size, 1, spec.k * size)
+    return done
 
 
 def _add_products(
-    tally: Tally, schedule: ExpertsSchedule, weight: Weight, squares: int, few: int
+    done: Work, schedule: ExpertsSchedule, weight: Weight, squares: int, few: int
 ) -> None:
     """Add the products of a weight: of rows of y tokens are stationary, and outputs move."""
     if schedule.way == "blocks" and weight.name in ("down", "down_v"):
         across = tiles(min(weight.block, weight.n), 128)
         wide = min(512, 128 * across)
-        tally.matmuls.append((squares * tiles(few, 128) * 128 // wide, wide))
+        done.matmuls.append((squares * tiles(few, 128) * 128 // wide, wide))
     else:
-        tally.matmuls.append((squares, max(64, few)))
+        done.matmuls.append((squares, max(64, few)))
 
 
-def _sorting(tally: Tally, spec: ExpertsSpec, made: ExpertsPlan, blocks: int) -> None:
+def _sorting(done: Work, spec: ExpertsSpec, made: ExpertsPlan, blocks: int) -> None:
     """Add what sorting, gathering, and adding the rows of all picks take."""
     picks, size = tiles(spec.m, 128) * spec.top_k, item_bytes(spec.dtype)
-    tally.wide_matmuls.append((picks * made.token_tiles * tiles(made.blocks, 512), made.blocks))
-    tally.evictions.append((2 * picks, made.blocks))
-    rows = blocks * made.tokens
-    tally.store(rows * spec.k * size, blocks * made.token_tiles, spec.k * size)
-    tally.store(rows * spec.k * size, blocks * made.token_tiles, spec.k * size)
-    tally.store(picks * 128 * spec.k * size, picks, spec.k * size)
-    tally.evictions.append((picks * tiles(spec.k, 512), 512))
+    done.matmuls.append((picks * made.token_tiles * tiles(made.blocks, 512), made.blocks))
+    done.evictions.append((2 * picks, made.blocks))
+    rows, times = 2 * blocks * made.tokens, 2 * blocks * made.token_tiles
+    done.move(rows * spec.k * size, times, spec.k * size)
+    done.move(picks * 128 * spec.k * size, picks, spec.k * size)
+    done.evictions.append((picks * tiles(spec.k, 512), 512))
 
 
 def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from nmm_compiler.kernels.tiling import (
     LOADED,
     LOADS,
     ORDERS,
+    by_tensor,
     chunk_rows,
     item_bytes,
     tiles,
@@ -26,7 +27,7 @@ from nmm_compiler.kernels.tiling import (
     weight_bytes,
     x_loads,
 )
-from nmm_compiler.kernels.work import Passes, Tally, Work
+from nmm_compiler.kernels.work import Passes, Work
 from nmm_compiler.targets import Target
 
 FEW = 128
@@ -501,10 +502,19 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     One walk over its weights. It ranks schedules before the best few are simulated, and counts the
     instructions of a program.
     """
-    made, tally = schedule.plan(layer), Tally()
-    m_blocks, tokens = tiles(layer.m, schedule.m_block), schedule.tokens(layer)
-    x_size = item_bytes(layer.x_format)
-    first = made.weights()[0]
+    made, tokens = schedule.plan(layer), schedule.tokens(layer)
+    m_blocks, x_size = tiles(layer.m, schedule.m_block), item_bytes(layer.x_format)
+    first, total = made.weights()[0], layer.m * layer.k * x_size
+    chunk, first_size = min(first.chunk, first.k), weight_bytes(layer.format_of(first))
+    panel = min(made.results[0].last.block, made.results[0].n)
+    turned = by_tensor(made.x_load)
+    done = Work(
+        lead_bytes=int(chunk * (tokens * x_size + min(first.block, first.n) * first_size)),
+        lead_passes=(3, tiles(tokens * layer.k, 128)) if layer.norm != "none" else (0, 0),
+        tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
+        tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype) + _exchanged(made),
+        hops=3 + turned + bool(made.factors) + bool(made.down.n) + len(made.down_pairs),
+    )
     step = made.x_chunk or first.chunk
     count = tiles(layer.k, step) * m_blocks
     deep = step // 128 if schedule.order == "consecutive_rows" and tokens == layer.m else 1
@@ -513,14 +523,11 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     if made.x_load == "strided":
         run = x_size * deep if tokens == 1 else x_size
     squares = tiles(layer.k, 128) * tiles(layer.m, 128)
-    total = layer.m * layer.k * x_size
-    tally.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))
+    done.load(made.x_load, total, count, run, (squares, count * tiles(tokens, 128), step * x_size))
     if layer.mx:
-        tally.evictions.append((2 * tiles(layer.k, 512) * m_blocks, 4 * tokens))
+        done.evictions.append((2 * tiles(layer.k, 512) * m_blocks, 4 * tokens))
     if layer.norm != "none":
-        tally.evictions.append((4 * tiles(layer.k, 128) * m_blocks, tokens))
-    late: list[Passes] = []
-    early = total
+        done.evictions.append((4 * tiles(layer.k, 128) * m_blocks, tokens))
     for linear in made.layers:
         for weight in linear.products():
             shared = weight.name == linear.low_rank.u.name
@@ -528,42 +535,31 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
                 one.place for one in made.layers if one.low_rank.u.name == weight.name
             ):
                 continue
-            size = weight_bytes(layer.format_of(weight))
-            add_loads(tally, weight, size, m_blocks)
+            add_loads(done, weight, weight_bytes(layer.format_of(weight)), m_blocks)
             rows = linear.by_rows and not shared and (linear is made.down or not made.down.n)
             passes, sums = _passes(weight, layer.m, rows)
-            # short passes of one tile of outputs wait for the sum that the pass before adds to
-            chained = rows and passes[1] < 512
-            (tally.chained_matmuls if chained else tally.matmuls).append(passes)
-            tally.evictions.append(sums)
-            if made.of_x(weight):
-                early += int(weight.k * weight.n * size)
-            else:
-                late.append(passes)
+            done.matmuls.append(passes)
+            done.evictions.append(sums)
     for one in made.results:
-        _store(tally, one, made, schedule)
+        _store(done, one, made, schedule)
         wide = min(512, one.n)
         if one.turned:
-            tally.matmuls.append((tiles(one.n, 128), layer.m))
-            tally.evictions.append((tiles(one.n, wide), wide))
+            done.matmuls.append((tiles(one.n, 128), layer.m))
+            done.evictions.append((tiles(one.n, wide), wide))
         elif one.rows:  # ones times the row of scales, and of biases, for all partitions
-            scales = int(made.scales == "channel")
-            tally.wide_matmuls.append((scales * tiles(one.n, wide), wide))
-            tally.matmuls.append((bool(one.bias) * tiles(one.n, wide), wide))
-            tally.evictions.append(((scales + bool(one.bias)) * tiles(one.n, wide), wide))
-    panel = min(made.results[0].last.block, made.results[0].n)
-    once = m_blocks == 1 and bool(late)
-    chunk, first_size = min(first.chunk, first.k), weight_bytes(layer.format_of(first))
-    return tally.work(
-        lead_bytes=int(chunk * (tokens * x_size + min(first.block, first.n) * first_size)),
-        tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
-        tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype),
-        early_bytes=early if once else 0,
-        late_matmuls=tuple(late) if once else (),
-    )
+            vectors = ((made.scales == "channel") + bool(one.bias)) * tiles(one.n, wide), wide
+            done.matmuls.append(vectors)
+            done.evictions.append(vectors)
+    return done
 
 
-def add_loads(tally: Tally, weight: Weight, size: float, times: int) -> None:
+def _exchanged(made: Layer) -> int:
+    """Return the bytes that each of two cores sends to the other one."""
+    rows = 4 * made.p_tiles * made.exchanges_p + 4 * made.down.low_rank.tiles * made.exchanges_down
+    return 128 * made.m * (rows + item_bytes(made.kept_dtype) * made.h_tiles * made.exchanges_h)
+
+
+def add_loads(done: Work, weight: Weight, size: float, times: int) -> None:
     """Add the loads of a weight, so many times."""
     columns = min(weight.block, weight.n)
     count = tiles(weight.k, weight.chunk) * tiles(weight.n, columns) * times
@@ -572,7 +568,7 @@ def add_loads(tally: Tally, weight: Weight, size: float, times: int) -> None:
     turned = squares, count * tiles(columns, 128), int(min(weight.chunk, weight.k) * size)
     total = int(weight.k * weight.n * size) * times
     run = columns * weight.mx_bytes if weight.mx else int(columns * size * deep)
-    tally.load(weight.load, total, 5 * count if weight.mx else count, run, turned)
+    done.load(weight.load, total, 5 * count if weight.mx else count, run, turned)
 
 
 def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:
@@ -586,7 +582,7 @@ def _passes(weight: Weight, m: int, rows: bool) -> tuple[Passes, Passes]:
     return (deep * count, wide), (count, wide)
 
 
-def _store(tally: Tally, one: Linear, made: Layer, schedule: LinearSchedule) -> None:
+def _store(done: Work, one: Linear, made: Layer, schedule: LinearSchedule) -> None:
     """Add the stores of a result, and the loads of a residual, which lies as it does."""
     size, tokens = item_bytes(made.result_dtype), schedule.tokens(made)
     wide = min(one.last.block, one.n, 512 * one.last.group if one.rows else one.last.block)
@@ -595,7 +591,7 @@ def _store(tally: Tally, one: Linear, made: Layer, schedule: LinearSchedule) -> 
     else:
         stores, run = tiles(made.m, tokens) * tiles(one.n, wide), tokens * size
     for _ in range(1 + made.residual):
-        tally.store(made.m * one.n * size, stores, run)
+        done.move(made.m * one.n * size, stores, run)
 
 
 LINEAR = tuple(
