@@ -134,7 +134,7 @@ def formats(spec: Any, timings: Timings) -> Judged:
 def shared(spec: Any, timings: Timings) -> Judged:
     """Judge one kernel beside three, which read x twice more."""
     one = timings.profile(spec)
-    parts = [timings.profile(part) for part, _ in spec.parts()]
+    parts = [timings.profile(part) for part in spec.parts()]
     gain = sum(part["us"] for part in parts) / one["us"]
     saved = sum(part["hbm_bytes"] for part in parts) - one["hbm_bytes"]
     reads = saved / (2 * spec.m * spec.k)

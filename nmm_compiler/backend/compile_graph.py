@@ -45,11 +45,9 @@ from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.ops.launches import view_turned
 from nmm_compiler.ops.lower import (
     GraphCall,
-    fitting,
     graph_call,
     lower,
     tokens,
-    too_large,
 )
 from nmm_compiler.options import Options
 from nmm_compiler.passes.graph.read_operations import local_part
@@ -408,10 +406,7 @@ def _launched(work: Compilation, call: GraphCall, static: bool) -> list[Any]:
     """Return the specs that a call with a token count launches on the target."""
     options = work.options
     launches = lower(*call, view_turned, lnc=options.lnc).launches
-    large = (too_large(launch.spec, options.target, options) for launch in launches)
-    work.notes += filter(None, large)
-    each = fitting(launches, options.target, options)
-    return [KERNELS.sized(launch, options.target, options, static) for launch in each]
+    return [KERNELS.sized(launch, options.target, options, static) for launch in launches]
 
 
 def meta_value(node: fx.Node) -> Any:

@@ -35,7 +35,7 @@ from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.codegen.emitted_file import with_static_argument
 from nmm_compiler.errors import NeuronSetupError, NmmError
 from nmm_compiler.ops.launches import Launch
-from nmm_compiler.ops.lower import GraphCall, fitting, graph_call, lower
+from nmm_compiler.ops.lower import GraphCall, graph_call, lower
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS
@@ -106,8 +106,7 @@ def _lowered(work: Compilation, gm: fx.GraphModule) -> fx.GraphModule:
     try:
         calls = {}
         for node in calls_of(gm):
-            launches = lower(*_call(node), lnc=options.lnc).launches
-            calls[node] = fitting(launches, options.target, options)
+            calls[node] = lower(*_call(node), lnc=options.lnc).launches
         specs = [launch.spec for launches in calls.values() for launch in launches]
         fill_cache(list(dict.fromkeys(specs)), options.target, options=options)
         for node, launches in calls.items():

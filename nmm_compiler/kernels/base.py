@@ -238,14 +238,6 @@ class KernelSpec(Record):
                 f"doubles its rate for them; {target.name} does not, use dtype bfloat16 there"
             )
 
-    def parts(self) -> tuple[tuple[KernelSpec, tuple[str, ...]], ...]:
-        """Return specs that compute the results one by one, each with the operands it takes.
-
-        Empty for most families. A spec of many results that no schedule makes legal on a target is
-        launched as its parts.
-        """
-        return ()
-
     def as_products(self) -> Products:
         """Return specs that compute the same unfused: its products one by one, and dense."""
         return (self,), (self,)

@@ -260,8 +260,6 @@ def _launches(
     args, keywords = call.rebuild(tensors.__getitem__)
     try:
         launches = lowering.lower(call.op, args, keywords, tokens).launches
-        if sources:
-            launches = lowering.fitting(launches, keywords["target"], options)
     except NmmError as error:
         raise ModelError(f"no kernel computes {call.node}: {error}") from error
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}

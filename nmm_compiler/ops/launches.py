@@ -40,14 +40,6 @@ class Launch:
         dims |= {"index": 0, "gates": 0}  # what is chosen, and how much of it, for each token
         return tuple(dims.get(tensor.name) for tensor in inputs_of(self.spec))
 
-    def split(self) -> tuple[Launch, ...]:
-        """Return launches that give the results one by one; none where there is no such way."""
-        named = zip(inputs_of(self.spec), self.operands, strict=True)
-        held = {tensor.name: operand for tensor, operand in named}
-        return tuple(
-            Launch(spec, tuple(held[name] for name in names)) for spec, names in self.spec.parts()
-        )
-
 
 @functools.lru_cache(maxsize=4096)
 def inputs_of(spec: Any) -> tuple[Any, ...]:

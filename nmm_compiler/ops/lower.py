@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nmm_compiler.codegen.choose import refusal
-from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import SpecError, UnknownNameError
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name, inputs_of
 from nmm_compiler.ops.references import as_matrix
 from nmm_compiler.ops.registration import DEFINITIONS
-from nmm_compiler.options import Options
 
 GraphCall = tuple[str, Any, dict[str, Any], Any]
 """An op's name, its positional and its keyword arguments, and its tokens: a number, or a SymInt."""
@@ -80,23 +77,6 @@ def lower(
     if lnc > 1:
         launches = [replace(one, spec=one.spec.on_cores(lnc)) for one in launches]
     return Lowered(tuple(launches), lead, x_layout, op.many)
-
-
-def too_large(spec: Any, target: str, options: Options | None = None) -> str | None:
-    """Return why a target must launch a spec as several kernels, or None."""
-    error = refusal(spec, machine_target(target, options)) if spec.parts() else None
-    return None if error is None else f"{error}; a kernel for each result"
-
-
-def fitting(
-    launches: Sequence[Launch], target: str, options: Options | None = None
-) -> tuple[Launch, ...]:
-    """Return the launches; one that does not fit the target becomes several."""
-    return tuple(
-        part
-        for launch in launches
-        for part in (launch.split() if too_large(launch.spec, target, options) else (launch,))
-    )
 
 
 def graph_call(node: fx.Node, value: Callable[[fx.Node], Any]) -> GraphCall | None:

@@ -21,7 +21,7 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.tensor_parallel import linear_roles
 from nmm_compiler.ops.launches import view_turned
-from nmm_compiler.ops.lower import fitting, graph_call, lower
+from nmm_compiler.ops.lower import graph_call, lower
 from nmm_compiler.options import DTYPES, LADDER, Options
 from nmm_compiler.passes.graph.capture import all_graphs
 from nmm_compiler.passes.graph.metadata import collect_values
@@ -88,7 +88,7 @@ def _launched(
             for node in made.graph.nodes:
                 called = graph_call(node, values.__getitem__)
                 lowered = () if called is None else lower(*called, view_turned).launches
-                for launch in fitting(lowered, target):
+                for launch in lowered:
                     yield launch.spec, target
 
 

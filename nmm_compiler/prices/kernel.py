@@ -146,7 +146,7 @@ def launch_us(spec: KernelSpec, chip: Target, lnc: int, source: str) -> float:
     Two cores share the kernel; one that they cannot share runs on one, for which the other waits.
     A barrier is charged for the end of the kernel, which takes both cores, and for each exchange
     what is published beyond what the simulator says of it. A kernel that sums over the ranks waits
-    for them. What has no schedule is launched in its parts; raises one of NO_KERNEL without any.
+    for them. Raises one of NO_KERNEL for what has no schedule.
     """
     alone = dataclasses.replace(spec, lnc=1) if spec.lnc > 1 else spec
     waits = wait_us(spec.world_size, chip) if spec.exchanged_bytes() else 0.0
@@ -156,15 +156,7 @@ def launch_us(spec: KernelSpec, chip: Target, lnc: int, source: str) -> float:
             if shared.splits():
                 beyond = exchanges_of(shared) * beyond_simulated_us(chip)
                 return kernel_us(shared, chip, source) + PAIR_BARRIER_US + beyond + waits
-    barrier = PAIR_BARRIER_US if lnc > 1 else 0.0
-    try:
-        return kernel_us(alone, chip, source) + barrier + waits
-    except NO_KERNEL:
-        parts = [part for part, _ in alone.parts()]
-        if not parts:
-            raise
-        gaps = (len(parts) - 1) * LAUNCH_GAP_US
-        return sum(launch_us(part, chip, lnc, source) for part in parts) + gaps
+    return kernel_us(alone, chip, source) + (PAIR_BARRIER_US if lnc > 1 else 0.0) + waits
 
 
 def row_us(row: tuple[KernelSpec, ...], chip: Target, lnc: int, source: str) -> float:

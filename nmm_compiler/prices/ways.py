@@ -177,7 +177,7 @@ def _smaller(call: Any) -> tuple[Row, ...]:
         ends = {"x_layout": call.x_layout, "out_layout": call.out_layout, **norm}
         return beside(tuple(_projection(call, branch, **ends) for branch in call.branches))
     if isinstance(call, LowRankSharedSpec):
-        return tuple(part for part, _ in call.parts()), call.as_products()[0]
+        return call.parts(), call.as_products()[0]
     products = call.as_products()[0]
     return () if products == (call,) else (products,)
 

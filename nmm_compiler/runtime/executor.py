@@ -34,7 +34,7 @@ from nmm_compiler.errors import (
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import options_of
 from nmm_compiler.ops.launches import Launch
-from nmm_compiler.ops.lower import lower, tokens, too_large
+from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import first_run, neuron
 from nmm_compiler.runtime.kernels import KERNELS
@@ -90,23 +90,16 @@ class KernelExecutor:
                 raise no_kernel(self.name, f"a call of {name}", str(error)) from error
             _warn_once(f"nmm: no kernel for a call of {name}: {error}; PyTorch computes it")
             raise _NoKernelError from error
-        results = self._run(lowered.launches, kwargs.get("target", "trn2"), options)
+        target = kwargs.get("target", "trn2")
+        results = [y for one in lowered.launches for y in self._run(one, target, options)]
         shaped = [
             y.reshape(*lowered.lead, y.shape[-1]) if layout == "row" else y.contiguous()
             for y, layout in zip(results, lowered.out_layouts, strict=True)
         ]
         return shaped if lowered.many else shaped[0]
 
-    def _run(self, launches: Sequence[Launch], target: str, options: Options) -> list[Tensor]:
-        """Return the results of launches, one after the other."""
-        return [y for launch in launches for y in self._run_one(launch, target, options)]
-
-    def _run_one(self, launch: Launch, target: str, options: Options) -> Sequence[Tensor]:
+    def _run(self, launch: Launch, target: str, options: Options) -> Sequence[Tensor]:
         """Launch the kernel once per planned bucket along the tokens; return its results."""
-        whole = too_large(launch.spec, target, options)
-        if whole is not None:
-            _warn_once(f"nmm: {whole}")
-            return self._run(launch.split(), target, options)
         if launch.token_axis == "k":
             (terms,) = KERNELS.plan(launch.spec, target, options, "k")
             launch = _with_more_terms(launch, terms)

@@ -317,14 +317,6 @@ def test_products_of_fp8_numbers_take_two_rows_a_pass(family, target):
     assert single > 0
 
 
-def test_fp8_shared_kernels_are_launched_apart_with_their_scales():
-    spec = spec_of("lowrank_shared", 8)
-    arrays = dict(zip((t.name for t in spec.inputs()), random_arrays(spec), strict=True))
-    whole = spec.reference(*arrays.values())
-    for (part, names), want in zip(spec.parts(), whole, strict=True):
-        np.testing.assert_array_equal(part.reference(*(arrays[name] for name in names)), want)
-
-
 def test_the_products_of_a_16_bit_x_count_at_its_rate():
     sizes = {"m": 512, "k": 1024, "r": 256, "n": 1024}
     mixed = LowRankSpec(**sizes, dtype=FP8, x_dtype="bfloat16")

@@ -94,32 +94,6 @@ def test_every_op_runs_one_kernel(name, args, kw, launched):
     assert "col" not in layouts or name == "adapters_matmul"  # whose factors lie as they are
 
 
-def test_a_shared_call_without_room_for_one_kernel_runs_one_for_each_result(launched, monkeypatch):
-    from nmm_compiler.codegen import choose as schedule
-    from nmm_compiler.errors import CapacityError
-    from nmm_compiler.kernels.linear.schedule import LinearSchedule
-
-    check = LinearSchedule.check
-
-    def full(self, spec, target):
-        if spec.family == "lowrank_shared":
-            raise CapacityError("the schedule needs 300,000 B per SBUF partition")
-        check(self, spec, target)
-
-    monkeypatch.setattr(LinearSchedule, "check", full)
-    schedule.refusal.cache_clear()
-    executor._warn_once.cache_clear()
-    x = torch.randn(8, K)
-    us, vs = [weight(K, R).float(), weight(K, 8).float()], [weight(R, N).float()]
-    vs.append(weight(8, 24).float())
-    with pytest.warns(UserWarning, match="needs 300,000 B per SBUF partition; a kernel for each"):
-        got = NMM.lowrank_matmul_shared_x(x, us, vs, [None, None], executor="simulator")
-    schedule.refusal.cache_clear()
-    assert [kernel.spec.family for kernel in launched] == ["lowrank", "lowrank"]
-    for y, u, v in zip(got, us, vs, strict=True):
-        torch.testing.assert_close(y, x @ u @ v, rtol=1e-5, atol=1e-5)  # sums of at most 96 terms
-
-
 @pytest.mark.parametrize("layout", ["row", "col"])
 def test_a_call_cut_into_two_launches_joins_its_tokens(layout, launched, monkeypatch):
     monkeypatch.setattr(KERNELS, "plan", lambda *a: (4, 4))

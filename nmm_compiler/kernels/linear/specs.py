@@ -266,23 +266,19 @@ class LowRankSharedSpec(LinearSpec):
         ]  # fmt: skip
         return {"linears": tuple(linears)}
 
-    def parts(self) -> tuple[tuple[KernelSpec, tuple[str, ...]], ...]:
+    def parts(self) -> tuple[LowRankSpec, ...]:
         """Return the lowrank kernel of every result."""
-        made = []
         more = {name: getattr(self, name) for name in NORMED if name != "residual"}
         shared = ("m", "k", "dtype", "x_layout", "u_layout", "v_layout", "scales", "out_dtype",
                   "x_dtype", "lnc")  # fmt: skip
         fields = more | {name: getattr(self, name) for name in shared}
-        for one in self.layer.linears:
-            pair = one.low_rank
-            spec = LowRankSpec(
-                **fields, r=pair.r, n=one.n, out_layout=one.layout, bias=bool(one.bias),
+        return tuple(
+            LowRankSpec(
+                **fields, r=one.low_rank.r, n=one.n, out_layout=one.layout, bias=bool(one.bias),
                 activation=one.activation,
-            )  # fmt: skip
-            renamed = {"u": pair.u.name, "v": pair.v.name, "bias": one.bias}
-            renamed |= {"u_scale": pair.u.scale, "v_scale": pair.v.scale}
-            made.append((spec, tuple(renamed.get(t.name, t.name) for t in spec.inputs())))
-        return tuple(made)
+            )
+            for one in self.layer.linears
+        )  # fmt: skip
 
     def short(self) -> str:
         """Return family, sizes and dtype: 256x2048 128x512_512 is one v, then two v of one u."""
