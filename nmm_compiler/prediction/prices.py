@@ -200,7 +200,7 @@ def _packed_us(
     products at the peak rate."""
     if not isinstance(spec, LinearSpec):
         return 0.0, 0.0
-    shapes = spec.weights().values()
+    shapes = [(one.k, one.n) for one in spec.layer.weights()]
     own = sum(packed.stored_bytes(k, n) - k * n * item_bytes(spec.dtype) for k, n in shapes)
     added = own + spec.minimal_hbm_bytes() - stored.minimal_hbm_bytes()
     flops = 2 * spec.m * packed.rank * sum(k + n for k, n in shapes)

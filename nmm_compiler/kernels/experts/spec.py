@@ -40,7 +40,7 @@ from nmm_compiler.kernels.error_bounds import (
     times_weight,
 )
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED, check_mx_product
-from nmm_compiler.kernels.linear.layer import Groups, Weight
+from nmm_compiler.kernels.linear.layer import Weight
 from nmm_compiler.kernels.linear.spec import mx_scale_of, operand_of
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, check_gathers
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
@@ -141,11 +141,6 @@ class ExpertsSpec(KernelSpec):
                 f"experts: {self.weight} weights of {self.k} inputs and {self.n} features, halves "
                 f"{self.halves!r}; blocks take whole 32s of inputs, 4s of features, halves 'joined'"
             )
-
-    @property
-    def chosen(self) -> Groups:
-        """What the index chooses from."""
-        return Groups(count=self.groups, top_k=self.top_k)
 
     @property
     def expected(self) -> float:

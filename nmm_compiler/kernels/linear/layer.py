@@ -89,15 +89,14 @@ class Weight(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups(Record):
-    """Weights that an index chooses for each token: `count` of them, 0 where nothing is chosen.
+    """Factors that an index chooses for each token: of `count` groups, 0 where nothing is chosen.
 
-    top_k: of them for one token. rank: of one group's factors, where the factors of all groups are
-    stacked and the dense weight is one for all. slots: groups whose factors a kernel gathers, one
-    for each token, 0 where it loads those of all.
+    rank: of one group's factors, where the factors of all groups are stacked and the dense weight
+    is one for all. slots: groups whose factors a kernel gathers, one for each token, 0 where it
+    loads those of all.
     """
 
     count: int = 0
-    top_k: int = 1
     rank: int = 0
     slots: int = 0
 
@@ -154,9 +153,8 @@ class Linear(Record):
     """One linear layer: its weight, its factors, its epilogue; n 0 for none.
 
     bias: the name of its operand. layout: "row" for tokens on the partitions, else outputs.
-    groups: its weights, or its factors alone, are chosen for each token. place: among all linears
-    of the kernel. cut: as of a weight, of the result. A schedule sets turned, where the result
-    comes by rows and its sums have outputs on the partitions.
+    place: among all linears of the kernel. cut: as of a weight, of the result. A schedule sets
+    turned, where the result comes by rows and its sums have outputs on the partitions.
     """
 
     n: int = 0
@@ -165,7 +163,6 @@ class Linear(Record):
     bias: str = ""
     activation: str = "identity"
     layout: str = "row"
-    groups: Groups = Groups()
     place: int = 0
     cut: int = -1
     turned: bool = False
@@ -426,10 +423,8 @@ def placed(layer: Layer) -> Layer:
             own = "channel" if pair.u.format == FP8 else ""
             scales = own if pair.u.format else layer.scales
             scales = "channel" if pair.gain else scales or "factor" * (pair.scale != 1.0)
-            scales = "group" if linear.groups.count else scales
-            pair = dataclasses.replace(
-                pair, tile=known.tile, place=known.place, scales=scales, groups=linear.groups
-            )
+            scales = "group" if pair.groups.count else scales
+            pair = dataclasses.replace(pair, tile=known.tile, place=known.place, scales=scales)
         return dataclasses.replace(linear, place=place, low_rank=pair)
 
     linears = []

@@ -218,10 +218,6 @@ class LinearSpec(KernelSpec):
         """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
         return dataclasses.replace(self, m=turns.m * self.m // part.m)
 
-    def weights(self) -> dict[str, tuple[int, int]]:
-        """Return the shape of each weight as it multiplies, in the order of the operands."""
-        return {weight.name: (weight.k, weight.n) for weight in self.layer.weights()}
-
     def result_layouts(self) -> tuple[str, ...]:
         """Return "row", tokens first, or "col" for each result."""
         return tuple(one.layout for one in self.layer.results)

@@ -435,12 +435,14 @@ class AdaptersSpec(LinearSpec):
         rank = self.r * (self.slots or self.groups)
         u = self._weight("u", self.k, rank)
         u = dataclasses.replace(u, layout="row") if self.slots else u  # a gather turns it
-        pair = LowRank(u=u, v=self._weight("v", rank, self.n))
+        pair = LowRank(
+            u=u, v=self._weight("v", rank, self.n),
+            groups=Groups(count=self.groups, rank=self.r, slots=self.slots),
+        )  # fmt: skip
         one = Linear(
             n=self.n, low_rank=pair, bias="bias" * self.bias, activation=self.activation,
             weight=self._weight("w", self.k, self.n) if self.base else Weight(),
             layout=self.out_layout,
-            groups=Groups(count=self.groups, rank=self.r, slots=self.slots),
         )  # fmt: skip
         return {"linears": (one,)}
 
