@@ -12,7 +12,6 @@ from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_n
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
 from nmm_compiler.kernels.linear.schedule import add_loads, sizes_of_panels, whole_blocks
-from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import (
     FOURS,
     ORDERS,
@@ -197,7 +196,7 @@ class ExpertsSchedule(Schedule):
         columns = 128 * tiles(columns, 128)
         layout = spec.weight_layout if base else "row"
         both = halved and (spec.halves == "interleaved" or self.block >= n)
-        size = weight_bytes(one.format or (FP8 if base and spec.weight == "fp8" else spec.dtype))
+        size = weight_bytes(one.format)
         chunk = chunk_rows(one.k, int(columns * size * (1 + both)), self.load_bytes)
         fours = spec.mx and (base or first)
         runs = up and (base or first) and spec.weight_layout == "row"
@@ -238,8 +237,8 @@ class ExpertsSchedule(Schedule):
         """Return bytes per partition of each SBUF buffer: two panels of each weight at most."""
         made, size, m = self.plan(spec), item_bytes(spec.dtype), self.tokens or spec.m
         deep, wide = made.x_tiles, made.h_tiles
-        up = 2 * self._panel(made.up, spec) + 2 * self._panel(made.up_v, spec)
-        down = self._panel(made.down, spec) + self._panel(made.down_v, spec)
+        up = 2 * self._panel(made.up) + 2 * self._panel(made.up_v)
+        down = self._panel(made.down) + self._panel(made.down_v)
         more = 2 * up if made.up_panels > 1 else up
         behind = 2 * down if made.down_panels > 1 else down
         if made.stack > 1:
@@ -247,7 +246,7 @@ class ExpertsSchedule(Schedule):
             behind = made.at_once // made.stack * spec.k * size
             up = down = 0
             more += behind
-        firsts = self._panel(made.up_u, spec) + self._panel(made.down_u, spec)
+        firsts = self._panel(made.up_u) + self._panel(made.down_u)
         numbers = spec.gate_up_bias + spec.down_bias + 2 * (spec.weight == "fp8")
         held = {
             "panels": max(more, up + down, behind) + firsts,
@@ -280,15 +279,13 @@ class ExpertsSchedule(Schedule):
         stages = {"sorted": 4 * made.blocks * made.token_tiles} | held, sorting
         return max(stages, key=lambda held: sum(held.values()))
 
-    def _panel(self, one: Weight, spec: ExpertsSpec) -> int:
+    def _panel(self, one: Weight) -> int:
         """Return the bytes of a panel of a weight."""
         if not one.k:
             return 0
         fours = one.order == FOURS
         deep = 4 * tiles(one.k, 512) if fours else tiles(one.k, 128)
-        fp8 = spec.weight == "fp8" and one.name in ("gate_up", "down")
-        each = weight_bytes(one.format or (FP8 if fp8 else spec.dtype), on_chip=True)
-        return int(deep * one.block * each)
+        return int(deep * one.block * weight_bytes(one.format, on_chip=True))
 
     def check(self, spec: ExpertsSpec, target: Target) -> None:
         """Raise CapacityError or SpecError, with numbers, unless legal for spec and target."""
@@ -398,12 +395,11 @@ def _ways(spec: ExpertsSpec) -> list[tuple[str, int, int]]:
 def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     """Return the passes, reads of PSUM and DMAs of a kernel, or of one of two cores."""
     made, size = schedule.plan(spec), item_bytes(spec.dtype)
-    expected = (schedule.turns(spec) or 1) * schedule.at_once
-    groups = expected if schedule.turns(spec) else made.at_once
     few, edges = schedule.tokens or spec.m, schedule.turns(spec) or 0
+    groups = (edges or 1) * made.at_once
     last = tiles(made.down_block, 128) * tiles(spec.n, 512 if spec.mx else 128)
     first = made.up if made.up.k else made.up_v
-    lead = first.chunk * made.up_block * weight_bytes(made.up.format or spec.dtype)
+    lead = first.chunk * made.up_block * weight_bytes(first.format)
     done = Work(
         lead_bytes=int(lead) * (1 + 8 * edges),
         # no load hides the last panel of down in a turn of the loop
@@ -413,41 +409,17 @@ def work(spec: ExpertsSpec, schedule: ExpertsSchedule) -> Work:
     weights = [getattr(made, field) for field in _FIELDS]
     for weight in (one for one in weights if one.k):
         count = 2 if weight.name in ("gate_up", "gate_up_v") else 1
-        fp8 = spec.weight == "fp8" and weight.name in ("gate_up", "down")
-        each = weight_bytes(weight.format or (FP8 if fp8 else spec.dtype))
-        add_loads(done, weight, each, groups * count)
+        add_loads(done, weight, weight_bytes(weight.format), groups * count)
         per = 512 if weight.mx else 128
         squares = groups * count * tiles(weight.k, per) * tiles(weight.n, 128) // made.stack
-        _add_products(done, schedule, weight, squares, few)
+        done.matmuls.append((squares, max(64, few)))
         done.evictions.append((groups * count * tiles(weight.n, 128), few))
-    if schedule.way == "blocks":
-        _sorting(done, spec, made, groups)
+    if made.blocks:  # of each block the rows of its tokens come, and those of its picks leave
+        rows, times = 2 * made.blocks * made.tokens, 2 * made.blocks * made.token_tiles
+        done.move(rows * spec.k * size, times, spec.k * size)
     done.dmas.append((1 + edges, 2 * made.up_block, made.up_block, "copy"))
     done.move(spec.m * spec.k * size, 1, spec.k * size)
     return done
-
-
-def _add_products(
-    done: Work, schedule: ExpertsSchedule, weight: Weight, squares: int, few: int
-) -> None:
-    """Add the products of a weight: of rows of y tokens are stationary, and outputs move."""
-    if schedule.way == "blocks" and weight.name in ("down", "down_v"):
-        across = tiles(min(weight.block, weight.n), 128)
-        wide = min(512, 128 * across)
-        done.matmuls.append((squares * tiles(few, 128) * 128 // wide, wide))
-    else:
-        done.matmuls.append((squares, max(64, few)))
-
-
-def _sorting(done: Work, spec: ExpertsSpec, made: ExpertsPlan, blocks: int) -> None:
-    """Add what sorting, gathering, and adding the rows of all picks take."""
-    picks, size = tiles(spec.m, 128) * spec.top_k, item_bytes(spec.dtype)
-    done.matmuls.append((picks * made.token_tiles * tiles(made.blocks, 512), made.blocks))
-    done.evictions.append((2 * picks, made.blocks))
-    rows, times = 2 * blocks * made.tokens, 2 * blocks * made.token_tiles
-    done.move(rows * spec.k * size, times, spec.k * size)
-    done.move(picks * 128 * spec.k * size, picks, spec.k * size)
-    done.evictions.append((picks * tiles(spec.k, 512), 512))
 
 
 def data_flow(spec: ExpertsSpec, schedule: ExpertsSchedule) -> tuple[str, ...]:

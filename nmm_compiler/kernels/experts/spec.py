@@ -169,7 +169,7 @@ class ExpertsSpec(KernelSpec):
 
     def stored(self) -> dict[str, Weight]:
         """Return the matrices of a group: gate_up and down, and the factors of both."""
-        n, form = self.features, self.weight if self.mx else ""
+        n, form = self.features, self.weight if self.mx else self._dtype()
         k = 128 * tiles(self.k, 128) if self.mx else self.k
         sizes = {"gate_up": (k, 2 * n), "down": (n, self.k)}
         made = {}
@@ -179,8 +179,8 @@ class ExpertsSpec(KernelSpec):
             if self.weight != FACTORS:
                 made[name] = Weight(name=name, k=k, n=outputs, format=form)
             if rank:
-                made[f"{name}_u"] = Weight(name=f"{name}_u", k=inputs, n=rank)
-                made[f"{name}_v"] = Weight(name=f"{name}_v", k=rank, n=outputs)
+                made[f"{name}_u"] = Weight(name=f"{name}_u", k=inputs, n=rank, format=self.dtype)
+                made[f"{name}_v"] = Weight(name=f"{name}_v", k=rank, n=outputs, format=self.dtype)
         return made
 
     def splits(self) -> tuple[str, ...]:
@@ -231,12 +231,9 @@ class ExpertsSpec(KernelSpec):
     def flops_by_dtype(self) -> dict[str, int]:
         """Return those of the picks: of few-bit weights, and of what is in x's dtype."""
         made: dict[str, int] = {}
-        for name, one in self.stored().items():
-            dtype = self.dtype
-            if name in ("gate_up", "down"):  # fp8 weights multiply x at its own rate
-                dtype = self.weight if self.mx else self.dtype
-            flops = 2 * self.m * self.top_k * one.k * one.n
-            made[dtype] = made.get(dtype, 0) + flops
+        for one in self.stored().values():
+            dtype = one.format if one.mx else self.dtype  # fp8 weights multiply x at its own rate
+            made[dtype] = made.get(dtype, 0) + 2 * self.m * self.top_k * one.k * one.n
         return made
 
     def minimal_hbm_bytes(self) -> int:
