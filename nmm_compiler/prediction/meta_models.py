@@ -40,7 +40,7 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
     if isinstance(model_or_config, nn.Module):
         return MetaModel(without_data(model_or_config), type(model_or_config).__name__)
     config = read_config(model_or_config)
-    name, ranks = str(config.name_or_path) or str(config.model_type), saved_ranks(config)
+    name, saved = str(config.name_or_path) or str(config.model_type), saved_layers(config)
     transformers = require_transformers("a model without its code")
     with torch.device("meta"):
         try:
@@ -49,26 +49,26 @@ def meta_model(model_or_config: Any, dtype: torch.dtype) -> MetaModel:
         except Exception as error:  # a model's code meets the sizes of any file here
             text = f"{type(error).__name__}: {one_line(error)}"
             raise ModelError(f"transformers makes no model of the config: {text}") from error
-        if ranks:
-            hf_layers.prepare(module, hf_layers.SavedLayers(ranks, {}, {}))
+        if saved is not None:
+            hf_layers.prepare(module, saved)
     return MetaModel(module.eval(), name)
 
 
-def saved_ranks(config: Any) -> dict[str, int]:
-    """Return {layer name: rank} of the config of a saved low-rank model, {} for any other.
+def saved_layers(config: Any) -> hf_layers.SavedLayers | None:
+    """Return what the config of a saved low-rank model says of its layers, None for any other.
 
-    Raises ModelError for a config of another quantization, FileError for damaged ranks.
+    Raises ModelError for a config of another quantization, FileError for a damaged one.
     """
     saved = getattr(config, "quantization_config", None)
     if saved is None:
-        return {}
+        return None
     fields = saved if isinstance(saved, Mapping) else saved.to_dict()
     if fields.get("quant_method") != hf_layers.METHOD:
         raise ModelError(
             f"the config is of a model quantized by {fields.get('quant_method')}; pass the config "
             "of the model that it was made from, and weights= for the format"
         )
-    return hf_layers.SavedLayers.read({"ranks": fields.get("ranks")}).ranks
+    return hf_layers.SavedLayers.read(fields)
 
 
 def dense_config(config: Any) -> Any:

@@ -39,7 +39,7 @@ from nmm_compiler.prediction.meta_models import (
     dense_config,
     meta_model,
     read_config,
-    saved_ranks,
+    saved_layers,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
 from nmm_compiler.prediction.prices import BANDS, Machine, Price, fastest, stored_bytes
@@ -148,7 +148,7 @@ def predict(
     if not isinstance(given, nn.Module):
         given = read_config(given)
         original = dense_config(given)
-        saved = bool(saved_ranks(given))
+        saved = saved_layers(given) is not None
     if dense is not None:
         original = dense if isinstance(dense, nn.Module) else read_config(dense)
     machine = Machine(chip, lnc, tp, weights, price, stack)
@@ -277,13 +277,14 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
 
 
 def _refuse_packed(model: MetaModel) -> None:
-    """Raise ModelError for weights that no kernel here reads: they would count as dense ones."""
+    """Raise ModelError for weights that are not traced: they would count as multiplied out."""
     for name, module in model.module.named_modules():
         packed = isinstance(module, QuantizedLinear) and module.format != "fp8"
         if packed or isinstance(module, StackedBase):
             raise ModelError(
-                f"{model.name} has {module.format} weights ({name}), which no kernel here reads: "
-                "each call would multiply them out; predict it with base 'fp8', or the dense model"
+                f"{model.name} has {module.format} weights ({name}), and modules of such weights "
+                "are not predicted; predict the dense model, with weights='mxfp4+32' or another "
+                "form of nmm plan --forms, or a model of base 'fp8'"
             )
 
 

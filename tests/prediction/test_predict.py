@@ -325,6 +325,20 @@ def test_a_saved_low_rank_config_is_compared_with_the_dense_model(tmp_path):
     assert made.phases == predict(LLAMA, "trn2", **BASE, rank=64, include=["mlp"]).phases
 
 
+@pytest.mark.parametrize("rank", [0, 64])
+def test_a_saved_base_of_few_bits_is_no_part_that_a_prediction_leaves_out(rank):
+    ranks = {f"model.layers.{i}.mlp.down_proj": rank for i in range(3)}
+    saved = {"quant_method": "nmm_lowrank", "ranks": ranks, "bases": dict.fromkeys(ranks, "fp8")}
+    setting = {**BASE, "price": "closed_form"}
+    made = predict({**LLAMA, "quantization_config": saved}, "trn2", **setting)
+    held = made.dense.memory.weight_bytes - made.memory.weight_bytes
+    k, n, layers = 512, 256, 3  # a byte an element and a scale a row, for two bytes an element
+    assert held == layers * (k * n - 2 * n - 2 * rank * (k + n))
+    saved["bases"] = dict.fromkeys(ranks, "mxfp4")
+    with pytest.raises(ModelError, match="predict the dense model, with weights="):
+        predict({**LLAMA, "quantization_config": saved}, "trn3", **setting)
+
+
 def test_public_models_have_the_size_of_their_name():
     billions = {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
                 "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19,
