@@ -51,15 +51,13 @@ from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites
 
 
-def compress(
-    model: nn.Module, ratio: float | CompressionConfig | None = None, **keywords: Any
-) -> CompressionReport:
+def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> CompressionReport:
     """Replace linears of `model` by `LowRankLinear`s, in place; return what was done.
 
     Args:
         model: any module; a transformers model gets a config object of its own, since other models
             may share its old one.
-        ratio: share of the parameters of the selected matrices to remove; or a CompressionConfig.
+        ratio: share of the parameters of the selected matrices to remove.
         keywords: the other fields of CompressionConfig, which says what each means.
 
     A layer is left dense where low rank would not save anything, or no time. Ctrl-C leaves a
@@ -174,7 +172,7 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         whole = config.base is not None
         statistics = collect(model, sites, batches, gradients=gradients, whole=whole)
     if statistics is not None:
-        statistics.check(sites, gradients=gradients, base=config.base_format)
+        statistics.check(sites, gradients=gradients, base=config.base)
     prices = _prices(model, sites, config, batches)
     plan, align = make_plan(sites, config, statistics, prices)
     chosen = {layer.name: layer.rank for layer in plan}
@@ -195,8 +193,8 @@ def _compress(model: nn.Module, config: CompressionConfig) -> CompressionReport:
         workload=timed,
         priced=_multiplied_out(config) if prices is None else prices.note,
         source="" if prices is None else JUDGE,
-        factors=config.format or "",
-        base=config.base_format or "",
+        factors=config.factors or "",
+        base=config.base or "",
     )
 
 
@@ -214,12 +212,12 @@ def _prices(
     layers = [Shape(site.name, site.k, site.n) for site in sites]
     dtype = str(config.dtype or sites[0].weight.dtype).removeprefix("torch.")
     first = None if batches is None else batches[0]
-    return kernel_prices(model, layers, dtype, config.passes, config.target, first, config.format)
+    return kernel_prices(model, layers, dtype, config.passes, config.target, first, config.factors)
 
 
 def _multiplied_out(config: CompressionConfig) -> str:
     """Return what to say of a base that no kernel of the target reads as stored."""
-    base, chip = config.base_format, machine_target(config.target)
+    base, chip = config.base, machine_target(config.target)
     if base is None or reads_as_stored(chip, base):
         return ""
     return f"no kernel for {chip.name} reads {base}: calls multiply it out, which saves memory only"
@@ -260,9 +258,9 @@ def _replace(
 ) -> LayerReport:
     """Put factors in the place of one layer; return its report with the errors."""
     weight, target, base = site.weight, site.weight, None
-    if config.base_format is not None:
+    if config.base is not None:
         moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
-        base = rounded_beside(weight, config.base_format, rank, moments, site.name)
+        base = rounded_beside(weight, config.base, rank, moments, site.name)
         layer = dataclasses.replace(layer, base=base.format)
     dtype = config.dtype or weight.dtype
     if weight.is_meta:
@@ -302,6 +300,6 @@ def _put_layer(
     wants = cast(torch.Tensor, site.module.weight).requires_grad
     bias = cast("nn.Parameter | None", site.module.bias)
     made = make_layer(down.requires_grad_(wants), up.requires_grad_(wants), bias, base,
-                      config.format)  # fmt: skip
+                      config.factors)  # fmt: skip
     put(model, site.names, made.train(site.module.training))
     return made

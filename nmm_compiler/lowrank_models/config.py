@@ -109,9 +109,10 @@ class CompressionConfig:
     factors: Annotated[str | None, Values(names=FORMAT_NAMES)] = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, Mapping):  # a copy: the caller's may change
-            object.__setattr__(self, "rank", dict(self.rank))
         check_fields(self)
+        for name, format in (("base", self.base), ("factors", self.factors)):
+            if format is not None:
+                object.__setattr__(self, name, read_format(format))
         if self.ratio is not None and self.rank is not None:
             raise OptionTypeError(
                 "rank", self.rank, f"either a rank or a ratio (ratio is {self.ratio!r}), not both"
@@ -127,16 +128,10 @@ class CompressionConfig:
             raise OptionTypeError("rank", 0, "at least 1, or base= with it: nothing would be left")
 
     @classmethod
-    def make(cls, ratio: object = None, keywords: Mapping[str, Any] | None = None) -> Self:
-        """Return the config of a call: a config alone, or a ratio and the keywords."""
-        check_names(cls, keywords or {})
-        if not isinstance(ratio, cls):
-            return cls(**{"ratio": ratio, **(keywords or {})})
-        for name, value in (keywords or {}).items():
-            raise OptionTypeError(
-                name, value, "it inside the CompressionConfig, which takes the keywords' place"
-            )
-        return ratio
+    def make(cls, ratio: float | None, keywords: Mapping[str, Any]) -> Self:
+        """Return the config of a call."""
+        check_names(cls, keywords)
+        return cls(**{"ratio": ratio, **keywords})
 
     @property
     def effective_ratio(self) -> float | None:
@@ -167,16 +162,6 @@ class CompressionConfig:
         if self.given_ranks is not None:
             return "explicit"
         return "uniform" if self.calibration is None and self.base is None else "global"
-
-    @property
-    def format(self) -> str | None:
-        """The number format of the factors, None for that of the weights."""
-        return None if self.factors is None else read_format(self.factors)
-
-    @property
-    def base_format(self) -> str | None:
-        """The number format of the base, None without one."""
-        return None if self.base is None else read_format(self.base)
 
     @property
     def passes(self) -> Workload:

@@ -47,7 +47,7 @@ def check_meta(config: CompressionConfig, sites: Sequence[Site]) -> None:
 
 def check_base(config: CompressionConfig, sites: Sequence[Site]) -> None:
     """Raise OptionTypeError or ShapeError, naming the layer, for what has no such base."""
-    form = config.base_format
+    form = config.base
     for site in sites if form is not None else ():
         check_blocks(site.k, str(form), site.name)
 
@@ -112,17 +112,17 @@ def layer_bytes(site: Site, rank: int | None, config: CompressionConfig) -> int:
     if rank is None:
         return stored_bytes(site.n, site.k, None, dtype)
     base = 0
-    if config.base_format is not None:
-        base = stored_bytes(site.n, site.k, config.base_format, dtype)
+    if config.base is not None:
+        base = stored_bytes(site.n, site.k, config.base, dtype)
     return base + (_factor_bytes(site, rank, config) if rank else 0)
 
 
 def _factor_bytes(site: Site, rank: int, config: CompressionConfig) -> int:
     dtype = config.dtype or site.weight.dtype
-    down = stored_bytes(rank, site.k, config.format, dtype)
-    if config.format == "fp8" and config.base_format in MX:  # its scales are those of the rank
-        return down + stored_bytes(rank, site.n, config.format, dtype)
-    return down + stored_bytes(site.n, rank, config.format, dtype)
+    down = stored_bytes(rank, site.k, config.factors, dtype)
+    if config.factors == "fp8" and config.base in MX:  # its scales are those of the rank
+        return down + stored_bytes(rank, site.n, config.factors, dtype)
+    return down + stored_bytes(site.n, rank, config.factors, dtype)
 
 
 def make_plan(
@@ -153,9 +153,9 @@ def make_plan(
     layers = []
     for site in (*sites, *unused):
         rank, (note, counted) = ranks.get(site.name), notes[site.name]
-        if rank and config.format is not None:
-            check_blocks(site.k, config.format, f"{site.name}.down")
-            check_blocks(rank, config.format, f"{site.name}.up")
+        if rank and config.factors is not None:
+            check_blocks(site.k, config.factors, f"{site.name}.down")
+            check_blocks(rank, config.factors, f"{site.name}.up")
         dense_us, us = shares.get(site.name, (None, None))
         layers.append(
             LayerReport(
@@ -194,7 +194,7 @@ def _budgeted(
     losses: Losses = {}
     slow: dict[str, str] = {}
     if ratio and not uniform:
-        losses = losses_of(sites, config.resolved_method, statistics, config.base_format)
+        losses = losses_of(sites, config.resolved_method, statistics, config.base)
         if prices is not None:
             nominal = {name: _nominal(first[name], ranks_of[key], ratio)
                        for key, names in members.items() for name in names}  # fmt: skip

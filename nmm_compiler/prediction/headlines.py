@@ -21,7 +21,6 @@ from torch import fx, nn
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import ModelError, NmmError, internal_fault, one_line
 from nmm_compiler.lowrank_models import apply
-from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.meta_copies import without_data
 from nmm_compiler.lowrank_models.report import CompressionReport
 from nmm_compiler.options import Options
@@ -38,9 +37,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @functools.wraps(apply.compress)
-def compress(
-    model: nn.Module, ratio: float | CompressionConfig | None = None, **keywords: Any
-) -> CompressionReport:
+def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> CompressionReport:
     """Make a model low-rank, as `apply.compress` says; the report predicts the whole model."""
     before = _copied(model)
     report = apply.compress(model, ratio, **keywords)

@@ -17,7 +17,6 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.lowrank_models import apply as module
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 
 
@@ -86,13 +85,13 @@ def test_calibrated_methods_are_better_where_they_should_be():
     assert errors["two-sided"] < errors["whitened"]
 
 
-def test_ranks_and_configs():
+def test_ranks_that_are_given():
     model = stack()
     report = compress(model, rank={"layers.1.up": 5, "up": 8, "layers.1.down": 4})
     assert report.ranks() == {"layers.0.up": 8, "layers.1.up": 5, "layers.1.down": 4}
     assert {x.note for x in report.layers if x.rank is None} == {"no rank given: kept dense"}
     model = stack()
-    report = compress(model, CompressionConfig(ratio=0.3, align=8, include="up"))
+    report = compress(model, ratio=0.3, align=8, include="up")
     assert report.ranks() == {"layers.0.up": 8, "layers.1.up": 8}
     model = stack()
     report = compress(model, rank=16, include="q")  # 16 * 64 = 32 * 32: saves nothing

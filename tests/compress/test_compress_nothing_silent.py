@@ -13,20 +13,7 @@ from toy_models import llama
 from nmm_compiler.errors import ModelError, OptionTypeError, ShapeError, UnknownNameError
 from nmm_compiler.lowrank_models import apply as module
 from nmm_compiler.lowrank_models.apply import compress
-from nmm_compiler.lowrank_models.config import CompressionConfig
 from nmm_compiler.passes.pipeline import explain
-
-
-@pytest.mark.parametrize(
-    ("keyword", "value"),
-    [
-        ("rank", 4), ("method", "auto"), ("align", 8),
-        ("calibration", None), ("include", "q"),
-    ],
-)  # fmt: skip
-def test_keywords_beside_a_config_are_refused(keyword, value):
-    with pytest.raises(OptionTypeError, match=f"{keyword}.*CompressionConfig"):
-        compress(stack(), CompressionConfig(ratio=0.3), **{keyword: value})
 
 
 @pytest.mark.parametrize(
@@ -61,13 +48,6 @@ def test_bad_arguments_are_refused_and_change_nothing(arguments, error, text):
     model = stack(width=64, inner=96)
     with unchanged(model), pytest.raises(error, match=text):
         compress(model, **arguments)
-
-
-def test_a_config_keeps_the_ranks_that_it_was_made_with():
-    ranks = {"up": 4}
-    config = CompressionConfig(rank=ranks)
-    ranks["up"] = 8
-    assert config.rank == {"up": 4}
 
 
 class Reading(nn.Module):
