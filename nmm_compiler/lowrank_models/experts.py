@@ -7,9 +7,8 @@ linear. `join` stacks what came out: the layer keeps its name, its weights becom
 a `StackedBase`, or both, and its forward one `nmm.experts`.
 
 Where that call cannot say what a layer computes (another function between the products, one weight
-dense and the other factors alone) it is a chain of batched products: tokens are laid out by expert,
-[experts, capacity, k], padded with zeros. The capacity is the token count of the busiest expert, in
-a traced graph, where shapes are fixed, the count of all tokens.
+dense and the other factors alone) it is a chain of batched products of [experts, tokens, k], in
+which the tokens that did not choose an expert are zeros.
 """
 
 from __future__ import annotations
@@ -287,22 +286,14 @@ class CompressedExperts(nn.Module):
             y = torch.ops.nmm.experts(hidden, call.pop("gate_up"), call.pop("down"), index, weights,
                                       **call, **base.said)  # fmt: skip
             return cast(torch.Tensor, y).view_as(hidden_states)
-        tokens, chosen_few, experts = hidden.shape[0], index.shape[-1], base.num_experts
-        expert = index.reshape(-1)
-        marks = functional.one_hot(expert, experts)
-        place = (marks.cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
-        fixed = torch.compiler.is_compiling()
-        capacity = tokens if fixed else int(marks.sum(0).max()) if tokens else 0
-        slot = expert * capacity + place
-        rows = hidden.repeat_interleave(chosen_few, dim=0)
-        laid = hidden.new_zeros(experts * capacity, hidden.shape[1]).index_copy(0, slot, rows)
-        y = laid.view(experts, capacity, -1)
+        marks = functional.one_hot(index, base.num_experts)
+        shares = (marks * weights[..., None]).sum(1).mT[..., None]
+        y = torch.where(marks.sum(1).mT[..., None] > 0, hidden, 0)
         first, second = _projections(base)
         y = _product(base, first, y)
         y = _gated(base, y) if base.said is None else chosen.gated(y, **base.said)
-        y = _product(base, second, y).reshape(experts * capacity, -1)
-        mixed = y[slot] * weights.reshape(-1, 1).to(y.dtype)
-        mixed = mixed.view(tokens, chosen_few, -1).sum(1)
+        y = _product(base, second, y)
+        mixed = (y * shares.to(y.dtype)).sum(0)
         return mixed.view_as(hidden_states).to(hidden_states.dtype)
 
 
