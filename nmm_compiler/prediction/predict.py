@@ -47,7 +47,6 @@ from nmm_compiler.prediction.stacks import STACKS, stack_named
 from nmm_compiler.prediction.tensor_parallel import shard
 from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
 from nmm_compiler.prices.kernel import PRICES
-from nmm_compiler.targets import Target
 
 
 def predict(
@@ -177,22 +176,22 @@ class Prepared:
     ranks: tuple[int, ...]
     parameters: int
     graphs: dict[tuple[Any, ...], Graphs] = field(default_factory=dict)
-    walked: dict[tuple[Any, ...], tuple[list[Piece], list[Piece]]] = field(default_factory=dict)
+    walked: dict[tuple[Any, ...], list[Piece]] = field(default_factory=dict)
 
     def pieces(
-        self, phase: PhaseInputs, named: str, chip: Target, lnc: int
-    ) -> tuple[list[Piece], list[Piece]]:
-        """Return the pieces of a phase on a logical core of a target, and those with norms inside
-        of kernels; named: as it was given.
+        self, phase: PhaseInputs, named: str, machine: Machine, takes_norms: bool
+    ) -> list[Piece]:
+        """Return the pieces of a phase on a machine; named: the target as it was given.
 
         Its graphs are the same for every target.
         """
         sizes = (phase.name, phase.batch, phase.tokens)
         if sizes not in self.graphs:
             self.graphs[sizes] = graphs_of(self.model, phase.inputs())
-        key = (*sizes, chip, lnc)
+        key = (*sizes, machine.target, machine.lnc, takes_norms)
         if key not in self.walked:
-            self.walked[key] = walk_graphs(self.model, self.graphs[sizes], named, lnc)
+            given = self.graphs[sizes], named, machine.lnc, takes_norms
+            self.walked[key] = walk_graphs(self.model, *given)
         return self.walked[key]
 
 
@@ -224,17 +223,11 @@ def _prediction(
     head = _head(model)
     asked = model_phases(model, setting, inputs)
     layers = sum(map(len, model.layers.values()))
+    inside = norms and STACKS[machine.stack].kernels == "ours"
     phases = []
     for one in asked:
-        ways = prepared.pieces(one, named, machine.target, machine.lnc)
-        inside = norms and STACKS[machine.stack].kernels == "ours"
-        found = [
-            _phase(
-                one.name, routed(pieces, routing, model), machine, setting["batch"], layers, head
-            )
-            for pieces in ways[: 1 + inside]
-        ]
-        phases.append(min(found, key=lambda phase: phase.us))
+        pieces = routed(prepared.pieces(one, named, machine, inside), routing, model)
+        phases.append(_phase(one.name, pieces, machine, setting["batch"], layers, head))
     return ModelPrediction(
         name=model.name,
         target=machine.target.name,

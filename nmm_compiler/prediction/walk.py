@@ -90,32 +90,31 @@ def graphs_of(model: MetaModel, inputs: Inputs) -> Graphs:
 
 
 def walk_graphs(
-    model: MetaModel, graphs: Graphs, target: str, lnc: int = 1
-) -> tuple[list[Piece], list[Piece]]:
-    """Return the pieces of graphs that were traced of this model, rewritten for a target, and those
-    with norms, sums and rotations inside of kernels, where each alone gains by it.
+    model: MetaModel, graphs: Graphs, target: str, lnc: int, takes_norms: bool
+) -> list[Piece]:
+    """Return the pieces of graphs that were traced of this model, rewritten for a target.
 
-    lnc: physical cores of a logical one, on which the passes price what they fuse.
+    lnc: physical cores of a logical one, on which the passes price what they fuse. takes_norms:
+    norms, sums and rotations may be inside of kernels.
     """
     names = {id(p): name for name, p in model.module.named_parameters(remove_duplicate=False)}
-    apart: list[Piece] = []
-    inside: list[Piece] = []
+    pieces: list[Piece] = []
     for graph, given in graphs:
         result = rewrite(graph, tuple(given), options={"target": target, "lnc": lnc})
         c = _read(result.graph_module, given)
         holders = [n for n in c.graph.nodes if n.op == "placeholder"]
         pairs = zip(holders, given, strict=True)
         named = {holder: names[id(value)] for holder, value in pairs if id(value) in names}
-        apart += _Walk(model, c, named).pieces()
-        inside += _Walk(model, c, named, takes_norms=True).pieces()
-    return apart, inside
+        pieces += _Walk(model, c, named, takes_norms).pieces()
+    return pieces
 
 
 def walk_graph(graph: fx.GraphModule) -> list[Piece]:
     """Return the pieces of a graph that was rewritten and whose nodes have their metadata."""
     c = _read(graph, None)
     holders = [n for n in graph.graph.nodes if n.op == "placeholder" and n in c.constant]
-    return _Walk(MetaModel(graph, "graph"), c, {n: n.name for n in holders}).pieces()
+    names = {n: n.name for n in holders}
+    return _Walk(MetaModel(graph, "graph"), c, names, takes_norms=False).pieces()
 
 
 def _read(graph: fx.GraphModule, given: Sequence[Any] | None) -> Canonical:
@@ -145,7 +144,7 @@ class _Walk:
         model: MetaModel,
         c: Canonical,
         names: dict[fx.Node, str],
-        takes_norms: bool = False,
+        takes_norms: bool,
     ) -> None:
         """names: of the parameters among the placeholders. takes_norms: kernels of dense products
         may have the norm of their input and a residual inside, those of attention RoPE."""
