@@ -21,7 +21,7 @@ from nmm_compiler.kernels.base import CORES
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.tiling import tiles
-from nmm_compiler.lowrank_models.apply import compress
+from nmm_compiler.lowrank_models.apply import compress, count_parameters
 from nmm_compiler.lowrank_models.experts import StackedBase, expert_ranks
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, example_inputs, shorten
 from nmm_compiler.lowrank_models.modules import lowrank_layers
@@ -255,13 +255,13 @@ def _prediction(
 def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> Prepared:
     """Return one core's share of one of each kind of layer; low: what `compress` is given."""
     model = meta_model(given, getattr(torch, dtype))
-    _refuse_packed(model)
+    _refuse_packed(model, tp)
     if low is not None:
         _compress(model, low)
     factors = lowrank_layers(model.module)
     every = [layer.rank for layer in factors.values()] + [*expert_ranks(model.module).values()]
     ranks = tuple(sorted(set(every)))
-    parameters = sum(p.numel() for p in model.module.parameters())
+    parameters = count_parameters(model.module)
     experts_as_calls(model, tp)
     shorten(model)
     shard(model, tp)
@@ -269,15 +269,15 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     return Prepared(model, ranks, parameters)
 
 
-def _refuse_packed(model: MetaModel) -> None:
-    """Raise ModelError for weights that are not traced: they would count as multiplied out."""
+def _refuse_packed(model: MetaModel, tp: int) -> None:
+    """Raise ModelError for weights that are not traced, and for those that `shard` does not cut."""
     for name, module in model.module.named_modules():
-        packed = isinstance(module, QuantizedLinear) and module.format != "fp8"
+        packed = isinstance(module, QuantizedLinear) and (module.format != "fp8" or tp > 1)
         if packed or isinstance(module, StackedBase):
             raise ModelError(
                 f"{model.name} has {module.format} weights ({name}), and modules of such weights "
-                "are not predicted; predict the dense model, with weights='mxfp4+32' or another "
-                "form of nmm plan --forms, or a model of base 'fp8'"
+                "are not predicted, those of fp8 with tp=1 alone; predict the dense model, with "
+                "weights='mxfp4+32' or another form of nmm plan --forms"
             )
 
 

@@ -334,6 +334,9 @@ def test_a_saved_base_of_few_bits_is_no_part_that_a_prediction_leaves_out(rank):
     held = made.dense.memory.weight_bytes - made.memory.weight_bytes
     k, n, layers = 512, 256, 3  # a byte an element and a scale a row, for two bytes an element
     assert held == layers * (k * n - 2 * n - 2 * rank * (k + n))
+    assert made.parameters == made.dense.parameters + layers * rank * (k + n)
+    with pytest.raises(ModelError, match="those of fp8 with tp=1 alone"):  # its base was dropped
+        predict({**LLAMA, "quantization_config": saved}, "trn2", **setting, tp=2)
     saved["bases"] = dict.fromkeys(ranks, "mxfp4")
     with pytest.raises(ModelError, match="predict the dense model, with weights="):
         predict({**LLAMA, "quantization_config": saved}, "trn3", **setting)
