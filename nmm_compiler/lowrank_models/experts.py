@@ -193,9 +193,9 @@ def install(
                 outputs(up).requires_grad_(factors.up.requires_grad),
             )
     if base is not None:
-        layer.add_module(base_name(name), base)
+        layer.add_module(name.replace("_proj", "_base"), base)
     if factors is not None:
-        layer.add_module(factors_name(name), factors)
+        layer.add_module(name.replace("_proj", "_factors"), factors)
 
 
 def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
@@ -229,8 +229,7 @@ def compressed_stacks(model: nn.Module) -> Iterator[tuple[str, StackedFactors | 
     """Yield (name of the stacked weight, its factors, its base) of compressed experts."""
     for name, module in model.named_modules():
         for weight in _PROJECTIONS if isinstance(module, CompressedExperts) else ():
-            factors = getattr(module, factors_name(weight), None)
-            base = getattr(module, base_name(weight), None)
+            factors, base, _ = _parts(module, weight)
             if factors is not None or base is not None:
                 yield f"{name}.{weight}", factors, base
 
@@ -256,14 +255,14 @@ def stacked_home(model_modules: Mapping[str, nn.Module], name: str) -> nn.Module
     return module if half or is_stacked(module) else None
 
 
-def factors_name(weight: str) -> str:
-    """Return under which name a weight's factors are: "gate_up_factors" for "gate_up_proj"."""
-    return weight.replace("_proj", "_factors")
+def _parts(layer: nn.Module, weight: str) -> tuple[Any, Any, Any]:
+    """Return the factors, the base and the dense tensor of a weight, None for what it has not.
 
-
-def base_name(weight: str) -> str:
-    """Return under which name a weight's base is: "gate_up_base" for "gate_up_proj"."""
-    return weight.replace("_proj", "_base")
+    They are "gate_up_factors", "gate_up_base" and "gate_up_proj" of a layer.
+    """
+    names = (weight.replace("_proj", end) for end in ("_factors", "_base", "_proj"))
+    factors, base, dense = (getattr(layer, name, None) for name in names)
+    return factors, base, dense
 
 
 class CompressedExperts(nn.Module):
@@ -303,9 +302,7 @@ def _call(layer: Any, dtype: torch.dtype) -> dict[str, Any] | None:
     made: dict[str, Any] = {"weight_layout": "col", "factor_layout": "col"}
     formats = []
     for name, weight in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
-        factors = getattr(layer, factors_name(weight), None)
-        base = getattr(layer, base_name(weight), None)
-        dense: Any = getattr(layer, weight, None)
+        factors, base, dense = _parts(layer, weight)
         if layer.has_bias:
             made[f"{name}_bias"] = getattr(layer, f"{weight}_bias")
         if factors is not None:
@@ -349,14 +346,13 @@ def _gating(layer: Any) -> dict[str, Any] | None:
 
 def _product(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
     """Return the product of x [experts, tokens, k] with a stacked weight in any form."""
-    factors = getattr(layer, factors_name(name), None)
-    base = getattr(layer, base_name(name), None)
+    factors, base, weight = _parts(layer, name)
     y: Any = 0
     if base is not None:
         weight = base.dequantized(x.dtype).mT
-        y = torch.bmm(_fitted(x, weight.shape[1]), weight)
-    elif hasattr(layer, name):
-        weight = getattr(layer, name) if layer.dense_transposed else getattr(layer, name).mT
+    elif weight is not None and not layer.dense_transposed:
+        weight = weight.mT
+    if weight is not None:
         y = torch.bmm(_fitted(x, weight.shape[1]), weight)
     if factors is not None:
         p = torch.bmm(_fitted(x, factors.down.shape[2]), factors.down.mT)
