@@ -256,50 +256,33 @@ def _replace(
     config: CompressionConfig,
     statistics: Statistics | None,
 ) -> LayerReport:
-    """Put factors in the place of one layer; return its report with the errors."""
-    weight, target, base = site.weight, site.weight, None
+    """Put factors, a base or both in the place of a linear; return its report with the errors."""
+    weight, dtype = site.weight, config.dtype or site.weight.dtype
+    moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
+    base, target = None, weight
     if config.base is not None:
-        moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
         base = rounded_beside(weight, config.base, rank, moments, site.name)
         layer = dataclasses.replace(layer, base=base.format)
-    dtype = config.dtype or weight.dtype
-    if weight.is_meta:
-        up, down = (weight.new_empty(s, dtype=dtype) for s in ((site.n, rank), (rank, site.k)))
-        _put_layer(model, site, up, down, base, config)
-        return layer
-    if base is not None:
-        target = residual(weight, base)
-    inputs = None if statistics is None else statistics.inputs.get(site.name)
-    inputs = inputs if inputs is not None and inputs.tokens else None
-    up, down = (target.new_zeros(s, dtype=dtype) for s in ((site.n, 0), (0, site.k)))
-    inside = None
-    if rank:
-        moments = moments_of(site, config.resolved_method, statistics).to(weight.device)
+        target = weight if weight.is_meta else residual(weight, base)
+    up, down = (weight.new_zeros(shape, dtype=dtype) for shape in ((site.n, rank), (rank, site.k)))
+    if rank and not weight.is_meta:
         factors = factorize(target, rank, moments, site.name)
         up, down = balance(factors, dtype)
-    made = _put_layer(model, site, up, down, base, config)
+    wants = cast(torch.Tensor, site.module.weight).requires_grad
+    bias = cast("nn.Parameter | None", site.module.bias)
+    made = make_layer(down.requires_grad_(wants), up.requires_grad_(wants), bias, base,
+                      config.factors)  # fmt: skip
+    put(model, site.names, made.train(site.module.training))
+    if weight.is_meta:
+        return layer
     if isinstance(made, LowRankLinear):
         up, down = made.up.weight, made.down.weight
+    inputs = None if statistics is None else statistics.inputs.get(site.name)
+    inputs = inputs if inputs is not None and inputs.tokens else None
+    inside = None
     if rank and inputs is not None and inputs.carried:
         inside = scaled_coefficients(factors, down)
     weight_error, output_error = measure(
         weight, up.detach(), down.detach(), inputs, inside, None if base is None else target
     )
     return dataclasses.replace(layer, weight_error=weight_error, output_error=output_error)
-
-
-def _put_layer(
-    model: nn.Module,
-    site: Site,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    base: QuantizedLinear | None,
-    config: CompressionConfig,
-) -> nn.Module:
-    """Put a base, factors or both in the place of a linear; return what was put."""
-    wants = cast(torch.Tensor, site.module.weight).requires_grad
-    bias = cast("nn.Parameter | None", site.module.bias)
-    made = make_layer(down.requires_grad_(wants), up.requires_grad_(wants), bias, base,
-                      config.factors)  # fmt: skip
-    put(model, site.names, made.train(site.module.training))
-    return made
