@@ -31,6 +31,7 @@ from nmm_compiler.codegen.choose import choose
 from nmm_compiler.errors import OutputError
 from nmm_compiler.options import Options
 from nmm_compiler.outputs import write_text
+from nmm_compiler.passes.result import declined_parts, grouped, places_of, readable
 from nmm_compiler.passes.rules.base import Declined
 from nmm_compiler.records import Record
 from nmm_compiler.report.page import page, write_page
@@ -43,7 +44,6 @@ from nmm_compiler.simulator.timing.profile_parts import (
     time_drawing,
 )
 
-_NAMES_SHOWN = 4
 _KERNELS_SHOWN = 16
 _log = logging.getLogger("nmm_compiler.backend")
 _REPORTS_KEPT = 256
@@ -136,22 +136,11 @@ class CompileReport(Shown, Record):
         parts: list[Part] = [Line(self.summary(), "headline")]
         if self.predicted is not None:
             parts.append(Line(self.headline()))
-        if self.matches:
-            places: dict[str, list[str]] = {}
-            for line in self.matches:
-                what, _, where = line.partition(" at ")
-                places.setdefault(what, []).append(where)
-            rows = [(f"{len(at)} x {what}", _some(at, 2)) for what, at in places.items()]
+        calls = grouped(line.partition(" at ")[::2] for line in self.matches)
+        if calls:
+            rows = [(f"{len(at)} x {what}", places_of(at)) for what, at in calls.items()]
             parts.append(Grid.of(("calls", "at"), rows))
-        if self.declined:
-            reasons: dict[str, list[str]] = {}
-            for refusal in self.declined:
-                remedy = f"; {refusal.remedy}" if refusal.remedy else ""
-                reasons.setdefault(refusal.reason + remedy, []).append(
-                    refusal.module or refusal.node
-                )
-            rows = [(_some(nodes), reason) for reason, nodes in reasons.items()]
-            parts.append(Grid.of(("left alone", "reason"), rows))
+        parts += declined_parts(self.declined)
         if self.kernels:
             trained = any(kernel.backward for kernel in self.kernels)
             figures = ("calls", *(("backward",) if trained else ()), "HBM MB", "predicted us")
@@ -177,12 +166,6 @@ class CompileReport(Shown, Record):
 
     def __repr__(self) -> str:
         return f"<CompileReport: {self.summary()}>"
-
-
-def _some(names: Sequence[str], count: int = _NAMES_SHOWN) -> str:
-    shown = ", ".join(names[:count])
-    more = len(names) - count
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def kernel_parts(kernels: Sequence[Kernel]) -> list[Part]:
@@ -282,8 +265,6 @@ def _artifacts(
     report: CompileReport, before: fx.GraphModule | None, after: fx.GraphModule | None
 ) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the graph before and after, each kernel and all schedules."""
-    from nmm_compiler.passes.result import readable
-
     if report.matches and before is not None and after is not None:
         yield "nmm_graph_before", readable(before)
         yield "nmm_graph_after", readable(after)

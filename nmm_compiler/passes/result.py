@@ -380,7 +380,7 @@ class RewriteResult(Shown):
             *_matches(self),
             *(Line(str(count), "note") for count in self.rules.values()),
             *_layouts(self),
-            *_declined(self.declined),
+            *declined_parts(self.declined),
             *_opportunities(self.opportunities, self.target),
         ]
 
@@ -470,7 +470,7 @@ class Explanation(Shown):
 # -- the parts of a report ----------------------------------------------------------------------
 
 
-def _group(rows: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+def grouped(rows: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
     """Return key -> places, in the order in which keys come."""
     groups: dict[Any, list[str]] = {}
     for key, place in rows:
@@ -478,7 +478,7 @@ def _group(rows: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
     return groups
 
 
-def _places(names: Iterable[str]) -> str:
+def places_of(names: Iterable[str]) -> str:
     """Return paths in short: differing numbers as `*`, the first few paths, and how many more."""
     patterns: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
@@ -489,7 +489,7 @@ def _places(names: Iterable[str]) -> str:
 
 
 def _matches(result: RewriteResult) -> list[Part]:
-    groups = _group(
+    groups = grouped(
         (
             (
                 m.kind,
@@ -502,7 +502,7 @@ def _matches(result: RewriteResult) -> list[Part]:
         )
         for m in result.matches
     )
-    rows = [(len(where), *key[:-1], _places(where)) for key, where in groups.items()]
+    rows = [(len(where), *key[:-1], places_of(where)) for key, where in groups.items()]
     head = ("calls", "fused", "m", "k", "r", "n", "layout", "us", "smaller", "dense", "where")
     parts: list[Part] = [Grid.of(head, rows)] if rows else []
     parts += [Line(text, "note") for text in _prices(result.matches)]
@@ -566,7 +566,7 @@ def _layouts(result: RewriteResult) -> list[Part]:
     return [Section("layouts", tuple(map(Line, lines)))] if lines else []
 
 
-def _declined(declined: list[Declined]) -> list[Part]:
+def declined_parts(declined: Sequence[Declined]) -> list[Part]:
     """Return each reason once, with its nodes and what would have to change."""
     groups: dict[tuple[str, str, str], list[Declined]] = {}
     for one in reversed(declined):  # rules search from the end of the graph
@@ -574,8 +574,8 @@ def _declined(declined: list[Declined]) -> list[Part]:
     lines = []
     for (rule, _, remedy), found in groups.items():
         count = f"{len(found)} x " if len(found) > 1 else ""
-        modules = _places(one.module for one in found if one.module)
-        where = f"at {_places(one.at for one in found)}" + (f" in {modules}" if modules else "")
+        modules = places_of(one.module for one in found if one.module)
+        where = f"at {places_of(one.at for one in found)}" + (f" in {modules}" if modules else "")
         where += f" ({found[0].source})" if found[0].source else ""
         helps = f"no remedy: {remedy[9:]}" if remedy[:9] == "nothing: " else f"would help: {remedy}"
         lines += [
@@ -592,7 +592,7 @@ def _without_names(reason: str) -> str:
 
 
 def _opportunities(found: list[Opportunity], target: str) -> list[Part]:
-    groups = _group(
+    groups = grouped(
         ((o.k, o.n, o.r, o.break_even, o.saved_bytes, o.saved_flops_per_token), o.module or o.node)
         for o in found
     )
@@ -600,7 +600,7 @@ def _opportunities(found: list[Opportunity], target: str) -> list[Part]:
         return []
     rows = [
         (len(at), k, n, r, even, f"{saved * len(at) / 2**20:.2f}", f"{flops * len(at) / 1e6:.3f}",
-         _places(at))
+         places_of(at))
         for (k, n, r, even, saved, flops), at in groups.items()
     ]  # fmt: skip
     head = ("dense", "k", "n", "rank", "break-even", "MiB saved", "MFLOP/token")
