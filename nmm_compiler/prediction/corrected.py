@@ -41,8 +41,7 @@ def corrected_rows(rows: tuple[Row, ...], form: Form) -> tuple[Row, ...]:
 
 def _fields(spec: Any, form: Form) -> dict[str, Any]:
     kept = {name: getattr(spec, name) for name in _PLAIN}
-    norm = kept if form.base != "fp8" else {n: v for n, v in kept.items() if n not in NORMED}
-    return {**norm, "rank": form.rank, "weight": form.base, "branch": form.branch}
+    return {**kept, "rank": form.rank, "weight": form.base, "branch": form.branch}
 
 
 def _corrected(spec: Any, form: Form) -> CorrectedSpec:

@@ -444,7 +444,7 @@ def test_a_module_is_dense_in_the_fastest_dense_way(dtype):
     assert line.each_us <= times.dense
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "float8_e4m3", "mxfp4+32fp8"])
+@pytest.mark.parametrize("weights", ["bfloat16", "float8_e4m3", "fp8+32", "mxfp4+32fp8"])
 def test_few_tokens_have_their_norms_and_sums_inside_of_kernels(weights):
     """Apart, each is a launch; a prompt of many tokens has them apart."""
     config = {**LLAMA, "hidden_size": 512, "intermediate_size": 1024}
