@@ -33,7 +33,7 @@ KERNELS = ("build", "lazy")
 DIALECTS = ("auto", "nki", "neuronxcc")
 DTYPES = ("bfloat16", "float16", "float32")
 """What a whole model computes in."""
-WEIGHTS = (*DTYPES, "float8_e4m3", "int8")
+WEIGHTS = (*DTYPES, "float8_e4m3")
 """Formats of a model's stored matrices."""
 FACTORS = ("int8", "fp8", "float8_e4m3", "mxfp8")
 """Formats that factors are rounded to; the second and third are one."""

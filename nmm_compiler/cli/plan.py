@@ -47,7 +47,7 @@ def plan(
         values.choice_option(
             "format",
             "nmm_compiler.options:WEIGHTS",
-            "stored matrices: also float8_e4m3 or int8",
+            "stored matrices: also float8_e4m3",
         ),
     ] = None,
     include: values.Include = None,

@@ -17,35 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmm_compiler.errors import ModelError, OptionTypeError, ShapeError, SpecError
+from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.kernels.experts.spec import FACTORS, ExpertsSpec
-from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.lowrank_models.experts import CompressedExperts
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
 from nmm_compiler.prediction.tensor_parallel import HOOK
 from nmm_compiler.prediction.walk import Piece
-from nmm_compiler.targets import Target
 
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
-
-
-def in_form(spec: ExpertsSpec, base: tuple[str, int], target: Target) -> ExpertsSpec:
-    """Return the spec of experts whose weights have a format, and a branch of a rank; the same
-    where no kernel of the target takes it."""
-    form, rank = base
-    if form not in MULTIPLIED or spec.weight:
-        return spec
-    try:
-        made = dataclasses.replace(
-            spec, weight=form, ranks=(rank, rank), halves="joined", weight_layout="row"
-        )
-        made.check(target)
-    except (ShapeError, SpecError):
-        return spec
-    return made
 
 
 class ExpertsCall(nn.Module):

@@ -1,7 +1,7 @@
 """The forms that a model's weights can take, by name, and the quality that was measured of each.
 
 bf16             the weights in the model's own dtype
-fp8, int8        eight bits with a scale a row
+fp8              eight bits with a scale a row
 mxfp4, mxfp8     MX blocks of trn3, whose products round x to mxfp8, too
 mxfp4+64         the same with a low-rank branch of rank 64 that mends what rounding lost
 mxfp4+64fp8      the same, the branch in fp8 numbers
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.errors import OptionTypeError
-from nmm_compiler.kernels.linear.corrected import MULTIPLIED, reads_as_stored
+from nmm_compiler.kernels.linear.corrected import reads_as_stored
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks
 from nmm_compiler.records import Record
@@ -61,14 +61,12 @@ class Form(Record):
 
     def check(self, target: Target) -> None:
         """Raise OptionTypeError for weights that a target does not multiply."""
-        if not self.base:
-            return
-        wanted = f'ranks that are known without the weights, e.g. "{self.base}+64"'
-        if self.ratio is None:
-            if self.base == "int8" or reads_as_stored(target, self.base):
-                return
+        if self.base and not reads_as_stored(target, self.base):
             wanted = f"a form that {target.name} multiplies: {', '.join(_forms_of(target))}"
-        raise OptionTypeError("weights", self.name, wanted)
+            raise OptionTypeError("weights", self.name, wanted)
+        if self.base and self.ratio is not None:
+            wanted = f'ranks that are known without the weights, e.g. "{self.base}+64"'
+            raise OptionTypeError("weights", self.name, wanted)
 
     def stored_bytes(self, k: int, n: int) -> int:
         """Return the bytes of a weight [n, k] in this form, scales and branch included."""
@@ -80,11 +78,13 @@ class Form(Record):
 def _forms_of(target: Target) -> list[str]:
     read = (form for form in ("fp8", "mxfp8", "mxfp4+32fp8")
             if reads_as_stored(target, form.partition("+")[0]))  # fmt: skip
-    return ["bf16", "int8", *read]
+    return ["bf16", *read]
 
 
+@functools.cache
 def read_form(name: str) -> Form:
-    """Return the form of a name; raise OptionTypeError for any other."""
+    """Return the form of a name; raise OptionTypeError for any other. FP8 is "fp8"."""
+    name = "fp8" if name == FP8 else name
     sign = next((one for one in "+:" if one in name), "")
     base, _, size = name.partition(sign or "+")
     branch = "fp8" if sign == "+" and size.endswith("fp8") and base in MX else ""
@@ -129,11 +129,8 @@ def keeps_quality(name: str) -> bool:
     return all(ratio <= most for ratio, most in zip(found[1], KEEPS, strict=True))
 
 
-def notes_on(names: Sequence[str], experts: bool = False) -> list[str]:
-    """Return what a table of these forms has to say of its quality and of its prices.
-
-    experts: the model has some.
-    """
+def notes_on(names: Sequence[str]) -> list[str]:
+    """Return what a table of these forms has to say of its quality and of its prices."""
     models = {found[0] for name in names if (found := quality_of(name))}
     notes = []
     if models:
@@ -142,8 +139,8 @@ def notes_on(names: Sequence[str], experts: bool = False) -> list[str]:
             f"measured on {', '.join(models)}; to keep is at most {KEEPS[0]} and {KEEPS[1]}"
         )
     if any(name.startswith("mx") for name in names):
-        notes.append("mx forms: kernels of MX weights with their branch; the head is fp8")
-    kept = [name for name in names if name.partition("+")[0] in set(FORMATS) - set(MULTIPLIED)]
-    if experts and kept:
-        notes.append(f"experts keep the model's dtype in {', '.join(kept)}: no kernel reads it")
+        notes.append(
+            "mx forms: kernels of MX weights with their branch, of the model's dtype where inputs "
+            "are no whole 128s; the head is fp8"
+        )
     return notes

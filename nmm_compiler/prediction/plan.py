@@ -82,7 +82,7 @@ class Change(Record):
 
 def settings(base: ModelPrediction) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each change of one thing: its name, and what `predict` is given instead."""
-    for form in ("bf16", "fp8", "int8", "mxfp4+32fp8"):
+    for form in ("bf16", "fp8", "mxfp4+32fp8"):
         if form != base.form:
             yield f"weights {form}", {"weights": base.dtype, **read_form(form).predicted()}
     other = 1 if base.lnc > 1 else 2
@@ -407,14 +407,13 @@ class Plan(Shown, Record):
         shown = [i for i in range(len(head)) if i not in same]
         grid = [tuple(row[i] for i in shown) for row in rows]
         forms = [p.form for p in self.predictions]
-        experts = any(line.what.startswith("experts ") for line in self.predictions[0].lines)
         return [
             Line("in all: " + ", ".join(f"{head[i]} {rows[0][i]}" for i in same)),
             Grid.of([head[i] for i in shown], grid, [h for h in head if h not in _TEXT]),
             Line("predicted, not measured; gains are over the first form of the setting, our dense "
                  "kernels; by bytes: ms that the kernels' bytes take at the full rate; GiB that a "
                  "core needs, NO where it has less", "note"),
-            *(Line(text, "note") for text in notes_on(forms, experts)),
+            *(Line(text, "note") for text in notes_on(forms)),
             *(Line(f"{one.setting}: {one.reason}", "warning") for one in self.refused),
         ]  # fmt: skip
 

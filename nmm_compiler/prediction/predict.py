@@ -17,9 +17,7 @@ from torch import nn
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
-from nmm_compiler.kernels.base import CORES
-from nmm_compiler.kernels.linear.corrected import MULTIPLIED
-from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.kernels.base import CORES, item_bytes
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.lowrank_models.apply import compress, count_parameters
 from nmm_compiler.lowrank_models.experts import StackedBase, expert_ranks
@@ -42,7 +40,7 @@ from nmm_compiler.prediction.meta_models import (
     saved_layers,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.prices import BANDS, Machine, Price, fastest, stored_bytes
+from nmm_compiler.prediction.prices import BANDS, Machine, Price, fastest
 from nmm_compiler.prediction.stacks import STACKS, stack_named
 from nmm_compiler.prediction.tensor_parallel import shard
 from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
@@ -86,8 +84,8 @@ def predict(
             trn2 and trn3 does by default.
         dtype: default bfloat16, and a module's own.
         weights: what the stored matrices are, default `dtype`: also float8_e4m3, or a form of few
-            bits as `nmm plan --forms` names it: "int8", "mxfp4", "mxfp4+64" with a branch. The
-            head, which `compress` leaves, is then float8_e4m3.
+            bits as `nmm plan --forms` names it: "mxfp4", "mxfp4+64" with a branch. The head, which
+            `compress` leaves, is then float8_e4m3.
         ratio: the share of parameters that `compress` would remove, from layers that get slower
             too.
         rank: the ranks that `compress` would take; neither a ratio nor a rank: the model as it
@@ -133,7 +131,7 @@ def predict(
             raise UnknownNameError(kind, value, known)
     stack = stack_named(stack).name
     if weights not in DTYPES:
-        form = read_form("fp8" if weights == FP8 else weights)
+        form = read_form(weights)
         if not form.base:
             raise UnknownNameError("weights", weights, WEIGHTS)
         form.check(chip)
@@ -369,18 +367,12 @@ def _weight_bytes(model: MetaModel, dtype: str, machine: Machine, head: str) -> 
     total = 0
     for name, parameter in model.module.named_parameters():
         size = parameter.numel() * parameter.element_size()
-        stacked = parameter.dim() == 3 and name.endswith((".gate_up", ".down"))
-        if stacked and machine.base[0] in MULTIPLIED:
-            form = read_form(machine.weights if machine.packed else "fp8")
+        here = machine.of_head if name == f"{head}.weight" else machine
+        if here.form.base and parameter.dim() == 3 and name.endswith((".gate_up", ".down")):
             groups, k, n = parameter.shape
-            size = groups * form.stored_bytes(32 * tiles(k, 32), n)
-        elif parameter.dim() == 2 and "embed" not in name:
-            here = machine.of_head if name == f"{head}.weight" else machine
-            n, k = parameter.shape
-            if here.packed is None:
-                size = n * k * stored_bytes(dtype, here.weights)
-            else:
-                size = here.packed.stored_bytes(k, n)
+            size = groups * here.form.stored_bytes(32 * tiles(k, 32), n)
+        elif here.form.base and parameter.dim() == 2 and "embed" not in name:
+            size = here.form.stored_bytes(*reversed(parameter.shape))
         total += model.count(name) * size
     for name, buffer in model.module.named_buffers():  # factors of eight bits
         if buffer.dim() == 2 and buffer.element_size() == 1:
@@ -399,7 +391,7 @@ def _activation_bytes(model: MetaModel, setting: Mapping[str, int], dtype: str, 
         for name, linear in model.module.named_modules()
         if isinstance(linear, nn.Linear)
     ]
-    return 3 * setting["batch"] * max(sizes, default=0) * stored_bytes(dtype, dtype)
+    return 3 * setting["batch"] * max(sizes, default=0) * item_bytes(dtype)
 
 
 def _phase(

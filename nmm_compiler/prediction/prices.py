@@ -22,17 +22,12 @@ import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from nmm_compiler.errors import SpecError
-from nmm_compiler.kernels.base import KernelSpec, item_bytes
-from nmm_compiler.kernels.experts.spec import ExpertsSpec
-from nmm_compiler.kernels.linear.corrected import CorrectedSpec
+from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.options import DTYPES
-from nmm_compiler.prediction.corrected import corrected_rows
-from nmm_compiler.prediction.experts import in_form
+from nmm_compiler.prediction.few_bits import corrected_rows, in_form
 from nmm_compiler.prediction.forms import Form, read_form
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
@@ -78,23 +73,14 @@ class Machine:
     stack: str = "own"
 
     @property
-    def packed(self) -> Form | None:
-        """The form of weights that are no dtype, None for a dtype."""
-        return None if self.weights in (*DTYPES, FP8) else read_form(self.weights)
-
-    @property
-    def base(self) -> tuple[str, int]:
-        """The format of few bits that the weights have, "" for none, and the rank of a branch."""
-        if self.weights == FP8:
-            return "fp8", 0
-        return ("", 0) if self.packed is None else (self.packed.base, self.packed.rank)
+    def form(self) -> Form:
+        """The form of the weights; its base is "" for a dtype of 16 or 32 bits."""
+        return Form(name="bf16") if self.weights in DTYPES else read_form(self.weights)
 
     @property
     def of_head(self) -> Machine:
         """The same for the output head, which has no weights of four bits and no branch: fp8."""
-        packed = self.packed
-        narrow = packed is not None and self.target.float8_kernels and packed.base != "int8"
-        return dataclasses.replace(self, weights=FP8) if narrow else self
+        return dataclasses.replace(self, weights=FP8) if self.form.base else self
 
     @property
     def bytes_per_second(self) -> float:
@@ -120,9 +106,8 @@ class Price:
 def price(piece: Piece, machine: Machine) -> Price:
     """Return the price of one piece, computed once."""
     if piece.kind == "kernel":
-        packed = machine.packed
-        own = () if packed is None else corrected_rows(piece.ways, packed)
-        return min((_row(way, machine) for way in own or piece.ways), key=_with_gaps)
+        ways = corrected_rows(piece.ways, machine.form) or piece.ways
+        return min((_row(way, machine) for way in ways), key=_with_gaps)
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
         return Price(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
@@ -162,15 +147,9 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
     A sum over cores that no target computes inside of a kernel takes infinitely long, and so does a
-    norm or a residual in one that takes none. Weights of a form that no spec says, as int8, or
-    blocks that do not divide, take what the kernel of the nearest dtype takes, with their own bytes
-    in place of its, and the products of their branch; never less than their roofline.
+    norm or a residual in one that takes none.
     """
-    packed = None if isinstance(spec, (CorrectedSpec, ExpertsSpec)) else machine.packed
-    near = FP8 if packed is not None and packed.base != "int8" else machine.weights
-    stored = spec if isinstance(spec, CorrectedSpec) else with_weights(spec, near)
-    if isinstance(spec, ExpertsSpec):
-        stored = in_form(spec, machine.base, machine.target)
+    stored = in_form(spec, machine.form, machine.target)
     bytes_us, floor = _bounds(stored, machine)
     source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
     takes_in = isinstance(spec, LinearSpec) and (spec.norm != "none" or spec.residual)
@@ -178,12 +157,6 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
         us = launch_us(stored, machine.target, machine.lnc, machine.price)
     except NO_KERNEL:
         us, source = math.inf if summed or takes_in else stored.roofline_us(machine.target), "bound"
-    if packed is not None:
-        added, branch = _packed_us(spec, stored, packed, machine)
-        bytes_us += added
-        floor = max(bytes_us, _products_us(stored, machine) + branch)
-        us, source = max(floor, us + added + branch), "bound"
-        how += f" with the bytes of {packed.name}"
     if summed:
         said = f"{how} on {stored.world_size} cores, the sum of {summed:,} B inside"
         source = f"{_kernel_source(machine)} + law"
@@ -191,27 +164,6 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     shared = machine.lnc > 1 and bool(dataclasses.replace(stored, lnc=machine.lnc).splits())
     how += f" on {machine.lnc} cores" if shared else ""
     return Price(us, source, how, bytes_us=bytes_us, floor_us=min(floor, us))
-
-
-def _packed_us(
-    spec: KernelSpec, stored: KernelSpec, packed: Form, machine: Machine
-) -> tuple[float, float]:
-    """Return the microseconds that a form's bytes add to those of a kernel, and its branch's
-    products at the peak rate."""
-    if not isinstance(spec, LinearSpec):
-        return 0.0, 0.0
-    shapes = [(one.k, one.n) for one in spec.layer.weights()]
-    own = sum(packed.stored_bytes(k, n) - k * n * item_bytes(spec.dtype) for k, n in shapes)
-    added = own + spec.minimal_hbm_bytes() - stored.minimal_hbm_bytes()
-    flops = 2 * spec.m * packed.rank * sum(k + n for k, n in shapes)
-    peak = machine.target.peak_flops_per_second(spec.dtype) * machine.lnc
-    return 1e6 * added / machine.bytes_per_second, 1e6 * flops / peak
-
-
-def _products_us(spec: KernelSpec, machine: Machine) -> float:
-    rates = {d: machine.target.peak_flops_per_second(d) for d in spec.flops_by_dtype()}
-    every = sum(flops / rates[d] for d, flops in spec.flops_by_dtype().items())
-    return 1e6 * every / machine.lnc
 
 
 def _bounds(spec: KernelSpec, machine: Machine) -> tuple[float, float]:
@@ -223,17 +175,6 @@ def _bounds(spec: KernelSpec, machine: Machine) -> tuple[float, float]:
 
 def _kernel_source(machine: Machine) -> str:
     return "estimated" if machine.price == "closed_form" else "simulated"
-
-
-def with_weights(spec: Any, weights: str) -> Any:
-    """Return the spec for weights of another format, the same where its kernel takes none, as of
-    factors with a norm between them. x has that format, too, unless its norm is inside."""
-    names = {f.name for f in dataclasses.fields(spec)}
-    if weights.startswith("float8") and "scales" in names:
-        x_dtype = None if spec.norm == "none" else spec.dtype
-        with contextlib.suppress(SpecError):
-            return dataclasses.replace(spec, dtype=weights, scales="channel", x_dtype=x_dtype)
-    return spec
 
 
 def _attention(piece: Piece, machine: Machine) -> Price:
@@ -280,8 +221,3 @@ def _bound(piece: Piece, machine: Machine) -> Price:
     start = target.dma_start_latency_seconds + target.semaphore_seconds
     many = f"{counted(len(piece.elements), 'operation')}, " if piece.elements else ""
     return Price(1e6 * (start + longest), "bound", f"{many}{piece.bytes:,} B")
-
-
-def stored_bytes(dtype: str, weights: str) -> int:
-    """Return bytes of one element of a stored matrix."""
-    return item_bytes(weights if weights != "bfloat16" else dtype)

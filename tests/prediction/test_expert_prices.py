@@ -35,7 +35,7 @@ def expert_line(prediction):
 
 @pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=lambda config: config["model_type"])
 def test_a_plan_prices_experts_in_every_form(config):
-    forms = ("bf16", "fp8", "mxfp4", "mxfp4+32", "int8", "lowrank:0.2")
+    forms = ("bf16", "fp8", "mxfp4", "mxfp4+32", "lowrank:0.2")
     made = plan(config, targets=("trn3",), price="closed_form", prompts=(16,), forms=forms)
     lines = {one.form: expert_line(one) for one in made.predictions}
     assert set(lines) == set(forms)
@@ -43,8 +43,6 @@ def test_a_plan_prices_experts_in_every_form(config):
     assert 0.49 < moved["fp8"] / moved["bf16"] < 0.52
     assert 0.25 < moved["mxfp4"] / moved["bf16"] < 0.32  # features are filled up to whole 128s
     assert moved["mxfp4"] < moved["mxfp4+32"] < moved["fp8"]
-    assert moved["int8"] == moved["bf16"]
-    assert "experts keep the model's dtype in int8: no kernel reads it" in str(made)
     assert "factors" in lines["lowrank:0.2"].what
     held = {one.form: one.memory.weight_bytes for one in made.predictions}
     assert held["mxfp4"] < held["mxfp4+32"] < held["fp8"] < held["bf16"]

@@ -159,7 +159,7 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
     assert "over lowrank:0.2: low rank alone loses" in said[0]
     assert "mxfp4 is faster and does not keep the quality" in said[1]
     assert len(shown.refused) == 2
-    assert "pass a form that trn2 multiplies: bf16, int8, fp8" in shown.refused[0].reason
+    assert "pass a form that trn2 multiplies: bf16, fp8" in shown.refused[0].reason
     assert "1.08/1.17" in str(shown)
     bf16, fp8, _, _, branch = shown.predictions[3:]
     each = [sum(x.calls * x.bytes_us for x in p.phases[-1].lines) for p in (bf16, fp8, branch)]
@@ -172,9 +172,9 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
 
 def test_of_equally_fast_forms_the_one_with_the_least_memory_is_taken():
     """A tiny model's time is gaps: its weights gain nothing in any form."""
-    shown = plan(TINY, targets=("trn1",), forms=("bf16", "int8"), price="closed_form")
+    shown = plan(TINY, targets=("trn2",), forms=("bf16", "fp8"), price="closed_form")
     assert [round(shown.over_first(p), 2) for p in shown.predictions] == [1.0, 1.0]
-    assert shown.best_form("trn1") == "int8"
+    assert shown.best_form("trn2") == "fp8"
 
 
 @pytest.mark.parametrize(
