@@ -200,11 +200,12 @@ class ModelPrediction(Shown, Record):
 
     @property
     def form(self) -> str:
-        """What the weights are, as `forms.py` names it."""
+        """What the weights are, as `forms.py` names it; "lowrank" of factors that no ratio made."""
         stored = _DTYPES.get(self.weights, self.weights)
-        if self.ratio is None:
+        if self.dense is None:
             return stored
-        return f"lowrank:{self.ratio:g}" + (f" {stored}" if self.weights != self.dtype else "")
+        low_rank = "lowrank" if self.ratio is None else f"lowrank:{self.ratio:g}"
+        return low_rank + (f" {stored}" if self.weights != self.dtype else "")
 
     def phase(self, name: str) -> Phase | None:
         """Return a phase by name."""

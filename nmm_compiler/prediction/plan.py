@@ -83,8 +83,9 @@ class Change(Record):
 def settings(base: ModelPrediction) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each change of one thing: its name, and what `predict` is given instead."""
     for form in ("bf16", "fp8", "mxfp4+32fp8"):
-        if form != base.form:
-            yield f"weights {form}", {"weights": base.dtype, **read_form(form).predicted()}
+        stored = {"weights": base.dtype, **read_form(form).predicted()}
+        if stored["weights"] != base.weights:
+            yield f"weights {form}", stored
     other = 1 if base.lnc > 1 else 2
     yield f"{other} physical core{'s' * (other > 1)} a logical one", {"lnc": other}
     for tp in (2 * base.tp, base.tp // 2):

@@ -170,6 +170,15 @@ def test_each_target_is_told_its_form_with_what_was_measured_of_it(monkeypatch):
     assert saved > 0.4 * fp8.memory.weight_bytes * 0.9
 
 
+def test_a_saved_low_rank_model_is_no_form_whose_quality_is_known():
+    ranks = {f"model.layers.{i}.mlp.down_proj": 32 for i in range(2)}
+    saved = {**TINY, "quantization_config": {"quant_method": "nmm_lowrank", "ranks": ranks}}
+    shown = plan(saved, targets=("trn2",), forms=("bf16", "fp8"), price="closed_form")
+    assert [p.form for p in shown.predictions] == ["lowrank", "lowrank fp8"]
+    assert shown.best_form("trn2") is None
+    assert not any(change.name == "weights bf16" for change in shown.changes)
+
+
 def test_of_equally_fast_forms_the_one_with_the_least_memory_is_taken():
     """A tiny model's time is gaps: its weights gain nothing in any form."""
     shown = plan(TINY, targets=("trn2",), forms=("bf16", "fp8"), price="closed_form")
