@@ -35,6 +35,8 @@ from nmm_compiler.passes.graph.read_operations import TABLE, read_module
 from nmm_compiler.passes.graph.spelled_out import SpelledOut, norm_around
 from nmm_compiler.passes.graph.torch_names import (
     Call,
+    changes_gradient,
+    is_inplace_name,
     target_name,
 )
 from nmm_compiler.passes.graph.views import Dims
@@ -193,6 +195,8 @@ def _read(c: Canonical, spelled: SpelledOut, node: fx.Node) -> Result:
     result: Result = spelled.visit(node, name)
     if result is None and handler is not None:
         result = handler(c, Call(node, name))
+    if result is None and not is_inplace_name(name):
+        result = _by_strides(c, node)
     if not isinstance(result, tuple):
         result = norm_around(c, node, name, result) or result
     return result
@@ -205,6 +209,28 @@ def _over_base(c: Canonical, node: fx.Node, source: Key, dims: Dims) -> View | N
     if composed is None or len(dims) != len(c.sizes(node)):
         return None
     return None if _is_written_copy(c, node, source) else (base, composed)
+
+
+def _by_strides(c: Canonical, node: fx.Node) -> Result:
+    """Read an unknown operation as a view when it shares memory with its first argument."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or node in c.effects.writers:
+        return None
+    if c.trains and changes_gradient(node):
+        return None  # the same memory, but other gradients
+    old, new = c.tensor(source), c.tensor(node)
+    if old is None or new is None or old.dtype != new.dtype:
+        return None
+    if type(old) is not type(new) or old.layout != torch.strided:
+        return None
+    if not storages_of(old) & storages_of(new):
+        return None
+    if views.as_size(old.storage_offset()) != views.as_size(new.storage_offset()):
+        return None
+    old_sizes, new_sizes = c.sizes(source), c.sizes(node)
+    strides = views.strides_of(old), views.strides_of(new)
+    dims = views.from_strides(old_sizes, strides[0], new_sizes, strides[1])
+    return None if dims is None else (source, dims)
 
 
 def _shares_constant(c: Canonical, node: fx.Node) -> bool:

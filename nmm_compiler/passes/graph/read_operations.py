@@ -490,9 +490,6 @@ def _getitem(c: Canonical, call: Call, source: fx.Node) -> Result:
     cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or e in _FULL)]
     if not cut:
         return _regroup(c, call)
-    slices = all(isinstance(entry, slice) and entry.step in (None, 1) for entry in entries)
-    if slices and c.shape(source) == c.shape(call.node):
-        return _same(c, source)  # none of them leaves anything out
     if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
         return None
     rank, after = len(c.sizes(source)), entries[cut[0] + 1 :]
@@ -709,10 +706,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(
         ("to", "type_as", "type", "float", "half", "bfloat16", "double", "cpu", "cuda"), _to
     ),
-    **dict.fromkeys(
-        ("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"),
-        _dropout,
-    ),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d"), _dropout),
     "mul": _multiply,
     "div": _divide,
     "neg": _negate,

@@ -135,6 +135,12 @@ def is_inplace_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def changes_gradient(node: fx.Node) -> bool:
+    """Return whether a view may change gradients: `detach`, `.data`, a hook, a custom op."""
+    name = target_name(node) or "::"
+    return name == "detach" or "::" in name or tuple(node.args[1:2]) == ("data",)
+
+
 class Call:
     """The arguments of a node, by position or by any name that torch gives them."""
 

@@ -219,3 +219,25 @@ def coalesce(atoms: Sequence[Atom]) -> Dim:
         else:
             out.append(atom)
     return tuple(out)
+
+
+def from_strides(
+    shape: Sequence[Size], strides: Sequence[Size], new: Sequence[Size], new_strides: Sequence[Size]
+) -> Dims | None:
+    """Find the view that turns (shape, strides) into (new, new_strides) over the same memory.
+
+    The strides must differ and be positive, so that they identify the dimensions; None otherwise.
+    View operations without a handler are read in this way.
+    """
+    old = {st: i for i, (s, st) in enumerate(zip(shape, strides, strict=True)) if s != 1}
+    if len(old) != sum(s != 1 for s in shape) or 0 in old:
+        return None
+    out: list[Dim] = []
+    for size, stride in zip(new, new_strides, strict=True):
+        if size == 1:
+            out.append(())
+        elif stride in old and shape[old[stride]] == size:
+            out.append((Atom(old.pop(stride), size, 1),))
+        else:
+            return None
+    return None if old else tuple(out)
