@@ -85,15 +85,15 @@ lam("lowrank", "conv1d", lambda p, x: F.conv1d(F.conv1d(x, p.conv_a), p.conv_b, 
 lam("lowrank", "conv2d", lambda p, x: F.conv2d(F.conv2d(x, p.conv_a2), p.conv_b2),
     x=lambda: torch.randn(B, K, 3, 5))  # fmt: skip
 lam("lowrank", "decode_vector", lambda p, x: x[0, 0] @ p.u @ p.v)
-# Core ATen has no mv and no diag: sums and a where, which are not read, are there.
-lam("lowrank", "decode_vector_left", lambda p, x: p.b @ (p.a @ x[0, 0]), C="-")
-lam("lowrank", "decode_mv", lambda p, x: torch.mv(p.b, torch.mv(p.a, x[0, 0])), C="-")
-lam("lowrank", "decode_mv_diag", lambda p, x: p.b @ (torch.diag(p.s) @ torch.mv(p.a, x[0, 0])),
-    C="-")  # fmt: skip
-lam("lowrank", "decode_addmv", lambda p, x: torch.addmv(p.d, p.b, p.a @ x[0, 0], alpha=0.5), C="-")
-lam("lowrank", "scale_diag_embed", lambda p, x: x @ p.u @ torch.diag_embed(p.s) @ p.v, C="no:shape")
-lam("lowrank", "scale_diag_weight", lambda p, x: F.linear(F.linear(x, p.a), torch.diag(p.s)) @ p.v,
-    C="no:shape")  # fmt: skip
+# Core ATen has no mv and no diag: they are a product and a sum, and a where, there.
+lam("lowrank", "decode_vector_left", lambda p, x: p.b @ (p.a @ x[0, 0]))
+lam("lowrank", "decode_mv", lambda p, x: torch.mv(p.b, torch.mv(p.a, x[0, 0])))
+lam("lowrank", "decode_mv_diag", lambda p, x: p.b @ (torch.diag(p.s) @ torch.mv(p.a, x[0, 0])))
+lam("lowrank", "decode_addmv", lambda p, x: torch.addmv(p.d, p.b, p.a @ x[0, 0], alpha=0.5))
+lam("lowrank", "scale_diag_embed", lambda p, x: x @ p.u @ torch.diag_embed(p.s) @ p.v)
+lam("lowrank", "scale_diag_weight", lambda p, x: F.linear(F.linear(x, p.a), torch.diag(p.s)) @ p.v)
 lam("-", "masked_diagonal", lambda p, x: x @ p.w.t() @ torch.where(
     torch.ones(N, N, dtype=torch.bool).tril(), p.d, 0.0),
     A="no:order", S="no:rank_too_large")  # fmt: skip
+lam("lowrank", "sum_of_products", lambda p, x: ((x @ p.u)[..., None, :] * p.b).sum(-1))
+lam("-", "sum_of_repeated", lambda p, x: ((x @ p.u)[..., None, :1] * p.b).sum(-1))

@@ -6,7 +6,8 @@ call only rearranges its source, or None when this use of the operation is not u
 
 Every spelling of a contraction becomes labelled products of two operands, as an einsum says it.
 Labels are integers, one per dimension: those of "..." count from the right, which is how
-broadcasting lines them up.
+broadcasting lines them up. Core ATen's sums of elementwise products are products too: mv(a, x)
+becomes sum(a * x, 1), and diag(s) becomes where(arange == arange.unsqueeze(-1), s, 0) there.
 
 Tensor parallelism puts steps between the two products of a chain that is cut along its rank:
 
@@ -50,6 +51,7 @@ from nmm_compiler.passes.graph.canonical import (
     Softmax,
     View,
     Virtual,
+    owner_of,
 )
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import Call, target_name
@@ -437,6 +439,65 @@ def _inner(c: Canonical, call: Call, a: Key, b: Key) -> Result:
     return _dot(a, b, rank_a, rank_b, [(rank_a - 1, rank_b - 1)]) if whole else None
 
 
+def _sum_over(c: Canonical, call: Call) -> Result:
+    """Read the sum over axes of a constant matrix times a value as their product."""
+    source, node = call.get(0, "input", "self"), call.node
+    shape = c.shape(source) if isinstance(source, fx.Node) else None
+    if shape is None or target_name(source) != "mul" or call.get(3, "dtype") is not None:
+        return None
+    operands = source.all_input_nodes
+    given = call.get(1, "dim", "axis")
+    axes = list(given) if isinstance(given, (tuple, list)) else [given]
+    alike = all(c.shape(o) is not None and c.dtype(o) == c.dtype(node) for o in operands)
+    if len(operands) != 2 or len(source.args) != 2 or not alike:
+        return None
+    if not axes or not all(isinstance(a, int) for a in axes):
+        return None
+    if not any(_is_given(c, o) for o in operands):
+        return None
+    summed = {a % len(shape) for a in axes}
+    labels = []
+    for operand in operands:
+        own = c.sizes(operand)
+        places = range(len(shape) - len(own), len(shape))
+        if any(a not in places or own[a - len(shape)] != shape[a] for a in summed):
+            return None  # a sum over an axis that is repeated counts it several times
+        # A dimension that is repeated has a label of its own: it is not the result's.
+        spread = (own[i - len(shape)] == 1 != shape[i] for i in places)
+        labels.append(tuple(-1 - i if one else i for i, one in zip(places, spread, strict=True)))
+    out = tuple(i for i in range(len(shape)) if i not in summed)
+    form = Product(operands[0], operands[1], labels[0], labels[1], out)
+    c.helpers[node] = frozenset((source,))
+    if not call.get(2, "keepdim", default=False):
+        return form
+    sizes = tuple(shape[i] for i in out)
+    made = c.virtual(node, "product", form, sizes)
+    c.helpers[made] = frozenset((source,))
+    dims = iter(views.identity(sizes))
+    return made, tuple(() if i in summed else next(dims) for i in range(len(shape)))
+
+
+def _is_given(c: Canonical, key: Any) -> bool:
+    diagonal = key in c.views and isinstance(c.form(key), Diagonal)
+    return c.is_constant(key) or owner_of(key) in c.derived or diagonal
+
+
+def _where(c: Canonical, call: Call) -> Result:
+    """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
+    mask, vector, other = (call.get(i, n) for i, n in enumerate(("condition", "input", "other")))
+    shape = c.sizes(call.node)
+    if not isinstance(vector, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
+        return None
+    base, dims = c.base(vector)
+    along = views.expand(dims, shape)
+    if c.shape(base) != shape[:1] or along is None or along[1] != views.identity(shape[:1])[0]:
+        return None
+    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (mask, other))
+    if not isinstance(eye, torch.Tensor) or isinstance(zero, fx.Node) or not bool(zero == 0):
+        return None
+    return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
+
+
 def _same(c: Canonical, source: fx.Node) -> View:
     return source, c.whole(source)
 
@@ -728,6 +789,8 @@ TABLE: dict[str, Handler] = {
     "tensordot": _tensordot,
     "inner": _inner,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    "sum": _sum_over,
+    "where": _where,
     **DISTRIBUTED,
 }
 
