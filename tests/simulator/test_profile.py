@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import random
 
 import pytest
-from trace_builder import Builder, Scene, profile_trace
+from trace_builder import Builder, Scene, profile_trace, touched
 
 from nmm_compiler import targets
 from nmm_compiler.errors import SimulationError
@@ -48,6 +49,7 @@ def test_figures_of_one_product():
     assert profile.hbm_read_bytes == 128 * 128 * 2 + 128 * 512 * 2
     assert profile.hbm_write_bytes == 128 * 512 * 4
     assert profile.flops == 2 * 128 * 128 * 512
+    assert profile.transpose_flops == 0
     peak = 2 * 128 * 128 * 2.4e9
     assert profile.compute_us == pytest.approx(profile.flops / peak * 1e6)
     assert profile.mfu == pytest.approx(profile.compute_us / profile.latency_us)
@@ -82,15 +84,35 @@ def test_scratch_is_not_minimal_traffic():
     assert product(more=more).minimal_hbm_bytes == product().minimal_hbm_bytes
 
 
-def test_regions_that_overlap_are_minimal_traffic_up_to_the_whole_tensor():
-    builder = Builder()
-    matrix = builder.tensor("hbm", 64, 128, "bfloat16")
+REGIONS = {
+    "windows that slide": lambda r: [((256, 4), (2, 40)) for _ in range(6)],
+    "tiles of two sizes": lambda r: [((256, 4), (2, r.choice([16, 32]))) for _ in range(9)],
+    "columns and rows": lambda r: [((256, 8), (2, 1)), ((2, 128),), ((2, 8), (256, 8))],
+    "every second element": lambda r: [((256, 4), (4, 9)) for _ in range(6)],
+    "windows within one": lambda r: [((2, 9), (2, 5)), ((4, 9), (2, 5))],
+    "a row again and again": lambda r: [((0, 7), (2, 16)), ((256, 3), (0, 2), (2, 16))],
+    "backwards": lambda r: [((-256, 4), (-2, 8)), ((256, 4), (2, 8))],
+    "tiles of a grid": lambda r: [((256, 4), (2, 32)) for _ in range(9)],
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_byte_that_is_loaded_twice_is_minimal_traffic_once(name, seed):
+    builder, chance = Builder(), random.Random(f"{name} {seed}")
+    whole = builder.tensor("hbm", 64, 128, "bfloat16").all
     tile = builder.tensor("sbuf", 128, 512, "bfloat16").all
-    for first in (0, 8, 16, 0, 8):
-        builder.dma(tile, matrix[first : first + 16, :])
-    assert minimal_hbm_bytes(builder.trace) == 3 * 16 * 256
-    builder.dma(tile, matrix.all)
-    assert minimal_hbm_bytes(builder.trace) == 64 * 256
+    expected = set()
+    for pattern in REGIONS[name](chance):
+        start = chance.randrange(8) * (1024 if "grid" in name else 256)
+        start += chance.randrange(4) * 64 if "grid" in name else chance.randrange(48) * 2
+        extent = sum(abs(step) * (count - 1) for step, count in pattern) + 2
+        access = dataclasses.replace(
+            whole, byte_start=start, byte_stop=start + extent, pattern=pattern
+        )
+        builder.dma(tile, access)
+        expected |= touched(access)
+    assert minimal_hbm_bytes(builder.trace) == len(expected)
 
 
 def test_what_an_index_chooses_is_minimal_traffic_up_to_the_whole_tensor():
@@ -117,7 +139,8 @@ def test_transposes_are_counted_by_place():
     """)
     assert profile.transposes == {"dma": 1, "tensor": 2, "vector": 1}
     assert profile.flops == 0
-    assert profile.mfu == 0.0
+    assert profile.transpose_flops == 2 * 2 * 128**3
+    assert profile.hfu > profile.mfu == 0.0
 
 
 def test_json_round_trip():

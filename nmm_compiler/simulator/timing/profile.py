@@ -11,19 +11,21 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nmm_compiler.errors import impossible_profile, timeline_missing
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import counted
+from nmm_compiler.simulator.tensors.geometry import Pattern
 from nmm_compiler.simulator.timing import causes, profile_parts
 from nmm_compiler.simulator.timing.advice import Advice, advise
 from nmm_compiler.simulator.timing.causes import Step, critical_path
 from nmm_compiler.simulator.timing.chrome_trace import write_chrome_traces
 from nmm_compiler.simulator.timing.costs import tensor_dtype
 from nmm_compiler.simulator.timing.evidence import ErrorBand, band_of, unmodelled
+from nmm_compiler.simulator.timing.regions import distinct_bytes
 from nmm_compiler.simulator.timing.timeline import Timeline, collector_held_off, time_traces
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
 from nmm_compiler.targets import Target
@@ -42,16 +44,18 @@ class Profile(Shown, Record):
         (tensor_engine_active_time, vector_engine_active_time, ..., dma_active_time).
     hbm_read_bytes, hbm_write_bytes: bytes that DMAs moved from and to HBM (same names), with two
         cores (lnc=2) those of both. So is minimal_hbm_bytes; every other figure is of one core.
+    transpose_flops: of transposes on TensorE (transpose_flops).
     flops: of matrix products, 2 k m n each with k rows of both operands (each partition holds two
         of double rows, four of MX), k m n with an operand of ones and zeros, which only adds;
         transposes left out (model_flops).
     mfu: flops over latency at the bf16 peak, so that bf16 reaches at most 1, float32 0.25, fp8
-        double rows 2, MX 4 (mfu_estimated_percent / 100).
+        double rows 2, MX 4 (mfu_estimated_percent / 100); hfu counts transposes too
+        (hfu_estimated_percent / 100).
     mbu: HBM bytes over latency at the core's share of HBM bandwidth, 0 to 1
         (mbu_estimated_percent / 100, which AWS takes of a whole HBM stack).
     compute_us: the products at TensorE's peak for their dtype; memory_us: minimal_hbm_bytes at
         the bandwidth a core can reach; roofline_us: the larger; bound says which.
-    minimal_hbm_bytes: of the distinct regions of inputs and outputs, of each tensor at most all.
+    minimal_hbm_bytes: distinct bytes of inputs and outputs touched.
     sbuf_peak_bytes: per partition; psum_peak_banks: of 8. overflow: live bytes beyond the memory.
     transposes: counts by where they run ("dma", "tensor", "vector").
     instructions: counts by engine, then op.
@@ -70,7 +74,9 @@ class Profile(Shown, Record):
     hbm_read_bytes: int
     hbm_write_bytes: int
     flops: int
+    transpose_flops: int
     mfu: float
+    hfu: float
     mbu: float
     compute_us: float
     memory_us: float
@@ -228,17 +234,19 @@ def profile_timeline(timeline: Timeline) -> Profile:
     trace, target = timeline.trace, timeline.target
     instructions: dict[str, dict[str, int]] = {}
     transposes = {"dma": 0, "tensor": 0, "vector": 0}
-    flops, ideal_us, kinds = 0, 0.0, timeline.kinds.values()
+    flops, transpose_flops, ideal_us, kinds = 0, 0, 0.0, timeline.kinds.values()
     for kind in kinds:
         first, count = kind.first, kind.count
         ops = instructions.setdefault(first.engine, {})
         ops[first.op] = ops.get(first.op, 0) + count
-        if first.attributes.get("transpose") or first.attributes.get("is_transpose"):
+        turns = first.attributes.get("transpose") or first.attributes.get("is_transpose")
+        of_products = count * _flops(first) if first.engine == "tensor" else 0
+        if turns:
             transposes[first.engine] += count
-        elif first.engine == "tensor":
-            each = _flops(first)
-            flops += count * each
-            ideal_us += count * each / _peak(target, first) * _US
+            transpose_flops += of_products
+        elif of_products:
+            flops += of_products
+            ideal_us += of_products / _peak(target, first) * _US
     read = sum([transfer.cost.hbm_read_bytes for transfer in timeline.transfers.values()])
     written = sum([transfer.cost.hbm_write_bytes for transfer in timeline.transfers.values()])
     minimal = minimal_hbm_bytes(trace)
@@ -253,7 +261,9 @@ def profile_timeline(timeline: Timeline) -> Profile:
         hbm_read_bytes=read,
         hbm_write_bytes=written,
         flops=flops,
+        transpose_flops=transpose_flops,
         mfu=_share(flops * _US, latency * peak),
+        hfu=_share((flops + transpose_flops) * _US, latency * peak),
         mbu=_share((read + written) * _US, latency * target.hbm_bytes_per_second),
         compute_us=ideal_us,
         memory_us=memory_us,
@@ -280,32 +290,38 @@ def _flops(product: Instruction) -> int:
 
 
 def minimal_hbm_bytes(trace: Trace) -> int:
-    """Return the bytes of the distinct regions of inputs and outputs, of each tensor at most all.
+    """Return the distinct bytes of kernel inputs and outputs that the trace touches.
 
     HBM that is written first and read later is scratch and does not count. The trace does not hold
-    the addresses that an index chooses: each such access counts as a region of its own.
+    the addresses that an index chooses: each such access counts what it moves, and together they
+    count at most the whole tensor.
     """
-    regions: dict[int, dict[tuple[Any, ...], int]] = collections.defaultdict(dict)
+    regions: dict[int, dict[tuple[int, Pattern], Access]] = collections.defaultdict(dict)
+    chosen: dict[int, int] = collections.Counter()
     first: dict[int, bool] = {}
     scratch: set[int] = set()
     allocations = trace.allocations
-    for index, instruction in enumerate(trace.instructions):
+    for instruction in trace.instructions:
         if instruction.engine in _ON_CHIP:
             continue
         for access in instruction.operands:
+            storage = access.storage
             if access.memory != "hbm":
                 continue
             reads = access in instruction.reads
-            if first.setdefault(access.storage, reads) < reads:
-                scratch.add(access.storage)
-            chosen = index if _is_chosen(access, allocations[access.storage]) else -1
-            sizes, key = regions[access.storage], (access.byte_start, access.pattern, chosen)
-            if key not in sizes:
-                sizes[key] = access.elements_per_partition * access.item_bytes
-    return sum(
-        min(sum(sizes.values()), allocations[storage].bytes_per_partition)
-        for storage, sizes in regions.items() if storage not in scratch
-    )  # fmt: skip
+            if first.setdefault(storage, reads) < reads:
+                scratch.add(storage)
+            if _is_chosen(access, allocations[storage]):
+                chosen[storage] += access.elements_per_partition * access.item_bytes
+            else:
+                regions[storage][access.byte_start, access.pattern] = access
+    total = 0
+    for storage in {*regions, *chosen} - scratch:
+        touched = chosen[storage]
+        if storage in regions:
+            touched += distinct_bytes(list(regions[storage].values()))
+        total += min(touched, allocations[storage].bytes_per_partition)
+    return total
 
 
 def _is_chosen(access: Access, tensor: Allocation) -> bool:

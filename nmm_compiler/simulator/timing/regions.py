@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.geometry import Pattern, contiguous_run
+from nmm_compiler.simulator.tensors.geometry import Pattern, contiguous_run, merged
 from nmm_compiler.simulator.trace import Access
 
 _RUNS_LIMIT = 1 << 20
@@ -76,3 +77,23 @@ def covers(new: Access, old: Access) -> bool:
     if new.dense:
         return new.byte_start <= old.byte_start and new.byte_stop >= old.byte_stop
     return new.byte_start == old.byte_start and new.pattern == old.pattern
+
+
+def distinct_bytes(accesses: Sequence[Access]) -> int:
+    """Return how many bytes accesses to one HBM tensor touch; a shared byte counts once."""
+    found: dict[tuple[Pattern, int], list[int]] = {}
+    for access in accesses:
+        found.setdefault((access.pattern, access.item_bytes), []).append(access.byte_start)
+    starts, stops = [], []
+    for (pattern, item), firsts in found.items():
+        steps = sorted([(abs(step), count) for step, count in pattern if step], reverse=True)
+        dims = merged((count, step) for step, count in steps)
+        walked = tuple((step, count) for count, step in dims) or ((item, 1),)
+        offsets, run = _run_starts(walked, item)
+        starts.append((np.unique(firsts)[:, None] + offsets).ravel())
+        stops.append(starts[-1] + run)
+    start, stop = np.concatenate(starts), np.concatenate(stops)
+    order = np.argsort(start)
+    start, stop = start[order], stop[order]
+    seen = np.concatenate(([start[0]], np.maximum.accumulate(stop)[:-1]))
+    return int(np.maximum(stop - np.maximum(start, seen), 0).sum())
