@@ -262,6 +262,20 @@ def kernel(x):
             "the view x[0:128, 0:64].expand(1).permute((1, 0))",
         ),
         (
+            "if x.shape[0] > 1:\n        part = x[0:128, 0:64]\n"
+            "    nisa.dma_copy(dst=tile, src=part)",
+            "the view part",
+        ),
+        (
+            "part = x[0:128, 0:64]\n    if x.shape[0] > 1:\n        part = tile[0:128, 0:64]\n"
+            "    nisa.dma_copy(dst=tile, src=part)",
+            "the view part",
+        ),
+        (
+            "part = x[0:128, 0:64]\n    part = nl.ndarray((128, 64), nl.float32, buffer=nl.sbuf)",
+            "part as a tile and as a view",
+        ),
+        (
             "nisa.dma_copy(dst=tile, src=x[0:128, 0:64].broadcast(1, 64))",
             "a DMA that repeats x[0:128, 0:64].broadcast(1, 64) along the free axes",
         ),

@@ -103,6 +103,6 @@ def is_reshaped(node: ast.expr) -> bool:
     return len(elements(found[2][0])) > 2
 
 
-def is_new_tile(node: ast.expr) -> bool:
+def is_new_tile(node: ast.expr | None) -> bool:
     """Return whether an expression makes a tile."""
     return called(node) == "nl.ndarray"

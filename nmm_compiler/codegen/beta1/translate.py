@@ -36,7 +36,7 @@ from nmm_compiler.codegen.beta1.expressions import (
     several,
     subscript,
 )
-from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_reshaped
+from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
 from nmm_compiler.codegen.beta1.statements import all_of_it, unrolled, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, IndexNames, Scope, predicate
 from nmm_compiler.codegen.fold_constants import assigned_names
@@ -154,17 +154,22 @@ class _Function:
 
     def _nested(self, body: Block) -> list[ast.stmt]:
         """Return a nested block. Behind it its index names are made again, its views unknown."""
-        before = dict(self.scope.views)
+        before, names = dict(self.scope.views), assigned_names(body)
         self.names.held = {}
         made = self._block(body)
         self.names.held = {}
-        self.scope.views = before
+        self.views |= names & set(before)
+        self.scope.views = {name: view for name, view in before.items() if name not in names}
         return made
 
     def _assign(self, statement: ast.Assign) -> list[ast.stmt]:
         target, value = assigned(statement)
+        viewed = target and self.is_view(value) and not is_reshaped(value)
+        for one in (value, self.scope.values.get(target)):
+            if is_new_tile(one) and (viewed or target in self.views):
+                raise no_beta1_form(f"{target} as a tile and as a view")
         self.views.discard(target)
-        if target and self.is_view(value) and not is_reshaped(value):
+        if viewed:
             view = self.scope.view(value)
             if view is None:
                 raise no_beta1_form(f"the view {text(value)}")
