@@ -276,6 +276,10 @@ def kernel(x):
             "part as a tile and as a view",
         ),
         (
+            "nisa.dma_copy(dst=tile, src=x[0:128, 0:64].reshape_dim(1, (4, 4, 4)))",
+            "the view .reshape_dim(1, (4, 4, 4))",
+        ),
+        (
             "nisa.dma_copy(dst=tile, src=x[0:128, 0:64].broadcast(1, 64))",
             "a DMA that repeats x[0:128, 0:64].broadcast(1, 64) along the free axes",
         ),

@@ -231,7 +231,7 @@ class Scope:
         return View.of(node, [ast.Slice(integer(0), size) for size in elements(arguments[0])])
 
     def _step(self, view: View, how: str, arguments: Sequence[ast.expr]) -> View:
-        if how == "reshape_dim":
+        if how == "reshape_dim" and len(elements(arguments[1])) == 2:
             return view.split(self._constant(arguments[0]), elements(arguments[1]))
         if how == "permute":
             return view.permuted([self._constant(place) for place in elements(arguments[0])])
