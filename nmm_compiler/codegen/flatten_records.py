@@ -270,7 +270,8 @@ class _WriteOut(Editor):
         if helper is None:
             return self.generic_visit(node)
         given = self._arguments(helper, call)
-        made = list(self.visit_all(Names(given).visit_all(helper.body[1:])))  # no docstring
+        body = helper.body[int(ast.get_docstring(helper) is not None) :]
+        made = list(self.visit_all(Names(given).visit_all(body)))
         if isinstance(node, ast.Assign):
             made[-1] = changed(node, value=made[-1].value)
         return made
