@@ -304,7 +304,7 @@ def kernel_key(
             "machine": differences(target, get(target.name)),
             "schedule": schedule.to_dict() if schedule is not None else "chosen",
             "instruction_budget": budget,
-            "python": platform.python_version(),
+            "python": ".".join(platform.python_version_tuple()[:2]),  # it prints the source
             "dialect": dialect,
             "nki": API_VERSION,
             **code_fields(),
