@@ -48,7 +48,7 @@ def tiles(size: int, tile: int) -> int:
 
 def lay(shape: tuple[int, int], layout: str) -> tuple[int, int]:
     """Return the shape as passed: transposed when the layout is "col"."""
-    return shape if layout == "row" else (shape[1], shape[0])
+    return (shape[1], shape[0]) if layout == "col" else shape
 
 
 def chunk_rows(rows: int, row_bytes: int, wanted_bytes: int = 8192) -> int:

@@ -31,14 +31,17 @@ from nmm_compiler.kernels.linear.corrected import (
     MULTIPLIED,
     CorrectedMLPSpec,
     CorrectedSpec,
+    first_layout,
     operand_name,
 )
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
+from nmm_compiler.kernels.tiling import FOURS
 from nmm_compiler.ops import references
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand, Placements
 from nmm_compiler.ops.launches import (
     Launch,
     Transpose,
+    in_fours,
     mx_weight,
     turned,
     weight,
@@ -257,7 +260,8 @@ class CorrectedOp(LinearOp):
         for (end, one), product in zip(self.linears(given), products, strict=True):
             if form not in MX:
                 one["w_scale"] = one["w_scale"].float().expand(product.sizes[2])
-            operands = stored_operands(one, form, ways, transpose or turned)
+            first = first_layout(form, product.sizes[0])
+            operands = stored_operands(one, form, ways, transpose or turned, first)
             named |= {operand_name(name, end): tensor for name, tensor in operands.items()}
             scales += [one["branch_scale"].float()] if _in_fp8(one) else []
         named |= {one.name: given[one.name] for one in ENDS if given.get(one.name) is not None}
@@ -337,15 +341,19 @@ def _check_branch(one: Mapping[str, Any], u_layout: str) -> None:
 
 
 def stored_operands(
-    one: Mapping[str, Any], form: str, ways: Mapping[str, str], transpose: Transpose
-) -> dict[str, Tensor]:
+    one: Mapping[str, Any], form: str, ways: Mapping[str, str], transpose: Transpose,
+    first: str = "row",
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the operands of a linear as a kernel takes them, by their names without an end.
 
-    one: its arguments by name, or those of a stack of linears. ways: the layouts of w, u and v.
+    one: its arguments by name, or those of a stack of linears. ways: the layouts of w, u and v;
+    first: that in which the kernel takes u.
     """
     made = {name: one[name] for name in ("u", "v", "bias") if one[name] is not None}
     for name in "uv":
-        if name in made:
+        if name in made and name == "u" and first == FOURS:
+            made[name] = in_fours(made[name], ways[name], transpose)
+        elif name in made:
             made[name] = weight(made[name], ways[name], transpose)[0]
     w, scale = one["w"], one["w_scale"]
     if form in MX:

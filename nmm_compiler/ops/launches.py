@@ -72,6 +72,13 @@ def turned(w: Tensor) -> Tensor:
     return w.mT.contiguous()
 
 
+def in_fours(u: Tensor, layout: str, transpose: Transpose) -> Tensor:
+    """Return a first factor [k, rank] with its rows as `rows_in_fours` says, k of whole 512s."""
+    rows = u if layout == "row" else u.mT
+    fours = rows.unflatten(0, (-1, 128, 4)).permute(1, 0, 3, 2)
+    return transpose(fours).reshape(rows.shape)
+
+
 def mx_weight(
     values: Tensor, scale: Tensor, bits: int, transpose: Transpose
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.choose import rank
 from nmm_compiler.errors import NmmError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
-from nmm_compiler.kernels.packed_formats import FORMATS, from_nki
+from nmm_compiler.kernels.packed_formats import FORMATS, from_nki, rows_in_fours
 from nmm_compiler.kernels.tiling import FOURS
 from nmm_compiler.targets import get
 
@@ -84,6 +84,13 @@ def test_fp8_weights_with_branches_are_one_kernel(base, changes, target):
     prove_right(build_kernel(spec, target))
 
 
+def test_u_of_whole_512s_is_a_run_of_each_partition():
+    spec = dataclasses.replace(ONE, k=1536)
+    transfers = build_kernel(spec, "trn3").profile().timeline.transfers
+    (u,) = [one for one in transfers if one.hbm_read_bytes == 2 * spec.k * spec.rank]
+    assert u.descriptors == 128
+
+
 def test_x_is_quantized_once_and_every_product_of_a_step_is_in_one_sum():
     counts = build_kernel(dataclasses.replace(ONE, **QKV), "trn3").profile().instructions
     assert counts["vector"]["quantize_mx"] == 1
@@ -96,7 +103,9 @@ def test_the_reference_is_of_the_weight_multiplied_out():
     arrays = random_arrays(spec)
     named = dict(zip([t.name for t in spec.inputs()], arrays, strict=True))
     w = from_nki(named["w"], named["w_scale"], FORMATS["mxfp8"]).astype(np.float64)
-    x, u, v, bias = (named[name].astype(np.float64) for name in ("x", "u", "v", "bias"))
+    x, stored, v, bias = (named[name].astype(np.float64) for name in ("x", "u", "v", "bias"))
+    u = np.empty_like(stored)
+    u[rows_in_fours(spec.k)] = stored
     np.testing.assert_allclose(spec.reference(*arrays), x @ w + x @ u @ v + bias, rtol=1e-12)
     size = named["w"].nbytes + named["w_scale"].nbytes
     assert size == FORMATS["mxfp8"].stored_bytes(spec.n, spec.k, 4)

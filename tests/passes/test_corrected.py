@@ -10,9 +10,12 @@ from torch import nn
 from toy_models import llama
 
 import nmm_compiler as nmm
+from nmm_compiler.kernels.packed_formats import rows_in_fours
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, round_factors
 from nmm_compiler.ops.corrected import CORRECTED
+from nmm_compiler.ops.lower import lower
+from nmm_compiler.runtime.weights import Packs
 
 OPTIONS = {"rules": ["lora"]}
 
@@ -74,7 +77,7 @@ def test_where_no_kernel_reads_the_bytes_the_report_says_so(target, dtype, k, fo
     assert "base_weight" not in match.info
 
 
-MX = {"k": 512, "n": 256, "r": 32}
+MX = {"k": 1024, "n": 256, "r": 32}
 ON_TRN3 = {"target": "trn3", "strict": True}
 TRN3 = {**OPTIONS, **ON_TRN3}
 
@@ -116,7 +119,7 @@ def test_the_branch_in_other_words_and_adapters_on_it_are_found_too():
         def more(self, x):
             return self.up(self.down(x) * 2.0)
 
-    model, data = Spelled(**MX, format="mxfp4"), x(4, 512)
+    model, data = Spelled(**MX, format="mxfp4"), x(4, 1024)
     made = nmm.rewrite(model, data, options=TRN3)
     assert len(calls(made)) == 1
     assert made.matches[0].info["chains"] == 2
@@ -124,12 +127,40 @@ def test_the_branch_in_other_words_and_adapters_on_it_are_found_too():
 
 
 def test_kernels_of_blocks_agree_with_eager_and_the_branch_has_gradients():
-    model, data = Corrected(**MX, format="mxfp4", scale=0.5), x(8, 512).requires_grad_()
+    model, data = Corrected(**MX, format="mxfp4", scale=0.5), x(8, 1024).requires_grad_()
     expected = model(data)
     got = compiled(model, **TRN3, executor="simulator")(data)
-    # x rounded to three bits of mantissa: 2^-4 of each term, 2^-4 / 1.7 on average, of 512
+    # x rounded to three bits of mantissa: 2^-4 of each term, 2^-4 / 1.7 on average, of 1024
     assert (got - expected).norm() <= 2**-4 * expected.norm()
     assert_gradients((got, expected), [data, model.down.weight, model.up.weight], 2**-5)
+
+
+@pytest.mark.parametrize("k", [1024, 1152])  # whole 512s, and more
+@pytest.mark.parametrize(("layout", "eight"), [("row", False), ("col", True)])
+def test_u_is_put_in_the_order_of_its_kernel_once_for_each_of_its_values(k, layout, eight):
+    dtype = torch.float8_e4m3fn if eight else torch.bfloat16
+    base = QuantizedLinear.of(torch.randn(64, k), "mxfp4")
+    u, v = torch.randn(k, 16).to(dtype), torch.randn(16, 64).to(dtype)
+    stored = u if layout == "row" else u.view(torch.int8).mT.contiguous().view(dtype)
+    none, scale = [None] * 4, torch.ones(16) if eight else None
+    operands = (x(4, k), base.values, base.scale, stored, v, *none, scale)
+    packs = Packs()
+
+    def taken():
+        keywords = {**CORRECTED.keywords, "u_layout": layout}
+        (launch,) = lower("corrected_matmul", operands, keywords, 4, packs.transposed).launches
+        named = zip((tensor.name for tensor in launch.spec.inputs()), launch.operands, strict=True)
+        return dict(named)["u"]
+
+    rows = torch.from_numpy(rows_in_fours(k)) if k == 1024 else torch.arange(k)
+    wanted, first = u.float()[rows], taken()
+    assert torch.equal(first.float(), wanted)
+    made = packs.made
+    assert taken().data_ptr() == first.data_ptr()
+    assert packs.made == made
+    with torch.no_grad():
+        stored.copy_((2 * stored.float()).to(dtype))
+    assert torch.equal(taken().float(), 2 * wanted)
 
 
 def test_the_op_refuses_what_is_no_weight_of_blocks():
@@ -315,7 +346,7 @@ def test_blocks_that_are_written_in_place_are_not_read_as_stored(written):
             whole = nn.functional.linear(x, weight)
             return whole + self.up(self.down(x))
 
-    model, data = Written(**MX, format="mxfp4", bias=False), x(8, 512)
+    model, data = Written(**MX, format="mxfp4", bias=False), x(8, 1024)
     made = nmm.explain(model, data, options={"target": "trn3"})
     notes = [note for result in made.results for match in result.matches for note in match.notes]
     assert not any("read as stored" in note for note in notes)

@@ -21,6 +21,7 @@ from nmm_compiler.kernels.linear.layer import MULTIPLY, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.kernels.packed_formats import FORMATS, MX
+from nmm_compiler.kernels.tiling import FOURS
 from nmm_compiler.targets import Target
 
 MX_PRODUCT = "nc_matmul_mx"
@@ -44,6 +45,12 @@ def reads_as_stored(target: Target, format: str) -> bool:
     return format in MULTIPLIED and target.float8_kernels
 
 
+def first_layout(format: str, k: int) -> str:
+    """Return the layout of a first factor of k inputs beside a weight: of MX blocks and whole 512s
+    in order "fours", of which each partition then loads one run."""
+    return FOURS if format in MX and k % 512 == 0 else "row"
+
+
 def check_mx_product(spec: Any, target: Target) -> None:
     """Raise SpecError for MX weights on a target that has no product of them."""
     if spec.weight in MX and not reads_as_stored(target, spec.weight):
@@ -60,10 +67,11 @@ class CorrectedSpec(LinearSpec):
 
     n: outputs, or those of each of several linears, whose operands then end in their numbers; rank,
     bias, activation and out_layout may have a value for each, too. rank 0: no branch. weight: the
-    format of w. MX: w is bytes [k / 4, n size] and w_scale [k / 32, n], as `for_nki` gives them.
-    fp8: w is [k, n], w_scale [n], and v comes divided by it. branch: "fp8" for a u and a v of such
-    numbers; "" for those of x's dtype. Behind the other scales branch_scale then has a row for each
-    pair, the scales of its ranks filled up with ones to as many whole 128s as the widest has.
+    format of w. MX: w is bytes [k / 4, n size] and w_scale [k / 32, n], as `for_nki` gives them; u
+    of whole 512s has its rows in the order of `rows_in_fours`. fp8: w is [k, n], w_scale [n], and v
+    comes divided by it. branch: "fp8" for a u and a v of such numbers; "" for those of x's dtype.
+    Behind the other scales branch_scale then has a row for each pair, the scales of its ranks
+    filled up with ones to as many whole 128s as the widest has.
     """
 
     n: int | tuple[int, ...]
@@ -161,7 +169,7 @@ class CorrectedSpec(LinearSpec):
         plain = FP8 if self.branch else self.dtype if self.weight == "fp8" else ""
         form = "" if self.weight == "fp8" else self.weight
         pair = LowRank(
-            u=Weight(name=names["u"], k=k, n=r, format=plain),
+            u=Weight(name=names["u"], k=k, n=r, format=plain, layout=first_layout(form, k)),
             v=Weight(name=names["v"], k=r, n=n, format=plain),
         )
         return Linear(

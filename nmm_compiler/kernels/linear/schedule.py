@@ -249,7 +249,7 @@ class LinearSchedule(Schedule):
         check_load("x_load", self.x_load, layer.x_layout == "col", layer.x_format, target)
         if layer.mx:
             check_name("x_load of MX blocks", self.x_load, _mx_loads(layer))
-        turned = {weight.layout for weight in layer.weights()} - {"row"}
+        turned = any(weight.layout == "col" for weight in layer.weights())
         if turned or self.w_load != "rows":
             check_load("w_load", self.w_load, not turned, layer.dtype, target)
         check_name("order", self.order, ORDERS)
@@ -447,7 +447,7 @@ def whole_blocks(weight: Weight, chunk: int) -> int:
 
 def _load(weight: Weight, turned: str) -> str:
     """Return how a weight is loaded, given how those stored [n, k] are."""
-    return "rows" if weight.layout == "row" else turned
+    return {"row": "rows", "col": turned}.get(weight.layout, weight.layout)
 
 
 def _mx_loads(layer: Layer) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ from nmm_compiler.kernels.linear.layer import (
     placed,
 )
 from nmm_compiler.kernels.number_formats import FP8, SCALES, X_DTYPES
-from nmm_compiler.kernels.packed_formats import from_nki
-from nmm_compiler.kernels.tiling import lay
+from nmm_compiler.kernels.packed_formats import from_nki, rows_in_fours
+from nmm_compiler.kernels.tiling import FOURS, lay
 
 
 def operand_of(weight: Weight, dtype: str, layout: str, *groups: int) -> TensorSpec:
@@ -297,6 +297,9 @@ class LinearSpec(KernelSpec):
             for one in layer.weights()
             if one.mx
         }
+        for one in layer.weights():
+            if one.layout == FOURS:
+                named[one.name] = named[one.name][np.argsort(rows_in_fours(one.k))]
         return Estimates(self, layer, named, typical).results()
 
     def laid(self, made: Iterable[Any]) -> Any:

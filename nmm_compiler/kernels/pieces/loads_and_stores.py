@@ -15,7 +15,9 @@ from .records import Epilogue, Part
 
 def load(dst, tile, part: Part, how, order, total):
     """Load a part so that its contraction index, `total` long, lies on the partitions."""
-    if how == "rows" and order == "fours":
+    if how == "fours":
+        load_stored_fours(dst, tile, part, total)
+    elif how == "rows" and order == "fours":
         load_fours(dst, tile, part)
     elif how == "rows":
         load_rows(dst, tile, part, order, total)
@@ -177,6 +179,17 @@ def load_fours(dst, tile, part: Part):
             dst=dst[0 : rest // 4, tile + 4 * whole : tile + 4 * whole + 4, 0 : part.columns],
             src=rows.reshape_dim(0, (rest // 4, 4)),
         )
+
+
+def load_stored_fours(dst, tile, part: Part, total):
+    """Load rows of a matrix that is stored in order "fours": a run of each partition's rows."""
+    first = part.row // 128
+    last = (part.row + part.rows) // 128
+    rows = part.src.reshape_dim(0, (128, total // 128))
+    load_few(
+        dst[0:128, tile : tile + last - first, 0 : part.columns],
+        rows[0:128, first:last, part.column : part.column + part.columns], True,
+    )  # fmt: skip
 
 
 def turn_fours(dst, flat, turn):
