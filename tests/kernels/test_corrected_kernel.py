@@ -8,7 +8,7 @@ from judge import prove_right, within
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.codegen.check_against_float64 import random_arrays
-from nmm_compiler.codegen.choose import rank
+from nmm_compiler.codegen.choose import rank as rank_schedules
 from nmm_compiler.errors import NmmError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.packed_formats import FORMATS, from_nki, rows_in_fours
@@ -84,11 +84,27 @@ def test_fp8_weights_with_branches_are_one_kernel(base, changes, target):
     prove_right(build_kernel(spec, target))
 
 
-def test_u_of_whole_512s_is_a_run_of_each_partition():
-    spec = dataclasses.replace(ONE, k=1536)
-    transfers = build_kernel(spec, "trn3").profile().timeline.transfers
-    (u,) = [one for one in transfers if one.hbm_read_bytes == 2 * spec.k * spec.rank]
-    assert u.descriptors == 128
+def test_u_is_a_run_of_each_partition_and_all_dma_engines_load_v():
+    for rank, parts in ((32, 4), (64, 2)):
+        spec = dataclasses.replace(ONE, rank=rank, k=1536)
+        kernel = build_kernel(spec, "trn3")
+        transfers = kernel.profile().timeline.transfers
+        read = {transfer.hbm_read_bytes: transfer for transfer in transfers}
+        assert read[2 * spec.k * rank].descriptors == 128
+        assert len(read[2 * spec.n * rank].parts) == 16
+        (linear,) = kernel.schedule.plan(spec.layer).linears
+        assert linear.low_rank.v.parts == parts
+
+
+@pytest.mark.parametrize(
+    ("rank", "n", "parts"), [(32, 2048, 4), (32, 1024, 2), (64, 1024, 2), (32, 512, 1)], ids=str
+)
+def test_parts_of_v_meet_their_rows_of_p_where_tokens_are_stationary(rank, n, parts):
+    spec = dataclasses.replace(ONE, m=2, rank=rank, n=n, branch="fp8" * (n > 1024))
+    every = (choice.schedule for choice in rank_schedules(spec, get("trn3")))
+    rows = next(one for one in every if not one.turned and one.block >= n)
+    assert rows.plan(spec.layer).linears[0].low_rank.v.parts == parts
+    prove_right(build_kernel(spec, "trn3", schedule=rows))
 
 
 def test_x_is_quantized_once_and_every_product_of_a_step_is_in_one_sum():
@@ -184,7 +200,7 @@ def test_a_format_that_the_target_lacks_is_refused_with_the_way_out(weight, targ
 
 def test_a_block_that_cuts_the_512s_of_h_is_refused_and_not_tried():
     spec = dataclasses.replace(MLP, m=85, k=640)
-    made = [choice.schedule for choice in rank(spec, get("trn3"))]
+    made = [choice.schedule for choice in rank_schedules(spec, get("trn3"))]
     assert made
     assert not any(schedule.block % 512 for schedule in made)
     cut = dataclasses.replace(made[0], block=256)

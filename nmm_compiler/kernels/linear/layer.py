@@ -44,9 +44,9 @@ class Weight(Record):
     how they get there; block, outputs in SBUF at a time; chunk, rows a load; group, tiles of
     outputs that are summed together; down, tiles of tokens that are, where the weight moves; ahead,
     a panel is loaded before the results of the one before it are stored; double_row, two tiles of
-    an fp8 contraction a pass; spread, a tile of outputs has every fourth of 512; halves, the second
-    half of a panel lies on the second half of the partitions, so that all DMA engines load it;
-    few_sums, its sums are several at once.
+    an fp8 contraction a pass; spread, a tile of outputs has every fourth of 512; parts, of the
+    outputs of a panel, which lie on the partitions one behind another, so that more DMA engines
+    load them; few_sums, its sums are several at once.
     """
 
     name: str = ""
@@ -64,7 +64,7 @@ class Weight(Record):
     ahead: bool = False
     double_row: bool = False
     spread: bool = False
-    halves: bool = False
+    parts: int = 1
     few_sums: bool = False
 
     @property

@@ -109,7 +109,8 @@ class LinearSchedule(Schedule):
         few = layer.corrects(linear) and layer.m <= FEW and weight is not linear.weight
         few = few and (layer.mx or linear.low_rank.u.k > 384)
         narrow = few and not first and weight.k in (32, 64)
-        unit = 1024 if spread or rows else 256
+        unit = 512 if spread or rows else 128
+        parts = [p for p in (4, 2) if narrow and p * weight.k <= 128]
         # A sum takes its next product 203 ns behind the one before: of few tokens more sums fit
         # in between, and share a bank.
         share = 1 if first or rows or tokens >= 64 else 2 if layer.mx or layer.combine else 4
@@ -125,7 +126,7 @@ class LinearSchedule(Schedule):
             double_row=self.double_row and of_x,
             spread=spread,
             few_sums=few and first and not self.double_row,
-            halves=narrow and not weight.n % unit and not columns % unit,
+            parts=next((p for p in parts if not math.gcd(weight.n, columns) % (p * unit)), 1),
         )
 
     def stages(self, layer: Layer) -> list[dict[str, int]]:

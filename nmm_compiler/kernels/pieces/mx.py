@@ -187,13 +187,13 @@ def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
                         )
 
 
-def add_halves(sums, w_sb, term: Term, group: Group, tokens, begun):
-    """Add p v of a group to its sums: of the second half of a panel by the other partitions."""
-    half = group.columns // 256
+def add_parts(sums, w_sb, term: Term, group: Group, tokens, begun):
+    """Add p v of a group to its sums: each part of a panel by its own partitions."""
+    tiles = group.columns // 128 // term.plan.parts
     for i in range(group.count):
         place = group.first + i
-        base = 64 * (place // half)
-        at = place % half
+        base = term.plan.k * (place // tiles)
+        at = place % tiles
         if term.plan.spread:
             w_tile = w_sb[
                 base : base + term.plan.k, 0, 512 * (at // 4) + at % 4 : 512 * (at // 4) + 512 : 4

@@ -36,7 +36,7 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
                         Left(left.strip, left.source, left.how if pair.place == 0 else "none"),
                         own(others.get(pair.u.name), pair.u.cut, at.core), pair.u,
                     ),
-                    r0, wide, pair.v.halves, ends.p_scale[pair.place], pair.scales != "", at,
+                    r0, wide, pair.v.parts, ends.p_scale[pair.place], pair.scales != "", at,
                 )  # fmt: skip
             else:
                 make_columns(
@@ -88,10 +88,10 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
             )  # fmt: skip
 
 
-def project_few(p_sb, term: Term, r0, wide, twice, scale, scaled, at: Block):
+def project_few(p_sb, term: Term, r0, wide, times, scale, scaled, at: Block):
     """Compute p^T of few tokens: up to four sums take turns, so that none waits for itself.
 
-    twice: on the second half of the partitions, too. scale: of each rank, where it is scaled.
+    times: how often p^T is there, one behind another. scale: of each rank, where it is scaled.
     """
     for n1 in range(0, wide, 128):
         width = min(128, wide - n1)
@@ -121,14 +121,9 @@ def project_few(p_sb, term: Term, r0, wide, twice, scale, scaled, at: Block):
             nisa.tensor_tensor(dst=first, data1=first, data2=sums[3], op=nl.add)
             place = (r0 + n1) // 128
             own_scale = scale[0:width, place : place + 1]
-            last = p_sb[0:width, n1 // 128, 0 : at.tokens]
-            nisa.tensor_scalar(dst=last, data=first, op0=nl.multiply, operand0=own_scale)
-            if twice:
-                again = p_sb[64 : 64 + width, n1 // 128, 0 : at.tokens]
-                nisa.tensor_scalar(dst=again, data=first, op0=nl.multiply, operand0=own_scale)
-        else:
-            last = p_sb[0:width, n1 // 128, 0 : at.tokens]
-            nisa.tensor_tensor(dst=last, data1=first, data2=sums[3], op=nl.add)
-            if twice:
-                again = p_sb[64 : 64 + width, n1 // 128, 0 : at.tokens]
-                nisa.tensor_tensor(dst=again, data1=first, data2=sums[3], op=nl.add)
+        for i in range(times):
+            last = p_sb[width * i : width * i + width, n1 // 128, 0 : at.tokens]
+            if scaled:
+                nisa.tensor_scalar(dst=last, data=first, op0=nl.multiply, operand0=own_scale)
+            else:
+                nisa.tensor_tensor(dst=last, data1=first, data2=sums[3], op=nl.add)

@@ -47,7 +47,7 @@ class Plan(nl.NKIObject):
     k: int
     mx_bytes: int
     spread: bool
-    halves: bool
+    parts: int
     order: str
     load: str
     block: int

@@ -8,7 +8,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import finish_columns, finish_rows, load, store
-from .mx import add_halves, load_mx_chunk, move_scales, sum_mx_rows
+from .mx import add_parts, load_mx_chunk, move_scales, sum_mx_rows
 from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
 
@@ -16,17 +16,30 @@ def load_chunk(term: Term, k0, n0, columns):
     """Return a chunk of a panel of the weight, loaded."""
     if term.plan.mx_bytes > 0:
         return load_mx_chunk(term, k0, n0, columns)
+    if term.plan.parts > 1:
+        return load_parts(term, n0, columns)
     rows = min(term.plan.chunk, term.plan.k - k0)
-    halves = 2 if term.plan.halves else 1
     aligned = term.plan.double_row or term.plan.load == "dma"
     pitch = (columns + 15) // 16 * 16 if aligned else columns
     deep = (rows + 511) // 512 * 4 if term.plan.order == "fours" else (rows + 127) // 128
-    tile = nl.ndarray((128, deep, pitch // halves), dtype=term.weight.dtype, buffer=nl.sbuf)
-    part = Part(term.weight, k0, rows, n0, columns // halves)
+    tile = nl.ndarray((128, deep, pitch), dtype=term.weight.dtype, buffer=nl.sbuf)
+    part = Part(term.weight, k0, rows, n0, columns)
     load(tile, 0, part, term.plan.load, term.plan.order, term.plan.k)
-    if term.plan.halves:
-        other = term.weight[0:rows, n0 + columns // 2 : n0 + columns]
-        nisa.dma_copy(dst=tile[64 : 64 + rows, 0, 0 : columns // 2], src=other)
+    return tile
+
+
+def load_parts(term: Term, n0, columns):
+    """Return a panel of a weight of few rows, whose parts lie behind one another: so more DMA
+    engines, which belong to partitions, load it. ScalarE's queue has no other loads."""
+    wide = columns // term.plan.parts
+    tile = nl.ndarray((128, 1, wide), dtype=term.weight.dtype, buffer=nl.sbuf)
+    panel = term.weight[0 : term.plan.k, n0 : n0 + columns]
+    nisa.dma_copy(
+        dst=tile[0 : term.plan.parts * term.plan.k, 0, 0:wide],
+        src=panel.reshape_dim(1, (term.plan.parts, wide)).permute((1, 0, 2)),
+        dge_mode=nisa.dge_mode.hwdge,
+        engine=nisa.engine.scalar,
+    )
     return tile
 
 
@@ -102,8 +115,8 @@ def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
                 load_left(term, k0, at)
             tiles.append(load_chunk(term, k0, group.n0, group.columns))
         w_sb = tiles[k0 // term.plan.chunk]
-        if term.plan.halves:
-            add_halves(sums, w_sb, term, group, at.tokens, begun)
+        if term.plan.parts > 1:
+            add_parts(sums, w_sb, term, group, at.tokens, begun)
         elif term.plan.mx_bytes > 0:
             size = term.plan.mx_bytes
             if group.first + group.before == 0:
@@ -272,14 +285,14 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
             for b in range(across):
                 ns = patch.left + 512 * b
                 nw = min(512, patch.left + patch.width - ns)
-                if term.plan.halves:  # outputs of the second half are on the other partitions
-                    half = patch.columns // 2
-                    base = 64 * (ns // half)
-                    at_half = ns % half
+                if term.plan.parts > 1:
+                    wide = patch.columns // term.plan.parts
+                    base = rows * (ns // wide)
+                    first = ns % wide
                     nisa.nc_matmul(
                         dst=sums[a * across + b][0:mw, 0:nw],
                         stationary=term.left.strip[base : base + rows, 0, ms : ms + mw],
-                        moving=w_sb[base : base + rows, 0, at_half : at_half + nw],
+                        moving=w_sb[base : base + rows, 0, first : first + nw],
                         accumulate=begun,
                     )
                 for pair in range(pairs):
@@ -291,7 +304,7 @@ def sum_rows(sums, tiles, term: Term, patch: Patch, at: Block, begun):
                         accumulate=begun or tile + kt > 0,
                         perf_mode=nisa.matmul_perf_mode.double_row,
                     )
-                singles = 0 if term.plan.halves else (rows + 127) // 128
+                singles = 0 if term.plan.parts > 1 else (rows + 127) // 128
                 for kt in range(2 * pairs, singles):
                     kp = min(128, rows - 128 * kt)
                     nisa.nc_matmul(
