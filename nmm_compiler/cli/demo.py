@@ -10,9 +10,11 @@ comes from the run.
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import math
 import multiprocessing
 import random
+import re
 import time
 import warnings
 from typing import Annotated, Any
@@ -139,7 +141,8 @@ def _run(
 
 def _kernels_of(prediction: Any, priced: list[Any]) -> list[Any]:
     """Return those of the priced kernels that the times of a prediction are made of."""
-    chosen = {line.what for line in prediction.lines}
+    rows = (re.split(r" \+ |; ", line.what) for line in prediction.lines)
+    chosen = set(itertools.chain.from_iterable(rows))
     return [spec for spec in priced if spec.short() in chosen]
 
 

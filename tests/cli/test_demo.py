@@ -11,6 +11,8 @@ from processes import Executor, ran
 from nmm_compiler.cli import demo
 from nmm_compiler.codegen.check_against_float64 import Proof
 from nmm_compiler.prediction.model import ModelPrediction
+from nmm_compiler.prediction.predict import predict
+from nmm_compiler.prices.kernel import noted_kernels
 
 
 @pytest.mark.long
@@ -32,6 +34,21 @@ def test_demo_of_the_language_model_gains_and_says_where(tmp_path):
     assert before > 10
     assert after < 1.02 * before
     assert run["verdict"][0].startswith(f"trn2: take {run['form']} (")
+
+
+def test_every_kernel_that_a_time_is_made_of_is_proved():
+    """Those with a norm inside, whose lines say what they take apart, too, and rows of several."""
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 512,
+    }  # fmt: skip
+    with noted_kernels() as noted:
+        made = predict(config, prompt=256, context=512, price="closed_form")
+    lines = [one.what for one in made.lines if one.kind in ("kernel", "attention")]
+    proved = {spec.short() for spec in demo._kernels_of(made, [spec for spec, _ in noted])}
+    assert any("_rms" in name for name in proved)
+    assert {name for line in lines for name in line.partition(";")[0].split(" + ")} == proved
 
 
 class Letters:
