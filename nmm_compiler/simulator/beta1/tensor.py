@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -296,7 +296,7 @@ class Tensor:
         part = box_of(mask, self.shape)
         return self if part is True else Masked(self, part)
 
-    def _part(self, keys: list[Affine | Shifted]) -> Tensor:
+    def _part(self, keys: Sequence[Affine | Shifted]) -> Tensor:
         """Return the view of an affine index per dimension, some with a run-time tile."""
         view = self.tile()  # an index of an index: the first has to be inside
         choice, on_chip = view.indirection, self.memory != "hbm"

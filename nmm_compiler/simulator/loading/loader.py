@@ -82,7 +82,7 @@ def find_kernel(module: types.ModuleType, path: Path, name: str | None) -> Any:
             f"{nearest(name, known) or 'no function'})"
         )
     kernels = {k: v for k, v in known.items() if isinstance(v, standins.JitKernel)}
-    choices = kernels or {k: v for k, v in known.items() if not k.startswith("_")}
+    choices: dict[str, Any] = kernels or {k: v for k, v in known.items() if not k.startswith("_")}
     if len(choices) != 1:
         raise KernelArgumentError(
             f"{path} has {len(choices)} kernels ({', '.join(choices) or 'none'}); name one as "

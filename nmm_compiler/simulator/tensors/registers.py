@@ -29,7 +29,7 @@ class VirtualRegister:
         self.value = 0 if state is None else int(state)
         self.known = state is not None
         self.frozen = frozen
-        self.symbol = current().new_identity() if symbol is None else symbol
+        self.symbol: Any = current().new_identity() if symbol is None else symbol
 
     def read(self) -> int:
         """Return the value; an error when there is none."""
