@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,7 +142,7 @@ def _table(grid: Grid, kind: str = "grid", shares: Sequence[float] = ()) -> str:
     if kind == "grid":
         names = (f' data-name="{html.escape(name, quote=True)}"' for name in grid.head)
         marks = [mark + name for mark, name in zip(marks, names, strict=True)]
-    lines = itertools.zip_longest(grid.rows, shares, fillvalue=0.0)
+    lines = zip(grid.rows, shares or [0.0] * len(grid.rows), strict=True)
     rows = "\n".join(row(cells, "td", share) for cells, share in lines)
     return (
         f'{_WIDE}<table class="{kind}"><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>'

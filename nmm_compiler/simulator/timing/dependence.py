@@ -9,6 +9,7 @@ itself.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable
@@ -59,15 +60,17 @@ WRITE = -1
 class Region:
     """Bytes of a storage that instructions touch.
 
-    near: the regions that share a byte with it, itself too. uses: the last write of exactly these
-    bytes, by `WRITE`, and the last read since then of each engine; later writes hide both.
+    uses: the last write of exactly these bytes, by `WRITE`, and the last read since then of each
+    engine; later writes hide both. near: the regions that share a byte with it, of the first `seen`
+    that were used.
     """
 
-    __slots__ = ("access", "near", "storage", "uses")
+    __slots__ = ("access", "near", "seen", "storage", "used", "uses")
 
     def __init__(self, storage: Storage, access: Access) -> None:
         self.storage, self.access = storage, access
         self.near: list[Region] = []
+        self.seen, self.used = 0, False
         self.uses: dict[int, Use] = {}
 
     def written(self, use: Use) -> None:
@@ -75,20 +78,28 @@ class Region:
         for other in self.near:
             if other is self or covers(self.access, other.access):
                 other.uses.clear()
-        self.uses[WRITE] = use
+        self._remember(WRITE, use)
 
     def read(self, use: Use) -> None:
         """Remember a read."""
         before = self.uses.get(use[1])
         if before is None or use[0] > before[0]:
-            self.uses[use[1]] = use
+            self._remember(use[1], use)
+
+    def _remember(self, key: int, use: Use) -> None:
+        if not self.used:
+            self.used = True
+            self.storage.remember(self)
+        self.uses[key] = use
 
 
 class Storage:
     """The state of one allocation for the dependence check.
 
     regions: those that instructions have touched; kernels touch the same ones again and again, so
-    which of them overlap is found once for each.
+    which of them overlap is found once for each. used: how many have uses. wide: those of them that
+    bound more than an eighth of it; narrow: the others, by their first byte; longest: the most
+    bytes that one of these bounds.
     end: end of the last access so far, by the instruction `user`.
     floor: when its memory is free, negative before first use; the instruction `freed_by` frees it.
     place: all of its bytes in its memory, of a tensor that lies at an address or in one buffer.
@@ -96,12 +107,15 @@ class Storage:
     """
 
     __slots__ = (
-        "end", "floor", "freed_by", "last_use", "last_write", "place", "pool", "put_off", "regions",
-        "size", "user",
+        "end", "floor", "freed_by", "last_use", "last_write", "longest", "narrow", "place", "pool",
+        "put_off", "regions", "size", "used", "user", "whole", "wide",
     )  # fmt: skip
 
-    def __init__(self, last_write: int, last_use: int) -> None:
+    def __init__(self, last_write: int, last_use: int, whole: int) -> None:
         self.regions: dict[tuple[Any, ...], Region] = {}
+        self.wide: list[Region] = []
+        self.narrow: list[tuple[int, int, Region]] = []
+        self.whole, self.used, self.longest = whole, 0, 0
         self.last_write, self.last_use = last_write, last_use
         self.user = self.freed_by = -1
         self.end = 0.0
@@ -112,19 +126,32 @@ class Storage:
         self.size = 0
 
     def region(self, access: Access) -> Region:
-        """Return the region of an access."""
+        """Return the region of an access; it knows all that it overlaps."""
         key = access.partition_start, access.partition_stop, access.byte_start, access.pattern
         region = self.regions.get(key)
         if region is None:
             region = self.regions[key] = Region(self, access)
-            first, stop = access.byte_start, access.byte_stop
-            for other in self.regions.values():
-                known = other.access  # most lie elsewhere
-                if known.byte_start < stop and first < known.byte_stop and overlaps(known, access):
-                    region.near.append(other)
-                    if other is not region:
-                        other.near.append(region)
+        if region.seen < self.used:
+            region.seen, others = self.used, self.wide
+            if self.narrow:
+                first = bisect.bisect_left(self.narrow, (access.byte_start - self.longest,))
+                stop = bisect.bisect_left(self.narrow, (access.byte_stop,))
+                others = [*others, *(entry[2] for entry in self.narrow[first:stop])]
+            region.near = [other for other in others if overlaps(other.access, access)]
         return region
+
+    def remember(self, region: Region) -> None:
+        """Remember that a region has uses."""
+        start, extent = region.access.byte_start, region.access.byte_stop - region.access.byte_start
+        if region.seen == self.used:  # as mostly: it knows all others
+            region.near.append(region)
+            region.seen += 1
+        self.used += 1
+        if extent * 8 > self.whole:
+            self.wide.append(region)
+        else:
+            bisect.insort(self.narrow, (start, self.used, region))
+            self.longest = max(self.longest, extent)
 
 
 Touched = tuple[list[Region], list[Region]]
@@ -171,7 +198,9 @@ class Dependences:
             on_chip = found.memory != "hbm"
             if found.last_write < 0 and not (on_chip and found.last_index >= 0):
                 continue
-            storage = self.storages[identity] = Storage(found.last_write, found.last_index)
+            storage = self.storages[identity] = Storage(
+                found.last_write, found.last_index, found.bytes_per_partition
+            )
             if not on_chip:
                 continue
             storage.size = found.bytes_per_partition
@@ -199,10 +228,10 @@ class Dependences:
                 continue
             if storage.floor < 0.0:
                 self._enter(storage)
+            if storage.put_off:
+                self._book_users(storage, access, writers_only=True)
             region = storage.region(access)
             touched[0].append(region)
-            if storage.put_off:
-                self._book_users(storage, region, writers_only=True)
             for near in region.near:
                 if WRITE in near.uses:
                     ended, other, index = near.uses[WRITE]
@@ -214,10 +243,10 @@ class Dependences:
             storage = storages[access.storage]
             if storage.floor < 0.0:
                 self._enter(storage)
+            if storage.put_off:
+                self._book_users(storage, access)
             region = storage.region(access)
             touched[1].append(region)
-            if storage.put_off:
-                self._book_users(storage, region)
             when = storage.floor
             if when > 0.0:
                 when += self._free_us
@@ -238,12 +267,12 @@ class Dependences:
                 region.storage.put_off.append((region, bool(writes), store))
 
     def _book_users(
-        self, storage: Storage, region: Region | None = None, *, writers_only: bool = False
+        self, storage: Storage, access: Access | None = None, *, writers_only: bool = False
     ) -> None:
-        """Book the stores that overlap a region (None for any), or only those that write there."""
+        """Book the stores that overlap an access (None for any), or only those that write there."""
         for other, writes, store in list(storage.put_off):
             wanted = writes or not writers_only
-            if wanted and not store.booked and (region is None or other in region.near):
+            if wanted and not store.booked and (access is None or overlaps(other.access, access)):
                 self._book(store)
         storage.put_off = [entry for entry in storage.put_off if not entry[2].booked]
 
@@ -295,7 +324,7 @@ class Dependences:
         for storage in self.storages.values():
             for region in storage.regions.values():
                 del region.near
-            del storage.regions, storage.put_off
+            del storage.regions, storage.wide, storage.narrow, storage.put_off
 
     def _release(self, storage: Storage, pool: Pool) -> None:
         """Give the memory of a tensor back after its last use in program order."""
