@@ -18,7 +18,7 @@ from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.prices import kernel as prices
 from nmm_compiler.prices.collectives import PAIR_BARRIER_US, collective_us, wait_us
 from nmm_compiler.prices.estimate import estimate_us
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, launch_us, launches_of, simulated_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, launches_of, simulated_us
 from nmm_compiler.prices.ways import (
     alternatives,
     dense_rows,
@@ -64,14 +64,15 @@ def test_a_way_without_a_schedule_takes_infinitely_long(priced):
     assert found.low == found.separate == SPEC.flops() + LAUNCH_GAP_US
 
 
-def test_results_without_a_kernel_of_them_all_are_launched_one_by_one(priced):
+def test_results_without_a_kernel_of_them_all_are_no_one_call(priced):
     def each(spec, target):
         if spec.family == "lowrank_shared":
             raise CapacityError("too large")
         return 5.0
 
     priced(each)
-    assert launch_us(SHARED, TRN2, 1, "closed_form") == 3 * 5.0 + 2 * LAUNCH_GAP_US
+    found = ways(SHARED, "trn2")
+    assert (found.fused, found.separate) == (math.inf, 3 * 5.0 + 2 * LAUNCH_GAP_US)
 
 
 @pytest.mark.parametrize("source", ["closed_form", "simulated"])

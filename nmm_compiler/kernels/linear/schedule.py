@@ -76,6 +76,11 @@ class LinearSchedule(Schedule):
     own_queue: bool = False
     split: str = ""
 
+    @property
+    def kind(self) -> tuple[str, int]:
+        """How two cores share the kernel, and the panels of first factors for many tokens."""
+        return (self.split, self.u_block if self.m_block > FEW else 0)
+
     def tokens(self, layer: Layer) -> int:
         """Return the tokens of a block."""
         return min(self.m_block, layer.m)
@@ -511,7 +516,7 @@ def work(layer: Layer, schedule: LinearSchedule) -> Work:
     turned = by_tensor(made.x_load)
     done = Work(
         lead_bytes=int(chunk * (tokens * x_size + min(first.block, first.n) * first_size)),
-        lead_passes=(3, tiles(tokens * layer.k, 128)) if layer.norm != "none" else (0, 0),
+        lead_passes=(4 * (layer.norm != "none"), tiles(min(layer.m, 512) * layer.k, 128)),
         tail_matmuls=(tiles(panel, 512) * tiles(min(tokens, 512), 128), min(512, panel)),
         tail_bytes=min(layer.m, 128) * panel * item_bytes(layer.result_dtype) + _exchanged(made),
         hops=3 + turned + bool(made.factors) + bool(made.down.n) + len(made.down_pairs),
