@@ -21,7 +21,9 @@ from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import tuned_choice
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError
-from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.base import WEIGHTS, KernelSpec
+from nmm_compiler.kernels.experts.spec import ExpertsSpec
+from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.options import INSTRUCTION_BUDGET, LARGEST_BUCKET
 from nmm_compiler.prices.collectives import PAIR_BARRIER_US, PAIR_EXCHANGE_US, wait_us
 from nmm_compiler.prices.estimate import estimate_us
@@ -178,12 +180,11 @@ def beyond_simulated_us(target: Target) -> float:
 
 
 def exchanges_of(spec: Any) -> int:
-    """Return how often two cores exchange values in a kernel that halves its weights."""
-    if spec.m >= MANY_TOKENS or spec.family in ("matmul", "attention"):
-        return 0
-    ranks = ("r", "gate_r", "up_r", "down_r")
-    factors = hasattr(spec, "pairs") or any(getattr(spec, name, 0) for name in ranks)
-    return int(factors) + int(spec.family == "gated_mlp")
+    """Return how often two cores exchange values in a kernel: experts once, for the last sums."""
+    if isinstance(spec, ExpertsSpec):
+        return 1
+    linear = isinstance(spec, LinearSpec) and spec.m < MANY_TOKENS and WEIGHTS in spec.splits()
+    return spec.share(WEIGHTS).exchanges if linear else 0
 
 
 def with_tokens(spec: KernelSpec, tokens: int) -> KernelSpec:

@@ -389,8 +389,9 @@ def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_fas
     stored = dataclasses.replace(pair, weights="mxfp4+32")  # no kernel has factors of MX blocks
     assert kernel_price(wide, stored) == found
     rows = LowRankSpec(m=1, k=2048, r=1024, n=2048).sharded(4, "rows")
-    shared = simulated_us(dataclasses.replace(rows, lnc=2), chip) + PAIR_BARRIER_US
-    shared += exchanges_of(rows) * beyond_simulated_us(chip) + wait_us(4, chip)
+    both = dataclasses.replace(rows, lnc=2)
+    shared = simulated_us(both, chip) + PAIR_BARRIER_US
+    shared += exchanges_of(both) * beyond_simulated_us(chip) + wait_us(4, chip)
     assert kernel_price(rows, pair).us == pytest.approx(shared, rel=1e-12)
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from nmm_compiler.codegen.build import build_kernel
 from nmm_compiler.errors import CapacityError
+from nmm_compiler.kernels.experts import ExpertsSpec
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
     GatedMLPUpSpec,
@@ -152,6 +154,24 @@ def test_two_cores_are_charged_a_barrier_on_every_way():
     assert two.fused == estimate_us(shared, "trn2") + PAIR_BARRIER_US + beyond != one.fused
     odd = dataclasses.replace(SPEC, m=7, n=333)  # cannot be shared: the other core waits
     assert ways(odd, "trn2", 2).fused == estimate_us(odd, "trn2") + PAIR_BARRIER_US
+
+
+@pytest.mark.parametrize(
+    ("spec", "count"),
+    [
+        (SPEC, 1),
+        (dataclasses.replace(SPEC, norm="rms"), 0),  # each core makes all of x u
+        (dataclasses.replace(SPEC, m=512), 0),  # cut by tokens
+        (MatmulSpec(m=1, k=256, n=512), 0),
+        (GatedMLPSpec(m=1, k=256, n=512, r=64), 2),
+        (CorrectedSpec(m=1, k=256, n=512, rank=16, weight="fp8"), 0),
+        (CorrectedMLPSpec(m=1, k=256, n=512, rank=16, weight="fp8"), 1),  # of h
+        (ExpertsSpec(m=1, k=256, n=128, groups=8, top_k=2), 1),
+    ],
+    ids=str,
+)
+def test_two_cores_exchange_as_often_as_their_kernel_does(spec, count):
+    assert prices.exchanges_of(dataclasses.replace(spec, lnc=2)) == count
 
 
 def test_ranks_are_priced_with_the_sum_inside_and_apart():

@@ -374,6 +374,11 @@ class Layer(Record):
         """Whether two cores sum h u over half of h each; where each needs all of h, none does."""
         return self.split == "weights" and self.down.low_rank.r > 0 and not self.down.weight.k
 
+    @property
+    def exchanges(self) -> int:
+        """How often two cores exchange values."""
+        return self.exchanges_p + self.exchanges_h + self.exchanges_down
+
     def format_of(self, weight: Weight) -> str:
         """Return the number format of a weight."""
         return weight.format or self.dtype
