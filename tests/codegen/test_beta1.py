@@ -126,7 +126,7 @@ def check_says_only_what_beta_1_documents(kernel):
             called = ast.unparse(node.func)
             module, _, short = called.partition(".")
             if module in MODULES and short.isidentifier():
-                known = {p.name for p in api.functions[MODULES[module] + short].parameters}
+                known = set(api.functions[MODULES[module] + short].parameters)
                 assert {k.arg for k in node.keywords} <= known, called
                 assert "dst" not in {k.arg for k in node.keywords} or short == "dma_copy"
             else:

@@ -88,10 +88,10 @@ def test_u_is_a_run_of_each_partition_and_all_dma_engines_load_v():
     for rank, parts in ((32, 4), (64, 2)):
         spec = dataclasses.replace(ONE, rank=rank, k=1536)
         kernel = build_kernel(spec, "trn3")
-        transfers = kernel.profile().timeline.transfers
-        read = {transfer.hbm_read_bytes: transfer for transfer in transfers}
+        costs = [transfer.cost for transfer in kernel.profile().timeline.transfers.values()]
+        read = {cost.hbm_read_bytes: cost for cost in costs}
         assert read[2 * spec.k * rank].descriptors == 128
-        assert len(read[2 * spec.n * rank].parts) == 16
+        assert len(read[2 * spec.n * rank].shares) == 16
         (linear,) = kernel.schedule.plan(spec.layer).linears
         assert linear.low_rank.v.parts == parts
 
