@@ -12,7 +12,7 @@ from kernels.judge import prove_right
 import nmm_compiler
 from nmm_compiler import targets
 from nmm_compiler.codegen.build import build_kernel, kernel_key
-from nmm_compiler.codegen.choose import choose, rank
+from nmm_compiler.codegen.choose import choose, rank, refusal
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.device import ladder
 from nmm_compiler.errors import FileError, OptionTypeError
@@ -22,7 +22,6 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
-from nmm_compiler.ops.lower import too_large
 from nmm_compiler.options import Options
 from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import simulated_us
@@ -147,7 +146,7 @@ def test_one_process_keeps_kernels_of_each_machine_apart(tmp_path):
     kernels = Kernels()
     found = [kernels.get(spec, "trn2", o) for o in (Options(cache="off"), failed)]
     assert ["dma_transpose" in kernel.source for kernel in found] == [True, False]
-    assert too_large(spec, "trn2", failed) is None
+    assert refusal(spec, machine_target("trn2", failed)) is None
 
 
 def test_every_rung_that_is_named_exists_and_every_change_is_a_capability():
