@@ -53,8 +53,8 @@ SPECS = {
 }  # fmt: skip
 VARIANTS = {
     "prefill": AttentionSpec(m=140, context=333, heads=2, kv_heads=1, d=64, window=100, rope="qk"),
-    "prefill capped": AttentionSpec(m=130, d=40, window=70, soft_cap=3.0),
-    "decode": AttentionSpec(m=3, context=150, heads=4, kv_heads=2),
+    "prefill capped": AttentionSpec(m=130, d=40, window=70, soft_cap=3.0, k_layout="col"),
+    "decode by columns": AttentionSpec(m=3, context=150, heads=4, kv_heads=2, k_layout="col"),
     "packed decode": AttentionSpec(m=1, context=300, heads=6, kv_heads=3, d=32),
     "lowrank norm": LowRankSpec(
         m=20, k=300, r=64, n=200, norm="layer", norm_gain=True, norm_bias=True, residual=True

@@ -129,6 +129,7 @@ def attention(draw):
     causal = draw(st.booleans())
     m = draw(st.one_of(st.integers(1, 16), st.sampled_from((100, 127, 128, 129, 200, 300))))
     context = m + draw(st.sampled_from((0, 1, 63, 128, 200, 385, 1000)))
+    k_layout = draw(layouts)
     return AttentionSpec(
         m=m,
         context=context,
@@ -141,7 +142,8 @@ def attention(draw):
         window=draw(st.sampled_from((0, 1, 50, 128, 300))) if causal else 0,
         soft_cap=draw(st.sampled_from((0.0, 0.0, 3.0, 50.0))),
         scale=draw(st.sampled_from((None, 1.0))),
-        rope=draw(st.sampled_from(("none", "q", "qk"))),
+        k_layout=k_layout,
+        rope=draw(st.sampled_from(("none", "q", "qk" if k_layout == "row" else "q"))),
     )
 
 

@@ -21,14 +21,14 @@ PREFILLS = {
     "grouped queries": {"m": 200, "heads": 4, "kv_heads": 2, "d": 64},
     "ragged, two parts of d": {"m": 100, "context": 300, "d": 192},
     "a window": {"m": 333, "d": 40, "window": 150, "heads": 2},
-    "sections": {"m": 130, "context": 1300, "d": 64, "batch": 2},
+    "sections": {"m": 130, "context": 1300, "d": 64, "k_layout": "col", "batch": 2},
     "capped": {"m": 150, "d": 64, "soft_cap": 3.0, "window": 100, "dtype": "float16"},
     "fp32, seen whole": {"m": 140, "context": 70, "d": 48, "causal": False, "dtype": "float32"},
     "rotated": {"m": 140, "d": 64, "rope": "qk", "heads": 2, "kv_heads": 1},
 }
 DECODES = {
     "one token": {"m": 1, "context": 700, "heads": 8, "kv_heads": 2},
-    "an odd group": {"m": 1, "context": 333, "heads": 3, "kv_heads": 1},
+    "stored by columns": {"m": 1, "context": 333, "heads": 3, "kv_heads": 1, "k_layout": "col"},
     "few tokens, a window": {"m": 3, "context": 500, "heads": 4, "d": 96, "window": 260},
     "capped and rotated": {"m": 2, "context": 300, "d": 256, "soft_cap": 5.0, "rope": "q"},
     "fp32": {"m": 5, "context": 150, "heads": 2, "d": 80, "dtype": "float32", "causal": False},
@@ -43,6 +43,7 @@ DECODES = {
         "kv_heads": 2,
         "d": 160,
         "rope": "q",
+        "k_layout": "col",
     },
     "packs of four, single tiles": {"m": 1, "context": 6 * 128 + 5, "d": 32, "soft_cap": 4.0},
 }
@@ -108,7 +109,7 @@ def test_the_reference_is_what_pytorch_computes(fields):
     ]
     y = attention(
         *tensors, causal=spec.causal, window=spec.window, soft_cap=spec.soft_cap,
-        scale=spec.scale, rotates=spec.rope,
+        scale=spec.scale, k_layout=spec.k_layout, rotates=spec.rope,
     )  # fmt: skip
     got = y.reshape(-1, *y.shape[2:]).numpy()
     # the op rotates and caps in fp32
@@ -136,6 +137,7 @@ def test_a_spec_counts_the_pairs_of_its_mask():
         ({"m": 8, "causal": False, "window": 4}, SpecError, "set causal to True"),
         ({"m": 8, "scale": -1.0}, SpecError, "scale -1.0 must be positive"),
         ({"m": 8, "d": 5, "rope": "q"}, SpecError, "pass an even d"),
+        ({"m": 8, "rope": "qk", "k_layout": "col"}, SpecError, "use rope 'q'"),
         ({"m": 8, "rope": "k"}, UnknownNameError, "rope"),
         ({"m": 8, "dtype": "float8_e4m3"}, UnknownNameError, "dtype"),
     ],

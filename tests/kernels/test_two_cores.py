@@ -78,7 +78,7 @@ def test_one_core_runs_what_two_cannot_share():
         ({"m": 1, "context": 300, "heads": 8, "kv_heads": 2}, "heads"),
         ({"m": 3, "context": 256, "heads": 4, "kv_heads": 1, "rope": "q"}, "query_heads"),
         ({"m": 130, "heads": 2, "d": 64, "rope": "qk", "window": 100}, "heads"),
-        ({"m": 130, "heads": 2, "kv_heads": 1, "d": 64}, "query_heads"),
+        ({"m": 130, "heads": 2, "kv_heads": 1, "d": 64, "k_layout": "col"}, "query_heads"),
         ({"m": 1, "context": 256, "heads": 3, "kv_heads": 3, "batch": 2}, "heads"),
     ],
     ids=str,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nmm_compiler.errors import ShapeError
 from nmm_compiler.kernels.attention.spec import AttentionSpec
+from nmm_compiler.kernels.base import LAYOUTS, check_name
 from nmm_compiler.ops.definition import WHERE, Op, Operand, Placements
 from nmm_compiler.ops.launches import Launch, Transpose, dtype_name
 from nmm_compiler.ops.operands import check_dtypes
@@ -25,6 +26,7 @@ def attention(
     window: int = 0,
     soft_cap: float = 0.0,
     scale: float | None = None,
+    k_layout: str = "row",
     rotates: str = "none",
     target: str = "trn2",
     executor: str = "reference",
@@ -33,6 +35,8 @@ def attention(
 
     q, result: [batch, heads, m, d]. k, v: [batch, kv_heads, context, d]. rope: [2, tokens, d / 2].
     """
+    if k_layout == "col":
+        k = k.transpose(-1, -2)
     m, context = q.shape[-2], k.shape[-2]
     if rope is not None and rotates != "none":
         q = _rotated(q, rope[:, -m:])
@@ -74,16 +78,19 @@ class AttentionOp(Op):
     ) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
         check_dtypes(q, k, v, rope)
+        layout = kw.get("k_layout", "row")
+        check_name("k_layout", layout, LAYOUTS)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dim() != 4:
                 raise ShapeError(
                     f"{name} has shape {tuple(tensor.shape)}; pass [batch, heads, .., d]"
                 )
-        same = (q.shape[0], *k.shape[1:3], q.shape[3])
-        if tuple(k.shape) != same or tuple(v.shape) != same:
+        keys = k.shape if layout == "row" else (*k.shape[:2], k.shape[3], k.shape[2])
+        same = (q.shape[0], k.shape[1], keys[2], q.shape[3])
+        if tuple(v.shape) != same or keys[3] != q.shape[3] or keys[0] != q.shape[0]:
             raise ShapeError(
-                f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} differ in batch, "
-                "kv_heads, context or d"
+                f"q {tuple(q.shape)}, k {tuple(k.shape)} ({layout}) and v {tuple(v.shape)} differ "
+                "in batch, kv_heads, context or d"
             )
         if q.shape[1] % k.shape[1]:
             raise ShapeError(f"{q.shape[1]} heads of q do not share {k.shape[1]} heads of k evenly")
@@ -104,7 +111,11 @@ class AttentionOp(Op):
             batch=q.shape[0],
             dtype=dtype_name(q),
             rope=kw.get("rotates", "none") if rope is not None else "none",
-            **{name: kw[name] for name in ("causal", "window", "soft_cap", "scale") if name in kw},
+            **{
+                name: kw[name]
+                for name in ("causal", "window", "soft_cap", "scale", "k_layout")
+                if name in kw
+            },
         )
         operands = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (q, k, v)]
         return [Launch(spec, (*operands, *([] if rope is None else [rope])))]
@@ -126,7 +137,8 @@ OPS = (
         name="attention", bare=attention,
         operands=(*map(Operand, "qkv"), Operand("rope", "Tensor?")),
         keywords={
-            "causal": True, "window": 0, "soft_cap": 0.0, "scale": None, "rotates": "none", **WHERE,
+            "causal": True, "window": 0, "soft_cap": 0.0, "scale": None, "k_layout": "row",
+            "rotates": "none", **WHERE,
         },
     ),
 )  # fmt: skip

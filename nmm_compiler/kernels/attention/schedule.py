@@ -15,6 +15,7 @@ from nmm_compiler.targets import Target
 _BANK = 512  # fp32 columns of a PSUM bank
 _CHUNK = 32  # tiles of keys per load of a decode kernel
 _PACKED = (32, 64)  # head sizes at which a block of partitions may start
+_0 = (0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,10 @@ class AttentionSchedule(Schedule):
         keys = tiles(spec.context, 128)
         if spec.decode:
             chunk = min(_CHUNK, keys)
+            turned = chunk * parts * 128 * size if turns_keys(spec) else 0
             columns = spec.columns * (1 if self.loop else spec.at_once)
             return {
-                "k": chunk * (spec.d + parts * 128) * size,
+                "k": chunk * spec.d * size + turned,
                 "v": chunk * spec.d * size,
                 "scores": keys * columns * 4,
                 "weights": keys * columns * size,
@@ -95,10 +97,11 @@ class AttentionSchedule(Schedule):
             raise SpecError(
                 f"schedule: loop needs loops on the device, which {target.name} lacks; drop loop"
             )
-        if self.pack > 1 and not (spec.decode and self.pack == packed(spec.d)):
+        whole_packs = spec.decode and turns_keys(spec) and self.pack == packed(spec.d)
+        if self.pack > 1 and not whole_packs:
             raise SpecError(
-                f"schedule: pack is {self.pack}, and d {spec.d}; decode kernels take "
-                f"{packed(spec.d)}, others 1"
+                f"schedule: pack is {self.pack}, with k_layout {spec.k_layout!r} and d {spec.d}; "
+                f"decode kernels of keys in rows take {packed(spec.d)}"
             )
         banks = self.psum_banks(spec)
         if sum(banks.values()) > target.psum_banks:
@@ -115,6 +118,11 @@ class AttentionSchedule(Schedule):
         return " ".join(word for word in words if word)
 
 
+def turns_keys(spec: AttentionSpec) -> bool:
+    """Return whether TensorE turns the keys, as it does queries: a DMA transpose takes as long."""
+    return spec.k_layout == "row"
+
+
 def packed(d: int) -> int:
     """Return how many tiles of keys of heads of d fill TensorE's rows."""
     return 128 // d if d in _PACKED else 1
@@ -124,8 +132,8 @@ def candidates(spec: AttentionSpec, target: Target) -> Iterator[AttentionSchedul
     """Yield the one schedule that may be legal."""
     queue = target.dma_generates_descriptors
     # the one dialect of targets without generated descriptors has no views for packs
-    pack = packed(spec.d) if spec.decode and queue else 1
-    yield AttentionSchedule(own_queue=queue, pack=pack)
+    packs = spec.decode and turns_keys(spec) and queue
+    yield AttentionSchedule(own_queue=queue, pack=packed(spec.d) if packs else 1)
 
 
 def data_flow(spec: AttentionSpec, schedule: AttentionSchedule) -> tuple[str, ...]:
@@ -161,9 +169,12 @@ def _decode_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     made.matmuls.append((2 * groups * passes * parts, schedule.pack * spec.columns))
     made.evictions.append((groups * tiles(keys * spec.columns, _BANK) * 4, _BANK))
     made.evictions.append((groups * 18, 64))  # maxima, sums, the result
-    made.move(2 * loads * per_chunk, 2 * loads, chunk * spec.d * size)
-    made.matmuls.append((groups * passes * parts, 128))  # TensorE turns the keys
-    made.evictions.append((groups * parts * tiles(passes, 8), _BANK))
+    runs = {"row": chunk * spec.d * size, "col": 128 * chunk * size}
+    for layout in (spec.k_layout, "row"):
+        made.move(loads * per_chunk, loads, runs[layout])
+    if turns_keys(spec):
+        made.matmuls.append((groups * passes * parts, 128))
+        made.evictions.append((groups * parts * tiles(passes, 8), _BANK))
     made.move(2 * groups * each, 2 * groups, spec.d * size)
     return made
 
@@ -184,12 +195,13 @@ def _prefill_work(spec: AttentionSpec, schedule: AttentionSchedule) -> Work:
     made.matmuls.append((heads * seen, spec.d + 1))
     passes = 5 if spec.soft_cap else 3
     made.evictions.append((heads * tiles(seen * 128, spec.section) * passes, spec.section))
-    for count, each in (
-        (heads * q_tiles, 128),
-        (groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
+    how = "tensor" if turns_keys(spec) else "rows"
+    for load, count, each in (
+        ("tensor", heads * q_tiles, 128),
+        (how, groups * tiles(spec.context, _BANK), min(_BANK, spec.context)),
     ):
         turned = count * parts * tiles(each, 128), count, spec.d * size
-        made.load("tensor", count * each * spec.d * size, count, spec.d * size, turned)
+        made.load(load, count * each * spec.d * size, count, spec.d * size, turned)
     v_bytes = groups * spec.context * spec.d * size
     made.move(v_bytes, groups * tiles(spec.context, _BANK), spec.d * size)
     made.move(heads * spec.m * spec.d * size, heads * q_tiles, spec.d * size)

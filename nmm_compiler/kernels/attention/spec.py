@@ -51,8 +51,8 @@ _RESULT_ROUNDINGS = 64
 class AttentionSpec(KernelSpec):
     """y = softmax(scale q k^T + mask) v, each query head with the keys of its group.
 
-    q, y: [batch heads, m, d]. k, v: [batch kv_heads, context, d]. Heads of a sequence follow each
-    other.
+    q, y: [batch heads, m, d]. k: [batch kv_heads, context, d], with k_layout "col" [batch kv_heads,
+    d, context]. v: [batch kv_heads, context, d]. Heads of a sequence follow each other.
 
     context: keys of a sequence, default m. kv_heads: default heads. The queries are the last m of
     the context: causal means that query i sees the keys up to context - m + i. window: and only the
@@ -73,6 +73,7 @@ class AttentionSpec(KernelSpec):
     window: int = 0
     soft_cap: float = 0.0
     scale: float | None = None
+    k_layout: str = "row"
     rope: str = "none"
 
     family: ClassVar[str] = "attention"
@@ -113,6 +114,11 @@ class AttentionSpec(KernelSpec):
             raise ShapeError(
                 f"attention: rope takes the queries as the last of the context, and {self.m} are "
                 f"more than {self.context} keys; rotate q before the call"
+            )
+        if self.rope == "qk" and self.k_layout == "col":
+            raise SpecError(
+                "attention: rope 'qk' rotates keys [context, d], and k_layout is 'col'; a cache "
+                "holds rotated keys: use rope 'q'"
             )
 
     def _check_mask(self) -> None:
@@ -238,9 +244,10 @@ class AttentionSpec(KernelSpec):
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return q, k, v and, where there is RoPE, its angles."""
+        keys = (self.context, self.d) if self.k_layout == "row" else (self.d, self.context)
         shapes = {
             "q": (self.batch * self.heads, self.m, self.d),
-            "k": (self.batch * self.kv_heads, self.context, self.d),
+            "k": (self.batch * self.kv_heads, *keys),
             "v": (self.batch * self.kv_heads, self.context, self.d),
         }
         if self.rope != "none":
@@ -290,7 +297,8 @@ class AttentionSpec(KernelSpec):
         q, k, v, *angles = arrays
         rope = np.asarray(angles[0], dtype=np.float64) if angles else np.empty(0)
         for kv in range(self.batch * self.kv_heads):
-            right: Estimate = np.asarray(k[kv], dtype=np.float64), 0.0
+            keys = np.asarray(k[kv], dtype=np.float64)
+            right: Estimate = (keys.T if self.k_layout == "col" else keys), 0.0
             if self.rope == "qk":
                 right = self._rotated(right[0], rope, typical)
             values = np.asarray(v[kv], dtype=np.float64)

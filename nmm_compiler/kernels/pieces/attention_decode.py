@@ -2,8 +2,8 @@
 
 Keys lie on the partitions, 128 at a time, and the queries of all heads of the group are the columns
 of a product: each tile of the cache is stationary once. Partition p holds neighbouring keys of a
-chunk, so that keys and values arrive in long runs. Scores of the whole context stay in SBUF: the
-maximum is exact.
+chunk, so that keys [context, d] and values arrive in long runs; keys [d, context] are read with a
+stride to the same order. Scores of the whole context stay in SBUF: the maximum is exact.
 
 Groups come in sets: the maxima and sums over the partitions are those of all columns of a set.
 
@@ -42,13 +42,16 @@ def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
         # loads of the next four chunks start early
         for place in range(len(loaded), min(t + 5, len(steps))):
             step = steps[place]
-            if not step[1] and step[2] == spec.first_key and step[0] % each == 0:
-                fetched.append(fetch_columns(qs[step[0] // each], spec))
-            loaded.append(load_rows_of(vs[step[0]] if step[1] else ks[step[0]], step))
+            if step[1]:
+                loaded.append(load_rows_of(vs[step[0]], step))
+            else:
+                if step[2] == spec.first_key and step[0] % each == 0:
+                    fetched.append(fetch_columns(qs[step[0] // each], spec))
+                loaded.append(load_keys_of(ks[step[0]], step, spec))
         # keys of the next chunk are turned before the products of this one
         for place in range(len(keys), min(t + 2, len(steps))):
             step = steps[place]
-            if step[1]:
+            if step[1] or spec.k_layout == "col":
                 keys.append(loaded[place])
             else:
                 keys.append(turn_keys(loaded[place], step, spec, schedule))
@@ -258,6 +261,22 @@ def load_rows_of(rows, step):
     return tile
 
 
+def load_keys_of(k, step, spec):
+    """Return keys of a chunk as they lie: rows, or [128, parts of d, keys]."""
+    if spec.k_layout == "row":
+        return load_rows_of(k, step)
+    keys = step[3] * step[5]
+    d = k.shape[0]
+    flat = nl.ndarray((128, (d + 127) // 128, keys), dtype=k.dtype, buffer=nl.sbuf)
+    for part in range((d + 127) // 128):
+        deep = min(128, d - 128 * part)
+        nisa.dma_copy(
+            dst=flat[0:deep, part, 0:keys],
+            src=k[128 * part : 128 * part + deep, step[2] : step[2] + keys],
+        )
+    return flat
+
+
 def turn_keys(natural, step, spec, schedule):
     """Return keys of a chunk with the head size on the partitions, [128, parts, passes, 128].
 
@@ -302,6 +321,7 @@ def turn_passes(k_t, natural, part, passes, place, step, spec, schedule):
 
 def score_chunk(scores, k_t, q_t, step, spec, schedule):
     """Compute the scores of a chunk, [128 keys, tiles, columns], before the scale."""
+    tiles = step[3]
     wide = step[5]
     columns = spec.columns
     passes = list_passes(step, schedule)
@@ -320,9 +340,14 @@ def score_chunk(scores, k_t, q_t, step, spec, schedule):
                 into = sums[0:wide, left, 0:columns]
             for part in range((spec.d + 127) // 128):
                 height = some[i][1] * min(128, spec.d - 128 * part)
+                if spec.k_layout == "col":
+                    keys = k_t[0:height, part, 0 : wide * tiles]
+                    keys = keys.reshape_dim(1, (wide, tiles)).select(2, some[i][0])
+                else:
+                    keys = k_t[0:height, part, first + i, 0:wide]
                 nisa.nc_matmul(
                     dst=into,
-                    stationary=k_t[0:height, part, first + i, 0:wide],
+                    stationary=keys,
                     moving=q_t[0:height, part, 0:width],
                     accumulate=part > 0,
                 )

@@ -51,14 +51,26 @@ def load_keys(k, rope, spec):
     """Return k^T [128, parts of d, context]."""
     parts = (spec.d + 127) // 128
     k_t = nl.ndarray((128, parts, spec.context), dtype=k.dtype, buffer=nl.sbuf)
-    for r0 in range(0, spec.context, 128):
-        deep = min(128, spec.context - r0)
-        natural = nl.ndarray((128, 1, spec.d), dtype=k.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
-        if spec.rope == "qk":
-            natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
-        place = k_t[0:128, 0:parts, r0 : r0 + deep]
-        turn_tiles(place, natural[0:deep, 0, 0 : spec.d], False, r0 // 128)
+    for c0 in range(0, spec.context, 512):
+        width = min(512, spec.context - c0)
+        if spec.k_layout == "col":
+            for part in range(parts):
+                deep = min(128, spec.d - 128 * part)
+                nisa.dma_copy(
+                    dst=k_t[0:deep, part, c0 : c0 + width],
+                    src=k[128 * part : 128 * part + deep, c0 : c0 + width],
+                )
+        else:
+            for r0 in range(c0, c0 + width, 128):
+                deep = min(128, spec.context - r0)
+                natural = nl.ndarray((128, 1, spec.d), dtype=k.dtype, buffer=nl.sbuf)
+                nisa.dma_copy(dst=natural[0:deep, 0, 0 : spec.d], src=k[r0 : r0 + deep, 0 : spec.d])
+                if spec.rope == "qk":
+                    natural = rotate(natural, load_angles(rope, r0, deep, spec), deep, spec)
+                turn_tiles(
+                    k_t[0:128, 0:parts, r0 : r0 + deep], natural[0:deep, 0, 0 : spec.d],
+                    False, r0 // 128,
+                )  # fmt: skip
     return k_t
 
 
