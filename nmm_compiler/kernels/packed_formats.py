@@ -198,12 +198,6 @@ def from_nki(data: np.ndarray, scales: np.ndarray, form: PackedFormat) -> np.nda
     return dequantize(packed, np.ascontiguousarray(scales.T), form).T
 
 
-def rows_in_fours(k: int) -> np.ndarray:
-    """Return the rows of a factor [k, rank] beside an MX weight in the order in which they are
-    stored, for k of whole 512s: row 512 t + 4 p + j is one of partition p, whose rows are a run."""
-    return np.arange(k).reshape(-1, 128, 4).swapaxes(0, 1).reshape(k)
-
-
 def rounding_of_x(x: np.ndarray) -> np.ndarray:
     """Return the largest error of quantize_mx, for x [m, k] in blocks of 32 to e4m3.
 

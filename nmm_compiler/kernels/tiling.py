@@ -11,8 +11,10 @@ from nmm_compiler.targets import Target
 LOADS = ("rows", "strided", "dma", "tensor")
 # One long run per partition, or the order that transposes produce.
 # Or four consecutive rows a partition, as products of MX blocks want them.
-FOURS = "fours"
-ORDERS = ("consecutive_rows", "strided_rows", FOURS)
+STRIDED, FOURS = "strided_rows", "fours"
+ORDERS = ("consecutive_rows", STRIDED, FOURS)
+# Layouts of a first factor stored as one run of rows a partition: how many neighbours are in one.
+RUNS = {STRIDED: 1, FOURS: 4}
 
 # The description of each way of loading, for headers.
 LOADED = {
@@ -21,6 +23,12 @@ LOADED = {
     "dma": "through DMA transposes",
     "tensor": "through TensorE transposes",
 }
+
+
+def rows_in_runs(k: int, layout: str) -> np.ndarray:
+    """Return the rows of a factor [k, rank] in the order in which a layout of RUNS stores them: all
+    rows of partition 0, in the order in which products take them, then those of partition 1."""
+    return np.arange(k).reshape(-1, 128, RUNS[layout]).swapaxes(0, 1).reshape(k)
 
 
 def numpy_dtype(name: str) -> np.dtype:

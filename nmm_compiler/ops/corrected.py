@@ -35,13 +35,13 @@ from nmm_compiler.kernels.linear.corrected import (
     operand_name,
 )
 from nmm_compiler.kernels.packed_formats import FORMATS, MX, element_values
-from nmm_compiler.kernels.tiling import FOURS
+from nmm_compiler.kernels.tiling import RUNS
 from nmm_compiler.ops import references
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Operand, Placements
 from nmm_compiler.ops.launches import (
     Launch,
     Transpose,
-    in_fours,
+    in_runs,
     mx_weight,
     turned,
     weight,
@@ -260,7 +260,7 @@ class CorrectedOp(LinearOp):
         for (end, one), product in zip(self.linears(given), products, strict=True):
             if form not in MX:
                 one["w_scale"] = one["w_scale"].float().expand(product.sizes[2])
-            first = first_layout(form, product.sizes[0])
+            first = first_layout(form, product.sizes[0], end == "down")
             operands = stored_operands(one, form, ways, transpose or turned, first)
             named |= {operand_name(name, end): tensor for name, tensor in operands.items()}
             scales += [one["branch_scale"].float()] if _in_fp8(one) else []
@@ -351,8 +351,8 @@ def stored_operands(
     """
     made = {name: one[name] for name in ("u", "v", "bias") if one[name] is not None}
     for name in "uv":
-        if name in made and name == "u" and first == FOURS:
-            made[name] = in_fours(made[name], ways[name], transpose)
+        if name in made and name == "u" and first in RUNS:
+            made[name] = in_runs(made[name], ways[name], transpose, RUNS[first])
         elif name in made:
             made[name] = weight(made[name], ways[name], transpose)[0]
     w, scale = one["w"], one["w_scale"]

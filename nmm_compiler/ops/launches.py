@@ -72,11 +72,11 @@ def turned(w: Tensor) -> Tensor:
     return w.mT.contiguous()
 
 
-def in_fours(u: Tensor, layout: str, transpose: Transpose) -> Tensor:
-    """Return a first factor [k, rank] with its rows as `rows_in_fours` says, k of whole 512s."""
+def in_runs(u: Tensor, layout: str, transpose: Transpose, together: int) -> Tensor:
+    """Return a first factor [k, rank] with rows as `rows_in_runs` says, `together` a partition."""
     rows = u if layout == "row" else u.mT
-    fours = rows.unflatten(0, (-1, 128, 4)).permute(1, 0, 3, 2)
-    return transpose(fours).reshape(rows.shape)
+    runs = rows.unflatten(0, (-1, 128, together)).permute(1, 0, 3, 2)
+    return transpose(runs).reshape(rows.shape)
 
 
 def mx_weight(

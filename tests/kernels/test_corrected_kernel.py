@@ -11,8 +11,8 @@ from nmm_compiler.codegen.check_against_float64 import random_arrays
 from nmm_compiler.codegen.choose import rank as rank_schedules
 from nmm_compiler.errors import NmmError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
-from nmm_compiler.kernels.packed_formats import FORMATS, from_nki, rows_in_fours
-from nmm_compiler.kernels.tiling import FOURS
+from nmm_compiler.kernels.packed_formats import FORMATS, from_nki
+from nmm_compiler.kernels.tiling import FOURS, rows_in_runs
 from nmm_compiler.targets import get
 
 ONE = CorrectedSpec(m=1, k=1024, n=512, rank=64)
@@ -121,7 +121,7 @@ def test_the_reference_is_of_the_weight_multiplied_out():
     w = from_nki(named["w"], named["w_scale"], FORMATS["mxfp8"]).astype(np.float64)
     x, stored, v, bias = (named[name].astype(np.float64) for name in ("x", "u", "v", "bias"))
     u = np.empty_like(stored)
-    u[rows_in_fours(spec.k)] = stored
+    u[rows_in_runs(spec.k, "fours")] = stored
     np.testing.assert_allclose(spec.reference(*arrays), x @ w + x @ u @ v + bias, rtol=1e-12)
     size = named["w"].nbytes + named["w_scale"].nbytes
     assert size == FORMATS["mxfp8"].stored_bytes(spec.n, spec.k, 4)

@@ -10,10 +10,10 @@ from torch import nn
 from toy_models import llama
 
 import nmm_compiler as nmm
-from nmm_compiler.kernels.packed_formats import rows_in_fours
+from nmm_compiler.kernels.tiling import rows_in_runs
 from nmm_compiler.lowrank_models.modules import LowRankLinear
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, round_factors
-from nmm_compiler.ops.corrected import CORRECTED
+from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_MLP
 from nmm_compiler.ops.lower import lower
 from nmm_compiler.runtime.weights import Packs
 
@@ -152,7 +152,7 @@ def test_u_is_put_in_the_order_of_its_kernel_once_for_each_of_its_values(k, layo
         named = zip((tensor.name for tensor in launch.spec.inputs()), launch.operands, strict=True)
         return dict(named)["u"]
 
-    rows = torch.from_numpy(rows_in_fours(k)) if k == 1024 else torch.arange(k)
+    rows = torch.from_numpy(rows_in_runs(k, "fours")) if k == 1024 else torch.arange(k)
     wanted, first = u.float()[rows], taken()
     assert torch.equal(first.float(), wanted)
     made = packs.made
@@ -161,6 +161,24 @@ def test_u_is_put_in_the_order_of_its_kernel_once_for_each_of_its_values(k, layo
     with torch.no_grad():
         stored.copy_((2 * stored.float()).to(dtype))
     assert torch.equal(taken().float(), 2 * wanted)
+
+
+@pytest.mark.parametrize("n", [256, 192])  # features of whole 128s, and more
+def test_u_behind_h_is_put_in_the_order_of_the_tiles_of_h(n):
+    sizes = (128, n), (128, n), (n, 128)
+    bases = [QuantizedLinear.of(torch.randn(outputs, k), "fp8") for k, outputs in sizes]
+    us = [torch.randn(k, 16).bfloat16() for k, _ in sizes]
+    vs = [torch.randn(16, outputs).bfloat16() for _, outputs in sizes]
+    values = [one.values.view(torch.float8_e4m3fn) for one in bases]
+    operands = x(1), values, [one.scale[:, 0] for one in bases], us, vs
+    keywords = {**CORRECTED_MLP.keywords, "format": "fp8", "v_layout": "row"}
+    (launch,) = lower("corrected_mlp", (*operands, *[None] * 4), keywords, 1).launches
+    names = (tensor.name for tensor in launch.spec.inputs())
+    named = dict(zip(names, launch.operands, strict=True))
+    rows = torch.from_numpy(rows_in_runs(n, "strided_rows")) if n == 256 else torch.arange(n)
+    assert rows[1] == (128 if n == 256 else 1)
+    assert torch.equal(named["down_u"], us[2][rows])
+    assert torch.equal(named["up_u"], us[1])
 
 
 def test_the_op_refuses_what_is_no_weight_of_blocks():

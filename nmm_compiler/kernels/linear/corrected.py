@@ -21,7 +21,7 @@ from nmm_compiler.kernels.linear.layer import MULTIPLY, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.kernels.packed_formats import FORMATS, MX
-from nmm_compiler.kernels.tiling import FOURS
+from nmm_compiler.kernels.tiling import FOURS, STRIDED
 from nmm_compiler.targets import Target
 
 MX_PRODUCT = "nc_matmul_mx"
@@ -45,10 +45,11 @@ def reads_as_stored(target: Target, format: str) -> bool:
     return format in MULTIPLIED and target.float8_kernels
 
 
-def first_layout(format: str, k: int) -> str:
-    """Return the layout of a first factor of k inputs beside a weight: of MX blocks and whole 512s
-    in order "fours", of which each partition then loads one run."""
-    return FOURS if format in MX and k % 512 == 0 else "row"
+def first_layout(format: str, k: int, behind: bool) -> str:
+    """Return the layout of a first factor of k inputs beside a weight: a run for each partition in
+    order "fours" beside MX blocks, in the order of tiles behind h, where these divide k."""
+    layout, block = (FOURS, 512) if format in MX else (STRIDED if behind else "row", 128)
+    return "row" if k % block else layout
 
 
 def check_mx_product(spec: Any, target: Target) -> None:
@@ -68,10 +69,11 @@ class CorrectedSpec(LinearSpec):
     n: outputs, or those of each of several linears, whose operands then end in their numbers; rank,
     bias, activation and out_layout may have a value for each, too. rank 0: no branch. weight: the
     format of w. MX: w is bytes [k / 4, n size] and w_scale [k / 32, n], as `for_nki` gives them; u
-    of whole 512s has its rows in the order of `rows_in_fours`. fp8: w is [k, n], w_scale [n], and v
-    comes divided by it. branch: "fp8" for a u and a v of such numbers; "" for those of x's dtype.
-    Behind the other scales branch_scale then has a row for each pair, the scales of its ranks
-    filled up with ones to as many whole 128s as the widest has.
+    of whole 512s has its rows in the order of `rows_in_runs(k, "fours")`. fp8: w is [k, n], w_scale
+    [n], and v comes divided by it; behind h, u of whole 128s has its rows in the order of
+    `rows_in_runs(n, "strided_rows")`. branch: "fp8" for a u and a v of such numbers; "" for those
+    of x's dtype. Behind the other scales branch_scale then has a row for each pair, the scales of
+    its ranks filled up with ones to as many whole 128s as the widest has.
     """
 
     n: int | tuple[int, ...]
@@ -166,10 +168,11 @@ class CorrectedSpec(LinearSpec):
         """Return a linear with its branch."""
         k, n, r, end = sizes
         names = {name: operand_name(name, end) for name in "wuv"}
+        layout = first_layout(self.weight, k, end == "down")
         plain = FP8 if self.branch else self.dtype if self.weight == "fp8" else ""
         form = "" if self.weight == "fp8" else self.weight
         pair = LowRank(
-            u=Weight(name=names["u"], k=k, n=r, format=plain, layout=first_layout(form, k)),
+            u=Weight(name=names["u"], k=k, n=r, format=plain, layout=layout),
             v=Weight(name=names["v"], k=r, n=n, format=plain),
         )
         return Linear(

@@ -38,10 +38,10 @@ class Weight(Record):
     """A matrix [k, n] in HBM, and how it arrives in SBUF; k 0 for none.
 
     name: of the operand. format: its number format where it is not that of the layer, as of plain
-    factors beside an fp8 weight. layout: "row" as it multiplies, "col" stored [n, k], "fours" with
-    its rows as `rows_in_fours` says. cut: the dimension of which each of two cores has half, -1 for
-    none. A schedule sets the rest: order, which rows of the contraction share a partition; load,
-    how they get there; block, outputs in SBUF at a time; chunk, rows a load; group, tiles of
+    factors beside an fp8 weight. layout: "row" as it multiplies, "col" stored [n, k], or one of
+    RUNS, its rows as `rows_in_runs` says. cut: the dimension of which each of two cores has half,
+    -1 for none. A schedule sets the rest: order, which rows of the contraction share a partition;
+    load, how they get there; block, outputs in SBUF at a time; chunk, rows a load; group, tiles of
     outputs that are summed together; down, tiles of tokens that are, where the weight moves; ahead,
     a panel is loaded before the results of the one before it are stored; double_row, two tiles of
     an fp8 contraction a pass; spread, a tile of outputs has every fourth of 512; parts, of the

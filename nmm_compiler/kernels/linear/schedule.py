@@ -453,7 +453,7 @@ def whole_blocks(weight: Weight, chunk: int) -> int:
 
 def _load(weight: Weight, turned: str) -> str:
     """Return how a weight is loaded, given how those stored [n, k] are."""
-    return {"row": "rows", "col": turned}.get(weight.layout, weight.layout)
+    return {"row": "rows", "col": turned}.get(weight.layout, "runs")
 
 
 def _mx_loads(layer: Layer) -> tuple[str, ...]:

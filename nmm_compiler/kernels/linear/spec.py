@@ -35,8 +35,8 @@ from nmm_compiler.kernels.linear.layer import (
     placed,
 )
 from nmm_compiler.kernels.number_formats import FP8, SCALES, X_DTYPES
-from nmm_compiler.kernels.packed_formats import from_nki, rows_in_fours
-from nmm_compiler.kernels.tiling import FOURS, lay
+from nmm_compiler.kernels.packed_formats import from_nki
+from nmm_compiler.kernels.tiling import RUNS, lay, rows_in_runs
 
 
 def operand_of(weight: Weight, dtype: str, layout: str, *groups: int) -> TensorSpec:
@@ -298,8 +298,8 @@ class LinearSpec(KernelSpec):
             if one.mx
         }
         for one in layer.weights():
-            if one.layout == FOURS:
-                named[one.name] = named[one.name][np.argsort(rows_in_fours(one.k))]
+            if one.layout in RUNS:
+                named[one.name] = named[one.name][np.argsort(rows_in_runs(one.k, one.layout))]
         return Estimates(self, layer, named, typical).results()
 
     def laid(self, made: Iterable[Any]) -> Any:

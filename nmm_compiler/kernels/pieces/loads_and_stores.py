@@ -15,8 +15,8 @@ from .records import Epilogue, Part
 
 def load(dst, tile, part: Part, how, order, total):
     """Load a part so that its contraction index, `total` long, lies on the partitions."""
-    if how == "fours":
-        load_stored_fours(dst, tile, part, total)
+    if how == "runs":
+        load_runs(dst, tile, part, total)
     elif how == "rows" and order == "fours":
         load_fours(dst, tile, part)
     elif how == "rows":
@@ -181,8 +181,8 @@ def load_fours(dst, tile, part: Part):
         )
 
 
-def load_stored_fours(dst, tile, part: Part, total):
-    """Load rows of a matrix that is stored in order "fours": a run of each partition's rows."""
+def load_runs(dst, tile, part: Part, total):
+    """Load rows of a matrix that is stored as a run of each partition's rows, in any order."""
     first = part.row // 128
     last = (part.row + part.rows) // 128
     rows = part.src.reshape_dim(0, (128, total // 128))
