@@ -33,8 +33,12 @@ def test_the_held_out_errors_were_printed_with_the_constants_of_today():
     assert timing_points.bands(RESULTS) == list(evidence.bands().values())
 
 
-def test_the_hash_notices_a_constant(monkeypatch):
-    before = timing_hash.constants_hash()
+@pytest.fixture(scope="module")
+def before():
+    return timing_hash.constants_hash()
+
+
+def test_the_hash_notices_a_constant(monkeypatch, before):
     monkeypatch.setattr(resources, "_WORTH_A_SWAP", 0.25)
     other = timing_hash.constants_hash()
     monkeypatch.undo()
@@ -51,8 +55,7 @@ def slower(rule):
 
 
 @pytest.mark.parametrize("op", PRICED)
-def test_the_hash_notices_a_cost_rule(op, monkeypatch):
-    before = timing_hash.constants_hash()
+def test_the_hash_notices_a_cost_rule(op, monkeypatch, before):
     monkeypatch.setitem(costs.RULES, op, slower(costs.RULES[op]))
     assert timing_hash.constants_hash() != before
 
@@ -70,14 +73,14 @@ def test_the_hash_notices_a_cost_rule(op, monkeypatch):
         (costs, "tensor_dtype", lambda instruction: "bfloat16"),
     ],
 )
-def test_the_hash_notices_how_transfers_and_products_are_priced(module, name, other, monkeypatch):
-    before = timing_hash.constants_hash()
+def test_the_hash_notices_how_transfers_and_products_are_priced(
+    module, name, other, monkeypatch, before
+):
     monkeypatch.setattr(module, name, other)
     assert timing_hash.constants_hash() != before
 
 
-def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch):
-    before = timing_hash.constants_hash()
+def test_the_hash_holds_while_no_constant_of_timing_changes(monkeypatch, before):
     known = targets.get
     freed = {"absent_forms": (), "hbm_bytes": 1, "collective_points": ()}
     monkeypatch.setattr(targets, "get", lambda name: dataclasses.replace(known(name), **freed))
