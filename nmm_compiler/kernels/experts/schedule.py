@@ -11,7 +11,12 @@ from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import GROUPS, WEIGHTS, Family, Schedule, check_name
 from nmm_compiler.kernels.experts.spec import FEW, TOKENS, ExpertsSpec
 from nmm_compiler.kernels.linear.layer import OPS, Weight
-from nmm_compiler.kernels.linear.schedule import add_loads, sizes_of_panels, whole_blocks
+from nmm_compiler.kernels.linear.schedule import (
+    add_loads,
+    parts_of,
+    sizes_of_panels,
+    whole_blocks,
+)
 from nmm_compiler.kernels.tiling import (
     FOURS,
     ORDERS,
@@ -201,10 +206,13 @@ class ExpertsSchedule(Schedule):
         fours = spec.mx and (base or first)
         runs = up and (base or first) and spec.weight_layout == "row"
         order = ORDERS[0] if runs else ORDERS[1]
+        few = (self.tokens or spec.m) <= FEW and (spec.k if up else spec.features) > 384
+        behind = self.way != "blocks" and not (base or first or up)
         return dataclasses.replace(
             one, n=n, layout=layout, ahead=True, order=FOURS if fours else order,
             load="rows" if layout == "row" else self.w_load, block=columns, group=group, down=patch,
             chunk=whole_blocks(one, chunk) if fours else chunk, spread=spec.mx and halved,
+            few_sums=few and first, parts=parts_of(one, columns, 128) if few and behind else 1,
         )  # fmt: skip
 
     @property

@@ -113,9 +113,8 @@ class LinearSchedule(Schedule):
         spread = layer.mx and layer.down.n > 0 and not (first or behind)
         few = layer.corrects(linear) and layer.m <= FEW and weight is not linear.weight
         few = few and (layer.mx or linear.low_rank.u.k > 384)
-        narrow = few and not first and weight.k in (32, 64)
+        narrow = few and not first
         unit = 512 if spread or rows else 128
-        parts = [p for p in (4, 2) if narrow and p * weight.k <= 128]
         # A sum takes its next product 203 ns behind the one before: of few tokens more sums fit
         # in between, and share a bank.
         share = 1 if first or rows or tokens >= 64 else 2 if layer.mx or layer.combine else 4
@@ -131,7 +130,7 @@ class LinearSchedule(Schedule):
             double_row=self.double_row and of_x,
             spread=spread,
             few_sums=few and first and not self.double_row,
-            parts=next((p for p in parts if not math.gcd(weight.n, columns) % (p * unit)), 1),
+            parts=parts_of(weight, columns, unit) if narrow else 1,
         )
 
     def stages(self, layer: Layer) -> list[dict[str, int]]:
@@ -442,6 +441,14 @@ def candidates(layer: Layer, target: Target) -> Iterator[LinearSchedule]:
                 yield made
             if not fits or (few and layer.combine):
                 yield dataclasses.replace(made, ahead=False)
+
+
+def parts_of(weight: Weight, columns: int, unit: int) -> int:
+    """Return how many parts of a panel of few rows lie on the partitions, each of whole units."""
+    if weight.k not in (32, 64):
+        return 1
+    shared = math.gcd(weight.n, columns)
+    return max(p for p in (1, 2, 4) if p == 1 or (p * weight.k <= 128 and not shared % (p * unit)))
 
 
 def whole_blocks(weight: Weight, chunk: int) -> int:

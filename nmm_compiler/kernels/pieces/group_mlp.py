@@ -14,6 +14,7 @@ from .chosen_groups import gates_of
 from .expand import add_tiles
 from .loads_and_stores import turn_rows
 from .mx import quantize_strip
+from .project import project_few
 from .records import Block, Epilogue, Left, Panel, Plan, Result, Term
 from .scales_and_biases import load_columns, load_spread
 from .sums import load_panel, make_columns, make_rows
@@ -164,7 +165,8 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
     biases = halves_of(operands[2], one, first, spec) if spec.gate_up_bias else [None, None]
     scales = halves_of(operands[4], one, first, spec) if spec.scales != "" else [None, None]
     if spec.up_u.k > 0:
-        p_sb = project_group(left[0], ups[s * spec.up_panels][4], spec.up_u, spec.up_u.n, at, spec)
+        first_u = ups[s * spec.up_panels][4]
+        p_sb = project_group(left[0], first_u, spec.up_u, spec.up_v, spec.up_u.n, at, spec)
     else:
         p_sb = None
     from_x = stored_term(left, spec.up)
@@ -210,21 +212,24 @@ def make_h(ups, downs, left, groups, s, operands, core, spec):
     h = as_left(h_sb, spec.features, m, spec)
     if spec.down_u.k > 0:
         last_u = downs[s * spec.down_panels][2]
-        q_sb = project_group(h_sb, last_u, spec.down_u, spec.down_u.n, at, spec)
+        q_sb = project_group(h_sb, last_u, spec.down_u, spec.down_v, spec.down_u.n, at, spec)
     else:
         q_sb = None
     return [h[0], h[1], h[2], q_sb]
 
 
-def project_group(strip, chunks, plan: Plan, rank, at: Block, spec):
+def project_group(strip, chunks, plan: Plan, second: Plan, rank, at: Block, spec):
     """Return p^T, [128, tiles of the rank, tokens], of a group's first factor."""
     p_sb = nl.ndarray((128, (rank + 127) // 128, at.tokens), dtype=strip.dtype, buffer=nl.sbuf)
-    make_columns(
-        p_sb, Term(Left(strip, None, "none"), None, plan), chunks,
-        Term(Left(None, None, "none"), None, spec.nothing), [],
-        Panel(0, rank, spec.group, 1, rank, 0), at,
-        Epilogue(None, "", None, False, "identity", nl.copy, None, False, None, False),
-    )  # fmt: skip
+    term = Term(Left(strip, None, "none"), None, plan)
+    if plan.few_sums:
+        project_few(p_sb, term, chunks, 0, rank, second.parts, None, False, at)
+    else:
+        make_columns(
+            p_sb, term, chunks, Term(Left(None, None, "none"), None, spec.nothing), [],
+            Panel(0, rank, spec.group, 1, rank, 0), at,
+            Epilogue(None, "", None, False, "identity", nl.copy, None, False, None, False),
+        )  # fmt: skip
     return p_sb
 
 

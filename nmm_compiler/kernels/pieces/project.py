@@ -36,7 +36,7 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
                         Left(left.strip, left.source, left.how if pair.place == 0 else "none"),
                         own(others.get(pair.u.name), pair.u.cut, at.core), pair.u,
                     ),
-                    r0, wide, pair.v.parts, ends.p_scale[pair.place], pair.scales != "", at,
+                    [], r0, wide, pair.v.parts, ends.p_scale[pair.place], pair.scales != "", at,
                 )  # fmt: skip
             else:
                 make_columns(
@@ -88,10 +88,11 @@ def project(p_sb, left: Left, stage, ends: Ends, at: Block, spec, others):
             )  # fmt: skip
 
 
-def project_few(p_sb, term: Term, r0, wide, times, scale, scaled, at: Block):
+def project_few(p_sb, term: Term, chunks, r0, wide, times, scale, scaled, at: Block):
     """Compute p^T of few tokens: up to four sums take turns, so that none waits for itself.
 
-    times: how often p^T is there, one behind another. scale: of each rank, where it is scaled.
+    chunks: of u, where they are loaded ahead. times: how often p^T is there, one behind another.
+    scale: of each rank, where it is scaled.
     """
     for n1 in range(0, wide, 128):
         width = min(128, wide - n1)
@@ -102,7 +103,11 @@ def project_few(p_sb, term: Term, r0, wide, times, scale, scaled, at: Block):
             rows = min(term.plan.chunk, term.plan.k - k0)
             if r0 + n1 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
-            u_sb = load_chunk(term, k0, r0 + n1, width)
+            if term.plan.ahead:
+                chunk = chunks[k0 // term.plan.chunk]
+                u_sb = chunk[0:128, 0 : chunk.shape[1], n1 : n1 + width]
+            else:
+                u_sb = load_chunk(term, k0, r0 + n1, width)
             fours = term.plan.order == "fours"
             for kt in range((rows + 511) // 512 * 4 if fours else (rows + 127) // 128):
                 parts = min(128, (rows - 512 * (kt // 4)) // 4 if fours else rows - 128 * kt)

@@ -56,6 +56,7 @@ class Plan(nl.NKIObject):
     down: int
     ahead: bool
     double_row: bool
+    few_sums: bool
 
 
 @dataclass
