@@ -33,7 +33,7 @@ from nmm_compiler.kernels.packed_formats import FORMATS, MX, check_blocks, quant
 from nmm_compiler.lowrank_models.factorize import factorize
 from nmm_compiler.lowrank_models.modules import LowRankLinear, lowrank_layers
 from nmm_compiler.lowrank_models.moments import Moment, Moments
-from nmm_compiler.ops import corrected as corrected  # defines nmm.dequantize
+from nmm_compiler.ops import stored as stored  # defines nmm.dequantize
 
 ROUNDS = 2
 """How often a base is fitted to its branch: more gain little."""

@@ -20,7 +20,6 @@ from nmm_compiler.kernels.experts.spec import FACTORS, HALVES, ExpertsSpec
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.linear.specs import AdaptersSpec
 from nmm_compiler.kernels.packed_formats import MX
-from nmm_compiler.ops.corrected import stored_operands  # that room also defines nmm.dequantize
 from nmm_compiler.ops.definition import LAYOUTS, WHERE, Op, Operand
 from nmm_compiler.ops.launches import (
     Launch,
@@ -28,7 +27,7 @@ from nmm_compiler.ops.launches import (
     dtype_name,
     turned,
 )
-from nmm_compiler.ops.linear import LinearOp
+from nmm_compiler.ops.linear import Linear, LinearOp
 from nmm_compiler.ops.operands import (
     check_dtypes,
     check_same,
@@ -36,74 +35,14 @@ from nmm_compiler.ops.operands import (
     tokens_of,
     weight_shape,
 )
-from nmm_compiler.ops.references import activate, product, tracing
+from nmm_compiler.ops.references import activate, tracing
+from nmm_compiler.ops.stored import Matrix, stored_operands  # which also defines nmm.dequantize
 
 
-def adapters_matmul(
-    x: Tensor,
-    index: Tensor,
-    u: Tensor,
-    v: Tensor,
-    gains: Tensor,
-    bias: Tensor | None = None,
-    w: Tensor | None = None,
-    *,
-    activation: str = "identity",
-    x_layout: str = "row",
-    out_layout: str = "row",
-    u_layout: str = "row",
-    v_layout: str = "row",
-    w_layout: str = "row",
-    target: str = "trn2",
-    executor: str = "reference",
-) -> Tensor:
-    """Return activation(x w + gains_i (x u_i) v_i + bias), i = index of the token, -1 for none.
-
-    u: [k, groups r] or "col" [groups r, k], v: [groups r, n] or "col" [n, groups r], the factors of
-    all adapters; index: [...], as the tokens of x; gains: [groups].
-    """
-    if x_layout == "col":
-        x = x.t()
-    groups = gains.shape[0]
-    h = product(x, u, u_layout, None, "row")
-    chosen = index.reshape(x.shape[:-1]).unsqueeze(-1) == torch.arange(groups, device=x.device)
-    each = torch.where(chosen, gains.to(h.dtype), torch.zeros((), dtype=h.dtype, device=x.device))
-    h = h * each.repeat_interleave(h.shape[-1] // groups, -1)
-    y = product(h, v, v_layout, None, out_layout)
-    if w is not None:
-        y = product(x, w, w_layout, None, out_layout) + y
-    if bias is not None:
-        y = y + (bias if out_layout == "row" else bias.unsqueeze(1))
-    return y if activation == "identity" else activate(y, activation)
-
-
-def experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    gates: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    gate_up_u: Tensor | None = None,
-    gate_up_v: Tensor | None = None,
-    down_u: Tensor | None = None,
-    down_v: Tensor | None = None,
-    *,
-    format: str = "",
-    weight_layout: str = "row",
-    factor_layout: str = "row",
-    halves: str = "joined",
-    activation: str = "silu",
-    limit: float = 0.0,
-    slope: float = 1.0,
-    plus: float = 0.0,
-    target: str = "trn2",
-    executor: str = "reference",
-) -> Tensor:
+def experts(given: Mapping[str, Any]) -> Tensor:
     """Return the sum over j of gates[t, j] MLP_i(x[t]), i = index[t, j], as `ExpertsSpec` says it.
+
+    given: the arguments of a call by name.
 
     gate_up: [groups, k, 2 n], down: [groups, n, k], or transposed each with weight_layout "col".
     index, gates: [tokens, top_k]; -1 for no expert.
@@ -116,18 +55,16 @@ def experts(
     beside gate_up and down, [groups, rank, outputs]; factor_layout: "col" for all of them
     transposed. With MX blocks they are filled up, too, but for the inputs of gate_up_u.
     """
+    x, index, gates = given["x"], given["index"], given["gates"]
     if x.is_meta:
         return torch.empty_like(x)
     picks, top_k = index.reshape(-1), index.shape[-1]
-    rows = x.reshape(-1, x.shape[-1])
-    first = gate_up, gate_up_scale, gate_up_u, gate_up_v, gate_up_bias
-    second = down, down_scale, down_u, down_v, down_bias
-    said = format, weight_layout == "col", factor_layout == "col"
+    rows, groups = x.reshape(-1, x.shape[-1]), given["down"].shape[0]
 
     def mlp(rows: Tensor, some: Any) -> Tensor:
-        both = _times(rows, first, some, *said)
-        h = gated(both, halves, activation, limit, slope, plus)
-        return _times(h, second, some, *said)
+        both = _times(rows, given, "gate_up", some)
+        h = gated(both, **{name: given[name] for name in _SAID})
+        return _times(h, given, "down", some)
 
     if tracing() or torch.compiler.is_compiling():  # each pick's own weights: no shape is data
         y = mlp(rows.repeat_interleave(top_k, 0).unsqueeze(1), picks.clamp(min=0)).squeeze(1)
@@ -138,8 +75,8 @@ def experts(
     total = torch.zeros(rows.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     total = total.to(x.device)
     for group in torch.unique(picks[picks != -1]).tolist():
-        if not 0 <= group < gate_up.shape[0]:
-            raise IndexError(f"experts: index {group} is none of {gate_up.shape[0]} experts")
+        if not 0 <= group < groups:
+            raise IndexError(f"experts: index {group} is none of {groups} experts")
         place = (picks == group).nonzero().squeeze(-1)
         token = torch.div(place, top_k, rounding_mode="floor")
         y = mlp(rows[token], group)
@@ -147,33 +84,48 @@ def experts(
     return total.to(x.dtype).reshape(x.shape)
 
 
-def _times(
-    x: Tensor, side: Sequence[Any], some: Any, format: str, col: bool, factors_col: bool
-) -> Tensor:
+def stacks(given: Mapping[str, Any], name: str) -> dict[str, Matrix]:
+    """Return the weights of gate_up or of down of all groups, by the letters u, v and w.
+
+    given: the arguments of a call. Of factors alone the weight is the second one.
+    """
+    form, layout = given["format"], given["factor_layout"]
+    w = Matrix(name, given[name], given["weight_layout"], form, given[f"{name}_scale"])
+    u, v = (Matrix(f"{name}_{end}", given[f"{name}_{end}"], layout) for end in "uv")
+    every = {"u": u, "v": v, "w": w}
+    if form == FACTORS:
+        every = {"u": u, "v": dataclasses.replace(w, name=v.name, form="")}
+    return {letter: one for letter, one in every.items() if one.tensor is not None}
+
+
+def of_group(weights: Mapping[str, Matrix], some: Any) -> dict[str, Matrix]:
+    """Return the weights of one group, or of that of each pick."""
+    return {
+        letter: dataclasses.replace(
+            one, tensor=one.tensor[some], scale=None if one.scale is None else one.scale[some]
+        )
+        for letter, one in weights.items()
+    }
+
+
+def _times(x: Tensor, given: Mapping[str, Any], name: str, some: Any) -> Tensor:
     """Return rows times the weight of gate_up or of down, or its factors, or both, plus the bias.
 
-    side: the weight, its scale, factors and bias, of all groups. some: one group, or that of each
-    row, of which x has one more dimension.
+    some: one group, or that of each row, of which x has one more dimension.
     """
-    picked: list[Any] = [None if one is None else one[some] for one in side]
-    w, scale, u, v, bias = picked
-    if factors_col:
-        u, v = (None if one is None else one.mT for one in (u, v))
-    if format in MX:
-        w = torch.ops.nmm.dequantize(w, scale, format, x.dtype).mT
-    elif col:
-        w = w.mT
-    if format == FACTORS:
-        w, v = None, w
-    elif format not in MX and scale is not None:
-        w = w.to(x.dtype) * scale.to(x.dtype).unsqueeze(-2)
     y: Any = 0
-    if w is not None:
-        y = x @ w[..., : x.shape[-1], :]  # blocks are filled up with zeros
-    if u is not None:
-        y = y + (x @ u) @ v
+    weights = of_group(stacks(given, name), some)
+    wide = {
+        letter: one.wide(x.dtype).mT if one.layout == "col" else one.wide(x.dtype)
+        for letter, one in weights.items()
+    }
+    if "w" in wide:
+        y = x @ wide["w"][..., : x.shape[-1], :]  # blocks are filled up with zeros
+    if "u" in wide:
+        y = y + (x @ wide["u"]) @ wide["v"]
+    bias = given[f"{name}_bias"]
     if bias is not None:
-        y = y + (bias.unsqueeze(1) if isinstance(some, Tensor) else bias)
+        y = y + (bias[some].unsqueeze(1) if isinstance(some, Tensor) else bias[some])
     made: Tensor = y
     return made
 
@@ -219,14 +171,26 @@ def _check_index(index: Tensor, tokens: Sequence[Any]) -> None:
 
 
 class AdaptersOp(LinearOp):
-    """A linear layer of all tokens, and for each the branch of its adapter."""
+    """activation(x w + gains_i (x u_i) v_i + bias), i = index of the token, -1 for none.
+
+    u: [k, groups r] or "col" [groups r, k], v: [groups r, n] or "col" [n, groups r], the factors of
+    all adapters; index: [...], as the tokens of x; gains: [groups].
+    """
 
     by_kernels = Op.by_kernels  # by its reference: no kernel computes it backward
     sharding = Op.sharding
 
-    def of_one_dtype(self, given: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield the tensors, or None, that have the dtype of x."""
-        yield from (given[name] for name in ("u", "v", "bias", "w"))
+    def reference(self, *args: Any, **kw: Any) -> Tensor:
+        """Return what the op computes, in plain PyTorch."""
+        given = self.bound(args, kw)
+        (one,) = self.linears(given)
+        x, gains = given["x"], given["gains"].to(given["x"].dtype)
+        index = given["index"].reshape(tokens_of(x, given["x_layout"])[0]).unsqueeze(-1)
+        chosen = index == torch.arange(gains.shape[0], device=x.device)
+        each = torch.where(chosen, gains, torch.zeros_like(gains))
+        said = {name: given[name] for name in ("activation", "x_layout", "out_layout")}
+        rank = one.sizes[1] // gains.shape[0]
+        return one.of(x, inner_factor=each.repeat_interleave(rank, -1), **said)
 
     def fake(self, *args: Any, **kw: Any) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
@@ -247,15 +211,23 @@ class AdaptersOp(LinearOp):
     ) -> list[Launch]:  # fmt: skip
         """Return the launch of a call."""
         given = self.bound(args, kw)
-        groups = given["gains"].shape[0]
-        rank = weight_shape("u", given["u"], given["u_layout"])[1] // groups
+        rank = weight_shape("u", given["u"], given["u_layout"])[1] // given["gains"].shape[0]
         given["index"] = given["index"].reshape(-1).to(torch.int32)
-        given["gains"] = given["gains"].float().repeat_interleave(rank)
-        return [self.launch(rows, given, m, transpose, {"r": rank, "groups": groups})]
+        given["row_scale"] = given["gains"].float().repeat_interleave(rank)
+        return super().lower(rows, (), given, m, transpose)
+
+    def sizes(self, given: Mapping[str, Any], linears: Sequence[Linear]) -> dict[str, Any]:
+        """Return the sizes of a spec: r is the rank of one adapter."""
+        made, groups = super().sizes(given, linears), given["gains"].shape[0]
+        return {**made, "r": made["r"] // groups, "groups": groups}
 
 
 class ExpertsOp(Op):
     """Gated MLPs that an index chooses for each token."""
+
+    def reference(self, *args: Any, **kw: Any) -> Tensor:
+        """Return what the op computes, in plain PyTorch."""
+        return experts(self.bound(args, kw))
 
     def fake(self, *args: Any, **kw: Any) -> Tensor:
         """Return an empty result; raises NmmError for operands that do not fit."""
@@ -264,61 +236,35 @@ class ExpertsOp(Op):
         check_name("halves", given["halves"], HALVES)
         check_name("format", given["format"], ("", FACTORS, *MULTIPLIED))
         x, picks = given["x"], given["index"]
-        form, dtypes = given["format"], []
-        for name in ("gate_up", "down"):
-            dtypes += [given[name]] if form in ("", FACTORS) else []
-            dtypes += [given[f"{name}_scale"]] if form not in MX else []
-            dtypes += [given[f"{name}_{end}"] for end in ("bias", "u", "v")]
-        check_dtypes(x, *dtypes)
-        gate_up, down = (self._sizes(given, name) for name in ("gate_up", "down"))
-        inputs = 128 * (-(-x.shape[-1] // 128)) if form in MX else x.shape[-1]
-        check_same("features of x and gate_up", inputs, gate_up[0])
-        check_same(
-            "outputs of gate and up, and two for each input of down", gate_up[1], 2 * down[0]
-        )
-        check_same("outputs of down and features of x", down[1], x.shape[-1])
+        gate_up, down = (self._first(given, name) for name in ("gate_up", "down"))
+        check_dtypes(x, *_of_one_dtype(given))
+        k, filled = x.shape[-1], 128 * (-(-x.shape[-1] // 128))
+        if given["format"] in MX:  # x w takes inputs filled up with zeros, x u those of x
+            w = {"w": gate_up.weights.pop("w")}
+            up = dataclasses.replace(gate_up, weights=w).outputs(filled)
+        if gate_up.weights:
+            up = gate_up.outputs(k)
+        outputs = down.outputs(up // 2, "h, half of gate_up's outputs,")
+        check_same("outputs of down and features of x", outputs, k)
         check_same("shapes of index and gates", tuple(picks.shape), tuple(given["gates"].shape))
         _check_index(picks[..., 0], x.shape[:-1])
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
-    def _sizes(given: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-        """Return (inputs, outputs) of gate_up or down; raise ShapeError for what does not fit."""
-        w, form, layout = given[name], given["format"], given["weight_layout"]
-        u, v, scale = (given[f"{name}_{end}"] for end in ("u", "v", "scale"))
-        if any(one is not None and one.dim() != 3 for one in (w, u, v)):
-            shapes = [tuple(one.shape) for one in (w, u, v) if one is not None]
-            raise ShapeError(f"{name}: shapes {shapes} are not one matrix for each expert")
-        inputs, outputs = weight_shape(name, w[0], "col" if form in MX else layout)
-        wanted: tuple[Any, ...] = (w.shape[0], outputs)
-        if form in MX:
-            inputs = inputs * 8 // MX[form].bits
-            wanted = (*wanted, inputs // 32)
-        if form in ("", FACTORS):
-            wanted = ()
-        check_same(f"shapes of {name}_scale", () if scale is None else tuple(scale.shape), wanted)
-        if u is not None:
-            k, rank = weight_shape(f"{name}_u", u[0], given["factor_layout"])
-            if form == FACTORS:
-                check_same(f"ranks of {name}_u and {name}", rank, inputs)
-                return k, outputs
-            check_same(
-                f"inputs of {name}_u", k, given["x"].shape[-1] if name == "gate_up" else inputs
-            )
-        check_same(f"factors {name}_u and {name}_v", u is None, v is None or form == FACTORS)
-        if v is not None:
-            shape = weight_shape(f"{name}_v", v[0], given["factor_layout"])
-            check_same(f"shapes of {name}_u and {name}_v", shape, (rank, outputs))
-        return inputs, outputs
+    def _first(given: Mapping[str, Any], name: str) -> Linear:
+        """Return gate_up or down of the first group; ShapeError for what is no stack."""
+        weights = stacks(given, name)
+        for one in weights.values():
+            if one.tensor.dim() != 3:
+                raise ShapeError(f"{one.name}: {tuple(one.tensor.shape)} is no matrix an expert")
+        bias = given[f"{name}_bias"]
+        own = None if bias is None else bias[0]
+        return Linear(name, of_group(weights, 0), own, "", "", {})
 
     def spec_of(self, given: Mapping[str, Any], m: int, dtype: str) -> ExpertsSpec:
         """Return the spec of a call with m tokens; its stored weights lie as kernels take them."""
-        form, n = given["format"], self._sizes(given, "down")[0]
-        layout = given["factor_layout"]
-        first, last = (
-            0 if given[name] is None else weight_shape(name, given[name][0], layout)[1]
-            for name in ("gate_up_u", "down_u")
-        )
+        form = given["format"]
+        (_, first, _), (n, last, _) = (self._first(given, one).sizes for one in ("gate_up", "down"))
         return ExpertsSpec(
             m=m, k=given["x"].shape[-1], n=n, groups=given["down"].shape[0],
             top_k=given["index"].shape[-1], dtype=dtype, weight=form, ranks=(first, last),
@@ -333,24 +279,25 @@ class ExpertsOp(Op):
     ) -> list[Launch]:  # fmt: skip
         """Return the launch of a call."""
         given = self.bound(args, kw)
-        form, layout = given["format"], given["factor_layout"]
         spec = self.spec_of(given, m, dtype_name(rows))
-        ways = {"w": given["weight_layout"], "u": layout, "v": layout}
-        if not form and transpose is None:  # kernels take plain weights in either layout
-            ways["w"] = "row"
-        else:
+        # kernels take plain weights in either layout, and factors by rows
+        kept = "w" if not given["format"] and transpose is None else ""
+        if not kept:
             spec = dataclasses.replace(spec, weight_layout="row")
-        named = {"x": rows, "index": given["index"].reshape(m, -1).to(torch.int32)}
+        named = given | {"x": rows, "index": given["index"].reshape(m, -1).to(torch.int32)}
         named["gates"] = given["gates"].reshape(m, -1).float()
         for name in ("gate_up", "down"):
-            one = {end: given[f"{name}_{end}"] for end in ("u", "v", "bias")}
-            one |= {"w": given[name], "w_scale": given[f"{name}_scale"], "branch_scale": None}
-            made = stored_operands(one, form, ways, transpose or turned)
-            if form == FACTORS:
-                made["v"] = made.pop("w")
-            ends = {"w": name, "w_scale": f"{name}_scale"}
-            named |= {ends.get(end, f"{name}_{end}"): tensor for end, tensor in made.items()}
+            named |= stored_operands(stacks(given, name), transpose or turned, kept=kept)
         return [Launch(spec, tuple(named[tensor.name] for tensor in spec.inputs()))]
+
+
+def _of_one_dtype(given: Mapping[str, Any]) -> Iterator[Tensor | None]:
+    """Yield the tensors, or None, that have the dtype of x."""
+    for name in ("gate_up", "down"):
+        yield given[f"{name}_bias"]
+        for one in stacks(given, name).values():
+            yield None if one.form else one.tensor
+            yield None if one.form in MX else one.scale
 
 
 _SAID = ("halves", "activation", "limit", "slope", "plus")
@@ -359,11 +306,11 @@ _MORE = (
     *(f"{name}_{end}" for name in ("gate_up", "down") for end in ("u", "v")),
 )
 ADAPTERS = AdaptersOp(
-    name="adapters_matmul", bare=adapters_matmul, spec=AdaptersSpec,
-    operands=(  # u as it is stored: a kernel gathers its rows
-        *map(Operand, ("x", "index", "u")), Operand("v", layout="v_layout"),
-        Operand("gains", kernel="row_scale"), Operand("bias", "Tensor?"),
-        Operand("w", "Tensor?", layout="w_layout"),
+    name="adapters_matmul", spec=AdaptersSpec,
+    kept="u",  # a kernel gathers its rows
+    operands=(
+        *map(Operand, ("x", "index", "u", "v", "gains")), Operand("bias", "Tensor?"),
+        Operand("w", "Tensor?"),
     ),
     keywords={
         "activation": "identity", **LAYOUTS, "u_layout": "row", "v_layout": "row",
@@ -372,7 +319,6 @@ ADAPTERS = AdaptersOp(
 )  # fmt: skip
 EXPERTS = ExpertsOp(
     name="experts",
-    bare=experts,
     operands=(
         *map(Operand, ("x", "gate_up", "down", "index", "gates")),
         *(Operand(name, "Tensor?") for name in _MORE),

@@ -40,27 +40,26 @@ class Operand:
 
     kind: its type in a schema. role: "first" and "last" for the factors u and v, "dense" for a
     weight, "bias"; "factors" for a projection [u, v] or [w], "down_factors" for one that follows a
-    gate; others are whole on every device. layout: the keyword that says how it is stored. kernel:
-    the name of a kernel's operand, "{}" for its place in a list.
+    gate, "gated_" before the role of those of gate, up and down; others are whole on every device.
+    layout: the keyword that says how it is stored.
     """
 
     name: str
     kind: str = "Tensor"
     role: str = ""
     layout: str = ""
-    kernel: str = ""
 
-    def parts(self, value: Any) -> Iterator[tuple[str, Any, str]]:
-        """Yield (name in a kernel, tensor or None, role) for each tensor of a value."""
-        several = isinstance(value, (list, tuple))
-        every = value if several else [value]
+    def parts(self, value: Any) -> Iterator[tuple[Any, str]]:
+        """Yield (tensor or None, role) for each tensor of a value."""
+        every = value if isinstance(value, (list, tuple)) else [value]
         for i, tensor in enumerate(every):
-            if self.role.endswith("factors"):
+            role = self.role
+            if role.endswith("factors"):
                 at = i if len(every) == 2 else 2
-                role = self.role.removesuffix("factors") + ("first", "last", "dense")[at]
-                yield f"{self.name}_{'uvw'[at]}", tensor, role
-            else:
-                yield (self.kernel or self.name).format(i), tensor, self.role
+                role = role.removesuffix("factors") + ("first", "last", "dense")[at]
+            elif role.startswith("gated_"):
+                role = ("down_" if i == 2 else "") + role.removeprefix("gated_")
+            yield tensor, role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +102,6 @@ class Op:
     def defaults(self) -> dict[str, Any]:
         """Every argument with its default, operands first."""
         return {**dict.fromkeys(one.name for one in self.operands), **self.keywords}
-
-    def parts(self, given: Mapping[str, Any]) -> Iterator[tuple[Operand, str, Any, str]]:
-        """Yield (operand, name in a kernel, tensor or None, role) of all tensors, in order."""
-        for one in self.operands:
-            for part in one.parts(given[one.name]):
-                yield (one, *part)
 
     def reference(self, *args: Any, **kw: Any) -> Any:
         """Return what the op computes, in plain PyTorch; takes the schema's arguments."""

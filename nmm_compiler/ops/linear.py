@@ -10,17 +10,39 @@
 All but matmul_as_stored may take a norm of x (its gain and bias, eps and kind), and some a
 residual, behind their own operands. The result is rounded, then the residual is added, as in
 `residual + linear(norm(x))`.
+
+Each has an op of fp8 weights, `<op>_scaled`, with `scales` behind x: one tensor for each weight, in
+their order; base, norm and residual are left out. x is of 16 bits (or more, on the reference), or
+float8_e4m3fn with the number `x_scale`; then `out_dtype` is the dtype of biases and results.
+
+    corrected_matmul            activation(x w + (x u) v + bias)
+    corrected_matmul_shared_x   several of one x
+    corrected_mlp               (activation(x gate) * (x up)) down
+
+have weights of few bits w, with branches u and v. These may be fp8 numbers, too, with branch_scale
+[rank]; beside fp8 weights v is then relative to w_scale. Of several, an empty branch_scale is of a
+linear without a branch. A kernel rounds x to MXFP8 beside MX weights. References multiply weights
+out, so that gradients reach x, biases and plain branches.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from nmm_compiler.errors import ShapeError, SpecError, UnknownNameError
+from nmm_compiler.kernels.base import check_name
+from nmm_compiler.kernels.linear.corrected import (
+    MULTIPLIED,
+    CorrectedMLPSpec,
+    CorrectedSpec,
+    first_layout,
+    operand_name,
+)
 from nmm_compiler.kernels.linear.layer import NORMS
 from nmm_compiler.kernels.linear.specs import (
     GatedMLPSpec,
@@ -29,6 +51,8 @@ from nmm_compiler.kernels.linear.specs import (
     LowRankSpec,
     MatmulSpec,
 )
+from nmm_compiler.kernels.number_formats import FP8
+from nmm_compiler.kernels.packed_formats import MX
 from nmm_compiler.ops import references
 from nmm_compiler.ops.by_kernels import ByKernels
 from nmm_compiler.ops.definition import LAYOUTS, NORM, WHERE, Op, Operand, Placements
@@ -38,7 +62,7 @@ from nmm_compiler.ops.launches import (
     Transpose,
     dtype_name,
     inputs_of,
-    weight,
+    turned,
 )
 from nmm_compiler.ops.operands import (
     check_dtypes,
@@ -47,120 +71,167 @@ from nmm_compiler.ops.operands import (
     empty_result,
     read_layouts,
     tokens_of,
-    weight_shape,
 )
-from nmm_compiler.ops.sharding import placements
+from nmm_compiler.ops.sharding import Part, placements
+from nmm_compiler.ops.stored import (
+    FP8_DTYPE,
+    Matrix,
+    check_cut,
+    leaves_whole,
+    refuse_gradients,
+    stored_operands,
+)
 
+SUFFIX = "_scaled"
+OF_X = {"x_scale": None, "out_dtype": "bfloat16"}
+"""The keywords of ops of fp8 weights that the plain ones do not have."""
 _FLAGS = {"w": "base", "inner_gain": "inner_norm"}
 """The fields of specs that say that an operand is there, where their names differ."""
+_LISTS = {
+    "u": "us", "v": "vs", "w": "ws", "w_scale": "w_scales", "bias": "biases",
+    "branch_scale": "branch_scales", "activation": "activations", "layout": "out_layouts",
+}  # fmt: skip
+"""The arguments of one linear, and the lists that have those of several."""
+_BETWEEN = ("inner_bias", "inner_gain")
+_OF_PAIR = ("scale", "inner_activation", "inner_eps", "tp", "tp_axis", "group")
+"""The keywords of an op of one linear that its reference takes, beside layouts and activation."""
 
 
-class Product(NamedTuple):
-    """One linear of a call: (name, tensor, layout) of its weights, and of the dense one beside a
-    pair; its bias, and the vectors between the pair, by name."""
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """One linear of a call; end: of the names of its operands in a kernel.
 
-    weights: Sequence[tuple[str, Tensor, str]]
-    bias: tuple[str, Tensor | None]
-    base: tuple[str, Tensor, str] | None = None
-    between: Sequence[tuple[str, Tensor | None]] = ()
+    weights: u and v, w, or all three, by these letters. between: vectors between u and v, by name.
+    """
+
+    end: str
+    weights: dict[str, Matrix]
+    bias: Tensor | None
+    activation: str
+    layout: str
+    between: dict[str, Tensor | None]
 
     @property
     def sizes(self) -> tuple[Any, Any, Any]:
         """Its inputs, rank (0 of a dense weight) and outputs."""
-        first, *more = (weight_shape(*one) for one in self.weights)
-        return first[0], first[1] if more else 0, (more or [first])[0][1]
+        if "v" not in self.weights:
+            k, n = self.weights["w"].sizes
+            return k, 0, n
+        k, rank = self.weights["u"].sizes
+        return k, rank, self.weights["v"].sizes[1]
 
     def outputs(self, k: Any, of: str = "x") -> Any:
         """Return the output features of `of` with k features; ShapeError for what differs."""
-        before, size = of, k
-        for name, tensor, layout in self.weights:
-            rows, columns = weight_shape(name, tensor, layout)
-            what = "rank of" if before != of else "features of"
-            check_same(f"{what} {before} and {name}", size, rows)
-            before, size = name, columns
-        if self.base is not None:
-            check_same("shapes of the dense w and of u v", weight_shape(*self.base), (k, size))
-        check_vector(*self.bias, size)
-        for name, vector in self.between:
-            check_vector(name, vector, weight_shape(*self.weights[0])[1])
-        return size
+        inputs, rank, n = self.sizes
+        u, v, w = map(self.weights.get, "uvw")
+        for one in self.weights.values():
+            one.check_scale()
+        first = u or w
+        assert first is not None
+        check_same(f"features of {of} and {first.name}", k, inputs)
+        if u is not None and v is not None:
+            check_same(f"rank of {u.name} and {v.name}", rank, v.sizes[0])
+        if u is not None and w is not None:
+            check_same("shapes of the dense w and of u v", w.sizes, (k, n))
+        check_vector(operand_name("bias", self.end), self.bias, n)
+        for name, vector in self.between.items():
+            check_vector(name, vector, rank)
+        return n
 
-
-def products_of(given: Mapping[str, Any]) -> list[Product]:
-    """Return the linears of a call, from its arguments by name."""
-    if "gate" in given:
-        made, layout = [], given["weight_layout"]
-        for name in ("gate", "up", "down"):
-            if name in given:
-                if not 1 <= len(given[name]) <= 2:
-                    raise ShapeError(
-                        f"{name} has {len(given[name])} weights; pass [u, v] or a dense [w]"
-                    )
-                weights = [(f"{name}[{i}]", w, layout) for i, w in enumerate(given[name])]
-                made.append(Product(weights, (f"{name}_bias", given[f"{name}_bias"])))
-        return made
-    if "vs" in given:
-        vs = given["vs"]
-        us = given["us"] if "us" in given else [given["u"]] * len(vs)
-        for name in ("us", "biases", "activations", "out_layouts"):
-            if given.get(name) is not None:
-                check_same(f"numbers of vs and {name}", len(vs), len(given[name]))
-        u_layout, v_layout = given["u_layout"], given["v_layout"]
-        return [
-            Product([("u", u, u_layout), ("v", v, v_layout)], ("bias", bias))
-            for u, v, bias in zip(us, vs, given["biases"], strict=True)
-        ]
-    weights = [(one, given[one], given[f"{one}_layout"]) for one in "uv" if one in given]
-    base = None if given["w"] is None else ("w", given["w"], given["w_layout"])
-    if not weights:
-        assert base is not None
-        return [Product([base], ("bias", given["bias"]))]
-    between = [(name, given.get(name)) for name in ("inner_bias", "inner_gain")]
-    return [Product(weights, ("bias", given["bias"]), base, between)]
-
-
-def _sizes(given: Mapping[str, Any], products: Sequence[Product]) -> dict[str, Any]:
-    """Return the sizes and other fields of a spec that its operands do not name."""
-    k, r, n = products[0].sizes
-    ranks = [one.sizes[1] for one in products]
-    if "gate" in given:
-        if len(products) == 3 and products[2].sizes[2] != k:
-            raise SpecError("gated_mlp: a kernel's down projection returns to the input's features")
-        return {"k": k, "n": n, **dict(zip(("gate_r", "up_r", "down_r"), ranks, strict=False))}
-    if "vs" in given:
-        count, ns = len(products), tuple(one.sizes[2] for one in products)
-        return {
-            "k": k,
-            "pairs": ((r, ns),) if "u" in given else tuple(zip(ranks, ns, strict=True)),
-            "bias": tuple(bias is not None for bias in given["biases"]),
-            "activation": tuple(given.get("activations") or ["identity"] * count),
-            "out_layout": tuple(
-                references.layouts_of(given["out_layout"], given["out_layouts"], count)
-            ),
-        }
-    return {"k": k, "n": n, **({"r": r} if "u" in given else {})}
+    def of(self, x: Tensor, **said: Any) -> Tensor:
+        """Return what it computes of x; said: keywords of the reference of one linear."""
+        wide = {letter: one.wide(x.dtype) for letter, one in self.weights.items()}
+        said |= {f"{letter}_layout": one.layout for letter, one in self.weights.items()}
+        if "v" not in wide:
+            return references.matmul(x, wide["w"], self.bias, **said)
+        between = self.between.values()
+        return references.lowrank_matmul(
+            x, wide["u"], wide["v"], self.bias, wide.get("w"), *between, **said
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearOp(Op):
-    """An op of linear layers; spec: of its kernels."""
+    """An op of linear layers.
+
+    spec: of its kernels. ends: of the names of the operands of linears that a gate joins, gate
+    first, and then down where there is one. kept: weights that kernels take as they are stored.
+    """
 
     spec: type[Any]
+    ends: tuple[str, ...] = ()
+    kept: str = ""
 
-    def reference(self, *args: Any, **kw: Any) -> Any:
-        """Return what the op computes, in plain PyTorch."""
-        if not self.own or self.bare is None:
-            return super().reference(*args, **kw)
+    def linears(self, given: Mapping[str, Any]) -> list[Linear]:
+        """Return the linears of a call, from its arguments by name."""
+        rows = list(self._rows(given))
+        if "scales" in given:
+            _take_scales(given, rows)
+        if "format" in given:
+            check_name("format", given["format"], MULTIPLIED)
+        made = []
+        for end, row in rows:
+            weights = {
+                letter: Matrix(
+                    operand_name(letter, end), row[letter], given[_layout_name(given, letter)],
+                    *_stored_as(letter, row, given),
+                )
+                for letter in "uvw" if row.get(letter) is not None
+            }  # fmt: skip
+            check_same("factors u and v", "u" in weights, "v" in weights)
+            for one in weights.values():
+                one.check()
+            between = {name: given[name] for name in _BETWEEN if name in given}
+            activation = row.get("activation") or given.get("activation", "identity")
+            layout = row.get("layout") or given["out_layout"]
+            made.append(Linear(end, weights, row.get("bias"), activation, layout, between))
+        return made
+
+    def _rows(self, given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (end, arguments) of each linear, by their names in an op of one."""
+        many = {one: given[of] for one, of in _LISTS.items() if given.get(of) is not None}
+        if "gate" in given:
+            for end in self.ends:
+                count = len(given[end])
+                if not 1 <= count <= 2:
+                    raise ShapeError(f"{end} has {count} weights; pass [u, v] or a dense [w]")
+                weights = zip("uv" if count == 2 else "w", given[end], strict=True)
+                yield end, {**dict(weights), "bias": given[f"{end}_bias"]}
+        elif many:
+            ends = self.ends or [str(i) for i in range(len(many["v"]))]
+            for one, values in many.items():
+                check_same(f"numbers of linears and {_LISTS[one]}", len(ends), len(values))
+            many |= {"u": [given["u"]] * len(ends)} if "u" in given else {}
+            for i, end in enumerate(ends):
+                yield end, {one: values[i] for one, values in many.items()}
+        else:
+            yield "", dict(given)
+
+    def reference(self, *args: Any, by: Any = references.ByTorch, **kw: Any) -> Any:
+        """Return what the op computes, in plain PyTorch; by: what computes its products."""
         given = self.bound(args, kw)
-        own = [given[one.name] for one in self.operands[: self.own]]
-        extra = {*NORM, *(one.name for one in self.operands)}
-        rest = {name: value for name, value in kw.items() if name not in extra}
-        behind = [one.name for one in self.operands[self.own :] if one not in ENDS]
-        rest |= {name: given[name] for name in behind}
-        y = self.bare(references.normed(own[0], given), *own[1:], **rest)
-        if given.get("residual") is None:
-            return y
-        return y + given["residual"]  # a sum has the strides of its first operand: contiguous
+        x, linears = references.normed(_widened(given), given), self.linears(given)
+        said: dict[str, Any] = {"x_layout": given["x_layout"], "by": by}
+        if self.ends:
+            gate, up, *down = linears
+            inside = said | {"out_layout": "row" if down else up.layout, "read": True}
+            h = gate.of(x, activation=gate.activation, **inside) * up.of(x, **inside)
+            made = [one.of(h, out_layout=one.layout, by=by) for one in down] or [h]
+        elif "u" in given and self.many:
+            u = Linear("", {"w": linears[0].weights["u"]}, None, "", "", {})
+            vs = [dataclasses.replace(one, weights={"w": one.weights["v"]}) for one in linears]
+            read = any(one.weights["w"].tensor.requires_grad for one in vs)
+            h = u.of(x, read=read, **said)
+            made = [one.of(h, out_layout=one.layout, by=by) for one in vs]
+        else:
+            said |= {name: given[name] for name in _OF_PAIR if name in given}
+            made = [
+                one.of(x, activation=one.activation, out_layout=one.layout, **said)
+                for one in linears
+            ]
+        if given.get("residual") is not None:
+            made = [y + given["residual"] for y in made]  # with y's strides: contiguous
+        return made if self.many else made[0]
 
     def by_kernels(self, args: tuple, kw: dict[str, Any]) -> Any:
         """Return the results again, differentiable by calls of this package's ops."""
@@ -171,38 +242,27 @@ class LinearOp(Op):
         where = {name: kw.get(name, default) for name, default in WHERE.items()}
         return self.reference(*args, **kw, by=ByKernels(**where))
 
-    @property
-    def gated(self) -> bool:
-        """Whether the second linear multiplies the first, and a third one is of the product."""
-        return "gate" in self.defaults
-
-    def of_one_dtype(self, given: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield the tensors, or None, that have the dtype of x."""
-        for _, _, tensor, _ in self.parts(given):
-            yield tensor
-
-    def products(self, given: Mapping[str, Any]) -> list[Product]:
-        """Return the linears of a call, from its arguments by name."""
-        return products_of(given)
-
     def fake(self, *args: Any, **kw: Any) -> Any:
         """Return empty results; raises NmmError for operands that do not fit."""
         given = self.bound(args, kw)
         read_layouts(kw)
-        x = given["x"]
-        check_dtypes(x, *self.of_one_dtype(given))
+        x, dtype = given["x"], _result_dtype(given)
+        like = x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+        linears = self.linears(given)
+        check_dtypes(like, *_of_one_dtype(given, linears))
         tokens, k = tokens_of(x, given["x_layout"])
         if given.get("token_axis", "m") not in TOKEN_AXES:
             raise UnknownNameError("token_axis", given["token_axis"], TOKEN_AXES)
         if "norm" in given:
             check_norm_of(given, k)
-        products = self.products(given)
-        sizes = [one.outputs(k) for one in products[: 2 if self.gated else None]]
-        if self.gated:
+        sizes = [one.outputs(k) for one in linears[: 2 if self.ends else None]]
+        if self.ends:
             check_same("output features of gate and up", *sizes)
-            sizes = [one.outputs(sizes[0], "h") for one in products[2:]] or sizes[:1]
-        layouts = references.layouts_of(given["out_layout"], given.get("out_layouts"), len(sizes))
-        made = [empty_result(x, tokens, n, way) for n, way in zip(sizes, layouts, strict=True)]
+            sizes = [one.outputs(sizes[0], "h") for one in linears[2:]] or sizes[:1]
+        last = linears[-len(sizes) :]
+        made = [
+            empty_result(like, tokens, n, one.layout) for n, one in zip(sizes, last, strict=True)
+        ]
         residual = given.get("residual")
         if residual is not None and residual.shape != made[0].shape:
             raise ShapeError(
@@ -216,49 +276,181 @@ class LinearOp(Op):
         transpose: Transpose | None,
     ) -> list[Launch]:  # fmt: skip
         """Return the launch of a call whose x, as a matrix of m tokens, is `rows`."""
-        return [self.launch(rows, self.bound(args, kw), m, transpose, {})]
-
-    def launch(
-        self, rows: Tensor, given: dict[str, Any], m: int, transpose: Transpose | None,
-        more: dict[str, Any],
-    ) -> Launch:  # fmt: skip
-        """Return the launch of a call; more: fields of the spec."""
-        if given.get("token_axis"):
+        given = self.bound(args, kw)
+        linears = self.linears(given)
+        named = {name: one for name, one in given.items() if isinstance(one, Tensor)}
+        has = {_FLAGS.get(one.name, one.name): one.name in named for one in self.operands}
+        said = {name: given[name] for name in self.keywords if name not in OF_X} | has
+        said |= {"m": m, "dtype": dtype_name(rows), **self.sizes(given, linears)}
+        said |= _formats(given)
+        if "format" in given:
+            transpose = transpose or turned
+            named |= _branch_scales(linears)
+            said["branch"] = "fp8" * ("branch_scale" in named)
+        elif given.get("token_axis"):
             transpose = None
-        named: dict[str, Tensor] = {}
-        fields: dict[str, Any] = {}
-        for one, name, tensor, _ in self.parts(given):
-            flag = _FLAGS.get(name, name)
-            if one.kind == "Tensor?" and flag in self.spec.__dataclass_fields__:
-                fields[flag] = tensor is not None
-            if one.layout and tensor is not None:
-                tensor, fields[one.layout] = weight(tensor, given[one.layout], transpose)
-            if tensor is not None:
-                named[name] = tensor
-        sizes = _sizes(given, self.products(given))
-        return self.of_operands(rows, given, m, named, fields | sizes | more)
-
-    def of_operands(
-        self, rows: Tensor, given: Mapping[str, Any], m: int, named: dict[str, Any],
-        fields: dict[str, Any],
-    ) -> Launch:  # fmt: skip
-        """Return the launch on a kernel's operands by name; fields: of the spec, beside those that
-        keywords say."""
-        said = {
-            name: given[name] for name in self.keywords if name in self.spec.__dataclass_fields__
-        }
-        spec = self.spec(**{**said, "m": m, "dtype": dtype_name(rows), **fields})
-        named = {**named, "x": rows}
+        for linear in linears:
+            if linear.bias is not None:
+                named[operand_name("bias", linear.end)] = linear.bias
+            behind = linear.end == "down"
+            first = first_layout(given.get("format", ""), linear.sizes[0], behind)
+            named |= stored_operands(linear.weights, transpose, first, self.kept)
+            for letter, one in linear.weights.items():
+                as_is = transpose is None or letter in self.kept
+                said[_layout_name(given, letter)] = one.layout if as_is else "row"
+        known = self.spec.__dataclass_fields__
+        spec = self.spec(**{name: value for name, value in said.items() if name in known})
+        named["x"] = rows
+        if given["x"].dtype == FP8_DTYPE:
+            named["x_scale"] = rows.new_full((1,), given["x_scale"], dtype=torch.float32)
         if "residual" in named and spec.result_layouts()[0] == "row":
             named["residual"] = references.as_matrix(named["residual"])
-        operands = tuple(named[t.name] for t in inputs_of(spec) if t.name in named)
-        return Launch(spec, operands, given.get("token_axis") or "m")
+        operands = tuple(_fitting(named[t.name], t) for t in inputs_of(spec) if t.name in named)
+        return [Launch(spec, operands, given.get("token_axis") or "m")]
+
+    def sizes(self, given: Mapping[str, Any], linears: Sequence[Linear]) -> dict[str, Any]:
+        """Return the sizes of a spec, and what it says of each of several linears."""
+        k, r, n = linears[0].sizes
+        ranks, ns = (tuple(one.sizes[i] for one in linears) for i in (1, 2))
+        if len(self.ends) == 3 and ns[2] != k:
+            raise SpecError(f"{self.name}: a kernel's down projection returns to x's features")
+        each = {"n": ns, "bias": tuple(one.bias is not None for one in linears)}
+        each |= {"activation": tuple(one.activation for one in linears)}
+        each |= {"out_layout": tuple(one.layout for one in linears)}
+        made = {"k": k, "n": n, "r": r, "weight": given.get("format")}
+        made["pairs"] = ((r, ns),) if "u" in given else tuple(zip(ranks, ns, strict=True))
+        made["rank"] = ranks if self.many or self.ends else r
+        made |= {f"{end}_r": rank for end, rank in zip(self.ends, ranks, strict=False)}
+        return made | each if self.many else made
 
     def sharding(self, *args: Any, **kw: Any) -> Placements:
-        """Return the placements that DTensor may use."""
+        """Return the placements that DTensor may use; ShapeError for blocks that ranks would cut.
+
+        Scales lie as the outputs of their weight. Bytes and scales of MX weights are cut along the
+        inputs only between blocks.
+        """
         given = self.bound(args, kw)
-        parts = [(role, t, one.layout) for one, _, t, role in self.parts(given)]
-        return placements(given, parts)
+        form = MX.get(given.get("format", ""))
+        every = [
+            (one, tensor, role)
+            for one in self.operands
+            for tensor, role in one.parts(given[one.name])
+        ]
+        roles = iter([role for one, _, role in every if one.layout])
+        parts: list[Part] = []
+        stored: list[tuple[int, Any, int]] = []  # place, tensor, blocks
+        for one, tensor, role in every:
+            layout = one.layout
+            if one.name == "scales":
+                role = f"{next(roles)}_scale"
+            elif form is not None and role.endswith(("dense", "dense_scale")):
+                of_block = 1 if role.endswith("_scale") else 32 * form.bits // 8
+                stored.append((len(parts), tensor, tensor.shape[1] // of_block))
+                role, layout = role.removesuffix("_scale"), "w_layout"
+            parts.append((role, tensor, layout))
+        made = placements(given, parts, self.ends)
+        for place, tensor, blocks in stored:
+            check_cut(tensor, blocks)
+            made = [row for row in made if leaves_whole(row[1][place], tensor, blocks)]
+        return made
+
+
+def _layout_name(given: Mapping[str, Any], letter: str) -> str:
+    return "weight_layout" if "weight_layout" in given else f"{letter}_layout"
+
+
+def _take_scales(given: Mapping[str, Any], rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Give each weight its scale: these are in the order of the weights among the arguments."""
+    places = [(row, letter) for _, row in rows for letter in "uvw" if row.get(letter) is not None]
+    scales = list(given["scales"])
+    if "vs" in given:
+        places.sort(key=lambda place: place[1])
+        scales = scales[:1] * (len(rows) - 1) * ("u" in given) + scales
+    check_same("numbers of weights and scales", len(places), len(scales))
+    for (row, letter), scale in zip(places, scales, strict=True):
+        row[f"{letter}_scale"] = scale
+
+
+def _stored_as(
+    letter: str, row: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[str, Tensor | None]:
+    """Return the format of a weight of a linear, and its scales."""
+    if "scales" in given:
+        return "fp8", row[f"{letter}_scale"]
+    if letter == "w" and "format" in given:
+        return given["format"], row["w_scale"]
+    if row.get("branch_scale") is None:
+        return "", None
+    of_v = row["w_scale"] if given["format"] == "fp8" else None
+    return "fp8", row["branch_scale"] if letter == "u" else of_v
+
+
+def _result_dtype(given: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of results and biases: that of x, or of the name beside an fp8 x."""
+    x = given["x"]
+    if "scales" not in given:
+        return x.dtype
+    if (x.dtype == FP8_DTYPE) == (given["x_scale"] is None):
+        raise SpecError(
+            f"x is {x.dtype} and x_scale is {given['x_scale']}; an x of {FP8_DTYPE} takes a scale, "
+            "any other takes none"
+        )
+    if x.dtype != FP8_DTYPE:
+        return x.dtype
+    made = getattr(torch, given["out_dtype"], None)
+    if not isinstance(made, torch.dtype):
+        raise SpecError(f"out_dtype is {given['out_dtype']!r}; pass bfloat16, float16 or float32")
+    return made
+
+
+def _widened(given: Mapping[str, Any]) -> Tensor:
+    """Return x as the numbers that it stands for."""
+    x, dtype = given["x"], _result_dtype(given)
+    if x.dtype == dtype:
+        return x
+    refuse_gradients(x=x)
+    return x.to(dtype) * given["x_scale"]
+
+
+def _of_one_dtype(given: Mapping[str, Any], linears: Sequence[Linear]) -> Iterator[Tensor | None]:
+    """Yield the tensors, or None, that have the dtype of the results."""
+    for linear in linears:
+        yield from (one.tensor for one in linear.weights.values() if not one.form)
+        yield linear.bias
+        yield from linear.between.values()
+    yield from (given.get(one.name) for one in ENDS)
+
+
+def _formats(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a spec says of the formats of fp8 weights and of x."""
+    if "scales" not in given:
+        return {}
+    channel = any(one.shape[0] > 1 for one in given["scales"])
+    made = {"dtype": FP8, "scales": "channel" if channel else "tensor"}
+    if given["x"].dtype == FP8_DTYPE:
+        return made | {"out_dtype": given["out_dtype"]}
+    return made | {"x_dtype": dtype_name(given["x"])}
+
+
+def _branch_scales(linears: Sequence[Linear]) -> dict[str, Tensor]:
+    """Return the scales of fp8 branches as one operand, each filled up with ones."""
+    ranks = [one.sizes[1] for one in linears if one.sizes[1]]
+    us = [one.weights["u"] for one in linears if "u" in one.weights]
+    scales = [one.scale.float().expand(one.sizes[1]) for one in us if one.scale is not None]
+    if not scales:
+        return {}
+    if len(scales) < len(ranks):
+        raise SpecError("branches of one call are all fp8 numbers, or none is")
+    wide = 128 * (-(-max(ranks) // 128))
+    pad = torch.nn.functional.pad
+    return {"branch_scale": torch.stack([pad(s, (0, wide - len(s)), value=1.0) for s in scales])}
+
+
+def _fitting(operand: Tensor, wanted: Any) -> Tensor:
+    """Return an operand, scales as numbers for each output where the kernel takes them so."""
+    if wanted.name.endswith("_scale") and wanted.dtype == "float32":
+        return operand.float().expand(wanted.shape)
+    return operand
 
 
 def check_norm_of(given: Mapping[str, Any], k: Any) -> None:
@@ -274,13 +466,12 @@ def check_norm_of(given: Mapping[str, Any], k: Any) -> None:
 
 _X, _BIAS = Operand("x", role="x"), Operand("bias", "Tensor?", "bias")
 _U, _V, _W = (
-    Operand(name, role=role, layout=f"{name}_layout", kernel=name)
+    Operand(name, role=role, layout=f"{name}_layout")
     for name, role in (("u", "first"), ("v", "last"), ("w", "dense"))
 )
-_US = Operand("us", "Tensor[]", "first", "u_layout", "u{}")
-_VS = Operand("vs", "Tensor[]", "last", "v_layout", "v{}")
-_U_OF_ALL = dataclasses.replace(_U, kernel="u0")
-_BIASES = Operand("biases", "Tensor?[]", "bias", "", "bias{}")
+_US = Operand("us", "Tensor[]", "first", "u_layout")
+_VS = Operand("vs", "Tensor[]", "last", "v_layout")
+_BIASES = Operand("biases", "Tensor?[]", "bias")
 _BASE = dataclasses.replace(_W, kind="Tensor?")
 _INNER = (Operand("inner_bias", "Tensor?", "inner_bias"), Operand("inner_gain", "Tensor?"))
 ENDS = tuple(Operand(name, "Tensor?", name) for name in ("norm_gain", "norm_bias", "residual"))
@@ -293,47 +484,103 @@ _INSIDE = {"inner_activation": "identity", "inner_eps": 1e-6}
 _RANKS = {"tp": 1, "tp_axis": "", "group": ""}
 _GATED = {"activation": "silu", **LAYOUTS, "weight_layout": "row"}
 _IDENTITY = {"activation": "identity"}
+MLP_ENDS = ("gate", "up", "down")
 
 
 def _op(
-    name: str, bare: Any, spec: Any, operands: tuple[Operand, ...], keywords: dict[str, Any],
-    ends: int = 3,
+    name: str, spec: Any, operands: tuple[Operand, ...], keywords: dict[str, Any], last: int = 3,
+    **more: Any,
 ) -> LinearOp:  # fmt: skip
-    """Return an op; ends: 3 with a norm and a residual, 2 with a norm, 0 with neither."""
+    """Return an op; last: 3 with a norm and a residual, 2 with a norm, 0 with neither."""
     return LinearOp(
-        name=name, bare=bare, spec=spec, own=(1 + len(operands)) * bool(ends),
-        operands=(_X, *operands, *ENDS[:ends]),
-        keywords={**(NORM if ends else {}), **keywords, **WHERE},
+        name=name, spec=spec, operands=(_X, *operands, *ENDS[:last]),
+        keywords={**(NORM if last else {}), **keywords, **WHERE}, **more,
     )  # fmt: skip
 
 
-LINEAR_OPS = (
+PLAIN_OPS = (
     _op(
-        "lowrank_matmul", references.lowrank_matmul, LowRankSpec, (_U, _V, _BIAS, _BASE, *_INNER),
+        "lowrank_matmul", LowRankSpec, (_U, _V, _BIAS, _BASE, *_INNER),
         {"scale": 1.0, **_IDENTITY, **_INSIDE, **_UV, "w_layout": "row", **_RANKS},
+        bare=references.lowrank_matmul, own=7,
     ),
     _op(
-        "lowrank_matmul_shared_x", references.lowrank_matmul_shared_x, LowRankSharedSpec,
-        (_US, _VS, _BIASES), {"activations": None, **_UV, "out_layouts": None}, 2,
+        "lowrank_matmul_shared_x", LowRankSharedSpec, (_US, _VS, _BIASES),
+        {"activations": None, **_UV, "out_layouts": None}, 2,
     ),
     _op(
-        "lowrank_matmul_shared_u", references.lowrank_matmul_shared_u, LowRankSharedSpec,
-        (_U_OF_ALL, _VS, _BIASES), {**_UV, "out_layouts": None}, 2,
+        "lowrank_matmul_shared_u", LowRankSharedSpec, (_U, _VS, _BIASES),
+        {**_UV, "out_layouts": None}, 2,
     ),
     _op(
-        "matmul", references.matmul, MatmulSpec, (_W, _BIAS),
-        {**_IDENTITY, **LAYOUTS, "w_layout": "row"},
+        "matmul", MatmulSpec, (_W, _BIAS), {**_IDENTITY, **LAYOUTS, "w_layout": "row"},
+        bare=references.matmul, own=3,
     ),
     _op(
-        "matmul_as_stored", references.matmul, MatmulSpec, (_W, _BIAS),
-        {"token_axis": "m", **LAYOUTS, "w_layout": "row"}, 0,
+        "gated_mlp_up", GatedMLPUpSpec, (_GATE, _UP, _GATE_BIAS, _UP_BIAS), _GATED, 2,
+        ends=MLP_ENDS[:2],
     ),
     _op(
-        "gated_mlp_up", references.gated_mlp_up, GatedMLPUpSpec,
-        (_GATE, _UP, _GATE_BIAS, _UP_BIAS), _GATED, 2,
+        "gated_mlp", GatedMLPSpec, (_GATE, _UP, _DOWN, _GATE_BIAS, _UP_BIAS, _DOWN_BIAS), _GATED,
+        ends=MLP_ENDS,
     ),
-    _op(
-        "gated_mlp", references.gated_mlp, GatedMLPSpec,
-        (_GATE, _UP, _DOWN, _GATE_BIAS, _UP_BIAS, _DOWN_BIAS), _GATED,
+)  # fmt: skip
+AS_STORED = _op(
+    "matmul_as_stored", MatmulSpec, (_W, _BIAS),
+    {"token_axis": "m", **LAYOUTS, "w_layout": "row"}, 0,
+)  # fmt: skip
+
+
+def _scaled(plain: LinearOp) -> LinearOp:
+    """Return the op of fp8 weights that belongs to an op."""
+    behind = {*ENDS, *_INNER}
+    x, *others = (one for one in plain.operands if one not in behind and one != _BASE)
+    layouts = {one.layout for one in plain.operands} - {one.layout for one in others}
+    unused = layouts | {*NORM, *_INSIDE, *_RANKS}
+    own = {name: value for name, value in plain.keywords.items() if name not in unused}
+    return dataclasses.replace(
+        plain, name=plain.name + SUFFIX, keywords={**OF_X, **own}, bare=None,
+        operands=(x, Operand("scales", "Tensor[]"), *others),
+    )  # fmt: skip
+
+
+_FEW_BITS = {
+    **LAYOUTS, "u_layout": "row", "v_layout": "row", "w_layout": "col",
+}  # fmt: skip
+_OF_MANY = (
+    Operand("ws", "Tensor[]", "dense", "w_layout"), Operand("w_scales", "Tensor[]", "dense_scale"),
+    Operand("us", "Tensor?[]", "first", "u_layout"), Operand("vs", "Tensor?[]", "last", "v_layout"),
+)  # fmt: skip
+_OF_MLP = tuple(dataclasses.replace(one, role=f"gated_{one.role}") for one in _OF_MANY)
+_BRANCHES = Operand("branch_scales", "Tensor[]?")
+
+
+def _corrected(
+    name: str, spec: Any, operands: tuple[Operand, ...], keywords: dict[str, Any], last: int = 3,
+    **more: Any,
+) -> LinearOp:  # fmt: skip
+    """Return an op of few-bit weights; the scales of branches, its last operand, are behind all."""
+    *own, branch_scale = operands
+    made = _op(name, spec, tuple(own), {"format": "mxfp4", **keywords, **_FEW_BITS}, last, **more)
+    return dataclasses.replace(made, operands=(*made.operands, branch_scale))
+
+
+CORRECTED = _corrected(
+    "corrected_matmul", CorrectedSpec,
+    (
+        _W, Operand("w_scale", role="dense_scale"), dataclasses.replace(_U, kind="Tensor?"),
+        dataclasses.replace(_V, kind="Tensor?"), _BIAS, Operand("branch_scale", "Tensor?"),
     ),
+    _IDENTITY,
+)  # fmt: skip
+CORRECTED_SHARED = _corrected(
+    "corrected_matmul_shared_x", CorrectedSpec, (*_OF_MANY, _BIASES, _BRANCHES),
+    {"activations": None, "out_layouts": None}, 2,
+)  # fmt: skip
+CORRECTED_MLP = _corrected(
+    "corrected_mlp", CorrectedMLPSpec, (*_OF_MLP, _BRANCHES), {"activation": "silu"},
+    ends=MLP_ENDS,
+)  # fmt: skip
+LINEAR_OPS = (
+    *PLAIN_OPS, AS_STORED, *map(_scaled, PLAIN_OPS), CORRECTED, CORRECTED_SHARED, CORRECTED_MLP,
 )  # fmt: skip

@@ -83,7 +83,7 @@ def normed(x: Tensor, said: Mapping[str, Any]) -> Tensor:
 
     Its statistics are in float32, its value is rounded once.
     """
-    if said["norm"] == "none":
+    if said.get("norm", "none") == "none":
         return x
     rows = x.t() if said["x_layout"] == "col" else x
     wide = _wide(rows)
@@ -156,11 +156,13 @@ def lowrank_matmul(
     target: str = "trn2",
     executor: str = "reference",
     by: Any = ByTorch,
+    inner_factor: Tensor | None = None,
     read: bool = False,
 ) -> Tensor:
     """Return activation(x w + scale * p v + bias), p = inner_activation(x u + inner_bias).
 
-    inner_gain: p is the RMS norm of that, with inner_eps under the root, times the gain. tp,
+    inner_gain: p is the RMS norm of that, with inner_eps under the root, times the gain.
+    inner_factor: p is that times numbers of each token, [..., rank]. tp,
     tp_axis: the operands are one rank's, as LowRankSpec says; group: the name of the process group
     that sums. read: as in `chain`; of an activation it is.
     """
@@ -170,7 +172,7 @@ def lowrank_matmul(
         x = x.t()
     read = read or activation != "identity"
     shaped = inner_bias is not None or inner_gain is not None or inner_activation != "identity"
-    if not shaped and tp == 1:
+    if not shaped and tp == 1 and inner_factor is None:
         base = None if w is None else (w, w_layout)
         weights, layouts = (u, v), (u_layout, v_layout)
         y = by.chain(x, weights, layouts, bias, out_layout, base, scale, read=read)
@@ -182,55 +184,12 @@ def lowrank_matmul(
         h = activate(h, inner_activation)
         if inner_gain is not None:
             h = rms_norm(h, inner_gain, inner_eps)
+        h = h if inner_factor is None else h * inner_factor
         own = bias if w is None else None
         y = by.chain(h, (v,), (v_layout,), own, out_layout, None, scale, read=read)
         if w is not None:
             y = by.chain(x, (w,), (w_layout,), bias, out_layout, read=read) + y
     return activate(y, activation) if read else y
-
-
-def lowrank_matmul_shared_x(
-    x: Tensor,
-    us: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    activations: Sequence[str] | None = None,
-    out_layout: str = "row",
-    out_layouts: Sequence[str] | None = None,
-    **more: Any,
-) -> list[Tensor]:
-    """Return activation_i((x u_i) v_i + bias_i) for every i: factorized layers with one input."""
-    each = zip(
-        us, vs, biases, activations or ["identity"] * len(us),
-        layouts_of(out_layout, out_layouts, len(us)), strict=True,
-    )  # fmt: skip
-    return [
-        lowrank_matmul(x, u, v, bias, activation=activation, out_layout=layout, **more)
-        for u, v, bias, activation, layout in each
-    ]
-
-
-def lowrank_matmul_shared_u(
-    x: Tensor,
-    u: Tensor,
-    vs: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    x_layout: str = "row",
-    out_layout: str = "row",
-    u_layout: str = "row",
-    v_layout: str = "row",
-    out_layouts: Sequence[str] | None = None,
-    target: str = "trn2",
-    executor: str = "reference",
-    by: Any = ByTorch,
-) -> list[Tensor]:
-    """Return (x u) v_i + bias_i for every i: layers that share a basis."""
-    rows = x.t() if x_layout == "col" else x
-    h = by.chain(rows, (u,), (u_layout,), None, "row", read=any(v.requires_grad for v in vs))
-    each = zip(vs, biases, layouts_of(out_layout, out_layouts, len(vs)), strict=True)
-    return [by.chain(h, (v,), (v_layout,), bias, way, read=False) for v, bias, way in each]
 
 
 def matmul(
@@ -257,50 +216,3 @@ def matmul(
     rows = x.t() if x_layout == "col" else x
     y = by.chain(rows, (w,), (w_layout,), bias, out_layout, read=read)
     return activate(y, activation) if read else y
-
-
-def gated_mlp_up(
-    x: Tensor,
-    gate: Sequence[Tensor],
-    up: Sequence[Tensor],
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    x_layout: str = "row",
-    out_layout: str = "row",
-    weight_layout: str = "row",
-    target: str = "trn2",
-    executor: str = "reference",
-    by: Any = ByTorch,
-) -> Tensor:
-    """Return activation(x gate + gate_bias) * (x up + up_bias); gate and up are [u, v] or [w]."""
-    rows, layouts = x.t() if x_layout == "col" else x, (weight_layout,) * 2
-    left = by.chain(rows, gate, layouts, gate_bias, out_layout)
-    right = by.chain(rows, up, layouts, up_bias, out_layout)
-    if activation == "silu" and not (left.requires_grad or right.requires_grad or tracing()):
-        # Both operands are new results without other readers, so work in place: that saves two
-        # passes over memory.
-        return torch.nn.functional.silu(left, inplace=True).mul_(right)
-    return activate(left, activation) * right
-
-
-def gated_mlp(
-    x: Tensor,
-    gate: Sequence[Tensor],
-    up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    out_layout: str = "row",
-    weight_layout: str = "row",
-    by: Any = ByTorch,
-    **more: Any,
-) -> Tensor:
-    """Return (activation(x gate + gate_bias) * (x up + up_bias)) down + down_bias."""
-    h = gated_mlp_up(
-        x, gate, up, gate_bias, up_bias, weight_layout=weight_layout, by=by, **more
-    )  # fmt: skip
-    return by.chain(h, down, (weight_layout,) * 2, down_bias, out_layout, read=False)

@@ -1,7 +1,7 @@
 """The torch ops of the package: `torch.ops.nmm.*`, what a rewritten graph calls.
 
-The families define them, each in its op.py: linear.py has the table of linear layers, scaled.py the
-same for fp8 weights, chosen.py what an index chooses. Executor "reference" is PyTorch itself; any
+The families define them, each in its op.py: linear.py has the table of linear layers, chosen.py
+what an index chooses. Executor "reference" is PyTorch itself; any
 other is looked up in EXECUTORS, which `nmm_compiler.runtime.executor` fills, as "name" or
 "name#configuration".
 
@@ -28,8 +28,8 @@ from nmm_compiler.errors import UnknownNameError
 from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import PACKAGE
 from nmm_compiler.ops import autocast_and_vmap, sharding
-from nmm_compiler.ops.corrected import dequantize_placements
 from nmm_compiler.ops.definition import NORM, Op
+from nmm_compiler.ops.stored import dequantize_placements
 
 Executor = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the op's name, its positional and its keyword arguments; returns what the op does."""

@@ -71,10 +71,10 @@ def token_dims(ndim: int, layout: str) -> list[int]:
     return [1] if layout == "col" else list(range(ndim - 1))
 
 
-def _ways(given: Mapping[str, Any]) -> tuple[Way, ...]:
+def _ways(given: Mapping[str, Any], gated: Sequence[str]) -> tuple[Way, ...]:
     """Return the rows of a call besides "replicate" and "token"."""
-    if "gate" in given:
-        return GATED_MLP if "down" in given else GATED_UP
+    if gated:
+        return GATED_MLP if "down" in gated else GATED_UP
     if given.get("tp_axis"):
         return ON_RANKS
     if given.get("inner_gain") is not None:
@@ -83,18 +83,17 @@ def _ways(given: Mapping[str, Any]) -> tuple[Way, ...]:
     return SHAPED if inner or given.get("inner_bias") is not None else PRODUCTS
 
 
-def placements(given: Mapping[str, Any], parts: Sequence[Part]) -> Placements:
+def placements(given: Mapping[str, Any], parts: Sequence[Part], gated: Sequence[str]) -> Placements:
     """Return what a call accepts: the rows of the table above; given: its arguments by name.
 
-    A norm takes all features of x, so x is not cut along them. A residual lies as the result: what
-    is Partial in the result is Partial in the residual.
+    gated: the linears that a gate joins. A norm takes all features of x, so x is not cut along
+    them. A residual lies as the result: what is Partial in the result is Partial in the residual.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     x, x_layout = given["x"], given["x_layout"]
-    results = len(given["vs"]) if "vs" in given else 1
+    results = len(given["vs"]) if "vs" in given and not gated else 1
     out_layouts = given.get("out_layouts") or [given["out_layout"]] * results
-    gated = "down" in given  # its activation stands before what is summed
     linear = {given.get("activation", "identity"), *(given.get("activations") or ())} == {
         "identity"
     }
@@ -104,10 +103,10 @@ def placements(given: Mapping[str, Any], parts: Sequence[Part]) -> Placements:
     def placed(part: Part, sides: dict[str, str], of_x: Any, out: Any) -> Any:
         role, tensor, layout = part
         side = sides.get(role.removesuffix("_scale"), "whole")
-        if role.endswith("_scale") and side == "in":
-            side = "whole"
         if tensor is None:
             return None
+        if role.endswith("_scale") and (side == "in" or tensor.shape[0] == 1):
+            side = "whole"
         if role in ("x", "residual"):
             return of_x if role == "x" else out
         if side in ("partial", "whole"):
@@ -128,9 +127,11 @@ def placements(given: Mapping[str, Any], parts: Sequence[Part]) -> Placements:
         "whole": whole,
         "partial": [Partial()] * results,
     }
-    for out, of_x, sides in _ways(given):
+    for out, of_x, sides in _ways(given, gated):
         features = of_x == "features"
-        bad = out == "partial" and ((dense and "dense" not in sides) or not (linear or gated))
+        bad = out == "partial" and (
+            (dense and "dense" not in sides) or not (linear or gated)
+        )  # a gate is before what is summed
         if not bad and not (features and normed):
             along = Shard(features_dim(x.ndim, x_layout)) if features else Replicate()
             rows.append(row(made[out], along, sides))

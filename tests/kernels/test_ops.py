@@ -390,7 +390,8 @@ def filled(one, name, biases):
         (ADAPTERS, adapters, 4, torch.ones(5), ShapeError, "ranks add up to 24"),
         (ADAPTERS, adapters, 2, torch.zeros(24, 60), ShapeError, "features of x and u"),
         (ADAPTERS, adapters, 3, torch.zeros(24, 96).bfloat16(), SpecError, "dtypes"),
-        (EXPERTS, experts, 1, torch.zeros(4, 64, 90), ShapeError, "two for each input of down"),
+        (EXPERTS, experts, 1, torch.zeros(4, 64, 90), ShapeError, "gate_up_bias has shape"),
+        (EXPERTS, experts, 2, torch.zeros(4, 40, 64), ShapeError, "half of gate_up's outputs"),
         (EXPERTS, experts, 4, torch.zeros(5, 1), ShapeError, "index and gates"),
     ],
 )
@@ -458,7 +459,7 @@ def test_what_does_not_fit_is_named():
     with FakeTensorMode() as mode:
         x, x8, u, v = (mode.from_tensor(t) for t in (x, x8, u, v))
         scales = [mode.from_tensor(scale) for scale in scales]
-        with pytest.raises(ShapeError, match="a scale has shape"):
+        with pytest.raises(ShapeError, match="a scale of u has shape"):
             op(x, scales[::-1], u, v)
         with pytest.raises(ShapeError, match="weights and scales"):
             op(x, scales[:1], u, v)

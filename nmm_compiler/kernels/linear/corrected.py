@@ -35,7 +35,7 @@ def operand_name(name: str, end: str) -> str:
     """Return the name of an operand of one of several linears: w0 of end "0", up_w of "up"."""
     if name == "w_scale":
         return operand_name("w", end) + "_scale"
-    return f"{end}_{name}" if end.isalpha() else name + end
+    return f"{end}_{name}" if end[:1].isalpha() else name + end
 
 
 def reads_as_stored(target: Target, format: str) -> bool:
@@ -48,7 +48,7 @@ def reads_as_stored(target: Target, format: str) -> bool:
 def first_layout(format: str, k: int, behind: bool) -> str:
     """Return the layout of a first factor of k inputs beside a weight: a run for each partition in
     order "fours" beside MX blocks, in the order of tiles behind h, where these divide k."""
-    layout, block = (FOURS, 512) if format in MX else (STRIDED if behind else "row", 128)
+    layout, block = (FOURS, 512) if format in MX else (STRIDED if behind and format else "row", 128)
     return "row" if k % block else layout
 
 

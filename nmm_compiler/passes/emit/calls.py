@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map
 from nmm_compiler.kernels.base import KernelSpec
 from nmm_compiler.kernels.number_formats import FP8_MAX
 from nmm_compiler.ops.launches import view_turned
+from nmm_compiler.ops.linear import SUFFIX
 from nmm_compiler.ops.registration import DEFINITIONS
-from nmm_compiler.ops.scaled import SUFFIX
 from nmm_compiler.passes.chains.chain import Chain, Step, Weight, is_whole_feature
 from nmm_compiler.passes.chains.safety import Refusal, tokens_to_judge
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError, aten

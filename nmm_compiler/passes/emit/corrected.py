@@ -23,7 +23,7 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.packed_formats import MX
-from nmm_compiler.ops.corrected import CORRECTED, CORRECTED_SHARED
+from nmm_compiler.ops.linear import CORRECTED, CORRECTED_SHARED
 from nmm_compiler.passes.chains.chain import Chain, Weight
 from nmm_compiler.passes.emit.calls import (
     WRITTEN,

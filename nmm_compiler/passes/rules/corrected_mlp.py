@@ -17,7 +17,7 @@ from torch import fx
 
 from nmm_compiler.errors import NmmError
 from nmm_compiler.kernels.packed_formats import MX
-from nmm_compiler.ops.corrected import CORRECTED_MLP
+from nmm_compiler.ops.linear import CORRECTED_MLP
 from nmm_compiler.passes.chains.chain import path_nodes, same_tokens
 from nmm_compiler.passes.chains.safety import Refusal, unsafe
 from nmm_compiler.passes.emit.calls import Call
