@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.error_bounds import Array as Array
-from nmm_compiler.kernels.error_bounds import Estimate, rounded
+from nmm_compiler.kernels.error_bounds import Estimate
 from nmm_compiler.kernels.tiling import item_bytes as item_bytes
 from nmm_compiler.kernels.tiling import numpy_dtype as numpy_dtype
 from nmm_compiler.kernels.work import Work
@@ -203,7 +203,7 @@ class KernelSpec(Record):
 
     def reference(self, *arrays: Array) -> Any:
         """Return the exact result in float64 (nothing rounded in between)."""
-        return self.laid(value for value, _ in self.estimates(arrays, False))
+        return self.laid(one.value for one in self.estimates(arrays, False))
 
     def error_bound(self, *arrays: Array) -> Any:
         """Return, per element, how far a right kernel may be from `reference`."""
@@ -218,7 +218,7 @@ class KernelSpec(Record):
 
     def _errors(self, arrays: tuple[Array, ...], typical: bool) -> Any:
         made = self.estimates(arrays, typical)
-        return self.laid(rounded(one, self.result_dtype, typical)[1] for one in made)
+        return self.laid(one.rounded(self.result_dtype).error for one in made)
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""

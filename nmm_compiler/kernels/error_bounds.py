@@ -13,6 +13,7 @@ which is what finds a wrong tile or a result of zeros.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,6 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-Estimate = tuple[Array, Array | float]
-"""A value, and the allowed error of a kernel's value, element by element."""
 
 # Rounding: u is half the distance from 1 to the next number.
 _UNIT_ROUNDOFF = {
@@ -40,19 +39,19 @@ _SMALLEST = {
 FP32_ROUNDOFF = _UNIT_ROUNDOFF["float32"]
 
 
-def unit_roundoff(dtype: str) -> float:
-    """Return the largest relative error of rounding to `dtype`, to nearest."""
-    return _UNIT_ROUNDOFF[dtype]
-
-
 def gamma(length: int) -> float:
     """Return Higham's gamma_n for fp32: the relative error bound of a sum of n products."""
     return length * FP32_ROUNDOFF / (1.0 - length * FP32_ROUNDOFF)
 
 
+def sum_error(length: int, typical: bool) -> float:
+    """Return the error of a sum of n products in fp32, over the sum of their magnitudes."""
+    return math.sqrt(length) * FP32_ROUNDOFF if typical else gamma(length)
+
+
 def rounding_error(magnitude: Array, dtype: str) -> Array:
     """Return the bound of rounding values of this magnitude to `dtype`, underflow included."""
-    bound: Array = magnitude * unit_roundoff(dtype) + _SMALLEST[dtype] / 2
+    bound: Array = magnitude * _UNIT_ROUNDOFF[dtype] + _SMALLEST[dtype] / 2
     return bound
 
 
@@ -60,23 +59,6 @@ def combine(first: Array | float, second: Array | float, typical: bool = False) 
     """Return the error of two errors together: their sum, or the root of the sum of squares."""
     together: Array = np.hypot(first, second) if typical else np.add(first, second)
     return together
-
-
-def product_error(
-    left: Array, right: Array, left_error: Array | float, length: int, typical: bool = False
-) -> Array:
-    """Return the error of an fp32-accumulated product whose left factor has an error.
-
-    left, right: magnitudes |a| [i, j] and |b| [j, l]; left_error: bound on a's own error;
-    length: terms in the accumulation. Bound: E|b| + gamma_(length + 2) (|a| + E)|b|; typical:
-    the root of E^2 |b|^2 and of the square of sqrt(length + 2) fp32 roundings of |a||b|.
-    """
-    off = np.broadcast_to(np.asarray(left_error, dtype=np.float64), left.shape)
-    carried: Array | float = 0.0
-    if np.any(off):
-        carried = np.sqrt(np.square(off) @ np.square(right)) if typical else off @ right
-    own = math.sqrt(length + 2) * FP32_ROUNDOFF if typical else gamma(length + 2)
-    return combine(carried, own * ((left + off) @ right), typical)
 
 
 # ScalarE evaluates in fp32; a few roundings of the function's own evaluation.
@@ -103,67 +85,96 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
 its argument."""
 
 
-def activation_error(values: Array, error: Array | float, name: str) -> Array | float:
-    """Return the bound after the activation of `values` that are off by `error`."""
-    if name == "identity":
-        return error
-    own = _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF * (np.abs(values) + 1.0) if name != "relu" else 0.0
-    return _ACTIVATIONS[name][1] * error + own
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A value in float64, and the allowed error of a kernel's value, element by element.
 
-
-def times_weight(
-    left: Estimate, weight: Array, typical: bool, terms: int | None = None
-) -> Estimate:
-    """Return the estimate of a product; terms: of its sums, where further products are added to
-    them."""
-    value, error = left
-    length = terms or len(weight)
-    off = product_error(np.abs(value), np.abs(weight), error, length, typical)
-    return value @ weight, off
-
-
-def plus_bias(left: Estimate, bias: Array, typical: bool) -> Estimate:
-    """Return the estimate after an fp32 addition."""
-    value = left[0] + bias
-    return value, combine(left[1], FP32_ROUNDOFF * (np.abs(value) + left[1]), typical)
-
-
-def activated(left: Estimate, name: str) -> Estimate:
-    """Return the estimate after the activation."""
-    return _ACTIVATIONS[name][0](left[0]), activation_error(*left, name)
-
-
-def inverse_roots(left: Estimate, eps: float, typical: bool) -> Estimate:
-    """Return the estimate of 1 / sqrt(mean(p * p) + eps) over the last axis, in fp32.
-
-    An error e of p moves the norm to between |p| - |e| and |p| + |e|; independent errors move the
-    sum of squares by twice the sum of p e. The sum has gamma_(r + 4), and the inverse root is
-    evaluated with a few roundings.
+    typical: errors are those of independent roundings, else bounds.
     """
-    value, error = left
-    off = np.broadcast_to(np.asarray(error, dtype=np.float64), value.shape)
-    r = value.shape[-1]
-    norm = np.linalg.norm(value, axis=-1, keepdims=True)
-    inverse = 1.0 / np.sqrt(norm**2 / r + eps)
-    if typical:
-        moved = inverse**3 * np.linalg.norm(value * off, axis=-1, keepdims=True) / r
-        own = (math.sqrt(r + 4) / 2 + _ACTIVATION_ROUNDINGS) * FP32_ROUNDOFF
-    else:
-        size = np.linalg.norm(off, axis=-1, keepdims=True)
-        most = 1.0 / np.sqrt(np.maximum(norm - size, 0.0) ** 2 / r + max(eps, _SMALLEST["float32"]))
-        moved = np.maximum(most - inverse, inverse - 1.0 / np.sqrt((norm + size) ** 2 / r + eps))
-        own = gamma(r + 4) / 2 + _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF
-    return inverse, combine(moved, own * (inverse + moved), typical)
 
+    value: Array
+    error: Array | float = 0.0
+    typical: bool = False
 
-def scaled(left: Estimate, factor: Estimate, typical: bool) -> Estimate:
-    """Return the estimate of a product of two values, element by element, in fp32."""
-    value = left[0] * factor[0]
-    error = combine(left[1] * (np.abs(factor[0]) + factor[1]), np.abs(left[0]) * factor[1], typical)
-    return value, combine(error, FP32_ROUNDOFF * (np.abs(value) + error), typical)
+    @property
+    def most(self) -> Array:
+        """The largest magnitude that a kernel's value may have."""
+        most: Array = np.abs(self.value) + self.error
+        return most
 
+    def off_by(self, error: Array | float) -> Estimate:
+        """Return the estimate with a further error."""
+        return dataclasses.replace(self, error=combine(self.error, error, self.typical))
 
-def rounded(left: Estimate, dtype: str, typical: bool) -> Estimate:
-    """Return the estimate of a value once it is stored in a dtype."""
-    value, error = left
-    return value, combine(error, rounding_error(np.abs(value) + error, dtype), typical)
+    def in_fp32(self, value: Array, error: Array | float, roundings: int = 1) -> Estimate:
+        """Return another value of this kind, computed with so many fp32 roundings of its own."""
+        made = Estimate(value, error, self.typical)
+        return made.off_by(roundings * FP32_ROUNDOFF * made.most)
+
+    def with_sum(self, other: Estimate) -> Estimate:
+        """Return the sum with what goes into the same fp32 sums."""
+        error = combine(self.error, other.error, self.typical)
+        return Estimate(self.value + other.value, error, self.typical)
+
+    def times(self, weight: Array, terms: int | None = None) -> Estimate:
+        """Return the estimate of an fp32-accumulated product.
+
+        terms: of its sums, where further products are added to them. Bound, for an error E of this
+        value a: E|b| + gamma_(terms + 2) (|a| + E)|b|; typical: the root of E^2 |b|^2 and of the
+        square of sqrt(terms + 2) fp32 roundings of |a||b|.
+        """
+        length, right = 2 + (terms or len(weight)), np.abs(weight)
+        off = np.broadcast_to(np.asarray(self.error, dtype=np.float64), self.value.shape)
+        carried: Array | float = 0.0
+        if np.any(off):
+            squares = np.square(off) @ np.square(right) if self.typical else None
+            carried = off @ right if squares is None else np.sqrt(squares)
+        own = sum_error(length, self.typical) * ((np.abs(self.value) + off) @ right)
+        return Estimate(self.value @ weight, carried, self.typical).off_by(own)
+
+    def plus(self, bias: Array) -> Estimate:
+        """Return the estimate after an fp32 addition."""
+        return self.in_fp32(self.value + bias, self.error)
+
+    def scaled(self, factor: Array, error: Array | float = 0.0) -> Estimate:
+        """Return the estimate of a product with a factor, element by element, in fp32.
+
+        error: of the factor.
+        """
+        own = self.error * (np.abs(factor) + error)
+        carried = combine(own, np.abs(self.value) * error, self.typical)
+        return self.in_fp32(self.value * factor, carried)
+
+    def activated(self, name: str) -> Estimate:
+        """Return the estimate after the activation, which ScalarE evaluates in fp32."""
+        if name == "identity":
+            return self
+        function, slope = _ACTIVATIONS[name]
+        own = _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF * (np.abs(self.value) + 1.0)
+        error = slope * self.error + (own if name != "relu" else 0.0)
+        return Estimate(function(self.value), error, self.typical)
+
+    def rounded(self, dtype: str) -> Estimate:
+        """Return the estimate of a value once it is stored in a dtype."""
+        return self.off_by(rounding_error(self.most, dtype))
+
+    def inverse_roots(self, eps: float) -> Estimate:
+        """Return the estimate of 1 / sqrt(mean(p * p) + eps) over the last axis, in fp32.
+
+        An error e of p moves the norm to between |p| - |e| and |p| + |e|; independent errors move
+        the sum of squares by twice the sum of p e. The sum has gamma_(r + 4), and the inverse root
+        is evaluated with a few roundings.
+        """
+        value, r = self.value, self.value.shape[-1]
+        off = np.broadcast_to(np.asarray(self.error, dtype=np.float64), value.shape)
+        norm = np.linalg.norm(value, axis=-1, keepdims=True)
+        inverse = 1.0 / np.sqrt(norm**2 / r + eps)
+        if self.typical:
+            moved = inverse**3 * np.linalg.norm(value * off, axis=-1, keepdims=True) / r
+        else:
+            size = np.linalg.norm(off, axis=-1, keepdims=True)
+            least = np.maximum(norm - size, 0.0) ** 2 / r + max(eps, _SMALLEST["float32"])
+            lowest = 1.0 / np.sqrt((norm + size) ** 2 / r + eps)
+            moved = np.maximum(1.0 / np.sqrt(least) - inverse, inverse - lowest)
+        own = sum_error(r + 4, self.typical) / 2 + _ACTIVATION_ROUNDINGS * FP32_ROUNDOFF
+        return Estimate(inverse, moved, self.typical).off_by(own * (inverse + moved))

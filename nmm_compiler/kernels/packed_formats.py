@@ -199,15 +199,18 @@ def from_nki(data: np.ndarray, scales: np.ndarray, form: PackedFormat) -> np.nda
 
 
 def rounding_of_x(x: np.ndarray) -> np.ndarray:
-    """Return the largest error of quantize_mx, for x [m, k] in blocks of 32 to e4m3.
+    """Return the largest error of quantize_mx, for x [m, k] in blocks of 32 to e4m3, the last of
+    them filled up with zeros.
 
     Its scale is 2^(floor(log2 largest) - 7): half of the step of an element is 2^-4 of the power
     of two below it, and half of 2^-9 of the scale for the smallest.
     """
-    blocks = np.abs(x).reshape(*x.shape[:-1], -1, 32)
+    filled = np.pad(np.abs(x), ((0, 0), (0, -x.shape[1] % 32)))
+    blocks = filled.reshape(len(x), -1, 32)
     exponents = np.where(blocks == 0, -200, np.frexp(blocks)[1] - 1)
     least = exponents.max(-1, keepdims=True) - 7 - 10
-    return np.asarray(np.ldexp(1.0, np.maximum(exponents - 4, least)).reshape(x.shape))
+    errors = np.ldexp(1.0, np.maximum(exponents - 4, least)).reshape(filled.shape)
+    return np.asarray(errors[:, : x.shape[1]])
 
 
 def check_blocks(k: int, format: str, name: str) -> PackedFormat:

@@ -28,9 +28,8 @@ from nmm_compiler.kernels.error_bounds import (
     FP32_ROUNDOFF,
     Estimate,
     combine,
-    gamma,
-    rounded,
     rounding_error,
+    sum_error,
 )
 from nmm_compiler.kernels.tiling import item_bytes, tiles
 
@@ -298,82 +297,78 @@ class AttentionSpec(KernelSpec):
         rope = np.asarray(angles[0], dtype=np.float64) if angles else np.empty(0)
         for kv in range(self.batch * self.kv_heads):
             keys = np.asarray(k[kv], dtype=np.float64)
-            right: Estimate = (keys.T if self.k_layout == "col" else keys), 0.0
+            right = Estimate(keys.T if self.k_layout == "col" else keys, 0.0, typical)
             if self.rope == "qk":
-                right = self._rotated(right[0], rope, typical)
+                right = self._rotated(right, rope)
             values = np.asarray(v[kv], dtype=np.float64)
             for head in range(kv * self.group, (kv + 1) * self.group):
-                left: Estimate = np.asarray(q[head], dtype=np.float64), 0.0
+                left = Estimate(np.asarray(q[head], dtype=np.float64), 0.0, typical)
                 if self.rope != "none":
-                    left = self._rotated(left[0], rope[:, -self.m :], typical)
-                yield self._of_a_head(left, right, values, typical)
+                    left = self._rotated(left, rope[:, -self.m :])
+                yield self._of_a_head(left, right, values)
 
-    def _of_a_head(self, q: Estimate, k: Estimate, v: Array, typical: bool) -> Estimate:
+    def _of_a_head(self, q: Estimate, k: Estimate, v: Array) -> Estimate:
         """Return y of a head and its error; the scores of some queries are held at a time."""
         rows = max(1, _REFERENCE_SCORES // self.context)
-        made = []
+        errors, made = np.broadcast_to(q.error, q.value.shape), []
         for first in range(0, self.m, rows):
             stop = min(first + rows, self.m)
-            error = q[1][first:stop] if isinstance(q[1], np.ndarray) else q[1]
-            scores = self._scores((q[0][first:stop], error), k, typical)
-            made.append(self._weighted(scores, v, self.seen(first, stop), typical))
-        y, errors = zip(*made, strict=True)
-        return np.concatenate(y), np.concatenate(errors)
+            some = Estimate(q.value[first:stop], errors[first:stop], q.typical)
+            made.append(self._weighted(self._scores(some, k), v, self.seen(first, stop)))
+        y, errors = (
+            np.concatenate([getattr(one, of) for one in made]) for of in ("value", "error")
+        )
+        return Estimate(y, errors, q.typical)
 
-    def _rotated(self, x: Array, angles: Array, typical: bool) -> Estimate:
-        """Return x [tokens, d] rotated by cos and sin [2, tokens, d / 2], rounded once."""
+    def _rotated(self, x: Estimate, angles: Array) -> Estimate:
+        """Return an exact x [tokens, d] rotated by cos and sin [2, tokens, d / 2], rounded once."""
         cos, sin = angles
-        a, b = np.split(x, 2, axis=-1)
+        a, b = np.split(x.value, 2, axis=-1)
         value = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
         size = np.abs(a * cos) + np.abs(b * sin), np.abs(b * cos) + np.abs(a * sin)
         own = 2 * FP32_ROUNDOFF * np.concatenate(size, axis=-1)
-        return rounded((value, own), self.dtype, typical)
+        return Estimate(value, own, x.typical).rounded(self.dtype)
 
-    def _scores(self, q: Estimate, k: Estimate, typical: bool) -> Estimate:
+    def _scores(self, q: Estimate, k: Estimate) -> Estimate:
         """Return the capped scores [m, context] and their errors."""
         assert self.scale is not None
-        (left, left_error), (right, right_error) = q, k
-        product = np.abs(left) @ np.abs(right).T
-        terms = self.d + 2
-        own = math.sqrt(terms) * FP32_ROUNDOFF if typical else gamma(terms)
-        error = own * product
-        if self.rope != "none":
-            power = 2 if typical else 1
-            for one, other in ((left_error, right), (np.abs(left), right_error)):
-                if np.ndim(one) and np.ndim(other):
-                    carried = np.abs(one) ** power @ (np.abs(other) ** power).T
-                    error = combine(error, carried ** (1 / power), typical)
-        value = self.scale * (left @ right.T)
-        error = self.scale * error
-        if self.soft_cap:
-            value = self.soft_cap * np.tanh(value / self.soft_cap)
-            cap = _FUNCTION_ROUNDINGS * FP32_ROUNDOFF * self.soft_cap
-            error = combine(error, cap, typical)
-        return value, error
+        left, right, typical = np.abs(q.value), np.abs(k.value), q.typical
+        error = sum_error(self.d + 2, typical) * (left @ right.T)
+        power = 2 if typical else 1
+        for one, other in ((q.error, right), (left, k.error)):
+            if np.any(one) and np.any(other):
+                carried = np.abs(one) ** power @ (np.abs(other) ** power).T
+                error = combine(error, carried ** (1 / power), typical)
+        made = Estimate(self.scale * (q.value @ k.value.T), self.scale * error, typical)
+        if not self.soft_cap:
+            return made
+        value = self.soft_cap * np.tanh(made.value / self.soft_cap)
+        cap = _FUNCTION_ROUNDINGS * FP32_ROUNDOFF * self.soft_cap
+        return Estimate(value, made.error, typical).off_by(cap)
 
-    def _weighted(self, scores: Estimate, v: Array, seen: Array, typical: bool) -> Estimate:
+    def _weighted(self, scores: Estimate, v: Array, seen: Array) -> Estimate:
         """Return softmax(scores) v and its error.
 
         A weight p has the error dp: that of its exponent, of exp, and of rounding p to the dtype.
         The result is off by the sum of dp (v - y), and by the roundings of sums in fp32.
         """
-        value = np.where(seen, scores[0], -np.inf)
+        typical = scores.typical
+        value = np.where(seen, scores.value, -np.inf)
         top = value.max(axis=1, keepdims=True)
         p = np.exp(value - top)
         total = p.sum(axis=1, keepdims=True)
         y = (p @ v) / total
-        size = np.abs(np.where(seen, scores[0], 0.0)) + np.abs(top)
-        exponent = combine(scores[1], _SCORE_ROUNDINGS * FP32_ROUNDOFF * size, typical)
+        size = np.abs(np.where(seen, scores.value, 0.0)) + np.abs(top)
+        exponent = combine(scores.error, _SCORE_ROUNDINGS * FP32_ROUNDOFF * size, typical)
         relative = combine(np.expm1(exponent), _FUNCTION_ROUNDINGS * FP32_ROUNDOFF, typical)
         dp = np.where(seen, combine(p * relative, rounding_error(p, self.dtype), typical), 0.0)
         if typical:
             spread = np.square(dp)
             off = np.sqrt(spread @ np.square(v)) + np.sqrt(spread.sum(1, keepdims=True)) * abs(y)
-            terms = math.sqrt(self.context + _RESULT_ROUNDINGS) * FP32_ROUNDOFF
         else:
             off = dp @ np.abs(v) + dp.sum(1, keepdims=True) * np.abs(y)
-            terms = gamma(self.context + _RESULT_ROUNDINGS)
             # the sum that divides may be smaller by its own error
             off /= np.maximum(1.0 - dp.sum(1, keepdims=True) / total, 0.5)
+        terms = sum_error(self.context + _RESULT_ROUNDINGS, typical)
         sums = terms * ((p @ np.abs(v)) / total + np.abs(y))
-        return y, combine(off / total, sums, typical)
+        return Estimate(y, off / total, typical).off_by(sums)

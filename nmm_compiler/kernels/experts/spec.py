@@ -29,16 +29,7 @@ from nmm_compiler.kernels.base import (
     check_arrays,
     check_name,
 )
-from nmm_compiler.kernels.error_bounds import (
-    FP32_ROUNDOFF,
-    Estimate,
-    activated,
-    combine,
-    plus_bias,
-    rounded,
-    scaled,
-    times_weight,
-)
+from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, Estimate
 from nmm_compiler.kernels.linear.corrected import MULTIPLIED, check_mx_product
 from nmm_compiler.kernels.linear.layer import Weight
 from nmm_compiler.kernels.linear.spec import mx_scale_of, operand_of
@@ -252,18 +243,14 @@ class ExpertsSpec(KernelSpec):
         """Return y before it is rounded; of many tokens the rows of picks are rounded, too."""
         check_arrays(self, arrays)
         named = {t.name: a for t, a in zip(self.inputs(), arrays, strict=True)}
-        index, gates = (np.asarray(named[name], np.float64) for name in ("index", "gates"))
-        x = np.asarray(named["x"], np.float64)
-        value, error = np.zeros(x.shape), np.zeros(x.shape)
+        index, gates, x = (np.asarray(named[name], np.float64) for name in ("index", "gates", "x"))
+        total = Estimate(np.zeros(x.shape), np.zeros(x.shape), typical)
         for group in (group for group in np.unique(index).astype(int) if group >= 0):
             factor = np.where(index == group, gates, 0.0).sum(1)[:, None]
-            own = scaled(
-                self._mlp(x, self._of_group(named, group), typical), (factor, 0.0), typical
-            )
-            value += own[0]
-            error = combine(error, own[1], typical)
-            error = combine(error, FP32_ROUNDOFF * (np.abs(value) + error), typical)
-        return [(value, error)]
+            own = self._mlp(Estimate(x, 0.0, typical), self._of_group(named, group))
+            total = total.with_sum(own.scaled(factor))
+            total = total.in_fp32(total.value, total.error)
+        return [total]
 
     def _of_group(self, named: dict[str, Array], group: int) -> dict[str, Array]:
         """Return the operands of a group in float64, weights as they multiply."""
@@ -276,57 +263,46 @@ class ExpertsSpec(KernelSpec):
                 of[name] = of[name].T
         return {name: np.asarray(array, np.float64) for name, array in of.items()}
 
-    def _mlp(self, x: Array, of: dict[str, Array], typical: bool) -> Estimate:
+    def _mlp(self, x: Estimate, of: dict[str, Array]) -> Estimate:
         """Return what one group makes of all tokens."""
-        both = self._linear((x, 0.0), "gate_up", of, typical)
-        gate, up = zip(*map(self._halves, both), strict=True)
+        both = self._linear(x, "gate_up", of)
+        gate, up = self._halves(both)
         if self.limit:
-            g, u = np.minimum(gate[0], self.limit), np.clip(up[0], -self.limit, self.limit)
-            active = g / (1 + np.exp(-self.slope * g)), 1.1 * gate[1]
-            made = scaled(active, (u + self.plus, up[1]), typical)
-            own = _CLAMPED_ROUNDINGS * FP32_ROUNDOFF * (np.abs(made[0]) + np.abs(g) + 1)
-            made = made[0], combine(made[1], own, typical)
+            g, u = np.minimum(gate.value, self.limit), np.clip(up.value, -self.limit, self.limit)
+            active = dataclasses.replace(
+                gate, value=g / (1 + np.exp(-self.slope * g)), error=1.1 * gate.error
+            )
+            h = active.scaled(u + self.plus, up.error)
+            own = _CLAMPED_ROUNDINGS * FP32_ROUNDOFF
+            h = h.off_by(own * (np.abs(h.value) + np.abs(g) + 1))
         else:
-            made = scaled(activated(gate, self.activation), up, typical)
-        h = rounded(made, self.dtype, typical)
-        made = self._linear(h, "down", of, typical)
-        return made if self.m <= FEW else rounded(made, self.dtype, typical)
+            h = gate.activated(self.activation).scaled(up.value, up.error)
+        y = self._linear(h.rounded(self.dtype), "down", of)
+        return y if self.m <= FEW else y.rounded(self.dtype)
 
-    def _linear(self, left: Estimate, name: str, of: dict[str, Array], typical: bool) -> Estimate:
+    def _linear(self, left: Estimate, name: str, of: dict[str, Array]) -> Estimate:
         """Return the estimate of a product with a weight, its factors or both, and its bias."""
-        total: Estimate = (np.zeros(1), 0.0)
+        total = Estimate(np.zeros(1), 0.0, left.typical)
         u, v, w = (of.get(one) for one in (f"{name}_u", f"{name}_v", name))
         terms = sum(len(one) for one in (v, w) if one is not None)
+        k = left.value.shape[1]
         if u is not None and v is not None:
-            plain = np.broadcast_arrays(*left)
-            p = times_weight((plain[0][:, : len(u)], plain[1][:, : len(u)]), u, typical)
-            p = rounded(p, self.dtype, typical)
-            total = times_weight(p, v, typical, terms)
+            total = left.times(u).rounded(self.dtype).times(v, terms)
         if w is not None:
-            if self.mx:
-                left = self._in_blocks(left, len(w), typical)
-            more = times_weight(left, w, typical, terms)
-            total = total[0] + more[0], combine(total[1], more[1], typical)
-        scale = of.get(f"{name}_scale")
-        if scale is not None:
-            total = scaled(total, (scale, 0.0), typical)
-        bias = of.get(f"{name}_bias")
-        return total if bias is None else plus_bias(total, bias, typical)
+            if self.mx:  # of blocks filled up with zeros
+                left = left.off_by(rounding_of_x(left.most))
+            total = total.with_sum(left.times(w[:k], terms))
+        scale, bias = of.get(f"{name}_scale"), of.get(f"{name}_bias")
+        total = total if scale is None else total.scaled(scale)
+        return total if bias is None else total.plus(bias)
 
-    @staticmethod
-    def _in_blocks(left: Estimate, filled: int, typical: bool) -> Estimate:
-        """Return the left factor of an MX product: filled up with zeros, and rounded to MXFP8."""
-        zeros = ((0, 0), (0, filled - left[0].shape[1]))
-        value = np.pad(left[0], zeros)
-        error = np.pad(np.broadcast_to(left[1], left[0].shape), zeros)
-        return value, combine(error, rounding_of_x(np.abs(value) + error), typical)
-
-    def _halves(self, both: Any) -> tuple[Any, Any]:
-        if np.ndim(both) == 0:
-            return both, both
+    def _halves(self, both: Estimate) -> list[Estimate]:
+        """Return gate and up."""
+        half = slice(0, self.features), slice(self.features, None)
         if self.halves == "interleaved":
-            return both[..., ::2], both[..., 1::2]
-        return both[..., : self.features], both[..., self.features :]
+            half = slice(0, None, 2), slice(1, None, 2)
+        error = np.broadcast_to(both.error, both.value.shape)
+        return [Estimate(both.value[..., i], error[..., i], both.typical) for i in half]
 
     def as_products(self) -> Products:
         """Return a gated MLP of all tokens for each group that they are expected to choose."""

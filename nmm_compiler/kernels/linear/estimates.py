@@ -16,15 +16,9 @@ from nmm_compiler.kernels.base import Array
 from nmm_compiler.kernels.error_bounds import (
     FP32_ROUNDOFF,
     Estimate,
-    activated,
     combine,
-    gamma,
-    inverse_roots,
-    plus_bias,
-    rounded,
     rounding_error,
-    scaled,
-    times_weight,
+    sum_error,
 )
 from nmm_compiler.kernels.linear.layer import Layer, Linear, LowRank, Weight
 from nmm_compiler.kernels.number_formats import FP8
@@ -46,45 +40,34 @@ class Estimates:
     def results(self) -> Sequence[Estimate]:
         """Return each result before it is stored, [m, n], the residual included."""
         layer = self.layer
-        x: Estimate = self.operands["x"], 0.0
+        x = Estimate(self.operands["x"], 0.0, self.typical)
         if layer.norm != "none":
-            made = normed(layer, x[0], self.operands, self.typical)
-            x = rounded(made, layer.dtype, self.typical)
+            x = normed(layer, x, self.operands).rounded(layer.dtype)
         middle = {pair.u.name: self._pair(x, pair, True) for pair in layer.factors}
-        made_of = [self._linear(x, middle, linear, True) for linear in layer.linears]
+        made = [self._linear(x, middle, linear, True) for linear in layer.linears]
         if layer.combine:
-            made_of = [self._product(*made_of)]
+            made = [product(*made)]
         if layer.down.n:
-            h = rounded(made_of[0], layer.kept_dtype, self.typical)
+            h = made[0].rounded(layer.kept_dtype)
             middle = {pair.u.name: self._pair(h, pair, False) for pair in layer.down_pairs}
-            made_of = [self._linear(h, middle, layer.down, False)]
+            made = [self._linear(h, middle, layer.down, False)]
         if not layer.residual:
-            return made_of
-        return [
-            plus_bias(
-                rounded(one, layer.result_dtype, self.typical),
-                self.operands["residual"],
-                self.typical,
-            )
-            for one in made_of
-        ]
+            return made
+        residual = self.operands["residual"]
+        return [one.rounded(layer.result_dtype).plus(residual) for one in made]
 
     def _pair(self, left: Estimate, pair: LowRank, of_x: bool) -> tuple[Estimate, Any]:
         """Return p as it is kept, and one over its norm where the norm follows it."""
-        p, error = self._times(left, pair.u, of_x)
-        error = combine(error, self._crossing(left, pair), self.typical)
-        p, error = pair.scale * p, abs(pair.scale) * error
+        p = self._times(left, pair.u, of_x).off_by(self._crossing(left, pair))
         if pair.scale != 1.0:
-            error = combine(error, 2 * FP32_ROUNDOFF * (np.abs(p) + error), self.typical)
+            p = p.in_fp32(pair.scale * p.value, abs(pair.scale) * p.error, 2)
         if pair.groups.count:
-            p, error = scaled((p, error), (self._of_token(pair), 0.0), self.typical)
-        shaped = self._biased((p, error), pair.bias)
-        roots = None
+            p = p.scaled(self._of_token(pair))
+        p, roots = self._biased(p, pair.bias), None
         if pair.gain:  # the gain is multiplied in before p is rounded, the root after p v
-            roots = inverse_roots(shaped, pair.eps, self.typical)
-            shaped = scaled(shaped, (self.operands[pair.gain], 0.0), self.typical)
-        kept = activated(shaped, pair.activation)
-        return rounded(kept, self.layer.kept_dtype, self.typical), roots
+            roots = p.inverse_roots(pair.eps)
+            p = p.scaled(self.operands[pair.gain])
+        return p.activated(pair.activation).rounded(self.layer.kept_dtype), roots
 
     def _of_token(self, pair: LowRank) -> Array:
         """Return what multiplies p: the gain of a row if its group is the token's, else 0."""
@@ -95,40 +78,27 @@ class Estimates:
     def _linear(
         self, left: Estimate, middle: dict[str, Any], linear: Linear, of_x: bool
     ) -> Estimate:
-        pair, dense = linear.low_rank, linear.weight
-        terms = (pair.v.k if pair.r else 0) + dense.k
-        total: Estimate = 0.0, 0.0  # type: ignore[assignment]
-        roots = None
+        pair, dense, roots = linear.low_rank, linear.weight, None
+        both = pair.r and dense.k
+        total = Estimate(np.zeros(1), 0.0, self.typical)
+        terms = len(self.operands[pair.v.name]) + len(left.value.T) if both else None
         if pair.r:
             p, roots = middle[pair.u.name]
-            terms = len(self.operands[pair.v.name]) + (len(left[0].T) if dense.k else 0)
             total = self._times(p, pair.v, False, terms)
         if dense.k:
             if dense.mx:
-                off = rounding_of_x(np.abs(left[0]) + left[1])
-                left = left[0], combine(left[1], off, self.typical)
-            more = times_weight(
-                left, self.operands[dense.name], self.typical, terms if pair.r else None
-            )
-            total = total[0] + more[0], combine(total[1], more[1], self.typical)
+                left = left.off_by(rounding_of_x(left.most))
+            total = total.with_sum(left.times(self.operands[dense.name], terms))
             total = self._unscaled(total, dense, of_x)
         if roots is not None:
-            total = scaled(total, roots, self.typical)
-        return activated(self._biased(total, linear.bias), linear.activation)
-
-    def _product(self, gate: Estimate, up: Estimate) -> Estimate:
-        """Return the estimate of a product of two results."""
-        error = combine(np.abs(gate[0]) * up[1], np.abs(up[0]) * gate[1], self.typical)
-        error = combine(error, gate[1] * up[1], self.typical)
-        value = gate[0] * up[0]
-        return value, combine(error, 2 * FP32_ROUNDOFF * (np.abs(value) + error), self.typical)
+            total = total.scaled(roots.value, roots.error)
+        return self._biased(total, linear.bias).activated(linear.activation)
 
     def _times(
         self, left: Estimate, weight: Weight, of_x: bool, terms: int | None = None
     ) -> Estimate:
         """Return the estimate of a product, and with fp8 operands of its scales."""
-        made = times_weight(left, self.operands[weight.name], self.typical, terms)
-        return self._unscaled(made, weight, of_x)
+        return self._unscaled(left.times(self.operands[weight.name], terms), weight, of_x)
 
     def _unscaled(self, made: Estimate, weight: Weight, of_x: bool) -> Estimate:
         """Return sums times the scales of the fp8 numbers that they are of."""
@@ -144,18 +114,16 @@ class Estimates:
             scales = [self.operands[weight.scale]]
         scales += [self.operands["x_scale"]] if of_x and self.layer.fp8_x else []
         factor = np.prod(np.broadcast_arrays(*scales), axis=0)
-        value, error = made[0] * factor, made[1] * np.abs(factor)
-        own = _SCALE_ROUNDINGS * FP32_ROUNDOFF * (np.abs(value) + error)
-        return value, combine(error, own, self.typical)
+        return made.in_fp32(made.value * factor, made.error * np.abs(factor), _SCALE_ROUNDINGS)
 
     def _biased(self, left: Estimate, name: str) -> Estimate:
-        return plus_bias(left, self.operands[name], self.typical) if name else left
+        return left.plus(self.operands[name]) if name else left
 
     def _crossing(self, left: Estimate, pair: LowRank) -> Array | float:
         """Return the error of rounding what each rank adds to p, in the format that is kept."""
         if self.spec.world_size == 1:
             return 0.0
-        value = left[0] * self.operands.get("x_scale", 1.0)
+        value = left.value * self.operands.get("x_scale", 1.0)
         right = self.operands[pair.u.name] * self.operands.get(pair.u.scale, 1.0)
         ranks, made = self.spec.world_size, np.zeros(1)
         parts = list(zip(np.split(value, ranks, 1), np.split(right, ranks, 0), strict=True))
@@ -167,21 +135,26 @@ class Estimates:
         return abs(pair.scale) * made
 
 
-def normed(spec: Any, x: Array, operands: dict[str, Array], typical: bool) -> Estimate:
-    """Return the estimate of the norm of x [m, k] over its features, in fp32.
+def product(gate: Estimate, up: Estimate) -> Estimate:
+    """Return the estimate of a product of two results."""
+    left, right = np.abs(gate.value) * up.error, np.abs(up.value) * gate.error
+    error = combine(combine(left, right, gate.typical), gate.error * up.error, gate.typical)
+    return gate.in_fp32(gate.value * up.value, error, 2)
+
+
+def normed(spec: Any, x: Estimate, operands: dict[str, Array]) -> Estimate:
+    """Return the estimate of the norm of an exact x [m, k] over its features, in fp32.
 
     The mean of a layer norm is a sum of k terms, times 1 / k.
     """
-    value: Estimate = x, 0.0
     if spec.norm == "layer":
-        k = x.shape[1]
-        size = np.abs(x).mean(1, keepdims=True)
-        off = (np.sqrt(k + 2) * FP32_ROUNDOFF if typical else gamma(k + 2)) * size
-        centered = x - x.mean(1, keepdims=True)
-        own = FP32_ROUNDOFF * (np.abs(centered) + off)
-        value = centered, combine(np.broadcast_to(off, x.shape), own, typical)
-    value = scaled(value, inverse_roots(value, spec.norm_eps, typical), typical)
+        size = np.abs(x.value).mean(1, keepdims=True)
+        off = sum_error(x.value.shape[1] + 2, x.typical) * size
+        centered = x.value - x.value.mean(1, keepdims=True)
+        x = x.in_fp32(centered, np.broadcast_to(off, centered.shape))
+    roots = x.inverse_roots(spec.norm_eps)
+    x = x.scaled(roots.value, roots.error)
     if spec.norm_gain:
         gain = operands["norm_gain"] + spec.norm_offset
-        value = scaled(value, (gain, FP32_ROUNDOFF * np.abs(gain)), typical)
-    return plus_bias(value, operands["norm_bias"], typical) if spec.norm_bias else value
+        x = x.scaled(gain, FP32_ROUNDOFF * np.abs(gain))
+    return x.plus(operands["norm_bias"]) if spec.norm_bias else x
