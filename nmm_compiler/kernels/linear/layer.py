@@ -208,18 +208,15 @@ class Linear(Record):
 class Stage(Record):
     """First factors that multiply one left factor.
 
-    cores, ranks: whether these sum over a part of it each. plain: nothing stands behind the sums.
+    cores, ranks: whether these sum over a part of it each, shared where one of them does. plain:
+    nothing stands behind the sums.
     """
 
     pairs: tuple[LowRank, ...]
     cores: bool
     ranks: bool
     plain: bool
-
-    @property
-    def shared(self) -> bool:
-        """Whether sums are of a part of the left factor."""
-        return self.cores or self.ranks
+    shared: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,13 +337,18 @@ class Layer(Record):
     def of_x_stage(self) -> Stage:
         """The first factors that multiply x."""
         plain = not any(pair.shaped or pair.scales for pair in self.factors)
-        return Stage(pairs=self.factors, cores=self.exchanges_p, ranks=self.tp > 1, plain=plain)
+        return Stage(
+            pairs=self.factors, cores=self.exchanges_p, ranks=self.tp > 1, plain=plain,
+            shared=self.exchanges_p or self.tp > 1,
+        )  # fmt: skip
 
     @functools.cached_property
     def of_h_stage(self) -> Stage:
         """The first factor that multiplies h."""
         cores = self.exchanges_down
-        return Stage(pairs=self.down_pairs, cores=cores, ranks=False, plain=not self.fp8)
+        return Stage(
+            pairs=self.down_pairs, cores=cores, ranks=False, plain=not self.fp8, shared=cores
+        )  # fmt: skip
 
     @property
     def x_later(self) -> str:
@@ -397,18 +399,6 @@ class Layer(Record):
         """Return whether a weight multiplies x."""
         every = {pair.u.name for pair in self.factors}
         return weight.name in every | {linear.weight.name for linear in self.linears}
-
-    def changed(self, change: Any) -> Layer:
-        """Return the layer with each weight replaced by change(weight, its linear)."""
-
-        def of(linear: Linear) -> Linear:
-            pair = linear.low_rank
-            if pair.r:
-                pair = dataclasses.replace(pair, u=change(pair.u, linear), v=change(pair.v, linear))
-            weight = change(linear.weight, linear) if linear.weight.k else linear.weight
-            return dataclasses.replace(linear, weight=weight, low_rank=pair)
-
-        return self.each(of)
 
     def each(self, change: Any) -> Layer:
         """Return the layer with each linear replaced by change(linear)."""

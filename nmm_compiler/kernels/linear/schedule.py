@@ -94,9 +94,17 @@ class LinearSchedule(Schedule):
         whole = 128 * tiles(layer.k, 128)
         step = whole if layer.m <= FEW else chunk_rows(layer.k, self.tokens(layer) * 2)
         step = 512 * tiles(step, 512) if layer.mx else step
-        made = layer.changed(lambda weight, linear: self._arriving(weight, linear, layer))
-        made = made.each(lambda one: dataclasses.replace(one, turned=self.turned and one.rows))
+        made = layer.each(lambda linear: self._planned(linear, layer))
         return dataclasses.replace(made, x_load=x_load, x_chunk=step if first else 0)
+
+    def _planned(self, linear: Linear, layer: Layer) -> Linear:
+        u, v, weight = (
+            self._arriving(one, linear, layer) if one.k else one
+            for one in (linear.low_rank.u, linear.low_rank.v, linear.weight)
+        )
+        pair = dataclasses.replace(linear.low_rank, u=u, v=v)
+        turned = self.turned and linear.rows
+        return dataclasses.replace(linear, weight=weight, low_rank=pair, turned=turned)
 
     def _arriving(self, weight: Weight, linear: Linear, layer: Layer) -> Weight:
         of_x, behind = layer.of_x(weight), layer.down.n > 0 and linear.place == len(layer.linears)
@@ -138,51 +146,55 @@ class LinearSchedule(Schedule):
 
         A stage computes p, then the results or h, then p behind h, then the result behind h.
         """
-        made, tokens = self.plan(layer), self.tokens(layer)
-        kept, y_size = item_bytes(layer.kept_dtype), item_bytes(layer.result_dtype)
-        x = {"x": layer.x_tiles * _pitch(tokens, made.x_aligned) * item_bytes(layer.x_format)}
-        if layer.mx:  # data and scales of four features, and fours on their way to them
-            x["x blocks"] = layer.x_tiles // 4 * 5 * (tokens + 1) + 4 * 8 * max(512, tokens)
-        if layer.norm != "none":
-            deep = max(1, 1024 // tokens)
-            x["norm"] = 4 * (4 * tokens + (2 * deep + 2) * tokens + 257)
-            x["norm"] += 10 * tiles(layer.k, 128) * (layer.norm_gain + layer.norm_bias)
-        p = {"p": made.p_tiles * tokens * kept}
-        sums = {"sums": 2 * made.p_tiles * tokens * 4} if layer.exchanges_p else {}
-        if layer.tp > 1:
-            sums["rank sums"] = 2 * made.p_tiles * tokens * kept
-        always = self._vectors(made, y_size)
-        stages = []
-        if made.factors:
-            panels = max(self._panel(pair.u, made, rows=False) for pair in made.factors)
-            stages.append(x | p | sums | always | {"u": panels} | self._flat(made))
-        last = {} if made.factors and not any(one.weight.k for one in made.linears) else x
-        behind = layer.down.n > 0
-        h = {"h": made.h_tiles * (2 if layer.exchanges_h else 1) * tokens * kept} if behind else {}
-        if behind and layer.mx:
-            h["h blocks"] = tiles(layer.down.weight.k, 512) * 5 * (tokens + 1)
-        rows = made.linears[-1].by_rows and not behind
+        made = self.plan(layer)
+        buffers = self._buffers(made)
+        stages = (
+            [0] * bool(made.factors) + [1] + [2] * bool(made.down_pairs) + [3] * bool(made.h_tiles)
+        )
+        return [
+            {name: size for name, (first, last, size) in buffers.items() if first <= stage <= last}
+            for stage in stages
+        ]
+
+    def _buffers(self, made: Layer) -> dict[str, tuple[int, int, int]]:
+        """Return the first and the last stage of each buffer, and its bytes per partition."""
+        tokens, kept = self.tokens(made), item_bytes(made.kept_dtype)
+        down, pair, dense = made.down, made.down.low_rank, any(one.weight.k for one in made.linears)
+        of_x, last = int(dense or not made.factors), 3 if down.n else 1
+        of_h = 3 if down.weight.k else 2
+        rows = made.linears[-1].by_rows and not down.n
         # loaded ahead, panels of all linears are there at a time
-        each = [self._panels(one, made, rows=rows) for one in made.linears]
-        panels = sum(each) if self.ahead else max(each)
-        results = {} if behind else self._results(made.results[0], made, y_size)
+        panels = [self._panels(one, made, rows=rows) for one in made.linears]
+        firsts = [self._panel(one.u, made, rows=False) for one in made.factors]
+        wide, deep = made.linears[0].last.block, max(1, 1024 // tokens)
+        x_size, p_size = item_bytes(made.x_format), made.p_tiles * tokens
+        held = {
+            "x": (0, of_x, made.x_tiles * _pitch(tokens, made.x_aligned) * x_size),
+            "p": (0, 1, p_size * kept),
+            "sums": (0, 0, 8 * p_size * made.exchanges_p + 2 * p_size * kept * (made.tp > 1)),
+            "vectors": (0, 3, self._vectors(made, item_bytes(made.result_dtype))),
+            "turned": (0, 3, self._flat(made)),
+            "u": (0, 0, max(firsts, default=0)),
+            "h": (1, of_h, made.h_tiles * (1 + made.exchanges_h) * tokens * kept),
+            "v": (1, 1, sum(panels) if self.ahead else max(panels)),
+            "down": (2, 2, self._panel(pair.u, made, rows=False)),
+            "p down": (2, 3, pair.tiles * tokens * (kept + 8 * made.exchanges_down)),
+            "out": (3, 3, self._panels(down, made, rows=down.by_rows)),
+        }
+        if made.mx:  # data and scales of four features, and fours on their way to them
+            fours = made.x_tiles // 4 * 5 * (tokens + 1) + 4 * 8 * max(512, tokens)
+            held["x blocks"] = (0, of_x, fours)
+            held["h blocks"] = (1, of_h, tiles(down.weight.k, 512) * 5 * (tokens + 1))
+        if made.norm != "none":
+            size = 4 * (4 * tokens + (2 * deep + 2) * tokens + 257)
+            size += 10 * tiles(made.k, 128) * (made.norm_gain + made.norm_bias)
+            held["norm"] = (0, of_x, size)
         if made.combine:
-            wide = made.linears[0].last.block
-            results["active"] = 4 * (
-                tiles(tokens, 128) * wide if rows else tiles(wide, 128) * tokens
-            )
-        stages.append(last | p | h | always | {"v": panels} | results | self._flat(made))
-        if behind:
-            pair = made.down.low_rank
-            down = {"p down": pair.tiles * tokens * (kept + 8 * layer.exchanges_down)}
-            if pair.r:
-                panels = self._panel(pair.u, made, rows=False)
-                stages.append(h | down | always | {"down": panels} | self._flat(made))
-                h = {}
-            panels = self._panels(made.down, made, rows=made.down.by_rows)
-            results = self._results(made.down, made, y_size)
-            stages.append(h | down | always | {"out": panels} | results | self._flat(made))
-        return stages
+            active = tiles(tokens, 128) * wide if rows else tiles(wide, 128) * tokens
+            held["active"] = (1, 1, 4 * active)
+        results = self._results(made.results[0], made, item_bytes(made.result_dtype))
+        held |= {name: (last, last, size) for name, size in results.items()}
+        return {name: row for name, row in held.items() if row[2]}
 
     def _panel(self, weight: Weight, made: Layer, *, rows: bool) -> int:
         """Return bytes of a panel of a weight, and of the loads of the next one."""
@@ -216,7 +228,7 @@ class LinearSchedule(Schedule):
             held["turned y"] = 2 * wide * size * (1 + made.residual)
         return held | ({"residual": 2 * each * size} if made.residual else {})
 
-    def _vectors(self, made: Layer, size: int) -> dict[str, int]:
+    def _vectors(self, made: Layer, size: int) -> int:
         """Return bytes of biases and scales: along the free axis, or a column per 128 outputs."""
         held = 0
         for linear in made.layers:
@@ -230,15 +242,15 @@ class LinearSchedule(Schedule):
             if pair.groups.slots:  # rows of u^T as they come, u turned, all of v
                 size, deep = item_bytes(made.format_of(pair.u)), tiles(pair.u.k, 128)
                 held += size * (2 * pair.u.k + deep * pair.r + pair.tiles * pair.v.n)
-        return {"vectors": held} if held else {}
+        return held
 
-    def _flat(self, made: Layer) -> dict[str, int]:
+    def _flat(self, made: Layer) -> int:
         """Return bytes of rows on their way through TensorE transposes."""
         turned = [w.chunk for w in made.weights() if w.load.startswith("tensor")]
         if made.x_load.startswith("tensor"):
             turned.append(made.x_chunk or max(weight.chunk for weight in made.weights()))
         each = max(2, item_bytes(made.dtype))
-        return {"turned": 2 * max(turned) * each} if turned else {}
+        return 2 * max(turned, default=0) * each
 
     def sbuf_bytes(self, layer: Layer) -> dict[str, int]:
         """Return bytes per partition of each SBUF buffer, of the stage that needs most."""
