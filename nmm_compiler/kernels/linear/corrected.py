@@ -27,8 +27,6 @@ from nmm_compiler.targets import Target
 MX_PRODUCT = "nc_matmul_mx"
 MULTIPLIED = (*MX, "fp8")
 """The formats of a weight that TensorE multiplies as it is stored."""
-EACH = ("rank", "bias", "activation", "out_layout")
-"""The fields that may have a value for each of several linears."""
 
 
 def operand_name(name: str, end: str) -> str:
@@ -103,7 +101,7 @@ class CorrectedSpec(LinearSpec):
             object.__setattr__(self, "scales", "channel")
             object.__setattr__(self, "x_dtype", self.dtype)
         super().__post_init__()
-        for name in ("n", *EACH):
+        for name in ("n", "rank", "bias", "activation", "out_layout"):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
@@ -153,16 +151,10 @@ class CorrectedSpec(LinearSpec):
 
     def _linears(self) -> list[tuple[int, int, int, str]]:
         """Return (inputs, outputs, rank, the end of its operands' names) of each linear."""
-        if not isinstance(self.n, tuple):
-            return [(self.k, self.n, self._of("rank", 0), "")]
-        return [(self.k, n, self._of("rank", i), str(i)) for i, n in enumerate(self.n)]
-
-    def _of(self, name: str, place: int) -> Any:
-        """Return the value of a field for one of the linears."""
-        value = getattr(self, name)
-        if isinstance(value, tuple) and len(value) != (len(self.n) if self.many else 1):  # type: ignore[arg-type]
-            raise ShapeError(f"{self.family}: {name} is {value!r}, n is {self.n!r}; pass as many")
-        return value[place] if isinstance(value, tuple) else value
+        ns = self.n if isinstance(self.n, tuple) else (self.n,)
+        ends = [str(i) for i in range(len(ns))] if self.many else [""]
+        each = zip(ns, self.each("rank", len(ns)), ends, strict=True)
+        return [(self.k, n, r, end) for n, r, end in each]
 
     def _one(self, sizes: tuple[int, int, int, str], bias: bool, **ends: Any) -> Linear:
         """Return a linear with its branch."""
@@ -181,10 +173,12 @@ class CorrectedSpec(LinearSpec):
         )  # fmt: skip
 
     def _layer(self) -> dict[str, Any]:
-        linears = []
-        for i, sizes in enumerate(self._linears()):
-            bias, activation, layout = (self._of(name, i) for name in EACH[1:])
-            linears.append(self._one(sizes, bias, activation=activation, layout=layout))
+        every = self._linears()
+        each = (self.each(name, len(every)) for name in ("bias", "activation", "out_layout"))
+        linears = [
+            self._one(sizes, bias, activation=activation, layout=layout)
+            for sizes, bias, activation, layout in zip(every, *each, strict=True)
+        ]
         return {"linears": tuple(linears)}
 
     def check(self, target: Target) -> None:
@@ -264,9 +258,7 @@ class CorrectedMLPSpec(CorrectedSpec):
     def _linears(self) -> list[tuple[int, int, int, str]]:
         n = int(self.n)  # type: ignore[arg-type]
         sizes = [(self.k, n, "gate"), (self.k, n, "up"), *([(n, self.k, "down")] * self.down)]
-        ranks = self.rank if isinstance(self.rank, tuple) else (self.rank,) * len(sizes)
-        if len(ranks) != len(sizes):
-            raise ShapeError(f"{self.family}: rank is {self.rank!r}; pass one, or {len(sizes)}")
+        ranks = self.each("rank", len(sizes))
         return [(k, n, r, name) for (k, n, name), r in zip(sizes, ranks, strict=True)]
 
     def _layer(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nmm_compiler.errors import SpecError
+from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import (
     TOKENS,
     WEIGHTS,
@@ -111,7 +111,7 @@ class LinearSpec(KernelSpec):
                     "'layer', or drop them"
                 )
             object.__setattr__(self, "norm_eps", 1e-6)
-        elif self.fp8_x:
+        elif self.x_format == FP8:
             raise SpecError(
                 f"{self.family}: norm={self.norm!r} takes a plain x, and x is {self.x_format}; "
                 "make the norm before the kernel, or pass x_dtype bfloat16"
@@ -168,11 +168,6 @@ class LinearSpec(KernelSpec):
         """Whether the weights are fp8 numbers with scales."""
         return self._dtype() == FP8
 
-    @property
-    def fp8_x(self) -> bool:
-        """Whether x, too, is fp8 numbers with a scale."""
-        return self.x_format == FP8
-
     @functools.cached_property
     def layer(self) -> Layer:
         """What is computed, by all cores together."""
@@ -197,6 +192,17 @@ class LinearSpec(KernelSpec):
         """Return the layout in which an operand is passed."""
         return str(getattr(self, f"{name}_layout"))
 
+    def each(self, name: str, count: int) -> tuple[Any, ...]:
+        """Return a field that may be one value for all linears as one value for each."""
+        value = getattr(self, name)
+        each = tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
+        if len(each) != count:
+            raise ShapeError(
+                f"{self.family}: {name} has {len(each)} values for {count} results; pass one for "
+                "all of them, or one for each"
+            )
+        return each
+
     def splits(self) -> tuple[str, ...]:
         """Return the ways in which the cores can share the work; one core has the way ""."""
         if self.lnc == 1:
@@ -213,10 +219,6 @@ class LinearSpec(KernelSpec):
             return self.layer
         self.check_split(split)
         return half(self.layer, split)
-
-    def whole_of(self, part: Any, turns: Any) -> LinearSpec:
-        """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
-        return dataclasses.replace(self, m=turns.m * self.m // part.m)
 
     def result_layouts(self) -> tuple[str, ...]:
         """Return "row", tokens first, or "col" for each result."""
@@ -236,8 +238,8 @@ class LinearSpec(KernelSpec):
             for name, n in vectors.items()
             if name
         ]
-        sizes = {"x_scale": 1} if self.fp8_x else {}
-        if self.fp8:
+        sizes = {"x_scale": 1} if layer.fp8_x else {}
+        if layer.fp8:
             own = [one for one in weights if not one.format]
             sizes |= {one.scale: one.n if layer.scales == "channel" else 1 for one in own}
         scales = [TensorSpec(name=name, shape=(n,), dtype="float32") for name, n in sizes.items()]

@@ -229,22 +229,10 @@ class LowRankSharedSpec(LinearSpec):
         for i, (r, ns) in enumerate(self.pairs):
             check_sizes(self.family, {f"r of pair {i}": r} | {f"n of pair {i}": n for n in ns})
         for name in ("bias", "activation", "out_layout"):
-            each = self._each(name)
+            each = self.each(name, sum(len(ns) for _, ns in self.pairs))
             same = all(value == each[0] for value in each)
             object.__setattr__(self, name, each[0] if same else each)  # equal specs, equal JSON
         super().__post_init__()
-
-    def _each(self, name: str) -> tuple[Any, ...]:
-        """Return a field that may be one value for all results as one value for each."""
-        value = getattr(self, name)
-        count = sum(len(ns) for _, ns in self.pairs)
-        each = tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
-        if len(each) != count:
-            raise ShapeError(
-                f"{self.family}: {name} has {len(each)} values for {count} results; pass one for "
-                "all of them, or one for each"
-            )
-        return each
 
     def layout_of(self, name: str) -> str:
         """Return the layout in which an operand is passed: all u, and all v, have one."""
@@ -252,7 +240,8 @@ class LowRankSharedSpec(LinearSpec):
 
     def _layer(self) -> dict[str, Any]:
         sizes = [(i, r, n) for i, (r, ns) in enumerate(self.pairs) for n in ns]
-        ends = zip(*map(self._each, ("bias", "activation", "out_layout")), strict=True)
+        names = "bias", "activation", "out_layout"
+        ends = zip(*(self.each(name, len(sizes)) for name in names), strict=True)
         linears = [
             Linear(
                 n=n, bias=f"bias{j}" * bias, activation=activation, layout=layout,
