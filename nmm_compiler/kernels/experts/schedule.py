@@ -48,6 +48,12 @@ class ExpertsPlan(ExpertsSpec):
     there can be, in whole turns. up, down: the weights; of gate_up the outputs of a half are `step`
     apart, and those of up begin at up_first. up_u .. down_v: the factors. up_block, down_block:
     outputs of a panel.
+
+    cores: that take turns of the loop. one_load: a load brings whole rows of gate and up. scales:
+    of the sums, as an epilogue has it. order: which features of x share a partition. clamped: gate
+    and up are, before they are multiplied. x_tiles, h_tiles, token_tiles: of x^T, of h^T, of the
+    tokens of a block. token_bits, turn_bits: the powers of two that the tokens of a block, and the
+    groups or blocks of a turn of all cores, are. up_panels, down_panels: of gate and up, of down.
     """
 
     way: str
@@ -69,67 +75,19 @@ class ExpertsPlan(ExpertsSpec):
     up_first: int
     op: str
     split: str
+    cores: int
+    one_load: bool
+    scales: str
+    order: str
+    clamped: bool
+    x_tiles: int
+    h_tiles: int
+    token_tiles: int
+    token_bits: int
+    turn_bits: int
+    up_panels: int
+    down_panels: int
     nothing: Weight = NOTHING
-
-    @property
-    def one_load(self) -> bool:
-        """Whether a load brings whole rows of gate and up."""
-        return self.step == 1 and self.up_block >= self.features and self.split != WEIGHTS
-
-    @property
-    def cores(self) -> int:
-        """Cores that take turns of the loop."""
-        return 2 if self.split == GROUPS else 1
-
-    @property
-    def scales(self) -> str:
-        """What scales the sums, as an epilogue has it."""
-        return "channel" if self.weight == "fp8" else ""
-
-    @property
-    def order(self) -> str:
-        """Which features of x share a partition."""
-        return self.up.order if self.up.k else self.up_u.order
-
-    @property
-    def x_tiles(self) -> int:
-        """The tiles of x^T."""
-        return 4 * tiles(self.up.k, 512) if self.mx else tiles(self.k, 128)
-
-    @property
-    def h_tiles(self) -> int:
-        """The tiles of h^T."""
-        return 4 * tiles(self.n, 512) if self.mx else tiles(self.n, 128)
-
-    @property
-    def clamped(self) -> bool:
-        """Whether gate and up are clamped before they are multiplied."""
-        return self.limit > 0
-
-    @property
-    def token_tiles(self) -> int:
-        """Tiles of the tokens of a block."""
-        return tiles(self.tokens, 128)
-
-    @property
-    def token_bits(self) -> int:
-        """The power of two that the tokens of a block are."""
-        return self.tokens.bit_length() - 1
-
-    @property
-    def turn_bits(self) -> int:
-        """The power of two that the groups, or blocks, of a turn of all cores are."""
-        return (self.at_once * self.cores).bit_length() - 1
-
-    @property
-    def up_panels(self) -> int:
-        """Panels of gate and up."""
-        return tiles(self.features, self.up_block)
-
-    @property
-    def down_panels(self) -> int:
-        """Panels of down."""
-        return tiles(self.k, self.down_block)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,22 +129,31 @@ class ExpertsSchedule(Schedule):
         few = (
             spec.mx and (self.tokens or spec.m) < 64
         )  # more of their sums fit between two products
-        blocks = [
-            min(self.block, 128 * tiles(n, 128)),
-            min(self.down_block, 128 * tiles(spec.k, 128)),
-        ]
+        up_block = min(self.block, 128 * tiles(n, 128))
+        down_block = min(self.down_block, 128 * tiles(spec.k, 128))
         group = max(1, self.banks // patch * (2 if few else 1))
         stored = spec.stored()
-        arriving: dict[str, Any] = {
+        arriving = {
             field: self._arriving(stored.get(name, NOTHING), spec, patch, group)
             for field, name in _FIELDS.items()
         }
+        up = arriving["up"]
+        first = up if up.k else arriving["up_u"]
+        weights: dict[str, Any] = {**arriving}
         given = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return ExpertsPlan(
-            **given, **arriving, way=self.way, split=self.split, tokens=self.tokens, at_once=slots,
-            stack=self.stack(spec, slots), blocks=self.most_blocks(spec), up_block=blocks[0],
-            down_block=blocks[1], group=group, patch=patch, step=2 if interleaved else 1,
-            up_first=0 if interleaved else width, op=OPS[spec.activation],
+            **given, **weights, way=self.way, split=self.split, tokens=self.tokens, at_once=slots,
+            stack=self.stack(spec, slots), blocks=self.most_blocks(spec), up_block=up_block,
+            down_block=down_block, group=group, patch=patch, step=2 if interleaved else 1,
+            up_first=0 if interleaved else width, op=OPS[spec.activation], cores=self.cores,
+            one_load=not interleaved and up_block >= n and self.split != WEIGHTS,
+            scales="channel" if spec.weight == "fp8" else "", order=first.order,
+            clamped=spec.limit > 0, token_tiles=tiles(self.tokens, 128),
+            x_tiles=4 * tiles(up.k, 512) if spec.mx else tiles(spec.k, 128),
+            h_tiles=4 * tiles(spec.n, 512) if spec.mx else tiles(spec.n, 128),
+            token_bits=self.tokens.bit_length() - 1,
+            turn_bits=(slots * self.cores).bit_length() - 1,
+            up_panels=tiles(n, up_block), down_panels=tiles(spec.k, down_block),
         )  # fmt: skip
 
     def _arriving(self, one: Weight, spec: ExpertsSpec, patch: int, group: int) -> Weight:
