@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.error_bounds import Array as Array
@@ -136,8 +136,6 @@ class KernelSpec(Record):
 
     def whole_of(self, part: Any, turns: Any) -> Self:
         """Return the spec whose shares are `turns`, some of the tokens of the share `part`."""
-        if self.lnc == 1:
-            return cast("Self", turns)
         return dataclasses.replace(self, m=turns.m * self.m // part.m)
 
     def check_split(self, split: str) -> None:
@@ -246,12 +244,6 @@ class KernelSpec(Record):
         """Return remarks for people, e.g. that another form of the product is cheaper."""
         return ()
 
-    @property
-    def output(self) -> TensorSpec:
-        """The single result."""
-        (only,) = self.outputs()
-        return only
-
     def minimal_hbm_bytes(self) -> int:
         """Return the bytes that must cross HBM: every operand once, every result once."""
         return sum(t.bytes for t in (*self.inputs(), *self.outputs()))
@@ -268,11 +260,6 @@ class KernelSpec(Record):
     def short(self) -> str:
         """Return a name for tables and files: family, sizes, dtype."""
         raise NotImplementedError
-
-    @property
-    def x_format(self) -> str:
-        """The dtype of x."""
-        return self.dtype
 
     @property
     def result_dtype(self) -> str:
@@ -330,10 +317,6 @@ class Schedule(Record):
         made = super().to_dict()
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name, value in made.items() if value or value != defaults[name]}
-
-    def changed(self, changes: Mapping[str, Any]) -> Self:
-        """Return the schedule with other values."""
-        return dataclasses.replace(self, **changes)
 
     def plan(self, spec: Any) -> Any:
         """Return what the NKI function reads as spec."""

@@ -112,7 +112,7 @@ WIDE = LowRankSpec(m=512, k=2048, r=512, n=4096, x_layout="col")
     ],
 )  # fmt: skip
 def test_illegal_schedules_say_why_and_what_to_lower(spec, changes, error, words):
-    schedule = changes and choose(spec, "trn2")[0].schedule.changed(changes)
+    schedule = changes and dataclasses.replace(choose(spec, "trn2")[0].schedule, **changes)
     with pytest.raises(error, match=words):
         build_kernel(spec, "trn2", schedule)
 
@@ -182,6 +182,6 @@ def test_only_whole_blocks_can_loop():
     turns = looped.loop_turns(spec.layer)
     assert [(times, block.m) for times, block in turns] == [(2, 512), (1, 276)]
     with pytest.raises(SpecError, match="m_loop needs at least two whole blocks"):
-        looped.changed({"m_block": 1024}).check(spec, get("trn2"))
+        dataclasses.replace(looped, m_block=1024).check(spec, get("trn2"))
     large = on_device(spec, dataclasses.replace(plain, m_block=1408), get("trn2"))
     assert large.m_block == 640, "half of it, in whole tiles"

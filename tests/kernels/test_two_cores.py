@@ -115,7 +115,7 @@ def test_a_profile_counts_the_bytes_of_both_cores(split, x, w):
     kernel = build_kernel(spec, "trn2", best_of_each_split(spec)[split])
     profile, (x_tensor, w_tensor) = kernel.profile(), spec.inputs()
     assert profile.hbm_read_bytes == x * x_tensor.bytes + w * w_tensor.bytes
-    assert profile.hbm_write_bytes == spec.output.bytes
+    assert profile.hbm_write_bytes == spec.outputs()[0].bytes
     assert profile.minimal_hbm_bytes == profile.hbm_read_bytes + profile.hbm_write_bytes
     moved = profile.mbu * profile.latency_us * 1e-6 * TRN2.hbm_bytes_per_second
     assert 2 * moved == pytest.approx(profile.hbm_read_bytes + profile.hbm_write_bytes)

@@ -15,7 +15,6 @@ from nmm_compiler.targets import Target
 _BANK = 512  # fp32 columns of a PSUM bank
 _CHUNK = 32  # tiles of keys per load of a decode kernel
 _PACKED = (32, 64)  # head sizes at which a block of partitions may start
-_0 = (0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +36,6 @@ class AttentionSchedule(Schedule):
     def in_loop(self, spec: AttentionSpec, target: Target) -> AttentionSchedule:
         """Return the schedule with the groups of heads as a loop on the device."""
         return dataclasses.replace(self, loop=True)
-
-    def without_loop(self) -> AttentionSchedule:
-        """Return the schedule without a loop on the device."""
-        return dataclasses.replace(self, loop=False)
 
     def loop_turns(self, spec: AttentionSpec) -> list[tuple[int, AttentionSpec]]:
         """Return (how often, spec of one turn) of the loop on the device, if there is one."""
