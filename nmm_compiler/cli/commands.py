@@ -30,6 +30,8 @@ from nmm_compiler.cli import (
     plan,
     values,
 )
+from nmm_compiler.cli.endings import FAILED, say
+from nmm_compiler.cli.limited import run_limited
 from nmm_compiler.version import VERSION
 
 UsageError: Any = typer.BadParameter.__base__
@@ -71,32 +73,49 @@ def _group(help_: str, epilog: str, **more: Any) -> typer.Typer:
                        pretty_exceptions_enable=False, rich_markup_mode="rich", **more)  # fmt: skip
 
 
-def _add(group: typer.Typer, command: Callable[..., Any], name: str | None = None) -> None:
-    """Add a command: an empty line of its docstring ends a paragraph."""
+def _add(
+    group: typer.Typer, command: Callable[..., Any], name: str | None = None, **limits: float
+) -> None:
+    """Add a command: an empty line of its docstring ends a paragraph.
+
+    limits: the defaults of `values.LIMITS`, for a command that works on a user's files.
+    """
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
     takes = inspect.signature(command, eval_str=True)
     # Who takes typer's context reads the words that no option takes.
     rest = typer.Context in [one.annotation for one in takes.parameters.values()]
     settings = {"allow_extra_args": rest, "ignore_unknown_options": rest}
     if "Answer" in str(takes.return_annotation):
-        command = _answering(command, takes)
+        command = _answering(command, takes, limits)
     group.command(name, cls=Command, help=text, context_settings=settings)(command)
 
 
-def _answering(command: Callable[..., Any], takes: inspect.Signature) -> Callable[..., None]:
+def _answering(
+    command: Callable[..., Any], takes: inspect.Signature, limits: dict[str, float]
+) -> Callable[..., None]:
     """Return a command with --json that prints the answer of another one and ends as it says."""
 
-    @functools.wraps(command)
-    def run(*, as_json: bool, **given: Any) -> None:
+    def answered(as_json: bool, given: dict[str, Any]) -> int:
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             answer = command(**given)
         answer.say(as_json)
-        if not answer.passed:
-            raise typer.Exit(1)
+        sys.stdout.flush()
+        return 0 if answer.passed else FAILED
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    json = inspect.Parameter("as_json", kind, default=False, annotation=values.AsJson)
-    parameters = [*takes.parameters.values(), json]
+    @functools.wraps(command)
+    def run(*, as_json: bool, **given: Any) -> None:
+        work = functools.partial(answered, as_json, given)
+        if limits:
+            most = [given.pop(name) for name in limits]
+            code, said = run_limited(work, str(next(iter(given.values()))), *most)
+            say(said)
+        else:
+            code = work()
+        if code:
+            raise typer.Exit(code)
+
+    added = [one.replace(default=limits[one.name]) for one in values.LIMITS if limits]
+    parameters = [*takes.parameters.values(), *added, values.JSON]
     setattr(run, "__signature__", takes.replace(parameters=parameters))  # noqa: B010
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
@@ -108,10 +127,12 @@ app = _group(
     name="nmm",
 )
 for one in (
-    demo.demo, kernel.kernel, explain.explain, plan.plan, cache.build, kernel_files.simulate,
-    kernel_files.profile, kernel_files.lint, compress.compress,
+    demo.demo, kernel.kernel, explain.explain, plan.plan, cache.build, compress.compress,
 ):  # fmt: skip
     _add(app, one)
+_add(app, kernel_files.simulate, time_limit=15, memory_limit=4)
+_add(app, kernel_files.profile, time_limit=60, memory_limit=4)
+_add(app, kernel_files.lint, time_limit=60, memory_limit=2)
 _add(app, compress.evaluate, "eval")
 _add(app, export.export)
 _add(app, doctor.doctor)

@@ -1,12 +1,11 @@
 """NKI kernel files: `nmm simulate` for results, `nmm profile` for time, `nmm lint` for errors.
 
-A file is executed as Python (not by lint), in a process of its own whose time and memory are
-limited.
+A file is executed as Python (not by lint). These commands run in a process of their own whose time
+and memory are limited (`commands.py`, `limited.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,15 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from nmm_compiler.cli import values
-from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.errors import FileError, NmmError
-from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, Finding, lint_file
+from nmm_compiler.nki_api.lint import API_VERSION, VERSIONS, lint_file
 from nmm_compiler.report.page import write_page
 from nmm_compiler.report.parts import Code
-from nmm_compiler.report.text import as_text, counted
-
-_SECONDS, _GIGABYTES = 10, 2
-"""Limits of one file."""
+from nmm_compiler.report.text import counted
 
 Arguments = Annotated[
     list[str] | None,
@@ -44,8 +38,6 @@ def simulate(
     save_to: Annotated[
         Path | None, values.output_option("--save", help_="write the outputs here, as .npz")
     ] = None,
-    time_limit: values.TimeLimit = 15,
-    memory_limit: values.MemoryLimit = 4,
 ) -> values.Answer:
     """Run FILE.py:kernel in the simulator and print outputs, profile and warnings.
 
@@ -58,25 +50,19 @@ def simulate(
     """
     from nmm_compiler.cli import kernel_runs as runs
 
-    def work() -> dict[str, Any]:
-        arguments = runs.arguments_of(arg or [], 0, data=True)
-        wanted = None if reference is None else runs.reference_of(reference, arguments)
-        result = runs.run(kernel, arguments, target, grid)
-        agreements = []
-        if wanted is not None:
-            arrays = [v for v in arguments.values() if hasattr(v, "dtype")]
-            agreements = runs.compare(result.outputs, wanted, arrays)
-        if save_to is not None:
-            runs.save(save_to, result.outputs)
-        return {
-            "data": result.to_dict() | {"reference": agreements},
-            "shown": [result.overview(), *map(runs.said, agreements)],
-            "passed": all(one["passed"] for one in agreements),
-        }
-
-    answer = run_limited(work, what=kernel, seconds=time_limit, gigabytes=memory_limit)
-    saved = [] if save_to is None else [f"outputs: {save_to}"]
-    return values.Answer(answer["data"], [*answer["shown"], *saved], answer["passed"])
+    arguments = runs.arguments_of(arg or [], 0, data=True)
+    wanted = None if reference is None else runs.reference_of(reference, arguments)
+    result = runs.run(kernel, arguments, target, grid)
+    agreements = []
+    if wanted is not None:
+        arrays = [v for v in arguments.values() if hasattr(v, "dtype")]
+        agreements = runs.compare(result.outputs, wanted, arrays)
+    shown = [result.overview(), *map(runs.said, agreements)]
+    if save_to is not None:
+        runs.save(save_to, result.outputs)
+        shown.append(f"outputs: {save_to}")
+    passed = all(one["passed"] for one in agreements)
+    return values.Answer(result.to_dict() | {"reference": agreements}, shown, passed)
 
 
 def profile(
@@ -86,8 +72,6 @@ def profile(
     grid: values.Grid = 1,
     html: values.Html = None,
     trace: values.Trace = None,
-    time_limit: values.TimeLimit = 60,
-    memory_limit: values.MemoryLimit = 4,
 ) -> values.Answer:
     """Say where the time of FILE.py:kernel goes: by engine, source line and instruction.
 
@@ -110,29 +94,26 @@ def profile(
         for label, texts in variants(arg or [])
     ]
 
-    def work() -> dict[str, Any]:
-        profiles: dict[str, Any] = {}
-        for label, name, texts in runs:
-            shapes = kernel_runs.arguments_of(texts, 0, data=False)
-            profiles[label] = kernel_runs.run(name, shapes, target, grid, mode="timing").profile
-        first, *others = profiles.values()
-        data: Any = {label: one.to_dict() | one.where() for label, one in profiles.items()}
-        if others:
-            parts = page = kernel_runs.comparison_parts(profiles)
-        else:
-            ranked = first.advice()
-            parts, page = first.parts(ranked), first.page_parts(ranked)
-            data = data[runs[0][0]] | {"advice": [one.to_dict() for one in ranked]}
-        if html is not None:
-            write_page(f"{', '.join(kernels)} on {target}", page, html)
-        if trace is not None:
-            write_trace(profiles, trace)
-        return {"data": data, "shown": as_text(parts)}
-
-    answer = run_limited(work, what=kernels[0], seconds=time_limit, gigabytes=memory_limit)
-    written = [] if html is None else [f"\nreport: {html}"]
-    written += [] if trace is None else [f"trace: {trace} (open it at ui.perfetto.dev)"]
-    return values.Answer(answer["data"], [answer["shown"], *written])
+    profiles: dict[str, Any] = {}
+    for label, name, texts in runs:
+        shapes = kernel_runs.arguments_of(texts, 0, data=False)
+        profiles[label] = kernel_runs.run(name, shapes, target, grid, mode="timing").profile
+    first, *others = profiles.values()
+    data: Any = {label: one.to_dict() | one.where() for label, one in profiles.items()}
+    if others:
+        parts = page = kernel_runs.comparison_parts(profiles)
+    else:
+        ranked = first.advice()
+        parts, page = first.parts(ranked), first.page_parts(ranked)
+        data = data[runs[0][0]] | {"advice": [one.to_dict() for one in ranked]}
+    written = []
+    if html is not None:
+        write_page(f"{', '.join(kernels)} on {target}", page, html)
+        written.append(f"\nreport: {html}")
+    if trace is not None:
+        write_trace(profiles, trace)
+        written.append(f"trace: {trace} (open it at ui.perfetto.dev)")
+    return values.Answer(data, [parts, *written])
 
 
 def variants(texts: list[str]) -> list[tuple[str, list[str]]]:
@@ -166,21 +147,11 @@ def lint(
     """Check kernel files against the documented NKI API and the Python its compiler accepts.
 
     Nothing of a file is executed. Exit code: 0 clean (warnings are shown), 1 errors found, 2 a file
-    or version that cannot be read, or a file that is past a limit.
+    or version that cannot be read, or files that are past a limit.
 
     Example: nmm lint my_kernel.py --nki 0.6
     """
-    findings: list[tuple[Path, Finding]] = []
-    for path in files:
-
-        def work(path: Path = path) -> list[list[Any]]:
-            return [list(dataclasses.astuple(finding)) for finding in lint_file(path, nki=nki)]
-
-        try:
-            rows = run_limited(work, what=str(path), seconds=_SECONDS, gigabytes=_GIGABYTES)
-        except NmmError as error:
-            raise FileError(f"cannot lint {path}: {error}") from None
-        findings += [(path, Finding(*fields)) for fields in rows]
+    findings = [(path, finding) for path in files for finding in lint_file(path, nki=nki)]
     errors = sum(finding.is_error for _, finding in findings)
     warnings = len(findings) - errors
     said = f"{counted(len(files), 'file')}, NKI {nki}: {counted(errors, 'error')}"

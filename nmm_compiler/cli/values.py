@@ -8,6 +8,7 @@ wrapped text, or as JSON for scripts.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import pkgutil
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from nmm_compiler import outputs, targets
 from nmm_compiler.cli import models
+from nmm_compiler.cli.endings import WORDS
 from nmm_compiler.errors import NmmError, OutputError, UnknownNameError
 from nmm_compiler.report.parts import Part
 from nmm_compiler.report.text import as_text, fitted
@@ -31,8 +33,6 @@ LARGEST_SIZE = 1 << 20
 """Tokens or features of one dimension: eight times the largest context and vocabulary in use."""
 MOST = 1 << 62
 """Instructions that a kernel may execute: --time-limit ends it."""
-WORDS: list[str] = []
-"""The words of the command line, which `main` sets."""
 
 Check = Callable[[str], Any]
 
@@ -174,6 +174,12 @@ def entries() -> list[str]:
     return [info.digest[:12] for info in Store.open().entries()]
 
 
+def _keyword(name: str, default: float, option: Any) -> inspect.Parameter:
+    """Return an option as a parameter that `commands` adds to a function."""
+    kind, type_ = inspect.Parameter.KEYWORD_ONLY, Annotated[type(default), option]
+    return inspect.Parameter(name, kind, default=default, annotation=type_)
+
+
 Family = Annotated[
     str, typer.Argument(help="see `nmm kernel --help`", metavar="FAMILY", autocompletion=families)
 ]
@@ -186,10 +192,14 @@ Cores = Annotated[Sequence[int], listed(size, "SIZES", "cores that share the mod
 Tokens = Annotated[int, option(size, "SIZE", "tokens of the example input")]
 Include = Annotated[list[str] | None, typer.Option(help="only layers like mlp, q_proj")]
 Exclude = Annotated[list[str] | None, typer.Option(help="never these layers")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 Html = Annotated[Path | None, output_option("--html", help_="write the report here, one HTML file")]
-TimeLimit = Annotated[float, typer.Option(help="seconds that the run may take", min=0)]
-MemoryLimit = Annotated[float, typer.Option(help="GiB that the run may add", min=0)]
+JSON = _keyword("as_json", False, typer.Option("--json", help="print JSON, for scripts"))
+"""The option of every command that returns an Answer."""
+LIMITS = [
+    _keyword("time_limit", 0.0, typer.Option(help="seconds that the run may take", min=0)),
+    _keyword("memory_limit", 0.0, typer.Option(help="GiB that the run may add", min=0)),
+]
+"""The options of every command that works on a user's files, each with a default of its own."""
 Grid = Annotated[int, typer.Option(min=1, max=2, help="programs: 1, or 2 for LNC=2")]
 Trace = Annotated[Path | None, output_option(help_="write a Chrome/Perfetto trace here")]
 

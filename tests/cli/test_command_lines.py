@@ -13,7 +13,7 @@ import time
 import pytest
 
 from benchmarks.stress import command_lines
-from nmm_compiler.cli import commands, main
+from nmm_compiler.cli import commands, endings
 from nmm_compiler.errors import SpecError
 
 
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_counted(workshop, monkeypatch):
         raise ZeroDivisionError("deliberate")
 
     monkeypatch.setattr(commands.Commands, "invoke", broken)
-    monkeypatch.setattr(main, "_is_the_users", lambda file: False)  # this file is not nmm's
+    monkeypatch.setattr(endings, "_is_the_users", lambda file: False)  # this file is not nmm's
     faults = _faults(workshop, 0, 1)
     assert len(faults) == 1
     assert "nmm itself failed: ZeroDivisionError: deliberate" in faults[0]
@@ -106,7 +106,7 @@ def test_every_ending_is_one_line_and_a_code(monkeypatch, nmm, error, code, said
 
     # Through the commands, so that typer has no answer of its own.
     monkeypatch.setattr(commands.Commands, "invoke", ends)
-    monkeypatch.setattr(main, "_is_the_users", lambda file: False)  # this file is not nmm's
+    monkeypatch.setattr(endings, "_is_the_users", lambda file: False)  # this file is not nmm's
     monkeypatch.delenv("NMM_TRACEBACK", raising=False)
     shown = nmm("doctor", "a b", code=code).err
     assert said in shown

@@ -122,7 +122,7 @@ def test_lint_ends_and_prints_by_what_it_found(nmm, tmp_path, monkeypatch):
         ("broken.py", 5, "NKI-E112", "error"),
         ("old.py", 5, "NKI-W104", "warning"),
     ]
-    assert "cannot lint" in nmm("lint", "missing.py", code=2).err
+    assert "missing.py cannot be read" in nmm("lint", "missing.py", code=2).err
 
 
 @pytest.mark.parametrize("ends", [0, 3])
