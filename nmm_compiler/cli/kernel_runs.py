@@ -32,6 +32,7 @@ from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.simulator.loading.loader import load_file
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.simulator.tensors import dtypes
+from nmm_compiler.simulator.timing.causes import Share
 from nmm_compiler.simulator.timing.profile import Profile
 from nmm_compiler.simulator.timing.profile_parts import statement
 
@@ -206,42 +207,29 @@ def comparison_parts(found: Mapping[str, Profile]) -> list[Part]:
     headline = f"fastest: {best}, {found[best].latency_us:.2f} us simulated on {first.target}, "
     if found[best] is not first:
         headline += not_told(gain, error, "the first")
-    lines, operations = (
-        {name: _path_us(parts(profile), label) for name, profile in found.items()}
-        for parts, label in (
-            (Profile.by_line, lambda x: f"{x.line:>4} {statement(x.file, x.line) or x.name}"),
-            (Profile.by_instruction, lambda x: f"{x.name} on {x.engine}"),
-        )
-    )
+    lines = {name: {_place(part): part.path_us for part in profile.by_line()}
+             for name, profile in found.items()}  # fmt: skip
+    operations = {
+        name: {f"{part.name} on {part.engine}": part.path_us for part in profile.by_instruction()}
+        for name, profile in found.items()
+    }
     return [
         Line(f"{headline}{gain:.2f} times as fast as the first", "headline"),
-        _figures(found, first),
+        _figures(found),
         Section("critical us of each source line", (_differences(lines, "source line"),)),
         Section("critical us of each instruction", (_differences(operations, "what"),)),
     ]
 
 
-def _path_us(parts: Any, label: Any) -> dict[str, float]:
-    """Return the time on the critical path of each label."""
-    sums: dict[str, float] = {}
-    for part in parts:
-        sums[label(part)] = sums.get(label(part), 0.0) + part.path_us
-    return sums
+def _place(part: Share) -> str:
+    return f"{part.line:>4} {statement(part.file, part.line) or part.name}"
 
 
-def _figures(found: Mapping[str, Profile], first: Profile) -> Grid:
-    rows = [
-        (
-            f"{p.latency_us:.2f}", f"{p.latency_us - first.latency_us:+.2f}",
-            f"{p.roofline_us / p.latency_us:.0%}" if p.latency_us else "-", f"{p.mfu:.1%}",
-            f"{(p.hbm_read_bytes + p.hbm_write_bytes) / 1e6:.2f}",
-            f"{p.sbuf_peak_bytes / 1024:.0f}", str(p.psum_peak_banks),
-            f"{p.program_instructions:,}", name,
-        )
-        for name, p in found.items()
-    ]  # fmt: skip
-    head = ("us", "diff us", "of roof", "mfu", "HBM MB", "SBUF KB", "banks", "instr", "kernel")
-    return Grid.of(head, rows, right=head[:-1])
+def _figures(found: Mapping[str, Profile]) -> Grid:
+    """Return the figures of `Profile.figures`, a column for each profile."""
+    tables = [profile.figures().rows for profile in found.values()]
+    rows = [(same[0][0], *(row[1] for row in same)) for same in zip(*tables, strict=True)]
+    return Grid.of(("figure", *found), rows, right=tuple(found))
 
 
 def _differences(found: Mapping[str, Mapping[str, float]], what: str) -> Grid:
