@@ -12,14 +12,15 @@ just then.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import functools
 import json
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,21 +79,28 @@ def write(path: str | Path, fill: Fill) -> Path:
 
     Raises OutputError when it cannot be written; a file that was there before is then unchanged.
     """
-    path = Path(path)
+    write_all({Path(path): fill})
+    return Path(path)
+
+
+def write_all(files: Mapping[Path, Fill]) -> None:
+    """Write several files as `write` does: those that were there stay until all are complete."""
+    staged: dict[Path, Path] = {}
     try:
-        if _in_place(path):
-            with path.open("wb") as file:
-                fill(file)
-            return path
-        staged = stage(path, fill)
-        try:
-            os.replace(staged, os.path.realpath(path))
-        except BaseException:
-            staged.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    return path
+        for path, fill in files.items():
+            if _in_place(path):
+                with path.open("wb") as file:
+                    fill(file)
+            else:
+                staged[path] = stage(path, fill)
+        for path, complete in staged.items():
+            os.replace(complete, os.path.realpath(path))
+    except BaseException as error:
+        for complete in staged.values():
+            complete.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise cannot_write(path, error) from error
+        raise
 
 
 def stage(path: Path, fill: Fill) -> Path:
@@ -156,8 +164,10 @@ def replace_directory(
         new.mkdir()
         write(new)
         if target.is_dir():
-            new.chmod(stat.S_IMODE(target.stat().st_mode))
-            _carry_over(target, new, stale)
+            kept = functools.partial(_left_out, target, new, stale)
+            shutil.copytree(
+                target, new, symlinks=True, ignore=kept, copy_function=_link, dirs_exist_ok=True
+            )
             os.rename(target, old)
         os.rename(new, target)
     except BaseException:
@@ -168,21 +178,19 @@ def replace_directory(
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _carry_over(old: Path, new: Path, stale: Sequence[str]) -> None:
-    """Copy into `new` what only `old` has; files are hard links where they can be."""
-    for entry in os.scandir(old):
-        place = new / entry.name
-        if place.exists() or any(fnmatch(entry.name, pattern) for pattern in stale):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            shutil.copytree(entry.path, place, symlinks=True, copy_function=_link)
-        else:
-            _link(entry.path, str(place), follow_symlinks=False)
+def _left_out(
+    old: Path, new: Path, stale: Sequence[str], folder: str, names: list[str]
+) -> set[str]:
+    """Return the names in `old` that do not stay: stale ones, and those that `new` has too."""
+    if Path(folder) != old:
+        return set()
+    gone = {name for pattern in stale for name in fnmatch.filter(names, pattern)}
+    return gone | {name for name in names if (new / name).exists()}
 
 
-def _link(source: str, place: str, *, follow_symlinks: bool = True) -> str:
+def _link(source: str, place: str) -> None:
+    """Make a hard link where that can be, else a copy."""
     try:
-        os.link(source, place, follow_symlinks=follow_symlinks)
+        os.link(source, place)
     except OSError:
-        shutil.copy2(source, place, follow_symlinks=follow_symlinks)
-    return place
+        shutil.copy2(source, place)

@@ -14,9 +14,8 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from nmm_compiler import outputs
 from nmm_compiler.errors import ModelError, NmmError
 from nmm_compiler.ops import lower as lowering
 from nmm_compiler.options import Options
+from nmm_compiler.records import Record
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,17 @@ def calls_of(graph: fx.Graph) -> list[KernelCall]:
 
 
 @dataclass(frozen=True)
-class KernelSource:
+class KernelSource(Record):
     """The NKI source of a kernel for one token count: text, sha256 and file name."""
 
     tokens: int
     file: str
     sha256: str
-    text: str
+    text: str = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
-class KernelLaunch:
+class KernelLaunch(Record):
     """One launch of an NKI kernel.
 
     family, spec: what it computes, as KernelSpec's JSON; "m" is null when the token count is known
@@ -137,22 +137,9 @@ class KernelLaunch:
     operands: tuple[int, ...]
     sources: tuple[KernelSource, ...]
 
-    def to_dict(self, directory: str) -> dict[str, Any]:
-        """Return plain JSON data; `directory` holds the source files."""
-        sources = [
-            {"tokens": s.tokens, "file": f"{directory}/{s.file}", "sha256": s.sha256}
-            for s in self.sources
-        ]
-        return {
-            "family": self.family,
-            "spec": self.spec,
-            "operands": list(self.operands),
-            "sources": sources,
-        }
-
 
 @dataclass(frozen=True)
-class ExportedKernel:
+class ExportedKernel(Record):
     """One distinct kernel of a module: a function, or the target of custom_calls.
 
     name: the function's name. op: the torch op. calls: the FX nodes that it serves. launches: the
@@ -279,7 +266,7 @@ def _source(spec: Any, tokens: int, target: str, options: Options) -> KernelSour
 
 
 @dataclass(frozen=True)
-class Argument:
+class Argument(Record):
     """One argument of the exported function, in order.
 
     kind "weight": the parameter or buffer `name` of the model; kind "input": a tensor that the
@@ -313,28 +300,16 @@ class MLIRModule:
 
     def manifest(self, directory: str = ".") -> dict[str, Any]:
         """Return the map of names to files, as plain JSON data; `directory` holds the sources."""
-        kernels = [
-            {
-                "name": kernel.name,
-                "op": kernel.op,
-                "target": kernel.target,
-                "x_layout": kernel.x_layout,
-                "out_layout": kernel.out_layout,
-                "calls": list(kernel.calls),
-                "launches": [launch.to_dict(directory) for launch in kernel.launches],
-            }
-            for kernel in self.kernels
-        ]
-        arguments = [
-            {"name": a.name, "kind": a.kind, "shape": list(a.shape), "dtype": a.dtype}
-            for a in self.arguments
-        ]
+        kernels = [kernel.to_dict() for kernel in self.kernels]
+        for launch in itertools.chain.from_iterable(kernel["launches"] for kernel in kernels):
+            for source in launch["sources"]:
+                source["file"] = f"{directory}/{source['file']}"
         return {
             "version": 1,
             "entry": "main",
             "dialect": self.dialect,
             "kernels_mode": self.mode,
-            "arguments": arguments,
+            "arguments": [argument.to_dict() for argument in self.arguments],
             "outputs": self.outputs,
             "kernels": kernels,
         }
@@ -357,27 +332,14 @@ class MLIRModule:
         manifest = json.dumps(self.manifest(sources.name), indent=2) + "\n"
         wanted[path.parent / f"{stem}.manifest.json"] = manifest
         wanted[path] = self.text
-        return _write_all(wanted, path)
-
-
-def _write_all(wanted: dict[Path, str], module: Path) -> tuple[Path, ...]:
-    """Write every text beside its place, then move all of them; on failure delete the new files."""
-    staged: dict[Path, Path] = {}
-    path = module
-    try:
-        if module.exists() and not module.is_file():
-            raise OSError(0, "a manifest is written beside it, so it must be a file")
-        for path, text in wanted.items():
-            if path.parent != module.parent:
-                path.parent.mkdir(exist_ok=True)
-            staged[path] = outputs.stage(path, outputs.utf8(text))
-        for path, temporary in staged.items():
-            os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # only the first error is reported
-            for temporary in staged.values():
-                temporary.unlink(missing_ok=True)
-            for folder in {one.parent for one in wanted} - {module.parent}:
-                folder.rmdir()  # it stays where it has other files
-        raise outputs.cannot_write(path, error) from error
-    return tuple(wanted)
+        if path.exists() and not path.is_file():
+            what = "a manifest is written beside it, so it must be a file"
+            raise outputs.cannot_write(path, OSError(0, what))
+        if self.kernels:
+            sources.mkdir(exist_ok=True)
+        try:
+            outputs.write_all({place: outputs.utf8(text) for place, text in wanted.items()})
+        finally:
+            with contextlib.suppress(OSError):  # it stays where it has files
+                sources.rmdir()
+        return tuple(wanted)
