@@ -4,16 +4,18 @@
     compiled.save_compiled_function(path)
     torch.compiler.load_compiled_function(file)       # elsewhere, without the model's code
 
-The file holds the inner compiler's artifact, as that compiler writes it, behind a JSON header: the
-options that calls look up when they run, the report, and each kernel with its source and, where
-there is one, its tuning. Loading puts kernels and tunings into the cache that it lacks, if this
-version of the package would have emitted the same source.
+The file holds a JSON header (the options that calls look up when they run, and the report), then an
+archive of the kernel cache with each kernel and, where there is one, its tuning, then the inner
+compiler's artifact, as that compiler writes it. Loading puts the entries into the cache that it
+lacks; a version of the package that would emit another source asks for another entry.
 """
 
 from __future__ import annotations
 
+import functools
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,13 +27,13 @@ from torch._dynamo.aot_compile_types import (
 )
 
 from nmm_compiler.backend.report import CompileReport, publish
+from nmm_compiler.cache.archive import pack, unpack
+from nmm_compiler.cache.entry import Entry, make
 from nmm_compiler.cache.foreign import check_shape
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign, kernel_key
-from nmm_compiler.codegen.machine_target import machine_target
-from nmm_compiler.codegen.tuned import choice_in, keep_tuning, tuning_files
+from nmm_compiler.codegen import tuned
+from nmm_compiler.codegen.build import SOURCE_FILE, asked, check_foreign
 from nmm_compiler.errors import ModelError
-from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
 
@@ -49,10 +51,13 @@ def is_wanted() -> bool:
 
 
 class AheadOfTime(SerializableCallable):
-    """A compiled graph that can be written to a file; `header` is plain JSON data."""
+    """A compiled graph that can be written to a file.
 
-    def __init__(self, kind: str, inner: SerializableCallable, header: dict[str, Any]) -> None:
-        self.kind, self.inner, self.header = kind, inner, header
+    header: plain JSON data. kernels: an archive of the kernel cache.
+    """
+
+    def __init__(self, inner: SerializableCallable, header: dict[str, Any], kernels: bytes) -> None:
+        self.inner, self.header, self.kernels = inner, header, kernels
 
     @classmethod
     def of(
@@ -72,72 +77,61 @@ class AheadOfTime(SerializableCallable):
                 f"inner backend {report.inner!r} returns a callable that cannot be saved; pass "
                 "options={'inner': 'inductor'} or 'eager' to aot_compile"
             )
+        kernels = io.BytesIO()
+        pack(kernels, _entries(report.built, options))
         header = {
+            "kind": kind,
             "target": options.target,
             "options": options.call_options(),
             "report": report.to_dict(),
-            "kernels": [_saved(kernel, options) for kernel in report.built],
+            "kernels_bytes": len(kernels.getvalue()),
         }
-        return cls(kind, inner, header)
+        return cls(inner, header, kernels.getvalue())
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: AheadOfTime) -> bytes:
-        """Return the header and the inner compiler's artifact as bytes."""
-        header = json.dumps({"kind": fn.kind, **fn.header}).encode()
+        """Return the header, the kernels and the inner compiler's artifact as bytes."""
+        header = json.dumps(fn.header).encode()
         body = type(fn.inner).serialize_compile_artifacts(fn.inner)
-        return len(header).to_bytes(_LENGTH_BYTES, "big") + header + body
+        return len(header).to_bytes(_LENGTH_BYTES, "big") + header + fn.kernels + body
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTime:
         """Return the callable; register its options, kernels and report in this process."""
-        start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
-        header = json.loads(data[_LENGTH_BYTES:start])
-        kind = header.pop("kind")
+        file = io.BytesIO(data)
+        header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "big")))
+        kernels = file.read(header["kernels_bytes"])
         options = Options.make({"target": header["target"], **header["options"]})
         executor_name(options)
-        for kernel in header["kernels"]:
-            _restore(kernel, options)
-        inner = _INNER[kind].deserialize_compile_artifacts(data[start:])
+        take(kernels, options)
+        inner = _INNER[header["kind"]].deserialize_compile_artifacts(file.read())
         publish(CompileReport.from_dict(header["report"]), options)
-        return cls(kind, inner, header)
+        return cls(inner, header, kernels)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled graph."""
         return self.inner(*args, **kwargs)
 
 
-def _saved(kernel: Any, options: Options) -> dict[str, Any]:
-    ask = asked(kernel.spec, kernel.target, dialect=kernel.dialect, options=options)
-    tuning = None
-    if ask.schedule is not None:
-        tuning = tuning_files(kernel.spec, ask.target, ask.budget, ask.store)
-    return {
-        **({} if tuning is None else {"tuning": tuning}),
-        "family": kernel.spec.family,
-        "spec": kernel.spec.to_dict(),
-        "digest": ask.key.digest,
-        "dialect": kernel.dialect,
-        "source": kernel.source,
-        "meta": dict(kernel.meta),
-    }
+def _entries(kernels: Iterable[Any], options: Options) -> Iterator[Entry]:
+    """Yield kernels as entries of the kernel cache, each with its tuning if it has one."""
+    for kernel in kernels:
+        ask = asked(kernel.spec, kernel.target, dialect=kernel.dialect, options=options)
+        yield make(ask.key, {SOURCE_FILE: kernel.source}, kernel.meta)
+        tuning = ask.store.get(tuned.tuning_key(kernel.spec, ask.target, ask.budget))
+        if tuning is not None:
+            yield tuning
 
 
-def _restore(saved: dict[str, Any], options: Options) -> None:
-    """Put a kernel into the cache, unless this version of the package would emit another one.
+def take(kernels: bytes, options: Options) -> None:
+    """Put the entries of an archive into the cache, where it lacks them.
 
-    The tuning of a kernel comes with it, so that a call here asks for the tuned kernel; a tuning
-    that this cache has already stays. Raises CacheTrustError for a file that holds no kernel.
+    Raises DamagedEntryError, CacheTrustError for bytes that are no archive of kernels.
     """
-    spec = FAMILIES[saved["family"]].spec_class.from_dict(saved["spec"])
-    chip = machine_target(options.target, options)
-    tuning, budget = saved.get("tuning"), options.instruction_budget
-    schedule = None if tuning is None else choice_in(tuning, spec, chip).schedule
-    key = kernel_key(spec, chip, schedule, budget, saved["dialect"])
-    if key.digest != saved["digest"]:
-        return
-    check_shape(SOURCE_FILE, saved["source"])
-    check_foreign(SOURCE_FILE, saved["source"])
     store = Store.for_kernels(options, check=check_foreign)
-    if tuning is not None:
-        keep_tuning(spec, chip, budget, store, tuning)
-    store.get_or_build(key, lambda: {SOURCE_FILE: saved["source"]}, lambda: saved["meta"])
+    for entry in list(unpack(io.BytesIO(kernels), "the kernels of a compiled file")):
+        source = entry.files.get(SOURCE_FILE, "")  # "" of a tuning
+        check_shape(SOURCE_FILE, source)
+        check_foreign(SOURCE_FILE, source)
+        store.get_or_build(entry.key, functools.partial(dict, entry.files), entry.meta)
+    tuned.forget()

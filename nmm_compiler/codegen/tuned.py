@@ -78,14 +78,6 @@ forget = tuned_choice.cache_clear
 """Look again for what was tuned, when a kernel is built next."""
 
 
-def tuning_files(
-    spec: KernelSpec, target: Target, budget: int, store: Store
-) -> dict[str, str] | None:
-    """Return the files of a kernel's tuning, None where the cache has none."""
-    entry = store.get(tuning_key(spec, target, budget))
-    return None if entry is None else {name: entry.files[name] for name in (BEST, DEFAULT)}
-
-
 def choice_in(files: Mapping[str, str], spec: KernelSpec, target: Target) -> Choice:
     """Return the best choice of the files of a tuning, checked.
 
@@ -99,15 +91,6 @@ def choice_in(files: Mapping[str, str], spec: KernelSpec, target: Target) -> Cho
             f"the tuning of {spec.short()} is none: {type(error).__name__}: {error}"
         ) from None
     return best
-
-
-def keep_tuning(
-    spec: KernelSpec, target: Target, budget: int, store: Store, files: Mapping[str, str]
-) -> None:
-    """Put the tuning of a kernel into the cache, unless that has one."""
-    wanted = {name: files[name] for name in (BEST, DEFAULT)}
-    store.get_or_build(tuning_key(spec, target, budget), lambda: wanted, {"tuning": "exported"})
-    forget()
 
 
 _NO_TUNING = (

@@ -1,6 +1,7 @@
 """Tuning: the same choice on any executor, nothing timed twice, and used by `build_kernel`."""
 
 import dataclasses
+import io
 import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -8,12 +9,14 @@ from multiprocessing import get_context
 import pytest
 from processes import Executor
 
+from nmm_compiler.cache.archive import pack
+from nmm_compiler.cache.entry import make
 from nmm_compiler.cache.store import Store
 from nmm_compiler.cli import cache as cache_command
 from nmm_compiler.codegen import build, choose, tune, tuned
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tune import time_candidates
-from nmm_compiler.errors import CacheTrustError, SpecError, WorkerError
+from nmm_compiler.errors import CacheError, SpecError, WorkerError
 from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.options import LARGEST_BUCKET, Options
 from nmm_compiler.prices.kernel import PRICES
@@ -254,22 +257,21 @@ def test_a_compiled_file_brings_its_tunings(cache, tmp_path, monkeypatch):
     put_tuning(SPEC, other, 1.25)
     kernel = build.build_kernel(SPEC)
     assert kernel.schedule == other
-    saved = json.loads(json.dumps(ahead_of_time._saved(kernel, options)))
-    for name in ("there", "elsewhere"):
-        (tmp_path / name).mkdir(mode=0o700)
+    saved = io.BytesIO()
+    pack(saved, ahead_of_time._entries([kernel], options))
+    (tmp_path / "there").mkdir(mode=0o700)
     monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "there"))
     tuned.forget()
     build._KERNELS.clear()
     monkeypatch.setattr(build, "choose", None)  # nothing can be chosen there
-    ahead_of_time._restore(saved, options)
+    ahead_of_time.take(saved.getvalue(), options)
     assert build.build_kernel(SPEC, options=Options(cache="require")).schedule == other
-    # a file whose tuning is another one is another kernel, and one that is none is refused
-    monkeypatch.setenv("NMM_CACHE_DIR", str(tmp_path / "elsewhere"))
-    tuned.forget()
-    best = json.loads(saved["tuning"][tuned.BEST])
-    best["schedule"]["m_block"] += 128
-    changed = {**saved["tuning"], tuned.BEST: json.dumps(best)}
-    ahead_of_time._restore({**saved, "tuning": changed}, options)
-    assert not list(Store.open().entries())
-    with pytest.raises(CacheTrustError, match="is none: KeyError"):
-        ahead_of_time._restore({**saved, "tuning": {tuned.BEST: "{}"}}, options)
+    # nothing of an archive that is cut, or that holds other code than a kernel, is taken
+    key = build.asked(SPEC, options=Options(instruction_budget=7)).key
+    foreign = io.BytesIO()
+    pack(foreign, [make(key, {build.SOURCE_FILE: "import os\n"}, {})])
+    entries = len(list(Store.open().entries()))
+    for data in (saved.getvalue()[:2048], foreign.getvalue()):
+        with pytest.raises(CacheError):
+            ahead_of_time.take(data, options)
+    assert len(list(Store.open().entries())) == entries
