@@ -40,21 +40,19 @@ def bucket(tokens: int, ladder: tuple[int, ...] | None = None) -> int:
 
 
 def planned_buckets(
-    tokens: int,
-    ladder: tuple[int, ...] | None = None,
-    cost_us: Callable[[int], float] | None = None,
+    tokens: int, ladder: tuple[int, ...] | None, cost_us: Callable[[int], float]
 ) -> tuple[int, ...]:
     """Return the buckets to launch, in token order: their sum is at least `tokens`.
 
-    cost_us gives the predicted time of one launch with that many tokens, in microseconds; without
-    it the answer is one padded launch. Only the last launch is ever padded. The choice is between
-    one padded launch, and the largest full bucket followed by a padded rest.
+    cost_us gives the predicted time of one launch with that many tokens, in microseconds. Only the
+    last launch is ever padded. The choice is between one padded launch, and the largest full bucket
+    followed by a padded rest.
     """
     whole, steps = bucket(tokens, ladder), ladder or LADDER
     full = max((step for step in steps if step <= tokens), default=0)
     if full == steps[-1]:
         full = tokens // full * full
-    if cost_us is None or whole == tokens or not full:
+    if whole == tokens or not full:
         return (whole,)
     rest = bucket(tokens - full, ladder)
     if rest >= whole or cost_us(full) + cost_us(rest) >= cost_us(whole):
@@ -72,8 +70,7 @@ class Kernels:
     """Kernels by spec, target and options, each built once; safe for several threads."""
 
     def __init__(self) -> None:
-        self._kernels: dict[Key, Any] = {}
-        self._failures: dict[Key, Exception] = {}
+        self._found: dict[Key, Any] = {}  # kernels, and what building one raised
         self._static: set[tuple[Any, str]] = set()
         self._plans: dict[Any, tuple[int, ...]] = {}
         self._lock = threading.RLock()
@@ -83,25 +80,21 @@ class Kernels:
         from nmm_compiler.codegen.build import build_kernel
 
         key = _key(spec, target, options)
-        found = self._kernels.get(key)
-        if found is not None:
-            return found
-        with self._lock:
-            if key in self._kernels:
-                return self._kernels[key]
-            if key in self._failures:
-                raise self._failures[key]
-            try:
-                kernel = build_kernel(spec, target, options=options)
-            except Exception as error:  # kept and raised: a failing search is not repeated
-                self._failures[key] = error
-                raise
-            self._kernels[key] = kernel
-            return kernel
+        if key not in self._found:
+            with self._lock:
+                if key not in self._found:
+                    try:
+                        self._found[key] = build_kernel(spec, target, options=options)
+                    except Exception as error:  # kept: a failing search is not repeated
+                        self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def get_or_warn(self, spec: Any, target: str, options: Options) -> Any | None:
         """Return the kernel, or None with one warning when it cannot be built (strict raises)."""
-        known = _key(spec, target, options) in self._failures
+        known = _key(spec, target, options) in self._found
         try:
             return self.get(spec, target, options)
         except CacheMissError:  # mode "require" must not go on without the kernel
@@ -126,7 +119,7 @@ class Kernels:
         from nmm_compiler.codegen.build import asked
 
         store = Store.for_kernels(options)
-        new = [spec for spec in specs if _key(spec, target, options) not in self._kernels]
+        new = [spec for spec in specs if _key(spec, target, options) not in self._found]
         keys = {spec: asked(spec, target, options=options).key for spec in new}
         missing = store.missing(list(keys.values()))
         if missing and store.mode == "require":
@@ -179,13 +172,12 @@ class Kernels:
 
     def all(self) -> Sequence[Any]:
         """Return every kernel this process has, in the order it got them."""
-        return tuple(self._kernels.values())
+        return tuple(one for one in self._found.values() if not isinstance(one, Exception))
 
     def clear(self) -> None:
         """Forget kernels, failures and static shapes; files in the cache stay."""
         with self._lock:
-            self._kernels.clear()
-            self._failures.clear()
+            self._found.clear()
             self._static.clear()
             self._plans.clear()
 

@@ -34,7 +34,6 @@ def test_a_plan_covers_the_tokens_pads_only_at_its_end_and_is_never_dearer(
 def test_a_plan_splits_when_padding_costs_more_than_a_launch():
     assert planned_buckets(4097, None, lambda m: 10 + m) == (4096, 1)
     assert planned_buckets(4097, None, lambda m: 10000 + m) == (8192,)
-    assert planned_buckets(4097) == (8192,)
     assert planned_buckets(64, None, lambda m: -m) == (64,)
 
 
