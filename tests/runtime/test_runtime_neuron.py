@@ -78,13 +78,13 @@ def one_kernel(monkeypatch, tmp_path):
     def use(body=RIGHT):
         class Table(kernels.Kernels):
             def get(self, spec, target, options):
-                made = self._kernels.get((spec, target))
+                made = self._found.get((spec, target))
                 if made is None:
                     u = "u" if spec.u_layout == "row" else "u.T"
                     v = "v" if spec.v_layout == "row" else "v.T"
                     text = body.replace("u", u).replace("v", v)
                     made = write_kernel(tmp_path, spec, text, next(names))
-                    self._kernels[spec, target] = made
+                    self._found[spec, target] = made
                 return made
 
         table = Table()
