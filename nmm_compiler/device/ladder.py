@@ -34,7 +34,7 @@ from nmm_compiler.nki_api.lint import oldest_version
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
-from nmm_compiler.runtime import first_run, machine, neuron
+from nmm_compiler.runtime import machine, neuron
 from nmm_compiler.simulator.loading.source_text import read_source
 from nmm_compiler.simulator.run import ArraySpec, simulate
 from nmm_compiler.targets import Target
@@ -306,7 +306,7 @@ def _try(rung: Rung, executor: str, target: Target) -> Verdict:
     largest = rung.wanted(*(np.abs(a.astype(np.float64)) for a in arrays))
     roundoff = float(ml_dtypes.finfo(numpy_dtype(rung.result or rung.operands[0][1])).eps)
     bounds = tuple((roundoff + rung.sums * FP32_ROUNDOFF) * most for most in largest)
-    fault = first_run.misfit(got, [y.shape for y in wanted])
+    fault = neuron.misfit(got, [y.shape for y in wanted])
     proof = compare(rung.name, tuple(got), wanted, bounds)
     if fault is None and not proof.passed:
         fault = f"differs by up to {proof.max_error:.3g}, bound {proof.largest_bound:.3g}"
@@ -343,7 +343,7 @@ def _run(
         name=rung.kernel, target=target, source=source, path=rung.file, dialect="nki",
         spec=SimpleNamespace(outputs=lambda: (None,) * results, lnc=1), check_before_run=bool,
     )  # fmt: skip
-    tensors = [first_run.tensor(array) for array in arrays]
+    tensors = [neuron.tensor(array) for array in arrays]
     if executor == "nki_simulate":
         return [_array(y) for y in neuron.simulate(kernel, tensors)], None
     device = neuron.device()

@@ -36,7 +36,7 @@ from nmm_compiler.ops.call_options import options_of
 from nmm_compiler.ops.launches import Launch
 from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.options import Options
-from nmm_compiler.runtime import first_run, neuron
+from nmm_compiler.runtime import neuron
 from nmm_compiler.runtime.kernels import KERNELS
 from nmm_compiler.runtime.weights import PACKS, has_own_memory
 
@@ -217,7 +217,7 @@ def _launch_in_simulator(kernel: Any, operands: Sequence[Tensor]) -> tuple[Tenso
     _check_simulated("simulator", kernel, operands[0].device)
     with _simulating:
         simulation = kernel.simulate(*map(_operand, operands), mode="functional")
-    return tuple(map(first_run.tensor, simulation.outputs))
+    return tuple(map(neuron.tensor, simulation.outputs))
 
 
 def _operand(tensor: Tensor) -> Any:

@@ -221,5 +221,5 @@ def test_the_command_shows_the_verdicts(monkeypatch, tmp_path, nmm, quick):
     assert len(told["verdicts"]) == len(ladder.RUNGS)
     assert json.loads(out.read_text()) == told
     nmm("doctor", "--out", out, code=2)
-    monkeypatch.setattr(ladder.first_run, "misfit", lambda *a: "broken")
+    monkeypatch.setattr(ladder.neuron, "misfit", lambda *a: "broken")
     nmm(*line, code=1)

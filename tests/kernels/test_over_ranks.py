@@ -22,7 +22,7 @@ from nmm_compiler.errors import (
     UnknownNameError,
 )
 from nmm_compiler.ops.registration import OPS
-from nmm_compiler.runtime import first_run
+from nmm_compiler.runtime import neuron
 from nmm_compiler.simulator.run import simulate_ranks
 from nmm_compiler.targets import get
 from nmm_compiler.targets.collective_time import collective_alone_us
@@ -128,8 +128,8 @@ def test_the_first_run_of_a_rank_is_compared_with_the_product_of_all():
         return (torch.from_numpy(ranks[1].outputs[0].astype(np.float32)) * part,)
 
     cpu = torch.device("cpu")
-    assert first_run.fault(kernel, cpu, launch) is None
-    wrong = first_run.fault(kernel, cpu, lambda *given: launch(*given, part=0.5))
+    assert neuron.fault(kernel, cpu, launch) is None
+    wrong = neuron.fault(kernel, cpu, lambda *given: launch(*given, part=0.5))
     assert "differs from the float64 reference" in wrong
 
 

@@ -23,7 +23,7 @@ from nmm_compiler.kernels.linear.specs import LowRankSpec
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import executor_name
 from nmm_compiler.options import Options
-from nmm_compiler.runtime import executor, first_run, kernels, machine, neuron
+from nmm_compiler.runtime import executor, kernels, machine, neuron
 from nmm_compiler.runtime.kernels import Kernels
 from nmm_compiler.simulator.beta1 import modules
 from nmm_compiler.targets import get
@@ -438,9 +438,9 @@ def test_the_first_run_of_many_tokens_compares_some(monkeypatch, tmp_path, body,
     real = LowRankSpec.reference
     monkeypatch.setattr(LowRankSpec, "reference", lambda s, *a: compared.append(s.m) or real(s, *a))
     kernel = write_kernel(tmp_path, spec, body, "many")
-    found = first_run.fault(kernel, torch.device("cpu"), neuron._launch_on_xla)
+    found = neuron.fault(kernel, torch.device("cpu"), neuron._launch_on_xla)
     assert (found is None) if words is None else (words in found)
-    assert compared == ([] if words and "finite" in words else [first_run.TOKENS])
+    assert compared == ([] if words and "finite" in words else [neuron.TOKENS])
 
 
 def test_the_first_run_hands_fp8_numbers_over_with_their_values():
@@ -452,7 +452,7 @@ def test_the_first_run_hands_fp8_numbers_over_with_their_values():
         raise RuntimeError("seen")
 
     kernel = StandInKernel("tiny", spec, get("trn2"), "", None)
-    assert "RuntimeError: seen" in first_run.fault(kernel, torch.device("cpu"), launch)
+    assert "RuntimeError: seen" in neuron.fault(kernel, torch.device("cpu"), launch)
     for tensor, array in zip(given, random_arrays(spec), strict=True):
         assert np.array_equal(tensor.float().numpy(), array.astype(np.float32))
         if array.dtype.name == "float8_e4m3":
@@ -467,7 +467,7 @@ OFF = Options(cache="off")
 
 
 def random_operands(spec):
-    return [first_run.tensor(array) for array in random_arrays(spec, seed=3)]
+    return [neuron.tensor(array) for array in random_arrays(spec, seed=3)]
 
 
 @pytest.mark.parametrize(
@@ -528,7 +528,7 @@ def test_an_emitted_kernel_runs_through_the_documented_calls(monkeypatch, dtype)
     kernel = build_kernel(spec, "trn1", options=OFF)
     assert kernel.dialect == "neuronxcc"
     arrays = random_arrays(spec, seed=3)
-    (y,) = neuron.simulate(kernel, [first_run.tensor(array) for array in arrays])
+    (y,) = neuron.simulate(kernel, [neuron.tensor(array) for array in arrays])
     assert y.dtype == getattr(torch, dtype)
     got = (y.to(torch.float64).numpy(),)
     wanted = (np.asarray(spec.reference(*arrays)),)
