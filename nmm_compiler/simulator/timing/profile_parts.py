@@ -46,16 +46,17 @@ def engine_table(found: Timeline) -> Grid:
     return Grid.of(head, rows, right=head[1:4])
 
 
-def instruction_table(found: Timeline) -> Grid:
-    """Return the kinds of instructions, those with the largest part of the critical path first."""
-    kinds = [s for s in shares(found, lines=False) if s.path_us or s.engine_us]
-    rows = [
-        (s.name, ENGINE_NAMES[s.engine], f"{s.instructions:,}", f"{s.engine_us:.2f}",
-         f"{s.path_us:.2f}", f"{s.path_us / found.latency_us:.1%}")
-        for s in kinds
-    ]  # fmt: skip
-    head = ("instruction", "engine", "count", "engine us", "critical us", "of latency")
-    return Grid.of(head, rows, right=head[2:])
+def share_table(found: Timeline, *, lines: bool) -> Grid:
+    """Return the source lines with the largest parts of the critical path, or all instructions."""
+    rows = []
+    for share in shares(found, lines=lines)[: _LINES_IN_TEXT if lines else None]:
+        place = f"{Path(share.file).name}:{share.line}" if lines else share.name
+        engines = ", ".join(ENGINE_NAMES[name] for name in share.engine.split(", "))
+        figures = f"{share.engine_us:.2f}", f"{share.path_us:.2f}"
+        source = [statement(share.file, share.line) or share.name] if lines else []
+        rows.append((place, engines, f"{share.instructions:,}", *figures, *source))
+    head = ("line" if lines else "instruction", "on", "count", "engine us", "critical us")
+    return Grid.of((*head, *(("source",) if lines else ())), rows, right=head[2:])
 
 
 def advice_table(advice: Sequence[Advice]) -> Part:
@@ -124,17 +125,6 @@ def statement(file: str, line: int) -> str:
     return text if len(text) <= 100 else f"{text[:99]}…"
 
 
-def line_table(found: Timeline) -> Grid:
-    """Return the source lines with the largest parts of the critical path."""
-    rows = []
-    for share in shares(found, lines=True)[:_LINES_IN_TEXT]:
-        text = statement(share.file, share.line) or share.name
-        place = f"{Path(share.file).name}:{share.line}"
-        rows.append((place, f"{share.path_us:.2f}", f"{share.engine_us:.2f}", share.engine, text))
-    head = ("line", "critical us", "engine us", "on", "source")
-    return Grid.of(head, rows, right=head[1:3])
-
-
 def time_drawing(found: Timeline) -> Drawing:
     """Return for each engine how long it works and how long it waits, by what it waits for."""
     waiting = waits(found)
@@ -155,7 +145,7 @@ def timeline_parts(found: Timeline, advice: Sequence[Advice] | None = None) -> l
     if advice is not None:
         parts.append(Section("what would save time (each change timed again)",
                              (advice_table(advice),)))  # fmt: skip
-    parts.append(Section("lines", (line_table(found),)))
-    parts.append(Section("instructions", (instruction_table(found),)))
+    parts.append(Section("lines", (share_table(found, lines=True),)))
+    parts.append(Section("instructions", (share_table(found, lines=False),)))
     parts.append(time_drawing(found))
     return parts
