@@ -43,7 +43,11 @@ def of_run(run: Simulation) -> str:
     found = hashlib.sha256(run.profile.to_json().encode())
     transfers = sorted(line.transfers.items())
     parts = [line.start, line.end, line.interval_end, line.table_loads, transfers]
-    parts += [sorted(line.busy_us.items()), sorted(line.placed.items()), line.dma_engine_busy_us]
+    parts += [
+        sorted(line.busy_us.items()),
+        [line.engine(i) for i in range(len(line.end))],
+        line.dma_engine_busy_us,
+    ]
     parts += [line.tensor_throttled_us, line.latency_us, line.sbuf_overflow_bytes]
     parts += [trace.sbuf_peak_bytes, trace.psum_peak_banks]
     parts += [(i.op, i.engine, i.line, i.name, i.attributes, i.reads, i.writes)

@@ -48,8 +48,8 @@ def _scalar_in_flight(profile: Profile) -> float:
     line = profile.timeline
     return sum(
         line.end[index] - line.start[index]
-        for index, instruction in enumerate(line.trace.instructions)
-        if line.placed.get(index, instruction.engine) == "scalar"
+        for index in range(len(line.end))
+        if line.engine(index) == "scalar"
     )
 
 

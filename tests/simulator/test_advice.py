@@ -112,7 +112,7 @@ def test_waits_and_work_of_each_engine_tile_the_latency(timeline):
     worked = {}
     for index, instruction in enumerate(timeline.trace.instructions):
         if instruction.engine != "dma":
-            engine = timeline.placed.get(index, instruction.engine)
+            engine = timeline.engine(index)
             us = timeline.interval_end[index] - timeline.start[index]
             worked[engine] = worked.get(engine, 0.0) + us
     idle = waits(timeline)

@@ -121,15 +121,15 @@ class Work:
     """One kind of instruction. Times in microseconds.
 
     first: one of them; count: how many there are in the trace.
-    engine: where it runs, as an index of ENGINES. placed: the compiler put it there, not the trace.
+    engine: where it runs, as an index of ENGINES: where the trace says, or the compiler puts it.
     interval, latency: as in costs.py.
     table: the activation function whose table it needs, "" for none. dma: the cost of a transfer.
     psum, sbuf: whether it uses that memory.
     """
 
-    def __init__(self, engine: int, placed: bool, instruction: Instruction) -> None:
+    def __init__(self, engine: int, instruction: Instruction) -> None:
         self.first, self.count = instruction, 0
-        self.engine, self.placed = engine, placed
+        self.engine = engine
         self.interval = self.latency = 0.0
         self.table = ""
         self.dma: DmaCost | None = None
@@ -140,8 +140,9 @@ class Work:
 def work_of(target: Target, instruction: Instruction) -> Work:
     """Return the work of an instruction."""
     engine = ENGINES.index(instruction.engine)
-    placed = target.unset_engine_prefers_scalar and engine == VECTOR and scalar_can(instruction)
-    work = Work(SCALAR if placed else engine, placed, instruction)
+    if target.unset_engine_prefers_scalar and engine == VECTOR and scalar_can(instruction):
+        engine = SCALAR
+    work = Work(engine, instruction)
     if engine == DMA:
         work.dma = dma_cost(target, instruction)
     elif engine == TENSOR:

@@ -71,8 +71,6 @@ class Timeline:
     table_loads: (start, end) on ScalarE.
     kinds: the instructions that cost the same, by a number.
     spans: (start, end) of the instructions of each engine.
-    placed: where the compiler puts an instruction whose engine the kernel left open, if not where
-        the trace says.
     sbuf_overflow_bytes: by how much live tensors exceeded SBUF.
     tensor_throttled_us: what TensorE's clock ramp has cost.
     """
@@ -88,13 +86,12 @@ class Timeline:
         self.table_loads: Spans = []
         self.kinds: dict[int, Work] = {}
         self.spans: list[Spans] = [[] for _ in ENGINES]
-        self.placed: dict[int, str] = {}
         self.sbuf_overflow_bytes = 0
         self.tensor_throttled_us = 0.0
 
     def engine(self, index: int) -> str:
-        """Return the engine that an instruction ran on."""
-        return self.placed.get(index, self.trace.instructions[index].engine)
+        """Return the engine that an instruction ran on, which the kernel may have left open."""
+        return ENGINES[self.kinds[self.trace.instructions[index].kind or -index].engine]
 
     @functools.cached_property
     def latency_us(self) -> float:
@@ -225,8 +222,6 @@ class _Pass:
             work.count += 1
             reads, writes = instruction.reads, instruction.writes
             engine = work.engine
-            if work.placed:
-                line.placed[index] = ENGINES[engine]
             ready = ready_of(engine, reads, writes)
             waited[index] = dependences.waited
             if instruction.after:

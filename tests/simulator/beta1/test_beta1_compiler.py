@@ -25,7 +25,7 @@ COPIES = """
 
 def engines_of(result, op):
     line = result.profile.timeline
-    found = [line.placed.get(i, ins.engine) for i, ins in enumerate(line.trace.instructions)
+    found = [line.engine(i) for i, ins in enumerate(line.trace.instructions)
              if ins.op == op]  # fmt: skip
     return {engine: found.count(engine) for engine in ("vector", "scalar")}
 
