@@ -28,8 +28,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 from torch._dynamo.backends import registry
 
-from nmm_compiler.backend.compile_graph import Compilation, meta_value, rewrite
-from nmm_compiler.backend.inner import calls_of
+from nmm_compiler.backend.compile_graph import Compilation, calls_of, meta_value, rewrite
 from nmm_compiler.backend.report import publish
 from nmm_compiler.codegen.build_many import fill_cache
 from nmm_compiler.codegen.emitted_file import with_static_argument

@@ -12,9 +12,9 @@ from backend.small_models import FactorPair
 from processes import ran
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
+from torch._inductor.exc import InvalidCxxCompiler
 
 from nmm_compiler.backend import compile_graph as backend
-from nmm_compiler.backend import inner
 from nmm_compiler.backend.compile_graph import NEWEST, OLDEST, warn_if_untested
 from nmm_compiler.errors import OptionTypeError, UnknownNameError
 from nmm_compiler.options import Options
@@ -156,7 +156,7 @@ def test_mode_reaches_inductor_and_is_refused_elsewhere(monkeypatch):
         seen.update(config_patches)
         return gm.forward
 
-    monkeypatch.setattr(inner, "lookup_backend", lambda name: stand_in)
+    monkeypatch.setattr(backend, "lookup_backend", lambda name: stand_in)
     backend.nmm(gm, x, mode="max-autotune", options={**QUICK, "inner": "inductor"})
     assert seen["max_autotune"] is True
 
@@ -247,10 +247,14 @@ def test_the_backend_works_by_name_without_importing_the_package():
 
 
 def test_without_a_cxx_compiler_auto_is_eager_with_one_warning(monkeypatch):
-    monkeypatch.setattr(inner, "_inductor_compiles", lambda: False)
-    inner._warn_of_eager.cache_clear()
+    def none_found():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none_found)
+    backend._inner_of_cpu.cache_clear()
     with warnings.catch_warnings(record=True, action="always") as caught:
-        names = [inner.inner_name("auto", [torch.randn(2)]) for _ in range(2)]
+        names = [backend.inner_name("auto", [torch.randn(2)]) for _ in range(2)]
+    backend._inner_of_cpu.cache_clear()
     assert names == ["eager", "eager"]
     assert len(caught) == 1
     assert "install g++" in str(caught[0].message)
@@ -263,12 +267,12 @@ def test_auto_inner_follows_the_device():
 
     def named(kind):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(inner, "Tensor", On)
-            return inner.inner_name("auto", [On(kind), 3])
+            patch.setattr(backend, "Tensor", On)
+            return backend.inner_name("auto", [On(kind), 3])
 
     assert (named("xla"), named("cpu"), named("cuda")) == ("openxla", "inductor", "inductor")
-    assert inner._INNER_OF_DEVICE["neuron"] == "neuron"
-    assert inner.inner_name("aot_eager", []) == "aot_eager"
+    assert backend._INNER_OF_DEVICE["neuron"] == "neuron"
+    assert backend.inner_name("aot_eager", []) == "aot_eager"
 
 
 # A torch that was never tested is said, once.
