@@ -293,9 +293,34 @@ class Options:
         return {n: getattr(self, n) for n in names if getattr(self, n) != fields[n]}
 
 
-def _environment(name: str) -> str | None:
-    """Return an environment variable, None where it is empty or not set."""
+VARIABLES = {
+    "NMM_CACHE": "the mode of the kernel cache",
+    "NMM_CACHE_DIR": "its directory",
+    "NMM_CACHE_MAX_BYTES": "the bytes that it may have",
+    "NMM_REMOTE_CACHE": "the fsspec URL of the shared store",
+    "NMM_DUMP": "a directory: each graph is written there after each step of the passes",
+    "NMM_PRINT_KERNELS": "the source of every kernel goes to standard error",
+    "NMM_TRACEBACK": "a command shows the traceback of an error",
+    "NMM_VERDICTS": "the file that `nmm doctor --device` wrote, or off",
+    "_NMM_COMPLETE": "a shell asks for the words that may follow on a command line",
+    "XDG_CACHE_HOME": "where the user's caches are",
+    "NEURON_LOGICAL_NC_CONFIG": "physical cores of a logical one",
+    "NEURON_PLATFORM_TARGET_OVERRIDE": "the hardware that AWS's tools build for",
+    "NEURON_RT_VIRTUAL_CORE_SIZE": "the old name of NEURON_LOGICAL_NC_CONFIG",
+    "NKI_DMA_TRANSPOSE_AS_PE_TRANSPOSE": "AWS's compiler turns on TensorE what a DMA would",
+}
+"""Every environment variable that is read, and what it says."""
+
+
+def setting(name: str) -> str | None:
+    """Return a variable of `VARIABLES`, None where it is empty or not set."""
+    assert name in VARIABLES, name
     return os.environ.get(name, "").strip() or None
+
+
+def is_on(name: str) -> bool:
+    """Return whether a variable of `VARIABLES` is set, and not to 0 or false."""
+    return (setting(name) or "0").lower() not in ("0", "false")
 
 
 def let_threads_sleep() -> None:
@@ -307,34 +332,13 @@ def let_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def platform_override() -> str | None:
-    """Return the hardware that the environment sets for AWS's tools, or None."""
-    return _environment("NEURON_PLATFORM_TARGET_OVERRIDE")
-
-
-def dma_transposes_on_tensor() -> bool:
-    """Return whether AWS's compiler is told to turn on TensorE what a DMA would; see its banks."""
-    value = _environment("NKI_DMA_TRANSPOSE_AS_PE_TRANSPOSE")
-    return value is not None and value.lower() in ("1", "true")
-
-
-def verdict_setting() -> str | None:
-    """Return NMM_VERDICTS: the file that `nmm doctor --device` wrote, or "off"."""
-    return _environment("NMM_VERDICTS")
-
-
-def dump_directory() -> str | None:
-    """Return NMM_DUMP: where each graph is written after each step of the passes."""
-    return _environment("NMM_DUMP")
-
-
 def verdict_file(options: Options | None = None, *, to_write: bool = False) -> Path | None:
     """Return where the verdicts of `nmm doctor --device` are: NMM_VERDICTS names the file.
 
     Else a file beside the kernel cache; None for "off", or where the cache has no directory.
     Raises OptionTypeError for a given file that is not there, unless it is about to be written.
     """
-    given = verdict_setting()
+    given = setting("NMM_VERDICTS")
     if given == "off":
         return None
     if given:
@@ -356,7 +360,7 @@ def logical_core_setting() -> int | None:
     Raises OptionTypeError for anything but 1 or 2.
     """
     for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"):  # new name, old name
-        found = _environment(name)
+        found = setting(name)
         if found is not None:
             if found not in ("1", "2"):
                 raise OptionTypeError(name, found, "1 or 2")
@@ -375,7 +379,7 @@ def neuron_environment(target: str) -> AbstractContextManager[Any]:
 def cache_mode(options: Options | None = None) -> str:
     """Return the cache mode: the option, else NMM_CACHE, else "rw"."""
     given, _ = _mode_and_directory(options.cache if options else None)
-    mode = given or _environment("NMM_CACHE") or "rw"
+    mode = given or setting("NMM_CACHE") or "rw"
     if mode not in CACHE_MODES:
         raise UnknownNameError("NMM_CACHE", mode, CACHE_MODES)
     return mode
@@ -387,7 +391,7 @@ def cache_dir(options: Options | None = None) -> Path:
     Raises CacheTrustError when that needs a home directory and there is none.
     """
     _, named = _mode_and_directory(options.cache if options else None)
-    given, base = named or _environment("NMM_CACHE_DIR"), _environment("XDG_CACHE_HOME")
+    given, base = named or setting("NMM_CACHE_DIR"), setting("XDG_CACHE_HOME")
     try:
         if given:
             return Path(given).expanduser()
@@ -407,7 +411,7 @@ def cache_dir(options: Options | None = None) -> Path:
 
 def cache_max_bytes() -> int:
     """Return the cache's size bound in bytes: NMM_CACHE_MAX_BYTES, else 1 GiB."""
-    given = _environment("NMM_CACHE_MAX_BYTES")
+    given = setting("NMM_CACHE_MAX_BYTES")
     if given is None:
         return 1 << 30
     if not re.fullmatch(r"[0-9]{1,18}", given):
@@ -417,7 +421,7 @@ def cache_max_bytes() -> int:
 
 def remote_cache() -> str | None:
     """Return NMM_REMOTE_CACHE, the declared fsspec URL of the shared store, or None."""
-    given = _environment("NMM_REMOTE_CACHE")
+    given = setting("NMM_REMOTE_CACHE")
     if given is None:
         return None
     try:
@@ -427,21 +431,6 @@ def remote_cache() -> str | None:
             "NMM_REMOTE_CACHE", given, f"a URL such as s3://bucket/path or a directory ({error})"
         ) from None
     return given
-
-
-def traceback_wanted() -> bool:
-    """Return whether NMM_TRACEBACK asks the command line for the traceback of an error."""
-    return _environment("NMM_TRACEBACK") not in (None, "0")
-
-
-def completion_wanted() -> bool:
-    """Return whether a shell asks for the words that may follow on a command line."""
-    return _environment("_NMM_COMPLETE") is not None
-
-
-def print_kernels() -> bool:
-    """Return whether NMM_PRINT_KERNELS asks for the source of every kernel on standard error."""
-    return _environment("NMM_PRINT_KERNELS") not in (None, "0")
 
 
 def drop_bad_terminal_sizes() -> None:

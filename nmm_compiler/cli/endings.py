@@ -31,7 +31,7 @@ WORDS: list[str] = []
 
 def ending(error: BaseException) -> tuple[int, str]:
     """Return (exit code, line for the user) of what ended a command."""
-    if options.traceback_wanted():
+    if options.is_on("NMM_TRACEBACK"):
         say("".join(traceback.format_exception(error)).rstrip())
     for inner in _chain(error):  # a library may answer Ctrl-C with an error of its own
         if isinstance(inner, KeyboardInterrupt):

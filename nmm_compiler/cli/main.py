@@ -20,7 +20,7 @@ from nmm_compiler.cli.endings import REFUSED, WORDS, ending, say
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line of `arguments`, or of the process; always raises SystemExit."""
     WORDS[:] = sys.argv[1:] if arguments is None else arguments
-    if options.completion_wanted():
+    if options.setting("_NMM_COMPLETE"):
         from nmm_compiler.cli.commands import app
 
         app(prog_name="nmm")

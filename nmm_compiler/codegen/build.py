@@ -31,7 +31,7 @@ from nmm_compiler.kernels import FAMILIES
 from nmm_compiler.kernels.base import Array, KernelSpec
 from nmm_compiler.nki_api.api import API_VERSION
 from nmm_compiler.nki_api.lint import check_source
-from nmm_compiler.options import INSTRUCTION_BUDGET, Options, print_kernels
+from nmm_compiler.options import INSTRUCTION_BUDGET, Options, is_on
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.run import ArraySpec, Simulation, simulate, simulate_ranks
 from nmm_compiler.simulator.timing.profile import Profile
@@ -204,7 +204,7 @@ def built_or_found(
     origin = "built" if "predicted" in made else "from the cache"
     _log.info("%s: %s, schedule %s", kernel.name, origin, kernel.schedule.short())
     _log.debug("%s: source in %s", kernel.name, kernel.path)
-    if print_kernels():
+    if is_on("NMM_PRINT_KERNELS"):
         sys.stderr.write(f"# {kernel.path}\n{kernel.source}\n")
     if len(_KERNELS) >= _KERNELS_HELD:
         _KERNELS.pop(next(iter(_KERNELS)), None)

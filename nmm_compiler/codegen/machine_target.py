@@ -21,7 +21,7 @@ def machine_target(target: str | Target, options: Options | None = None) -> Targ
     path = settings.verdict_file(options)
     if path is not None:
         chip = with_verdicts(chip, path, _installed_nki)
-    if chip.dma_transposes and settings.dma_transposes_on_tensor():
+    if chip.dma_transposes and settings.is_on("NKI_DMA_TRANSPOSE_AS_PE_TRANSPOSE"):
         why = Source("documented", "nki.language.tile_size.psum_num_banks: one bank is reserved")
         chip = changed(chip, {"psum_banks": chip.psum_banks - 1}, why)
     return chip

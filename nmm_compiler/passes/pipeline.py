@@ -30,7 +30,7 @@ from nmm_compiler.errors import (
     broken_rule,
     no_real_inputs,
 )
-from nmm_compiler.options import Options, dump_directory
+from nmm_compiler.options import Options, setting
 from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
@@ -697,7 +697,7 @@ class _Run:
                 children[name] = self.graph(child, inputs, f"{path}.{name}".lstrip("."), kinds)
             values = read
         self.faults.graph = path
-        dump = Dump(dump_directory(), path)
+        dump = Dump(setting("NMM_DUMP"), path)
         whole = False
         while not whole:
             module, new = copy_graph(original)

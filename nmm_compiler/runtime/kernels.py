@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nmm_compiler.errors import CacheMissError, ShapeError
-from nmm_compiler.options import KERNEL_EXECUTORS, LADDER, Options, verdict_setting
+from nmm_compiler.options import KERNEL_EXECUTORS, LADDER, Options, setting
 
 _WORTH_SPLITTING_TOKENS = 128
 
@@ -62,7 +62,7 @@ def planned_buckets(
 
 def _key(spec: Any, target: str, options: Options) -> Key:
     """Return a kernel's spec and target, and the options that can change its source."""
-    verdicts = options.cache, verdict_setting()  # what says where they are
+    verdicts = options.cache, setting("NMM_VERDICTS")  # what says where they are
     return (spec, target, options.dialect, options.instruction_budget, verdicts)
 
 

@@ -15,7 +15,7 @@ from nmm_compiler import targets
 from nmm_compiler.errors import NeuronSetupError
 from nmm_compiler.nki_api.installed import beta_1_version, version
 from nmm_compiler.nki_api.table import VERSIONS
-from nmm_compiler.options import logical_core_setting, platform_override
+from nmm_compiler.options import logical_core_setting, setting
 from nmm_compiler.records import Record
 from nmm_compiler.targets import Target
 
@@ -208,7 +208,7 @@ def check_launch(kernel_target: str, cores: int) -> None:
             f"options={{'target': {device.name!r}}}"
         )
     wanted = targets.get(kernel_target)
-    override = platform_override()
+    override = setting("NEURON_PLATFORM_TARGET_OVERRIDE")
     if override is not None and not wanted.goes_by(override):
         raise NeuronSetupError(
             f"NEURON_PLATFORM_TARGET_OVERRIDE={override} asks for other hardware than the kernel's "
