@@ -38,12 +38,20 @@ UsageError: Any = typer.BadParameter.__base__
 """What typer raises for words that it cannot read; typer exports only this class below it."""
 
 
-class Command(TyperCommand):
-    """A command whose help shows no type for a switch: `--check <bool>` looks as if it took one."""
+class Switches:
+    """What has a help that shows no type for a switch: `--check <bool>` looks as if it took one."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, --help too."""
-        return _without_types_of_switches(super().get_params(ctx))
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class Command(Switches, TyperCommand):
+    """A command of `nmm`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help; that of `kernel` lists the families, which nothing else loads."""
@@ -53,19 +61,8 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-class Commands(TyperGroup):
-    """A group whose help shows no type for a switch either."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of the group itself, --help too."""
-        return _without_types_of_switches(super().get_params(ctx))
-
-
-def _without_types_of_switches(parameters: list[Any]) -> list[Any]:
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
+class Commands(Switches, TyperGroup):
+    """A group of commands."""
 
 
 def _group(help_: str, epilog: str, **more: Any) -> typer.Typer:

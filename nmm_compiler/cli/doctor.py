@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import platform
@@ -15,6 +14,7 @@ from nmm_compiler import options, outputs, targets
 from nmm_compiler.cli import values
 from nmm_compiler.errors import CacheError
 from nmm_compiler.lowrank_models.progress import steps
+from nmm_compiler.nki_api.installed import version
 from nmm_compiler.report.parts import Grid, Line
 from nmm_compiler.targets.this_machine import DEVICE, FILE, differences
 from nmm_compiler.version import VERSION
@@ -73,7 +73,8 @@ def doctor(
     first = options.Options().target
     rows = [
         ("Python", platform.python_version()),
-        *((f"{package} ({role})", _version(package)) for package, role in _PACKAGES),
+        *((f"{package} ({role})", version(package) or "not installed")
+          for package, role in _PACKAGES),
         *((f"target {name}{' (default)' if name == first else ''}", targets.get(name).summary)
           for name in targets.names()),
         ("cache", f"{options.cache_dir()}, mode {options.cache_mode()}"),
@@ -124,10 +125,3 @@ def _climb(out: Path | None) -> values.Answer:
         outputs.write_text(place, ladder.to_json() + "\n")
     kept = [Line(f"verdicts written to {place}")] if place is not None else []
     return values.Answer(ladder.to_dict(), [[*ladder.parts(), *kept]], passed=ladder.passed)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
