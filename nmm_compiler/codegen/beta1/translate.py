@@ -16,10 +16,12 @@ statement by statement, in the older dialect's forms:
 A construct without a form in Beta 1 raises CodegenError, which names it.
 """
 
+# ast names its visitor methods after node classes.
+# ruff: noqa: N802
+
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 from typing import Any
 
@@ -74,7 +76,7 @@ def to_beta_1(source: str) -> str:
     })  # fmt: skip
     functions = {n: short.visit(f) for n, f in functions.items() if n not in short.helpers}
     facts = Facts(functions, kernel)
-    made = [_Function(name, f, facts, Scope()).translated() for name, f in functions.items()]
+    made = [_Function(name, facts).translated(f) for name, f in functions.items()]
     others = [s for s in module.body if not isinstance(s, ast.FunctionDef)]
     code = printed(changed(module, body=[*others, *made]))
     unknown = re.search(r"\bnisa\.\w+\.\w+", code)
@@ -83,33 +85,34 @@ def to_beta_1(source: str) -> str:
     return code
 
 
-@dataclasses.dataclass
-class _Function:
-    """Translates one function."""
+class _Function(Editor):
+    """Translates one function.
 
-    name: str
-    function: ast.FunctionDef
-    facts: Facts
-    scope: Scope
+    target: the name that the present statement gives a value to.
+    """
 
-    def translated(self) -> ast.FunctionDef:
-        """Return the function in Beta 1."""
-        self.views: set[str] = set()  # names that stand for views, and so for no tensor of Beta 1
+    def __init__(self, name: str, facts: Facts) -> None:
+        self.name, self.facts = name, facts
+        self.scope, self.names = Scope(), IndexNames()
         self.bodies: dict[str, ast.FunctionDef] = {}
-        self.names = IndexNames()
-        body = remove_unused(self._block(self.function.body))
-        return changed(self.function, body=body)
+        self.target = ""
+
+    def translated(self, function: ast.FunctionDef) -> ast.FunctionDef:
+        """Return the function in Beta 1."""
+        return changed(function, body=remove_unused(self._block(function.body)))
 
     def is_view(self, node: ast.AST) -> bool:
         """Return whether an expression is a strided view, or a part of a view or of HBM."""
+        if isinstance(node, ast.Name):
+            return node.id in self.scope.views
         if isinstance(node, ast.Call):
             module, _, how = called(node).rpartition(".")
-            return how in METHODS and module not in ("", *_MODULES)
+            return how in METHODS and module not in ("", *_MODULES) and not is_reshaped(node)
         if not isinstance(node, ast.Subscript):
             return False
         sliced = any(isinstance(index, ast.Slice) for index in indices_of(node))
         in_hbm = sliced and self.facts.memory(self.name, node) == HBM
-        return root(node) in self.views or in_hbm
+        return root(node) in self.scope.views or in_hbm
 
     # Statements
 
@@ -118,81 +121,67 @@ class _Function:
         for statement in with_lists(body):
             while _says_what_beta_1_lacks(statement) and made and isinstance(made[-1], Comment):
                 made.pop()
-            made += self._statement(statement)
+            written = self.visit(statement)
+            if written is not None:
+                made += [*self.names.assignments(), written]
             self.names.change(assigned_names([statement]))
         return made
 
-    def _statement(self, statement: Any) -> list[ast.stmt]:
-        match statement:
-            case Comment():
-                return [statement]
-            case ast.FunctionDef():
-                self.bodies[statement.name] = statement
-                return []
-            case ast.If():
-                test = self._spelled(statement.test)
-                assert not self.names.new
-                body, orelse = self._nested(statement.body), self._nested(statement.orelse)
-                return [changed(statement, test=test, body=body, orelse=orelse)]
-            case ast.For():
-                if "nl.shared_hbm" in ast.unparse(ast.Module([statement], [])):
-                    raise no_beta1_form(f"results made in a loop of {text(statement.iter)}")
-                body = self._nested(statement.body)
-                return [changed(statement, iter=unrolled(statement.iter), body=body)]
-            case ast.Assign():
-                return self._assign(statement)
-        value = getattr(statement, "value", None)
-        full = called(value)
-        if full == "nl.fori_loop":
-            return [self._device_loop(statement.value)]
-        if full.startswith("nisa."):
-            return self._with(self._instruction(statement.value, full.removeprefix("nisa.")))
-        if full.endswith(".append"):
-            tile = self._tile(statement.value.func, statement.value.args[0])
-            statement = changed(statement, value=changed(statement.value, args=[tile]))
-        return self._with(self._spelled(statement))
-
     def _nested(self, body: Block) -> list[ast.stmt]:
         """Return a nested block. Behind it its index names are made again, its views unknown."""
-        before, names = dict(self.scope.views), assigned_names(body)
+        before = set(self.scope.views)
         self.names.held = {}
         made = self._block(body)
         self.names.held = {}
-        self.views |= names & set(before)
-        self.scope.views = {name: view for name, view in before.items() if name not in names}
+        views = self.scope.views
+        views.update(dict.fromkeys(assigned_names(body) & (before | set(views))))
         return made
 
-    def _assign(self, statement: ast.Assign) -> list[ast.stmt]:
-        target, value = assigned(statement)
-        viewed = target and self.is_view(value) and not is_reshaped(value)
-        for one in (value, self.scope.values.get(target)):
-            if is_new_tile(one) and (viewed or target in self.views):
-                raise no_beta1_form(f"{target} as a tile and as a view")
-        self.views.discard(target)
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """Keep the body of a loop on the device for the loop."""
+        self.bodies[node.name] = node
+
+    def visit_If(self, node: ast.If) -> ast.stmt:
+        test, body, orelse = (
+            self.visit(node.test),
+            self._nested(node.body),
+            self._nested(node.orelse),
+        )
+        return changed(node, test=test, body=body, orelse=orelse)
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        if "nl.shared_hbm" in ast.unparse(ast.Module([node], [])):
+            raise no_beta1_form(f"results made in a loop of {text(node.iter)}")
+        return changed(node, iter=unrolled(node.iter), body=self._nested(node.body))
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
+        """Return an assignment; that of a view is written out where the view is used."""
+        name, value = assigned(node)
+        views, values = self.scope.views, self.scope.values
+        viewed = name and self.is_view(value)
+        for one in (value, values.get(name)):
+            if is_new_tile(one) and (viewed or name in views):
+                raise no_beta1_form(f"{name} as a tile and as a view")
         if viewed:
-            view = self.scope.view(value)
-            if view is None:
+            views[name] = self.scope.view(value)
+            if views[name] is None:
                 raise no_beta1_form(f"the view {text(value)}")
-            self.scope.views[target] = view
-            self.views.add(target)
-            return []
-        self.scope.values[target] = value
-        tile = self._tile(statement.targets[0], statement.value)
-        return self._with(self._spelled(changed(statement, value=tile)))
+            return None
+        views.pop(name, None)
+        values[name] = value
+        self.target = root(node.targets[0])
+        return self.generic_visit(node)
 
-    def _tile(self, target: ast.expr, value: Any) -> Any:
-        """Return the creation of a tile, zeroed if matmuls sum into it."""
-        if isinstance(value, ast.List) and value.elts:
-            return changed(value, elts=[self._tile(target, value.elts[0]), *value.elts[1:]])
-        if isinstance(value, ast.ListComp):
-            return changed(value, elt=self._tile(target, value.elt))
-        buffer = keyword(value, "buffer")
-        in_psum = buffer is not None and text(buffer) == "nl.psum"
-        if not in_psum or (self.name, root(target)) not in self.facts.summed:
-            return value
-        return changed(value, func=parsed("nl.zeros"))
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        function = called(node.value)
+        if function == "nl.fori_loop":
+            return self._device_loop(node.value)
+        if function.startswith("nisa."):
+            return self._instruction(node.value, function.removeprefix("nisa."))
+        self.target = root(node.value)  # of t.append(tile)
+        return self.generic_visit(node)
 
-    def _device_loop(self, loop: ast.Call) -> ast.stmt:
+    def _device_loop(self, loop: Any) -> ast.stmt:
         """Return `for i in nl.affine_range(n)` for `nl.fori_loop(0, n, body)`.
 
         The blocks of tokens that such loops run over do not depend on each other.
@@ -212,17 +201,29 @@ class _Function:
 
     # Expressions
 
-    def _spelled(self, node: Any) -> Any:
-        """Return the node with its views as index expressions."""
-        return _Views(self).visit(node)
+    def visit(self, node: Any) -> Any:
+        """Return the edited node, a view as index expressions."""
+        if not self.is_view(node):
+            return super().visit(node)
+        view = self.scope.view(node)
+        if view is not None:
+            return _spread(view.spelled(self.names), view.spread)
+        match node:  # of a whole tensor, `k.select(0, i)` is `k[i]`
+            case ast.Call(ast.Attribute(ast.Name() as whole, "select"), [ast.Constant(0), place]):
+                return subscript(whole, [place])
+        raise no_beta1_form(f"the view {text(node)}")
 
-    def _with(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return the statement behind its new index names."""
-        return [*self.names.assignments(), statement]
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Return a call; that of a tile which matmuls sum into makes it of zeros."""
+        buffer = keyword(node, "buffer")
+        in_psum = buffer is not None and text(buffer) == "nl.psum"
+        if in_psum and (self.name, self.target) in self.facts.summed:
+            node = changed(node, func=parsed("nl.zeros"))
+        return self.generic_visit(node)
 
     # Instructions
 
-    def _instruction(self, made: ast.Call, name: str) -> ast.stmt:
+    def _instruction(self, made: Any, name: str) -> ast.stmt:
         if name != "dma_copy" and name not in table.ADDED:
             raise no_beta1_form(f"nisa.{name}")
         if made.args:
@@ -237,27 +238,27 @@ class _Function:
         for added in table.ADDED[name]:
             value = self._shape(dst) if added == "shape" else attribute(_tensor(dst), added)
             given.append(ast.keyword(added, value))
-        if name == "memset":
-            given = [given[1], given[0], given[2]]  # the order of its signature
         if name == "affine_select":
-            compared, indices = predicate(made, self._partitions(dst))
-            self.names.taken(indices)
-            given = [ast.keyword("pred", compared), *given]
-        value = self._spelled(changed(made, keywords=given))
-        viewed = isinstance(dst, ast.Name) and dst.id in self.views
-        target = self._spelled(dst if viewed else _target(dst))
+            shape = self._shape(dst)
+            partitions = (
+                shape.elts[0] if isinstance(shape, ast.Tuple) else subscript(shape, [integer(0)])
+            )
+            given = [ast.keyword("pred", predicate(made, partitions, self.names)), *given]
+        value, target = self.visit(changed(made, keywords=given)), self._written(dst)
         if name == "nc_matmul" and (self.name, root(dst)) in self.facts.summed:
             return ast.AugAssign(target, ast.Add(), value)
         return ast.Assign([target], value)
+
+    def _written(self, dst: ast.expr) -> Any:
+        """Return the target of an assignment: t[...] for a whole tile."""
+        target = self.visit(dst)
+        whole = not isinstance(target, (ast.Subscript, ast.Call))
+        return subscript(target, [ast.Constant(...)]) if whole else target
 
     def _shape(self, dst: ast.expr) -> ast.expr:
         """Return the shape of a destination: of a tile, or of a part of one."""
         view = self.scope.view(dst)
         return attribute(dst, "shape") if view is None else several(*(a.size for a in view.axes))
-
-    def _partitions(self, dst: ast.expr) -> ast.expr:
-        shape = self._shape(dst)
-        return shape.elts[0] if isinstance(shape, ast.Tuple) else subscript(shape, [integer(0)])
 
     def _copy(self, dst: ast.expr, src: ast.expr) -> ast.stmt:
         """Return nl.load or nl.store."""
@@ -265,20 +266,19 @@ class _Function:
         view = self.scope.view(src)
         spread = None if view is None else view.spread
         if view is None or spread is None:
-            source = self._spelled(src)
+            source = self.visit(src)
         elif elements(spread)[1:] != [axis.size for axis in view.axes[1:]]:
             raise no_beta1_form(f"a DMA that repeats {text(src)} along the free axes")
         else:
-            source = self.names.spelled(view)
-        target = self._spelled(dst)
+            source = view.spelled(self.names)
         if directions == (HBM, CHIP):
             stored = ast.keyword("value", source)
-            return ast.Expr(ast.Call(parsed("nl.store"), [target], [stored]))
+            return ast.Expr(ast.Call(parsed("nl.store"), [self.visit(dst)], [stored]))
         if directions != (CHIP, HBM):
             raise no_beta1_form(f"a DMA from {directions[1]} to {directions[0]}")
         dtype = ast.keyword("dtype", attribute(_tensor(dst), "dtype"))
         value = _spread(ast.Call(parsed("nl.load"), [source], [dtype]), spread)
-        return ast.Assign([_target(target)], value)
+        return ast.Assign([self._written(dst)], value)
 
 
 def _says_what_beta_1_lacks(statement: ast.stmt) -> bool:
@@ -303,32 +303,3 @@ def _tensor(dst: ast.expr) -> ast.expr:
     """Return the tensor of a destination, without its indices."""
     base = _receiver(dst)
     return base.value if isinstance(base, ast.Subscript) else base
-
-
-def _target(dst: ast.expr) -> ast.expr:
-    """Return the target of an assignment: t[...] for a whole tile."""
-    if isinstance(dst, (ast.Subscript, ast.Call)):
-        return dst
-    return subscript(dst, [ast.Constant(...)])
-
-
-class _Views(Editor):
-    """Writes the views of an expression as index expressions."""
-
-    def __init__(self, function: _Function) -> None:
-        self.function = function
-
-    def visit(self, node: Any) -> Any:
-        """Return the edited node."""
-        if is_reshaped(node):
-            return node
-        named = isinstance(node, ast.Name) and node.id in self.function.views
-        if not named and not self.function.is_view(node):
-            return self.generic_visit(node)
-        view = self.function.scope.view(node)
-        if view is not None:
-            return _spread(self.function.names.spelled(view), view.spread)
-        match node:  # of a whole tensor, `k.select(0, i)` is `k[i]`
-            case ast.Call(ast.Attribute(ast.Name() as whole, "select"), [ast.Constant(0), place]):
-                return subscript(whole, [place])
-        raise no_beta1_form(f"the view {text(node)}")

@@ -1,7 +1,7 @@
 """Strided views of HBM tensors, which Beta 1 spells as index expressions.
 
 `src[r : r + 128 * t, c : c + n].reshape_dim(0, (t, 128)).permute((1, 0, 2))` becomes
-`src[r + 128 * i_t + i_p, c + i_f]`, i_p, i_t and i_f being `nl.arange` along the axes of the view.
+`src[r + i_p + 128 * i_t, c + i_f]`, i_p, i_t and i_f being `nl.arange` along the axes of the view.
 A View holds, per dimension of the tensor, its start and the stride of each axis in it.
 """
 
@@ -30,7 +30,7 @@ from nmm_compiler.codegen.beta1.expressions import (
 )
 from nmm_compiler.codegen.printed import text
 from nmm_compiler.codegen.tidy import names_used
-from nmm_compiler.codegen.trees import Names, assign, name, parsed, root
+from nmm_compiler.codegen.trees import assign, name, parsed, root
 from nmm_compiler.errors import no_beta1_form
 
 METHODS = ("reshape_dim", "permute", "select", "broadcast", "reshape")
@@ -51,19 +51,17 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A view of `base`: where it starts in each dimension, and its axes in their order.
+    """A view of `base`: an index for each of its dimensions, and the axes of the view in order.
 
-    spellings: slices and indices in the source, of the dimensions that are as they were there.
-    spread: the shape that it is broadcast to. whole: of a base that is another tensor in a new
-    shape, what it is, to be assigned to the name.
+    indices: as they are in the source; of a slice that was moved or split, where it starts.
+    spread: the shape that it is broadcast to. name: of a base that is a tensor in another shape.
     """
 
     base: ast.expr
-    starts: tuple[ast.expr, ...]
+    indices: tuple[Any, ...]
     axes: tuple[Axis, ...]
-    spellings: tuple[Any, ...]
     spread: ast.expr | None = None
-    whole: ast.expr | None = None
+    name: str = ""
 
     @staticmethod
     def of(base: ast.expr, indices: Sequence[Any]) -> View:
@@ -75,7 +73,7 @@ class View:
             if index.lower is None or index.upper is None or index.step is not None:
                 raise no_beta1_form(f"a view of {text(base)} with slice {text(index)!r}")
             axes.append(Axis(minus(index.upper, index.lower), place))
-        return View(base, tuple(map(_start, indices)), tuple(axes), tuple(indices))
+        return View(base, tuple(indices), tuple(axes))
 
     def at(self, indices: Sequence[Any]) -> View:
         """Return view[indices]."""
@@ -92,11 +90,11 @@ class View:
 
     def _moved(self, axis: Axis, start: ast.expr) -> View:
         """Return the view from `start` of an axis on."""
-        starts, spellings = list(self.starts), list(self.spellings)
+        indices = list(self.indices)
         if axis.dimension is not None:
-            moved = plus(starts[axis.dimension], times(axis.factor, start))
-            starts[axis.dimension], spellings[axis.dimension] = moved, None
-        return dataclasses.replace(self, starts=tuple(starts), spellings=tuple(spellings))
+            before = _start(indices[axis.dimension])
+            indices[axis.dimension] = plus(before, times(axis.factor, start))
+        return dataclasses.replace(self, indices=tuple(indices))
 
     def split(self, place: int, sizes: Sequence[ast.expr]) -> View:
         """Return the view with an axis as two, the second of them consecutive."""
@@ -127,17 +125,16 @@ class View:
     def _merged(self, size: ast.expr) -> View:
         """Return the view with its dimensions but the first as one: the tensor has them as one."""
         shape = attribute(self.base, "shape")
-        lengths = [subscript(shape, [integer(d)]) for d in range(len(self.starts))]
         start: ast.expr = integer(0)
         length: ast.expr = integer(1)
-        for own, one in zip(self.starts[:0:-1], lengths[:0:-1], strict=True):
+        for dimension in reversed(range(1, len(self.indices))):
+            own = _start(self.indices[dimension])
             start = plus(times(own, length), start) if number(own) != 0 else start
-            length = times(one, length)
-        whole = call(attribute(self.base, "reshape"), several(lengths[0], length))
-        part = call(parsed("nl.ds"), start, size)
-        flat = name(f"flat_{root(self.base)}")
-        axes, spellings = (self.axes[0], Axis(size, 1)), (self.spellings[0], part)
-        return View(flat, (self.starts[0], start), axes, spellings, whole=whole)
+            length = times(subscript(shape, [integer(dimension)]), length)
+        rows = subscript(shape, [integer(0)])
+        whole = call(attribute(self.base, "reshape"), several(rows, length))
+        flat = f"flat_{root(self.base)}"
+        return View(whole, (self.indices[0], start), (self.axes[0], Axis(size, 1)), name=flat)
 
     def permuted(self, order: Sequence[int]) -> View:
         """Return the view with its axes in another order."""
@@ -150,28 +147,31 @@ class View:
         ones = all(number(axis.factor) == 1 for axis in self.axes)
         return ones and -1 not in along and along == sorted(set(along))
 
-    def spelled(self) -> tuple[ast.expr, dict[str, ast.expr]]:
-        """Return the view as a subscript, and the names in it that are new, with their values."""
-        made = {} if self.whole is None else {text(self.base): self.whole}
+    def spelled(self, names: IndexNames) -> ast.expr:
+        """Return the view as a subscript."""
+        indices = list(self.indices)
+        base = names.given(self.name, self.base) if self.name else self.base
         if self.plain:
-            slices = list(self.starts)
             for axis in self.axes:
                 assert axis.dimension is not None
-                start = self.starts[axis.dimension]
-                slices[axis.dimension] = ast.Slice(start, plus(start, axis.size))
-            own = zip(self.spellings, slices, strict=True)
-            return subscript(self.base, [given or new for given, new in own]), made
-        totals = list(self.starts)
-        for place, (index, axis) in enumerate(zip(_NAMES[len(self.axes)], self.axes, strict=True)):
+                start = indices[axis.dimension]
+                if _is_slice(start):
+                    continue
+                whole: ast.expr = ast.Slice(start, plus(start, axis.size))
+                part = call(parsed("nl.ds"), start, axis.size) if self.name else whole
+                indices[axis.dimension] = part
+            return subscript(base, indices)
+        indices = list(map(_start, indices))
+        for place, axis in enumerate(self.axes):
             if axis.dimension is not None:
-                made[index] = along(axis.size, place, len(self.axes))
-                step = times(axis.factor, name(index))
-                totals[axis.dimension] = plus(totals[axis.dimension], step)
-        base = self.base
-        if len(totals) == 1:  # Beta 1 indexes a tensor of one dimension as a row of two
-            totals = [integer(0), *totals]
-            base = _row(base)
-        return subscript(base, totals), made
+                step = times(axis.factor, names.along(axis.size, place, len(self.axes)))
+                indices[axis.dimension] = plus(indices[axis.dimension], step)
+        if len(indices) > 1:
+            return subscript(base, indices)
+        # Beta 1 indexes a tensor of one dimension as a row of two
+        length = subscript(attribute(self.base, "shape"), [integer(0)])
+        row = call(attribute(self.base, "reshape"), several(integer(1), length))
+        return subscript(row, [integer(0), *indices])
 
 
 def _is_slice(index: Any) -> bool:
@@ -182,27 +182,54 @@ def _start(index: Any) -> Any:
     return index.lower if _is_slice(index) else index
 
 
-def along(size: ast.expr, place: int, rank: int) -> ast.expr:
-    """Return `nl.arange(size)[:, None, None]`, the colon in the place of the axis."""
-    indices = [ast.Slice() if at == place else parsed("None") for at in range(rank)]
-    return subscript(call(parsed("nl.arange"), size), indices)
+class IndexNames:
+    """The names of index expressions in one function, while its statements are written in order.
+
+    held: what each name was assigned last. new: what those of the present statement stand for.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, ast.expr] = {}
+        self.new: dict[str, ast.expr] = {}
+
+    def along(self, size: ast.expr, place: int, rank: int) -> ast.expr:
+        """Return a name for `nl.arange(size)[:, None]`, the colon in the place of the axis."""
+        indices = [ast.Slice() if at == place else parsed("None") for at in range(rank)]
+        value = subscript(call(parsed("nl.arange"), size), indices)
+        return self.given(_NAMES[rank][place], value)
+
+    def given(self, first: str, value: ast.expr) -> ast.expr:
+        """Return a name for a value, with a number if the statement has another value for it."""
+        own, count = first, 1
+        while not same(self.new.setdefault(own, value), value):
+            count += 1
+            own = f"{first}{count}"
+        return name(own)
+
+    def assignments(self) -> list[ast.stmt]:
+        """End a statement; return assignments of its names that do not hold their values yet."""
+        new, self.new = self.new, {}
+        made = [
+            assign(n, v) for n, v in new.items() if n not in self.held or not same(self.held[n], v)
+        ]
+        self.held |= new
+        return list(made)
+
+    def change(self, names: set[str]) -> None:
+        """Note that these names hold something else: what was made of them is made again."""
+        self.held = {n: value for n, value in self.held.items() if not names_used([value]) & names}
 
 
-def _row(base: ast.expr) -> ast.expr:
-    """Return `base.reshape((1, base.shape[0]))`."""
-    length = subscript(attribute(base, "shape"), [integer(0)])
-    return call(attribute(base, "reshape"), several(integer(1), length))
-
-
-@dataclasses.dataclass
 class Scope:
     """Known names of a function, while its statements are read in order.
 
-    views: names that stand for views. values: what other names were assigned last.
+    views: names that stand for views, and so for no tensor of Beta 1; None for one that a nested
+    block has changed. values: what other names were assigned last.
     """
 
-    views: dict[str, View] = dataclasses.field(default_factory=dict)
-    values: dict[str, ast.expr | None] = dataclasses.field(default_factory=dict)
+    def __init__(self) -> None:
+        self.views: dict[str, View | None] = {}
+        self.values: dict[str, ast.expr | None] = {}
 
     def view(self, node: ast.expr) -> View | None:
         """Return the view that an expression denotes, or None."""
@@ -257,69 +284,24 @@ class Scope:
         return found
 
 
-class IndexNames:
-    """The names of index expressions in one function, while its statements are written in order.
-
-    held: what each name was assigned last. new: what those of the present statement stand for.
-    """
-
-    def __init__(self) -> None:
-        self.held: dict[str, ast.expr] = {}
-        self.new: dict[str, ast.expr] = {}
-
-    def change(self, names: set[str]) -> None:
-        """Note that these names hold something else: what was made of them is made again."""
-        self.held = {n: value for n, value in self.held.items() if not names_used([value]) & names}
-
-    def taken(self, values: dict[str, ast.expr]) -> dict[str, ast.expr]:
-        """Return the names for these values, with a number for those that stand for others."""
-        names: dict[str, ast.expr] = {}
-        for index, value in values.items():
-            own, place = index, 1
-            while text(self.new.setdefault(own, value)) != text(value):
-                place += 1
-                own = f"{index}{place}"
-            names[index] = name(own)
-        return names
-
-    def spelled(self, view: View) -> Any:
-        """Return a view as an expression."""
-        node, values = view.spelled()
-        return Names(self.taken(values)).visit(node)
-
-    def assignments(self) -> list[Any]:
-        """End a statement; return assignments of its names that do not hold their values yet."""
-        made = []
-        for index, value in self.new.items():
-            if index not in self.held or text(self.held[index]) != text(value):
-                self.held[index] = value
-                made.append(assign(index, value))
-        self.new = {}
-        return made
-
-
 _COMPARISONS: dict[str, Any] = {
     "nl.greater_equal": ast.GtE, "nl.greater": ast.Gt, "nl.less_equal": ast.LtE, "nl.less": ast.Lt,
 }  # fmt: skip
 
 
-def predicate(select: ast.Call, partitions: ast.expr) -> tuple[ast.expr, dict[str, ast.expr]]:
-    """Return the comparison of an affine select, and the index names in it with their values."""
+def predicate(select: ast.Call, partitions: ast.expr, names: IndexNames) -> ast.expr:
+    """Return the comparison of an affine select."""
     pattern, multiplier = keyword(select, "pattern"), keyword(select, "channel_multiplier")
     compared = keyword(select, "cmp_op")
     comparison = _COMPARISONS.get(text(compared)) if compared is not None else None
     if not isinstance(pattern, ast.List) or multiplier is None or comparison is None:
         raise no_beta1_form("nisa.affine_select without a spelled pattern and comparison")
-    rows = [_list(row) for row in pattern.elts]
-    factors = [multiplier, *(factor for factor, _ in rows)]
-    sizes = [partitions, *(size for _, size in rows)]
     total = keyword(select, "offset") or integer(0)
-    used: dict[str, ast.expr] = {}
+    rows = [[multiplier, partitions], *map(_list, pattern.elts)]
     # an axis without a factor is there all the same: the comparison has the shape of the tile
-    for place, (index, factor) in enumerate(zip(_NAMES[len(sizes)], factors, strict=True)):
-        used[index] = along(sizes[place], place, len(sizes))
-        total = _added(total, factor, name(index))
-    return ast.Compare(total, [comparison()], [integer(0)]), used
+    for place, (factor, size) in enumerate(rows):
+        total = _added(total, factor, names.along(size, place, len(rows)))
+    return ast.Compare(total, [comparison()], [integer(0)])
 
 
 def _list(node: ast.expr) -> list[ast.expr]:
