@@ -164,12 +164,14 @@ def _is_affine(index: Index) -> bool:
 
 
 def box_of(mask: Any, shape: tuple[int, ...]) -> Part:
-    """Return the part of a tile of `shape` in a mask argument.
+    """Return the part of a tile of `shape` in a mask argument, which may be a box already.
 
     Raises UnsupportedInstructionError for a region that is no box.
     """
     if mask is None or isinstance(mask, (bool, np.bool_)):
         return mask is None or bool(mask)
+    if isinstance(mask, tuple):
+        return mask
     if not isinstance(mask, Mask):
         raise _unsupported(
             f"mask={type(mask).__name__}; a mask is a comparison of nl.arange expressions (and `&`)"

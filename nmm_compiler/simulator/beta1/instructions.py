@@ -34,7 +34,6 @@ from nmm_compiler.simulator.beta1.index import (
 )
 from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, UNDOCUMENTED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
-    Issue,
     Masked,
     Tensor,
     as_number,
@@ -42,7 +41,6 @@ from nmm_compiler.simulator.beta1.tensor import (
     fail,
     in_kind,
     leave_undefined,
-    nothing,
     result,
     session,
     stretched,
@@ -119,7 +117,9 @@ def tensor_anywhere(name: str, role: str, value: Any) -> Tensor:
     """Return `value` as a tensor in any memory."""
     if isinstance(value, Tensor):
         return value
-    what = f"{type(value).__name__}; pass a tile"
+    what = (
+        f"{type(value).__name__}; pass a tile, of a NumPy array by nl.load(nl.shared_constant(...))"
+    )
     if isinstance(value, (Index, Mask)):
         what = "an index expression; make a tile of it with nisa.iota(expr, dtype)"
     if isinstance(value, Masked):
@@ -279,7 +279,7 @@ def by_row(
 
     return result(
         shape, asked(dtype, kind),
-        lambda box: functools.partial(issue, **_views(name, row, given, role, over, box)),
+        lambda dst, part: issue(dst, **_views(name, row, given, role, over, part)),
         mask=mask, over=over, only=row.writes[row.first],
         exact=rule == "exact" and dtype is None,
     )  # fmt: skip
@@ -303,17 +303,13 @@ def _reduced(
         )
     shape = reduced_shape(data.shape, axes, keepdims)
 
-    def prepare(box: Part) -> Issue:
+    def issue(dst: NkiTensor, part: Part) -> None:
         """An instruction reduces the last axes of its operand."""
-        view = data.tile(box).permute([*(d for d in range(rank) if d not in axes), *axes])
+        view = data.tile(part).permute([*(d for d in range(rank) if d not in axes), *axes])
         places = tuple(range(rank - len(axes), rank))
-        return functools.partial(
-            ISSUE["tensor_reduce"], data=view, axis=places, keepdims=keepdims, **given
-        )
+        ISSUE["tensor_reduce"](dst, data=view, axis=places, keepdims=keepdims, **given)
 
-    return result(
-        shape, asked(dtype, data.kind), prepare, mask=mask, over=data.shape,
-    )  # fmt: skip
+    return result(shape, asked(dtype, data.kind), issue, mask=mask, over=data.shape)
 
 
 def _gathered(
@@ -324,12 +320,14 @@ def _gathered(
     data, places = tensor(name, "src_buffer", src_buffer), tensor(name, "index", index)
     width, count = int(num_elem_per_idx), num_valid_indices
     count = math.prod(places.shape[1:]) * 16 if count is None else int(count)
-    issue = functools.partial(
-        ISSUE["local_gather"], src_buffer=data.tile(), index=places.tile(),
-        num_elem_per_idx=num_elem_per_idx, num_valid_indices=num_valid_indices,
-    )  # fmt: skip
     shape = (data.shape[0], count) if width == 1 else (data.shape[0], count, width)
-    return result(shape, data.kind, lambda box: issue, only=("sbuf",), exact=True)
+    return result(
+        shape, data.kind,
+        lambda dst, part: ISSUE["local_gather"](
+            dst, data.tile(), places.tile(), num_elem_per_idx, num_valid_indices
+        ),
+        only=("sbuf",), exact=True,
+    )  # fmt: skip
 
 
 def product(
@@ -353,35 +351,32 @@ def product(
     first = 2 if "perf_mode" in flags else 1  # of the free dimensions; before it, rows
     shape = (math.prod(left.tile.shape[first:]), *right.tile.shape[first:])
     kind = left.tile.kind if flags.get("is_transpose") else dtypes.float32
-    now = session().flush()
-    parts: tuple[Part, Part] | None = True, True
     box = box_of(mask, shape)
+    parts: tuple[Part, Part] | None = True, True
     if (left.part, right.part, box) != (True, True, True):
         parts = _matmul_parts(left, right, box, first)
-        box = False
-        if parts is not None:
-            box = (parts[0][first], *parts[1][first:])
-    if parts is None:
-        issue = add = nothing
-    else:
+        box = parts is not None and (parts[0][first], *parts[1][first:])
+    if box == tuple((0, size) for size in shape):
+        box = True
+    machine = session().machine
+
+    def add(dst: NkiTensor, _: Part, **how: Any) -> None:
+        assert parts is not None
         a, b = in_sbuf(left.tile.tile(parts[0])), in_sbuf(right.tile.tile(parts[1]))
         if turned:
-            now.machine.trace.awaited.add(b.storage.identity)
-        add = functools.partial(ISSUE["nc_matmul"], stationary=a, moving=b, **flags)
-        issue = functools.partial(add, accumulate=False)
+            machine.trace.awaited.add(b.storage.identity)
+        ISSUE["nc_matmul"](dst, a, b, **flags, **how)
 
-    def sum_into(dst: NkiTensor) -> None:
-        if now.machine.data and dst.missing() is not None:
-            now.machine.warn(
+    def sum_into(dst: NkiTensor, part: Part) -> None:
+        if machine.data and dst.missing() is not None:
+            machine.warn(
                 f"{dst.name!r} += nc_matmul: nothing has written the sum, which nl.ndarray leaves "
                 "undefined; begin with nl.zeros, or with ="
             )
-        add(dst)
+        add(dst, part)
 
-    made = result(shape, kind, lambda _: issue, only=("psum",), exact=True, accumulate=sum_into)
-    assert made.pending is not None
-    made.pending.box = True if box == tuple((0, size) for size in shape) else box
-    return made
+    issue = functools.partial(add, accumulate=False)
+    return result(shape, kind, issue, mask=box, only=("psum",), exact=True, update=sum_into)
 
 
 def _matmul_parts(left: Masked, right: Masked, box: Part, first: int) -> tuple[Box, Box] | None:
@@ -423,32 +418,27 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
             OperandError, f"{name}: {data!r} has more than 2 dimensions "
             "(err_exceed_max_supported_dimension)",
         )  # fmt: skip
-    session().flush()
     box = box_of(mask, data.shape)
     cut = [b - a for a, b in box] if isinstance(box, tuple) else data.shape
     on_vector = engine is engines.vector or (
         engine is not engines.tensor and data.memory == "psum" and max(cut) <= 32
     )
 
-    def prepare(box: Part) -> Issue:
-        view = data.tile(box) if on_vector else in_sbuf(data.tile(box))
-
-        def issue(dst: NkiTensor) -> None:
-            if on_vector:
-                through(dst, view.dtype, sbuf, ISSUE["nc_transpose"], view, engines.vector)
-            elif dst.dtype == view.dtype:
-                ISSUE["nc_transpose"](dst, view, engines.tensor)
-            else:  # a product with the identity matrix, which PSUM takes in float32
-                one = shared_identity_matrix(view.shape[0], view.dtype)
-                issue_product = functools.partial(
-                    ISSUE["nc_matmul"], is_moving_onezero=True, accumulate=False
-                )
-                through(dst, dtypes.float32, psum, issue_product, view, one)
-
-        return issue
+    def issue(dst: NkiTensor, part: Part) -> None:
+        view = data.tile(part) if on_vector else in_sbuf(data.tile(part))
+        if on_vector:
+            through(dst, view.dtype, sbuf, ISSUE["nc_transpose"], view, engines.vector)
+        elif dst.dtype == view.dtype:
+            ISSUE["nc_transpose"](dst, view, engines.tensor)
+        else:  # a product with the identity matrix, which PSUM takes in float32
+            one = shared_identity_matrix(view.shape[0], view.dtype)
+            issue_product = functools.partial(
+                ISSUE["nc_matmul"], is_moving_onezero=True, accumulate=False
+            )
+            through(dst, dtypes.float32, psum, issue_product, view, one)
 
     return result(
-        (math.prod(data.shape[1:]), data.shape[0]), asked(dtype, data.kind), prepare, mask=mask,
+        (math.prod(data.shape[1:]), data.shape[0]), asked(dtype, data.kind), issue, mask=box,
         over=data.shape, turned=True,
         only=("sbuf", "psum") if on_vector else ("psum",), exact=dtype is None,
     )  # fmt: skip
@@ -476,7 +466,7 @@ def _dma_transposed(name: str, src: Any, axes: Any, mask: Any, dtype: Any) -> Te
     axes = axes if axes is None else tuple(axes)
     return result(
         tuple(source.shape[a] for a in order), asked(dtype, source.kind),
-        lambda box: functools.partial(turned_by_dma, view=source.tile(), axes=axes),
+        lambda dst, part: turned_by_dma(dst, source.tile(), axes),
         only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
@@ -523,14 +513,14 @@ def _selected(
     over = Affine(tile.shape, line.const, line.steps[rank - len(tile.shape) :])
     fill = as_number(on_false_value)
 
-    def prepare(box: Part) -> Issue:
-        view = in_sbuf(tile.tile(box))
-        pattern, offset, multiplier = _pattern(over.part(tile.shape, box))
-        return lambda dst: ISSUE["affine_select"](
+    def issue(dst: NkiTensor, part: Part) -> None:
+        view = in_sbuf(tile.tile(part))
+        pattern, offset, multiplier = _pattern(over.part(tile.shape, part))
+        ISSUE["affine_select"](
             dst, pattern, multiplier, view, fill, cmp_op=LANGUAGE[op], offset=offset
         )
 
-    return result(tile.shape, asked(dtype, tile.kind), prepare, mask=mask, only=("sbuf",))
+    return result(tile.shape, asked(dtype, tile.kind), issue, mask=mask, only=("sbuf",))
 
 
 def _expression(name: str, expr: Any, dtype: Any, mask: Any) -> Tensor:
@@ -545,15 +535,17 @@ def _expression(name: str, expr: Any, dtype: Any, mask: Any) -> Tensor:
     line = affine(expr) if number is None else Affine((1, 1), int(number), (0, 0))
     return result(
         line.shape, kind_of(dtype),
-        lambda box: lambda dst: ISSUE["iota"](dst, *_pattern(line)), only=("sbuf",),
+        lambda dst, part: ISSUE["iota"](dst, *_pattern(line)), only=("sbuf",),
     )  # fmt: skip
 
 
 def _filled(name: str, shape: Any, value: Any, dtype: Any, mask: Any, **given: Any) -> Tensor:
     no_mask(name, mask)
     kind, sizes = kind_of(dtype), tuple(map(int, shape))
-    issue = functools.partial(ISSUE["memset"], value=in_kind(as_number(value), kind), **given)
-    return result(sizes if len(sizes) > 1 else (*sizes, 1), kind, lambda box: issue)
+    return result(
+        sizes if len(sizes) > 1 else (*sizes, 1), kind,
+        lambda dst, part: ISSUE["memset"](dst, in_kind(as_number(value), kind), **given),
+    )  # fmt: skip
 
 
 def no_mask(name: str, mask: Any) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
-from nmm_compiler.simulator.beta1.language import NAMES, SpmdDim, store
+from nmm_compiler.simulator.beta1.language import NAMES, Dimension, spmd_dim, store
 from nmm_compiler.simulator.beta1.tensor import Session, Tensor, fail, session
 from nmm_compiler.simulator.language.base import hbm, shared_hbm
 from nmm_compiler.simulator.loading import standins
@@ -23,7 +23,7 @@ from nmm_compiler.simulator.loading.standins import JitKernel, TensorType
 from nmm_compiler.simulator.machine import CURRENT, current, defined_at, place_instructions
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
-Grid = tuple[SpmdDim, ...]
+Grid = tuple[Dimension, ...]
 
 
 def _mutable(annotation: Any) -> bool:
@@ -34,15 +34,15 @@ def _mutable(annotation: Any) -> bool:
 
 def programs(grid: Grid, core: int) -> Iterator[tuple[int, ...]]:
     """Yield the programs of a launch grid that a core runs, in order."""
-    for program in itertools.product(*(range(d.size) for d in grid)):
-        if sum(d.core(p) for d, p in zip(grid, program, strict=True)) == core:
+    for program in itertools.product(*(range(len(d)) for d in grid)):
+        if sum(d[p] for d, p in zip(grid, program, strict=True)) == core:
             yield program
 
 
 def _cores(grid: Grid) -> int:
-    spread = [dimension.cores for dimension in grid]
+    spread = [max(dimension) + 1 for dimension in grid]
     if sum(n > 1 for n in spread) > 1:
-        sizes = tuple(dimension.size for dimension in grid)
+        sizes = tuple(map(len, grid))
         raise KernelArgumentError(f"launch grid {sizes} spreads two dimensions over cores; one may")
     return max(spread, default=1)
 
@@ -58,48 +58,46 @@ def _entry(function: Callable[..., Any], grid: Grid, checked: bool) -> Callable[
             annotation = given.signature.parameters[name].annotation
             if isinstance(value, NkiTensor) and not _mutable(annotation):
                 now.read_only[value.storage.identity] = name
-        tensors = [_wrapped(a) for a in args], {k: _wrapped(v) for k, v in kwargs.items()}
+        tensors = _each(lambda v: Tensor.of(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
         returned: Any = None
         mine = list(programs(grid, now.machine.program_id))
-        now.grid = tuple(dimension.size for dimension in grid)
+        now.grid = tuple(map(len, grid))
         for program in mine:
             now.program = program
             now.machine.programs.begin(now.machine)
             returned = function(*tensors[0], **tensors[1])
             now.flush()
         with place_instructions(defined_at(function)):
-            return _unwrapped(returned, now, len(mine))
+            return _each(lambda value: _unwrapped(value, now, len(mine)), returned)
 
     return entry
 
 
-def _wrapped(value: Any) -> Any:
-    if isinstance(value, NkiTensor):
-        return Tensor.of(value)
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value, or containers of values, with what a function makes of each value."""
     if type(value) in (tuple, list):
-        return type(value)(_wrapped(v) for v in value)
+        return type(value)(_each(function, v) for v in value)
     if type(value) is dict:
-        return {k: _wrapped(v) for k, v in value.items()}
-    return value
+        return {key: _each(function, v) for key, v in value.items()}
+    return function(value)
 
 
 def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
-    if isinstance(value, Tensor):
-        if value.memory != "hbm":
-            value = _stored(value)
-        view = value.tile()
-        storage = view.storage
-        if programs_run > 1 and storage.region is not shared_hbm and not storage.is_input:
-            raise current().error(
-                SimulationError,
-                f"NKI Beta 1: each of {programs_run} programs returned its own {value!r}; allocate "
-                "it in nl.shared_hbm",
-            )
-        storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
-        return view
-    if isinstance(value, (tuple, list)):
-        return type(value)(_unwrapped(v, now, programs_run) for v in value)
-    return value
+    """Return the tensor of the simulator that a result is, or what is no tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.memory != "hbm":
+        value = _stored(value)
+    view = value.tile()
+    storage = view.storage
+    if programs_run > 1 and storage.region is not shared_hbm and not storage.is_input:
+        raise fail(
+            SimulationError,
+            f"each of {programs_run} programs returned its own {value!r}; allocate it in "
+            "nl.shared_hbm",
+        )
+    storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
+    return view
 
 
 def _stored(tile: Tensor) -> Tensor:
@@ -129,8 +127,8 @@ class Kernel(JitKernel):
         self.checked = checked
 
     def __getitem__(self, grid: Any) -> Kernel:
-        given = grid if isinstance(grid, tuple) else (grid,)
-        launch = tuple(d if isinstance(d, SpmdDim) else SpmdDim(d, 1) for d in given)
+        given = grid if type(grid) is tuple else (grid,)
+        launch = tuple(d if isinstance(d, Dimension) else spmd_dim(d, 1) for d in given)
         return type(self)(self.plain, launch, checked=self.checked)
 
     def launched(self, grid: Any) -> JitKernel:

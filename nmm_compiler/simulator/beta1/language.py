@@ -8,7 +8,6 @@ loop variable is an integer here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -38,7 +37,6 @@ from nmm_compiler.simulator.beta1.instructions import (
 from nmm_compiler.simulator.beta1.tensor import (
     OPERATIONS,
     Blocks,
-    Issue,
     Shifted,
     Tensor,
     alike,
@@ -48,7 +46,6 @@ from nmm_compiler.simulator.beta1.tensor import (
     fail,
     in_kind,
     no_broadcast,
-    nothing,
     numpy_dtype,
     result,
     session,
@@ -132,27 +129,24 @@ def _created(
     if len(sizes) - par < 2:
         sizes = (*sizes, 1)
     blocks, tile = sizes[:par], sizes[par:]
-    per_partition = math.prod(tile[1:]) * kind.item_bytes
+    flat = tile[0], math.prod(tile[1:])
 
-    @functools.cache
-    def get(number: int) -> NkiTensor:
+    def one(*index: int) -> Tensor:
         address = None
         if allocator is not None:
-            index = tuple(int(i) for i in np.unravel_index(number, blocks))
-            *bank, partition, byte = allocator.place(index, tile[0], per_partition)
+            *bank, partition, byte = allocator.place(index, flat[0], flat[1] * kind.item_bytes)
             address = int(partition), int(byte) + int(sum(bank)) * tile_size.psum_bank_fmax_bytes
-        made = base.ndarray((tile[0], math.prod(tile[1:])), kind, region, name, address)
+        made = base.ndarray(flat, kind, region, name, address)
         if value is not None:
             _fill(made, value)
-        return made.reshape(tile)
+        return Tensor.of(made.reshape(tile))
 
     if not blocks:
-        return Tensor.of(get(0))
-    numbers = np.arange(math.prod(blocks)).reshape(blocks)
-    if value is not None:
-        for number in range(numbers.size):
-            get(number)
-    return Blocks(numbers, get, tile, kind, region.value)
+        return one()
+    tiles = np.empty(blocks, object)
+    for index in np.ndindex(blocks):
+        tiles[index] = one(*index)
+    return Blocks(tiles)
 
 
 def _fill(tile: NkiTensor, value: Any) -> None:
@@ -228,7 +222,7 @@ def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
     source = _hbm("nl.load", "src", src)
     return result(
         source.shape, asked(dtype, source.kind),
-        lambda box: functools.partial(ISSUE["dma_copy"], src=source.tile(box)), mask=mask,
+        lambda dst, part: ISSUE["dma_copy"](dst, source.tile(part)), mask=mask,
         only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
@@ -267,14 +261,10 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
         )
     by_dma = session().machine.target.dma_transposes and source.kind.item_bytes == 2
 
-    def prepare(box: Part) -> Issue:
-        view = source.tile(box)
-        if by_dma:
-            return functools.partial(turned_by_dma, view=view, axes=(1, 0))
-        return functools.partial(_turned_by_products, view=view)
-
+    turn = functools.partial(turned_by_dma, axes=(1, 0)) if by_dma else _turned_by_products
     return result(
-        (source.shape[1], source.shape[0]), asked(dtype, source.kind), prepare, mask=mask,
+        (source.shape[1], source.shape[0]), asked(dtype, source.kind),
+        lambda dst, part: turn(dst, source.tile(part)), mask=mask,
         over=source.shape, turned=True, only=("sbuf",), exact=dtype is None,
     )  # fmt: skip
 
@@ -328,8 +318,6 @@ def _binary(short: str) -> Callable[..., Any]:
                 name, "tensor_scalar", data=tile, op0=op, operand0=number, reverse0=reverse,
                 dtype=kind, mask=mask,
             )  # fmt: skip
-        if isinstance(other, np.ndarray) and not isinstance(other, Index):
-            raise fail(OperandError, f"{name}: a NumPy array; load it with nl.shared_constant")
         tensor(name, "y", other)
         if len(x.shape) != len(y.shape):
             if not alike(x.shape, y.shape):
@@ -385,7 +373,7 @@ def _composite(short: str) -> Callable[..., Any]:
         shape = next((v.shape for v in given.values() if isinstance(v, Tensor)), ())
         box = box_of(mask, shape)
         if box is False:
-            return result(shape, dtypes.float32, lambda box: nothing, mask=False)
+            return result(shape, dtypes.float32, None, mask=False)
         views = {}
         for role, value in given.items():
             if isinstance(value, Tensor):
@@ -398,8 +386,8 @@ def _composite(short: str) -> Callable[..., Any]:
         if box is True or made.shape != tuple(b - a for a, b in box):
             return Tensor.of(made)
         return result(
-            shape, made.dtype, lambda box: functools.partial(ISSUE["tensor_copy"], src=made),
-            mask=mask, exact=True,
+            shape, made.dtype, lambda dst, part: ISSUE["tensor_copy"](dst, made), mask=box,
+            exact=True,
         )  # fmt: skip
 
     return function
@@ -411,36 +399,24 @@ def _loop_reduce(
     """Return dst <op> x for the tile that it is assigned to; an unwritten tile takes x alone."""
     tile = tensor(name, "x", x)
 
-    def prepare(box: Part) -> Issue:
-        view = tile.tile(box)
+    def update(dst: NkiTensor, part: Part) -> None:
+        if _untouched(dst):
+            ISSUE["tensor_copy"](dst, tile.tile(part))
+        else:
+            ISSUE["tensor_tensor"](dst, dst, tile.tile(part), op)
 
-        def issue(dst: NkiTensor) -> None:
-            if _untouched(dst):
-                ISSUE["tensor_copy"](dst, view)
-            else:
-                ISSUE["tensor_tensor"](dst, dst, view, op)
-
-        return issue
-
-    made = result(tile.shape, asked(dtype, tile.kind), prepare, mask=mask, exact=True)
-    assert made.pending is not None
-    made.pending.updates = True
-    return made
+    kind = asked(dtype, tile.kind)
+    return result(tile.shape, kind, None, mask=mask, exact=True, update=update)
 
 
 def _untouched(dst: NkiTensor) -> bool:
-    """Return whether nothing has written dst; without data, whether no reduction has."""
-    now = session()
-    if now.machine.data:
-        missing = dst.missing()
-        return missing is not None and bool(missing.all())
-    place = (dst.storage.identity, dst.offset, dst.shape)
-    started = now.reductions
-    before = place in started or (dst.storage.allocation.first_index >= 0 and not any(
-        known[0] == place[0] for known in started
-    ))  # fmt: skip
-    started.add(place)
-    return not before
+    """Return whether no reduction has written dst, and nothing its tensor before the first one."""
+    storage, place = dst.storage, (dst.offset, dst.shape)
+    begun = storage.allocation.first_index >= 0, set[Any]()
+    written_before, places = session().reductions.setdefault(storage.identity, begun)
+    fresh = not written_before and place not in places
+    places.add(place)
+    return fresh
 
 
 def _static_cast(name: str, input_data: Any, dtype: Any) -> Any:
@@ -481,14 +457,13 @@ def expand_dims(data: Any, axis: Any) -> Any:
 
 def _update(dst: Tensor, short: str, value: Any) -> Tensor:
     """Do `dst += value` and kin in place; a product onto PSUM is one accumulation there."""
-    now = session()
-    pending = value.pending if isinstance(value, Tensor) and now.pending is value else None
+    pending = value.pending if isinstance(value, Tensor) else None
     adds = short == "add" and dst.memory == "psum"
-    if adds and pending is not None and pending.accumulate is not None:
+    if adds and pending is not None and pending.issue and pending.update:
         if dst.shape != value.shape and math.prod(dst.shape) != math.prod(value.shape):
             raise no_broadcast(value, dst.shape, "+=")
-        now.pending = value.pending = None
-        pending.into(dst, pending.accumulate)
+        session().pending = value.pending = None
+        pending.into(dst, pending.update)
     else:
         assign(dst, NAMES[short](dst, value, dtype=dst.kind))
     return dst
@@ -564,27 +539,20 @@ def program_ndim() -> int:
     return len(session().grid)
 
 
-@dataclasses.dataclass(frozen=True)
-class SpmdDim:
-    """A dimension of a launch grid: `nl.spmd_dim(outer, inner)`, one of which may be nl.nc."""
+class Dimension(tuple):
+    """A dimension of a launch grid: the core of each of its programs."""
 
-    outer: Any
-    inner: Any
+    __slots__ = ()
 
-    @property
-    def size(self) -> int:
-        """Programs along the dimension."""
-        return int(self.outer) * int(self.inner)
 
-    def core(self, index: int) -> int:
-        """Return the core that runs program `index` of the dimension."""
-        outer, inner = divmod(index, int(self.inner))
-        return outer if isinstance(self.outer, nc) else inner if isinstance(self.inner, nc) else 0
-
-    @property
-    def cores(self) -> int:
-        """Cores that the dimension is spread over."""
-        return max((int(p) for p in (self.outer, self.inner) if isinstance(p, nc)), default=1)
+@_named
+def spmd_dim(first: Any, second: Any) -> Dimension:
+    """Return a dimension of first x second programs; those of an nl.nc have cores of their own."""
+    return Dimension(
+        outer if isinstance(first, nc) else inner if isinstance(second, nc) else 0
+        for outer in range(first)
+        for inner in range(second)
+    )
 
 
 @_named
@@ -592,10 +560,10 @@ class nc(int):  # noqa: N801  (the name NKI gives it)
     """A dimension of a launch grid whose programs run on cores of their own."""
 
     def __mul__(self, other: Any) -> Any:
-        return SpmdDim(self, other)
+        return spmd_dim(self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return SpmdDim(other, self)
+        return spmd_dim(other, self)
 
 
 @_named
@@ -607,7 +575,7 @@ def finfo(dtype: Any) -> Any:
 NAMES.update(
     fp32=SimpleNamespace(min=FP32_MIN),
     bfp16=SimpleNamespace(min=-math.inf), mgrid=mgrid,
-    arange=arange, sequential_range=affine_range, static_range=affine_range, spmd_dim=SpmdDim,
+    arange=arange, sequential_range=affine_range, static_range=affine_range,
     bool_=np.bool_,
 )  # fmt: skip
 for _name in ["int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32"]:

@@ -49,8 +49,8 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind operators and methods of a tensor; the language fills it in."""
-Issue = Callable[[NkiTensor], Any]
-"""Issues an instruction that writes this view."""
+Issue = Callable[[NkiTensor, Part], Any]
+"""Issues an instruction that writes this view, from this part of its operands."""
 
 
 def fail(kind: type[SimulationError], message: str) -> NmmError:
@@ -76,25 +76,31 @@ def as_number(value: Any) -> Any:
 class Pending:
     """How to issue the instruction whose result a tile is.
 
-    issue: takes the destination, cut to `box`: the part inside the mask.
+    issue: None for one that updates a destination, which it has to be assigned to
+        (nl.loop_reduce). part: of its operands, inside the mask; box: of its result.
     only: memories that the instruction can write. exact: no rounding to the tile's dtype, the
         destination's dtype alone counts (copies, transposes, products).
-    accumulate: adds into PSUM, for a product. updates: reads its destination as well, so that it
-        has to be assigned to one (nl.loop_reduce).
+    update: issues what changes the destination in place, for a product what adds to it.
     """
 
-    issue: Issue
+    issue: Issue | None
+    part: Part
     box: Part
     only: tuple[str, ...]
     exact: bool
     place: tuple[str, int]
-    accumulate: Issue | None = None
-    updates: bool = False
+    update: Issue | None = None
 
-    def into(self, dst: Tensor, issue: Issue) -> None:
+    def into(self, dst: Tensor, issue: Issue | None) -> None:
         """Issue the instruction; what its mask leaves out of dst stays undefined."""
         if self.box is not False:
-            issue(written(dst, self.box))
+            if issue is None:
+                raise fail(
+                    OperandError,
+                    "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
+                    "nl.loop_reduce(...)",
+                )
+            issue(written(dst, self.box), self.part)
         if self.box is not True:
             leave_undefined(dst)
 
@@ -103,7 +109,8 @@ class Session:
     """State of one program of a Beta 1 kernel, beside the machine's.
 
     lent: results that took the tile that they were assigned to, while the kernel holds them.
-    reductions: places that nl.loop_reduce has written.
+    reductions: by storage, whether something was written there before nl.loop_reduce, and the
+        places that this has written.
     read_only: names of parameters that the kernel may not write, by storage.
     program, grid: this program's place in the launch grid.
     """
@@ -114,7 +121,7 @@ class Session:
         self.program: tuple[int, ...] = ()
         self.grid: tuple[int, ...] = ()
         self.lent: list[weakref.ref[Tensor]] = []
-        self.reductions: set[tuple[int, int, tuple[int, ...]]] = set()
+        self.reductions: dict[int, tuple[bool, set[Any]]] = {}
         self.read_only: dict[int, str] = {}
 
     def flush(self) -> Session:
@@ -233,12 +240,6 @@ class Tensor:
         if now.pending is self:
             now.pending = None
         with place_instructions(pending.place):
-            if pending.updates:
-                raise fail(
-                    OperandError,
-                    "nl.loop_reduce updates the tile that it is assigned to; write dst[...] = "
-                    "nl.loop_reduce(...)",
-                )
             region = psum if pending.only[0] == "psum" else sbuf
             self.become(Tensor.of(ndarray(self.shape, self.kind, region)))
             pending.into(self, pending.issue)
@@ -277,13 +278,21 @@ class Tensor:
             return self._masked(key)
         rank = len(self.shape)
         keys = full_key(key, rank)
-        if sum(k is not None for k in keys) > rank:
+        given = tuple(k for k in keys if k is not None)
+        if len(given) > rank:
             raise fail(OperandError, f"{len(keys)} indices into {self!r}")
+        if any(isinstance(k, (Index, Tensor, Shifted)) for k in keys):
+            return self._part(_expressions(self, keys))
         if all(k.__class__ is slice and k == slice(None) for k in keys):
             self.tile(False)
             return Tensor(self.shape, self.kind, self.memory, self.place, self.outside)
-        advanced = any(isinstance(k, (Index, Tensor, Shifted)) for k in keys)
-        return self._part(_expressions(self, keys) if advanced else _slices(self, keys))
+        view, axis = self.tile()[given], 0
+        for k in keys:
+            if k is None:
+                view = view.expand_dim(axis)
+            rows = axis == 0 and self.memory != "hbm"  # an index of partitions leaves one
+            axis += k is None or rows or isinstance(k, (slice, DynamicSlice))
+        return Tensor.of(view)
 
     def _masked(self, mask: Mask | bool) -> Tensor | Masked:
         """Return a tile with an operand mask; the tile itself where the mask leaves nothing out."""
@@ -410,20 +419,16 @@ for _python, _name in _ARITHMETIC.items():
 class Blocks(Tensor):
     """A tensor with block dimensions, which count tiles; each has storage of its own.
 
-    numbers: of the tiles, in the shape of the block dimensions. get: returns a tile by its number,
-        allocated when first asked for, as the Beta 1 compiler placed them one by one.
+    tiles: an array of tensors.
     """
 
-    __slots__ = ("get", "numbers")
-    par = property(lambda self: self.numbers.ndim)
+    __slots__ = ("tiles",)
+    par = property(lambda self: self.tiles.ndim)
 
-    def __init__(
-        self, numbers: np.ndarray, get: Callable[[int], NkiTensor], tile: tuple[int, ...],
-        kind: DType, memory: str,
-    ) -> None:  # fmt: skip
-        super().__init__((*numbers.shape, *tile), kind, memory)
-        self.numbers = numbers
-        self.get = get
+    def __init__(self, tiles: np.ndarray) -> None:
+        first = tiles.flat[0]
+        super().__init__((*tiles.shape, *first.shape), first.kind, first.memory)
+        self.tiles = tiles
 
     def tile(self, box: Part = True) -> NkiTensor:
         """Refuse the use of several tiles as one."""
@@ -437,93 +442,52 @@ class Blocks(Tensor):
     def __getitem__(self, key: Any) -> Tensor:
         """Return the tile that integers choose, or a part of it, or the tensor of fewer blocks."""
         keys = full_key(key, len(self.shape))
-        chosen, rest = tuple(keys[: self.par]), tuple(keys[self.par :])
-        found = self.numbers[tuple(self._block(d, k) for d, k in enumerate(chosen))]
-        if not isinstance(found, np.ndarray):
-            return Tensor.of(self.get(int(found)))[rest]
+        chosen, rest = keys[: self.par], tuple(keys[self.par :])
+        found = self.tiles[tuple(self._block(d, k) for d, k in enumerate(chosen))]
+        if isinstance(found, Tensor):
+            return found[rest]
         if not all(isinstance(k, slice) and k == slice(None) for k in rest):
             raise fail(
                 UnsupportedInstructionError,
                 f"a part of several blocks of {self!r} at once; choose one block with an integer",
             )
-        return Blocks(found, self.get, self.shape[self.par :], self.kind, self.memory)
+        return Blocks(found)
 
     def _block(self, dim: int, key: Any) -> int | slice:
-        if isinstance(key, (slice, DynamicSlice)):
-            start, count, step = _span(self, dim, key)
-            last = start + (count - 1) * step
-            return slice(_inside(self, dim, start), _inside(self, dim, last) + 1, step)
         if isinstance(key, Tensor) or (isinstance(key, Index) and any(affine(key).steps)):
             raise fail(
                 UnsupportedInstructionError,
                 f"index {key!r} over block dimension {dim} of {self!r}; blocks are tiles of their "
                 "own, choose one with an integer or a loop variable",
             )
-        return _number(self, key, dim)
+        if isinstance(key, DynamicSlice):
+            key = slice(key.start, key.start + key.size)
+        if not isinstance(key, slice):
+            return _number(self, key, dim)
+        size = self.shape[dim]
+        if not range(size)[key] or (key.stop or 0) > size:
+            raise fail(OutOfBoundsError, f"{key} of block dimension {dim} of {self!r} leaves it")
+        return key
 
 
-def _number(tensor: Tensor, key: Any, dim: int | None = None) -> int:
-    """Return an integer; with `dim`, as an index there: a negative one counts from the end."""
+def _number(tensor: Tensor, key: Any, dim: int) -> int:
+    """Return an integer index of a dimension; a negative one counts from the end."""
     if isinstance(key, Index) and not any(affine(key).steps):
         key = key.flat[0]
-    number = whole(key)
+    number, size = whole(key), tensor.shape[dim]
     if number is None:
         raise fail(
             OperandError,
             f"index {key!r} ({type(key).__name__}) into {tensor!r}; use integers, slices, nl.ds, "
             "or expressions of nl.arange and nl.mgrid",
         )
-    if dim is None:
-        return number
-    return _inside(tensor, dim, number + tensor.shape[dim] if number < 0 else number)
-
-
-def _inside(tensor: Tensor, dim: int, number: int) -> int:
-    """Return the number; refuse one that is no index of the dimension."""
-    if not 0 <= number < tensor.shape[dim]:
+    if not -size <= number < size:
         raise fail(
             OutOfBoundsError,
             f"index {number} of dimension {dim} of tensor {tensor.name!r} {tensor.shape} "
             "(err_tensor_access_out_of_bound)",
         )
-    return number
-
-
-def _span(tensor: Tensor, dim: int, key: slice | DynamicSlice) -> tuple[int, int, int]:
-    """Return (start, count, step) of a slice, which may leave the dimension."""
-    size = tensor.shape[dim]
-    if isinstance(key, DynamicSlice):
-        start, count, step = _number(tensor, key.start), _number(tensor, key.size), 1
-    else:
-        start = 0 if key.start is None else _number(tensor, key.start)
-        stop = size if key.stop is None else _number(tensor, key.stop)
-        step = 1 if key.step is None else _number(tensor, key.step)
-        start += size if start < 0 else 0
-        stop += size if stop < 0 else 0
-        count = -(-(stop - start) // step) if step > 0 else 0
-    if count < 1:
-        raise fail(OutOfBoundsError, f"slice {key} of dimension {dim} of {tensor!r} is empty")
-    return start, count, step if count > 1 else 1
-
-
-def _slices(tensor: Tensor, keys: list[Any]) -> list[Affine]:
-    """Return slices and integers as affine indices: each slice has an axis of its own."""
-    on_chip, axis = tensor.memory != "hbm", 0
-    lines: list[tuple[tuple[int, int, int], int]] = []
-    for k in keys:
-        dim, sliced = len(lines), isinstance(k, (slice, DynamicSlice))
-        if k is not None:
-            span = _span(tensor, dim, k) if sliced else (_number(tensor, k, dim), 1, 0)
-            lines.append((span, axis))
-        axis += k is None or sliced or (on_chip and dim == 0)
-    axes = range(max(axis, 2 if on_chip else 0))
-    return [
-        Affine(
-            tuple(count if a == at else 1 for a in axes), start,
-            tuple(step if a == at else 0 for a in axes),
-        )
-        for (start, count, step), at in lines
-    ]  # fmt: skip
+    return number % size
 
 
 def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine | Shifted]:
@@ -577,32 +541,30 @@ def _chosen(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) 
 def result(
     shape: tuple[int, ...],
     kind: DType,
-    prepare: Callable[[Part], Issue],
+    issue: Issue | None,
     *,
     mask: Any = None,
     over: tuple[int, ...] | None = None,
     turned: bool = False,
     only: tuple[str, ...] = ("sbuf", "psum"),
     exact: bool = False,
-    accumulate: Issue | None = None,
+    update: Issue | None = None,
 ) -> Tensor:
     """Issue the pending tile; return a new pending tile of a shape and a dtype.
 
-    prepare: takes the box that the mask leaves of `over`, the result's shape unless given, and
-        returns what issues the instruction; not called where the mask leaves nothing.
+    over: the shape that the mask is over, the result's unless given.
     turned: the result is the transpose. A dimension that is another one is in no mask.
     """
     now = session().flush()
     over = shape if over is None else over
-    box = box_of(mask, over)
-    issue = nothing if box is False else prepare(box)
+    part = box = box_of(mask, over)
     if isinstance(box, tuple):
         every = tuple((0, size) for size in shape)
         rows = box[:1] if shape[0] == over[0] else every[:1]
         free = box[1:] if shape[1:] == over[1:] else every[1:]
         box = (box[1], box[0]) if turned else (*rows, *free)
     tile = Tensor(shape, kind, only[0])
-    tile.pending = Pending(issue, box, only, exact, kernel_frame(), accumulate)
+    tile.pending = Pending(issue, part, box, only, exact, kernel_frame(), update)
     now.pending = tile
     return tile
 
@@ -610,10 +572,6 @@ def result(
 def asked(dtype: Any, kind: DType) -> DType:
     """Return the dtype that a call names, else `kind`."""
     return kind if dtype is None else kind_of(dtype)
-
-
-def nothing(dst: NkiTensor) -> None:
-    """Issue nothing: the mask is false everywhere."""
 
 
 def leave_undefined(dst: Tensor) -> None:
@@ -661,7 +619,6 @@ def assign(dst: Tensor, value: Any) -> None:
             f"assignment to {dst!r} in HBM (err_unsupported_memory); use nl.store(dst, value)",
         )
     if not isinstance(value, Tensor):
-        now.flush()
         number = as_number(value)
         if number is None:
             raise fail(
@@ -669,14 +626,14 @@ def assign(dst: Tensor, value: Any) -> None:
                 f"assignment of {type(value).__name__} to a part of {dst!r}; assign a tile or a "
                 "number",
             )
-        memset(written(dst), in_kind(number, dst.kind))
-        return
+        constant = in_kind(number, dst.kind)
+        value = result(dst.shape, dst.kind, lambda tile, part: memset(tile, constant))
     pending = value.pending
-    if pending is not None and now.pending is value and _fits(dst, value, pending):
+    if pending is not None and _fits(dst, value, pending):
         now.pending = None
         try:
             with place_instructions(pending.place):
-                pending.into(dst, pending.issue)
+                pending.into(dst, pending.issue or pending.update)
         except HazardError:  # dst overlaps what the instruction reads: through a tile of its own
             now.pending = value
         else:

@@ -85,6 +85,7 @@ COMPARED = """
     """
 MASKED = values(200, 100)
 CUBE = values(64, 3, 20, 5)
+WHOLE = np.round(4 * A)
 EXACTLY = {
     "a result that the kernel holds outlives the tile that it was assigned to": (
         """
@@ -168,6 +169,20 @@ EXACTLY = {
     ),
     "reductions over free axes that are not the last": (
         "return out(nl.max(nl.load(a), axis=[1, 3]))", (CUBE,), (CUBE.max((1, 3)),),
+    ),
+    "a reduction over a loop begins with its first value, or with what is there": (
+        """
+        t = nl.ndarray((128, 256), dtype=nl.float32)
+        r = nl.full((128, 128), 7.0, dtype=nl.float32)
+        for i in nl.sequential_range(2):
+            for j in range(2):
+                half = nl.ds(128 * j, 128)
+                t[:, half] = nl.loop_reduce(nl.load(a[:, half]), op=np.add, loop_indices=[i])
+                r[:, nl.ds(64 * j, 64)] = nl.loop_reduce(
+                    nl.load(a[:, nl.ds(64 * j, 64)]), op=np.add, loop_indices=[i]
+                )
+        return out(t), out(r)
+        """, (WHOLE,), (2 * WHOLE, 7 + 2 * WHOLE[:, :128]),
     ),
     "comparisons and all are booleans unless told": (
         COMPARED, (np.eye(4, dtype=np.float32),), (np.zeros((4, 1)),),
