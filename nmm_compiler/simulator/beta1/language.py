@@ -88,12 +88,12 @@ class par_dim(int):  # noqa: N801  (the name NKI gives it)
 class Allocator(NamedTuple):
     """Where the tiles of a tensor go: `ncc.sbuf.alloc(f)`, `ncc.psum.mod_alloc(...)` and so on.
 
-    place: takes (block index, partitions, bytes per partition), returns (partition, byte), or
+    func: takes (block index, partitions, bytes per partition), returns (partition, byte), or
         (bank, partition, byte) in PSUM.
     """
 
     region: MemoryRegion
-    place: Callable[..., Any]
+    func: Callable[..., Any]
 
 
 def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
@@ -134,7 +134,7 @@ def _created(
     def one(*index: int) -> Tensor:
         address = None
         if allocator is not None:
-            *bank, partition, byte = allocator.place(index, flat[0], flat[1] * kind.item_bytes)
+            *bank, partition, byte = allocator.func(index, flat[0], flat[1] * kind.item_bytes)
             address = int(partition), int(byte) + int(sum(bank)) * tile_size.psum_bank_fmax_bytes
         made = base.ndarray(flat, kind, region, name, address)
         if value is not None:

@@ -1,4 +1,8 @@
-"""The stand-in modules of Beta 1: `neuronxcc.nki`, its submodules, and torch_neuronx's nki_jit.
+"""What a Beta 1 file imports: `neuronxcc.nki`, its submodules, its kernels, and other packages.
+
+A kernel is what `nki.jit` and similar decorators make. A launch grid is any number of programs that
+share tensors in shared HBM. Programs of one core run one after the other; `nl.nc(2)` spreads a
+dimension over two cores, which run at once as the current dialect's LNC programs do.
 
 A name of the dialect that is missing raises an error when it is used. Kernel files import more than
 the kernel needs. So private modules of the compiler and packages of the frameworks load as
@@ -10,18 +14,203 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
+import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
-from nmm_compiler.errors import UnsupportedInstructionError
-from nmm_compiler.simulator.beta1 import instructions, kernel, language
-from nmm_compiler.simulator.beta1.language import Allocator
-from nmm_compiler.simulator.beta1.tensor import Tensor
-from nmm_compiler.simulator.language.base import MemoryRegion, no_reorder, psum, sbuf, tile_size
-from nmm_compiler.simulator.loading.standins import StandIn, TensorType, module
-from nmm_compiler.simulator.machine import kernel_frame
-from nmm_compiler.simulator.tensors.tensor import kind_of
+from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
+from nmm_compiler.simulator.beta1 import instructions, language
+from nmm_compiler.simulator.beta1.language import Allocator, Dimension, spmd_dim
+from nmm_compiler.simulator.beta1.tensor import Session, Tensor, fail, session
+from nmm_compiler.simulator.language.base import (
+    MemoryRegion,
+    hbm,
+    no_reorder,
+    psum,
+    sbuf,
+    shared_hbm,
+    tile_size,
+)
+from nmm_compiler.simulator.loading import standins
+from nmm_compiler.simulator.machine import (
+    CURRENT,
+    current,
+    defined_at,
+    kernel_frame,
+    place_instructions,
+)
+from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
+
+Grid = tuple[Dimension, ...]
+
+
+def _mutable(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return "mutable" in annotation
+    return isinstance(annotation, standins.TensorType) and annotation.mutable
+
+
+def programs(grid: Grid, core: int) -> Iterator[tuple[int, ...]]:
+    """Yield the programs of a launch grid that a core runs, in order."""
+    for program in itertools.product(*(range(len(d)) for d in grid)):
+        if sum(d[p] for d, p in zip(grid, program, strict=True)) == core:
+            yield program
+
+
+def _cores(grid: Grid) -> int:
+    spread = [max(dimension) + 1 for dimension in grid]
+    if sum(n > 1 for n in spread) > 1:
+        sizes = tuple(map(len, grid))
+        raise KernelArgumentError(f"launch grid {sizes} spreads two dimensions over cores; one may")
+    return max(spread, default=1)
+
+
+def _entry(function: Callable[..., Any], grid: Grid, checked: bool) -> Callable[..., Any]:
+    """Return a kernel as the simulator calls it: with its own tensors, once per core."""
+
+    @functools.wraps(function)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        now = session()
+        given = inspect.signature(function).bind(*args, **kwargs)
+        for name, value in given.arguments.items() if checked else ():
+            annotation = given.signature.parameters[name].annotation
+            if isinstance(value, NkiTensor) and not _mutable(annotation):
+                now.read_only[value.storage.identity] = name
+        tensors = _each(lambda v: Tensor.of(v) if isinstance(v, NkiTensor) else v, (args, kwargs))
+        returned: Any = None
+        mine = list(programs(grid, now.machine.program_id))
+        now.grid = tuple(map(len, grid))
+        for program in mine:
+            now.program = program
+            now.machine.programs.begin(now.machine)
+            returned = function(*tensors[0], **tensors[1])
+            now.flush()
+        with place_instructions(defined_at(function)):
+            return _each(lambda value: _unwrapped(value, now, len(mine)), returned)
+
+    return entry
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value, or containers of values, with what a function makes of each value."""
+    if type(value) in (tuple, list):
+        return type(value)(_each(function, v) for v in value)
+    if type(value) is dict:
+        return {key: _each(function, v) for key, v in value.items()}
+    return function(value)
+
+
+def _unwrapped(value: Any, now: Session, programs_run: int) -> Any:
+    """Return the tensor of the simulator that a result is, or what is no tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.memory != "hbm":  # AWS's documentation stores it (2.26, nki.isa.range_select)
+        current().warn(f"{value!r} is returned from on chip, and stored in HBM for that")
+        on_chip, value = value, language.NAMES["ndarray"](value.shape, value.dtype, buffer=hbm)
+        language.store(value, on_chip)
+    view = value.tile()
+    storage = view.storage
+    if programs_run > 1 and storage.region is not shared_hbm and not storage.is_input:
+        raise fail(
+            SimulationError,
+            f"each of {programs_run} programs returned its own {value!r}; allocate it in "
+            "nl.shared_hbm",
+        )
+    storage.region = shared_hbm  # outputs in nl.hbm are legal in this dialect
+    return view
+
+
+class Kernel(standins.JitKernel):
+    """The result of `nki.jit` in Beta 1: launched as kernel(...) or kernel[grid](...).
+
+    checked: parameters are read-only unless annotated as mutable; kernels of the older convention,
+        which fill their last parameters, are launched unchecked.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], launch: Grid = (), *, checked: bool = True
+    ) -> None:
+        super().__init__(_entry(function, launch, checked), _cores(launch))
+        self.plain = function
+        self.launch = launch
+        self.checked = checked
+
+    def __getitem__(self, grid: Any) -> Kernel:
+        given = grid if type(grid) is tuple else (grid,)
+        launch = tuple(d if isinstance(d, Dimension) else spmd_dim(d, 1) for d in given)
+        return type(self)(self.plain, launch, checked=self.checked)
+
+    def launched(self, grid: Any) -> standins.JitKernel:
+        """Return the kernel with a launch grid, unless it has one or the grid is 1."""
+        return self if grid == 1 else self[grid]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run: inline inside a kernel, else a simulation of its own."""
+        if CURRENT.machine is None:
+            return standins.simulate_kernel(self)(*args, **kwargs)
+        if self.launch:
+            raise fail(
+                UnsupportedInstructionError,
+                f"kernel {self.plain.__name__} with a launch grid inside another kernel "
+                "(err_nested_kernel_with_spmd_grid); call it without one",
+            )
+        return self.plain(*args, **kwargs)
+
+
+class Benchmark(Kernel):
+    """The result of `nki.benchmark`: a call simulates the timing; `benchmark_result` holds it."""
+
+    benchmark_result: SimpleNamespace | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Time the kernel in the simulator; inside a kernel, run inline."""
+        if CURRENT.machine is not None:
+            return super().__call__(*args, **kwargs)
+        profile = standins.run(self, *args, mode="timing", named=kwargs).profile
+        latency = SimpleNamespace(get_latency_percentile=lambda percentile: profile.device_us)
+        self.benchmark_result = SimpleNamespace(nc_latency=latency)  # a simulation has no spread
+        return None
+
+
+def _decorator(made: type[Kernel], checked: bool = True) -> Callable[..., Any]:
+    """Return a decorator with or without options; the options are for the device's compiler."""
+
+    def decorate(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return lambda f: decorate(f)
+        if isinstance(function, Kernel):
+            return made(function.plain, function.launch, checked=function.checked)
+        return made(function, checked=checked)
+
+    return decorate
+
+
+benchmark = _decorator(Benchmark)
+unchecked = _decorator(Kernel, checked=False)
+_MODES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), _decorator(Kernel)),
+    "benchmark": benchmark,
+    "trace": unchecked,  # not documented; nki-samples marks functions that kernels call with it
+}
+
+
+def jit(function: Any = None, mode: str = "auto", **options: Any) -> Any:
+    """Return `nki.jit`'s kernel; every mode runs in the simulator, "benchmark" only times it."""
+    if mode not in _MODES:
+        raise KernelArgumentError(f"nki.jit: mode {mode!r}; Beta 1 has {', '.join(_MODES)}")
+    return _MODES[mode](function, **options)
+
+
+def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a kernel on NumPy arrays; return its outputs."""
+    launched = kernel if isinstance(kernel, Kernel) else Kernel(kernel, checked=False)
+    return standins.simulate_kernel(launched)(*args, **kwargs)
+
+
+# Modules
 
 FRAMEWORKS = frozenset(
     [
@@ -44,20 +233,20 @@ class Placeholder:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _refused(self) -> UnsupportedInstructionError:
-        file, line = kernel_frame()
-        return UnsupportedInstructionError(
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedInstructionError(
             f"{self._name} is not part of the documented NKI Beta 1 API, or not installed here; "
             "the simulator has only the documented names",
-            file,
-            line,
+            *kernel_frame(),
         )
+
+    __iter__ = __bool__ = _refuse
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a decorated function unchanged; refuse any other call."""
         if len(args) == 1 and not kwargs and callable(args[0]):
             return args[0]  # a decorator
-        raise self._refused()
+        return self._refuse()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -71,16 +260,10 @@ class Placeholder:
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return (object,)
 
-    def __iter__(self) -> Any:
-        raise self._refused()
-
-    def __bool__(self) -> bool:
-        raise self._refused()
-
 
 NKI_JIT = {
-    "torch_neuronx.nki_jit": kernel.unchecked,
-    "torch_neuronx.xla_impl.ops.nki_jit": kernel.unchecked,
+    "torch_neuronx.nki_jit": unchecked,
+    "torch_neuronx.xla_impl.ops.nki_jit": unchecked,
 }
 
 
@@ -93,35 +276,33 @@ def _tile_number(index: tuple[int, ...], tiles: Any) -> int:
     )
 
 
-def _modulo(region: MemoryRegion) -> Callable[..., Allocator]:
-    def mod_alloc(
-        *,
-        base_addr: int = 0,
-        base_bank: int = 0,
-        base_partition: int = 0,
-        num_bank_tiles: Any = (),
-        num_par_tiles: Any = (),
-        num_free_tiles: Any = (),
-    ) -> Allocator:
-        """Place block i in physical tile i modulo the number of tiles."""
+def _modulo(
+    region: MemoryRegion,
+    *,
+    base_addr: int = 0,
+    base_bank: int = 0,
+    base_partition: int = 0,
+    num_bank_tiles: Any = (),
+    num_par_tiles: Any = (),
+    num_free_tiles: Any = (),
+) -> Allocator:
+    """Place block i in physical tile i modulo the number of tiles."""
 
-        def place(index: tuple[int, ...], partitions: int, size: int) -> tuple[int, int, int]:
-            bank = base_bank + _tile_number(index, num_bank_tiles) if region is psum else 0
-            partition = base_partition + _tile_number(index, num_par_tiles) * partitions
-            byte = base_addr + _tile_number(index, num_free_tiles) * size
-            return bank, partition, byte
+    def place(index: tuple[int, ...], partitions: int, size: int) -> tuple[int, int, int]:
+        bank = base_bank + _tile_number(index, num_bank_tiles) if region is psum else 0
+        partition = base_partition + _tile_number(index, num_par_tiles) * partitions
+        byte = base_addr + _tile_number(index, num_free_tiles) * size
+        return bank, partition, byte
 
-        return Allocator(region, place)
-
-    return mod_alloc
+    return Allocator(region, place)
 
 
-def _own(region: MemoryRegion) -> Callable[..., Allocator]:
-    def alloc(func: Callable[..., Any]) -> Allocator:
-        """Place blocks where `func(index, partitions, bytes)` says."""
-        return Allocator(region, func)
-
-    return alloc
+def _allocators(region: MemoryRegion) -> dict[str, Any]:
+    return {
+        "alloc": functools.partial(Allocator, region),
+        "mod_alloc": functools.partial(_modulo, region),
+        "auto_alloc": lambda: region,
+    }
 
 
 def _unchanged(function: Any = None, **options: Any) -> Any:
@@ -129,55 +310,38 @@ def _unchanged(function: Any = None, **options: Any) -> Any:
     return (lambda f: f) if function is None else function
 
 
-def _compiler() -> dict[str, Any]:
-    passes = ("enable_stack_allocator", "force_auto_alloc", "skip_middle_end_transformations")
-    return {
-        **dict.fromkeys(passes, _unchanged),
-        **{region.value: _allocators(region) for region in (sbuf, psum)},
-        "no_reorder": no_reorder, "allocation_scope": contextlib.nullcontext,
+_NAMES: dict[str, dict[str, Any]] = {
+    "neuronxcc": {},
+    "neuronxcc.nki": {
+        "jit": jit, "trace": unchecked, "benchmark": benchmark, "baremetal": unchecked,
+        "profile": unchecked, "simulate_kernel": simulate_kernel, "tensor": Tensor,
+    },
+    "neuronxcc.nki.language": language.NAMES,
+    "neuronxcc.nki.language.constants": {
+        "sizeinbytes": lambda dtype: kind_of(dtype).item_bytes, "tile_size": tile_size,
+    },
+    "neuronxcc.nki.isa": instructions.NAMES,
+    "neuronxcc.nki.isa.constants": {
+        name: value for name, value in instructions.NAMES.items() if isinstance(value, type)
+    },
+    "neuronxcc.nki.typing": {
+        "tensor": standins.TensorType(), "mutable_tensor": standins.TensorType(True),
+        "mutable": standins.TensorType(True),
+    },
+    "neuronxcc.nki.compiler": {
+        "enable_stack_allocator": _unchanged, "force_auto_alloc": _unchanged,
+        "skip_middle_end_transformations": _unchanged, "no_reorder": no_reorder,
+        "allocation_scope": contextlib.nullcontext,
         "multi_buffer": lambda factor=2: contextlib.nullcontext(),
-    }  # fmt: skip
-
-
-def _allocators(region: MemoryRegion) -> StandIn:
-    names = {"alloc": _own(region), "mod_alloc": _modulo(region), "auto_alloc": lambda: region}
-    return module(f"neuronxcc.nki.compiler.{region.value}", names)
-
-
-def _build() -> dict[str, StandIn]:
-    prefix = "neuronxcc.nki"
-    nl = module(f"{prefix}.language", language.NAMES)
-    nisa = module(f"{prefix}.isa", instructions.NAMES)
-    enums = {n: v for n, v in instructions.NAMES.items() if isinstance(v, type)}
-    typing = module(
-        f"{prefix}.typing",
-        {"tensor": TensorType(), "mutable_tensor": TensorType(True),
-         "mutable": TensorType(True)},
-    )  # fmt: skip
-    compiler = module(f"{prefix}.compiler", _compiler())
-    nki = module(
-        prefix,
-        {
-            "jit": kernel.jit, "trace": kernel.unchecked, "benchmark": kernel.benchmark,
-            "baremetal": kernel.unchecked, "profile": kernel.unchecked,
-            "simulate_kernel": kernel.simulate_kernel, "tensor": Tensor, "language": nl,
-            "isa": nisa, "typing": typing, "compiler": compiler,
-        },
-    )  # fmt: skip
-    constants = {"sizeinbytes": lambda dtype: kind_of(dtype).item_bytes, "tile_size": tile_size}
-    made = [
-        module("neuronxcc", {"nki": nki}), nki, nl, nisa, typing, compiler,
-        module(f"{prefix}.isa.constants", enums),
-        module(f"{prefix}.language.constants", constants),
-        *(value for value in vars(compiler).values() if isinstance(value, StandIn)),
-    ]  # fmt: skip
-    found = {known.__name__: known for known in made}
-    vars(nisa)["constants"] = found[f"{prefix}.isa.constants"]
-    vars(nl)["constants"] = found[f"{prefix}.language.constants"]
-    return found
-
-
-MODULES: dict[str, StandIn] = _build()
+    },
+    "neuronxcc.nki.compiler.sbuf": _allocators(sbuf),
+    "neuronxcc.nki.compiler.psum": _allocators(psum),
+}  # fmt: skip
+MODULES = {name: standins.module(name, names) for name, names in _NAMES.items()}
+for _name, _module in MODULES.items():
+    _owner, _, _short = _name.rpartition(".")
+    if _owner:
+        vars(MODULES[_owner])[_short] = _module
 
 
 def stands_in(name: str) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.errors import KernelArgumentError, closest, nearest
-from nmm_compiler.simulator.beta1 import kernel as beta1
+from nmm_compiler.simulator.beta1 import modules as beta1
 from nmm_compiler.simulator.loading import standins
 from nmm_compiler.simulator.loading.private_modules import BETA_1, PrivateModules
 from nmm_compiler.simulator.machine import defined_at
