@@ -3,15 +3,23 @@
 In: the source that `specialize` gives, one `@nki.jit` function and helpers. Out: the same kernel,
 statement by statement, in the older dialect's forms:
 
-- instructions return their result: `nisa.f(dst=t, ...)` -> `t[...] = nisa.f(...)`, `table.py`
+- instructions return their result: `nisa.f(dst=t, ...)` -> `t[...] = nisa.f(...)`
 - matmuls that accumulate -> `t += nisa.nc_matmul(...)` into tiles of `nl.zeros`
-- DMA between HBM and SBUF -> `nl.load` and `nl.store`; helpers that are one `nl.store` are written
-  out, `statements.py`
+- DMA between HBM and SBUF -> `nl.load` and `nl.store`; helpers that are one of them are
+  written out
 - strided views of HBM -> index expressions of `nl.arange`, `views.py`
-- `range` -> `nl.static_range`, `statements.py`
+- `range` -> `nl.static_range`
 - `nl.fori_loop` with a function as its body -> a `for` over `nl.affine_range`
 - patterns of affine selects -> comparisons of index expressions, `views.py`
 - tensors in shared HBM are made outside of loops
+
+Beta 1 makes results at the top level of a kernel only (err_shared_hbm_must_in_kernel_level), and
+does not let it use a tile outside of the loop or the `if` that allocates it
+(err_local_variable_used_out_of_scope). Its documentation indexes a tensor in HBM only in the
+`nl.load` or `nl.store` that moves it, and interpreters of that dialect look for the indices there:
+
+    store(out[0:128, 0:512], tile)          nl.store(out[0:128, 0:512], value=tile)
+    load_vector(row, bias[0:1, 0:300])      row[...] = nl.load(bias[0:1, 0:300], dtype=row.dtype)
 
 A construct without a form in Beta 1 raises CodegenError, which names it.
 """
@@ -25,7 +33,6 @@ import ast
 import re
 from typing import Any
 
-from nmm_compiler.codegen.beta1 import table
 from nmm_compiler.codegen.beta1.expressions import (
     attribute,
     call,
@@ -39,7 +46,6 @@ from nmm_compiler.codegen.beta1.expressions import (
     subscript,
 )
 from nmm_compiler.codegen.beta1.facts import CHIP, HBM, Facts, is_new_tile, is_reshaped
-from nmm_compiler.codegen.beta1.statements import all_of_it, unrolled, with_lists
 from nmm_compiler.codegen.beta1.views import METHODS, IndexNames, Scope, predicate
 from nmm_compiler.codegen.fold_constants import assigned_names
 from nmm_compiler.codegen.printed import printed, text
@@ -50,29 +56,70 @@ from nmm_compiler.codegen.trees import (
     Editor,
     Inlined,
     Names,
+    appended,
+    assign,
     assigned,
     called,
     changed,
+    name,
+    new_list,
+    nodes,
+    only_statement,
     parameter_names,
     parsed,
     read,
     root,
+    without_docstring,
 )
 from nmm_compiler.errors import no_beta1_form
 
 _MODULES = ("nl", "nisa")
 
+# Instruction -> attributes of the destination t that it takes as keywords: dtype=t.dtype.
+_ADDED: dict[str, tuple[str, ...]] = {
+    "tensor_copy": ("dtype",),
+    "activation": ("dtype",),
+    "tensor_tensor": ("dtype",),
+    "tensor_scalar": ("dtype",),
+    "scalar_tensor_tensor": ("dtype",),
+    "reciprocal": ("dtype",),
+    "tensor_reduce": ("dtype",),
+    "affine_select": ("dtype",),
+    "memset": ("shape", "dtype"),
+    "nc_transpose": (),
+    "dma_transpose": (),
+    "nc_matmul": (),
+}
+
+# Keywords that Beta 1 has no form for. The queue of a DMA is the compiler's choice there.
+_DROPPED: dict[str, tuple[str, ...]] = {
+    "nc_matmul": ("accumulate",),
+    "affine_select": ("pattern", "channel_multiplier", "cmp_op", "offset"),
+    "dma_transpose": ("dge_mode", "engine"),
+}
+
+# Modules and enumerators. `perf_mode` is text, as in nki-samples' double_row_matmul for SDK 2.26.
+_RENAMED: dict[str, str] = {
+    "import nki\n": "import neuronxcc.nki as nki\n",
+    "import nki.": "import neuronxcc.nki.",
+    "nisa.engine.tensor": "nisa.tensor_engine",
+    "nisa.engine.vector": "nisa.vector_engine",
+    "nisa.engine.scalar": "nisa.scalar_engine",
+    "nisa.engine.gpsimd": "nisa.gpsimd_engine",
+    "nisa.matmul_perf_mode.double_row": '"double_row_gen3"',
+}
+
 
 def to_beta_1(source: str) -> str:
     """Return the source of an emitted kernel in NKI Beta 1; raises CodegenError."""
-    for current, other in table.NAMES.items():
+    for current, other in _RENAMED.items():
         source = source.replace(current, other)
     module = read(source)
     functions = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef)}
     kernel = list(functions)[-1]
     short = Inlined({
         name: (parameter_names(f), value)
-        for name, f in functions.items() if (value := all_of_it(f)) is not None
+        for name, f in functions.items() if (value := _all_of_it(f)) is not None
     })  # fmt: skip
     functions = {n: short.visit(f) for n, f in functions.items() if n not in short.helpers}
     facts = Facts(functions, kernel)
@@ -118,7 +165,7 @@ class _Function(Editor):
 
     def _block(self, body: Block) -> list[ast.stmt]:
         made: list[ast.stmt] = []
-        for statement in with_lists(body):
+        for statement in _with_lists(body):
             while _says_what_beta_1_lacks(statement) and made and isinstance(made[-1], Comment):
                 made.pop()
             written = self.visit(statement)
@@ -152,7 +199,7 @@ class _Function(Editor):
     def visit_For(self, node: ast.For) -> ast.stmt:
         if "nl.shared_hbm" in ast.unparse(ast.Module([node], [])):
             raise no_beta1_form(f"results made in a loop of {text(node.iter)}")
-        return changed(node, iter=unrolled(node.iter), body=self._nested(node.body))
+        return changed(node, iter=_unrolled(node.iter), body=self._nested(node.body))
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
         """Return an assignment; that of a view is written out where the view is used."""
@@ -224,7 +271,7 @@ class _Function(Editor):
     # Instructions
 
     def _instruction(self, made: Any, name: str) -> ast.stmt:
-        if name != "dma_copy" and name not in table.ADDED:
+        if name != "dma_copy" and name not in _ADDED:
             raise no_beta1_form(f"nisa.{name}")
         if made.args:
             raise no_beta1_form(f"nisa.{name} with arguments that have no keyword")
@@ -233,9 +280,9 @@ class _Function(Editor):
         if name == "dma_copy":
             assert src is not None
             return self._copy(dst, src)
-        dropped = ("dst", *table.DROPPED.get(name, ()))
+        dropped = ("dst", *_DROPPED.get(name, ()))
         given = [arg for arg in made.keywords if arg.arg not in dropped]
-        for added in table.ADDED[name]:
+        for added in _ADDED[name]:
             value = self._shape(dst) if added == "shape" else attribute(_tensor(dst), added)
             given.append(ast.keyword(added, value))
         if name == "affine_select":
@@ -303,3 +350,68 @@ def _tensor(dst: ast.expr) -> ast.expr:
     """Return the tensor of a destination, without its indices."""
     base = _receiver(dst)
     return base.value if isinstance(base, ast.Subscript) else base
+
+
+# Statements
+
+
+def _all_of_it(function: ast.FunctionDef) -> ast.expr | None:
+    """Return what stands for a call of a helper, None where a helper stays.
+
+    A helper that is one DMA, or the view of an argument, is written out. One that stores a loop's
+    variable in SBUF stands for the variable: Beta 1 needs no such copy.
+    """
+    names = {called(node) for node in nodes(function)} - {""}
+    if names == {"nl.ndarray", "nisa.register_store"}:
+        return name(parameter_names(function)[0])
+    only = only_statement(function.body)
+    value: Any = getattr(only, "value", None)
+    if called(value) == "nisa.dma_copy":  # without its queue, which is the compiler's choice
+        ends = [end for end in value.keywords if end.arg in ("dst", "src")]
+        plain = all(isinstance(end.value, (ast.Name, ast.Subscript)) for end in ends)
+        return ast.Call(value.func, [], ends) if plain else None
+    found = method(value) if isinstance(only, ast.Return) else None
+    return value if found is not None and found[1] in METHODS else None
+
+
+def _unrolled(iterator: Any) -> Any:
+    """Return what a loop is over, unrolled where Beta 1 compiles it, as in the current dialect.
+
+    Beta 1 takes Python's `range` as sequential_range, whose variable is no number.
+    """
+    if called(iterator) != "range":
+        return iterator
+    args = iterator.args
+    if len(args) == 2 and number(args[0]) == 0:
+        args = args[1:]
+    return changed(iterator, func=parsed("nl.static_range"), args=args)
+
+
+def _with_lists(body: Block) -> list[ast.stmt]:
+    """Return a block in which a list that one statement fills is made by that statement.
+
+    `t = []` and a loop of `t.append(e)` become `t = [e for ...]`; one `t.append(e)`, `t = [e]`.
+    """
+    empty = {new_list(s): s for s in body if new_list(s)}
+    made: list[ast.stmt] = []
+    for statement in body:
+        loop = statement if isinstance(statement, ast.For) else None
+        filled = [appended(s) for s in (without_docstring(loop.body) if loop else [statement])]
+        names = [one for one, _ in filled if one in empty]
+        whole = len(names) == len(set(names)) == len(filled)
+        if not whole or any(_fills(body, one) > 1 for one in names):
+            made.append(statement)
+            continue
+        made = [s for s in made if all(s is not empty[one] for one in names)]
+        for one, element in filled:
+            value: ast.expr = ast.List([element], ast.Load())
+            if loop is not None:
+                over = changed(loop.iter, func=parsed("nl.static_range"))
+                value = ast.ListComp(element, [ast.comprehension(loop.target, over, [], 0)])
+            made.append(assign(one, value))
+    return made
+
+
+def _fills(body: Block, filled: str) -> int:
+    """Return how many statements append to a list, wherever they are in a block."""
+    return sum(called(node) == f"{filled}.append" for node in nodes(*body))
