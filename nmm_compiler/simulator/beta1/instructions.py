@@ -34,7 +34,6 @@ from nmm_compiler.simulator.beta1.index import (
 )
 from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, UNDOCUMENTED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
-    Masked,
     Tensor,
     as_number,
     asked,
@@ -115,14 +114,14 @@ def tensor(name: str, role: str, value: Any) -> Tensor:
 
 def tensor_anywhere(name: str, role: str, value: Any) -> Tensor:
     """Return `value` as a tensor in any memory."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.part is True:
         return value
     what = (
         f"{type(value).__name__}; pass a tile, of a NumPy array by nl.load(nl.shared_constant(...))"
     )
     if isinstance(value, (Index, Mask)):
         what = "an index expression; make a tile of it with nisa.iota(expr, dtype)"
-    if isinstance(value, Masked):
+    if isinstance(value, Tensor):
         what = (
             "a tile with an operand mask, which nisa.nc_matmul and nl.matmul(transpose_x=True) "
             "alone take (NKI API Masking); pass mask="
@@ -241,15 +240,10 @@ _IN_FLOAT32 = ("operand0", "operand1", "scale")
 
 def elementwise(name: str, short: str, **given: Any) -> Tensor:
     """Return the result of a function of nki.language that is one instruction."""
-    issue = functools.partial(_in_parts, ISSUE[short])
-    made = by_row(name, _ROWS[short], issue, "", given)
-    assert made is not None
-    return made
+    return by_row(name, _ROWS[short], functools.partial(_in_parts, ISSUE[short]), "", given)
 
 
-def by_row(
-    name: str, row: Any, issue: Callable[..., Any], rule: str, given: Arguments
-) -> Tensor | None:
+def by_row(name: str, row: Any, issue: Callable[..., Any], rule: str, given: Arguments) -> Any:
     """Issue an instruction that has a destination, or return the tile that is its destination.
 
     rule: "exact" for one that does not round, else the dtype of the result, or "".
@@ -345,12 +339,13 @@ def product(
     mask: of the result. An operand may have one of its own: of the rows that are summed over and
     of its part of the result.
     """
-    masked = (m if isinstance(m, Masked) else Masked(tensor(name, role, m), True)
-              for role, m in (("stationary", stationary), ("moving", moving)))  # fmt: skip
-    left, right = masked
+    for role, operand in (("stationary", stationary), ("moving", moving)):
+        if not isinstance(operand, Tensor) or operand.part is True:
+            tensor(name, role, operand)
+    left, right = stationary, moving
     first = 2 if "perf_mode" in flags else 1  # of the free dimensions; before it, rows
-    shape = (math.prod(left.tile.shape[first:]), *right.tile.shape[first:])
-    kind = left.tile.kind if flags.get("is_transpose") else dtypes.float32
+    shape = (math.prod(left.shape[first:]), *right.shape[first:])
+    kind = left.kind if flags.get("is_transpose") else dtypes.float32
     box = box_of(mask, shape)
     parts: tuple[Part, Part] | None = True, True
     if (left.part, right.part, box) != (True, True, True):
@@ -362,7 +357,7 @@ def product(
 
     def add(dst: NkiTensor, _: Part, **how: Any) -> None:
         assert parts is not None
-        a, b = in_sbuf(left.tile.tile(parts[0])), in_sbuf(right.tile.tile(parts[1]))
+        a, b = in_sbuf(left.tile(parts[0])), in_sbuf(right.tile(parts[1]))
         if turned:
             machine.trace.awaited.add(b.storage.identity)
         ISSUE["nc_matmul"](dst, a, b, **flags, **how)
@@ -379,16 +374,16 @@ def product(
     return result(shape, kind, issue, mask=box, only=("psum",), exact=True, update=sum_into)
 
 
-def _matmul_parts(left: Masked, right: Masked, box: Part, first: int) -> tuple[Box, Box] | None:
+def _matmul_parts(left: Tensor, right: Tensor, box: Part, first: int) -> tuple[Box, Box] | None:
     """Return the parts of stationary and moving that give the part of the result; None for none."""
     if False in (left.part, right.part, box):
         return None
-    if len(left.tile.shape) != first + 1:
+    if len(left.shape) != first + 1:
         raise fail(
             OperandError,
-            f"a mask over the columns of {left.tile!r}; index it with {first + 1} dimensions",
+            f"a mask over the columns of {left!r}; index it with {first + 1} dimensions",
         )
-    a, b = (m.part if isinstance(m.part, tuple) else tuple((0, size) for size in m.tile.shape)
+    a, b = (m.part if isinstance(m.part, tuple) else tuple((0, size) for size in m.shape)
             for m in (left, right))  # fmt: skip
     rows, columns = common_part(a[:first], b[:first]), common_part((*a[first:], *b[first:]), box)
     if not isinstance(rows, tuple) or not isinstance(columns, tuple):
@@ -539,7 +534,8 @@ def _expression(name: str, expr: Any, dtype: Any, mask: Any) -> Tensor:
     )  # fmt: skip
 
 
-def _filled(name: str, shape: Any, value: Any, dtype: Any, mask: Any, **given: Any) -> Tensor:
+def filled(name: str, shape: Any, value: Any, dtype: Any, mask: Any, **given: Any) -> Tensor:
+    """Return a tile of a constant: memset."""
     no_mask(name, mask)
     kind, sizes = kind_of(dtype), tuple(map(int, shape))
     return result(
@@ -557,7 +553,7 @@ def no_mask(name: str, mask: Any) -> None:
 _OWN: dict[str, Callable[..., Any]] = {
     "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": _product,
     "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": _dma_copy,
-    "affine_select": _selected, "iota": _expression, "memset": _filled,
+    "affine_select": _selected, "iota": _expression, "memset": filled,
 }  # fmt: skip
 
 

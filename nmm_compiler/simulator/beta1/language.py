@@ -24,6 +24,7 @@ from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     copied,
     elementwise,
+    filled,
     functions_of,
     in_sbuf,
     kind_of_number,
@@ -230,20 +231,17 @@ def load(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor:
 @_named
 def store(dst: Any, value: Any, *, mask: Any = None) -> None:
     """Write a tile, or a number, to an HBM tensor; the masked part is left out."""
-    session().flush()
     target, number = _hbm("nl.store", "dst", dst), as_number(value)
+    session().flush()
     box = box_of(mask, target.shape)
     if box is False:
         return
-    view = written(target, box)
     if number is not None:
-        tile = base.ndarray(view.shape, target.kind, sbuf)
-        ISSUE["memset"](tile, in_kind(number, target.kind))
-    else:
-        source = tensor("nl.store", "value", value)
-        flat = box is True and math.prod(source.shape) == math.prod(target.shape)
-        tile = in_sbuf(source.tile() if flat else stretched(source, target.shape, "nl.store", box))
-    ISSUE["dma_copy"](view, tile)
+        value = filled("nl.store", target.shape, number, target.kind, None)
+    source = tensor("nl.store", "value", value)
+    flat = box is True and math.prod(source.shape) == math.prod(target.shape)
+    view = source.tile() if flat else stretched(source, target.shape, "nl.store", box)
+    ISSUE["dma_copy"](written(target, box), in_sbuf(view))
 
 
 @_named

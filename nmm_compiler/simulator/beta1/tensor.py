@@ -105,24 +105,24 @@ class Pending:
             leave_undefined(dst)
 
 
+@dataclasses.dataclass
 class Session:
     """State of one program of a Beta 1 kernel, beside the machine's.
 
+    program, grid: this program's place in the launch grid.
     lent: results that took the tile that they were assigned to, while the kernel holds them.
     reductions: by storage, whether something was written there before nl.loop_reduce, and the
         places that this has written.
     read_only: names of parameters that the kernel may not write, by storage.
-    program, grid: this program's place in the launch grid.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.pending: Tensor | None = None
-        self.program: tuple[int, ...] = ()
-        self.grid: tuple[int, ...] = ()
-        self.lent: list[weakref.ref[Tensor]] = []
-        self.reductions: dict[int, tuple[bool, set[Any]]] = {}
-        self.read_only: dict[int, str] = {}
+    machine: Machine
+    pending: Tensor | None = None
+    program: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
+    lent: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)
+    reductions: dict[int, tuple[bool, set[Any]]] = dataclasses.field(default_factory=dict)
+    read_only: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def flush(self) -> Session:
         """Issue the pending tile, if there is one, into a tile of its own."""
@@ -140,20 +140,6 @@ def session() -> Session:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Masked:
-    """A tile with an operand mask, `tile[i_f < n]`: matmuls alone take it (NKI API Masking)."""
-
-    tile: Tensor
-    part: Part
-
-    def __getitem__(self, key: Any) -> Tensor | Masked:
-        found = self.tile[key]
-        if isinstance(found, Masked):
-            return Masked(self.tile, common_part(self.part, found.part))
-        return self if found is self.tile else found  # a mask that leaves nothing out
-
-
 class Shifted(NamedTuple):
     """An affine index plus run-time numbers: a tile of one element, or of one for each row."""
 
@@ -166,7 +152,8 @@ class Tensor:
     """A tile, or a tensor in HBM, or a part of one.
 
     place: its view; None while it is pending. outside: (dimension, its size, index) of each
-    dimension that the view may leave, over the axes of the view.
+    dimension that the view may leave, over the axes of the view. part: what an operand mask leaves,
+    `tile[i_f < n]`, which matmuls alone take (NKI API Masking).
     """
 
     shape: tuple[int, ...]
@@ -175,6 +162,7 @@ class Tensor:
     place: NkiTensor | None = None
     outside: tuple[tuple[int, int, Affine], ...] = ()
     pending: Pending | None = None
+    part: Part = True
     par = 0  # block dimensions before the partition dimension
 
     @classmethod
@@ -294,16 +282,16 @@ class Tensor:
             axis += k is None or rows or isinstance(k, (slice, DynamicSlice))
         return Tensor.of(view)
 
-    def _masked(self, mask: Mask | bool) -> Tensor | Masked:
-        """Return a tile with an operand mask; the tile itself where the mask leaves nothing out."""
+    def _masked(self, mask: Mask | bool) -> Tensor:
+        """Return a tile with an operand mask."""
         if self.memory == "hbm":
             raise fail(
                 UnsupportedInstructionError,
                 f"a mask as the index of {self!r}; an operand mask is for the tiles of a matmul "
                 "(NKI API Masking), pass mask= to the load or store",
             )
-        part = box_of(mask, self.shape)
-        return self if part is True else Masked(self, part)
+        left = common_part(self.part, box_of(mask, self.shape))
+        return dataclasses.replace(self, place=self.tile(), pending=None, part=left)
 
     def _part(self, keys: Sequence[Affine | Shifted]) -> Tensor:
         """Return the view of an affine index per dimension, some with a run-time tile."""
@@ -499,12 +487,7 @@ def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine | Shifted]:
             "(err_unsupported_mixing_basic_advanced_tensor_indexing); give one expression for each "
             "dimension",
         )
-    lines = [
-        k if isinstance(k, Shifted)
-        else Shifted(k, Affine((k.shape[0], 1), 0, (0, 0))) if isinstance(k, Tensor)
-        else affine(k) if isinstance(k, Index) else Affine((), _number(tensor, k, d), ())
-        for d, k in enumerate(keys)
-    ]  # fmt: skip
+    lines = [_line(tensor, k, dim) for dim, k in enumerate(keys)]
     if max(len(k.line.shape if isinstance(k, Shifted) else k.shape) for k in lines) < 2:
         raise fail(
             OperandError,
@@ -512,6 +495,18 @@ def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine | Shifted]:
             "nl.arange(n)[:, None], or use a slice",
         )
     return lines
+
+
+def _line(tensor: Tensor, key: Any, dim: int) -> Affine | Shifted:
+    """Return an index of a dimension as an affine one."""
+    match key:
+        case Shifted():
+            return key
+        case Tensor():
+            return Shifted(key, Affine((key.shape[0], 1), 0, (0, 0)))
+        case Index():
+            return affine(key)
+    return Affine((), _number(tensor, key, dim), ())
 
 
 def _chosen(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) -> Indirection:
