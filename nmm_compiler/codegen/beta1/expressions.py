@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+from nmm_compiler.codegen.fold_constants import Folder
 from nmm_compiler.codegen.printed import text
 
 
@@ -26,37 +27,23 @@ def integer(value: int) -> ast.Constant:
 
 def plus(a: ast.expr, b: ast.expr) -> ast.expr:
     """Return a + b."""
-    return _combined(a, ast.Add(), b, operator.add, 0)
+    return _folded(ast.BinOp(a, ast.Add(), b))
 
 
 def times(a: ast.expr, b: ast.expr) -> ast.expr:
     """Return a * b."""
-    return _combined(a, ast.Mult(), b, operator.mul, 1)
-
-
-def _combined(
-    a: ast.expr, sign: ast.operator, b: ast.expr,
-    function: Callable[[int, int], int], neutral: int,
-) -> ast.expr:  # fmt: skip
-    """Return an operation on a and b, folded. neutral: the number that changes nothing."""
-    left, right = number(a), number(b)
-    if left is not None and right is not None:
-        return integer(function(left, right))
-    if neutral in (left, right):
-        return b if left == neutral else a
-    return ast.BinOp(a, sign, b)
+    return _folded(ast.BinOp(a, ast.Mult(), b))
 
 
 def minus(a: ast.expr, b: ast.expr) -> ast.expr:
     """Return a - b, or what is left of a where it is spelled b + something."""
-    left, right = number(a), number(b)
-    if right == 0:
-        return a
-    if left is not None and right is not None and left >= right:
-        return integer(left - right)
     if isinstance(a, ast.BinOp) and isinstance(a.op, ast.Add) and same(a.left, b):
         return a.right
-    return ast.BinOp(a, ast.Sub(), b)
+    return _folded(ast.BinOp(a, ast.Sub(), b))
+
+
+def _folded(operation: ast.BinOp) -> Any:
+    return Folder({}).visit(operation)
 
 
 def subscript(value: ast.expr, indices: Sequence[ast.expr]) -> ast.Subscript:
