@@ -16,6 +16,7 @@ from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.registers import whole
 
+Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 Part = Box | bool
 """The part of a tile inside a mask: (start, stop) per axis, True for all, False for nothing."""
@@ -39,16 +40,16 @@ def full_key(key: Any, rank: int) -> list[Any]:
 class Affine(NamedTuple):
     """const + sum(steps[k] * i_k) for i in `shape`; an axis of size 1 has step 0."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     const: int
-    steps: tuple[int, ...]
+    steps: Shape
 
     def aligned(self, rank: int) -> Affine:
         """Return it with leading axes of size 1 up to `rank`."""
         more = rank - len(self.shape)
         return Affine((1,) * more + self.shape, self.const, (0,) * more + self.steps)
 
-    def part(self, shape: tuple[int, ...], box: Part) -> Affine:
+    def part(self, shape: Shape, box: Part) -> Affine:
         """Return it over a box of a tile of `shape`, whose axes it has."""
         if not isinstance(box, tuple):
             return Affine(shape, self.const, self.steps)
@@ -163,7 +164,7 @@ def _is_affine(index: Index) -> bool:
     return index.dtype.kind == "i" and bool((values == steps).all())
 
 
-def box_of(mask: Any, shape: tuple[int, ...]) -> Part:
+def box_of(mask: Any, shape: Shape) -> Part:
     """Return the part of a tile of `shape` in a mask argument, which may be a box already.
 
     Raises UnsupportedInstructionError for a region that is no box.
@@ -185,7 +186,7 @@ def box_of(mask: Any, shape: tuple[int, ...]) -> Part:
         holds = holds[..., 0]
     # the axes of a mask are those of the tile; what is left out is a block of size 1, or free
     holds = holds.reshape(holds.shape + (1,) * (len(shape) - holds.ndim))
-    sizes: tuple[int, ...] = holds.shape
+    sizes: Shape = holds.shape
     if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
         raise _unsupported(f"a mask of shape {mask.shape} for a tile of shape {shape}")
     axes = range(holds.ndim)

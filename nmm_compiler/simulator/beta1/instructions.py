@@ -28,11 +28,12 @@ from nmm_compiler.simulator.beta1.index import (
     Index,
     Mask,
     Part,
+    Shape,
     affine,
     box_of,
     common_part,
 )
-from nmm_compiler.simulator.beta1.table import ISA_ENUMS, REFUSED, UNDOCUMENTED, beta_1
+from nmm_compiler.simulator.beta1.table import ISA_ENUMS, ISA_VALUES, REFUSED, UNDOCUMENTED, beta_1
 from nmm_compiler.simulator.beta1.tensor import (
     Tensor,
     as_number,
@@ -192,7 +193,7 @@ _ROWS["activation_reduce"] = _ROWS["activation"]
 _ROWS["tensor_copy_dynamic_src"] = _ROWS["tensor_copy"]
 
 
-def _result_shape(row: Any, role: str, data: tuple[int, ...]) -> tuple[int, ...]:
+def _result_shape(row: Any, role: str, data: Shape) -> Shape:
     """Return the shape of the destination of a row for the shape of an operand."""
     terms = row.equation.terms
     (partitions, free), (to, into) = terms[role], terms[row.first]
@@ -203,9 +204,7 @@ def _result_shape(row: Any, role: str, data: tuple[int, ...]) -> tuple[int, ...]
     return (first, times, math.prod(data[1:])) if letter else (first, plus)
 
 
-def _views(
-    name: str, row: Any, given: Arguments, like: str, shape: tuple[int, ...], box: Part
-) -> Arguments:
+def _views(name: str, row: Any, given: Arguments, like: str, shape: Shape, box: Part) -> Arguments:
     """Return arguments of the current instruction: whole operands cut to the box, or to its rows.
 
     like, shape: an operand and its shape, to which those of its sizes stretch.
@@ -466,7 +465,10 @@ def _dma_transposed(name: str, src: Any, axes: Any, mask: Any, dtype: Any) -> Te
     )  # fmt: skip
 
 
-def _dma_copy(name: str, dst: Any, src: Any, dst_rmw_op: Any, mask: Any, **given: Any) -> None:
+def dma_copied(
+    name: str, dst: Any, src: Any, dst_rmw_op: Any = None, mask: Any = None, **given: Any
+) -> None:
+    """Issue dma_copy, or dma_compute for what a copy updates."""
     session().flush()
     target, origin = tensor_anywhere(name, "dst", dst), tensor_anywhere(name, "src", src)
     box = box_of(mask, target.shape)
@@ -552,7 +554,7 @@ def no_mask(name: str, mask: Any) -> None:
 
 _OWN: dict[str, Callable[..., Any]] = {
     "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": _product,
-    "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": _dma_copy,
+    "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": dma_copied,
     "affine_select": _selected, "iota": _expression, "memset": filled,
 }  # fmt: skip
 
@@ -628,9 +630,6 @@ def _body(short: str, function: Function) -> Callable[..., Any]:
 
 
 NAMES: dict[str, Any] = functions_of("isa", "nisa", _body)
-NAMES["get_nc_version"] = current_isa.NAMES["get_nc_version"]
-for _name in ISA_ENUMS:
+for _name in (*ISA_ENUMS, *ISA_VALUES.split(), "get_nc_version"):
     NAMES[_name] = current_isa.NAMES[_name]
-for _name in ("tensor", "vector", "scalar", "gpsimd", "unknown"):
-    NAMES[f"{_name}_engine"] = getattr(engines, _name)
 NAMES["dma_engine"] = engines.dma

@@ -19,10 +19,11 @@ import numpy as np
 
 from nmm_compiler.errors import OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1 import instructions
-from nmm_compiler.simulator.beta1.index import Index, Part, affine, arange, box_of, mgrid
+from nmm_compiler.simulator.beta1.index import Index, Part, Shape, affine, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
     copied,
+    dma_copied,
     elementwise,
     filled,
     functions_of,
@@ -97,7 +98,7 @@ class Allocator(NamedTuple):
     func: Callable[..., Any]
 
 
-def _shape(shape: Any) -> tuple[tuple[int, ...], int]:
+def _shape(shape: Any) -> tuple[Shape, int]:
     """Return (sizes, position of the partition dimension)."""
     given = tuple(shape) if not isinstance(shape, (int, np.integer)) else (shape,)
     marked = [d for d, size in enumerate(given) if isinstance(size, par_dim)]
@@ -258,7 +259,6 @@ def load_transpose2d(src: Any, *, mask: Any = None, dtype: Any = None) -> Tensor
             f"nl.load_transpose2d of {src!r}; it takes 2-D tensors without run-time indices",
         )
     by_dma = session().machine.target.dma_transposes and source.kind.item_bytes == 2
-
     turn = functools.partial(turned_by_dma, axes=(1, 0)) if by_dma else _turned_by_products
     return result(
         (source.shape[1], source.shape[0]), asked(dtype, source.kind),
@@ -284,10 +284,7 @@ def atomic_rmw(dst: Any, value: Any, op: Any, *, mask: Any = None) -> None:
     target = _hbm("nl.atomic_rmw", "dst", dst)
     if getattr(op, "__name__", "") != "add" or mask is not None:
         raise fail(UnsupportedInstructionError, "nl.atomic_rmw takes op=np.add and no mask")
-    session().flush()
-    view = written(target)
-    source = in_sbuf(stretched(tensor("nl.atomic_rmw", "value", value), target.shape, "value"))
-    ISSUE["dma_compute"](view, [view, source], CURRENT["add"])
+    dma_copied("nl.atomic_rmw", target, tensor("nl.atomic_rmw", "value", value), CURRENT["add"])
 
 
 @_named

@@ -44,6 +44,7 @@ from nmm_compiler.simulator.machine import (
 )
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
+Function = Callable[..., Any]
 Grid = tuple[Dimension, ...]
 
 
@@ -68,7 +69,7 @@ def _cores(grid: Grid) -> int:
     return max(spread, default=1)
 
 
-def _entry(function: Callable[..., Any], grid: Grid, checked: bool) -> Callable[..., Any]:
+def _entry(function: Function, grid: Grid, checked: bool) -> Function:
     """Return a kernel as the simulator calls it: with its own tensors, once per core."""
 
     @functools.wraps(function)
@@ -130,9 +131,7 @@ class Kernel(standins.JitKernel):
         which fill their last parameters, are launched unchecked.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], launch: Grid = (), *, checked: bool = True
-    ) -> None:
+    def __init__(self, function: Function, launch: Grid = (), *, checked: bool = True) -> None:
         super().__init__(_entry(function, launch, checked), _cores(launch))
         self.plain = function
         self.launch = launch
@@ -175,7 +174,7 @@ class Benchmark(Kernel):
         return None
 
 
-def _decorator(made: type[Kernel], checked: bool = True) -> Callable[..., Any]:
+def _decorator(made: type[Kernel], checked: bool = True) -> Function:
     """Return a decorator with or without options; the options are for the device's compiler."""
 
     def decorate(function: Any = None, **options: Any) -> Any:
@@ -190,7 +189,7 @@ def _decorator(made: type[Kernel], checked: bool = True) -> Callable[..., Any]:
 
 benchmark = _decorator(Benchmark)
 unchecked = _decorator(Kernel, checked=False)
-_MODES: dict[str, Callable[..., Any]] = {
+_MODES: dict[str, Function] = {
     **dict.fromkeys(("auto", "jax", "torchxla", "baremetal", "simulation"), _decorator(Kernel)),
     "benchmark": benchmark,
     "trace": unchecked,  # not documented; nki-samples marks functions that kernels call with it

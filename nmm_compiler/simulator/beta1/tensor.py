@@ -33,6 +33,7 @@ from nmm_compiler.simulator.beta1.index import (
     Index,
     Mask,
     Part,
+    Shape,
     affine,
     box_of,
     common_part,
@@ -118,8 +119,8 @@ class Session:
 
     machine: Machine
     pending: Tensor | None = None
-    program: tuple[int, ...] = ()
-    grid: tuple[int, ...] = ()
+    program: Shape = ()
+    grid: Shape = ()
     lent: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)
     reductions: dict[int, tuple[bool, set[Any]]] = dataclasses.field(default_factory=dict)
     read_only: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -156,7 +157,7 @@ class Tensor:
     `tile[i_f < n]`, which matmuls alone take (NKI API Masking).
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     kind: DType
     memory: str
     place: NkiTensor | None = None
@@ -223,10 +224,8 @@ class Tensor:
     def settle(self) -> None:
         """Issue a pending tile into a tile of its own."""
         now, pending = session(), self.pending
-        if pending is None:
-            return
-        if now.pending is self:
-            now.pending = None
+        assert pending is not None
+        now.pending = None
         with place_instructions(pending.place):
             region = psum if pending.only[0] == "psum" else sbuf
             self.become(Tensor.of(ndarray(self.shape, self.kind, region)))
@@ -534,12 +533,12 @@ def _chosen(tensor: Tensor, dim: int, tile: Tensor, before: Indirection | None) 
 
 
 def result(
-    shape: tuple[int, ...],
+    shape: Shape,
     kind: DType,
     issue: Issue | None,
     *,
     mask: Any = None,
-    over: tuple[int, ...] | None = None,
+    over: Shape | None = None,
     turned: bool = False,
     only: tuple[str, ...] = ("sbuf", "psum"),
     exact: bool = False,
@@ -668,12 +667,12 @@ def _fits(dst: Tensor, value: Tensor, pending: Pending) -> bool:
     return floats and value.kind == "float32"
 
 
-def alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+def alike(a: Shape, b: Shape) -> bool:
     """Return whether two shapes differ only by free dimensions of size 1."""
     return a[0] == b[0] and [s for s in a[1:] if s != 1] == [s for s in b[1:] if s != 1]
 
 
-def stretched(tile: Tensor, shape: tuple[int, ...], what: str, box: Part = True) -> NkiTensor:
+def stretched(tile: Tensor, shape: Shape, what: str, box: Part = True) -> NkiTensor:
     """Return the operand as a view of `shape`, cut to `box`; dimensions of size 1 repeat."""
     if tile.shape == shape:
         return tile.tile(box)
@@ -692,7 +691,7 @@ def stretched(tile: Tensor, shape: tuple[int, ...], what: str, box: Part = True)
     return Tensor.of(view).tile(box)
 
 
-def no_broadcast(tile: Tensor, shape: tuple[int, ...], what: str) -> Any:
+def no_broadcast(tile: Tensor, shape: Shape, what: str) -> Any:
     """Return the error for a tile that does not broadcast to `shape`."""
     apart = tile.shape[0] != shape[0] and " (err_num_partition_mismatch)"
     return fail(OperandError, f"{what}: {tile!r} does not broadcast to {shape}{apart or ''}")
