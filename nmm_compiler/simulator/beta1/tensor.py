@@ -38,6 +38,7 @@ from nmm_compiler.simulator.beta1.index import (
     box_of,
     common_part,
     full_key,
+    mgrid,
 )
 from nmm_compiler.simulator.isa.elementwise import memset, tensor_copy
 from nmm_compiler.simulator.isa.operands import same_view
@@ -265,7 +266,7 @@ class Tensor:
             return self._masked(key)
         rank = len(self.shape)
         keys = full_key(key, rank)
-        given = tuple(k for k in keys if k is not None)
+        given = [k for k in keys if k is not None]
         if len(given) > rank:
             raise fail(OperandError, f"{len(keys)} indices into {self!r}")
         if any(isinstance(k, (Index, Tensor, Shifted)) for k in keys):
@@ -273,13 +274,22 @@ class Tensor:
         if all(k.__class__ is slice and k == slice(None) for k in keys):
             self.tile(False)
             return Tensor(self.shape, self.kind, self.memory, self.place, self.outside)
-        view, axis = self.tile()[given], 0
+        spans = [_span(k, size) for k, size in zip(given, self.shape, strict=True)]
+        if self.memory == "hbm" and any(map(_leaves, spans, self.shape)):
+            return self._beyond(spans)
+        view, axis = self.tile()[tuple(given)], 0
         for k in keys:
             if k is None:
                 view = view.expand_dim(axis)
             rows = axis == 0 and self.memory != "hbm"  # an index of partitions leaves one
             axis += k is None or rows or isinstance(k, (slice, DynamicSlice))
         return Tensor.of(view)
+
+    def _beyond(self, spans: list[Any]) -> Tensor:
+        """Return a part that slices leave, which a mask has to cut: each has an axis of its own."""
+        lines = iter(mgrid[tuple(span for span in spans if isinstance(span, slice))])
+        keys = [next(lines) if isinstance(span, slice) else span for span in spans]
+        return self._part([_line(self, key, dim) for dim, key in enumerate(keys)])
 
     def _masked(self, mask: Mask | bool) -> Tensor:
         """Return a tile with an operand mask."""
@@ -447,14 +457,25 @@ class Blocks(Tensor):
                 f"index {key!r} over block dimension {dim} of {self!r}; blocks are tiles of their "
                 "own, choose one with an integer or a loop variable",
             )
-        if isinstance(key, DynamicSlice):
-            key = slice(key.start, key.start + key.size)
-        if not isinstance(key, slice):
-            return _number(self, key, dim)
-        size = self.shape[dim]
-        if not range(size)[key] or (key.stop or 0) > size:
+        span, size = _span(key, self.shape[dim]), self.shape[dim]
+        if not isinstance(span, slice):
+            return _number(self, span, dim)
+        if _leaves(span, size) or not range(size)[span]:
             raise fail(OutOfBoundsError, f"{key} of block dimension {dim} of {self!r} leaves it")
-        return key
+        return span
+
+
+def _span(key: Any, size: int) -> Any:
+    """Return a slice, which nl.ds is too, with its ends; what is no slice as it is."""
+    if isinstance(key, DynamicSlice):
+        return slice(key.start, key.start + key.size)
+    if isinstance(key, slice):
+        return slice(key.start or 0, size if key.stop is None else key.stop, key.step)
+    return key
+
+
+def _leaves(span: Any, size: int) -> bool:
+    return isinstance(span, slice) and span.stop > size
 
 
 def _number(tensor: Tensor, key: Any, dim: int) -> int:

@@ -127,6 +127,14 @@ EXACTLY = {
         """, (A, np.arange(128, dtype=np.int32)[::-1].copy()),
         (A[::-1] * (np.arange(128)[:, None] >= 32),),
     ),
+    "slices that leave their tensor are cut by a mask": (
+        """
+        i_p = nl.arange(128)[:, None]
+        t = nl.full((128, 100), 7.0, dtype=nl.float32, buffer=nl.sbuf)
+        t[...] = nl.load(a[nl.ds(128, 128), 0:100], mask=(128 + i_p < 200))
+        return out(t)
+        """, (MASKED,), (np.pad(MASKED[128:], ((0, 56), (0, 0)), constant_values=7),),
+    ),
     "what a mask left out is undefined and may be read": (
         """
         r = nl.ndarray((200, 100), dtype=nl.float32, buffer=nl.shared_hbm)
