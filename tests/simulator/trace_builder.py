@@ -8,7 +8,7 @@ import re
 import pytest
 
 from nmm_compiler import targets
-from nmm_compiler.simulator.tensors.geometry import walk_pattern
+from nmm_compiler.simulator.tensors.geometry import contiguous_run, walk_pattern
 from nmm_compiler.simulator.timing.profile import profile_traces
 from nmm_compiler.simulator.timing.timeline import time_trace
 from nmm_compiler.simulator.trace import Access, Allocation, Instruction, Trace
@@ -33,8 +33,8 @@ class Tensor:
             width, place = self.shape[1] * item, (0, 1)
             start, stop = rows[0] * width + start, rows[-1] * width + stop
             sizes, strides = (len(rows), *sizes), (self.shape[1] * rows.step, *strides)
-        pattern, run, extent, _ = walk_pattern(sizes, strides, item)
-        region = pattern, self.dtype, item, run >= extent
+        pattern, extent = walk_pattern(tuple(zip(sizes, strides, strict=True)), item)
+        region = pattern, self.dtype, item, contiguous_run(pattern, item) >= extent
         return Access(self.storage, memory, *place, start, stop, *region)
 
     @property

@@ -349,7 +349,7 @@ class Tensor:
                 OperandError,
                 f"one partition of {self!r} for {shape[0]}; broadcast it with .broadcast_to(shape)",
             )
-        part = NkiTensor(view.storage, shape, strides, offset, view.dtype, choice)
+        part = view.over(tuple(zip(shape, strides, strict=True)), offset, choice)
         return Tensor.of(part, tuple(outside))
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -51,7 +51,6 @@ from nmm_compiler.simulator.isa.operands import (
 from nmm_compiler.simulator.isa.operators import YOUNG_ALU_OPERATORS, Takes
 from nmm_compiler.simulator.isa.poison import Flow, spread
 from nmm_compiler.simulator.machine import CURRENT, Machine, current
-from nmm_compiler.simulator.tensors.geometry import geometry_of
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -362,8 +361,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if known is None or machine.data:
             return self._run(machine, {**self.defaults, **values}, name, key, known)
         return machine.record(
-            self.op, known.engine, tuple([values[role]._access for role in known.reads]),
-            tuple([values[role]._access for role in known.writes]), known.attributes, name,
+            self.op, known.engine, tuple([values[role].access() for role in known.reads]),
+            tuple([values[role].access() for role in known.writes]), known.attributes, name,
             known.kind,
         )  # fmt: skip
 
@@ -383,7 +382,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
                     return None
                 views.append(value)
                 storages.append(value.storage)
-                key += role, value.geometry or geometry_of(value)
+                key += role, value.geometry
             else:
                 key += role, kind, _key_of(value) if kind in _SEQUENCES else value
         if len(set(storages)) < len(storages):
@@ -402,8 +401,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if known is None:
             call.check()
         else:
-            call.reads = [arguments[role]._access for role in known.reads]
-            call.writes = [arguments[role]._access for role in known.writes]
+            call.reads = [arguments[role].access() for role in known.reads]
+            call.writes = [arguments[role].access() for role in known.writes]
         steps = self.body(call, **call.arguments) if self.checks else None
         attributes = NO_ATTRIBUTES if steps is None else next(steps)
         if known is None:

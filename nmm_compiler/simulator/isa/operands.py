@@ -25,7 +25,6 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import INTEGERS
-from nmm_compiler.simulator.tensors.geometry import out_of_reach
 from nmm_compiler.simulator.tensors.indirect import positions
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
@@ -89,7 +88,7 @@ def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> 
             OperandError,
             f"{role} is {type(view).__name__} {view!r:.60}; pass a tensor",
         )
-    access = view._access or view.access()
+    access = view.access()
     if access.memory not in memories:
         raise caller.error(
             OperandError,
@@ -114,13 +113,10 @@ def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> 
             f"{role} {view.name!r} is {view.dtype}, which engines move but do not "
             "compute with; multiply it with nisa.nc_matmul_mx, or pass .view(nl.uint8)",
         )
-    if view.special and "hbm" not in memories:
-        problem = out_of_reach(view.shape[1:], view.strides[1:])
-        if problem:
-            caller.rule(
-                OperandError,
-                f"{role} {view.name!r} {view.get_pattern()} has {problem}",
-            )
+    if view.geometry.far and "hbm" not in memories:
+        caller.rule(
+            OperandError, f"{role} {view.name!r} {view.get_pattern()} has {view.geometry.far}"
+        )
     return access
 
 

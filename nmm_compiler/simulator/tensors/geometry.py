@@ -3,82 +3,73 @@
 A kernel allocates thousands of tensors of one shape and takes the same parts of each. Views of one
 geometry differ only in their storage and in where they begin in HBM or SBUF. No check of an
 instruction tells them apart, but for operands that share a storage. A part of another view of that
-geometry takes its shape, strides and region from the first one.
+geometry takes its geometry from the first one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import DynamicSlice
-from nmm_compiler.simulator.trace import Access
-
-NkiTensor = Any  # its file knows this one
 
 FIXED = frozenset({int, type(None), type, bool})
 """The classes of what a key may consist of, if its part is to be kept."""
 KEPT = 100_000
+Dims = tuple[tuple[int, int], ...]
+"""(size, stride in elements) of each dimension."""
 Pattern = tuple[tuple[int, int], ...]
 """(step, count) of each dimension of a region, as an `Access` has them."""
-Make = Callable[[Storage, int, int], NkiTensor]
-"""Makes a view of a storage that begins so many elements, and bytes, behind where it did."""
 
 
 class Geometry:
     """What views have in common that differ only in their storage and in where they begin.
 
-    parts: how to make the part that a key selects.
+    first, stop: partitions. base: bytes from where the region begins to where the view does.
+    extent: bytes from the first element to the last; dense: they are all of the region.
+    far: why no engine can walk it, or "". parts: (geometry, step in elements) by key.
     """
 
-    def __init__(self, key: tuple[Any, ...]) -> None:
-        self.parts: dict[tuple[Any, ...], Make] = {}
+    __slots__ = (
+        "base", "dense", "dims", "dtype", "extent", "far", "first", "memory", "parts", "pattern",
+        "shape", "stop", "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self, memory: str, dims: Dims, dtype: DType, shift: int, row: tuple[Any, ...], *apart: Any
+    ) -> None:
+        self.memory, self.dims, self.dtype = memory, dims, dtype
+        self.shape = tuple([size for size, _ in dims])
+        self.strides = tuple([stride for _, stride in dims])
+        self.first, self.stop, self.far = 0, 1, ""
+        self.base = shift * dtype.item_bytes
+        if row:
+            partition, whole, address, _ = row
+            self.base -= partition * whole
+            self.first = partition + (address[0] if address else 0)
+            self.stop = self.first + self.shape[0]
+            self.far = out_of_reach(self.shape[1:], self.strides[1:])
+        self.pattern, self.extent = walk_pattern(dims[bool(row) :], dtype.item_bytes)
+        self.dense = contiguous_run(self.pattern, dtype.item_bytes) >= self.extent
+        self.parts: dict[tuple[Any, ...], tuple[Geometry, int]] = {}
 
 
 _interned = functools.lru_cache(KEPT)(Geometry)
 
 
-def geometry_of(view: NkiTensor) -> Geometry:
-    """Return the geometry of a view, which must not have runtime addresses."""
-    access = view._access or view.access()
-    storage, memory = view.storage, access.memory
-    key: tuple[Any, ...] = (memory, view.shape, view.strides, view.dtype, storage.constant)
-    if memory != "hbm":
-        key += (access.partition_start, storage.bytes_per_partition, storage.address,
-                storage.shape[0])  # fmt: skip
-    if memory == "psum":
-        key += (view.offset,)  # its banks tell where a product may lie
-    known = view.geometry = _interned(key)
-    return known
-
-
-def keep(makers: dict[tuple[Any, ...], Make], key: Any, view: NkiTensor, *begin: int) -> Make:
-    """Keep how to make a view like this one under a key.
-
-    begin: the offset in elements and in bytes from where it begins.
-    """
-    if len(makers) >= KEPT:
-        makers.clear()
-    access, kind, special, geometry = view.access(), view.__class__, view.special, geometry_of(view)
-    shape, strides, dtype = view.shape, view.strides, view.dtype
-    memory, pattern, item = access.memory, access.pattern, access.item_bytes
-    first, stop = access.partition_start, access.partition_stop
-    offset, start = view.offset - begin[0], access.byte_start - begin[1]
-    extent, dense = access.byte_stop - access.byte_start, access.dense
-
-    def make(storage: Storage, elements: int, byte: int) -> NkiTensor:
-        made = kind(storage, shape, strides, offset + elements, dtype)
-        byte += start
-        made._access = Access(
-            storage.identity, memory, first, stop, byte, byte + extent, pattern, dtype, item, dense
-        )
-        made.special, made.geometry = special, geometry
-        return made
-
-    makers[key] = make
-    return make
+def geometry_of(storage: Storage, dims: Dims, offset: int, dtype: DType) -> Geometry:
+    """Return the geometry of a view; `apart` are its differences that checks of operands see."""
+    memory, whole = storage.memory, storage.bytes_per_partition
+    # to the first of the same elements walked upwards
+    shift = sum([(size - 1) * stride for size, stride in dims if stride < 0])
+    if memory == "hbm":
+        return _interned(memory, dims, dtype, shift, (), storage.constant)
+    row = ((offset + shift) * dtype.item_bytes // whole, whole, storage.address, storage.shape[0])
+    bank = offset if memory == "psum" else 0  # its banks tell where a product may lie
+    return _interned(memory, dims, dtype, shift, row, storage.constant, bank)
 
 
 def numbers_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -146,15 +137,9 @@ def contiguous_run(pattern: Pattern, item_bytes: int) -> int:
     return count * item_bytes if step == item_bytes else item_bytes
 
 
-@functools.lru_cache(100_000)
-def walk_pattern(
-    shape: tuple[int, ...], strides: tuple[int, ...], item: int
-) -> tuple[Pattern, int, int, bool]:
-    """Return (((step_bytes, count), ...) outermost first, bytes of a run, and from the first
-    element to the last, whether it is out of all reach)."""
-    pattern = tuple(
-        (stride * item, size) for size, stride in merged(zip(shape, strides, strict=True))
-    ) or ((item, 1),)
-    extent = item + sum((count - 1) * step for step, count in pattern)
-    run = contiguous_run(pattern, item)
-    return pattern, run, extent, bool(out_of_reach(shape, strides))
+def walk_pattern(dims: Dims, item: int) -> tuple[Pattern, int]:
+    """Return (((step_bytes, count), ...) outermost first, bytes from the first element to the
+    last) of dimensions in elements, walked upwards."""
+    upwards = merged((size, abs(stride)) for size, stride in dims)
+    pattern = tuple((stride * item, size) for size, stride in upwards) or ((item, 1),)
+    return pattern, item + sum((count - 1) * step for step, count in pattern)

@@ -26,14 +26,14 @@ from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.geometry import (
     FIXED,
+    KEPT,
+    Dims,
     Geometry,
-    Make,
+    contiguous_run,
     geometry_of,
-    keep,
     merged,
     numbers_of,
     row_major,
-    walk_pattern,
 )
 from nmm_compiler.simulator.tensors.marks import note_unwritten, poisoned_values
 from nmm_compiler.simulator.tensors.memory import Storage
@@ -46,8 +46,6 @@ from nmm_compiler.simulator.tensors.registers import (
 )
 from nmm_compiler.simulator.trace import Access
 
-Dims = tuple[tuple[int, int], ...]
-"""(size, stride) of each dimension."""
 Moved = tuple[tuple[Any, int, int], ...]
 """The registers that slices start at: (symbol, step, value) of each part of an offset."""
 
@@ -66,37 +64,30 @@ def kind_of(dtype: Any) -> DType:
 
 
 class NkiTensor(NKIObject):
-    """A view of a tensor in HBM, SBUF or PSUM.
-
-    special: whether `operand` must check the view in detail; known after `access()`.
-    """
+    """A view of a tensor in HBM, SBUF or PSUM."""
 
     __slots__ = (
-        "_access", "_array", "dtype", "geometry", "indirection", "moved", "offset",
-        "shape", "special", "storage", "strides",
+        "_access", "dtype", "geometry", "indirection", "moved", "offset", "shape", "storage",
+        "strides",
     )  # fmt: skip
 
     def __init__(
         self,
         storage: Storage,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
+        geometry: Geometry,
         offset: int,
-        dtype: DType,
         indirection: Indirection | None = None,
         moved: Moved = (),
     ) -> None:
         self.storage = storage
-        self.shape = shape
-        self.strides = strides
+        self.geometry = geometry
+        self.shape = geometry.shape
+        self.strides = geometry.strides
+        self.dtype = geometry.dtype
         self.offset = offset
-        self.dtype = dtype
         self.indirection: Any = indirection
-        self._access: Any = None
-        self._array: np.ndarray | None = None
-        self.special = False
-        self.geometry: Geometry | None = None
         self.moved = moved
+        self._access: Access | None = None
 
     # Attributes that a kernel may read
 
@@ -125,7 +116,7 @@ class NkiTensor(NKIObject):
 
     def is_contiguous(self) -> bool:
         """Return whether the view covers its storage densely, row-major (free dims on chip)."""
-        return all(stride == 1 for _, stride in merged(self._dims[self.memory != "hbm" :]))
+        return all(stride == 1 for _, stride in merged(self.geometry.dims[self.memory != "hbm" :]))
 
     def is_indirect(self) -> bool:
         """Return whether the view uses an offset that is known at run time only."""
@@ -168,25 +159,20 @@ class NkiTensor(NKIObject):
 
     def get_pattern(self) -> list[list[int]]:
         """Return [[stride, count], ...] of all dimensions."""
-        return [[stride, count] for count, stride in self._dims]
+        return [[stride, count] for count, stride in self.geometry.dims]
 
     # Views
 
-    @property
-    def _dims(self) -> Dims:
-        return tuple(zip(self.shape, self.strides, strict=True))
-
     def over(
         self,
-        dims: Sequence[tuple[int, int]],
+        dims: Dims,
         offset: int | None = None,
         index: Indirection | None = None,
         moved: Moved | None = None,
     ) -> NkiTensor:
         """Return a view over other dimensions, from another offset on, by another index."""
-        shape, strides = zip(*dims, strict=True) if dims else ((), ())
-        return NkiTensor(
-            self.storage, shape, strides, self.offset if offset is None else offset, self.dtype,
+        return view_of(
+            self.storage, dims, self.offset if offset is None else offset, self.dtype,
             index or self.indirection, self.moved if moved is None else moved,
         )  # fmt: skip
 
@@ -196,17 +182,19 @@ class NkiTensor(NKIObject):
             key = (key,)
         if self.indirection is not None or self.moved:
             return self._view(key)
-        at, parts = numbers_of(key), (self.geometry or geometry_of(self)).parts
+        at, parts = numbers_of(key), self.geometry.parts
         try:
-            make = parts.get(at)
+            known = parts.get(at)
         except TypeError:  # an index that cannot be hashed, such as an array
             return self._view(key)
-        if make is not None:
-            return make(self.storage, self.offset, self._access.byte_start)
+        if known is not None:
+            return NkiTensor(self.storage, known[0], self.offset + known[1])
         part = self._view(key)
         # a part by a register, say, is not kept: the value may change
         if part.__class__ is not UnusableView and FIXED.issuperset(map(type, at)):
-            keep(parts, at, part, self.offset, self._access.byte_start)
+            if len(parts) >= KEPT:
+                parts.clear()
+            parts[at] = part.geometry, part.offset - self.offset
         return part
 
     def _view(self, key: tuple[Any, ...]) -> NkiTensor:
@@ -249,7 +237,7 @@ class NkiTensor(NKIObject):
                 if d == 0 and on_chip:
                     dims.append((1, stride))
             offset += start * stride
-        dims += self._dims[len(key) :] if len(key) < rank else ()
+        dims += self.geometry.dims[len(key) :] if len(key) < rank else ()
         dims += [(1, 1)] * (1 + on_chip - len(dims))
         rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
         if rows_chosen and dims[0][0] != self.shape[0]:
@@ -257,7 +245,7 @@ class NkiTensor(NKIObject):
                 UnsupportedInstructionError,
                 f"indirect view of {self.name!r}: the indirect dimension cannot be indexed again",
             )
-        return self.over(dims, offset, moved=moved)
+        return self.over(tuple(dims), offset, moved=moved)
 
     def _span(
         self, dim: int, key: slice | DynamicSlice, moved: Moved
@@ -322,7 +310,7 @@ class NkiTensor(NKIObject):
                 )
             dim = self._dimension(dim, "dynamic selection")
             chosen = Indirection("scalar", dim, index, self.strides[dim])
-            return self.over(self._dims[:dim] + self._dims[dim + 1 :], index=chosen)
+            return self.over(self.geometry.dims[:dim] + self.geometry.dims[dim + 1 :], index=chosen)
         dim, number = self._dimension(dim), self._number(index)
         if number < 0:
             raise fail(
@@ -341,7 +329,7 @@ class NkiTensor(NKIObject):
             )
         rows = vector_offset.shape[0], self.strides[0]
         chosen = Indirection("vector", 0, vector_offset, self.strides[0])
-        return self.over((rows, *self._dims[1:]), index=chosen)
+        return self.over((rows, *self.geometry.dims[1:]), index=chosen)
 
     def ap(
         self,
@@ -387,9 +375,9 @@ class NkiTensor(NKIObject):
             indirect_dim = self._dimension(indirect_dim, "dynamic selection")
             step = self.strides[indirect_dim] * self.dtype.item_bytes // kind.item_bytes
             indirection = Indirection("scalar", indirect_dim, scalar_offset, step)
-        view = NkiTensor(
-            storage, counts, steps, start, kind, indirection, self._moved_in(kind.item_bytes)
-        )
+        dims = tuple(zip(counts, steps, strict=True))
+        moved = self._moved_in(kind.item_bytes)
+        view = view_of(storage, dims, start, kind, indirection, moved)
         problem = "" if indirection is not None else view.leaves()
         return UnusableView(storage.machine, problem) if problem else view
 
@@ -401,7 +389,7 @@ class NkiTensor(NKIObject):
                 UnsupportedInstructionError, f"view(dtype) of {self.name!r}, which is indirect"
             )
         old, new = self.dtype.item_bytes, kind.item_bytes
-        outer, total, start = self._dims[:-1], self.shape[-1] * old, self.offset * old
+        outer, total, start = self.geometry.dims[:-1], self.shape[-1] * old, self.offset * old
         if old != new and self.strides[-1] != 1 and self.shape[-1] != 1:
             raise fail(
                 OperandError,
@@ -413,11 +401,9 @@ class NkiTensor(NKIObject):
                 f"view({kind}) of {self.name!r} {self.shape} {self.dtype}: {total} B do not "
                 f"divide into {new} B elements",
             )
-        last = self._dims[-1] if old == new else (total // new, 1)
-        shape, strides = zip(*((n, s * old // new) for n, s in outer), last, strict=True)
-        return NkiTensor(
-            self.storage, shape, strides, start // new, kind, None, self._moved_in(new)
-        )
+        last = self.geometry.dims[-1] if old == new else (total // new, 1)
+        dims = (*((n, s * old // new) for n, s in outer), last)
+        return view_of(self.storage, dims, start // new, kind, None, self._moved_in(new))
 
     def _moved_in(self, item: int) -> Moved:
         """Return `moved` in steps of elements of `item` bytes."""
@@ -473,11 +459,11 @@ class NkiTensor(NKIObject):
             raise fail(OperandError, f"permute{dims} of shape {self.shape} is no permutation")
         if dims[0] != 0:
             self._dimension(0, "permuting")
-        return self.over(tuple(self._dims[d] for d in dims))
+        return self.over(tuple(self.geometry.dims[d] for d in dims))
 
     def _replaced(self, dim: int, count: int, by: Dims) -> NkiTensor:
         """Return the view with other dimensions in place of `count` of them from `dim` on."""
-        return self.over(self._dims[:dim] + by + self._dims[dim + count :])
+        return self.over(self.geometry.dims[:dim] + by + self.geometry.dims[dim + count :])
 
     def broadcast(self, dim: int, size: int) -> NkiTensor:
         """Repeat dimension `dim`, which has size 1, `size` times without a copy."""
@@ -523,7 +509,7 @@ class NkiTensor(NKIObject):
         start, end = self._dimension(start_dim), self._dimension(end_dim)
         if end > start:
             self._dimension(start, "merging")
-        dims = self._dims[start : end + 1]
+        dims = self.geometry.dims[start : end + 1]
         merged = self._regroup(dims, (math.prod(size for size, _ in dims),))
         return self._replaced(start, len(dims), merged)
 
@@ -551,14 +537,16 @@ class NkiTensor(NKIObject):
         wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = self._infer(tuple(wanted), self.size)
         if self.memory == "hbm" and self.indirection is None:
-            return self.over(self._regroup(self._dims, new))
+            return self.over(self._regroup(self.geometry.dims, new))
         if new[0] != self.shape[0]:
             raise fail(
                 OperandError,
                 f"reshape of {self.name!r} {self.shape} to {new} changes the partition "
                 f"dimension; keep {self.shape[0]} first",
             )
-        return self.over((self._dims[0], *self._regroup(self._dims[1:], new[1:] or (1,))))
+        return self.over(
+            (self.geometry.dims[0], *self._regroup(self.geometry.dims[1:], new[1:] or (1,)))
+        )
 
     def rearrange(
         self,
@@ -604,44 +592,28 @@ class NkiTensor(NKIObject):
         """Return the record of the region for the trace."""
         access = self._access
         if access is None:
-            if min(self.strides, default=0) < 0:  # as the same elements, walked upwards
-                shift = sum((size - 1) * stride for size, stride in self._dims if stride < 0)
-                upwards = tuple((size, abs(stride)) for size, stride in self._dims)
-                access = self._access = self.over(upwards, self.offset + shift).access()
-                return access
-            storage, item = self.storage, self.dtype.item_bytes
-            on_chip, start = storage.memory != "hbm", self.offset * item
-            inner = (self.shape, self.strides, item)
-            partition, rows, whole = 0, 1, storage.bytes_per_partition
-            if on_chip:
-                inner = (self.shape[1:], self.strides[1:], item)
-                partition, start = divmod(start, whole)
-                rows = self.shape[0]
-            if storage.address is not None:
-                partition += storage.address[0]
-            pattern, run, extent, far = walk_pattern(*inner)
+            storage, geometry, item = self.storage, self.geometry, self.dtype.item_bytes
+            start, extent, dense = (
+                self.offset * item + geometry.base,
+                geometry.extent,
+                geometry.dense,
+            )
             if self.indirection is not None:
-                start, extent = 0, whole
+                start, extent = 0, storage.bytes_per_partition
+                dense = contiguous_run(geometry.pattern, item) >= extent
             access = self._access = Access(
-                storage.identity, storage.memory, partition, partition + rows, start,
-                start + extent, pattern, self.dtype, item, run >= extent,
+                storage.identity, geometry.memory, geometry.first, geometry.stop, start,
+                start + extent, geometry.pattern, self.dtype, item, dense,
             )  # fmt: skip
-            self.special = on_chip and bool(partition or far or self.dtype.kind == "packed")
         return access
 
     def array(self) -> np.ndarray:
         """Return the NumPy view of the elements (storage dtype)."""
-        array = self._array
-        if array is None:
-            item = self.dtype.item_bytes
-            array = self._array = np.ndarray(
-                self.shape,
-                self.dtype.numpy,
-                self.storage.raw,
-                self.offset * item,
-                tuple([s * item for s in self.strides]),
-            )
-        return array
+        item = self.dtype.item_bytes
+        return np.ndarray(
+            self.shape, self.dtype.numpy, self.storage.raw, self.offset * item,
+            tuple([s * item for s in self.strides]),
+        )  # fmt: skip
 
     def unwritten_view(self) -> np.ndarray | None:
         """Return which bytes of each element are unwritten, or None when all are written."""
@@ -695,16 +667,26 @@ class UnusableView(NkiTensor):
         raise self.machine.error(OutOfBoundsError, self.refusal)
 
 
-_WHOLE: dict[tuple[Any, ...], Make] = {}
+def view_of(
+    storage: Storage,
+    dims: Dims,
+    offset: int,
+    dtype: DType,
+    index: Indirection | None = None,
+    moved: Moved = (),
+) -> NkiTensor:
+    """Return a view of a storage."""
+    return NkiTensor(storage, geometry_of(storage, dims, offset, dtype), offset, index, moved)
+
+
+_WHOLE: dict[tuple[Any, ...], Geometry] = {}
 
 
 def make_tensor(storage: Storage) -> NkiTensor:
     """Return the view of a whole storage."""
-    key = (storage.memory, storage.shape, storage.dtype, storage.constant)
-    make = _WHOLE.get(key) if storage.address is None else None
-    if make is None:
-        view = NkiTensor(storage, storage.shape, row_major(storage.shape), 0, storage.dtype)
-        if storage.address is not None:
-            return view
-        make = keep(_WHOLE, key, view, 0, 0)
-    return make(storage, 0, 0)
+    key = storage.memory, storage.shape, storage.dtype, storage.constant, storage.address
+    geometry = _WHOLE.get(key)
+    if geometry is None:
+        dims = tuple(zip(storage.shape, row_major(storage.shape), strict=True))
+        geometry = _WHOLE[key] = geometry_of(storage, dims, 0, storage.dtype)
+    return NkiTensor(storage, geometry, 0)
