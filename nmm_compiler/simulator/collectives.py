@@ -54,6 +54,10 @@ class _Move(Caller):
     ranks: tuple[int, ...]
     pairs: tuple[tuple[NkiTensor, NkiTensor], ...] = ()
 
+    def given(self) -> str:
+        """Return the tensors and the ranks."""
+        return f"{self.pairs!r:.200}, ranks {self.ranks}"
+
     @property
     def place(self) -> int:
         return self.ranks.index(self.machine.rank)

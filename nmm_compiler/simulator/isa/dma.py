@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
+from nmm_compiler.errors import KernelArgumentError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import dge_mode, engine, oob_mode
 from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
@@ -34,49 +34,25 @@ def _issue(call: Call, mode: Any, given: Any, same_dtype: bool) -> tuple[str, st
     name = mode.name
     if name == "hwdge":
         require(call, f"{call.op}(dge_mode=hwdge)", lambda t: t.dma_generates_descriptors)
-        if not same_dtype:
-            raise call.error(
-                OperandError,
-                "hwdge cannot convert dtypes; use the same dtype or another dge_mode",
-            )
+        call.need(same_dtype, "hwdge cannot convert dtypes; make them equal or drop dge_mode")
     if given is _UNKNOWN:
         return ("gpsimd" if name == "swdge" else "sync"), name
-    if given not in (engine.sync, engine.scalar) and name == "hwdge":
-        raise call.error(
-            OperandError,
-            f"hwdge descriptors come from the sync or scalar engine, not {given}",
-        )
-    if name != "hwdge":
-        call.rule(
-            OperandError,
-            f"engine={given.name} with dge_mode {name}; only hwdge takes an engine, leave it unset "
-            "or pass dge_mode=nisa.dge_mode.hwdge",
-        )
+    call.need(
+        name != "hwdge" or given in (engine.sync, engine.scalar),
+        "hwdge descriptors come from the sync or scalar engine",
+    )
+    call.should(name == "hwdge", "only hwdge takes an engine; unset it or pass dge_mode.hwdge")
     return _ISSUERS.get(given, "sync"), name
 
 
 def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
     """Refuse a runtime address where descriptors are made before the run."""
     for view in views:
-        if view.indirection is not None and mode == "none":
-            raise call.error(
-                OperandError,
-                f"{view.name!r} has a runtime address, dge_mode none makes descriptors before the "
-                "run; leave dge_mode unset",
-            )
-        if view.indirection is not None and view.indirection.kind == "vector":
-            if view.memory != "hbm":
-                raise call.error(
-                    OperandError,
-                    f"vector_offset on {view.name!r} in {view.memory.upper()}; the indexed tensor "
-                    "must be in HBM",
-                )
-            if mode == "hwdge":
-                raise call.error(
-                    OperandError,
-                    "gather and scatter need software descriptors, not hwdge; leave dge_mode "
-                    "unset or use swdge",
-                )
+        if view.indirection is not None:
+            call.need(mode != "none", "dge_mode.none takes no runtime address; leave it unset")
+        if _chooses_rows(view):
+            call.need(view.memory == "hbm", "a tensor with a vector_offset must be in HBM")
+            call.need(mode != "hwdge", "gather and scatter take no hwdge; leave dge_mode unset")
 
 
 @instruction(
@@ -145,31 +121,22 @@ def dma_transpose(
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
     require(call, "dma_transpose", lambda t: t.dma_transposes, "use nisa.nc_transpose")
     rank = len(src.shape)
-    order = poison.TURNED.get(rank)
-    given = axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)
-    if order is None or not given:
-        raise call.error(
-            OperandError,
-            f"src {src.shape} with axes {axes}; axes are (1, 0), (2, 1, 0) "
-            "or (3, 1, 2, 0) for 2, 3 or 4 dimensions",
-        )
+    order = poison.TURNED.get(rank, ())
+    call.need(
+        order and (axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)),
+        "axes of 2, 3 or 4 dimensions are (1, 0), (2, 1, 0) or (3, 1, 2, 0)",
+    )
     expected = tuple(src.shape[a] for a in order)
-    if dst.shape != expected:
-        raise call.error(
-            OperandError,
-            f"dst {dst.name!r} {dst.shape}, src {src.shape} transposes to {expected}",
-        )
+    call.need(dst.shape == expected, f"the shape of dst must be {expected}")
     check_priority(call, priority)
     _check_alignment(call, dst)
     mode = dge_mode.name
     indirect = _chooses_rows(src)
-    if dst.indirection is not None:
-        raise call.error(OperandError, f"dst {dst.name!r} has a runtime address; copy it later")
-    if src.indirection is None and oob_mode is _SKIP:
-        raise call.error(
-            OperandError,
-            "oob_mode.skip without a runtime index, a direct transpose has none; leave it unset",
-        )
+    call.need(dst.indirection is None, "dst has a runtime address; copy it later")
+    call.need(
+        src.indirection is not None or oob_mode is not _SKIP,
+        "oob_mode.skip without a runtime index; unset it",
+    )
     _check_dynamic(call, (src,), mode if indirect else "unknown")
     _check_transpose_mode(call, src, mode, indirect)
     issuer = "gpsimd" if indirect else "sync"
@@ -198,94 +165,71 @@ def _check_alignment(call: Call, dst: NkiTensor) -> None:
 
 
 def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool) -> None:
-    allowed = ("unknown", "swdge") if indirect else ("unknown", "hwdge")
-    if mode == "none" and src.indirection is None:
+    shape, direct = src.shape, src.indirection is None
+    first, rank = shape[0], len(shape)
+    two_bytes = src.dtype.item_bytes == 2 and shape[-1] <= 128
+    if indirect:
+        call.need(mode in ("unknown", "swdge"), "row indices take no dge_mode but swdge")
+        call.need(
+            two_bytes and first % 16 == 0,
+            "row indices take a 2-byte dtype, rows in steps of 16, a last dimension up to 128",
+        )
+        call.need(
+            rank < 4 or 1 in shape[1:3],
+            "row indices: the second or third dimension of a 4-D src must be 1",
+        )
+        _check_transpose_index(call, src)
+        return
+    if mode == "none" and direct:
         call.warn(
             "dge_mode none; its reference lets a direct transpose take unknown "
             "or hwdge, the guide of DMA descriptors (nki-dge) and nki-library none too"
         )
-    elif mode not in allowed:
-        raise call.error(
-            OperandError,
-            f"dge_mode {mode}; {'indirect' if indirect else 'direct'} "
-            f"transposes take {' or '.join(allowed)}",
-        )
-    if indirect:
-        shape = src.shape
-        if src.dtype.item_bytes != 2 or shape[0] % 16 or shape[-1] > 128:
-            raise call.error(
-                OperandError,
-                f"indirect: src {shape} {src.dtype}; 2-byte dtype, rows "
-                "a multiple of 16, last dimension at most 128",
-            )
-        if len(shape) == 4 and 1 not in shape[1:3]:
-            raise call.error(
-                OperandError,
-                f"indirect: src {shape}; of a 4-D src the second or third dimension must be 1",
-            )
-        _check_transpose_index(call, src)
-        return
-    # descriptors made beforehand take no runtime address: the hardware makes them then (nki-dge)
-    if mode != "hwdge" and src.indirection is None:
-        return
-    first, rank = src.shape[0], len(src.shape)
-    ok = src.dtype.item_bytes == 2 and src.shape[-1] <= 128
-    if rank == 2:
-        ok = ok and first == 16
     else:
-        ok = ok and first in (1, 2, 4, 8, 16) and (first * src.shape[-2]) % 16 == 0
-    if not ok:
-        raise call.error(
-            OperandError,
-            "by hwdge, which dge_mode or a runtime address asks for: src "
-            f"{src.shape} {src.dtype}; 2-byte dtype, last dimension at most 128, and 16 rows (2-D) "
-            "or rows in 1, 2, 4, 8, 16 with rows * shape[-2] a multiple of 16 (3-D, 4-D)",
-        )
+        call.need(mode in ("unknown", "hwdge"), "a direct transpose takes dge_mode.hwdge or none")
+    # descriptors made beforehand take no runtime address: the hardware makes them then (nki-dge)
+    if mode != "hwdge" and direct:
+        return
+    rows = first == 16
+    if rank > 2:
+        rows = first in (1, 2, 4, 8, 16) and (first * shape[-2]) % 16 == 0
+    call.need(
+        two_bytes and rows,
+        "hwdge, which dge_mode or a runtime address asks for, takes a 2-byte dtype, a last "
+        "dimension up to 128, and 16 rows (2-D) or 1, 2, 4, 8 or 16 with rows * shape[-2] a "
+        "multiple of 16 (3-D, 4-D)",
+    )
 
 
 def _check_transpose_index(call: Call, src: NkiTensor) -> None:
     """Check the index tensor of an indirect transpose: its rows' indices, column by column."""
     index = src.indirection.index
-    if index.__class__ is not NkiTensor:
-        raise call.error(
-            OperandError,
-            f"indirect: the index is {type(index).__name__}; pass an SBUF tensor",
-        )
-    shape, rows = index.shape, index.shape[0]
-    if index.dtype != "uint32":
-        raise call.error(
-            OperandError,
-            f"indirect: the index {index.name!r} is {index.dtype}; it must be uint32",
-        )
-    if (
-        len(shape) != 2
-        or not 16 <= rows <= 128
-        or rows % 16
-        or (shape[1] > 1 and rows != 128)
-        or index.size < src.shape[0]
-    ):
-        raise call.error(
-            OperandError,
-            f"indirect: index {index.name!r} {shape} for {src.shape[0]} rows; "
-            "2-D, 16 to 128 rows in steps of 16, 128 when it has more than one column, and an "
-            "index for each row",
-        )
+    fits = index.__class__ is NkiTensor and index.dtype == "uint32" and len(index.shape) == 2
+    if fits:
+        rows, columns = index.shape
+        fits = rows in range(16, 129, 16) and (columns == 1 or rows == 128)
+        fits = fits and index.size >= src.shape[0]
+    call.need(
+        fits,
+        "the index is a 2-D uint32 tensor in SBUF of 16 to 128 rows in steps of 16, 128 when it "
+        "has more than one column, with an index for each row",
+    )
 
 
 def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) -> None:
     """Check dma_compute with row indices: dst[i] += SBUF data, or SBUF dst += src[i]."""
-    if len(srcs) != 2:
-        raise call.error(OperandError, f"{len(srcs)} sources with row indices; it takes exactly 2")
     rows = [s for s in srcs if _chooses_rows(s)]
     plain = [s for s in srcs if not _chooses_rows(s)]
-    if _chooses_rows(dst):
-        fits = len(rows) == 1 and rows[0].storage is dst.storage and plain[0].memory == "sbuf"
-        wanted = "one source with the indices and storage of dst, the other in SBUF"
-    else:
-        fits = len(rows) == 1 and dst.memory == "sbuf" and plain[0].storage is dst.storage
-        wanted = "dst in SBUF, which is also the source without indices"
-    if not fits:
-        raise call.error(OperandError, f"read-modify-write by row indices needs {wanted}")
+    fits = len(rows) == len(plain) == 1
+    if fits and _chooses_rows(dst):
+        fits = rows[0].storage is dst.storage and plain[0].memory == "sbuf"
+    elif fits:
+        fits = dst.memory == "sbuf" and plain[0].storage is dst.storage
+    call.need(
+        fits,
+        "with row indices it takes two sources: one has the indices and storage of dst and the "
+        "other is in SBUF, or the one without indices is dst in SBUF",
+    )
 
 
 @instruction(
@@ -304,38 +248,29 @@ def dma_compute(
     oob_mode: Any = oob_mode.error,
 ) -> Steps:
     """dst = sum of srcs in float32, computed by the DMA engines."""
-    if not isinstance(srcs, (list, tuple)):
-        raise call.error(KernelArgumentError, f"srcs is {type(srcs).__name__}; pass a list")
+    call.need(isinstance(srcs, (list, tuple)), "srcs must be a list", KernelArgumentError)
     srcs = list(srcs)
-    if not 1 <= len(srcs) <= 16:
-        raise call.error(OperandError, f"{len(srcs)} sources; it takes 1 to 16")
-    if scales is not None and (
-        not isinstance(scales, (list, tuple)) or any(s != 1.0 for s in scales)
-    ):
-        raise call.error(UnsupportedInstructionError, f"scales {scales}; all must be 1.0")
+    call.need(1 <= len(srcs) <= 16, "it takes 1 to 16 sources")
+    call.need(
+        scales is None or (isinstance(scales, (list, tuple)) and all(s == 1.0 for s in scales)),
+        "all scales must be 1.0",
+        UnsupportedInstructionError,
+    )
     for s in srcs:
         call.read("src", s, DMA_MEMORIES)
-    for s in srcs:
-        if s.size != dst.size:
-            raise call.error(
-                OperandError,
-                f"src {s.shape} and dst {dst.shape} differ in size",
-            )
+        call.need(s.size == dst.size, "sources and dst must have one size")
     for view in (dst, *srcs):
-        if view.indirection is not None and not _chooses_rows(view):
-            raise call.error(
-                OperandError,
-                f"{view.name!r} has a runtime address; only vector_offset may choose rows at run "
-                "time, use nisa.dma_copy",
-            )
+        call.need(
+            view.indirection is None or _chooses_rows(view),
+            "only vector_offset may choose rows at run time; use nisa.dma_copy",
+        )
     indirect = _chooses_rows(dst) or any(_chooses_rows(s) for s in srcs)
     if indirect:
-        if not unique_indices:
-            raise call.error(UnsupportedInstructionError, "unique_indices must be True")
+        call.need(unique_indices, "unique_indices must be True", UnsupportedInstructionError)
         _check_dynamic(call, (dst, *srcs), "swdge")
         _check_read_modify_write(call, dst, srcs)
-    elif oob_mode is _SKIP:
-        raise call.error(OperandError, "oob_mode.skip without row indices; leave it unset")
+    else:
+        call.need(oob_mode is not _SKIP, "oob_mode.skip without row indices; leave it unset")
     for s in srcs:
         check_hazard(call, dst, s, True)
     issuer, mode = ("gpsimd", "swdge") if indirect else ("sync", "none")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import OperandError, UnsupportedInstructionError
+from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import engine, reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
@@ -59,6 +59,9 @@ _UNSET = attributes(unset=True)  # the compiler may choose another engine
 _NONZERO = attributes(nonzero=True)
 _INT32 = ("int32", "uint32")
 _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
+_SCALAR_PAIRS = (("multiply", "add"), ("multiply", None), ("add", None))
+_PAIRS = {"multiply": ("add", "subtract", "bypass"), "add": ("bypass",), "subtract": ("bypass",),
+          "bypass": ("bypass",)}  # fmt: skip
 
 
 @instruction(
@@ -95,18 +98,15 @@ def tensor_copy(
 
 def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
     """Raise OperandError unless dst's type holds the compile-time number."""
-    dtype = dst.dtype
-    if not isinstance(value, (int, float, np.number, np.bool_)):
-        problem = f"{role} is {type(value).__name__}; pass a compile-time number"
-    elif dtype.kind == "packed" and value != 0:
-        problem = f"{dtype} takes only {role}=0, got {value!r}"
-    elif dtype.kind == "int" and not dtype.low <= value <= dtype.high:
-        problem = f"{role} {value!r} does not fit {dtype} ({dtype.low}..{dtype.high})"
-    elif dtype.kind == "int" and value != int(value):
-        problem = f"{role} {value!r} into {dtype} tensor {dst.name!r}; pass an integer"
-    else:
-        return
-    raise call.error(OperandError, problem)
+    kind = dst.dtype.kind
+    call.number(role, value)
+    call.need(kind != "packed" or value == 0, f"{dst.dtype} takes only {role}=0")
+    if kind == "int":
+        low, high = dst.dtype.low, dst.dtype.high
+        call.need(
+            low <= value <= high and value == int(value),
+            f"{role} must be an integer that {dst.dtype} holds ({low}..{high})",
+        )
 
 
 @instruction(
@@ -125,33 +125,27 @@ def memset(call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
 
 def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
     """Check the engine and the dtypes of a bit operator."""
-    if chosen != "vector":
-        raise call.error(OperandError, f"bit operators run on the vector engine, not {chosen}")
+    call.need(chosen == "vector", f"bit operators run on the vector engine, not {chosen}")
     for value in operands:
-        if value.__class__ is NkiTensor:
-            integer, shown = value.dtype.kind in ("int", "bool"), f"{value.name!r} is {value.dtype}"
-        else:
+        integer = value.__class__ is NkiTensor and value.dtype.kind in ("int", "bool")
+        if value.__class__ is not NkiTensor:
             integer = not isinstance(value, (float, np.floating)) or float(value).is_integer()
-            shown = f"an operand is {value!r}"
-        if not integer:
-            raise call.error(
-                OperandError,
-                f"bit operators need integers, {shown}; use .view(dtype) for a tensor's bits",
-            )
+        call.need(integer, "bit operators need integers; use .view(dtype) for a tensor's bits")
 
 
 def check_unary(call: Call, role: str, function: Op, value: Any) -> None:
     """Check that a unary operator gets no operand and a binary one does."""
-    if "unary" in function.kind or function.kind == "bypass":
-        unused = value is None or (value.__class__ is not NkiTensor and value == 0)
-        if not unused and function.kind != "bypass":
-            raise call.error(
-                UnsupportedInstructionError,
-                f"nl.{function.name} takes no operand; {role} must be None or 0",
-            )
-    elif value is None:
-        raise call.error(
-            UnsupportedInstructionError, f"nl.{function.name} needs {role}, which is None"
+    if "unary" in function.kind:
+        call.need(
+            value is None or (value.__class__ is not NkiTensor and value == 0),
+            f"nl.{function.name} takes no operand; {role} must be None or 0",
+            UnsupportedInstructionError,
+        )
+    elif function.kind != "bypass":
+        call.need(
+            value is not None,
+            f"nl.{function.name} needs {role}, which is None",
+            UnsupportedInstructionError,
         )
 
 
@@ -190,8 +184,7 @@ def tensor_tensor(
     integers = not bitvec and all(view.dtype in _INT32 for view in views)
     in_psum = any(view.memory == "psum" for view in views)
     chosen = call.choose("gpsimd" if power or (integers and not in_psum) else "vector")
-    if power and chosen != "gpsimd":
-        raise call.error(OperandError, "nl.power runs on GpSimd; leave engine unset")
+    call.need(not power or chosen == "gpsimd", "nl.power runs on GpSimd; leave engine unset")
     if bitvec:
         _check_bitvec(call, chosen, *views)
     yield attributes(function=op.name)
@@ -245,36 +238,29 @@ def tensor_scalar(
     """dst = (data <op0> operand0) <op1> operand1; operands are numbers or [P, 1] tensors."""
     target = call.machine.target
     bitvec = "bitvec" in op0.kind
-    if op1 is not None and bitvec != ("bitvec" in op1.kind) and op1.kind != "bypass":
-        raise call.error(
-            UnsupportedInstructionError,
-            f"op0 nl.{op0.name} and op1 nl.{op1.name}; both must be arithmetic or both bit "
-            "operators",
-        )
+    call.need(
+        op1 is None or op1.kind == "bypass" or bitvec == ("bitvec" in op1.kind),
+        "op0 and op1 must both be arithmetic or both bit operators",
+        UnsupportedInstructionError,
+    )
     others = INTEGERS if bitvec else _ARITHMETIC if data.dtype in _INT32 else FLOAT32
     for role, value in call.tensors(("operand0", "operand1")):
         check_dtype(call, role, value, others)
     check_unary(call, "operand0", op0, operand0)
     if op1 is not None:
         check_unary(call, "operand1", op1, operand1)
-    elif operand1 is not None:
-        raise call.error(UnsupportedInstructionError, f"operand1={operand1!r} without op1")
+    else:
+        call.need(operand1 is None, "operand1 without op1", UnsupportedInstructionError)
     in_psum = any(view.memory == "psum" for _, view in call.tensors(call.row.roles))
     chosen = call.choose("gpsimd" if op0.name in ("rsqrt", "power") and not in_psum else "vector")
     if chosen == "scalar":
         pair = (op0.name, op1.name if op1 else None)
-        allowed = (("multiply", "add"), ("multiply", None), ("add", None))
-        if not target.scalar_all_operators and pair not in allowed:
-            call.rule(
-                OperandError,
-                f"operators {pair} on ScalarE of {target.name}; it takes (multiply, add), "
-                "multiply or add",
-            )
-    elif chosen == "gpsimd" and engine is not _UNKNOWN and op0.name != "rsqrt":
-        call.rule(
-            OperandError,
-            f"nl.{op0.name} on GpSimd, which takes nl.rsqrt only; leave engine unset",
+        call.should(
+            target.scalar_all_operators or pair in _SCALAR_PAIRS,
+            f"ScalarE of {target.name} takes (multiply, add), multiply or add",
         )
+    elif chosen == "gpsimd" and engine is not _UNKNOWN:
+        call.should(op0.name == "rsqrt", "GpSimd takes nl.rsqrt only; leave engine unset")
     if bitvec:
         _check_bitvec(call, chosen, dst, data, *(v for v in (operand0, operand1) if v is not None))
     yield attributes(function=op0.name, function1=op1.name if op1 else "", unset=engine is _UNKNOWN)
@@ -427,10 +413,11 @@ def activation(
         if bias.__class__ is not NkiTensor:
             remedy = f"pass a ({data.shape[0]}, 1) tensor"
             require_present(call, "activation with a number as bias", remedy)
-    if op.activation is None:
-        raise call.error(
-            UnsupportedInstructionError, "nl.prelu needs relu_param; use nisa.activate2 (trn3)"
-        )
+    call.need(
+        op.activation is not None,
+        "nl.prelu needs relu_param; use nisa.activate2 (trn3)",
+        UnsupportedInstructionError,
+    )
     yield attributes(function=op.name, reduces=_reduces(reduce_cmd, reduce_res))
     result = _apply(call.machine, op, f32(data), scale, bias)
     put(dst, result)
@@ -499,16 +486,12 @@ def activate2(
     reduce_cmd: Any = _IDLE,
 ) -> Steps:
     """dst = op((data <op0> imm0) <op1> imm1) on ScalarE of trn3."""
-    pair = (op0.name, op1.name)
-    if pair not in (
-        ("multiply", "add"), ("multiply", "subtract"), ("multiply", "bypass"), ("add", "bypass"),
-        ("subtract", "bypass"), ("bypass", "bypass"),
-    ):  # fmt: skip
-        raise call.error(
-            UnsupportedInstructionError,
-            f"operators {pair}; use (multiply, add), (multiply, subtract), "
-            "(multiply, bypass), (add, bypass), (subtract, bypass) or (bypass, bypass)",
-        )
+    call.need(
+        op1.name in _PAIRS.get(op0.name, ()),
+        "op0 and op1 are nl.multiply with nl.add, nl.subtract or nl.bypass, or nl.add, nl.subtract "
+        "or nl.bypass with nl.bypass",
+        UnsupportedInstructionError,
+    )
     yield attributes(function=op.name, reduces=_reduces(reduce_cmd, reduce_res))
     values = apply_scalar(op1, apply_scalar(op0, f32(data), imm0, reverse0), imm1, reverse1)
     if op.name == "prelu":

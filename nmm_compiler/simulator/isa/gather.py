@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError, OutOfBoundsError
+from nmm_compiler.errors import HazardError, KernelArgumentError, OutOfBoundsError
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
@@ -39,19 +39,18 @@ def affine_values(
 ) -> np.ndarray:
     """Return int64 offset + partition * multiplier + sum(index * step), [P, elements]."""
     given = list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
-    if any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in given):
-        raise call.error(
-            KernelArgumentError, f"pattern {pattern!r:.60}; pass a list of [step, num] pairs"
-        )
+    call.need(
+        all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in given),
+        "pattern must be a list of [step, num] pairs",
+        KernelArgumentError,
+    )
     counts = range(1, 2**31)
     pairs = [(call.integer("step", s), call.integer("num", num, counts)) for s, num in given]
-    if len(pairs) > 4 or math.prod(c for _, c in pairs) != dst.free_size:
-        raise call.error(
-            OperandError,
-            f"pattern {given} has "
-            f"{math.prod(c for _, c in pairs)} elements, dst {dst.shape} has {dst.free_size} per "
-            "partition; at most 4 [step, num] pairs whose nums multiply to that",
-        )
+    call.need(
+        len(pairs) < 5 and math.prod(c for _, c in pairs) == dst.free_size,
+        "pattern has at most 4 [step, num] pairs whose nums multiply to the elements that dst has "
+        "in a partition",
+    )
     values = np.zeros((), np.int64)
     for step, count in pairs:
         values = values[..., None] + np.arange(count) * step
@@ -138,21 +137,19 @@ def range_select(
     on_false_value: Any = ...,
 ) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
-    if len(call.tensors(("bound0", "bound1"))) < 2:
-        raise call.error(OperandError, "bound0 and bound1 must be (P, 1) float32 tensors")
-    last_index = range_start + on_true_tile.free_size - 1
-    if not -(2**24) <= range_start <= last_index <= 2**24:
-        raise call.error(
-            HazardError,
-            f"range_start={range_start} gives indices up to {last_index}, which float32 compares; "
-            "stay within 2**24",
-        )
-    if on_false_value is not Ellipsis and (
-        abs(call.number("on_false_value", on_false_value) - FP32_MIN) > 1e31
-    ):
-        call.rule(
-            OperandError,
-            f"on_false_value {on_false_value}; the hardware fills FP32_MIN ({FP32_MIN:g}) only",
+    call.need(
+        len(call.tensors(("bound0", "bound1"))) == 2,
+        "bound0 and bound1 must be (P, 1) float32 tensors",
+    )
+    call.need(
+        -(2**24) <= range_start <= range_start + on_true_tile.free_size - 1 <= 2**24,
+        "float32 compares indices, so they stay within 2**24",
+        HazardError,
+    )
+    if on_false_value is not Ellipsis:
+        call.should(
+            abs(call.number("on_false_value", on_false_value) - FP32_MIN) <= 1e31,
+            f"the hardware fills FP32_MIN ({FP32_MIN:g}) only",
         )
     yield attributes(reduces=reduce_res is not None)
     values = f32(on_true_tile).reshape(dst.shape[0], -1)
@@ -219,11 +216,8 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
     values = raw(data).reshape(data.shape[0], -1)
     chosen = indices.load("indices of nisa.nc_n_gather").reshape(data.shape[0], -1).astype(np.int64)
-    if chosen.max() >= values.shape[1]:
-        raise call.error(
-            OutOfBoundsError,
-            f"index {int(chosen.max())} into {values.shape[1]} elements of {data.name!r}",
-        )
+    most = int(chosen.max())
+    call.need(most < values.shape[1], f"index {most} leaves data", OutOfBoundsError)
     put(dst, np.take_along_axis(values, chosen, axis=1), exact=True)
 
 
@@ -255,30 +249,26 @@ def local_gather(
     valid = 16 * width
     if num_valid_indices is not None:
         valid = call.integer("num_valid_indices", num_valid_indices, range(1, 2**31))
-    if (
-        num_elem_per_idx not in (1, 2, 4, 8, 16, 32)
-        or valid > min(16 * width, 4096)
-        or dst.free_size < valid * num_elem_per_idx
-    ):
-        raise call.error(
-            OperandError,
-            f"dst {dst.shape}, index {index.shape}, {num_elem_per_idx} elements per index, {valid} "
-            "indices; 1 to 32 (power of two) elements per index, at most 4096 indices, and a place "
-            "for each element",
-        )
+    size = valid * num_elem_per_idx
+    call.need(
+        num_elem_per_idx in (1, 2, 4, 8, 16, 32)
+        and valid <= min(16 * width, 4096)
+        and size <= dst.free_size,
+        "1 to 32 (power of two) elements per index, at most 4096 indices, and a place in dst for "
+        "each element",
+    )
     yield attributes(indices=valid, elements=num_elem_per_idx)
     values = raw(src_buffer).reshape(partitions, -1)
     rows = index.load("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
-    size = valid * num_elem_per_idx
     result = np.zeros((partitions, size), values.dtype)
     for start in range(0, partitions, 16):
         flat = rows[start : start + 16].T.reshape(-1)[:valid]
         places = (flat[:, None] + np.arange(num_elem_per_idx)).reshape(-1)
-        if places.size and places.max() >= values.shape[1]:
-            raise call.error(
-                OutOfBoundsError,
-                f"index {int(flat.max())} leaves {src_buffer.name!r} {src_buffer.shape}",
-            )
+        call.need(
+            places.max() < values.shape[1],
+            f"index {int(flat.max())} leaves src_buffer",
+            OutOfBoundsError,
+        )
         result[start : start + 16] = values[start : start + 16, places]
     put(dst.reshape((partitions, dst.free_size))[:, 0:size], result, exact=True)
 
@@ -288,13 +278,12 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     active = -(-max(dst.shape[0], src.shape[0]) // 32)
     legal = {1: (0, 32, 64, 96), 2: (0, 64)}.get(active, (0,))
     for role, access in (("src", call.reads[0]), ("dst", call.writes[0])):
-        if access.partition_start not in legal:
-            call.rule(
-                OperandError,
-                f"{role} starts at partition {access.partition_start}; "
-                f"with {32 * active} active partitions it starts at "
-                f"{' or '.join(map(str, legal))}",
-            )
+        start = access.partition_start
+        call.should(
+            start in legal,
+            f"{role} starts at partition {start}; with {32 * active} active ones it starts at "
+            f"{' or '.join(map(str, legal))}",
+        )
 
 
 @instruction(
@@ -307,28 +296,18 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
 )
 def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Steps:
     """dst[p] = src[mask[p]] within each quadrant of 32 partitions; 255 leaves dst[p]."""
-    if not isinstance(shuffle_mask, (list, tuple)):
-        raise call.error(
-            KernelArgumentError, f"shuffle_mask is {type(shuffle_mask).__name__}; pass a list of 32"
-        )
+    says = "shuffle_mask must be a list of 32 entries, each 0..31 or 255"
+    call.need(isinstance(shuffle_mask, (list, tuple)), says, KernelArgumentError)
     mask = [call.integer("shuffle_mask", m) for m in shuffle_mask]
     _check_quadrants(call, dst, src)
-    if len(mask) != 32 or any(m != 255 and not 0 <= m < 32 for m in mask):
-        raise call.error(
-            OperandError,
-            f"shuffle_mask has {len(mask)} entries; it needs 32, each 0..31 or 255",
-        )
+    call.need(len(mask) == 32 and set(mask) <= {*range(32), 255}, says)
     yield NO_ATTRIBUTES
     source = raw(src).reshape(src.shape[0], -1).copy()
     for p in [p for p in range(dst.shape[0]) if mask[p % 32] != 255]:
         choice = mask[p % 32]
         origin = choice if src.shape[0] <= 32 else p - p % 32 + choice
-        if origin >= src.shape[0]:
-            raise call.error(
-                OutOfBoundsError,
-                f"mask[{p % 32}] = {choice} reads partition {origin} of src "
-                f"{src.shape}; give src enough partitions",
-            )
+        says = f"mask[{p % 32}] = {choice} reads partition {origin}; give src enough partitions"
+        call.need(origin < src.shape[0], says, OutOfBoundsError)
         put(dst[p : p + 1], source[origin : origin + 1], exact=True)
 
 
@@ -400,12 +379,10 @@ def topk(call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:
     e % 16, column e // 16.
     """
     k, partitions = val_dst.free_size, src.shape[0]
-    if not 8 <= n < 65536 or k > min(n, 32767) or src.free_size < -(-n // 16):
-        raise call.error(
-            OperandError,
-            f"src {src.shape}, val_dst {val_dst.shape}, n={n}; 8 <= n < 65536, it finds at most n "
-            "values, and src has ceil(n / 16) elements per partition",
-        )
+    call.need(
+        8 <= n < 65536 and k <= min(n, 32767) and src.free_size >= -(-n // 16),
+        "8 <= n < 65536, it finds at most n values, and src has ceil(n / 16) elements in each row",
+    )
     yield attributes(n=n, k=k)
     values = raw(src).reshape(partitions, -1)
     best = np.zeros((partitions, k), values.dtype)

@@ -27,7 +27,6 @@ import numpy as np
 from nmm_compiler.errors import (
     KernelArgumentError,
     KernelFailedError,
-    OperandError,
     UnsupportedInstructionError,
 )
 from nmm_compiler.simulator.isa import enums
@@ -40,7 +39,6 @@ from nmm_compiler.simulator.isa.operands import (
     check_dtype,
     check_hazard,
     check_pair,
-    check_rank,
     check_two_results,
     choose_engine,
     indirect_operand,
@@ -115,6 +113,12 @@ class Call(Caller):
         self.writes: list[Access] = []
         self.sizes: dict[str, int] = {}
 
+    def given(self) -> str:
+        """Return the arguments that are not the defaults."""
+        defaults = self.row.defaults
+        shown = [(n, v) for n, v in self.arguments.items() if v is not defaults.get(n)]
+        return ", ".join(f"{name}={value!r:.90}" for name, value in shown)
+
     def tensors(self, roles: Iterable[str]) -> list[tuple[str, NkiTensor]]:
         """Return the operands among some roles that are tensors."""
         given = ((role, self.arguments[role]) for role in roles)
@@ -128,10 +132,10 @@ class Call(Caller):
 
     def number(self, role: str, value: Any) -> float:
         """Return a compile-time number of the instruction's float32 field."""
-        if not isinstance(value, (int, float, np.number)):
-            raise self.error(
-                OperandError, f"{role} is {type(value).__name__}; pass a compile-time number"
-            )
+        self.need(
+            isinstance(value, (int, float, np.number, np.bool_)),
+            f"{role} must be a compile-time number",
+        )
         return float(value)
 
     def choose(self, default: str = "") -> str:
@@ -169,12 +173,13 @@ class Call(Caller):
             if row.dtypes.get(role):
                 check_dtype(self, role, view, row.dtypes[role])
             if role in row.ranks:
-                check_rank(self, role, view, row.ranks[role])
+                most = f"{role} has at most {row.ranks[role]} dimensions; flatten some"
+                self.should(len(view.shape) <= row.ranks[role], most)
         self.sizes = row.equation.solve(self, self.tensors(row.roles))
-        given = self.tensors(row.same_dtype)
-        if len({view.dtype for _, view in given}) > 1:
-            shown = ", ".join(f"{role} {view.name!r} is {view.dtype}" for role, view in given)
-            raise self.error(OperandError, f"{shown}; they must be the same")
+        self.need(
+            len({view.dtype for _, view in self.tensors(row.same_dtype)}) < 2,
+            f"the dtypes of {' and '.join(row.same_dtype)} must be the same",
+        )
         both = [view for _, view in self.tensors(row.pair)]
         if len(both) == 2:
             check_pair(self, row.pair, *both)
@@ -185,34 +190,26 @@ class Call(Caller):
         """Return whether a role that takes a number or a tensor got a number."""
         if role not in self.row.constants or isinstance(value, NkiTensor):
             return False
-        if isinstance(value, _NUMBERS):
-            return True
-        raise self.error(
-            OperandError, f"{role} is {type(value).__name__}; pass a number or a tensor"
-        )
+        self.need(isinstance(value, _NUMBERS), f"{role} must be a number or a tensor")
+        return True
 
     def _check_command(self, command: Any) -> None:
         """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
         row, name = self.row, command.name
-        if name not in row.commands:
-            raise self.error(
-                UnsupportedInstructionError,
-                f"reduce_cmd.{name}; use reduce_cmd.{', '.join(row.commands)}",
-            )
+        self.need(
+            name in row.commands,
+            f"reduce_cmd must be {' or '.join(row.commands)}",
+            UnsupportedInstructionError,
+        )
         if not row.first_value:
             return
         given, default = self.arguments[row.first_value], row.defaults[row.first_value]
-        if name == "load_reduce" and given is None:
-            raise self.error(
-                KernelArgumentError,
-                f"reduce_cmd.load_reduce without {row.first_value}; pass the first value",
-            )
         unset = given is default or (not isinstance(given, NkiTensor) and given == default)
-        if name != "load_reduce" and not unset:
-            raise self.error(
-                KernelArgumentError,
-                f"{row.first_value} is set with reduce_cmd.{name}; only load_reduce reads it",
-            )
+        if name == "load_reduce":
+            says, fits = f"load_reduce needs {row.first_value}, the first value", given is not None
+        else:
+            says, fits = f"only load_reduce reads {row.first_value}; leave it unset", unset
+        self.need(fits, says, KernelArgumentError)
 
     def finish(self) -> None:
         """Check what the engine decides, and that nothing is overwritten before it is read."""

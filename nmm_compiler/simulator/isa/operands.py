@@ -62,81 +62,63 @@ class Caller:
         """Warn of the instruction."""
         self.machine.warn(f"{self.module}.{self.op}: {message}")
 
+    def given(self) -> str:
+        """Return what the call was given, for messages."""
+        raise NotImplementedError
+
+    def need(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
+        """Refuse a call that breaks a rule; the message has the rule and what was given."""
+        if not holds:
+            raise self.error(kind, f"{rule}; given {self.given()}")
+
+    def should(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
+        """Refuse such a call in strict mode; otherwise warn."""
+        if not holds:
+            self.rule(kind, f"{rule}; given {self.given()}")
+
     def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
         number = None
         if not isinstance(value, VirtualRegister):
             with contextlib.suppress(TypeError):
                 number = as_index(value)
-        if number is None:
-            raise self.error(
-                KernelArgumentError,
-                f"{role} is {type(value).__name__} {value!r:.40}; pass a compile-time integer",
-            )
-        if number not in allowed:
-            raise self.error(
-                HazardError,
-                f"{role}={number}; it must be in {allowed.start}..{allowed.stop - 1}",
-            )
+        self.need(number is not None, f"{role} is no compile-time integer", KernelArgumentError)
+        assert number is not None
+        fits = f"{role}={number} must be in {allowed.start}..{allowed.stop - 1}"
+        self.need(number in allowed, fits, HazardError)
         return number
 
 
 def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> Access:
     """Check that `view` is a tensor in one of `memories` at a legal partition; its Access."""
-    if view.__class__ is not NkiTensor:
-        raise caller.error(
-            OperandError,
-            f"{role} is {type(view).__name__} {view!r:.60}; pass a tensor",
-        )
+    caller.need(view.__class__ is NkiTensor, f"{role} must be a tensor")
     access = view.access()
-    if access.memory not in memories:
-        raise caller.error(
-            OperandError,
-            f"{role} {view.name!r} is in {access.memory.upper()}, it must be in "
-            f"{' or '.join(m.upper() for m in memories)}; copy it there first",
-        )
-    start, count = access.partition_start, access.partition_stop - access.partition_start
+    places = " or ".join(m.upper() for m in memories)
+    caller.need(access.memory in memories, f"{role} must be in {places}; copy it there first")
+    start, count = access.partition_start, access.partitions
     if role.endswith("_scale") and start % 32 in (4, 8, 12):
         # scales of MX blocks may be at an offset in each quadrant (mxfp-matmul: packing scales)
         start -= start % 32
-    misplaced = start % 32 or (count > 32 and start % 64) or count > 64
-    if start and misplaced and access.memory != "hbm" and "hbm" not in memories:
-        caller.rule(
-            OperandError,
-            f"{role} {view.name!r} starts at partition {start} with {count} "
-            "partitions; up to 32 partitions may start at 0, 32, 64, 96, up to 64 at 0, 64, "
-            "more at 0",
+    caller.need(
+        view.dtype.kind != "packed" or caller.packed,
+        f"engines move {view.dtype} but do not compute with it; multiply it with nisa.nc_matmul_mx,"
+        f" or pass .view(nl.uint8) as {role}",
+    )
+    if "hbm" not in memories:
+        caller.should(
+            start % 32 == 0 and count <= (128, 32, 64, 32)[start // 32 % 4],
+            f"{role} starts at partition {start} with {count} partitions; up to 32 partitions may "
+            "start at 0, 32, 64, 96, up to 64 at 0, 64, more at 0",
         )
-    if view.dtype.kind == "packed" and not caller.packed:
-        raise caller.error(
-            OperandError,
-            f"{role} {view.name!r} is {view.dtype}, which engines move but do not "
-            "compute with; multiply it with nisa.nc_matmul_mx, or pass .view(nl.uint8)",
-        )
-    if view.geometry.far and "hbm" not in memories:
-        caller.rule(
-            OperandError, f"{role} {view.name!r} {view.get_pattern()} has {view.geometry.far}"
-        )
+        far = view.geometry.far
+        caller.should(not far, f"{role} {view.get_pattern()} has {far}")
     return access
 
 
 def check_dtype(caller: Caller, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
     """Check that the operand is of an allowed dtype."""
-    if view.dtype not in allowed:
-        caller.rule(
-            OperandError,
-            f"{role} {view.name!r} is {view.dtype}; it must be {' or '.join(sorted(allowed))}",
-        )
-
-
-def check_rank(caller: Caller, role: str, view: NkiTensor, most: int) -> None:
-    """Check that the operand does not have too many dimensions."""
-    if len(view.shape) > most:
-        caller.rule(
-            OperandError,
-            f"{role} {view.name!r} {view.shape} has {len(view.shape)} dimensions, at "
-            f"most {most}; flatten some",
-        )
+    says = f"{role} {view.name!r} is {view.dtype}; it must be {' or '.join(sorted(allowed))}"
+    caller.should(view.dtype in allowed, says)
 
 
 def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
@@ -153,21 +135,18 @@ def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
                 f"{role}={given}; NKI 0.3 and newer take nisa.{members.__name__}.{known.name}"
             )
             return known
+    example = next(iter(members)).name
     raise caller.error(
         KernelArgumentError,
         f"{role}={given!r:.60}; pass a member of nisa.{members.__name__}, such as "
-        f"nisa.{members.__name__}.{next(iter(members)).name}",
+        f"nisa.{members.__name__}.{example}",
     )
 
 
 def check_conversion(caller: Caller, dst: NkiTensor, src: NkiTensor) -> None:
     """Refuse to convert x4-packed elements, each of which holds four numbers."""
-    if "packed" in (dst.dtype.kind, src.dtype.kind):
-        raise caller.error(
-            OperandError,
-            f"src {src.name!r} is {src.dtype}, dst {dst.name!r} {dst.dtype}; x4-packed "
-            "elements are moved, not converted, make the dtypes equal",
-        )
+    packed = "packed" in (dst.dtype.kind, src.dtype.kind)
+    caller.need(not packed, "x4-packed elements are moved, not converted; make the dtypes equal")
 
 
 def check_pair(caller: Caller, roles: tuple[str, ...], first: NkiTensor, second: NkiTensor) -> None:
@@ -175,21 +154,16 @@ def check_pair(caller: Caller, roles: tuple[str, ...], first: NkiTensor, second:
 
     The second rule is the hardware's: nki-library's rope.py copies half of a tile for it.
     """
-    memories = first.memory, second.memory
-    if memories == ("psum", "psum"):
-        raise caller.error(
-            OperandError,
-            f"{roles[0]} {first.name!r} and {roles[1]} {second.name!r} are both in "
-            "PSUM; copy one to SBUF first",
-        )
-    starts = first.access().partition_start, second.access().partition_start
-    if memories == ("sbuf", "sbuf") and starts[0] != starts[1]:
-        caller.rule(
-            OperandError,
-            f"{roles[0]} {first.name!r} starts at partition {starts[0]} and {roles[1]} "
-            f"{second.name!r} at {starts[1]}; two SBUF inputs start at the same partition, copy "
-            "one with nisa.tensor_copy",
-        )
+    places = [view.access() for view in (first, second)]
+    memories = {place.memory for place in places}
+    names = " and ".join(roles)
+    caller.need(memories != {"psum"}, f"{names} are both in PSUM; copy one to SBUF first")
+    starts = {place.partition_start for place in places}
+    caller.should(
+        memories != {"sbuf"} or len(starts) == 1,
+        f"{names} start at partitions {sorted(starts)}; two SBUF inputs start at the same "
+        "partition, copy one with nisa.tensor_copy",
+    )
 
 
 def indirect_operand(
@@ -199,72 +173,44 @@ def indirect_operand(
 
     allowed: the engines on which the operand may be a `.indirect()` view.
     """
-    indirection = view.indirection
-    index = indirection.index
-    if indirection.kind == "columns":
-        _check_tensor_indirection(caller, role, view, index, chosen, allowed)
-    elif index.__class__ is VirtualRegister:
+    kind, index = view.indirection.kind, view.indirection.index
+    if kind != "columns" and index.__class__ is VirtualRegister:
         return ()
-    where = f"the index of {role} {view.name!r}"
-    if index.__class__ is not NkiTensor:
-        raise caller.error(
-            KernelArgumentError,
-            f"{where} is {type(index).__name__}; pass an SBUF tensor or a register",
-        )
-    if index.memory != "sbuf":
-        raise caller.error(
-            OperandError,
-            f"{where}, {index.name!r}, is in {index.memory.upper()}; copy it to SBUF first",
-        )
-    if index.dtype not in INTEGERS:
-        raise caller.error(
-            OperandError, f"{where}, {index.name!r}, is {index.dtype}; use an integer dtype"
-        )
-    if indirection.kind == "scalar" and index.size != 1:
-        raise caller.error(
-            OperandError, f"{where} has shape {index.shape}; a scalar offset is one element"
-        )
-    if indirection.kind == "vector" and caller.op != "dma_transpose" and index.shape[1:] != (1,):
-        raise caller.error(
-            OperandError,
-            f"{where} has shape {index.shape}; a vector offset is ({view.shape[0]}, 1), one index "
-            "per row",
-        )
+    where = f"the index of {role}, {index!r:.90},"
+    known = index.__class__ is NkiTensor
+    caller.need(known, f"{where} must be an SBUF tensor or a register", KernelArgumentError)
+    fits = index.memory == "sbuf" and index.dtype in INTEGERS
+    caller.need(fits, f"{where} must be in SBUF and have an integer dtype; copy it first")
+    if kind == "columns":
+        _check_tensor_indirection(caller, role, view, chosen, allowed)
+    elif kind == "scalar":
+        caller.need(index.size == 1, f"{where} must have one element")
+    elif caller.op != "dma_transpose":
+        rows = f"{where} must have the shape ({view.shape[0]}, 1), one index per row"
+        caller.need(index.shape[1:] == (1,), rows)
     return (index.access(),)
 
 
 def _check_tensor_indirection(
-    caller: Caller, role: str, view: NkiTensor, index: NkiTensor, chosen: str,
-    allowed: tuple[str, ...],
-) -> None:  # fmt: skip
-    where = f"{role} {view.name!r} is an .indirect() view"
-    if not allowed:
-        raise caller.error(OperandError, f"{where}, which {role} does not take; copy it first")
-    if chosen not in allowed:
-        raise caller.error(
-            OperandError, f"{where}, which {chosen} does not reach; use {' or '.join(allowed)}"
-        )
-    if role == "dst" and chosen == "scalar" and view.memory == "psum":
-        raise caller.error(
-            OperandError, f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF"
-        )
-    if index.shape[0] != view.shape[0]:
-        raise caller.error(
-            OperandError,
-            f"{where} of {view.shape[0]} partitions with an index of shape {index.shape}; the "
-            "index needs as many partitions",
-        )
-    start = index.access().partition_start
-    if start % 32:
-        caller.rule(
-            OperandError, f"{where}; its index starts at partition {start}, a multiple of 32"
-        )
-    if role != "dst" and view.memory == "sbuf" and start != view.access().partition_start:
-        caller.rule(
-            OperandError,
-            f"{where} that starts at partition {view.access().partition_start}, its index at "
-            f"{start}; they must start at the same",
-        )
+    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: tuple[str, ...]
+) -> None:
+    index, where = view.indirection.index, f"{role} is an .indirect() view"
+    caller.need(
+        chosen in allowed, f"{where}, which it takes on {' or '.join(allowed) or 'no engine'}"
+    )
+    scattered = role == "dst" and chosen == "scalar" and view.memory == "psum"
+    caller.need(not scattered, f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF")
+    caller.need(
+        index.shape[0] == view.shape[0],
+        f"{where}; its index {index!r:.90} needs {view.shape[0]} partitions",
+    )
+    start, first = index.access().partition_start, view.access().partition_start
+    beside = role == "dst" or view.memory != "sbuf" or start == first
+    caller.should(
+        start % 32 == 0 and beside,
+        f"{where} from partition {first} on; its index starts at {start}: it must be a multiple of "
+        "32, the same for what is read of SBUF",
+    )
 
 
 def check_priority(caller: Caller, priority: Any) -> None:
@@ -307,19 +253,15 @@ def choose_engine(
     name = default
     if given is not None and given is not engine.unknown:
         name = given._name_ if given.__class__ is engine else ""
-    if name not in allowed:
-        raise caller.machine.error(
-            OperandError,
-            f"nisa.{caller.op} cannot run on {getattr(given, 'name', given)}; use "
-            f"{', '.join(allowed)} or leave engine unset",
-        )
-    out_of_reach = [v.name for v in views if v.memory == "psum"] if name == "gpsimd" else []
-    if out_of_reach:
-        raise caller.error(
-            OperandError,
-            f"GpSimd cannot access PSUM, where {out_of_reach[0]!r} is; use the vector "
-            "engine or copy it to SBUF first",
-        )
+    runs_on = ", ".join(allowed)
+    caller.need(
+        name in allowed,
+        f"it cannot run on {getattr(given, 'name', given)}; use {runs_on} or leave engine unset",
+    )
+    caller.need(
+        name != "gpsimd" or all(view.memory != "psum" for view in views),
+        "GpSimd cannot access PSUM; use the vector engine or copy to SBUF first",
+    )
     return name
 
 
@@ -352,11 +294,10 @@ def check_hazard(caller: Caller, dst: NkiTensor, src: NkiTensor, streams: bool) 
     """
     in_order = streams and not caller.op.startswith("dma_")
     if not (streams and same_view(dst, src)) and _collide(caller.machine, dst, src, in_order):
-        caller.machine.rule(
+        caller.rule(
             HazardError,
-            f"nisa.{caller.op} writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over "
-            f"elements that it still has to read as {src.get_pattern()} at {src.offset}; write to "
-            "another tensor",
+            f"it writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements that it "
+            f"still has to read as {src.get_pattern()} at {src.offset}; write to another tensor",
         )
 
 
@@ -365,11 +306,11 @@ def check_two_results(
 ) -> None:
     """Refuse an instruction that writes two results to one place: no order decides which stays."""
     if _collide(caller.machine, one, other, False):
-        caller.machine.rule(
+        caller.rule(
             HazardError,
-            f"nisa.{caller.op} writes {roles[0]} and {roles[1]} to the same elements of "
-            f"{one.name!r}, {one.get_pattern()} at {one.offset} and {other.get_pattern()} at "
-            f"{other.offset}; write one to another tensor",
+            f"it writes {roles[0]} and {roles[1]} to the same elements of {one.name!r}, "
+            f"{one.get_pattern()} at {one.offset} and {other.get_pattern()} at {other.offset}; "
+            "write one to another tensor",
         )
 
 
@@ -409,8 +350,8 @@ def check_destination(caller: Caller, dst: NkiTensor) -> None:
 
     A broadcast dst is legal: several elements go to one place and the last one stays.
     """
-    if dst.storage.constant:
-        raise caller.error(HazardError, f"dst {dst.name!r} is a shared constant; copy it first")
+    says = f"{dst.name!r} is a shared constant; copy it first"
+    caller.need(not dst.storage.constant, says, HazardError)
 
 
 # Shape equations: how the sizes of operands depend on each other
@@ -453,13 +394,9 @@ class Equation:
             for (times, letter, plus), size in zip(terms, have, strict=False):
                 known = sizes.setdefault(letter, (size - plus) // times) if letter else 0
                 fit = fit and known >= 0 and known * times + plus == size
-        if fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items()):
-            return sizes
-        shown = ", ".join(f"{role} {view.shape}" for role, view in given if role in self.terms)
-        raise caller.error(
-            OperandError,
-            f"shapes {shown} of partitions and elements per partition; they must be {self.says}",
-        )
+        fit = fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items())
+        caller.need(fit, f"shapes, as partitions and elements per partition, must be {self.says}")
+        return sizes
 
 
 def _shown(allowed: range) -> str:

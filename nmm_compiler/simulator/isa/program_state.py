@@ -50,8 +50,7 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
 )
 def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
-    if src_seeds.dtype.item_bytes != 4:
-        raise call.error(OperandError, f"src_seeds is {src_seeds.dtype}; pass a 32-bit value")
+    call.need(src_seeds.dtype.item_bytes == 4, "src_seeds must be a 32-bit value")
     yield NO_ATTRIBUTES
     seed = int(np.ascontiguousarray(raw(src_seeds)).reshape(-1).view(np.uint32)[0])
     call.machine.random_state = np.random.default_rng(seed)
@@ -61,12 +60,10 @@ def _check_state(call: Call, view: NkiTensor) -> str:
     """Return the engine whose state a tile holds, after the rules for it."""
     chosen = call.choose()
     wanted = 6 if chosen == "gpsimd" else 24
-    if view.dtype != "uint32" or view.free_size != wanted:
-        raise call.error(
-            OperandError,
-            f"{view.shape} {view.dtype}; it must be uint32 with {wanted} elements per partition "
-            f"for {chosen}",
-        )
+    call.need(
+        view.dtype == "uint32" and view.free_size == wanted,
+        f"for {chosen} it must be uint32 with {wanted} elements per partition",
+    )
     return chosen
 
 
@@ -108,8 +105,7 @@ def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
 )
 def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
-    if not call.tensors(call.row.reads) and not min < max:
-        raise call.error(HazardError, f"min={min}, max={max}; min must be below max")
+    call.need(call.tensors(call.row.reads) or min < max, "min must be below max", HazardError)
     yield NO_ATTRIBUTES
     low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
     unit = call.machine.random_state.random(dst.shape, dtype=F32)
@@ -190,8 +186,9 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
     """dst = the single element of src (HBM or SBUF)."""
     machine = call.machine
     target = _register("register_load", dst)
-    if src.dtype.item_bytes > 4 or src.dtype.kind == "packed":
-        raise call.error(OperandError, f"src is {src.dtype}; a register holds up to 32 bits")
+    call.need(
+        src.dtype.item_bytes <= 4 and src.dtype.kind != "packed", "a register holds up to 32 bits"
+    )
     yield NO_ATTRIBUTES
     if machine.data:
         target.write(int(src.load("a register").reshape(-1)[0]))
@@ -222,23 +219,18 @@ def register_store(call: Call, dst: Any, src: Any) -> Steps:
 def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd) -> Steps:
     """Wait until the other program is here too; then its writes to `data` are visible."""
     machine = call.machine
-    if not isinstance(cores, (tuple, list)) or tuple(cores) != (0, 1):
-        raise call.error(OperandError, f"cores {cores!r}; only (0, 1) is supported")
-    if machine.grid < 2:
-        raise machine.error(
-            SimulationError,
-            "nisa.core_barrier in a single program waits for a core that does not run; pass grid=2",
-        )
-    if data.buffer.name != "shared_hbm":
-        raise call.error(
-            OperandError,
-            f"data {data.name!r} is in private HBM, which the other core does not see; allocate "
-            "it in nl.shared_hbm",
-        )
+    call.need(
+        isinstance(cores, (tuple, list)) and tuple(cores) == (0, 1),
+        "only the cores (0, 1) are supported",
+    )
+    call.need(machine.grid > 1, "a single program has no other core; pass grid=2", SimulationError)
+    call.need(
+        data.buffer.name == "shared_hbm",
+        "the other core does not see data; allocate it in nl.shared_hbm",
+    )
     call.writes += call.reads
     call.engine = "gpsimd" if engine.name == "unknown" else engine.name
-    if call.engine == "dma":
-        raise call.error(OperandError, "engine=dma has no sequencer; use another engine")
+    call.need(call.engine != "dma", "engine=dma has no sequencer; use another engine")
     yield attributes(cores=2)
     machine.programs.meet(
         machine, "nisa.core_barrier", (machine.rank,), machine.program_id, machine.grid, orders=True
@@ -265,19 +257,12 @@ def sendrecv(
 ) -> Steps:
     """Exchange SBUF tiles with the other program."""
     machine = call.machine
-    if dst.shape != src.shape:
-        raise call.error(
-            OperandError, f"dst {dst.shape}, src {src.shape}; they must have the same shape"
-        )
-    if machine.grid < 2:
-        raise call.error(SimulationError, "it is in a single program has no peer; pass grid=2")
-    size = src.free_size * src.dtype.item_bytes
-    limit = 256 * src.dtype.item_bytes
-    if dma_engine.name == "gpsimd_dma" and size > limit:
-        raise call.error(
-            OperandError,
-            f"by gpsimd_dma: {size} B per partition; at most {limit} B of {src.dtype}",
-        )
+    call.need(dst.shape == src.shape, "dst and src must have the same shape")
+    call.need(machine.grid > 1, "a single program has no peer; pass grid=2", SimulationError)
+    call.need(
+        dma_engine.name != "gpsimd_dma" or src.free_size <= 256,
+        "gpsimd_dma takes at most 256 elements per partition",
+    )
     yield attributes(
         issuer="gpsimd",
         dge_mode="none",

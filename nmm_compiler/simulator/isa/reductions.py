@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import OperandError, UnsupportedInstructionError
+from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.elementwise import check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
@@ -44,8 +45,17 @@ _CUMULATIVE = frozenset(
 
 def _check_bits(call: Call, op: Op, *views: NkiTensor) -> None:
     """Check that a bit operator gets integers."""
-    if op.kind == "bitvec" and not {view.dtype for view in views} <= INTEGERS:
-        raise call.error(OperandError, "bit operators need integer tensors")
+    call.need(
+        op.kind != "bitvec" or {view.dtype for view in views} <= INTEGERS,
+        "bit operators need integer tensors",
+    )
+
+
+def last_axes(shape: tuple[int, ...], given: Iterable[int]) -> tuple[int, ...]:
+    """Return axes from 0 on, in order, if they are the last free ones without a gap; else none."""
+    axes = tuple(sorted(a + len(shape) if a < 0 else a for a in given))
+    last = axes and axes[0] > 0 and axes == tuple(range(axes[0], len(shape)))
+    return axes if last else ()
 
 
 def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
@@ -82,35 +92,29 @@ def tensor_reduce(
     keepdims: bool = False,
 ) -> Steps:
     """Reduce the last contiguous free axes of data on VectorE, in float32."""
-    if op.name == "average":
-        raise call.error(
-            UnsupportedInstructionError,
-            "nl.average is no reduction of VectorE; use nl.add and multiply by 1 / count",
-        )
-    rank = len(data.shape)
-    given = (
-        tuple(call.integer("axis", a) for a in axis)
-        if isinstance(axis, (tuple, list))
-        else (call.integer("axis", axis),)
+    call.need(
+        op.name != "average",
+        "nl.average is no reduction of VectorE; use nl.add and multiply by 1 / count",
+        UnsupportedInstructionError,
     )
-    axes = tuple(sorted(a + rank if a < 0 else a for a in given))
-    if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
-        raise call.error(
-            OperandError,
-            f"axis {axis} of data {data.shape}; give the last contiguous free "
-            "axes, e.g. the last one (partitions: nisa.tensor_partition_reduce or a transpose)",
-        )
+    given = axis if isinstance(axis, (tuple, list)) else (axis,)
+    axes = last_axes(data.shape, [call.integer("axis", a) for a in given])
+    call.need(
+        axes,
+        "axis must be the last contiguous free axes, e.g. the last one (partitions: "
+        "nisa.tensor_partition_reduce or a transpose)",
+    )
     kept = math.prod(data.shape[1 : axes[0]])
-    if dst.shape[0] != data.shape[0] or dst.free_size != kept:
-        raise call.error(
-            OperandError,
-            f"dst {dst.shape}; reducing {axes} of {data.shape} leaves "
-            f"{data.shape[0]} partitions with {kept} elements",
-        )
+    call.need(
+        (dst.shape[0], dst.free_size) == (data.shape[0], kept),
+        f"dst must have {data.shape[0]} partitions with {kept} elements",
+    )
     bitvec = op.kind == "bitvec"
     _check_bits(call, op, dst, data)
-    if bitvec and negate:
-        raise call.error(UnsupportedInstructionError, "negate goes with arithmetic operators only")
+    call.need(
+        not (bitvec and negate), "negate goes with arithmetic operators only",
+        UnsupportedInstructionError,
+    )  # fmt: skip
     yield attributes(function=op.name)
     values = (raw(data) if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
     result = _reduce(op, values)
@@ -167,11 +171,10 @@ def tensor_scalar_reduce(
     reduce_res_negate: bool = False,
 ) -> Steps:
     """dst = data <op0> operand0, and its reduction over the free axes, on VectorE."""
-    if reverse0:
-        raise call.error(
-            UnsupportedInstructionError,
-            "reverse0 is not supported yet; swap the operands with another operator",
-        )
+    call.need(
+        not reverse0, "reverse0 is not supported yet; swap the operands with another operator",
+        UnsupportedInstructionError,
+    )  # fmt: skip
     check_unary(call, "operand0", op0, operand0)
     yield attributes(function=op0.name, reduces=True)
     result = apply_scalar(op0, f32(data), operand0, reverse0)

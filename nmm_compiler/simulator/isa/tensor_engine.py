@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nmm_compiler.errors import HazardError, KernelArgumentError, OperandError
+from nmm_compiler.errors import HazardError, KernelArgumentError
 from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import (
@@ -35,47 +35,39 @@ _PAIR_STEP = 16
 _NONE = matmul_perf_mode.none
 
 
-def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, only_rows: str = "") -> Any:
+def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool = False) -> Any:
     """Check tile_position and tile_size of a tiled matmul; return them as one tuple, or None.
 
-    views: its operands. only_rows: what takes row tiles alone, "" for column tiles too.
+    views: its operands. rows_alone: it takes row tiles, no column tiles.
     """
     position, size = call.arguments["tile_position"], call.arguments["tile_size"]
     if not position and not size:
         return None
-    if not position or not size:
-        raise call.error(OperandError, "set both tile_position and tile_size, or neither")
-    for role, pair in (("tile_position", position), ("tile_size", size)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise call.error(KernelArgumentError, f"{role}={pair!r:.40}; pass (rows, columns)")
+    call.need(
+        all(isinstance(p, (tuple, list)) and len(p) == 2 for p in (position, size)),
+        "tile_position and tile_size are both (rows, columns)",
+        KernelArgumentError,
+    )
     rows, columns = (call.integer("tile_size", n) for n in size)
     row, column = (call.integer("tile_position", n) for n in position)
     smallest = call.machine.target.matmul_tile_min_elements
-    if rows not in (32, 64, 128) or columns not in (32, 64, 128) or min(size) < smallest:
-        raise call.error(
-            OperandError,
-            f"tile_size {tuple(size)}; rows and columns are {smallest}..128, powers of two",
-        )
-    if row % rows or column % columns or row + rows > 128 or column + columns > 128:
-        raise call.error(
-            OperandError,
-            f"tile_position {tuple(position)} is no multiple of tile_size {tuple(size)} inside "
-            "128 x 128",
-        )
-    if k > rows or m > columns:
-        raise call.error(OperandError, f"stationary [{k}, {m}] exceeds tile_size {tuple(size)}")
-    if only_rows and (column or columns != 128):
-        raise call.error(
-            OperandError,
-            f"tile_position {tuple(position)}, tile_size {tuple(size)}; {only_rows} is tiled by "
-            "rows only, use 128 columns at column 0",
-        )
-    if (row or column) and any(v.indirection is not None for v in views):
-        raise call.error(
-            OperandError,
-            f"tile_position {tuple(position)} with an .indirect() view; tensor indirection takes "
-            "(0, 0) or no tiles",
-        )
+    call.need(
+        {rows, columns} <= {32, 64, 128} and min(size) >= smallest,
+        f"a tile_size is {smallest}..128, powers of two",
+    )
+    call.need(
+        max(row + rows, column + columns) <= 128 and row % rows == column % columns == 0,
+        "tile_position must be a multiple of tile_size, inside 128 x 128",
+    )
+    call.need(k <= rows and m <= columns, "stationary must fit in tile_size")
+    call.need(
+        (column == 0 and columns == 128) or not rows_alone,
+        "it is tiled by rows only; use 128 columns at column 0",
+    )
+    call.need(
+        not (any(v.indirection is not None for v in views) and (row or column)),
+        "an .indirect() view takes tile_position (0, 0) or no tiles",
+    )
     return (row, column, rows, columns)
 
 
@@ -116,28 +108,20 @@ def nc_matmul(
     if target.matmul_psum_banks > 1:
         wide = 2 if dst.dtype == "bfloat16" else 4
         limit = target.matmul_psum_banks * target.psum_bank_bytes_per_partition // wide
-    if n > limit or (dst.shape[0], dst.free_size) != (m, n):
-        raise call.error(
-            OperandError,
-            f"dst {dst.name!r} {dst.shape}, but stationary {stationary.shape} and moving "
-            f"{moving.shape} give ({m}, {n}), N at most {limit}",
-        )
+    call.need(
+        n <= limit and (dst.shape[0], dst.free_size) == (m, n),
+        f"dst must have the shape ({m}, {n}), N at most {limit}",
+    )
     if is_transpose:
-        if dst.dtype != stationary.dtype and target.tensor_transpose_mode:
-            raise call.error(
-                OperandError,
-                f"is_transpose with dst of {dst.dtype} and data of {stationary.dtype}; use the "
-                "same dtype",
-            )
-    elif dst.dtype != "float32" and not (target.matmul_bfloat16_sums and dst.dtype == "bfloat16"):
-        raise call.error(
-            OperandError,
-            f"dst {dst.name!r} is {dst.dtype}; PSUM accumulates in float32"
-            + (" (or bfloat16)" if target.matmul_bfloat16_sums else ""),
+        call.need(
+            dst.dtype == stationary.dtype or not target.tensor_transpose_mode,
+            "is_transpose: dst and stationary must have one dtype",
         )
+    else:
+        sums = ("float32", "bfloat16") if target.matmul_bfloat16_sums else ("float32",)
+        call.need(dst.dtype in sums, f"PSUM accumulates in {' or '.join(sums)}")
     check_bank(call, dst, target.matmul_psum_banks)
-    only_rows = "perf_mode=double_row" if double else ""
-    tile = _check_tile(call, k, m, dst, stationary, moving, only_rows=only_rows)
+    tile = _check_tile(call, k, m, dst, stationary, moving, rows_alone=double)
     _check_indirect_operands(call, stationary, moving, is_transpose)
     if machine.data:
         a, b = f32(stationary), f32(moving)
@@ -148,7 +132,7 @@ def nc_matmul(
         # without the mode the flag marks an instruction for profiles, and it may be a product
         turns = is_transpose and (target.tensor_transpose_mode or _one_hot(b.reshape(k, n)))
         if turns:
-            moved = _pass_through(call, stationary, moving.name, b.reshape(k, n))
+            moved = _pass_through(call, stationary, b.reshape(k, n))
     yield attributes(
         k=k, m=m, n=n, is_transpose=is_transpose, perf_mode="double_row" if double else "none",
         dtype=stationary.dtype, tile=tile, onezero=is_stationary_onezero or is_moving_onezero,
@@ -167,44 +151,39 @@ def nc_matmul(
 def _check_indirect_operands(
     call: Call, stationary: NkiTensor, moving: NkiTensor, turns: bool
 ) -> None:
-    if turns and moving.indirection is not None:
-        raise call.error(
-            OperandError, f"moving {moving.name!r} of a transpose is an .indirect() view"
-        )
+    call.need(
+        not turns or moving.indirection is None, "moving of a transpose may be no .indirect() view"
+    )
     for view in (stationary, moving):
-        if view.indirection is not None and view.dtype in _WIDE:
-            raise call.error(
-                OperandError,
-                f"{view.name!r} is {view.dtype} and an .indirect() view; use a 16- or 8-bit float",
-            )
+        call.need(
+            view.indirection is None or view.dtype not in _WIDE,
+            "an .indirect() view must be a 16- or 8-bit float",
+        )
 
 
 def _check_onezero(call: Call, role: str, values: np.ndarray) -> None:
     """Refuse data that the fp32 fast path for ones and zeros would compute wrongly."""
-    other = (values != 0) & (values != 1)
-    if other.any():
-        where = [int(i) for i in np.argwhere(other)[0]]
-        raise call.error(
-            HazardError,
-            f"is_{role}_onezero: {role} holds {values[tuple(where)]!s} at "
-            f"{where}; it may hold ones and zeros only, leave the flag unset",
-        )
+    other = values[(values != 0) & (values != 1)]
+    call.need(
+        not other.size,
+        f"is_{role}_onezero: {role} holds {other[:1]} and may hold ones and zeros only; leave the "
+        "flag unset",
+        HazardError,
+    )
 
 
-def _pass_through(
-    call: Call, stationary: NkiTensor, moving: str, selector: np.ndarray
-) -> np.ndarray:
+def _pass_through(call: Call, stationary: NkiTensor, selector: np.ndarray) -> np.ndarray:
     """Return stationary.T with its columns placed by the one-hot moving matrix, bit for bit.
 
     Transpose mode moves elements and multiplies nothing: each column of moving picks one row of
     stationary (nki.isa.nc_transpose: the data is stationary and an identity matrix moves).
     """
-    if not _one_hot(selector):
-        raise call.error(
-            HazardError,
-            f"is_transpose: moving {moving!r} is no identity matrix; each of its columns must hold "
-            "a single 1, use nl.shared_identity_matrix, or leave is_transpose unset for a product",
-        )
+    call.need(
+        _one_hot(selector),
+        "is_transpose: each column of moving must hold a single 1; use nl.shared_identity_matrix, "
+        "or leave is_transpose unset for a product",
+        HazardError,
+    )
     rows = raw(stationary).reshape(stationary.shape[0], -1)
     return rows[(selector != 0).argmax(axis=0), :].T.copy()
 
@@ -218,61 +197,48 @@ def _one_hot(selector: np.ndarray) -> bool:
 def _check_double_row(
     call: Call, stationary: NkiTensor, moving: NkiTensor, mode: Any, is_transpose: bool
 ) -> tuple[int, int]:
-    if mode is not matmul_perf_mode.double_row and mode != "double_row":
-        raise call.error(
-            KernelArgumentError, f"perf_mode={mode!r}; use a member of nisa.matmul_perf_mode"
-        )
+    call.need(
+        mode is matmul_perf_mode.double_row or mode == "double_row",
+        "perf_mode is a member of nisa.matmul_perf_mode",
+        KernelArgumentError,
+    )
     require(call, "nc_matmul(perf_mode=double_row)", lambda t: t.fp8_double_row)
-    if is_transpose:
-        raise call.error(
-            OperandError, "perf_mode=double_row with is_transpose; transpose without it"
-        )
+    call.need(not is_transpose, "perf_mode=double_row with is_transpose; transpose without it")
     for view in (stationary, moving):
-        if view.dtype not in FLOAT8:
-            raise call.error(
-                OperandError,
-                f"perf_mode=double_row: {view.name!r} is {view.dtype}; it takes float8 operands",
-            )
-        if len(view.shape) < 3 or view.shape[1] != 2:
-            raise call.error(
-                OperandError,
-                f"perf_mode=double_row: {view.name!r} {view.shape}; the first free dimension must "
-                "be 2",
-            )
-        if view.strides[1] % _PAIR_STEP:
-            # nki-library, output_projection_tkg.py and output_projection_cte_parameters.py: "double
-            # row stride access"; AWS's own test of the mode pads a tile of one column to 16.
-            call.rule(
-                OperandError,
-                f"perf_mode=double_row: the two rows of {view.name!r} lie {view.strides[1]} "
-                f"elements apart; the distance must be a multiple of {_PAIR_STEP}, pad the tile's "
-                "last dimension",
-            )
+        call.need(view.dtype in FLOAT8, "perf_mode=double_row takes float8 operands")
+        call.need(
+            len(view.shape) > 2 and view.shape[1] == 2,
+            "perf_mode=double_row: the first free dimension of operands must be 2",
+        )
+        # nki-library, output_projection_tkg.py and output_projection_cte_parameters.py: "double
+        # row stride access"; AWS's own test of the mode pads a tile of one column to 16.
+        call.should(
+            view.strides[1] % _PAIR_STEP == 0,
+            f"perf_mode=double_row: the two rows of {view.name!r} lie {view.strides[1]} elements "
+            f"apart; it must be a multiple of {_PAIR_STEP}, pad the tile's last dimension",
+        )
     return stationary.free_size // 2, moving.free_size // 2
 
 
 def _check_operand_dtypes(
     call: Call, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
-    left, right = stationary.dtype, moving.dtype
-    for view in (stationary, moving):
-        if view.dtype not in _OPERANDS and not (is_transpose and view.dtype.kind == "int"):
-            raise call.error(
-                OperandError,
-                f"{view.name!r} is {view.dtype}; operands are {', '.join(sorted(_OPERANDS))}",
-            )
-        if view.dtype == "float8_e4m3fn":
-            require_present(call, "nc_matmul of float8_e4m3fn", "use float8_e4m3")
-    if is_transpose:
-        return
-    if (left in _WIDE) != (right in _WIDE):
-        raise call.error(
-            OperandError,
-            f"stationary is {left} and moving {right}; a float32 operand needs the other to be "
-            "float32 too",
+    kinds = {stationary.dtype, moving.dtype}
+    call.need(
+        all(d in _OPERANDS or (is_transpose and d.kind == "int") for d in kinds),
+        f"operands are {', '.join(sorted(_OPERANDS))}",
+    )
+    if "float8_e4m3fn" in kinds:
+        require_present(call, "nc_matmul of float8_e4m3fn", "use float8_e4m3")
+    if not is_transpose:
+        call.need(
+            not kinds & _WIDE or kinds <= _WIDE,
+            "a float32 operand needs the other to be float32 too",
         )
-    if {left, right} == {"float8_e4m3", "float8_e4m3fn"}:
-        raise call.error(OperandError, "float8_e4m3 and float8_e4m3fn cannot be mixed")
+        call.need(
+            kinds != {"float8_e4m3", "float8_e4m3fn"},
+            "float8_e4m3 and float8_e4m3fn cannot be mixed",
+        )
 
 
 @instruction(
@@ -287,30 +253,17 @@ def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) 
     p, f = data.shape[0], data.free_size
     fits_tensor = dst.memory == "psum" and data.memory == "sbuf"
     chosen = call.choose("tensor" if fits_tensor else "vector")
-    if chosen == "tensor" and not fits_tensor:
-        raise call.error(
-            OperandError,
-            f"TensorE reads SBUF and writes PSUM; data {data.name!r} is in {data.memory.upper()}, "
-            f"dst {dst.name!r} in {dst.memory.upper()}",
-        )
-    most = 128 if chosen == "tensor" else 32
-    if max(p, f) > most:
-        raise call.error(
-            OperandError,
-            f"data {data.shape} on {chosen}; at most [{most}, {most}]; TensorE takes up to "
-            "[128, 128] from SBUF to PSUM, VectorE [32, 32]",
-        )
-    apart = dst.strides[-1]
-    spread = (
-        data.dtype in FLOAT8 and chosen == "tensor" and call.machine.target.tensor_transpose_mode
+    call.need(chosen == "vector" or fits_tensor, "TensorE reads SBUF and writes PSUM")
+    call.need(
+        max(p, f) <= (128 if chosen == "tensor" else 32),
+        "TensorE takes up to [128, 128] from SBUF to PSUM, VectorE [32, 32]",
     )
-    if spread and p > 1 and apart != 2:
+    if data.dtype in FLOAT8 and chosen == "tensor" and call.machine.target.tensor_transpose_mode:
         # trainium2_arch, Built-in Transpose Support: fp8 data leaves 16-bit elements in PSUM
-        call.rule(
-            OperandError,
-            f"on TensorE elements of dst {dst.name!r} ({dst.dtype}) lie "
-            f"{apart} apart; fp8 data comes out in 16-bit elements: give dst a last dimension "
-            "of 2 and pass its element 0",
+        call.should(
+            p == 1 or dst.strides[-1] == 2,
+            "fp8 data comes out of TensorE in 16-bit elements: give dst a last dimension of 2 and "
+            "pass its element 0",
         )
     yield attributes(
         k=p, m=f, n=p, is_transpose=True, perf_mode="none", dtype=data.dtype, tile=None,
@@ -375,19 +328,13 @@ def _scales_of_groups(scale: NkiTensor, rows: np.ndarray) -> np.ndarray:
 
 def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> None:
     """Check that the scales cover their data, and are indirect together with it."""
-    indices = [v.indirection.index if v.indirection is not None else None for v in (view, scale)]
-    if indices[0] is not indices[1]:
-        raise call.error(
-            OperandError,
-            f"{role} {scale.name!r} and its data {view.name!r} must be .indirect() views of the "
-            "same index, or neither",
-        )
+    index, of_scale = (getattr(v.indirection, "index", None) for v in (view, scale))
+    call.need(
+        index is of_scale,
+        f"{role} and its data must be .indirect() views of the same index, or neither",
+    )
     last = int(scale_rows(view.shape[0]).max())
-    if scale.shape[0] <= last:
-        raise call.error(
-            OperandError,
-            f"{role} {scale.shape} for data {view.shape}; it needs partitions up to {last}",
-        )
+    call.need(scale.shape[0] > last, f"{role} needs partitions up to {last}")
 
 
 @instruction(
@@ -459,10 +406,9 @@ def nc_matmul_mx(
 ) -> Steps:
     """dst (+)= (scaled stationary).T @ (scaled moving) of MX operands, on trn3."""
     k, m, n = stationary.shape[0], stationary.free_size, moving.free_size
-    if dst.dtype == "float32" and n > 4096:
-        raise call.error(OperandError, f"moving {moving.shape}; N is at most 4096 in float32")
+    call.need(dst.dtype != "float32" or n <= 4096, "N is at most 4096 in float32")
     check_bank(call, dst, 8)
-    tile = _check_tile(call, k, m, dst, stationary, moving, only_rows="an MX product")
+    tile = _check_tile(call, k, m, dst, stationary, moving, rows_alone=True)
     for side, view, scale in (
         ("stationary", stationary, stationary_scale), ("moving", moving, moving_scale),
     ):  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import HazardError, OperandError, SimulationError
+from nmm_compiler.errors import HazardError, SimulationError
 from nmm_compiler.simulator.isa.instruction import Call
 from nmm_compiler.simulator.isa.operators import Op
 from nmm_compiler.simulator.machine import Machine
@@ -118,12 +118,11 @@ def check_bank(call: Call, dst: NkiTensor, banks: int) -> None:
     base = dst.storage.address[1] if dst.storage.address else 0
     first = (base + access.byte_start) // bank
     last = (base + access.byte_stop - 1) // bank
-    if last - first >= banks:
-        raise call.error(
-            OperandError,
-            f"dst {dst.name!r} covers bytes {access.byte_start}..{access.byte_stop} of "
-            f"its PSUM partition and so crosses a bank of {bank} B; write one bank at a time",
-        )
+    place = f"bytes {access.byte_start}..{access.byte_stop} of its PSUM partition"
+    call.need(
+        last - first < banks,
+        f"dst covers {place} and so crosses a bank of {bank} B; write one bank at a time",
+    )
 
 
 def accumulate_product(
