@@ -84,8 +84,11 @@ class Caller:
                 number = as_index(value)
         self.need(number is not None, f"{role} is no compile-time integer", KernelArgumentError)
         assert number is not None
-        fits = f"{role}={number} must be in {allowed.start}..{allowed.stop - 1}"
-        self.need(number in allowed, fits, HazardError)
+        self.need(
+            number in allowed,
+            f"{role}={number} must be in {allowed.start}..{allowed.stop - 1}",
+            HazardError,
+        )
         return number
 
 
@@ -117,8 +120,10 @@ def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> 
 
 def check_dtype(caller: Caller, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
     """Check that the operand is of an allowed dtype."""
-    says = f"{role} {view.name!r} is {view.dtype}; it must be {' or '.join(sorted(allowed))}"
-    caller.should(view.dtype in allowed, says)
+    caller.should(
+        view.dtype in allowed,
+        f"{role} {view.name!r} is {view.dtype}; it must be {' or '.join(sorted(allowed))}",
+    )
 
 
 def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
@@ -145,8 +150,10 @@ def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
 
 def check_conversion(caller: Caller, dst: NkiTensor, src: NkiTensor) -> None:
     """Refuse to convert x4-packed elements, each of which holds four numbers."""
-    packed = "packed" in (dst.dtype.kind, src.dtype.kind)
-    caller.need(not packed, "x4-packed elements are moved, not converted; make the dtypes equal")
+    caller.need(
+        "packed" not in (dst.dtype.kind, src.dtype.kind),
+        "x4-packed elements are moved, not converted; make the dtypes equal",
+    )
 
 
 def check_pair(caller: Caller, roles: tuple[str, ...], first: NkiTensor, second: NkiTensor) -> None:
@@ -177,17 +184,24 @@ def indirect_operand(
     if kind != "columns" and index.__class__ is VirtualRegister:
         return ()
     where = f"the index of {role}, {index!r:.90},"
-    known = index.__class__ is NkiTensor
-    caller.need(known, f"{where} must be an SBUF tensor or a register", KernelArgumentError)
-    fits = index.memory == "sbuf" and index.dtype in INTEGERS
-    caller.need(fits, f"{where} must be in SBUF and have an integer dtype; copy it first")
+    caller.need(
+        index.__class__ is NkiTensor,
+        f"{where} must be an SBUF tensor or a register",
+        KernelArgumentError,
+    )
+    caller.need(
+        index.memory == "sbuf" and index.dtype in INTEGERS,
+        f"{where} must be in SBUF and have an integer dtype; copy it first",
+    )
     if kind == "columns":
         _check_tensor_indirection(caller, role, view, chosen, allowed)
     elif kind == "scalar":
         caller.need(index.size == 1, f"{where} must have one element")
     elif caller.op != "dma_transpose":
-        rows = f"{where} must have the shape ({view.shape[0]}, 1), one index per row"
-        caller.need(index.shape[1:] == (1,), rows)
+        caller.need(
+            index.shape[1:] == (1,),
+            f"{where} must have the shape ({view.shape[0]}, 1), one index per row",
+        )
     return (index.access(),)
 
 
@@ -198,16 +212,17 @@ def _check_tensor_indirection(
     caller.need(
         chosen in allowed, f"{where}, which it takes on {' or '.join(allowed) or 'no engine'}"
     )
-    scattered = role == "dst" and chosen == "scalar" and view.memory == "psum"
-    caller.need(not scattered, f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF")
+    caller.need(
+        not (role == "dst" and chosen == "scalar" and view.memory == "psum"),
+        f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF",
+    )
     caller.need(
         index.shape[0] == view.shape[0],
         f"{where}; its index {index!r:.90} needs {view.shape[0]} partitions",
     )
     start, first = index.access().partition_start, view.access().partition_start
-    beside = role == "dst" or view.memory != "sbuf" or start == first
     caller.should(
-        start % 32 == 0 and beside,
+        start % 32 == 0 and (role == "dst" or view.memory != "sbuf" or start == first),
         f"{where} from partition {first} on; its index starts at {start}: it must be a multiple of "
         "32, the same for what is read of SBUF",
     )
@@ -350,8 +365,9 @@ def check_destination(caller: Caller, dst: NkiTensor) -> None:
 
     A broadcast dst is legal: several elements go to one place and the last one stays.
     """
-    says = f"{dst.name!r} is a shared constant; copy it first"
-    caller.need(not dst.storage.constant, says, HazardError)
+    caller.need(
+        not dst.storage.constant, f"{dst.name!r} is a shared constant; copy it first", HazardError
+    )
 
 
 # Shape equations: how the sizes of operands depend on each other

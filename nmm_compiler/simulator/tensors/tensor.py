@@ -50,16 +50,11 @@ Moved = tuple[tuple[Any, int, int], ...]
 """The registers that slices start at: (symbol, step, value) of each part of an offset."""
 
 
-def fail(kind: type[SimulationError], message: str) -> SimulationError:
-    """Return an error of `kind` at the kernel's current line."""
-    return current().error(kind, message)
-
-
 def kind_of(dtype: Any) -> DType:
     """Return the dtype that a kernel's argument names."""
     kind = dtypes.find(dtype)
     if kind is None:
-        raise fail(OperandError, f"unknown dtype {dtype!r}; use those of nki.language")
+        raise current().error(OperandError, f"unknown dtype {dtype!r}; use those of nki.language")
     return kind
 
 
@@ -104,6 +99,11 @@ class NkiTensor(NKIObject):
         known = self.storage.machine.data and self.indirection is None
         return f"{self!r}\n{self.array()}" if known else repr(self)
 
+    def need(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
+        """Refuse what breaks a rule; the message has the rule and the view."""
+        if not holds:
+            raise current().error(kind, f"{rule}; the tensor is {self!r}, strides {self.strides}")
+
     def __bool__(self) -> bool:
         """Return True, as of any object: a value is not known when a kernel is compiled."""
         return True
@@ -112,7 +112,7 @@ class NkiTensor(NKIObject):
         return self.shape[0]
 
     def __iter__(self) -> Any:
-        raise fail(OperandError, f"tensor {self.name!r} is not iterable; index it")
+        self.need(False, "a tensor is not iterable; index it")
 
     def is_contiguous(self) -> bool:
         """Return whether the view covers its storage densely, row-major (free dims on chip)."""
@@ -204,12 +204,7 @@ class NkiTensor(NKIObject):
             if k is Ellipsis:
                 key = key[:at] + (slice(None),) * (rank - len(key) + 1) + key[at + 1 :]
                 break
-        if len(key) > rank:
-            raise fail(
-                OperandError,
-                f"{len(key)} indices into tensor {self.name!r} of shape {self.shape}; use at most "
-                f"{rank}",
-            )
+        self.need(len(key) <= rank, f"{len(key)} indices; use at most {rank}")
         offset, moved = self.offset, self.moved
         dims: list[tuple[int, int]] = []
         for d, (k, size, stride) in enumerate(zip(key, self.shape, self.strides, strict=False)):
@@ -218,33 +213,29 @@ class NkiTensor(NKIObject):
                 if start < 0 or stop > size or start >= stop or step < 1:
                     shown = k if k.__class__ is slice else slice(start, stop)
                     return self._bad_slice(d, shown, start == stop and 0 <= start <= size)
-                if d == 0 and on_chip and stop - start > step > 1:
-                    raise fail(
-                        OperandError,
-                        f"step {step} on the partition dimension of {self.name!r}; "
-                        "partitions cannot be strided, use step 1",
-                    )
+                self.need(
+                    not (d == 0 and on_chip and stop - start > step > 1),
+                    f"partitions cannot be strided by {step}; use step 1",
+                )
                 dims.append((-(-(stop - start) // step), stride * step))
             else:
                 start, moved = self._start(d, k, moved)
                 start += size if start < 0 else 0
-                if not 0 <= start < size:
-                    raise fail(
-                        OutOfBoundsError,
-                        f"index {k} into dimension {d} of tensor {self.name!r}, which has size "
-                        f"{size}; use 0..{size - 1}",
-                    )
+                self.need(
+                    0 <= start < size,
+                    f"index {k} into dimension {d}; use 0..{size - 1}",
+                    OutOfBoundsError,
+                )
                 if d == 0 and on_chip:
                     dims.append((1, stride))
             offset += start * stride
         dims += self.geometry.dims[len(key) :] if len(key) < rank else ()
         dims += [(1, 1)] * (1 + on_chip - len(dims))
-        rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
-        if rows_chosen and dims[0][0] != self.shape[0]:
-            raise fail(
-                UnsupportedInstructionError,
-                f"indirect view of {self.name!r}: the indirect dimension cannot be indexed again",
-            )
+        self.need(
+            not self._rows_chosen() or dims[0][0] == self.shape[0],
+            "the dimension of an indirect view that its index chooses cannot be indexed again",
+            UnsupportedInstructionError,
+        )
         return self.over(tuple(dims), offset, moved=moved)
 
     def _span(
@@ -272,13 +263,12 @@ class NkiTensor(NKIObject):
         return number, (*moved, (value.symbol, self.strides[dim], number))
 
     def _number(self, value: Any) -> int:
-        number = value if value.__class__ is int else whole(value)
-        if number is None:
-            raise fail(
-                OperandError,
-                f"index {value!r} ({type(value).__name__}) into tensor {self.name!r}; use an int, "
-                "a slice, ..., nl.ds(start, size) or a register",
-            )
+        if value.__class__ is int:
+            return value
+        number = whole(value)
+        use = "use an int, a slice, ..., nl.ds(start, size) or a register"
+        self.need(number is not None, f"index {value!r} ({type(value).__name__}); {use}")
+        assert number is not None
         return number
 
     def _bad_slice(self, d: int, k: slice, empty: bool) -> UnusableView:
@@ -289,7 +279,7 @@ class NkiTensor(NKIObject):
         )
         if empty and self.storage.memory == "hbm":
             return UnusableView(self.storage.machine, text)
-        raise fail(OutOfBoundsError, text)
+        raise current().error(OutOfBoundsError, text)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         current().assign(self, key, value)
@@ -304,29 +294,25 @@ class NkiTensor(NKIObject):
     def select(self, dim: int, index: Any) -> NkiTensor:
         """Return element `index` of dimension `dim`: an int, or a tensor or register."""
         if isinstance(index, (NkiTensor, VirtualRegister)):
-            if self.indirection is not None:
-                raise fail(
-                    UnsupportedInstructionError, f"{self.name!r} is indirect already; select once"
-                )
+            self.need(
+                self.indirection is None,
+                "it is indirect already; select once",
+                UnsupportedInstructionError,
+            )
             dim = self._dimension(dim, "dynamic selection")
             chosen = Indirection("scalar", dim, index, self.strides[dim])
             return self.over(self.geometry.dims[:dim] + self.geometry.dims[dim + 1 :], index=chosen)
         dim, number = self._dimension(dim), self._number(index)
-        if number < 0:
-            raise fail(
-                OutOfBoundsError,
-                f"select({dim}, {index}) of {self.name!r} {self.shape}; use 0 or more",
-            )
+        self.need(number >= 0, f"select({dim}, {index}); use 0 or more", OutOfBoundsError)
         return self[(slice(None),) * dim + (number,)]
 
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """Return rows of dimension 0 chosen by `vector_offset`, one index per partition."""
-        if dim != 0 or self.memory != "hbm" or self.indirection is not None:
-            raise fail(
-                UnsupportedInstructionError,
-                f"vector_select({dim}) of {self.name!r} in {self.memory}; it takes dimension 0 "
-                "of an HBM tensor that is not indirect yet",
-            )
+        self.need(
+            dim == 0 and self.memory == "hbm" and self.indirection is None,
+            f"vector_select({dim}) takes dimension 0 of an HBM tensor that is not indirect yet",
+            UnsupportedInstructionError,
+        )
         rows = vector_offset.shape[0], self.strides[0]
         chosen = Indirection("vector", 0, vector_offset, self.strides[0])
         return self.over((rows, *self.geometry.dims[1:]), index=chosen)
@@ -345,30 +331,28 @@ class NkiTensor(NKIObject):
         storage, on_chip = self.storage, self.memory != "hbm"
         steps = tuple(self._number(p[0]) for p in pattern)
         counts = tuple(self._number(p[1]) for p in pattern)
-        if any(c < 1 for c in counts):
-            raise fail(OperandError, f"ap pattern {pattern} has a count below 1")
-        if scalar_offset is not None and vector_offset is not None:
-            raise fail(OperandError, "ap takes scalar_offset or vector_offset, not both")
+        self.need(min(counts, default=1) > 0, f"ap pattern {pattern} has a count below 1")
+        self.need(
+            scalar_offset is None or vector_offset is None,
+            "ap takes scalar_offset or vector_offset, not both",
+        )
         base = self.offset * self.dtype.item_bytes // kind.item_bytes
         start = base + (0 if offset is None else self._number(offset))
         row = storage.bytes_per_partition // kind.item_bytes
-        if on_chip and counts[0] > 1 and steps[0] != row:
-            raise fail(
-                OperandError,
-                f"ap of {self.name!r}: the partition step is {steps[0]}, it must be the free "
-                f"size of the tensor, {row} elements",
-            )
         if on_chip:
+            self.need(
+                counts[0] == 1 or steps[0] == row,
+                f"the partition step of ap must be the free size of the tensor, {row}",
+            )
             steps, more = (row, *steps[1:]), (1,) * (len(counts) == 1)
             counts, steps = (*counts, *more), (*steps, *more)
         indirection = None
         if vector_offset is not None:
-            if self._dimension(indirect_dim):
-                raise fail(
-                    UnsupportedInstructionError,
-                    f"ap of {self.name!r} with a vector_offset and indirect_dim={indirect_dim}; "
-                    "a vector of offsets chooses along dimension 0 only",
-                )
+            self.need(
+                self._dimension(indirect_dim) == 0,
+                f"indirect_dim={indirect_dim}; a vector_offset chooses along dimension 0 only",
+                UnsupportedInstructionError,
+            )
             step = math.prod(self.shape[1:])
             indirection = Indirection("vector", 0, vector_offset, step)
         elif scalar_offset is not None:
@@ -384,23 +368,20 @@ class NkiTensor(NKIObject):
     def view(self, dtype: Any) -> NkiTensor:
         """Reinterpret the bits as another dtype; the last dimension is rescaled."""
         kind = kind_of(dtype)
-        if self.indirection is not None:
-            raise fail(
-                UnsupportedInstructionError, f"view(dtype) of {self.name!r}, which is indirect"
-            )
+        direct, what = self.indirection is None, f"view({kind})"
+        self.need(direct, f"{what} of an indirect tensor", UnsupportedInstructionError)
         old, new = self.dtype.item_bytes, kind.item_bytes
         outer, total, start = self.geometry.dims[:-1], self.shape[-1] * old, self.offset * old
-        if old != new and self.strides[-1] != 1 and self.shape[-1] != 1:
-            raise fail(
-                OperandError,
-                f"view({kind}) of {self.name!r}: the last dimension must be contiguous",
-            )
-        if total % new or any(stride * old % new for _, stride in outer) or start % new:
-            raise fail(
-                OperandError,
-                f"view({kind}) of {self.name!r} {self.shape} {self.dtype}: {total} B do not "
-                f"divide into {new} B elements",
-            )
+        self.need(
+            old == new or self.strides[-1] == 1 or self.shape[-1] == 1,
+            f"{what}: the last dimension must be contiguous",
+        )
+        self.need(
+            not any(
+                place % new for place in (total, start, *(stride * old for _, stride in outer))
+            ),
+            f"{what}: its bytes do not divide into elements of {new} B",
+        )
         last = self.geometry.dims[-1] if old == new else (total // new, 1)
         dims = (*((n, s * old // new) for n, s in outer), last)
         return view_of(self.storage, dims, start // new, kind, None, self._moved_in(new))
@@ -431,32 +412,29 @@ class NkiTensor(NKIObject):
         """
         rank = len(self.shape) + extra
         number = dim + rank if dim < 0 else dim
-        if not 0 <= number < rank:
-            raise fail(
-                OutOfBoundsError,
-                f"dimension {dim} of tensor {self.name!r}, which has {len(self.shape)} dimensions",
-            )
-        if one and self.shape[number] != 1:
-            raise fail(
-                OperandError,
-                f"{what} of dimension {number} of {self.name!r} {self.shape}; its size must be 1",
-            )
-        # NkiTensor.permute and reshape_dim: after vector_select the rows stay outermost; a single
-        # runtime index leaves the other dimensions free
-        rows_chosen = self.indirection is not None and self.indirection.kind != "scalar"
-        if what and number == 0 and (self.memory != "hbm" or rows_chosen):
-            raise fail(
-                OperandError,
-                f"{what} of the partition dimension of {self.name!r} {self.shape} is no view; "
-                "move the data (nc_transpose, dma_copy) instead",
-            )
+        self.need(0 <= number < rank, f"there is no dimension {dim}", OutOfBoundsError)
+        self.need(
+            not one or self.shape[number] == 1, f"{what} of dimension {number}; its size must be 1"
+        )
+        free = not what or number > 0 or (self.memory == "hbm" and not self._rows_chosen())
+        move = "move the data (nc_transpose, dma_copy) instead"
+        self.need(free, f"{what} of the partition dimension is no view; {move}")
         return number
+
+    def _rows_chosen(self) -> bool:
+        """Return whether an index chooses rows: they stay outermost.
+
+        NkiTensor.permute and reshape_dim: a single runtime index leaves the other dimensions free.
+        """
+        return self.indirection is not None and self.indirection.kind != "scalar"
 
     def permute(self, dims: Sequence[int]) -> NkiTensor:
         """Reorder dimensions; the partition dimension stays first."""
         dims = tuple(dims)
-        if sorted(dims) != list(range(len(self.shape))):
-            raise fail(OperandError, f"permute{dims} of shape {self.shape} is no permutation")
+        self.need(
+            sorted(dims) == list(range(len(self.shape))),
+            f"permute{dims} is no permutation of its dimensions",
+        )
         if dims[0] != 0:
             self._dimension(0, "permuting")
         return self.over(tuple(self.geometry.dims[d] for d in dims))
@@ -493,15 +471,15 @@ class NkiTensor(NKIObject):
         shape = tuple(self._number(s) for s in shape)
         if -1 in shape:
             rest = math.prod(s for s in shape if s != -1)
-            if shape.count(-1) > 1 or rest == 0 or total % rest:
-                raise fail(OperandError, f"cannot infer -1 in {shape} for {total} elements")
-            shape = tuple(total // rest if s == -1 else s for s in shape)
-        if math.prod(shape) != total or any(s < 1 for s in shape):
-            raise fail(
-                OperandError,
-                f"{shape} has {math.prod(shape)} elements, {self.name!r} {self.shape} has "
-                f"{total} there; keep the number of elements",
+            self.need(
+                shape.count(-1) == 1 and rest and total % rest == 0,
+                f"cannot infer -1 in {shape} for {total} elements",
             )
+            shape = tuple(total // rest if s == -1 else s for s in shape)
+        self.need(
+            math.prod(shape) == total and min(shape, default=1) > 0,
+            f"{shape} does not have {total} elements; keep their number",
+        )
         return shape
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
@@ -521,12 +499,8 @@ class NkiTensor(NKIObject):
         for size in reversed(new):
             while size > 1 and left == 1 and blocks:
                 left, step = blocks.pop()
-            if left % size:
-                raise fail(
-                    OperandError,
-                    f"reshape of {self.name!r} {self.shape} with strides {self.strides} to {new} "
-                    "is no view; copy it first, or reshape before slicing or permuting",
-                )
+            copied = "copy it first, or reshape before slicing or permuting"
+            self.need(left % size == 0, f"reshape to {new} is no view; {copied}")
             result.append((size, step))
             left //= size
             step *= size
@@ -538,12 +512,8 @@ class NkiTensor(NKIObject):
         new = self._infer(tuple(wanted), self.size)
         if self.memory == "hbm" and self.indirection is None:
             return self.over(self._regroup(self.geometry.dims, new))
-        if new[0] != self.shape[0]:
-            raise fail(
-                OperandError,
-                f"reshape of {self.name!r} {self.shape} to {new} changes the partition "
-                f"dimension; keep {self.shape[0]} first",
-            )
+        rows = self.shape[0]
+        self.need(new[0] == rows, f"reshape to {new} changes the partitions; keep {rows} first")
         return self.over(
             (self.geometry.dims[0], *self._regroup(self.geometry.dims[1:], new[1:] or (1,)))
         )
@@ -559,15 +529,19 @@ class NkiTensor(NKIObject):
             [[entry] if isinstance(entry, str) else list(entry) for entry in pattern]
             for pattern in (src_pattern, dst_pattern)
         )
-        if len(groups) != len(self.shape):
-            raise fail(OperandError, f"pattern {src_pattern} for shape {self.shape}")
+        self.need(
+            len(groups) == len(self.shape),
+            f"pattern {src_pattern} has another number of dimensions",
+        )
         view, sizes = self, fixed_sizes or {}
         for d in reversed(range(len(groups))):  # those before it keep their numbers
             if len(groups[d]) > 1:
                 view = view.reshape_dim(d, [sizes.get(name, -1) for name in groups[d]])
         names, order = ([name for group in each for name in group] for each in (groups, wanted))
-        if sorted(order) != sorted(names):
-            raise fail(OperandError, f"patterns {src_pattern} and {dst_pattern} differ")
+        self.need(
+            sorted(order) == sorted(names),
+            f"patterns {src_pattern} and {dst_pattern} have other names",
+        )
         view = view.permute([names.index(name) for name in order])
         for d, group in enumerate(wanted):
             if len(group) > 1:
