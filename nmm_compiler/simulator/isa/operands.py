@@ -113,17 +113,14 @@ def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> 
             f"{role} starts at partition {start} with {count} partitions; up to 32 partitions may "
             "start at 0, 32, 64, 96, up to 64 at 0, 64, more at 0",
         )
-        far = view.geometry.far
-        caller.should(not far, f"{role} {view.get_pattern()} has {far}")
+        caller.should(not view.geometry.far, f"{role} has {view.geometry.far}")
     return access
 
 
 def check_dtype(caller: Caller, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
     """Check that the operand is of an allowed dtype."""
-    caller.should(
-        view.dtype in allowed,
-        f"{role} {view.name!r} is {view.dtype}; it must be {' or '.join(sorted(allowed))}",
-    )
+    if view.dtype not in allowed:
+        caller.should(False, f"{role} is {view.dtype}; use {' or '.join(sorted(allowed))}")
 
 
 def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:

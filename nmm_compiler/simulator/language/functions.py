@@ -209,14 +209,8 @@ def where(condition: Any, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
 
 
 def _axes(name: str, x: NkiTensor, axis: Any) -> tuple[int, ...]:
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    axes = tuple(sorted(a + len(x.shape) if a < 0 else a for a in axes))
-    rank = len(x.shape)
-    if not axes or axes[0] < 1 or axes != tuple(range(axes[0], rank)):
-        raise current().error(
-            OperandError,
-            f"nl.{name}: axis {axis} of {x.shape}; reduce the last contiguous free axes",
-        )
+    axes = reductions.last_axes(x.shape, (axis,) if isinstance(axis, int) else axis)
+    x.need(axes, f"nl.{name} over axis {axis}; reduce the last contiguous free axes")
     return axes
 
 

@@ -13,34 +13,29 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors.marks import parts_of
 
 NkiTensor = Any  # its file knows this one
 
 
-class Uses:
-    """Who used each element of a storage since the programs met: a row for each program.
-
-    written: the number of the last write, 0 for none. read: whether it was read before that.
-    """
-
-    def __init__(self, programs: int, elements: int) -> None:
-        self.written = np.zeros((programs, elements), np.int32)
-        self.read = np.zeros((programs, elements), np.bool_)
+Uses = tuple[np.ndarray, np.ndarray]
+"""Who used each element of a storage since the two programs met, a row for each program: the number
+of its last write, 0 for none, and whether it read the element before that."""
 
 
-def _uses(machine: Machine, view: NkiTensor, places: np.ndarray | None) -> tuple[Uses, np.ndarray]:
+def _uses(view: NkiTensor, places: np.ndarray | None) -> tuple[Uses, np.ndarray]:
     """Return the record of a view's storage, and which of its elements an access covers.
 
     places: the elements of the storage, in the view's dtype; None for those of the view. An element
     of a wider dtype covers several along the last axis.
     """
-    storage, item = view.storage, view.dtype.item_bytes
+    storage, item, machine = view.storage, view.dtype.item_bytes, current()
     unit = storage.dtype.item_bytes
     known = machine.programs.uses[machine.rank]
     if storage.identity not in known:
-        known[storage.identity] = Uses(machine.grid, storage.raw.size // unit)
+        shape = 2, storage.raw.size // unit
+        known[storage.identity] = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
     if places is None:
         lines = (np.arange(n) * step for n, step in zip(view.shape, view.strides, strict=True))
         places = functools.reduce(np.add.outer, lines, np.asarray(view.offset))
@@ -52,19 +47,16 @@ def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
 
     places: the elements of the storage, in the view's dtype; by default those of the view.
     """
-    machine = current()
-    me, (uses, covered) = machine.program_id, _uses(machine, view, places)
-    first = uses.written[me, covered] == 0  # after its own write, only other values would race
-    uses.read[me, covered] |= first
-    theirs = first & (np.delete(uses.written[:, covered], me, axis=0).max(axis=0) > 0)
-    what = "were written by another program"
-    _warn_of(theirs.any(axis=-1), machine, view, "use", "reads from", what)
+    me, ((written, read), covered) = current().program_id, _uses(view, places)
+    first = written[me, covered] == 0  # after its own write, only other values would race
+    read[me, covered] |= first
+    theirs = first & (written[1 - me, covered] > 0)
+    _warn_of(theirs.any(axis=-1), view, "reads from", "were written by another program")
 
 
-def _warn_of(
-    clash: np.ndarray, machine: Machine, view: NkiTensor, use: str, does: str, what: str
-) -> None:
+def _warn_of(clash: np.ndarray, view: NkiTensor, does: str, what: str, use: str = "use") -> None:
     if clash.any():
+        machine = current()
         machine.warn(
             f"two programs {use} one place: {np.count_nonzero(clash)} of {clash.size} elements "
             f"that program {machine.program_id} {does} {view.name!r} {view.storage.shape} {what} "
@@ -82,18 +74,16 @@ def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None
     machine, storage = current(), dst.storage
     me, begun = machine.program_id, machine.programs.writes[machine.rank]
     begun[me] += 1
-    number = begun[me]
-    uses, covered = _uses(machine, dst, places)
-    written, read = (rows[:, covered].max(axis=-1) for rows in (uses.written, uses.read))
-    theirs, seen = (np.delete(rows, me, axis=0).max(axis=0) for rows in (written, read))
+    (written, read), covered = _uses(dst, places)
+    theirs, mine = (written[p, covered].max(axis=-1) for p in (1 - me, me))
+    seen = read[1 - me, covered].any(axis=-1)
     if theirs.any() or seen.any():
         old = dst.array() if places is None else storage.raw.view(dst.dtype.numpy)[places]
         values = np.broadcast_to(values, old.shape).astype(old.dtype)
         bits = np.dtype(f"u{old.dtype.itemsize}")
         other = np.ascontiguousarray(old).view(bits) != values.view(bits)
-        stays = theirs > written[me]
-        _warn_of(stays & other, machine, dst, "write to", "writes to", "have other values")
-        _warn_of(seen & other, machine, dst, "use", "writes to", "were read by another program")
-        values = np.where(theirs > number, old, values)
-    uses.written[me, covered] = number
+        _warn_of((theirs > mine) & other, dst, "writes to", "have other values", "write to")
+        _warn_of(seen & other, dst, "writes to", "were read by another program")
+        values = np.where(theirs > begun[me], old, values)
+    written[me, covered] = begun[me]
     return values
