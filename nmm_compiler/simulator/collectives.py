@@ -25,10 +25,10 @@ from nmm_compiler.simulator.isa.operands import (
     operand,
 )
 from nmm_compiler.simulator.isa.operators import Takes
-from nmm_compiler.simulator.isa.poison import mark
 from nmm_compiler.simulator.isa.values import F32, put
 from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import Machine, current
+from nmm_compiler.simulator.tensors.elements import mark
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Instruction
@@ -162,7 +162,7 @@ class _Move(Caller):
             put(dst, values, exact=values.dtype == dst.dtype.numpy)
             if any(origins):
                 spoilt = combine(list(masks), self.place) != 0
-                mark(dst, spoilt, next(filter(None, origins)))
+                mark(dst, True, spoilt, next(filter(None, origins)))
         return record
 
 

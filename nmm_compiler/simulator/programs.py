@@ -16,8 +16,8 @@ from typing import Any
 
 from nmm_compiler.errors import SimulationError
 from nmm_compiler.simulator.machine import Machine
+from nmm_compiler.simulator.tensors.elements import Uses
 from nmm_compiler.simulator.tensors.memory import Storage
-from nmm_compiler.simulator.tensors.races import Uses
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
 
 _LOOK_SECONDS = 0.1  # how often the waiting thread wakes up to take a signal

@@ -37,7 +37,7 @@ from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
 from nmm_compiler.simulator.machine import CURRENT, MAX_RANKS, Machine, Options, defined_at
 from nmm_compiler.simulator.programs import Programs, Stopped
-from nmm_compiler.simulator.tensors.marks import poisoned_values
+from nmm_compiler.simulator.tensors.elements import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.timing.dependence import check_dependencies

@@ -8,7 +8,7 @@ import pytest
 from simulator_kernels import run
 
 from nmm_compiler import errors
-from nmm_compiler.simulator.tensors import marks
+from nmm_compiler.simulator.tensors import elements
 
 HALF = """
 t = nl.ndarray((8, 8), nl.{dtype}, nl.sbuf, name="half")
@@ -194,7 +194,7 @@ def test_what_is_not_marked_does_not_depend_on_it(seed, monkeypatch):
     mask = rng.integers(0, 2, (8, 8)).astype(np.uint8)
     results = []
     for value in (np.nan, 1e3, -0.5):
-        monkeypatch.setitem(marks.FILL, "float", value)
+        monkeypatch.setitem(elements.FILL, "float", value)
         results.append(run("\n".join(lines), a, mask, strict=False))
     marked = [np.isnan(output) for output in results[0].outputs]
     for other in results[1:]:

@@ -45,7 +45,7 @@ from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.marks import poisoned_values
+from nmm_compiler.simulator.tensors.elements import poisoned_values
 from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 

@@ -22,7 +22,7 @@ from nmm_compiler.simulator.isa.operands import (
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, put
 from nmm_compiler.simulator.tensors.dtypes import cast
-from nmm_compiler.simulator.tensors.indirect import gather, positions, scatter, store_at
+from nmm_compiler.simulator.tensors.elements import gather, scatter, store_some
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN, _SKIP = engine.unknown, oob_mode.skip
@@ -90,7 +90,7 @@ def dma_copy(
     elif valid is not None:  # rows whose index was out of bounds keep what they had
         keep = np.repeat(valid, values.size // src.shape[0]).reshape(dst.shape)
         stored = cast(values.reshape(dst.shape), dst.dtype)
-        store_at(dst, positions(dst)[0].reshape(dst.shape)[keep], stored[keep])
+        store_some(dst, keep, stored[keep])
     else:
         put(dst, values, exact=same)
 

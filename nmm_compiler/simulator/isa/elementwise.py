@@ -51,7 +51,7 @@ from nmm_compiler.simulator.isa.values import (
 )
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS, VECTOR_FLOATS
-from nmm_compiler.simulator.tensors.indirect import positions, store_at
+from nmm_compiler.simulator.tensors.elements import store_some
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
@@ -349,7 +349,7 @@ def tensor_copy_predicated(
         values = raw(src).reshape(dst.shape)[chosen]
     else:
         values = F32(src) if dst.dtype.kind == "float" else int(src)
-    store_at(dst, positions(dst)[0].reshape(dst.shape)[chosen], values)
+    store_some(dst, chosen, values)
     if dst.memory == "psum":
         note_writer(dst, OTHER)
 

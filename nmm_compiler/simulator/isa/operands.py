@@ -25,7 +25,7 @@ from nmm_compiler.errors import (
 from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import INTEGERS
-from nmm_compiler.simulator.tensors.indirect import positions
+from nmm_compiler.simulator.tensors.elements import positions
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 from nmm_compiler.simulator.trace import Access

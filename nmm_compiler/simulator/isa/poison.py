@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.simulator.tensors.indirect import positions
-from nmm_compiler.simulator.tensors.marks import refuse_poison
+from nmm_compiler.simulator.tensors.elements import mark, refuse_poison
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Arguments = dict[str, Any]
@@ -134,7 +133,7 @@ def spread(call: Any) -> None:
         if row.compares or needed:
             what = "a comparison, " if row.compares else f"{needed[0]} of "
             what += f"nisa.{call.op}"
-            refuse_poison(machine, what, origin, int(mask.sum()), mask.size)
+            refuse_poison(machine, what, origin, mask)
             continue
         for role, dst in results:
             flow = row.flows.get(role, _by_shape if role == row.first else by_partition)
@@ -142,19 +141,5 @@ def spread(call: Any) -> None:
             if keep is not None and keep.size == dst.size:
                 here = here & keep.reshape(dst.shape)
             if here.any():
-                mark(dst, np.broadcast_to(here, dst.shape), origin)
+                mark(dst, True, np.broadcast_to(here, dst.shape), origin)
     machine.kept = None
-
-
-def mark(dst: NkiTensor, here: np.ndarray, origin: str) -> None:
-    """Mark elements of dst as dependent on unwritten memory, whose first read is `origin`."""
-    storage = dst.storage
-    marks = storage.unwritten = storage.unwritten or storage.marks(False)
-    if dst.indirection is not None:
-        table, valid = positions(dst)
-        chosen = table[valid][here.reshape(table.shape)[valid]]
-        marks.values[marks.places(dst, chosen)] = True
-    else:
-        marks.of(dst)[here] = True
-    storage.missing = int(np.count_nonzero(marks.values)) * marks.granule
-    storage.origin = storage.origin or origin

@@ -15,8 +15,7 @@ from nmm_compiler.simulator.isa.instruction import Call
 from nmm_compiler.simulator.isa.operators import Op
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
-from nmm_compiler.simulator.tensors.indirect import gather, positions, scatter
-from nmm_compiler.simulator.tensors.races import settled
+from nmm_compiler.simulator.tensors.elements import gather, mark, scatter, settled
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -57,8 +56,7 @@ def put(dst: NkiTensor, values: np.ndarray, *, exact: bool = False, product: boo
         if storage.shared:
             values = settled(dst, values)
         dst.array()[...] = values
-        if storage.unwritten is not None:
-            dst.mark_written()
+        mark(dst, False)
     if storage.memory == "psum":
         note_writer(dst, TENSOR if product else OTHER)
 
@@ -70,22 +68,15 @@ NOBODY, TENSOR, OTHER = (np.uint8(who) for who in range(3))
 def writers_of(dst: NkiTensor) -> np.ndarray:
     """Return who wrote each element of a view of PSUM."""
     marks = dst.storage.writers
-    if marks is None:
-        return np.zeros(dst.shape, np.uint8)
-    if dst.indirection is None:
-        return marks.of(dst)[..., 0]
-    return np.asarray(marks.values[marks.places(dst, positions(dst)[0])][..., 0]).reshape(dst.shape)
+    return np.zeros(dst.shape, np.uint8) if marks is None else marks.of(dst)[..., 0]
 
 
 def note_writer(dst: NkiTensor, who: np.uint8) -> None:
     """Note who wrote a view of PSUM."""
     storage = dst.storage
     storage.products = None
-    marks = storage.writers = storage.writers or storage.marks(NOBODY)
-    if dst.indirection is None:
-        marks.of(dst)[...] = who
-    else:
-        marks.values[marks.places(dst, positions(dst)[0])] = who
+    storage.writers = storage.writers or storage.marks(NOBODY)
+    storage.writers.put(dst, who)
 
 
 def scalar_value(value: Any, rank: int) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from nmm_compiler.errors import HazardError, OnChipCapacityError, OperandError
 from nmm_compiler.simulator.machine import Machine, kernel_frame
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.marks import Marks
+from nmm_compiler.simulator.tensors.elements import Marks
 from nmm_compiler.simulator.trace import Allocation
 
 _SHARED = "shared_hbm"

@@ -24,6 +24,12 @@ from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
+from nmm_compiler.simulator.tensors.elements import (
+    mark,
+    note_read,
+    note_unwritten,
+    poisoned_values,
+)
 from nmm_compiler.simulator.tensors.geometry import (
     FIXED,
     KEPT,
@@ -35,9 +41,7 @@ from nmm_compiler.simulator.tensors.geometry import (
     numbers_of,
     row_major,
 )
-from nmm_compiler.simulator.tensors.marks import note_unwritten, poisoned_values
 from nmm_compiler.simulator.tensors.memory import Storage
-from nmm_compiler.simulator.tensors.races import note_read
 from nmm_compiler.simulator.tensors.registers import (
     DynamicSlice,
     Indirection,
@@ -601,14 +605,7 @@ class NkiTensor(NKIObject):
 
     def mark_written(self) -> None:
         """Note that all elements of the view are written."""
-        storage, marks = self.storage, self.storage.unwritten
-        if marks is None:
-            return
-        mask = marks.of(self)
-        storage.missing -= int(np.count_nonzero(mask)) * marks.granule
-        mask[...] = False
-        if not storage.missing:
-            storage.unwritten = None
+        mark(self, False)
 
     def load(self, what: str = "") -> np.ndarray:
         """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted.

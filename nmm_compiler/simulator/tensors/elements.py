@@ -1,0 +1,370 @@
+"""The elements of a view: where they lie, what is known of each, and how they are read and written.
+
+Elements are numbered from the start of their storage. The numbers of a view are strided, or an
+index chooses them at run time: rows, an offset, or columns. An index outside the tensor is an
+error, or skips its row with `oob_mode.skip`. In timing mode there are no indices.
+
+`Marks` say of each element whether it was ever written, or who wrote it last. A view may have
+another dtype than its storage. So there is a mark for each `granule` bytes, and the granule becomes
+smaller when a view has smaller elements. A read of unwritten elements is noted, or refused where
+values are needed.
+
+A storage in shared HBM also remembers for each element which of two programs read it since both
+were last at a `core_barrier`, or exchanged tiles by `sendrecv`, and which one wrote it, with the
+number of that write. The programs run one after the other here, and side by side on hardware. So
+the write with the higher number stays, as if both ran in step, and what two programs use, one of
+them to write, with no wait between, is warned of. Equal values are no race, whoever writes last.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from nmm_compiler.errors import HazardError, OutOfBoundsError
+from nmm_compiler.simulator.machine import Machine, current, kernel_frame
+from nmm_compiler.simulator.tensors.dtypes import cast
+from nmm_compiler.simulator.tensors.registers import VirtualRegister
+
+NkiTensor = Any  # its file knows this one
+
+# Where they lie
+
+
+def positions(view: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return (positions [rows, elements], valid [rows]) of a view in its storage.
+
+    Positions are elements of the view's dtype from the start of the storage. Rows that leave
+    the storage are not valid and their positions are 0.
+    """
+    rows, index = view.shape[0], view.indirection
+    # of one row (dimensions after the first), without the offset
+    lines = (np.arange(n) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
+    inner = functools.reduce(np.add.outer, lines, np.zeros((), np.int64)).reshape(-1)
+    starts, valid = view.offset + np.arange(rows) * view.strides[0], np.ones(rows, np.bool_)
+    if index is None:
+        return starts[:, None] + inner, valid
+    if index.kind == "columns":
+        return _column_positions(view, starts), valid
+    if index.kind == "scalar":
+        starts += _scalar_index(index.index) * index.step
+    else:
+        starts = view.offset + _row_indices(view) * index.step
+    low, high = starts + inner.min(), starts + inner.max()
+    storage, item = view.storage, view.dtype.item_bytes
+    valid = (low >= 0) & (high < storage.raw.size // item)
+    if index.kind == "scalar" and storage.memory != "hbm":
+        row = storage.bytes_per_partition // item
+        valid &= (low // row) == (high // row)
+    table = starts[:, None] + inner
+    table[~valid] = 0
+    return table, valid
+
+
+def _scalar_index(index: Any) -> int:
+    if isinstance(index, VirtualRegister):
+        return index.read()
+    values = index.load("a runtime address")
+    index.need(values.size == 1, f"a scalar offset tensor has {values.size} elements, not 1")
+    return int(values.reshape(-1)[0])
+
+
+def _row_indices(view: NkiTensor) -> np.ndarray:
+    """Return the index of each row, column by column of the index tensor."""
+    rows, index = view.shape[0], view.indirection.index.load("a row index")
+    flat = index.reshape(-1) if index.shape[-1] == 1 else index.reshape(index.shape[0], -1).T
+    flat = flat.reshape(-1)[:rows].astype(np.int64)
+    view.need(flat.size == rows, f"vector_offset has {flat.size} indices for {rows} rows")
+    return np.asarray(flat)
+
+
+def _column_positions(view: NkiTensor, starts: np.ndarray) -> np.ndarray:
+    """Return positions of tensor indirection: offset i is index[i % 16, i // 16] of each group.
+
+    Groups of 16 partitions share their offsets.
+    """
+    chosen, count = view.indirection, view.shape[1]
+    index = chosen.index.load("an index").astype(np.int64)
+    index = index.reshape(index.shape[0], -1)
+    table = np.zeros((view.shape[0], count), np.int64)
+    for start in range(0, view.shape[0], 16):
+        group = slice(start, start + 16)
+        offsets = index[group].T.reshape(-1)[:count]
+        most = int(offsets.max(initial=0))
+        inside = offsets.min(initial=0) >= 0 and most < chosen.column_count
+        leaves = f"tensor indirection: offset {most} of {chosen.column_count} elements"
+        view.need(inside, leaves, OutOfBoundsError)
+        table[group] = starts[group, None] + offsets * chosen.step
+    return table
+
+
+def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
+    if skip or valid.all():
+        return
+    index = view.indirection.index
+    row = int(np.argmin(valid))
+    shown: Any = ""
+    if not isinstance(index, VirtualRegister):
+        values = index.array().reshape(-1)
+        shown = f" {int(values[min(row, values.size - 1)])}"
+    raise current().error(
+        OutOfBoundsError,
+        f"runtime index{shown} of row {row} leaves tensor {view.name!r} {view.storage.shape}; "
+        "keep indices inside, or pass oob_mode=nisa.oob_mode.skip",
+    )
+
+
+# What is known of each
+
+
+class Marks:
+    """The marks of one storage, all of one NumPy dtype."""
+
+    def __init__(self, size_bytes: int, granule: int, value: Any) -> None:
+        self.granule = granule
+        self.values = np.full(size_bytes // granule, value)
+
+    def _each(self, view: NkiTensor) -> int:
+        """Return how many marks an element of a view has."""
+        item = view.dtype.item_bytes
+        if item < self.granule:
+            self.values = np.repeat(self.values, self.granule // item)
+            self.granule = item
+        return int(item // self.granule)
+
+    def places(self, view: NkiTensor, elements: np.ndarray) -> np.ndarray:
+        """Return the places in `values` of elements of the storage, numbered in a view's dtype."""
+        each = self._each(view)
+        return elements[..., None] * each + np.arange(each)
+
+    def of(self, view: NkiTensor) -> np.ndarray:
+        """Return the marks of a view; the last axis has those of one element.
+
+        Those of a view without a runtime index may be written.
+        """
+        each, size = self._each(view), self.values.itemsize
+        shape = (*view.shape, each)
+        if view.indirection is not None:
+            return self.values[self.places(view, positions(view)[0])].reshape(shape)
+        strides = (*[stride * each * size for stride in view.strides], size)
+        start = view.offset * each * size
+        return np.ndarray(shape, self.values.dtype, self.values, start, strides)
+
+    def put(self, view: NkiTensor, value: Any, where: Any = ...) -> None:
+        """Set the marks of a view, or of those elements of it that a mask says."""
+        if view.indirection is None:
+            self.of(view)[where] = value
+            return
+        table, valid = positions(view)
+        chosen = np.broadcast_to(valid[:, None], table.shape)
+        if where is not ...:
+            chosen = chosen & where.reshape(table.shape)
+        self.values[self.places(view, table[chosen])] = value
+
+
+def mark(view: NkiTensor, unwritten: bool, where: Any = ..., origin: str = "") -> None:
+    """Mark elements of a view as written, or as dependent on unwritten memory.
+
+    origin: the first read of that memory.
+    """
+    storage = view.storage
+    marks = storage.unwritten
+    if marks is None:
+        if not unwritten:
+            return
+        marks = storage.unwritten = storage.marks(False)
+    if unwritten or where is not ... or view.indirection is not None:
+        marks.put(view, unwritten, where)
+        storage.missing = int(np.count_nonzero(marks.values)) * marks.granule
+        storage.origin = storage.origin or origin
+    else:
+        mask = marks.of(view)
+        storage.missing -= int(np.count_nonzero(mask)) * marks.granule
+        mask[...] = False
+    if not storage.missing:
+        storage.unwritten = None
+
+
+FILL = {"float": np.nan, "int": 4}
+"""The value of unwritten elements, by the kind of the dtype; no accepted result shows it."""
+
+
+def first_read(view: NkiTensor, mask: np.ndarray) -> str:
+    """Return the text that names unwritten elements and the kernel's line that reads them first."""
+    storage = view.storage
+    where = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
+    _, line = kernel_frame()
+    return (
+        f"{int(mask.sum())} of {mask.size} elements of tensor {storage.name!r} {storage.shape} "
+        f"{storage.dtype} ({storage.memory}, allocated on line {storage.allocation.line}) are "
+        f"read on line {line} but were never written, the first at {where} of the view "
+        f"{view.shape}"
+    )
+
+
+def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
+    """Note that an instruction reads unwritten elements; refuse it where none may be read.
+
+    what: needs known values.
+    """
+    machine = current()
+    origin = view.storage.origin or first_read(view, mask)
+    if what:
+        refuse_poison(machine, what, origin, mask)
+    else:
+        machine.poisoned.append((view, mask, origin))
+
+
+def poisoned_values(view: NkiTensor, mask: np.ndarray) -> np.ndarray:
+    """Return a copy of the stored elements with NaN, or 4 in integers, where none was written."""
+    values = view.array().copy()
+    values[mask] = FILL.get(view.dtype.kind, FILL["int"])
+    return values
+
+
+def refuse_poison(machine: Machine, what: str, origin: str, mask: np.ndarray) -> None:
+    """Refuse a use that needs known values, naming the read that they come from."""
+    machine.rule(
+        HazardError,
+        f"{int(mask.sum())} of {mask.size} elements of {what} depend on memory that nothing has "
+        f"written: {origin}; write them first (memset, dma_copy)",
+    )
+
+
+Uses = tuple[np.ndarray, np.ndarray]
+"""Who used each element of a storage since the two programs met, a row for each program: the number
+of its last write, 0 for none, and whether it read the element before that."""
+
+
+def _uses(view: NkiTensor, places: np.ndarray | None) -> tuple[Uses, np.ndarray]:
+    """Return the record of a view's storage, and which of its elements an access covers.
+
+    places: the elements of the storage, in the view's dtype; None for those of the view. An element
+    of a wider dtype covers several along the last axis.
+    """
+    storage, item, machine = view.storage, view.dtype.item_bytes, current()
+    unit = storage.dtype.item_bytes
+    known = machine.programs.uses[machine.rank]
+    if storage.identity not in known:
+        shape = 2, storage.raw.size // unit
+        known[storage.identity] = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
+    if places is None:
+        places = positions(view)[0].reshape(view.shape)
+    covered = places[..., None] * item // unit + np.arange(max(item // unit, 1))
+    return known[storage.identity], covered
+
+
+def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
+    """Remember a read of shared HBM; warn if another program has written there.
+
+    places: the elements of the storage, in the view's dtype; by default those of the view.
+    """
+    me, ((written, read), covered) = current().program_id, _uses(view, places)
+    first = written[me, covered] == 0  # after its own write, only other values would race
+    read[me, covered] |= first
+    theirs = first & (written[1 - me, covered] > 0)
+    _warn_of(theirs.any(axis=-1), view, "reads from", "were written by another program")
+
+
+def _warn_of(clash: np.ndarray, view: NkiTensor, does: str, what: str, use: str = "use") -> None:
+    if clash.any():
+        machine = current()
+        machine.warn(
+            f"two programs {use} one place: {np.count_nonzero(clash)} of {clash.size} elements "
+            f"that program {machine.program_id} {does} {view.name!r} {view.storage.shape} {what} "
+            "since the last core_barrier or sendrecv; on hardware either may come first, put a "
+            "core_barrier between them"
+        )
+
+
+def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
+    """Return what stays of a write to shared HBM that is about to happen; warn if it is of a race.
+
+    values: what is written, in the dtype of dst. places: the elements of the storage that an
+    indirect write chooses, in the shape of values; by default those of dst.
+    """
+    machine, storage = current(), dst.storage
+    me, begun = machine.program_id, machine.programs.writes[machine.rank]
+    begun[me] += 1
+    (written, read), covered = _uses(dst, places)
+    theirs, mine = (written[p, covered].max(axis=-1) for p in (1 - me, me))
+    seen = read[1 - me, covered].any(axis=-1)
+    if theirs.any() or seen.any():
+        old = dst.array() if places is None else storage.raw.view(dst.dtype.numpy)[places]
+        values = np.broadcast_to(values, old.shape).astype(old.dtype)
+        bits = np.dtype(f"u{old.dtype.itemsize}")
+        other = np.ascontiguousarray(old).view(bits) != values.view(bits)
+        _warn_of((theirs > mine) & other, dst, "writes to", "have other values", "write to")
+        _warn_of(seen & other, dst, "writes to", "were read by another program")
+        values = np.where(theirs > begun[me], old, values)
+    written[me, covered] = begun[me]
+    return values
+
+
+# How they are read and written
+
+
+def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return (values in the view's shape, valid rows) that a view reads; None: all are valid."""
+    if view.indirection is None:
+        return view.load(), None
+    table, valid = positions(view)
+    _check_valid(view, valid, skip)
+    storage = view.storage
+    if storage.shared:
+        note_read(view, table[valid])
+    values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
+    if storage.unwritten is not None:
+        marks = storage.unwritten
+        chosen = marks.values[marks.places(view, table)].any(axis=-1)
+        mask = np.asarray(chosen & valid[:, None]).reshape(view.shape)
+        if mask.any():
+            note_unwritten(view, mask)
+            values[mask] = FILL.get(view.dtype.kind, FILL["int"])
+    return values, None if valid.all() else valid
+
+
+def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False, adds: bool = False) -> None:
+    """Write values through an indirect view; rows out of bounds raise or are skipped.
+
+    adds: the values are sums with what was there, so no two rows may be the same.
+    """
+    table, valid = positions(view)
+    _check_valid(view, valid, skip)
+    table, stored = table[valid], cast(values.reshape(table.shape), view.dtype)[valid]
+    if view.indirection.kind == "vector" and len(table) > 1:
+        _check_unique(view, table, stored, adds)
+    _store(view, table, stored)
+    mark(view, False)
+
+
+def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:
+    """Refuse rows that write different values to one place: their order is not defined."""
+    _, first, inverse = np.unique(table[:, 0], return_index=True, return_inverse=True)
+    twin = first[inverse.reshape(-1)]
+    bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(table), -1)
+    clash = twin != np.arange(len(table)) if adds else (bits != bits[twin]).any(axis=1)
+    if clash.any():
+        row = int(np.argmax(clash))
+        current().rule(
+            HazardError,
+            f"a scatter into {view.name!r} {view.storage.shape} writes rows {int(twin[row])} and "
+            f"{row} to the same place; which one stays is undefined, make the indices unique",
+        )
+
+
+def store_some(view: NkiTensor, where: np.ndarray, values: Any) -> None:
+    """Write stored values to the elements of a view that a mask says."""
+    places = positions(view)[0].reshape(view.shape)[where]
+    _store(view, places, values)
+    mark(view, False, where)
+
+
+def _store(view: NkiTensor, places: np.ndarray, stored: Any) -> None:
+    """Write stored values to some elements of the view's storage, which `places` numbers."""
+    storage = view.storage
+    if storage.shared:
+        stored = settled(view, stored, places)
+    storage.raw.view(view.dtype.numpy)[places] = stored
