@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, UnsupportedInstructionError
-from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import dge_mode, engine, oob_mode
 from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
 from nmm_compiler.simulator.isa.operands import (
@@ -25,6 +24,8 @@ from nmm_compiler.simulator.tensors.dtypes import cast
 from nmm_compiler.simulator.tensors.elements import gather, scatter, store_some
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
+TURNED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+"""The order of dimensions that nisa.dma_transpose leaves, by their number."""
 _UNKNOWN, _SKIP = engine.unknown, oob_mode.skip
 _ISSUERS = {engine.sync: "sync", engine.scalar: "scalar", engine.gpsimd: "gpsimd"}
 
@@ -107,7 +108,6 @@ def _chooses_rows(view: NkiTensor) -> bool:
     memories={"dst": SBUF},
     same_dtype=("dst", "src"),
     packed=True,
-    flows={"dst": poison.dma_transpose},
 )
 def dma_transpose(
     call: Call,
@@ -121,7 +121,7 @@ def dma_transpose(
     """dst = src with its first and last dimensions swapped, by DMA, into SBUF."""
     require(call, "dma_transpose", lambda t: t.dma_transposes, "use nisa.nc_transpose")
     rank = len(src.shape)
-    order = poison.TURNED.get(rank, ())
+    order = TURNED.get(rank, ())
     call.need(
         order and (axes is None or (isinstance(axes, (tuple, list)) and tuple(axes) == order)),
         "axes of 2, 3 or 4 dimensions are (1, 0), (2, 1, 0) or (3, 1, 2, 0)",
@@ -145,7 +145,8 @@ def dma_transpose(
     if valid is not None:
         rows = valid.reshape((-1,) + (1,) * (rank - 1))
         values = np.where(rows, values, np.zeros((), values.dtype))
-    put(dst, values.transpose(order), exact=True)
+    call.move = lambda elements: elements.transpose(order)
+    put(dst, call.move(values), exact=True)
 
 
 def _check_alignment(call: Call, dst: NkiTensor) -> None:

@@ -210,15 +210,19 @@ _NUMBERS = frozenset({"float32", "int32"})
     dtypes={"indices": frozenset({"uint32"})},
     same_dtype=("dst", "data"),
     packed=True,
-    flows={"dst": poison.gathered},
 )
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     """dst[p, i] = data[p].flatten()[indices[p, i]] in every partition."""
-    values = raw(data).reshape(data.shape[0], -1)
-    chosen = indices.load("indices of nisa.nc_n_gather").reshape(data.shape[0], -1).astype(np.int64)
+    rows = data.shape[0]
+    chosen = indices.load("indices of nisa.nc_n_gather").reshape(rows, -1).astype(np.int64)
     most = int(chosen.max())
-    call.need(most < values.shape[1], f"index {most} leaves data", OutOfBoundsError)
-    put(dst, np.take_along_axis(values, chosen, axis=1), exact=True)
+    call.need(most < data.free_size, f"index {most} leaves data", OutOfBoundsError)
+
+    def chosen_of(values: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(values.reshape(rows, -1), chosen, axis=1).reshape(dst.shape)
+
+    call.move = chosen_of
+    put(dst, chosen_of(raw(data)), exact=True)
 
 
 @instruction(
@@ -292,7 +296,6 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     streams=("src",),
     same_dtype=("dst", "src"),
     packed=True,
-    flows={"dst": poison.shuffled},
 )
 def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Steps:
     """dst[p] = src[mask[p]] within each quadrant of 32 partitions; 255 leaves dst[p]."""
@@ -302,13 +305,23 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     _check_quadrants(call, dst, src)
     call.need(len(mask) == 32 and set(mask) <= {*range(32), 255}, says)
     yield NO_ATTRIBUTES
-    source = raw(src).reshape(src.shape[0], -1).copy()
-    for p in [p for p in range(dst.shape[0]) if mask[p % 32] != 255]:
-        choice = mask[p % 32]
-        origin = choice if src.shape[0] <= 32 else p - p % 32 + choice
-        says = f"mask[{p % 32}] = {choice} reads partition {origin}; give src enough partitions"
-        call.need(origin < src.shape[0], says, OutOfBoundsError)
-        put(dst[p : p + 1], source[origin : origin + 1], exact=True)
+    kept = [p for p in range(dst.shape[0]) if mask[p % 32] != 255]
+    origins = [mask[p % 32] + (p - p % 32) * (src.shape[0] > 32) for p in kept]
+    call.need(
+        max(origins, default=0) < src.shape[0],
+        f"it reads partitions up to {max(origins, default=0)}; give src enough of them",
+        OutOfBoundsError,
+    )
+
+    def shuffle(values: np.ndarray) -> np.ndarray:
+        result = np.zeros((dst.shape[0], src.free_size), values.dtype)
+        result[kept] = values.reshape(len(values), -1)[origins]
+        return result.reshape(dst.shape)
+
+    call.move = shuffle
+    moved = shuffle(raw(src))
+    for p in kept:
+        put(dst[p : p + 1], moved[p : p + 1], exact=True)
 
 
 @instruction(

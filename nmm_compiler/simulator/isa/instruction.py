@@ -104,6 +104,7 @@ class Call(Caller):
     arguments: by role, with operators resolved to `Op`. engine: its name, "" until it is chosen.
     reads, writes: the regions of the operands; an instruction adds those that its row cannot name.
     sizes: of the letters of the shape equation.
+    move: what makes the result of elements of the only operand that it reads, if it moves those.
     """
 
     def __init__(self, machine: Machine, row: instruction, arguments: Arguments) -> None:
@@ -112,6 +113,7 @@ class Call(Caller):
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.sizes: dict[str, int] = {}
+        self.move: Callable[[np.ndarray], np.ndarray] | None = None
 
     def given(self) -> str:
         """Return the arguments that are not the defaults."""

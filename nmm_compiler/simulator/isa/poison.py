@@ -1,11 +1,11 @@
 """Tracks unwritten memory: which elements of a result depend on elements that were never written.
 
-The tensor records a read of such elements with their mask (`TensorData.load`). After the
-instruction has computed, `spread` marks the dependent elements of its results, by the flow that the
-row of the instruction names for each: exactly for elementwise work, copies, transposes, products
-and reductions; by whole partitions where an instruction mixes a partition's elements; all of them
-where it mixes partitions. A predicate and an
-index need known values: the kernel is refused there, and where a marked element reaches an output.
+The tensor records a read of such elements with their mask (`NkiTensor.load`). After the instruction
+has computed, `spread` marks the dependent elements of its results. What moves elements moves their
+marks by the same function. Else the row of the instruction names a flow for each result: exact for
+elementwise work, products and reductions; whole partitions where an instruction mixes a partition's
+elements; all of them where it mixes partitions. A predicate and an index need known values: the
+kernel is refused there, and where a marked element reaches an output.
 A comparison is elementwise work as any other, so its results are marked: nki-library's
 cross_entropy_backward compares a tile of which it filled half the rows, and stores that half only.
 """
@@ -23,8 +23,6 @@ from nmm_compiler.simulator.tensors.tensor import NkiTensor
 Arguments = dict[str, Any]
 Flow = Callable[[Arguments, Any, np.ndarray, NkiTensor], np.ndarray]
 
-TURNED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
-"""The order of dimensions that nisa.dma_transpose leaves, by their number."""
 KNOWN = ("predicate", "indices", "index", "src_seeds")
 """Operands whose values an instruction needs, whatever instruction it is."""
 
@@ -57,19 +55,12 @@ def product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -
         return mask.reshape(dst.shape)
     names = ("stationary", "stationary_scale")
     rows = any(view.storage is arguments[n].storage for n in names if n in arguments)
-    if "data" in arguments:  # a transpose
-        return mask.reshape(len(mask), -1).T.reshape(dst.shape)
     m, n = dst.shape[0], dst.free_size
     columns = m if rows else n
     flat = mask.reshape(-1, columns).any(axis=0) if mask.size % columns == 0 else mask.any()
     flat = np.broadcast_to(flat, columns)
     shaped = flat[:, None] if rows else flat[None, :]
     return np.broadcast_to(shaped, (m, n)).reshape(dst.shape)
-
-
-def dma_transpose(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """Element to element, the first and the last dimension swapped."""
-    return mask.transpose(TURNED[mask.ndim])
 
 
 def reduced(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
@@ -80,12 +71,6 @@ def reduced(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -
 def across(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Any partition to the one of the result."""
     return mask.reshape(len(mask), -1).any(axis=0).reshape(dst.shape)
-
-
-def gathered(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """The elements that the indices choose."""
-    index = arguments["indices"].array().reshape(len(mask), -1).astype(np.int64)
-    return np.take_along_axis(mask.reshape(len(mask), -1), index, axis=1).reshape(dst.shape)
 
 
 def _groups(mask: np.ndarray) -> np.ndarray:
@@ -107,17 +92,6 @@ def scaled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) ->
     return scales.reshape(dst.shape)
 
 
-def shuffled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """Partition to partition, by the mask of the shuffle."""
-    result = np.zeros((dst.shape[0], dst.free_size), np.bool_)
-    rows = mask.reshape(len(mask), -1)
-    for p in range(dst.shape[0]):
-        choice = arguments["shuffle_mask"][p % 32]
-        if choice != 255:
-            result[p] = rows[choice if len(rows) <= 32 else p - p % 32 + choice]
-    return result.reshape(dst.shape)
-
-
 def everywhere(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Any element to all."""
     return np.asarray(mask.any())
@@ -136,8 +110,9 @@ def spread(call: Any) -> None:
             refuse_poison(machine, what, origin, mask)
             continue
         for role, dst in results:
-            flow = row.flows.get(role, _by_shape if role == row.first else by_partition)
-            here, keep = flow(arguments, view, mask, dst), machine.kept
+            flow, keep = row.flows.get(role), machine.kept
+            flow = flow or (_by_shape if role == row.first else by_partition)
+            here = call.move(mask) if call.move else flow(arguments, view, mask, dst)
             if keep is not None and keep.size == dst.size:
                 here = here & keep.reshape(dst.shape)
             if here.any():

@@ -246,7 +246,6 @@ def _check_operand_dtypes(
     operands="data[P F] -> dst[F P]",
     same_dtype=("dst", "data"),
     packed=True,
-    flows={"dst": poison.product},
 )
 def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) -> Steps:
     """dst [F, P] = data [P, F].T on TensorE (up to 128 x 128) or VectorE (up to 32 x 32)."""
@@ -269,7 +268,8 @@ def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) 
         k=p, m=f, n=p, is_transpose=True, perf_mode="none", dtype=data.dtype, tile=None,
         onezero=False,
     )  # fmt: skip
-    put(dst, raw(data).reshape(p, f).T.copy(), exact=True, product=True)
+    call.move = lambda values: values.reshape(p, f).T.reshape(dst.shape)
+    put(dst, call.move(raw(data)), exact=True, product=True)
 
 
 _ELEMENT = {
