@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import KernelArgumentError, OperandError
+from nmm_compiler.errors import KernelArgumentError
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     Caller,
@@ -67,45 +67,43 @@ class _Move(Caller):
     ) -> _Move:
         """Return the move of these tensors, checked. sbuf: they may be there; single: one pair."""
         for role, tensors in (("srcs", srcs), ("dsts", dsts)):
-            if not isinstance(tensors, (list, tuple)) or not tensors:
-                raise self.error(KernelArgumentError, f"{role} is {tensors!r:.40}; pass a list")
+            self.need(
+                isinstance(tensors, (list, tuple)) and len(tensors) > 0,
+                f"{role} must be a list of tensors",
+                KernelArgumentError,
+            )
             for tensor in tensors:
                 operand(self, role, tensor, DMA_MEMORIES)
-        if len(srcs) != len(dsts):
-            raise self.error(KernelArgumentError, f"{len(srcs)} sources, {len(dsts)} destinations")
+        self.need(
+            len(srcs) == len(dsts),
+            f"{len(srcs)} sources, {len(dsts)} destinations; make equal",
+            KernelArgumentError,
+        )
         memories = {t.memory for t in (*srcs, *dsts)}
-        if len(memories) > 1:
-            raise self.error(OperandError, "tensors in SBUF and in HBM; all in one of them")
-        if memories == {"sbuf"} and not sbuf:
-            raise self.error(OperandError, "tensors in SBUF; this collective takes HBM only")
-        if len(srcs) > 1 and (single or memories == {"sbuf"}):
-            raise self.error(
-                OperandError, f"{len(srcs)} tensors; several go with HBM tensors of others only"
-            )
+        self.need(len(memories) == 1, "tensors in SBUF and in HBM; all in one of them")
+        self.need(sbuf or memories != {"sbuf"}, "this collective takes tensors in HBM only")
+        self.need(
+            len(srcs) == 1 or not (single or memories == {"sbuf"}),
+            f"{len(srcs)} tensors; several go with HBM tensors of other collectives only",
+        )
         check_priority(self, priority)
         pairs = tuple(zip(srcs, dsts, strict=True))
         for src, dst in pairs:
             check_destination(self, dst)
-            if src.dtype != dst.dtype:
-                raise self.error(OperandError, f"src is {src.dtype}, dst {dst.dtype}; make equal")
+            self.need(src.dtype == dst.dtype, f"src is {src.dtype}, dst {dst.dtype}; make equal")
         return dataclasses.replace(self, pairs=pairs)
 
     def dimension(self, given: Any, sbuf: tuple[int, ...] = (), *, divides: bool = False) -> int:
         """Return collective_dim, checked. sbuf: allowed there; divides: by the ranks."""
         memory = self.pairs[0][0].memory
         allowed = sbuf if memory == "sbuf" else (0,)
-        if given not in allowed:
-            raise self.error(
-                OperandError,
-                f"collective_dim={given!r} of {memory.upper()} tensors; it is "
-                f"{' or '.join(map(str, allowed))}",
-            )
-        for src, _ in self.pairs:
-            if divides and src.shape[given] % len(self.ranks):
-                raise self.error(
-                    OperandError,
-                    f"dimension {given} of {src.shape} does not divide by {len(self.ranks)} ranks",
-                )
+        choice = " or ".join(map(str, allowed))
+        says = f"collective_dim={given!r} of tensors in {memory.upper()}; it is {choice}"
+        self.need(given in allowed, says)
+        self.need(
+            not divides or all(s.shape[given] % len(self.ranks) == 0 for s, _ in self.pairs),
+            f"dimension {given} does not divide by the ranks",
+        )
         return int(given)
 
     def exchange(
@@ -126,12 +124,7 @@ class _Move(Caller):
             wanted = tuple(
                 int(n * grown[1]) if d == grown[0] else n for d, n in enumerate(src.shape)
             )
-            if dst.shape != wanted:
-                raise self.error(
-                    OperandError,
-                    f"src {src.name!r} {src.shape} on {ranks} ranks makes {wanted}, dst "
-                    f"{dst.name!r} is {dst.shape}",
-                )
+            self.need(dst.shape == wanted, f"src {src.shape} makes {wanted}, the shape of dst")
         size = sum(max(s.size, d.size) * s.dtype.item_bytes for s, d in pairs)
         published = collective_alone_us(size, ranks, machine.target) if ranks > 1 else None
         machine.note(self.op, pairs, local, self.ranks)
@@ -175,22 +168,21 @@ def _group(op: str, replica_group: Any) -> _Move:
     machine = current()
     lists = getattr(replica_group, "groups", replica_group)
     alone = _Move(machine, op, ())
-    if not isinstance(lists, (list, tuple)) or not all(isinstance(g, (list, tuple)) for g in lists):
-        raise alone.error(
-            KernelArgumentError,
-            f"replica_group is {replica_group!r:.60}; pass ReplicaGroup([[0, 1], ...])",
-        )
+    alone.need(
+        isinstance(lists, (list, tuple)) and all(isinstance(g, (list, tuple)) for g in lists),
+        f"replica_group {replica_group!r:.60} must be a ReplicaGroup([[0, 1], ...])",
+        KernelArgumentError,
+    )
     members = [int(r) for g in lists for r in g]
-    if len(set(members)) != len(members) or not set(members) <= set(range(machine.ranks)):
-        raise alone.error(
-            KernelArgumentError,
-            f"groups {lists!r:.80} of {machine.ranks} ranks; each rank is in one group at most, "
-            "and the run has it: pass as many inputs to simulate_ranks",
-        )
-    for group in lists:
-        if machine.rank in group:
-            return _Move(machine, op, tuple(int(r) for r in group))
-    raise alone.error(KernelArgumentError, f"rank {machine.rank} is in no group of {lists!r:.80}")
+    alone.need(
+        len(set(members)) == len(members) and set(members) <= set(range(machine.ranks)),
+        f"groups {lists!r:.80} of {machine.ranks} ranks; each rank is in one group at most, "
+        "and the run has it: pass as many inputs to simulate_ranks",
+        KernelArgumentError,
+    )
+    own = [group for group in lists if machine.rank in group]
+    alone.need(own, f"rank {machine.rank} is in no group of {lists!r:.80}", KernelArgumentError)
+    return _Move(machine, op, tuple(int(r) for r in own[0]))
 
 
 def _sent(machine: Machine, src: NkiTensor) -> Sent:
@@ -301,10 +293,11 @@ def _ring(
 ) -> list[_Move]:
     """Return the move of each channel of a ring."""
     move = _group(op, replica_group)
-    if list(channels) != list(range(len(dsts))) or len(srcs) != len(dsts):
-        raise move.error(
-            KernelArgumentError, f"channel_ids={channels!r} for {len(dsts)} channels; 0, 1, ..."
-        )
+    move.need(
+        list(channels) == list(range(len(dsts))) and len(srcs) == len(dsts),
+        f"channel_ids={channels!r} of {len(dsts)} channels must be 0, 1, ...",
+        KernelArgumentError,
+    )
     return [move.of(s, d, priority, single=True) for s, d in zip(srcs, dsts, strict=True)]
 
 
@@ -334,8 +327,7 @@ def collective_permute_implicit_reduce(
     )
     for move, second in zip(rings, others, strict=True):
         (src, _), (other, _) = move.pairs[0], second.pairs[0]
-        if other.shape != src.shape:
-            raise move.error(OperandError, f"sources {src.shape} and {other.shape}; make equal")
+        move.need(other.shape == src.shape, "both sources must have one shape")
         move.exchange(_predecessor, name, local=(other, _reduction(move, op)))
 
 

@@ -360,9 +360,10 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if known is None or machine.data:
             return self._run(machine, {**self.defaults, **values}, name, key, known)
         return machine.record(
-            self.op, known.engine, tuple([values[role].access() for role in known.reads]),
-            tuple([values[role].access() for role in known.writes]), known.attributes, name,
-            known.kind,
+            self.op, known.engine,
+            tuple([values[role]._access or values[role].access() for role in known.reads]),
+            tuple([values[role]._access or values[role].access() for role in known.writes]),
+            known.attributes, name, known.kind,
         )  # fmt: skip
 
     def key_of(self, values: Arguments) -> tuple[Any, ...] | None:

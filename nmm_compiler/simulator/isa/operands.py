@@ -97,7 +97,8 @@ def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> 
     caller.need(view.__class__ is NkiTensor, f"{role} must be a tensor")
     access = view.access()
     places = " or ".join(m.upper() for m in memories)
-    caller.need(access.memory in memories, f"{role} must be in {places}; copy it there first")
+    says = f"{role} is in {access.memory.upper()}, it must be in {places}; copy it there first"
+    caller.need(access.memory in memories, says)
     start, count = access.partition_start, access.partitions
     if role.endswith("_scale") and start % 32 in (4, 8, 12):
         # scales of MX blocks may be at an offset in each quadrant (mxfp-matmul: packing scales)

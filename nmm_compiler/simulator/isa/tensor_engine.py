@@ -43,9 +43,10 @@ def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool 
     position, size = call.arguments["tile_position"], call.arguments["tile_size"]
     if not position and not size:
         return None
+    call.need(position and size, "set both tile_position and tile_size, or neither")
     call.need(
         all(isinstance(p, (tuple, list)) and len(p) == 2 for p in (position, size)),
-        "tile_position and tile_size are both (rows, columns)",
+        "tile_position and tile_size are (rows, columns)",
         KernelArgumentError,
     )
     rows, columns = (call.integer("tile_size", n) for n in size)
@@ -180,8 +181,8 @@ def _pass_through(call: Call, stationary: NkiTensor, selector: np.ndarray) -> np
     """
     call.need(
         _one_hot(selector),
-        "is_transpose: each column of moving must hold a single 1; use nl.shared_identity_matrix, "
-        "or leave is_transpose unset for a product",
+        "is_transpose: moving is no identity matrix; each column must hold a single 1, use "
+        "nl.shared_identity_matrix, or leave is_transpose unset for a product",
         HazardError,
     )
     rows = raw(stationary).reshape(stationary.shape[0], -1)

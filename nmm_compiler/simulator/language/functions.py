@@ -67,10 +67,8 @@ def stretch(name: str, x: NkiTensor, shape: tuple[int, ...]) -> NkiTensor:
     """Return x as a view of `shape`: free dimensions of size 1 repeat."""
     for dim, (have, want) in enumerate(zip(x.shape, shape, strict=False)):
         if have != want:
-            if have != 1 or dim == 0 or len(x.shape) != len(shape):
-                raise current().error(
-                    OperandError, f"nl.{name}: shapes {x.shape} and {shape} do not broadcast"
-                )
+            free = have == 1 and dim > 0 and len(x.shape) == len(shape)
+            x.need(free, f"nl.{name}: shapes {x.shape} and {shape} do not broadcast")
             x = x.broadcast(dim, want)
     return x
 
@@ -92,10 +90,8 @@ def _binary(name: str) -> None:
             result = new_tile(tile, dtype)
             elementwise.tensor_scalar(result, tile, function, other, reverse0=reverse)
             return result
-        if len(x.shape) != len(y.shape):
-            raise current().error(
-                OperandError, f"nl.{name}: shapes {x.shape} and {y.shape} differ in rank"
-            )
+        rank = len(y.shape)
+        x.need(len(x.shape) == rank, f"nl.{name}: the other has {rank} dimensions; make equal")
         shape = tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
         result = new_tile(x, dtype, shape)
         for tile, other, reverse in ((x, y, False), (y, x, True)):
@@ -348,12 +344,12 @@ def store(dst: Any, value: Any) -> None:
 
 def assign(tensor: NkiTensor, key: Any, value: Any) -> None:
     """Do `tensor[key] = value`: a copy on chip, or a DMA when one side is in HBM."""
-    if not isinstance(value, NkiTensor):
-        raise current().error(
-            UnsupportedInstructionError,
-            f"assignment of {type(value).__name__} to a part of {tensor.name!r}; use "
-            "nisa.memset, nisa.tensor_copy or nisa.dma_copy",
-        )
+    tensor.need(
+        isinstance(value, NkiTensor),
+        f"assignment of {type(value).__name__} to a part of a tensor; use nisa.memset, "
+        "nisa.tensor_copy or nisa.dma_copy",
+        UnsupportedInstructionError,
+    )
     if tensor.memory == "hbm" or value.memory == "hbm":
         dma.dma_copy(tensor[key], value)
     else:
@@ -364,10 +360,7 @@ def assign(tensor: NkiTensor, key: Any, value: Any) -> None:
 def load_transpose2d(src: Any, dtype: Any = None) -> NkiTensor:
     """Return an SBUF tile with the transpose of a 2-D HBM tensor."""
     tile = need_tile("load_transpose2d", src)
-    if len(tile.shape) != 2:
-        raise current().error(
-            OperandError, f"nl.load_transpose2d: src {tile.shape}; it must be 2-D"
-        )
+    tile.need(len(tile.shape) == 2, "nl.load_transpose2d: src must be 2-D")
     result = ndarray((tile.shape[1], tile.shape[0]), tile.dtype, sbuf, "")
     dma.dma_transpose(result, tile, (1, 0))
     return _converted(result, dtype)
@@ -409,10 +402,8 @@ def expand_dims(x: Any, axis: int) -> NkiTensor:
 def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
     """Return x broadcast to `shape`, in SBUF; over partitions by TensorE, other dtypes by DMA."""
     machine, tile, shape = current(), need_tile("broadcast_to", x), tuple(shape)
-    if len(shape) != len(tile.shape) or tile.shape[0] not in (1, shape[0]):
-        raise machine.error(
-            OperandError, f"nl.broadcast_to: {tile.shape} to {shape} does not broadcast"
-        )
+    fits = len(shape) == len(tile.shape) and tile.shape[0] in (1, shape[0])
+    tile.need(fits, f"nl.broadcast_to: it does not broadcast to {shape}")
     whole = True
     if tile.shape[0] != shape[0]:
         tile = copy(tile) if tile.memory == "psum" else tile
@@ -435,10 +426,8 @@ def broadcast_to(x: Any, shape: Any, dtype: Any = None) -> NkiTensor:
 @exported
 def gather_flattened(data: Any, indices: Any, axis: int = 0, dtype: Any = None) -> NkiTensor:
     """Return data gathered along its flattened free dimensions, per partition."""
-    if axis not in (0, 1, -1):
-        raise current().error(
-            UnsupportedInstructionError, f"nl.gather_flattened: axis {axis}; only the free axis"
-        )
+    free = f"nl.gather_flattened: axis {axis}; only the free axis"
+    data.need(axis in (0, 1, -1), free, UnsupportedInstructionError)
     wide = indices if indices.dtype == "uint32" else copy(indices, "uint32")
     result = ndarray(indices.shape, data.dtype, sbuf, "")
     gather.nc_n_gather(result, data, wide)

@@ -217,10 +217,9 @@ class NkiTensor(NKIObject):
                 if start < 0 or stop > size or start >= stop or step < 1:
                     shown = k if k.__class__ is slice else slice(start, stop)
                     return self._bad_slice(d, shown, start == stop and 0 <= start <= size)
-                self.need(
-                    not (d == 0 and on_chip and stop - start > step > 1),
-                    f"partitions cannot be strided by {step}; use step 1",
-                )
+                if step > 1 and d == 0 and on_chip:
+                    one = "partitions cannot be strided; use step 1"
+                    self.need(stop - start <= step, one)
                 dims.append((-(-(stop - start) // step), stride * step))
             else:
                 start, moved = self._start(d, k, moved)
@@ -235,11 +234,9 @@ class NkiTensor(NKIObject):
             offset += start * stride
         dims += self.geometry.dims[len(key) :] if len(key) < rank else ()
         dims += [(1, 1)] * (1 + on_chip - len(dims))
-        self.need(
-            not self._rows_chosen() or dims[0][0] == self.shape[0],
-            "the dimension of an indirect view that its index chooses cannot be indexed again",
-            UnsupportedInstructionError,
-        )
+        if self._rows_chosen():
+            again = "the dimension that an index tensor chooses cannot be indexed again"
+            self.need(dims[0][0] == self.shape[0], again, UnsupportedInstructionError)
         return self.over(tuple(dims), offset, moved=moved)
 
     def _span(
