@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Any
 
 from nmm_compiler.errors import (
     InternalFaultError,
@@ -13,18 +12,10 @@ from nmm_compiler.errors import (
     SimulationError,
     simulator_fault,
 )
-from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LONGEST_MESSAGE = 1000
 _ELSEWHERE = frozenset({"numpy", "ml_dtypes", *sys.stdlib_module_names})
-
-
-def _short(value: Any) -> str:
-    """Return an argument in one line, tensors without their values."""
-    if isinstance(value, NkiTensor):
-        return f"<{value.name} {value.shape} {value.dtype} {value.memory}>"
-    return f"{value!r:.60}"
 
 
 def failed(error: BaseException, what: str) -> InternalFaultError | SimulationError:
@@ -48,7 +39,7 @@ def failed(error: BaseException, what: str) -> InternalFaultError | SimulationEr
         return KernelFailedError(f"{what}: {type(error).__name__}: {_message(error)}", file, line)
     code = called.f_code
     names = code.co_varnames[: code.co_argcount]
-    shown = ", ".join(f"{n}={_short(called.f_locals[n])}" for n in names if n in called.f_locals)
+    shown = ", ".join(f"{n}={called.f_locals[n]!r:.90}" for n in names if n in called.f_locals)
     return simulator_fault(f"{code.co_name}({shown})", error, f"{file}:{line}")
 
 

@@ -59,18 +59,16 @@ class _Turn:
 
     def end(self) -> None:
         """Refuse a turn that issued less than the first one."""
-        if self.place < len(self.body.issued):
-            self._refuse("nothing more")
+        self.note("nothing more", ())
         self.body.known = True
 
     def _refuse(self, what: str) -> None:
-        before = "ended"
-        for name, _, line in self.body.issued[self.place : self.place + 1]:
-            other = " with other arguments" if name == what else ""
-            before = f"issued {name} of line {line}{other}"
+        name, _, line = self.body.issued[min(self.place, len(self.body.issued) - 1)]
+        other = " with other arguments" if name == what else ""
         self.machine.rule(
             HazardError,
-            f"a turn of a loop on the device issues {what} where the first turn {before}; the "
+            f"a turn of a loop on the device issues {what} where the first turn issued {name} of "
+            f"line {line}{other}; the "
             "device's compiler traces the body once, so nothing in it may change from turn to turn "
             "but what goes through registers: keep counts in a register or a tile, or write a "
             "Python for loop, which is unrolled",

@@ -39,12 +39,14 @@ class Geometry:
     )  # fmt: skip
 
     def __init__(
-        self, memory: str, dims: Dims, dtype: DType, shift: int, row: tuple[Any, ...], *apart: Any
+        self, memory: str, dims: Dims, dtype: DType, row: tuple[Any, ...], *apart: Any
     ) -> None:
         self.memory, self.dims, self.dtype = memory, dims, dtype
         self.shape = tuple([size for size, _ in dims])
         self.strides = tuple([stride for _, stride in dims])
         self.first, self.stop, self.far = 0, 1, ""
+        # from there on the same elements are walked upwards
+        shift = sum((size - 1) * stride for size, stride in dims if stride < 0)
         self.base = shift * dtype.item_bytes
         if row:
             partition, whole, address, _ = row
@@ -63,13 +65,11 @@ _interned = functools.lru_cache(KEPT)(Geometry)
 def geometry_of(storage: Storage, dims: Dims, offset: int, dtype: DType) -> Geometry:
     """Return the geometry of a view; `apart` are its differences that checks of operands see."""
     memory, whole = storage.memory, storage.bytes_per_partition
-    # to the first of the same elements walked upwards
-    shift = sum([(size - 1) * stride for size, stride in dims if stride < 0])
     if memory == "hbm":
-        return _interned(memory, dims, dtype, shift, (), storage.constant)
-    row = ((offset + shift) * dtype.item_bytes // whole, whole, storage.address, storage.shape[0])
+        return _interned(memory, dims, dtype, (), storage.constant)
+    row = offset * dtype.item_bytes // whole, whole, storage.address, storage.shape[0]
     bank = offset if memory == "psum" else 0  # its banks tell where a product may lie
-    return _interned(memory, dims, dtype, shift, row, storage.constant, bank)
+    return _interned(memory, dims, dtype, row, storage.constant, bank)
 
 
 def numbers_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
