@@ -64,10 +64,6 @@ class JitKernel:
             return self[grid]
         return self if grid <= self.grid else JitKernel(self.function, grid)
 
-    def with_schedule(self, schedule: Any) -> JitKernel:
-        """Return the kernel: scheduling hints do not change results."""
-        return self
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run: inline inside a simulation, else a simulation of its own."""
         if CURRENT.machine is None:

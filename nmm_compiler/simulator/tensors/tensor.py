@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -126,20 +127,10 @@ class NkiTensor(NKIObject):
         """Return whether the view uses an offset that is known at run time only."""
         return self.indirection is not None
 
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self.storage.name
-
-    @property
-    def buffer(self) -> Any:
-        """The memory region: nl.sbuf, nl.psum, nl.private_hbm or nl.shared_hbm."""
-        return self.storage.region
-
-    @property
-    def memory(self) -> str:
-        """Either "sbuf", "psum" or "hbm"."""
-        return self.storage.memory
+    name = property(attrgetter("storage.name"), doc="The tensor's name.")
+    buffer = property(attrgetter("storage.region"), doc="The memory region, such as nl.sbuf.")
+    memory = property(attrgetter("storage.memory"), doc='Either "sbuf", "psum" or "hbm".')
+    itemsize = property(attrgetter("dtype.item_bytes"), doc="Bytes of one element.")
 
     @property
     def ndim(self) -> int:
@@ -150,11 +141,6 @@ class NkiTensor(NKIObject):
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.dtype.item_bytes
 
     @property
     def free_size(self) -> int:
