@@ -57,10 +57,10 @@ def _check_dynamic(call: Call, views: tuple[NkiTensor, ...], mode: str) -> None:
 
 
 @instruction(
-    engines=("dma",),
+    engines="dma",
     operands="src[N] -> dst[N]",
     memory=DMA_MEMORIES,
-    streams=("src",),
+    streams="src",
     packed=True,
 )
 def dma_copy(
@@ -102,11 +102,11 @@ def _chooses_rows(view: NkiTensor) -> bool:
 
 
 @instruction(
-    engines=("dma",),
+    engines="dma",
     operands="src -> dst",
     memory=DMA_MEMORIES,
     memories={"dst": SBUF},
-    same_dtype=("dst", "src"),
+    same_dtype="dst src",
     packed=True,
 )
 def dma_transpose(
@@ -234,7 +234,7 @@ def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) 
 
 
 @instruction(
-    engines=("dma",),
+    engines="dma",
     operands="-> dst",
     memory=DMA_MEMORIES,
     operators={"reduce_op": Takes("", ("add",))},

@@ -65,14 +65,11 @@ _PAIRS = {"multiply": ("add", "subtract", "bypass"), "add": ("bypass",), "subtra
 
 
 @instruction(
-    engines=("vector", "scalar", "gpsimd"),
+    engines="vector scalar gpsimd",
     operands="src[P F] -> dst[P F]",
-    streams=("src",),
-    indirect=(
-        "dst",
-        "src",
-    ),
-    indirect_engines=("vector", "scalar"),
+    streams="src",
+    indirect="dst src",
+    indirect_engines="vector scalar",
     packed=True,
     cycles=cycles.copy,
 )
@@ -110,7 +107,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
 
 
 @instruction(
-    engines=("vector", "gpsimd"),
+    engines="vector gpsimd",
     operands="-> dst",
     packed=True,
     cycles=cycles.memset,
@@ -159,15 +156,12 @@ def _exact(function: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
 
 
 @instruction(
-    engines=("vector", "gpsimd"),
+    engines="vector gpsimd",
     operands="data1[P F], data2[P F] -> dst[P F]",
-    streams=("data1", "data2"),
-    pair=("data1", "data2"),
+    streams="data1 data2",
+    pair="data1 data2",
     operators={"op": TWO_OPERANDS},
-    indirect=(
-        "dst",
-        "data1",
-    ),
+    indirect="dst data1",
     cycles=cycles.two_inputs,
 )
 def tensor_tensor(
@@ -211,16 +205,13 @@ def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np
 
 
 @instruction(
-    engines=("vector", "scalar", "gpsimd"),
+    engines="vector scalar gpsimd",
     operands="data[P F] -> dst[P F]",
-    streams=("data",),
+    streams="data",
     numbers={"operand0": ANY_DTYPE, "operand1": ANY_DTYPE},
     unset=("operand0",),
     operators={"op0": ALU, "op1": ALU},
-    indirect=(
-        "dst",
-        "data",
-    ),
+    indirect="dst data",
     cycles=cycles.copy,
 )
 def tensor_scalar(
@@ -276,10 +267,10 @@ def tensor_scalar(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P F], operand1[P F] -> dst[P F]",
-    streams=("data", "operand1"),
-    pair=("data", "operand1"),
+    streams="data operand1",
+    pair="data operand1",
     numbers={"operand0": ANY_DTYPE},
     unset=("operand0",),
     operators={"op0": ARITHMETIC, "op1": BINARY},
@@ -305,9 +296,9 @@ def scalar_tensor_tensor(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P F] -> dst[P F]",
-    streams=("data",),
+    streams="data",
     cycles=cycles.reciprocal,
 )
 def reciprocal(call: Call, dst: Any, data: Any) -> None:
@@ -316,17 +307,14 @@ def reciprocal(call: Call, dst: Any, data: Any) -> None:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="src[P F], predicate[P F] -> dst[P F]",
     constants=("src",),
-    streams=("src", "predicate"),
+    streams="src predicate",
     dtypes={"predicate": frozenset({"uint8", "uint16", "uint32", "bool"})},
-    same_dtype=("dst", "src"),
-    pair=("src", "predicate"),
-    indirect=(
-        "dst",
-        "predicate",
-    ),
+    same_dtype="dst src",
+    pair="src predicate",
+    indirect="dst predicate",
     packed=True,
     cycles=cycles.predicated,
 )
@@ -383,16 +371,13 @@ def _check_range(machine: Machine, function: Op, values: np.ndarray) -> None:
 
 
 @instruction(
-    engines=("scalar",),
+    engines="scalar",
     operands="data[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"bias": _BIASES, "scale": FLOAT32},
-    streams=("data",),
+    streams="data",
     operators={"op": ACTIVATION, "reduce_op": Takes("reduce", ("add",), "add")},
     commands=_COMMANDS,
-    indirect=(
-        "dst",
-        "data",
-    ),
+    indirect="dst data",
     cycles=cycles.reducing,
 )
 def activation(
@@ -452,11 +437,11 @@ def activation_reduce(
 
 
 @instruction(
-    engines=("scalar",),
+    engines="scalar",
     operands="data[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"imm0": ANY_DTYPE, "imm1": ANY_DTYPE, "relu_param": ANY_DTYPE},
-    streams=("data",),
-    same_dtype=("imm0", "imm1"),
+    streams="data",
+    same_dtype="imm0 imm1",
     operators={
         "op": ACTIVATION,
         "op0": ALU,
@@ -464,10 +449,7 @@ def activation_reduce(
         "reduce_op": Takes("reduce", ("add", "maximum", "minimum", "max", "min"), "add"),
     },
     commands=_COMMANDS,
-    indirect=(
-        "dst",
-        "data",
-    ),
+    indirect="dst data",
 )
 def activate2(
     call: Call,
@@ -504,18 +486,15 @@ def activate2(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="src[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"max_value": FLOAT32, "reduce_init": FLOAT32},
-    streams=("src",),
+    streams="src",
     dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS, "reduce_res": VECTOR_FLOATS},
     ranks={"dst": 4, "src": 4},
     commands=("idle", "reset_reduce", "reduce", "load_reduce"),
     first_value="reduce_init",
-    indirect=(
-        "dst",
-        "src",
-    ),
+    indirect="dst src",
 )
 def exponential(
     call: Call,

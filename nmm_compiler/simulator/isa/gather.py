@@ -59,7 +59,7 @@ def affine_values(
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="-> dst",
     memory=SBUF,
     integers={"offset": INT32, "channel_multiplier": INT32},
@@ -80,10 +80,10 @@ def iota(
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="on_true_tile[P F] -> dst[P F]",
     memory=SBUF,
-    streams=("on_true_tile",),
+    streams="on_true_tile",
     operators={"cmp_op": _COMPARISON},
     integers={"offset": INT32, "channel_multiplier": INT32},
     cycles=cycles.linear(fixed="gpsimd_fixed_cycles"),
@@ -113,10 +113,10 @@ def affine_select(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="on_true_tile[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"bound0": FLOAT32, "bound1": FLOAT32},
-    streams=("on_true_tile",),
+    streams="on_true_tile",
     dtypes={"on_true_tile": FLOATS},
     operators={"comp_op0": _BOUNDS, "comp_op1": _BOUNDS, "reduce_op": _MAXIMUM},
     integers={"range_start": INT32},
@@ -164,12 +164,12 @@ def range_select(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="predicate[P F], on_true[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"on_false": ANY_DTYPE},
-    streams=("on_true", "predicate"),
+    streams="on_true predicate",
     dtypes={"on_true": _SELECTED, "predicate": _PREDICATES, "reduce_res": FLOATS},
-    pair=("on_true", "predicate"),
+    pair="on_true predicate",
     operators={"reduce_op": _MAXIMUM},
     commands=("reset_reduce", "reduce", "idle"),
     cycles=cycles.two_inputs,
@@ -203,12 +203,12 @@ _NUMBERS = frozenset({"float32", "int32"})
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="data[P E], indices[P F] -> dst[P F]",
     memory=SBUF,
-    streams=("indices",),
+    streams="indices",
     dtypes={"indices": frozenset({"uint32"})},
-    same_dtype=("dst", "data"),
+    same_dtype="dst data",
     packed=True,
 )
 def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
@@ -226,12 +226,12 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="src_buffer[P E], index[P W] -> dst[P F]",
     memory=SBUF,
     limits={"P": range(16, 129, 16)},
     dtypes={"index": frozenset({"uint16"})},
-    same_dtype=("dst", "src_buffer"),
+    same_dtype="dst src_buffer",
     packed=True,
     flows={"dst": poison.by_partition},
     cycles=cycles.local_gather,
@@ -291,10 +291,10 @@ def _check_quadrants(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="src[P F] -> dst[Q F]",
-    streams=("src",),
-    same_dtype=("dst", "src"),
+    streams="src",
+    same_dtype="dst src",
     packed=True,
 )
 def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Steps:
@@ -325,7 +325,7 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="src[P F] -> dst[P F+1]",
     memory=SBUF,
     dtypes={"dst": frozenset({"int32"}), "src": _NUMBERS},
@@ -353,7 +353,7 @@ def nonzero_with_count(
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="segment_ids[1 N] -> dst[1 2*N]",
     memory=SBUF,
     dtypes={"dst": _NUMBERS, "segment_ids": _NUMBERS},
@@ -372,7 +372,7 @@ def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="src[P C] -> val_dst[P K], idx_dst[P K]",
     memory=SBUF,
     limits={"P": range(16, 129, 16)},

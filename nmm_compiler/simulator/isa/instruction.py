@@ -18,7 +18,7 @@ import dataclasses
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Concatenate, ParamSpec
 
@@ -40,7 +40,6 @@ from nmm_compiler.simulator.isa.operands import (
     check_hazard,
     check_pair,
     check_two_results,
-    choose_engine,
     indirect_operand,
     member,
     operand,
@@ -142,12 +141,22 @@ class Call(Caller):
 
     def choose(self, default: str = "") -> str:
         """Choose the engine now: the one that the kernel gave, or the default."""
-        row = self.row
-        self.engine = choose_engine(
-            self, self.arguments.get("engine"), row.engines,
-            default or row.engines[0], [view for _, view in self.tensors(row.roles)],
-        )  # fmt: skip
-        return self.engine
+        allowed, given = self.row.engines, self.arguments.get("engine")
+        name = default or allowed[0]
+        if given is not None and given is not enums.engine.unknown:
+            name = given._name_ if given.__class__ is enums.engine else ""
+        self.need(
+            name in allowed,
+            f"it cannot run on {getattr(given, 'name', given)}; use {', '.join(allowed)} or leave "
+            "engine unset",
+        )
+        views = self.tensors(self.row.roles)
+        self.need(
+            name != "gpsimd" or all(view.memory != "psum" for _, view in views),
+            "GpSimd cannot access PSUM; use the vector engine or copy to SBUF first",
+        )
+        self.engine = name
+        return name
 
     def resolve(self) -> None:
         """Replace arguments by what they mean: members, operators, integers."""
@@ -245,6 +254,7 @@ class Call(Caller):
 class instruction:  # noqa: N801 - a decorator, written as one
     """The decorator of an instruction; its fields are the instruction's row.
 
+    Names of engines and operands are given as one text, and are split into a tuple.
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
         the default.
     operands: the tensors that are read and, after `->`, written, each with its sizes as an
@@ -275,7 +285,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     cycles: how long it holds its engine.
     """
 
-    engines: tuple[str, ...]
+    engines: Sequence[str]
     operands: str = "->"
     memory: tuple[str, ...] = ON_CHIP
     memories: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -283,17 +293,17 @@ class instruction:  # noqa: N801 - a decorator, written as one
     constants: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
     limits: Mapping[str, range] = dataclasses.field(default_factory=dict)
-    streams: tuple[str, ...] = ()
+    streams: Sequence[str] = ""
     dtypes: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    same_dtype: tuple[str, ...] = ()
-    pair: tuple[str, ...] = ()
+    same_dtype: Sequence[str] = ""
+    pair: Sequence[str] = ""
     operators: Mapping[str, Takes] = dataclasses.field(default_factory=dict)
     integers: Mapping[str, range] = dataclasses.field(default_factory=dict)
     commands: tuple[str, ...] = ()
     first_value: str = ""
-    indirect: tuple[str, ...] = ()
-    indirect_engines: tuple[str, ...] = ()
+    indirect: Sequence[str] = ""
+    indirect_engines: Sequence[str] = ""
     packed: bool = False
     flows: Mapping[str, Flow] = dataclasses.field(default_factory=dict)
     compares: bool = False
@@ -319,6 +329,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.equation = Equation(sizes, self.limits)
         self.writes = {role: self.memories.get(role, self.memory) for role in written}
         self.first = next(iter(self.writes), "")
+        self.engines, self.indirect_engines = words(self.engines), words(self.indirect_engines)
+        self.streams, self.indirect = words(self.streams), words(self.indirect)
+        self.same_dtype, self.pair = words(self.same_dtype), words(self.pair)
         self.constants = (*self.constants, *self.numbers)
         self.dtypes = {**self.numbers, **self.dtypes}
         reads = {role: self.memories.get(role, self.memory) for role in read}
@@ -422,6 +435,11 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if machine.poisoned:
             spread(call)
         return record if self.named else None
+
+
+def words(text: Any) -> tuple[str, ...]:
+    """Return the words of a text."""
+    return tuple(text.split())
 
 
 def _key_of(value: Any) -> Any:

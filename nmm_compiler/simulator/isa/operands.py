@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import index as as_index
 from typing import Any
@@ -22,7 +22,6 @@ from nmm_compiler.errors import (
     OperandError,
     SimulationError,
 )
-from nmm_compiler.simulator.isa.enums import engine
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import INTEGERS
 from nmm_compiler.simulator.tensors.elements import positions
@@ -154,7 +153,7 @@ def check_conversion(caller: Caller, dst: NkiTensor, src: NkiTensor) -> None:
     )
 
 
-def check_pair(caller: Caller, roles: tuple[str, ...], first: NkiTensor, second: NkiTensor) -> None:
+def check_pair(caller: Caller, roles: Sequence[str], first: NkiTensor, second: NkiTensor) -> None:
     """Check two inputs that an engine reads at once: not both in PSUM, in SBUF on equal partitions.
 
     The second rule is the hardware's: nki-library's rope.py copies half of a tile for it.
@@ -172,7 +171,7 @@ def check_pair(caller: Caller, roles: tuple[str, ...], first: NkiTensor, second:
 
 
 def indirect_operand(
-    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: tuple[str, ...]
+    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
 ) -> tuple[Access, ...]:
     """Check a view whose address is known at run time only; return the Access of its index.
 
@@ -204,7 +203,7 @@ def indirect_operand(
 
 
 def _check_tensor_indirection(
-    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: tuple[str, ...]
+    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
 ) -> None:
     index, where = view.indirection.index, f"{role} is an .indirect() view"
     caller.need(
@@ -250,32 +249,6 @@ def require(caller: Caller, what: str, has: Callable[[Target], bool], remedy: st
             f"nisa.{what} needs {needed} or newer, the target is {caller.machine.target.name}; "
             + (remedy or f'pass target="{needed}"'),
         )
-
-
-def choose_engine(
-    caller: Caller,
-    given: Any,
-    allowed: tuple[str, ...],
-    default: str,
-    views: list[NkiTensor],
-) -> str:
-    """Return the engine's name: the given one when the instruction runs on it, or the default.
-
-    It must reach the views.
-    """
-    name = default
-    if given is not None and given is not engine.unknown:
-        name = given._name_ if given.__class__ is engine else ""
-    runs_on = ", ".join(allowed)
-    caller.need(
-        name in allowed,
-        f"it cannot run on {getattr(given, 'name', given)}; use {runs_on} or leave engine unset",
-    )
-    caller.need(
-        name != "gpsimd" or all(view.memory != "psum" for view in views),
-        "GpSimd cannot access PSUM; use the vector engine or copy to SBUF first",
-    )
-    return name
 
 
 def _addresses(view: NkiTensor, unit: int) -> np.ndarray:

@@ -32,7 +32,7 @@ _UNIFORM = VECTOR_FLOATS | INTEGERS - {"int64", "uint64"}
 
 
 @instruction(
-    engines=("vector", "gpsimd"),
+    engines="vector gpsimd",
     operands="-> dst",
     dtypes={"dst": INTEGERS - {"int64", "uint64"}},
 )
@@ -45,7 +45,7 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="src_seeds[1 1] ->",
 )
 def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
@@ -68,7 +68,7 @@ def _check_state(call: Call, view: NkiTensor) -> str:
 
 
 @instruction(
-    engines=("gpsimd", "vector"),
+    engines="gpsimd vector",
     operands="src_seeds ->",
     memory=SBUF,
 )
@@ -82,7 +82,7 @@ def rand_set_state(call: Call, src_seeds: Any, engine: Any = engine.gpsimd) -> S
 
 
 @instruction(
-    engines=("gpsimd", "vector"),
+    engines="gpsimd vector",
     operands="-> dst",
 )
 def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
@@ -98,7 +98,7 @@ def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="-> dst[P F]",
     numbers={"min": FLOAT32, "max": FLOAT32},
     dtypes={"dst": _UNIFORM},
@@ -113,11 +113,11 @@ def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P F] -> dst[P F]",
     numbers={"prob": FLOATS},
-    streams=("data",),
-    same_dtype=("dst", "data"),
+    streams="data",
+    same_dtype="dst data",
 )
 def dropout(call: Call, dst: Any, data: Any, prob: Any) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
@@ -163,7 +163,7 @@ def _register(role: str, value: Any) -> VirtualRegister:
     raise current().error(OperandError, f"nisa.{role}: {type(value).__name__}; pass a register")
 
 
-@instruction(engines=("sync",), waits=True, named=False)
+@instruction(engines="sync", waits=True, named=False)
 def register_move(call: Call, dst: Any, src: Any) -> Steps:
     """dst = src, an integer or another register."""
     target = _register("register_move", dst)
@@ -176,7 +176,7 @@ def register_move(call: Call, dst: Any, src: Any) -> Steps:
 
 
 @instruction(
-    engines=("sync",),
+    engines="sync",
     operands="src[1 1] ->",
     memory=DMA_MEMORIES,
     waits=True,
@@ -197,7 +197,7 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
 
 
 @instruction(
-    engines=("sync",),
+    engines="sync",
     operands="-> dst[1 1]",
     memory=DMA_MEMORIES,
     named=False,
@@ -210,7 +210,7 @@ def register_store(call: Call, dst: Any, src: Any) -> Steps:
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="data ->",
     memory=("hbm",),
     waits=True,
@@ -238,10 +238,10 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
 
 
 @instruction(
-    engines=("dma",),
+    engines="dma",
     operands="src -> dst",
     memory=SBUF,
-    same_dtype=("dst", "src"),
+    same_dtype="dst src",
     integers={"send_to_rank": range(2), "recv_from_rank": range(2)},
     waits=True,
     packed=True,

@@ -71,14 +71,11 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data -> dst",
-    streams=("data",),
+    streams="data",
     operators={"op": REDUCTION},
-    indirect=(
-        "dst",
-        "data",
-    ),
+    indirect="dst data",
     flows={"dst": poison.reduced},
     cycles=cycles.reduce,
 )
@@ -122,7 +119,7 @@ def tensor_reduce(
 
 
 @instruction(
-    engines=("gpsimd",),
+    engines="gpsimd",
     operands="data[P F] -> dst[1 F]",
     memory=SBUF,
     operators={"op": Takes("reduce", _ACROSS_PARTITIONS)},
@@ -140,21 +137,18 @@ def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> Steps:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P F] -> dst[P F], reduce_res[P 1]",
     numbers={"operand0": FLOAT32, "reduce_init": FLOAT32},
     unset=("operand0",),
-    streams=("data",),
+    streams="data",
     operators={
         "op0": ARITHMETIC,
         "reduce_op": Takes("reduce", ("add", "multiply", "maximum", "minimum", "max", "min")),
     },
     commands=("reset_reduce", "reduce", "load_reduce"),
     first_value="reduce_init",
-    indirect=(
-        "dst",
-        "data",
-    ),
+    indirect="dst data",
     cycles=cycles.linear(fixed="engine_min_cycles"),  # to read the accumulators out
 )
 def tensor_scalar_reduce(
@@ -185,9 +179,9 @@ def tensor_scalar_reduce(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="src[P F] -> dst[P F]",
-    streams=("src",),
+    streams="src",
     numbers={"imm0": FLOAT32, "imm1": FLOAT32},
     dtypes={"dst": _CUMULATIVE, "src": _CUMULATIVE},
     operators={
@@ -196,10 +190,7 @@ def tensor_scalar_reduce(
     },
     commands=("reset_reduce", "load_reduce", "reduce"),
     first_value="imm1",
-    indirect=(
-        "dst",
-        "src",
-    ),
+    indirect="dst src",
     flows={"dst": poison.onwards},
 )
 def tensor_scalar_cumulative(
@@ -226,11 +217,11 @@ def tensor_scalar_cumulative(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data0[P F], data1[P F] -> dst[P F]",
-    streams=("data0", "data1"),
+    streams="data0 data1",
     numbers={"initial": ANY_DTYPE},
-    pair=("data0", "data1"),
+    pair="data0 data1",
     operators={"op0": BINARY, "op1": BINARY},
     flows={"dst": poison.onwards},
     cycles=cycles.linear(2.0),
@@ -261,7 +252,7 @@ def tensor_tensor_scan(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P F] -> dst[P 6]",
     limits={"F": range(1, 513)},
     flows={"dst": poison.by_partition},
@@ -282,7 +273,7 @@ def bn_stats(call: Call, dst: Any, data: Any) -> None:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P 3*T] -> dst[P 2]",
     flows={"dst": poison.by_partition},
     cycles=cycles.linear(13.0, over=3.0),  # for each triple of statistics
@@ -298,7 +289,7 @@ def bn_aggr(call: Call, dst: Any, data: Any) -> None:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="src[P F] -> dst[P 8]",
     limits={"F": _EIGHT_OF},
     ranks={"dst": 2, "src": 3},
@@ -333,7 +324,7 @@ def find_eight(
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P F], vals[P 8] -> dst[P 8]",
     limits={"F": _EIGHT_OF},
     dtypes={"dst": INDICES},
@@ -349,10 +340,10 @@ def nc_find_index8(call: Call, dst: Any, data: Any, vals: Any) -> None:
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="data[P F], vals[P 8] -> dst[P F], dst_idx[P 8]",
     limits={"F": _EIGHT_OF},
-    streams=("data",),
+    streams="data",
     dtypes={"dst_idx": INDICES},
     flows={"dst": poison.by_partition},
 )

@@ -73,16 +73,12 @@ def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool 
 
 
 @instruction(
-    engines=("tensor",),
+    engines="tensor",
     operands="stationary[K A], moving[K B] -> dst[M N]",
     memory=SBUF,
     memories={"dst": PSUM},
     limits={"M": range(1, 129)},
-    indirect=(
-        "dst",
-        "stationary",
-        "moving",
-    ),
+    indirect="dst stationary moving",
     flows={"dst": poison.product},
 )
 def nc_matmul(
@@ -243,9 +239,9 @@ def _check_operand_dtypes(
 
 
 @instruction(
-    engines=("tensor", "vector"),
+    engines="tensor vector",
     operands="data[P F] -> dst[F P]",
-    same_dtype=("dst", "data"),
+    same_dtype="dst data",
     packed=True,
 )
 def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) -> Steps:
@@ -339,7 +335,7 @@ def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> N
 
 
 @instruction(
-    engines=("vector",),
+    engines="vector",
     operands="src[P 4*F] -> dst[P F], dst_scale[Q F]",
     memory=SBUF,
     limits={"P": range(32, 129, 32)},
@@ -372,7 +368,7 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
 
 
 @instruction(
-    engines=("tensor",),
+    engines="tensor",
     operands="stationary[K M], moving[K N], stationary_scale[A M], moving_scale[B N] -> dst[M N]",
     memory=SBUF,
     memories={"dst": PSUM},
@@ -384,13 +380,7 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
         "stationary_scale": _SCALES,
         "moving_scale": _SCALES,
     },
-    indirect=(
-        "dst",
-        "stationary",
-        "moving",
-        "stationary_scale",
-        "moving_scale",
-    ),
+    indirect="dst stationary moving stationary_scale moving_scale",
     packed=True,
     flows={"dst": poison.product},
 )
