@@ -9,7 +9,7 @@ import numpy as np
 
 from nmm_compiler.errors import KernelArgumentError, UnsupportedInstructionError
 from nmm_compiler.simulator.isa.enums import dge_mode, engine, oob_mode
-from nmm_compiler.simulator.isa.instruction import Call, Steps, attributes, instruction
+from nmm_compiler.simulator.isa.instruction import Call, Steps, instruction
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
@@ -82,7 +82,7 @@ def dma_copy(
     chosen_rows = _chooses_rows(dst) or _chooses_rows(src)
     if chosen_rows:
         issuer = "gpsimd"
-    yield attributes(issuer=issuer, dge_mode=mode, transpose=False, indirect=chosen_rows)
+    yield {"issuer": issuer, "dge_mode": mode, "transpose": False, "indirect": chosen_rows}
     values, valid = gather(src, oob_mode is _SKIP)
     if not same:
         values = values.astype(F32)
@@ -140,7 +140,7 @@ def dma_transpose(
     _check_dynamic(call, (src,), mode if indirect else "unknown")
     _check_transpose_mode(call, src, mode, indirect)
     issuer = "gpsimd" if indirect else "sync"
-    yield attributes(issuer=issuer, dge_mode=mode, transpose=True, indirect=indirect)
+    yield {"issuer": issuer, "dge_mode": mode, "transpose": True, "indirect": indirect}
     values, valid = gather(src, oob_mode is _SKIP)
     if valid is not None:
         rows = valid.reshape((-1,) + (1,) * (rank - 1))
@@ -275,7 +275,7 @@ def dma_compute(
     for s in srcs:
         check_hazard(call, dst, s, True)
     issuer, mode = ("gpsimd", "swdge") if indirect else ("sync", "none")
-    yield attributes(issuer=issuer, dge_mode=mode, transpose=False, indirect=indirect)
+    yield {"issuer": issuer, "dge_mode": mode, "transpose": False, "indirect": indirect}
     parts = [gather(s, oob_mode is _SKIP)[0].astype(F32).reshape(dst.shape) for s in srcs]
     total = functools.reduce(np.add, parts)
     if dst.indirection is not None:

@@ -15,10 +15,8 @@ from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import engine, reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
     INSTRUCTIONS,
-    NO_ATTRIBUTES,
     Call,
     Steps,
-    attributes,
     instruction,
 )
 from nmm_compiler.simulator.isa.operands import (
@@ -55,8 +53,8 @@ from nmm_compiler.simulator.tensors.elements import store_some
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
-_UNSET = attributes(unset=True)  # the compiler may choose another engine
-_NONZERO = attributes(nonzero=True)
+_UNSET = {"unset": True}  # the compiler may choose another engine
+_NONZERO = {"nonzero": True}
 _INT32 = ("int32", "uint32")
 _ARITHMETIC = frozenset({"float32", "tfloat32", *_INT32})
 _SCALAR_PAIRS = (("multiply", "add"), ("multiply", None), ("add", None))
@@ -88,7 +86,7 @@ def tensor_copy(
             call, "tensor_copy on ScalarE", lambda t: t.scalar_tensor_copy,
             "use nisa.activation(op=nl.copy)",
         )  # fmt: skip
-    yield _UNSET if engine is _UNKNOWN else NO_ATTRIBUTES
+    yield _UNSET if engine is _UNKNOWN else {}
     same = dst.dtype == src.dtype
     put(dst, raw(src) if same else f32(src), exact=same)
 
@@ -115,7 +113,7 @@ def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
 def memset(call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
     """Fill dst with a compile-time constant."""
     _check_constant(call, "value", value, dst)
-    yield _NONZERO if value != 0 else NO_ATTRIBUTES
+    yield _NONZERO if value != 0 else {}
     is_float = dst.dtype.kind == "float"
     put(dst, np.full(dst.shape, value, F32 if is_float else dst.dtype.numpy), exact=not is_float)
 
@@ -181,7 +179,7 @@ def tensor_tensor(
     call.need(not power or chosen == "gpsimd", "nl.power runs on GpSimd; leave engine unset")
     if bitvec:
         _check_bitvec(call, chosen, *views)
-    yield attributes(function=op.name)
+    yield {"function": op.name}
     exact = integers and chosen == "gpsimd"
     load = raw if bitvec or exact else f32
     a, b = load(data1).reshape(dst.shape), load(data2).reshape(dst.shape)
@@ -254,7 +252,7 @@ def tensor_scalar(
         call.should(op0.name == "rsqrt", "GpSimd takes nl.rsqrt only; leave engine unset")
     if bitvec:
         _check_bitvec(call, chosen, dst, data, *(v for v in (operand0, operand1) if v is not None))
-    yield attributes(function=op0.name, function1=op1.name if op1 else "", unset=engine is _UNKNOWN)
+    yield {"function": op0.name, "function1": op1.name if op1 else "", "unset": engine is _UNKNOWN}
     if bitvec:
         result = _apply_bits(op0, raw(data), operand0, reverse0)
         if op1 is not None and op1.kind != "bypass":
@@ -289,7 +287,7 @@ def scalar_tensor_tensor(
 ) -> Steps:
     """dst = (data <op0> operand0) <op1> operand1, where operand1 is a tensor like data."""
     check_unary(call, "operand0", op0, operand0)
-    yield attributes(function=op0.name, function1=op1.name)
+    yield {"function": op0.name, "function1": op1.name}
     left = apply_scalar(op0, f32(data), operand0, reverse0).reshape(dst.shape)
     right = f32(operand1).reshape(dst.shape)
     put(dst, np.asarray(op1.alu(right, left) if reverse1 else op1.alu(left, right), dtype=F32))
@@ -328,7 +326,7 @@ def tensor_copy_predicated(
     """dst = src where predicate is nonzero; elsewhere dst stays."""
     if src.__class__ is not NkiTensor:
         _check_constant(call, "src", src, dst)
-    yield NO_ATTRIBUTES
+    yield {}
     chosen = raw(predicate).reshape(dst.shape) != 0
     if reverse_pred:
         chosen = ~chosen
@@ -403,7 +401,7 @@ def activation(
         "nl.prelu needs relu_param; use nisa.activate2 (trn3)",
         UnsupportedInstructionError,
     )
-    yield attributes(function=op.name, reduces=_reduces(reduce_cmd, reduce_res))
+    yield {"function": op.name, "reduces": _reduces(reduce_cmd, reduce_res)}
     result = _apply(call.machine, op, f32(data), scale, bias)
     put(dst, result)
     write_sum(call, "scalar", reduce_cmd, reduce_op, result, reduce_res)
@@ -474,7 +472,7 @@ def activate2(
         "or nl.bypass with nl.bypass",
         UnsupportedInstructionError,
     )
-    yield attributes(function=op.name, reduces=_reduces(reduce_cmd, reduce_res))
+    yield {"function": op.name, "reduces": _reduces(reduce_cmd, reduce_res)}
     values = apply_scalar(op1, apply_scalar(op0, f32(data), imm0, reverse0), imm1, reverse1)
     if op.name == "prelu":
         slope = scalar_value(relu_param, values.ndim)
@@ -506,7 +504,7 @@ def exponential(
     reduce_init: Any = 0.0,
 ) -> Steps:
     """dst = exp(src - max_value) on VectorE of trn3, with an optional running sum."""
-    yield attributes(reduces=_reduces(reduce_cmd, reduce_res))
+    yield {"reduces": _reduces(reduce_cmd, reduce_res)}
     values = f32(src)
     result = np.exp(values - scalar_value(max_value, values.ndim))
     put(dst, result)

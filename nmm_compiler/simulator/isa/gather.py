@@ -14,10 +14,8 @@ from nmm_compiler.errors import HazardError, KernelArgumentError, OutOfBoundsErr
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
-    NO_ATTRIBUTES,
     Call,
     Steps,
-    attributes,
     instruction,
 )
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF
@@ -74,7 +72,7 @@ def iota(
 ) -> Steps:
     """dst[p, ...] = offset + p * channel_multiplier + pattern, on GpSimd."""
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
-    yield NO_ATTRIBUTES
+    yield {}
     wrapped = (values & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     put(dst, wrapped.astype(F32) if dst.dtype.kind == "float" else wrapped)
 
@@ -101,7 +99,7 @@ def affine_select(
     """dst = on_true_tile where cmp_op(affine value, 0), else on_false_value, on GpSimd."""
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
     number = call.number("on_false_value", on_false_value)
-    yield NO_ATTRIBUTES
+    yield {}
     call.machine.kept = chosen = np.asarray(cmp_op.alu(values, 0)) != 0
     if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
         source = raw(on_true_tile).reshape(values.shape)
@@ -151,7 +149,7 @@ def range_select(
             abs(call.number("on_false_value", on_false_value) - FP32_MIN) <= 1e31,
             f"the hardware fills FP32_MIN ({FP32_MIN:g}) only",
         )
-    yield attributes(reduces=reduce_res is not None)
+    yield {"reduces": reduce_res is not None}
     values = f32(on_true_tile).reshape(dst.shape[0], -1)
     index = (range_start + np.arange(values.shape[1])).astype(F32)[None, :]
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
@@ -187,7 +185,7 @@ def select_reduce(
 ) -> Steps:
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
     partitions = dst.shape[0]
-    yield attributes(reduces=reduce_res is not None)
+    yield {"reduces": reduce_res is not None}
     chosen = raw(predicate).reshape(partitions, -1) != 0
     if reverse_pred:
         chosen = ~chosen
@@ -261,7 +259,7 @@ def local_gather(
         "1 to 32 (power of two) elements per index, at most 4096 indices, and a place in dst for "
         "each element",
     )
-    yield attributes(indices=valid, elements=num_elem_per_idx)
+    yield {"indices": valid, "elements": num_elem_per_idx}
     values = raw(src_buffer).reshape(partitions, -1)
     rows = index.load("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
     result = np.zeros((partitions, size), values.dtype)
@@ -304,7 +302,7 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     mask = [call.integer("shuffle_mask", m) for m in shuffle_mask]
     _check_quadrants(call, dst, src)
     call.need(len(mask) == 32 and set(mask) <= {*range(32), 255}, says)
-    yield NO_ATTRIBUTES
+    yield {}
     kept = [p for p in range(dst.shape[0]) if mask[p % 32] != 255]
     origins = [mask[p % 32] + (p - p % 32) * (src.shape[0] > 32) for p in kept]
     call.need(
@@ -396,7 +394,7 @@ def topk(call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:
         8 <= n < 65536 and k <= min(n, 32767) and src.free_size >= -(-n // 16),
         "8 <= n < 65536, it finds at most n values, and src has ceil(n / 16) elements in each row",
     )
-    yield attributes(n=n, k=k)
+    yield {"n": n, "k": k}
     values = raw(src).reshape(partitions, -1)
     best = np.zeros((partitions, k), values.dtype)
     places = np.zeros((partitions, k), np.int64)

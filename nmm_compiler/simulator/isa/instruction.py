@@ -58,13 +58,11 @@ Arguments = dict[str, Any]
 Steps = Iterator[Attributes]
 P = ParamSpec("P")
 
-_ATTRIBUTES: dict[tuple[Any, ...], Attributes] = {}
 _NUMBERS = int, float, np.number, VirtualRegister
 _OPERAND = re.compile(r"(\w+)(?:\[([^]]*)])?")
 _SEQUENCES = tuple, list
 _KINDS = itertools.count(1)
 _KEPT = 100_000
-NO_ATTRIBUTES: Attributes = {}
 MEMBERS: dict[str, type[Enum]] = {
     "engine": enums.engine,
     "dge_mode": enums.dge_mode,
@@ -75,11 +73,6 @@ MEMBERS: dict[str, type[Enum]] = {
 """The enumeration of each parameter that takes a member of one."""
 INSTRUCTIONS: dict[str, Any] = {}
 """Every decorated instruction by its name: a function with its `row`."""
-
-
-def attributes(**values: Any) -> Attributes:
-    """Return a shared dictionary of attributes (readers must not change it)."""
-    return _ATTRIBUTES.setdefault(tuple(values.items()), values)
 
 
 @dataclasses.dataclass(slots=True)
@@ -417,7 +410,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             call.reads = [arguments[role].access() for role in known.reads]
             call.writes = [arguments[role].access() for role in known.writes]
         steps = self.body(call, **call.arguments) if self.checks else None
-        attributes = NO_ATTRIBUTES if steps is None else next(steps)
+        attributes = {} if steps is None else next(steps)
         if known is None:
             call.finish()
             known = call.outcome(attributes)

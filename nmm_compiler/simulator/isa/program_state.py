@@ -14,10 +14,8 @@ from nmm_compiler.errors import HazardError, OperandError, SimulationError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import dma_engine, engine, nc_version
 from nmm_compiler.simulator.isa.instruction import (
-    NO_ATTRIBUTES,
     Call,
     Steps,
-    attributes,
     instruction,
 )
 from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, SBUF, check_dtype, require_present
@@ -51,7 +49,7 @@ def rng(call: Call, dst: Any, engine: Any = engine.vector) -> None:
 def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
     call.need(src_seeds.dtype.item_bytes == 4, "src_seeds must be a 32-bit value")
-    yield NO_ATTRIBUTES
+    yield {}
     seed = int(np.ascontiguousarray(raw(src_seeds)).reshape(-1).view(np.uint32)[0])
     call.machine.random_state = np.random.default_rng(seed)
 
@@ -75,7 +73,7 @@ def _check_state(call: Call, view: NkiTensor) -> str:
 def rand_set_state(call: Call, src_seeds: Any, engine: Any = engine.gpsimd) -> Steps:
     """Seed an engine's generators from a uint32 tile."""
     machine, chosen = call.machine, _check_state(call, src_seeds)
-    yield NO_ATTRIBUTES
+    yield {}
     seeds = raw(src_seeds)
     machine.accumulators["random " + chosen] = seeds.copy()
     machine.random_state = np.random.default_rng([int(s) for s in seeds.reshape(-1)])
@@ -90,7 +88,7 @@ def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
     machine, chosen = call.machine, _check_state(call, dst)
     if dst.memory == "psum":
         require_present(call, "rand_get_state(dst in PSUM)")
-    yield NO_ATTRIBUTES
+    yield {}
     known = machine.accumulators.get("random " + chosen)
     if known is None or known.size != dst.size:
         known = np.zeros(dst.shape, np.uint32)
@@ -106,7 +104,7 @@ def rand_get_state(call: Call, dst: Any, engine: Any = engine.gpsimd) -> Steps:
 def rand2(call: Call, dst: Any, min: Any, max: Any) -> Steps:
     """dst = uniform random numbers in [min, max] on VectorE of trn3."""
     call.need(call.tensors(call.row.reads) or min < max, "min must be below max", HazardError)
-    yield NO_ATTRIBUTES
+    yield {}
     low, high = scalar_value(min, len(dst.shape)), scalar_value(max, len(dst.shape))
     unit = call.machine.random_state.random(dst.shape, dtype=F32)
     put(dst, (low + unit * (high - low)).astype(F32))
@@ -123,7 +121,7 @@ def dropout(call: Call, dst: Any, data: Any, prob: Any) -> Steps:
     """dst = data with elements replaced by zero with probability `prob`, on VectorE."""
     if prob.__class__ is NkiTensor and data.dtype not in FLOATS:
         check_dtype(call, "prob", prob, FLOAT32)
-    yield NO_ATTRIBUTES
+    yield {}
     values = f32(data)
     drop = call.machine.random_state.random(values.shape, dtype=F32)
     put(dst, np.where(drop < scalar_value(prob, values.ndim), F32(0), values))
@@ -171,7 +169,7 @@ def register_move(call: Call, dst: Any, src: Any) -> Steps:
         value, known = src.value, src.known
     else:
         value, known = call.integer("src", src, range(-(2**31), 2**32)), True
-    yield NO_ATTRIBUTES
+    yield {}
     target.write(value, known)
 
 
@@ -189,7 +187,7 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
     call.need(
         src.dtype.item_bytes <= 4 and src.dtype.kind != "packed", "a register holds up to 32 bits"
     )
-    yield NO_ATTRIBUTES
+    yield {}
     if machine.data:
         target.write(int(src.load("a register").reshape(-1)[0]))
     else:
@@ -205,7 +203,7 @@ def register_load(call: Call, dst: Any, src: Any) -> Steps:
 def register_store(call: Call, dst: Any, src: Any) -> Steps:
     """dst (one element, HBM or SBUF) = register src."""
     register = _register("register_store", src)
-    yield NO_ATTRIBUTES
+    yield {}
     put(dst, np.full(dst.shape, register.read(), np.float32))
 
 
@@ -231,7 +229,7 @@ def core_barrier(call: Call, data: Any, cores: Any, engine: Any = engine.gpsimd)
     call.writes += call.reads
     call.engine = "gpsimd" if engine.name == "unknown" else engine.name
     call.need(call.engine != "dma", "engine=dma has no sequencer; use another engine")
-    yield attributes(cores=2)
+    yield {"cores": 2}
     machine.programs.meet(
         machine, "nisa.core_barrier", (machine.rank,), machine.program_id, machine.grid, orders=True
     )
@@ -263,14 +261,14 @@ def sendrecv(
         dma_engine.name != "gpsimd_dma" or src.free_size <= 256,
         "gpsimd_dma takes at most 256 elements per partition",
     )
-    yield attributes(
-        issuer="gpsimd",
-        dge_mode="none",
-        transpose=False,
-        indirect=False,
-        pipe=str(pipe_id),
-        engine=dma_engine.name,
-    )
+    yield {
+        "issuer": "gpsimd",
+        "dge_mode": "none",
+        "transpose": False,
+        "indirect": False,
+        "pipe": str(pipe_id),
+        "engine": dma_engine.name,
+    }
     sent = (raw(src).copy(), machine.poisoned) if machine.data else None
     machine.poisoned = []
     me, what = machine.program_id, f"nisa.sendrecv on pipe {pipe_id}"

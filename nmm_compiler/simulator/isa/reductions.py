@@ -13,10 +13,8 @@ from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.elementwise import check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
 from nmm_compiler.simulator.isa.instruction import (
-    NO_ATTRIBUTES,
     Call,
     Steps,
-    attributes,
     instruction,
 )
 from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
@@ -112,7 +110,7 @@ def tensor_reduce(
         not (bitvec and negate), "negate goes with arithmetic operators only",
         UnsupportedInstructionError,
     )  # fmt: skip
-    yield attributes(function=op.name)
+    yield {"function": op.name}
     values = (raw(data) if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
     result = _reduce(op, values)
     put(dst, -result if negate else result)
@@ -130,7 +128,7 @@ def tensor_reduce(
 def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> Steps:
     """Reduce across partitions on GpSimd; dst has one partition."""
     _check_bits(call, op, dst, data)
-    yield attributes(function=op.name)
+    yield {"function": op.name}
     values = raw(data) if op.kind == "bitvec" else f32(data)
     flat = values.reshape(data.shape[0], -1).T
     put(dst, _reduce(op, flat[None]).reshape(dst.shape))
@@ -170,7 +168,7 @@ def tensor_scalar_reduce(
         UnsupportedInstructionError,
     )  # fmt: skip
     check_unary(call, "operand0", op0, operand0)
-    yield attributes(function=op0.name, reduces=True)
+    yield {"function": op0.name, "reduces": True}
     result = apply_scalar(op0, f32(data), operand0, reverse0)
     put(dst, result)
     write_sum(
@@ -205,7 +203,7 @@ def tensor_scalar_cumulative(
 ) -> Steps:
     """dst[i] = op1(op0(src[i], imm0), dst[i - 1]) along the free dimension, on VectorE."""
     check_unary(call, "imm0", op0, 0 if "unary" in op0.kind else imm0)
-    yield attributes(function=op0.name, function1=op1.name)
+    yield {"function": op0.name, "function1": op1.name}
     values = apply_scalar(op0, f32(src), imm0, False).reshape(src.shape[0], -1)
     register = begin(call, "vector", reduce_cmd, op1, len(values), imm1)
     result = np.empty_like(values)
@@ -238,7 +236,7 @@ def tensor_tensor_scan(
     reverse1: bool = False,
 ) -> Steps:
     """dst[i] = op1(op0(data0[i], dst[i - 1]), data1[i]) along the free dimension, on VectorE."""
-    yield attributes(function=op0.name, function1=op1.name)
+    yield {"function": op0.name, "function1": op1.name}
     partitions = data0.shape[0]
     x, y = f32(data0).reshape(partitions, -1), f32(data1).reshape(partitions, -1)
     state = np.broadcast_to(np.asarray(scalar_value(initial, 1), F32).reshape(-1), (partitions,))
@@ -357,7 +355,7 @@ def nc_match_replace8(
 ) -> Steps:
     """dst = data with the first occurrence of each of 8 values replaced by imm."""
     call.number("imm", imm)
-    yield NO_ATTRIBUTES
+    yield {}
     values = f32(data).reshape(data.shape[0], -1)
     places, found = find_eight(values, f32(vals).reshape(vals.shape[0], 8), True)
     result = values.copy()

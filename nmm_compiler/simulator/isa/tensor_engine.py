@@ -17,10 +17,8 @@ from nmm_compiler.errors import HazardError, KernelArgumentError
 from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
 from nmm_compiler.simulator.isa.instruction import (
-    NO_ATTRIBUTES,
     Call,
     Steps,
-    attributes,
     instruction,
 )
 from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require, require_present
@@ -130,10 +128,16 @@ def nc_matmul(
         turns = is_transpose and (target.tensor_transpose_mode or _one_hot(b.reshape(k, n)))
         if turns:
             moved = _pass_through(call, stationary, b.reshape(k, n))
-    yield attributes(
-        k=k, m=m, n=n, is_transpose=is_transpose, perf_mode="double_row" if double else "none",
-        dtype=stationary.dtype, tile=tile, onezero=is_stationary_onezero or is_moving_onezero,
-    )  # fmt: skip
+    yield {
+        "k": k,
+        "m": m,
+        "n": n,
+        "is_transpose": is_transpose,
+        "perf_mode": "double_row" if double else "none",
+        "dtype": stationary.dtype,
+        "tile": tile,
+        "onezero": is_stationary_onezero or is_moving_onezero,
+    }
     if turns:
         put(dst, moved, product=True)
     else:
@@ -261,10 +265,16 @@ def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) 
             "fp8 data comes out of TensorE in 16-bit elements: give dst a last dimension of 2 and "
             "pass its element 0",
         )
-    yield attributes(
-        k=p, m=f, n=p, is_transpose=True, perf_mode="none", dtype=data.dtype, tile=None,
-        onezero=False,
-    )  # fmt: skip
+    yield {
+        "k": p,
+        "m": f,
+        "n": p,
+        "is_transpose": True,
+        "perf_mode": "none",
+        "dtype": data.dtype,
+        "tile": None,
+        "onezero": False,
+    }
     call.move = lambda values: values.reshape(p, f).T.reshape(dst.shape)
     put(dst, call.move(raw(data)), exact=True, product=True)
 
@@ -352,7 +362,7 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
     p = src.shape[0]
     rows = scale_rows(p)
     _check_scales(call, "dst_scale", dst, dst_scale)
-    yield NO_ATTRIBUTES
+    yield {}
     element, top = _ELEMENT[dst.dtype]
     values = f32(src).reshape(p // 8, 8, -1, 4)
     largest = np.abs(values).max(axis=(1, 3))
@@ -404,10 +414,16 @@ def nc_matmul_mx(
         ("stationary", stationary, stationary_scale), ("moving", moving, moving_scale),
     ):  # fmt: skip
         _check_scales(call, f"{side}_scale", view, scale)
-    yield attributes(
-        k=k, m=m, n=n, is_transpose=False, perf_mode="mx", dtype=stationary.dtype, tile=tile,
-        onezero=False,
-    )  # fmt: skip
+    yield {
+        "k": k,
+        "m": m,
+        "n": n,
+        "is_transpose": False,
+        "perf_mode": "mx",
+        "dtype": stationary.dtype,
+        "tile": tile,
+        "onezero": False,
+    }
     rows = scale_rows(k)
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
