@@ -339,7 +339,7 @@ def nonzero_with_count(
 ) -> None:
     """dst[p] = positions of nonzero src[p], padding, then their count; p = 0, 16, 32, ..."""
     for p in range(0, src.shape[0], 16):
-        mask = src[p : p + 1].unwritten_view()
+        mask = src[p : p + 1].missing()
         if mask is not None and mask.all():
             continue  # a group that is not used: its results stay unwritten
         row = raw(src[p : p + 1]).reshape(-1)

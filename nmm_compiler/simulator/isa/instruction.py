@@ -95,7 +95,6 @@ class Call(Caller):
 
     arguments: by role, with operators resolved to `Op`. engine: its name, "" until it is chosen.
     reads, writes: the regions of the operands; an instruction adds those that its row cannot name.
-    sizes: of the letters of the shape equation.
     move: what makes the result of elements of the only operand that it reads, if it moves those.
     """
 
@@ -104,7 +103,6 @@ class Call(Caller):
         self.op, self.packed, self.engine = row.op, row.packed, ""
         self.reads: list[Access] = []
         self.writes: list[Access] = []
-        self.sizes: dict[str, int] = {}
         self.move: Callable[[np.ndarray], np.ndarray] | None = None
 
     def given(self) -> str:
@@ -179,7 +177,7 @@ class Call(Caller):
             if role in row.ranks:
                 most = f"{role} has at most {row.ranks[role]} dimensions; flatten some"
                 self.should(len(view.shape) <= row.ranks[role], most)
-        self.sizes = row.equation.solve(self, self.tensors(row.roles))
+        row.equation.check(self, self.tensors(row.roles))
         self.need(
             len({view.dtype for _, view in self.tensors(row.same_dtype)}) < 2,
             f"the dtypes of {' and '.join(row.same_dtype)} must be the same",
@@ -236,11 +234,12 @@ class Call(Caller):
 
     def outcome(self, attributes: Attributes) -> Outcome:
         """Return what the call came to, for the calls that it answers for."""
-        roles = {id(view.access()): role for role, view in self.tensors(self.row.roles)}
+        row = self.row
         reads, writes = (
-            [roles.get(id(access), "") for access in part] for part in (self.reads, self.writes)
+            [role for role, _ in self.tensors(part)] for part in (row.reads, row.writes)
         )
-        return Outcome(self.engine, attributes, reads, writes, "" not in reads + writes)
+        whole = len(reads) == len(self.reads) and len(writes) == len(self.writes)
+        return Outcome(self.engine, attributes, reads, writes, whole)
 
 
 @dataclasses.dataclass(kw_only=True)

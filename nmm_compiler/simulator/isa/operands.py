@@ -371,8 +371,8 @@ class Equation:
             + [f"{letter} in {_shown(allowed)}" for letter, allowed in limits.items()]
         )
 
-    def solve(self, caller: Caller, given: list[tuple[str, NkiTensor]]) -> dict[str, int]:
-        """Return the size of each letter; refuse operands that do not fit together."""
+    def check(self, caller: Caller, given: list[tuple[str, NkiTensor]]) -> None:
+        """Refuse operands that do not fit together."""
         sizes: dict[str, int] = {}
         fit = True
         for role, view in given:
@@ -383,7 +383,6 @@ class Equation:
                 fit = fit and known >= 0 and known * times + plus == size
         fit = fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items())
         caller.need(fit, f"shapes, as partitions and elements per partition, must be {self.says}")
-        return sizes
 
 
 def _shown(allowed: range) -> str:

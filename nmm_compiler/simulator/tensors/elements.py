@@ -210,6 +210,8 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
     what: needs known values.
     """
     machine = current()
+    if not mask.any():
+        return
     origin = view.storage.origin or first_read(view, mask)
     if what:
         refuse_poison(machine, what, origin, mask)
@@ -312,17 +314,14 @@ def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray 
         return view.load(), None
     table, valid = positions(view)
     _check_valid(view, valid, skip)
-    storage = view.storage
+    storage, mask = view.storage, view.missing()
     if storage.shared:
         note_read(view, table[valid])
     values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
-    if storage.unwritten is not None:
-        marks = storage.unwritten
-        chosen = marks.values[marks.places(view, table)].any(axis=-1)
-        mask = np.asarray(chosen & valid[:, None]).reshape(view.shape)
-        if mask.any():
-            note_unwritten(view, mask)
-            values[mask] = FILL.get(view.dtype.kind, FILL["int"])
+    if mask is not None:
+        mask &= valid.reshape(-1, *[1] * (mask.ndim - 1))
+        note_unwritten(view, mask)
+        values[mask] = FILL.get(view.dtype.kind, FILL["int"])
     return values, None if valid.all() else valid
 
 

@@ -576,15 +576,11 @@ class NkiTensor(NKIObject):
             tuple([s * item for s in self.strides]),
         )  # fmt: skip
 
-    def unwritten_view(self) -> np.ndarray | None:
-        """Return which bytes of each element are unwritten, or None when all are written."""
-        marks = self.storage.unwritten
-        return None if marks is None else marks.of(self)
-
     def missing(self) -> np.ndarray | None:
-        """Return a copy of the mask of unwritten elements, or None when there are none."""
-        mask = self.unwritten_view()
-        return None if mask is None or not mask.any() else np.asarray(mask.any(axis=-1))
+        """Return the mask of unwritten elements, or None when there are none."""
+        marks = self.storage.unwritten
+        mask = None if marks is None else np.asarray(marks.of(self).any(axis=-1))
+        return None if mask is None or not mask.any() else mask
 
     def mark_written(self) -> None:
         """Note that all elements of the view are written."""
@@ -597,12 +593,11 @@ class NkiTensor(NKIObject):
         """
         if self.storage.shared:
             note_read(self)
-        if self.storage.unwritten is not None:
-            mask = self.missing()
-            if mask is not None:
-                note_unwritten(self, mask, what)
-                return poisoned_values(self, mask)
-        return self.array()
+        mask = self.missing()
+        if mask is None:
+            return self.array()
+        note_unwritten(self, mask, what)
+        return poisoned_values(self, mask)
 
 
 class UnusableView(NkiTensor):
