@@ -45,7 +45,7 @@ from nmm_compiler.simulator.isa.operands import same_view
 from nmm_compiler.simulator.language.base import ndarray, psum, sbuf
 from nmm_compiler.simulator.machine import Machine, current, kernel_frame, place_instructions
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.elements import poisoned_values
+from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
 from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
@@ -595,7 +595,7 @@ def leave_undefined(dst: Tensor) -> None:
     missing = None if dst.memory == "hbm" or dst.outside else view.missing()
     if missing is not None:
         view.array()[...] = poisoned_values(view, missing)
-        view.mark_written()
+        mark(view, False)
 
 
 def written(dst: Tensor, box: Part = True) -> NkiTensor:

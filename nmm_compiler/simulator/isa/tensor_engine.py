@@ -117,7 +117,14 @@ def nc_matmul(
         call.need(dst.dtype in sums, f"PSUM accumulates in {' or '.join(sums)}")
     check_bank(call, dst, target.matmul_psum_banks)
     tile = _check_tile(call, k, m, dst, stationary, moving, rows_alone=double)
-    _check_indirect_operands(call, stationary, moving, is_transpose)
+    call.need(
+        not is_transpose or moving.indirection is None,
+        "moving of a transpose may be no .indirect() view",
+    )
+    call.need(
+        all(v.indirection is None or v.dtype not in _WIDE for v in (stationary, moving)),
+        "an .indirect() view must be a 16- or 8-bit float",
+    )
     if machine.data:
         a, b = f32(stationary), f32(moving)
         if is_stationary_onezero:
@@ -147,19 +154,6 @@ def nc_matmul(
             a, b = a.reshape(k, m), b.reshape(k, n)
         # one term is not summed: -0.0 stays -0.0
         accumulate_product(machine, dst, a.T * b if len(a) == 1 else a.T @ b, accumulate)
-
-
-def _check_indirect_operands(
-    call: Call, stationary: NkiTensor, moving: NkiTensor, turns: bool
-) -> None:
-    call.need(
-        not turns or moving.indirection is None, "moving of a transpose may be no .indirect() view"
-    )
-    for view in (stationary, moving):
-        call.need(
-            view.indirection is None or view.dtype not in _WIDE,
-            "an .indirect() view must be a 16- or 8-bit float",
-        )
 
 
 def _check_onezero(call: Call, role: str, values: np.ndarray) -> None:

@@ -26,7 +26,6 @@ from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.elements import (
-    mark,
     note_read,
     note_unwritten,
     poisoned_values,
@@ -581,10 +580,6 @@ class NkiTensor(NKIObject):
         marks = self.storage.unwritten
         mask = None if marks is None else np.asarray(marks.of(self).any(axis=-1))
         return None if mask is None or not mask.any() else mask
-
-    def mark_written(self) -> None:
-        """Note that all elements of the view are written."""
-        mark(self, False)
 
     def load(self, what: str = "") -> np.ndarray:
         """Return the stored elements; unwritten ones are NaN (4 in integers), and are noted.
