@@ -249,8 +249,9 @@ class Machine:
                 file,
                 line,
             )
-        instruction = Instruction(op, engine, reads, writes, attributes, file, line, name or "")
-        instruction.kind, instruction.index = kind, index
+        instruction = Instruction(
+            op, engine, reads, writes, attributes, file, line, name or "", (), kind, index
+        )
         instructions.append(instruction)
         allocations = self.trace.allocations
         for access in reads + writes:

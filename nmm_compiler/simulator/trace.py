@@ -77,8 +77,8 @@ class Instruction:
     line: int
     name: str = ""
     after: tuple[Instruction, ...] = ()
-    kind: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
-    index: int = dataclasses.field(default=-1, init=False, repr=False, compare=False)
+    kind: int = dataclasses.field(default=0, repr=False, compare=False)
+    index: int = dataclasses.field(default=-1, repr=False, compare=False)
 
     @property
     def operands(self) -> tuple[Access, ...]:

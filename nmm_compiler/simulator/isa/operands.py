@@ -280,11 +280,9 @@ def check_hazard(caller: Caller, dst: NkiTensor, src: NkiTensor, streams: bool) 
     """
     in_order = streams and not caller.op.startswith("dma_")
     if not (streams and same_view(dst, src)) and _collide(caller.machine, dst, src, in_order):
-        caller.rule(
-            HazardError,
-            f"it writes {dst.name!r} {dst.get_pattern()} at {dst.offset} over elements that it "
-            f"still has to read as {src.get_pattern()} at {src.offset}; write to another tensor",
-        )
+        places = f"from element {dst.offset} on over {src.get_pattern()} from {src.offset} on"
+        says = f"it writes {dst.name!r} {places}, which it still has to read"
+        caller.should(False, f"{says}; write to another tensor", HazardError)
 
 
 def check_two_results(
@@ -292,12 +290,8 @@ def check_two_results(
 ) -> None:
     """Refuse an instruction that writes two results to one place: no order decides which stays."""
     if _collide(caller.machine, one, other, False):
-        caller.rule(
-            HazardError,
-            f"it writes {roles[0]} and {roles[1]} to the same elements of {one.name!r}, "
-            f"{one.get_pattern()} at {one.offset} and {other.get_pattern()} at {other.offset}; "
-            "write one to another tensor",
-        )
+        both = f"{' and '.join(roles)} to the same elements of {one.name!r}"
+        caller.should(False, f"it writes {both}; write one to another tensor", HazardError)
 
 
 def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool) -> bool:

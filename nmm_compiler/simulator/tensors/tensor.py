@@ -552,18 +552,14 @@ class NkiTensor(NKIObject):
         """Return the record of the region for the trace."""
         access = self._access
         if access is None:
-            storage, geometry, item = self.storage, self.geometry, self.dtype.item_bytes
-            start, extent, dense = (
-                self.offset * item + geometry.base,
-                geometry.extent,
-                geometry.dense,
-            )
+            geometry, item = self.geometry, self.dtype.item_bytes
+            start, stop, dense = self.offset * item + geometry.base, geometry.extent, geometry.dense
             if self.indirection is not None:
-                start, extent = 0, storage.bytes_per_partition
-                dense = contiguous_run(geometry.pattern, item) >= extent
+                start, stop = 0, self.storage.bytes_per_partition
+                dense = contiguous_run(geometry.pattern, item) >= stop
             access = self._access = Access(
-                storage.identity, geometry.memory, geometry.first, geometry.stop, start,
-                start + extent, geometry.pattern, self.dtype, item, dense,
+                self.storage.identity, geometry.memory, geometry.first, geometry.stop, start,
+                start + stop, geometry.pattern, self.dtype, item, dense,
             )  # fmt: skip
         return access
 
