@@ -159,7 +159,7 @@ def _fill(tile: NkiTensor, value: Any) -> None:
     storage = tile.storage
     if storage.raw is not None:
         storage.raw.fill(0)
-        storage.unwritten, storage.missing = None, 0
+        storage.unwritten = None
 
 
 def _full(call: str, /, fill_value: Any, **given: Any) -> Tensor:

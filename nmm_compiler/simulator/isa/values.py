@@ -15,7 +15,13 @@ from nmm_compiler.simulator.isa.instruction import Call
 from nmm_compiler.simulator.isa.operators import Op
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
-from nmm_compiler.simulator.tensors.elements import gather, mark, scatter, settled
+from nmm_compiler.simulator.tensors.elements import (
+    gather,
+    mark,
+    note_unwritten,
+    scatter,
+    settled,
+)
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -134,7 +140,7 @@ def accumulate_product(
     _note_sum(machine, accumulate, adds)
     if adds:
         _check_sum(machine, dst, writers, accumulate)
-        product = _earlier(machine, dst, writers) + product
+        product = _earlier(dst, writers) + product
     put(dst, product, product=True)
     storage.products = key
 
@@ -163,14 +169,14 @@ def _stored(dst: NkiTensor) -> np.ndarray:
     return dst.array() if dst.indirection is None else gather(dst)[0]
 
 
-def _earlier(machine: Machine, dst: NkiTensor, writers: np.ndarray) -> np.ndarray:
+def _earlier(dst: NkiTensor, writers: np.ndarray) -> np.ndarray:
     """Return what a product is added to: zeros where nobody has written."""
     if writers.all():
         return f32(dst)
     written = writers != 0
     mask = dst.missing() if dst.indirection is None else None
-    if mask is not None and (mask & written).any():
-        machine.poisoned.append((dst, mask & written, dst.storage.origin))
+    if mask is not None:
+        note_unwritten(dst, mask & written)
     return np.where(written, _stored(dst).astype(F32), F32(0))
 
 

@@ -120,11 +120,16 @@ def _check_valid(view: NkiTensor, valid: np.ndarray, skip: bool) -> None:
 
 
 class Marks:
-    """The marks of one storage, all of one NumPy dtype."""
+    """The marks of one storage, all of one NumPy dtype.
+
+    left: bytes that are marked, of marks of unwritten elements. origin: of dependent elements,
+    which unwritten elements were read first, and where.
+    """
 
     def __init__(self, size_bytes: int, granule: int, value: Any) -> None:
-        self.granule = granule
+        self.granule, self.origin = granule, ""
         self.values = np.full(size_bytes // granule, value)
+        self.left = size_bytes * int(value)
 
     def _each(self, view: NkiTensor) -> int:
         """Return how many marks an element of a view has."""
@@ -177,13 +182,13 @@ def mark(view: NkiTensor, unwritten: bool, where: Any = ..., origin: str = "") -
         marks = storage.unwritten = storage.marks(False)
     if unwritten or where is not ... or view.indirection is not None:
         marks.put(view, unwritten, where)
-        storage.missing = int(np.count_nonzero(marks.values)) * marks.granule
-        storage.origin = storage.origin or origin
+        marks.left = int(np.count_nonzero(marks.values)) * marks.granule
+        marks.origin = marks.origin or origin
     else:
         mask = marks.of(view)
-        storage.missing -= int(np.count_nonzero(mask)) * marks.granule
+        marks.left -= int(np.count_nonzero(mask)) * marks.granule
         mask[...] = False
-    if not storage.missing:
+    if not marks.left:
         storage.unwritten = None
 
 
@@ -212,7 +217,7 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
     machine = current()
     if not mask.any():
         return
-    origin = view.storage.origin or first_read(view, mask)
+    origin = view.storage.unwritten.origin or first_read(view, mask)
     if what:
         refuse_poison(machine, what, origin, mask)
     else:

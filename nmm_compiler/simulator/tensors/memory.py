@@ -31,15 +31,14 @@ class Storage:
     """One allocation in HBM, SBUF or PSUM.
 
     raw: the bytes (None in timing mode). line: the kernel's line that allocates it, if known.
-    unwritten: which bytes were never written, or depend on unwritten elements; None when there are
-        none. missing: how many. origin: of dependent elements, which unwritten elements were read
-        first, and where. writers: who wrote each byte of PSUM last; None if nobody.
+    unwritten: which elements were never written, or depend on such; None when there are none.
+    writers: who wrote each element of PSUM last; None if nobody.
     shared: several programs use it, with data.
     """
 
     __slots__ = (
         "address", "allocation", "bytes_per_partition", "constant", "dtype",
-        "identity", "is_input", "machine", "memory", "missing", "name", "origin", "products",
+        "identity", "is_input", "machine", "memory", "name", "products",
         "raw", "region", "shape", "shared", "unwritten", "writers",
     )  # fmt: skip
 
@@ -67,14 +66,11 @@ class Storage:
         self.shared = machine.data and machine.grid > 1 and getattr(region, "name", "") == _SHARED
         self.products: Any = None
         self.unwritten: Marks | None = None
-        self.missing = 0
-        self.origin = ""
         row = math.prod(shape if memory == "hbm" else shape[1:]) * dtype.item_bytes
         self.bytes_per_partition = row
         self.raw = raw
         if machine.data and raw is None:
-            self.missing = math.prod(shape) * dtype.item_bytes
-            self.raw = np.empty(self.missing, np.uint8)
+            self.raw = np.empty(math.prod(shape) * dtype.item_bytes, np.uint8)
             self.unwritten = self.marks(True)
         self.identity = identity = machine.new_identity()
         self.allocation = machine.trace.allocations[identity] = Allocation(
