@@ -136,7 +136,6 @@ class Machine:
     poisoned: (view, mask, first read) of what the running instruction has read of them.
     storages: the identity of the next storage or register. names: of the variables that places
         assign to.
-    kept: mask of the inputs that the running instruction reads, None for all of them.
     outcomes: what calls of instructions came to (`isa/instruction.py`), in all runs on this target.
     random_state: the generator of random numbers, seeded with 0 until a kernel seeds it.
     failure: what a place that cannot raise has refused; raised at the program's end.
@@ -170,7 +169,6 @@ class Machine:
         self.warnings: list[str] = []
         self.warning_keys: set[tuple[str, str, int]] = set()
         self.poisoned: list[tuple[Any, Any, str]] = []
-        self.kept: Any = None
         self.accumulators: dict[str, Any] = {}
         self.identities: dict[Any, Any] = {}
         self.random_state = np.random.default_rng(0)

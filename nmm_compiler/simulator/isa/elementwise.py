@@ -330,7 +330,7 @@ def tensor_copy_predicated(
     chosen = raw(predicate).reshape(dst.shape) != 0
     if reverse_pred:
         chosen = ~chosen
-    call.machine.kept = chosen
+    call.kept = chosen
     if src.__class__ is NkiTensor:
         values = raw(src).reshape(dst.shape)[chosen]
     else:

@@ -100,7 +100,7 @@ def affine_select(
     values = affine_values(call, dst, pattern, offset, channel_multiplier)
     number = call.number("on_false_value", on_false_value)
     yield {}
-    call.machine.kept = chosen = np.asarray(cmp_op.alu(values, 0)) != 0
+    call.kept = chosen = np.asarray(cmp_op.alu(values, 0)) != 0
     if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
         source = raw(on_true_tile).reshape(values.shape)
         fill = np.asarray(F32(number)).astype(dst.dtype.numpy)
@@ -154,7 +154,7 @@ def range_select(
     index = (range_start + np.arange(values.shape[1])).astype(F32)[None, :]
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
     above, below = comp_op0.alu(index, low) != 0, comp_op1.alu(index, high) != 0
-    call.machine.kept = chosen = np.asarray(above & below)
+    call.kept = chosen = np.asarray(above & below)
     fill = FP32_MIN if on_false_value is Ellipsis else on_false_value
     result = np.where(chosen, values, F32(fill))
     put(dst, result)
@@ -190,7 +190,7 @@ def select_reduce(
     if reverse_pred:
         chosen = ~chosen
     if on_false.__class__ is not NkiTensor:
-        call.machine.kept = chosen
+        call.kept = chosen
     values = f32(on_true).reshape(partitions, -1)
     result = np.where(chosen, values, scalar_value(on_false, 2))
     put(dst, result)

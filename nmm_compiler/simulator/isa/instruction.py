@@ -95,6 +95,7 @@ class Call(Caller):
 
     arguments: by role, with operators resolved to `Op`. engine: its name, "" until it is chosen.
     reads, writes: the regions of the operands; an instruction adds those that its row cannot name.
+    kept: mask of the inputs that it reads, None for all of them.
     move: what makes the result of elements of the only operand that it reads, if it moves those.
     """
 
@@ -104,6 +105,7 @@ class Call(Caller):
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.move: Callable[[np.ndarray], np.ndarray] | None = None
+        self.kept: np.ndarray | None = None
 
     def given(self) -> str:
         """Return the arguments that are not the defaults."""

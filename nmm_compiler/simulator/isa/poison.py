@@ -21,35 +21,35 @@ from nmm_compiler.simulator.tensors.elements import mark, refuse_poison
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 Arguments = dict[str, Any]
-Flow = Callable[[Arguments, Any, np.ndarray, NkiTensor], np.ndarray]
+Flow = Callable[[np.ndarray, NkiTensor], np.ndarray]
 
 KNOWN = ("predicate", "indices", "index", "src_seeds")
 """Operands whose values an instruction needs, whatever instruction it is."""
 
 
-def _by_shape(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def _by_shape(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Element to element, or all elements of a partition to all of the same partition."""
     if mask.size == dst.size:
         return mask.reshape(dst.shape)
-    return by_partition(arguments, view, mask, dst)
+    return by_partition(mask, dst)
 
 
-def by_partition(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def by_partition(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """All elements of a partition to all of the same partition."""
     if mask.shape[0] != dst.shape[0]:
         return np.asarray(mask.any())
     return mask.reshape(len(mask), -1).any(axis=1).reshape(-1, *[1] * (len(dst.shape) - 1))
 
 
-def onwards(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def onwards(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A scan: from the first such element on."""
     if mask.size != dst.size:
-        return by_partition(arguments, view, mask, dst)
+        return by_partition(mask, dst)
     flat = np.logical_or.accumulate(mask.reshape(len(mask), -1), axis=1)
     return flat.reshape(dst.shape)
 
 
-def product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def _product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A row of the result for each column of stationary, a column for each of moving."""
     if view.storage is dst.storage:
         return mask.reshape(dst.shape)
@@ -63,12 +63,12 @@ def product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -
     return np.broadcast_to(shaped, (m, n)).reshape(dst.shape)
 
 
-def reduced(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def reduced(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Any element of those that a reduction sums to their sum."""
     return mask.reshape(dst.shape[0], dst.free_size, -1).any(axis=-1).reshape(dst.shape)
 
 
-def across(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def across(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Any partition to the one of the result."""
     return mask.reshape(len(mask), -1).any(axis=0).reshape(dst.shape)
 
@@ -78,12 +78,12 @@ def _groups(mask: np.ndarray) -> np.ndarray:
     return np.asarray(mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3)))
 
 
-def quantized(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def quantized(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A group of 8 partitions x 4 values to the same group."""
     return np.repeat(_groups(mask), 8, axis=0).reshape(dst.shape)
 
 
-def scaled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def scaled(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A group of 8 partitions x 4 values to its scale."""
     groups = _groups(mask)
     scales = np.zeros((dst.shape[0], groups.shape[1]), np.bool_)
@@ -92,7 +92,7 @@ def scaled(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) ->
     return scales.reshape(dst.shape)
 
 
-def everywhere(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+def everywhere(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Any element to all."""
     return np.asarray(mask.any())
 
@@ -110,11 +110,12 @@ def spread(call: Any) -> None:
             refuse_poison(machine, what, origin, mask)
             continue
         for role, dst in results:
-            flow, keep = row.flows.get(role), machine.kept
+            flow, keep = row.flows.get(role), call.kept
             flow = flow or (_by_shape if role == row.first else by_partition)
-            here = call.move(mask) if call.move else flow(arguments, view, mask, dst)
+            here = call.move(mask) if call.move else flow(mask, dst)
+            if "stationary" in arguments:
+                here = _product(arguments, view, mask, dst)
             if keep is not None and keep.size == dst.size:
                 here = here & keep.reshape(dst.shape)
             if here.any():
                 mark(dst, True, np.broadcast_to(here, dst.shape), origin)
-    machine.kept = None

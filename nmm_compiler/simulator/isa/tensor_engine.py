@@ -77,7 +77,6 @@ def _check_tile(call: Call, k: int, m: int, *views: NkiTensor, rows_alone: bool 
     memories={"dst": PSUM},
     limits={"M": range(1, 129)},
     indirect="dst stationary moving",
-    flows={"dst": poison.product},
 )
 def nc_matmul(
     call: Call,
@@ -386,7 +385,6 @@ def quantize_mx(call: Call, dst: Any, src: Any, dst_scale: Any) -> Steps:
     },
     indirect="dst stationary moving stationary_scale moving_scale",
     packed=True,
-    flows={"dst": poison.product},
 )
 def nc_matmul_mx(
     call: Call,
