@@ -206,6 +206,13 @@ class Machine:
         file, line = kernel_frame()
         return kind(message, file, line)
 
+    def need(
+        self, holds: object, message: str, kind: type[SimulationError] = SimulationError
+    ) -> None:
+        """Refuse what does not hold, at the kernel's current line."""
+        if not holds:
+            raise self.error(kind, message)
+
     def rule(
         self, kind: type[SimulationError], message: str, place: tuple[str, int] | None = None
     ) -> None:

@@ -63,13 +63,12 @@ class Programs:
         if tensor is None:
             tensor = make_tensor(Storage(machine, name, region, "hbm", shape, dtype))
             self.tensors[machine.rank, place] = tensor
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise machine.error(
-                SimulationError,
-                f"shared_hbm tensor number {place} is {shape} {dtype} in program "
-                f"{machine.program_id} and {tensor.shape} {tensor.dtype} in another; all programs "
-                "must allocate the same",
-            )
+        machine.need(
+            tensor.shape == shape and tensor.dtype == dtype,
+            f"shared_hbm tensor number {place} is {shape} {dtype} in program "
+            f"{machine.program_id} and {tensor.shape} {tensor.dtype} in another; all programs "
+            "must allocate the same",
+        )
         storage = tensor.storage
         unused = dataclasses.replace(
             storage.allocation, first_index=-1, last_index=-1, last_write=-1
@@ -128,12 +127,11 @@ class Programs:
     def agree(self, machine: Machine, what: str, value: Any) -> None:
         """Refuse the n-th `what` of a program if it differs from that of another."""
         number = self._number(machine.place, what)
-        if self.agreed.setdefault((machine.rank, what, number), value) != value:
-            raise machine.error(
-                SimulationError,
-                f"{what} number {number} of program {machine.program_id} is not what another "
-                "program has; all programs of a grid share it, so make it the same",
-            )
+        machine.need(
+            self.agreed.setdefault((machine.rank, what, number), value) == value,
+            f"{what} number {number} of program {machine.program_id} is not what another program "
+            "has; all programs of a grid share it, so make it the same",
+        )
 
     def run(self, bodies: list[Callable[[], None]]) -> None:
         """Run all programs to their end; raise the first failure.

@@ -149,15 +149,17 @@ def sizes_of(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, 
     sizes = []
     for value in shape:
         size = whole(value)
-        if size is None:
-            raise machine.error(
-                OperandError, f"size {value!r} ({type(value).__name__}) in a shape; use an int"
-            )
-        sizes.append(size)
-    if min(sizes) < 1:
-        raise machine.error(
-            OperandError, f"tensor {name!r} of shape {shape}; every size must be at least 1"
+        machine.need(
+            size is not None,
+            f"size {value!r} ({type(value).__name__}) in a shape; use an int",
+            OperandError,
         )
+        sizes.append(size or 0)
+    machine.need(
+        min(sizes) > 0,
+        f"tensor {name!r} of shape {shape}; every size must be at least 1",
+        OperandError,
+    )
     return tuple(sizes)
 
 

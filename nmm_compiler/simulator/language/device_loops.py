@@ -115,14 +115,14 @@ class _Loop:
     """The turns of a loop that begins now. step: of its variable."""
 
     def __init__(self, machine: Machine, name: str, *bounds: Any, step: Any = 1) -> None:
-        if isinstance(step, VirtualRegister) or int(step) < 1:
-            raise machine.error(
-                SimulationError, f"{name}: step {step!r}; use a positive compile-time integer"
-            )
-        if machine.no_reorder_depth:
-            raise machine.error(
-                SimulationError, f"{name} inside nl.no_reorder() is not supported; move it out"
-            )
+        machine.need(
+            not isinstance(step, VirtualRegister) and int(step) > 0,
+            f"{name}: step {step!r}; use a positive compile-time integer",
+        )
+        machine.need(
+            not machine.no_reorder_depth,
+            f"{name} inside nl.no_reorder() is not supported; move it out",
+        )
         self.machine, self.name, self.count = machine, name, 0
         self.body, self.outer = _Body(), machine.turn
         if self.outer is not None:
@@ -133,12 +133,12 @@ class _Loop:
     def turn(self) -> Iterator[None]:
         """Hold one turn: record its instructions, and compare them with the first turn's."""
         machine = self.machine
-        if self.count > machine.options.max_instructions:
-            raise machine.error(
-                SimulationError,
-                f"{self.name} ran more than max_instructions={machine.options.max_instructions:,} "
-                "times; is its condition ever cleared? Otherwise raise max_instructions",
-            )
+        most = machine.options.max_instructions
+        machine.need(
+            self.count <= most,
+            f"{self.name} ran more than max_instructions={most:,} times; is its condition ever "
+            "cleared? Otherwise raise max_instructions",
+        )
         trace, first, made = machine.trace, len(machine.instructions), machine.storages
         trace.loop_edges.append(first)
         machine.turn = running = _Turn(machine, self.body, self.outer)
@@ -190,10 +190,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[..., Any], step: int = 
     for value in range(_bound(lower), _bound(upper), step):
         with loop.turn():
             returned = body_fun(VirtualRegister(value))
-        if returned is not None:
-            raise machine.error(
-                SimulationError, "the body of nl.fori_loop returned a value; it must not"
-            )
+        machine.need(returned is None, "the body of nl.fori_loop returned a value; it must not")
 
 
 def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
@@ -202,12 +199,11 @@ def while_loop(init: Any, body_fun: Callable[..., Any]) -> None:
     loop = _Loop(machine, "nl.while_loop", init)
     register = init
     while True:
-        if not isinstance(register, VirtualRegister):
-            raise machine.error(
-                SimulationError,
-                f"nl.while_loop: the condition is {type(register).__name__}; init and what "
-                "the body returns must be registers",
-            )
+        machine.need(
+            isinstance(register, VirtualRegister),
+            f"nl.while_loop: the condition is {type(register).__name__}; init and what the body "
+            "returns must be registers",
+        )
         if register.read() == 0:
             return
         with loop.turn():

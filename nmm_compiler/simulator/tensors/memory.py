@@ -94,33 +94,32 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
     ):
         return
     start_partition, start = storage.address or (0, 0)
-    if partitions + start_partition > target.partitions:
-        raise machine.error(
-            OperandError,
-            f"tensor {storage.name!r} {storage.shape} takes partitions {start_partition}.."
-            f"{start_partition + partitions - 1}, {target.name} has {target.partitions}; "
-            "the first dimension is the partition dimension, tile it",
-        )
+    machine.need(
+        partitions + start_partition <= target.partitions,
+        f"tensor {storage.name!r} {storage.shape} takes partitions from {start_partition} on, "
+        f"{target.name} has {target.partitions}; the first dimension is the partition dimension, "
+        "tile it",
+        OperandError,
+    )
     if storage.memory == "sbuf":
         limit, what = target.sbuf_bytes_per_partition, "SBUF"
     else:
         limit, what = target.psum_banks * target.psum_bank_bytes_per_partition, "PSUM"
-    if start + size > limit or start < 0:
-        at = f" at address {storage.address}" if storage.address else ""
-        raise machine.error(
-            OnChipCapacityError,
-            f"tensor {storage.name!r} {storage.shape} {storage.dtype}{at} needs {start + size:,} "
-            f"B per {what} partition, {target.name} has {limit:,}; make the tile smaller",
-        )
+    at = f" at address {storage.address}" if storage.address else ""
+    machine.need(
+        0 <= start <= limit - size,
+        f"tensor {storage.name!r} {storage.shape} {storage.dtype}{at} needs {start + size:,} "
+        f"B per {what} partition, {target.name} has {limit:,}; make the tile smaller",
+        OnChipCapacityError,
+    )
     bank = target.psum_bank_bytes_per_partition
     if storage.memory == "psum" and storage.address is not None and start % bank and size > 0:
-        first, last = start // bank, (start + size - 1) // bank
-        if first != last:
-            raise machine.error(
-                OnChipCapacityError,
-                f"PSUM tensor {storage.name!r} at byte {start} crosses a bank of {bank} B; "
-                "start it on a bank boundary",
-            )
+        machine.need(
+            start // bank == (start + size - 1) // bank,
+            f"PSUM tensor {storage.name!r} at byte {start} crosses a bank of {bank} B; start it on "
+            "a bank boundary",
+            OnChipCapacityError,
+        )
 
 
 Span = tuple[int, int, int]

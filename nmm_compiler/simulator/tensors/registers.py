@@ -12,7 +12,7 @@ import operator
 from operator import index as as_index
 from typing import Any, NoReturn
 
-from nmm_compiler.errors import KernelArgumentError, SimulationError, UnsupportedInstructionError
+from nmm_compiler.errors import KernelArgumentError, UnsupportedInstructionError
 from nmm_compiler.simulator.machine import current
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -35,12 +35,11 @@ class VirtualRegister:
         """Return the value; an error when there is none."""
         if not self.known:
             machine = current()
-            if machine.data:
-                raise machine.error(
-                    SimulationError, "a register is used before it has a value; load it first"
-                )
-            raise machine.error(
-                SimulationError,
+            machine.need(
+                not machine.data, "a register is used before it has a value; load it first"
+            )
+            machine.need(
+                False,
                 "a register loaded from a tensor has no value in timing mode, which computes no "
                 'data; use mode="full"',
             )
@@ -48,10 +47,9 @@ class VirtualRegister:
 
     def write(self, value: int, known: bool = True) -> None:
         """Set the value; an error for a loop variable."""
-        if self.frozen:
-            raise current().error(
-                SimulationError, "the variable of a dynamic loop is frozen; use another register"
-            )
+        current().need(
+            not self.frozen, "the variable of a dynamic loop is frozen; use another register"
+        )
         self.value, self.known = int(value), known
 
     def _in_python(self, *others: Any) -> NoReturn:
@@ -69,10 +67,11 @@ class VirtualRegister:
         return f"VirtualRegister({self.value if self.known else '?'})"
 
     def _arithmetic(self, other: Any, symbol: str, turned: bool = False) -> VirtualRegister:
-        if not isinstance(other, (VirtualRegister, int)):
-            raise current().error(
-                UnsupportedInstructionError, f"register arithmetic with {type(other).__name__}"
-            )
+        current().need(
+            isinstance(other, (VirtualRegister, int)),
+            f"register arithmetic with {type(other).__name__}",
+            UnsupportedInstructionError,
+        )
         values, symbols = (self.read(), other), (self.symbol, str(other))
         if isinstance(other, VirtualRegister):
             values, symbols = (self.read(), other.read()), (self.symbol, other.symbol)
