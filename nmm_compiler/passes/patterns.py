@@ -12,10 +12,10 @@ may be a matrix or a vector over features, and each reading is a pattern of its 
 
 A value of the pattern is compared with a base value of the graph. `seen` maps the pattern's axes to
 dims over the axes of the graph's value: a pattern's axis of tokens stands for all axes that count
-tokens, in any order, and a weight may be transposed. The labels of a product decide this map; a sum
-or an activation passes it on to its operands. `Unifier` yields every way in which the two agree, so
-that after a wrong guess the search tries the next one. Values that are not certain to agree do not
-agree, so there is never a wrong match.
+tokens, in any order, and a weight may be transposed. Each reading of the axes of the graph's result
+is tried; every form passes the map on to its operands, a product by its labels. `Unifier` yields
+every way in which the two agree, so that after a wrong guess the search tries the next one. Values
+that are not certain to agree do not agree, so there is never a wrong match.
 
 The replacement is called on the found tensors, in the shapes of the pattern's parameters, and its
 graph replaces the pattern's last node. Values in between must have no other reader, and the checks
@@ -28,7 +28,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,51 +207,19 @@ def _in_products(pattern: Pattern) -> Iterator[str]:
                 yield pattern.names[base]
 
 
-Role = tuple[bool, bool, bool]
-"""Whether a label of a product stands in the left operand, in the right one, in the result."""
-
-
-def roles_of(
+def summed_labels(
     c: Canonical, sides: tuple[Side, Side], out_labels: tuple[int, ...]
-) -> dict[Role, list[int]] | None:
-    """Return the labels by role, without those of size 1; None where a sum runs over what only one
-    operand has."""
-    left, right = (_real(c, *side) for side in sides)
-    if left is None or right is None:
-        return None
-    roles: dict[Role, list[int]] = {}
-    for label in dict.fromkeys((*out_labels, *sides[0][1], *sides[1][1])):
-        if label in left or label in right:
-            role = (label in left, label in right, label in out_labels)
-            roles.setdefault(role, []).append(label)
-    alone = (True, False, False) in roles or (False, True, False) in roles
-    return None if alone else roles
-
-
-def _real(c: Canonical, key: Key, labels: tuple[int, ...]) -> set[int] | None:
-    """Return the labels along which an operand varies; None where it is repeated in part."""
-    found = set()
-    for label, dim in zip(labels, c.base(key)[1], strict=True):
-        kinds = {a.axis == views.BROADCAST for a in dim}
-        if len(kinds) > 1:
-            return None
-        if kinds == {False}:
-            found.add(label)
-    return found
+) -> tuple[int, ...]:
+    """Return the labels that a product sums over, without those of size 1."""
+    (left, labels), (_, others) = sides
+    real = (label for label, size in zip(labels, c.sizes(left), strict=True) if size != 1)
+    return tuple(label for label in real if label in others and label not in out_labels)
 
 
 def labels_of(dim: views.Dim, form: Product, shape: tuple[Size, ...]) -> tuple[int, ...] | None:
     """Return the labels of whole axes of a product's result; None where one is cut."""
     axes = [views.whole_axis((atom,), shape) for atom in dim]
     return None if None in axes else tuple(form.out_labels[a] for a in axes if a is not None)
-
-
-def axis_of(form: Product, key: Key, c: Canonical, label: int) -> Atom | None:
-    """Return the axis of a product's result that a label is; None for one that is summed over."""
-    if label not in form.out_labels:
-        return None
-    axis = form.out_labels.index(label)
-    return Atom(axis, c.sizes(key)[axis], 1)
 
 
 def is_pointwise(key: Key) -> bool:
@@ -300,7 +268,11 @@ NOTHING = Found({}, {}, frozenset())
 
 Pair = tuple[Key, Key]
 """A value of the pattern and one of the graph."""
-Way = tuple[Sequence[Pair], Sequence[tuple[float, float]], frozenset[fx.Node]] | str
+Operand = tuple[Key, Key, Dims, Dims]
+"""Such a pair, and the same dimensions over the base of each."""
+Operands = list[Operand] | None
+"""All operands that have to agree; None where their dimensions do not."""
+Way = tuple[Operands, Sequence[tuple[float, float]], frozenset[fx.Node]] | str
 """Operands and numbers that have to agree, and nodes that are covered then; or why none do."""
 _NO_NODES = frozenset[fx.Node]()
 
@@ -314,15 +286,31 @@ class Unifier:
 
     def at(self, node: fx.Node) -> Iterator[Found]:
         """Yield every way in which the pattern ends at a node."""
-        yield from self._value(self.pattern.root, node, None, NOTHING)
+        for seen in self._readings(self.c.sizes(node)):
+            yield from self._value(self.pattern.root, node, seen, NOTHING)
+
+    def _readings(self, shape: tuple[Size, ...]) -> Iterator[Dims]:
+        """Yield all readings of axes as those of the pattern's result.
+
+        First the one with the last axes as features and all before them as tokens.
+        """
+        rank, whole = len(self.pattern.root_shape), views.identity(shape)
+        lead = len(shape) - rank
+        atoms = [(dim[0], max(0, axis - lead)) for axis, dim in enumerate(whole) if dim]
+        first = tuple(place for _, place in atoms)
+        places = itertools.product(range(rank), repeat=len(atoms))
+        for chosen in sorted(places, key=lambda one: one != first):
+            held = list(zip(atoms, chosen, strict=True))
+            groups = ([atom for (atom, _), at in held if at == axis] for axis in range(rank))
+            yield tuple(map(views.coalesce, groups))
 
     # -- values ---------------------------------------------------------------------------
 
-    def _value(self, own: Key, theirs: Key, seen: Dims | None, found: Found) -> Iterator[Found]:
+    def _value(self, own: Key, theirs: Key, seen: Dims, found: Found) -> Iterator[Found]:
         """Compare a base value of the pattern with one of the graph."""
         known = found.values.get(own)
         if known is not None:
-            if known[0] is theirs and seen in (None, known[1]):
+            if known == (theirs, seen):
                 yield found
             return
         if self.p.dtype(own) != self.c.dtype(theirs):
@@ -330,117 +318,34 @@ class Unifier:
             self._differs(found, theirs, dtypes)
             return
         form, other = self.p.forms[own], self.c.forms[theirs]
+        inside = dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
         if isinstance(form, Leaf):
-            place = seen if seen is not None else self._default(own, theirs)
-            if place is not None and part_of_one(theirs) is None:
-                yield _bound(found, own, theirs, place)
+            if part_of_one(theirs) is None:
+                yield inside
             return
-        if type(form) not in (Product, *_WAYS) or type(form) is not type(other):
+        if type(form) not in _WAYS or type(form) is not type(other):
             self._differs(found, theirs, f"{describe(form)} is wanted, not {describe(other)}")
             return
         nodes = {owner_of(theirs)} | self.c.helpers.get(theirs, frozenset())
-        if nodes & self.c.effects.writers:
+        along_last = isinstance(form, (Norm, AlongLast))
+        if nodes & self.c.effects.writers or (along_last and not self._last_is_last(theirs, seen)):
             return
-        inside = dataclasses.replace(found, nodes=found.nodes | nodes)
-        at = (own, theirs)
-        if isinstance(form, Product):
-            yield from self._product(at, form, other, seen, inside)
-            return
-        compare = self._elementwise
-        by_element = isinstance(form, AlongLast) or is_pointwise(own)
-        if isinstance(form, Opaque) and not by_element:
-            compare = self._in_place
-        for way in _WAYS[type(form)](self, at, form, other):
+        inside = dataclasses.replace(inside, nodes=found.nodes | nodes)
+        for way in _WAYS[type(form)](self, (own, theirs), form, other, seen):
             agreed = way if isinstance(way, str) else self._numbers(inside, *way[1:])
             if isinstance(agreed, str):
                 self._differs(inside, theirs, agreed)
-                continue
-            for one in compare(at, way[0], seen, agreed):  # type: ignore[arg-type]
-                if not isinstance(form, (Norm, AlongLast)) or self._last_is_last(at, one):
-                    yield one
+            elif not isinstance(way, str) and way[0] is not None:
+                yield from self._operands(way[0], agreed)
 
     def _differs(self, found: Found, at: Key, why: str) -> None:
         agreed = len(found.values)
         if agreed and (self.nearest is None or agreed > self.nearest[0]):
             self.nearest = (agreed, why, owner_of(at))
 
-    def _default(self, own: Key, theirs: Key) -> Dims | None:
-        """Return the reading of a value of the graph as tokens and features, in this order."""
-        shape = self.c.shape(theirs)
-        wanted = len(self.p.sizes(own))
-        if shape is None or len(shape) < wanted - 1 or (wanted == 1 and len(shape) != 1):
-            return None
-        whole = views.identity(shape)
-        lead = len(shape) - wanted + 1
-        tokens = tuple(atom for dim in whole[:lead] for atom in dim)
-        return (views.coalesce(tokens), *whole[lead:]) if wanted else whole
-
-    # -- operands of elementwise forms ----------------------------------------------------
-
-    def _operand(
-        self, own: Key, theirs: Key, at: Pair, seen: Dims | None, found: Found
-    ) -> Iterator[Found]:
-        """Compare operands that are read element by element, or broadcast."""
-        base, dims = self.p.base(own)
-        other, over = self.c.base(theirs)
-        shape, wide = self.p.sizes(at[0]), self.c.sizes(at[1])
-        expanded, spread = views.expand(dims, shape), views.expand(over, wide)
-        if expanded is None or spread is None:
-            return
-        inside = dataclasses.replace(found, nodes=found.nodes | self._between(base, theirs))
-        if seen is None:
-            plain = (expanded, spread) == (views.identity(shape), views.identity(wide))
-            if plain and self.p.shape(base) == shape and self.c.shape(other) == wide:
-                yield from self._value(base, other, None, inside)
-            return
-        moved = views.compose(seen, spread)
-        if moved is not None:
-            yield from self._placed(base, other, expanded, moved, inside)
-
-    def _placed(
-        self, own: Key, theirs: Key, mine: Dims, over: Dims, found: Found
-    ) -> Iterator[Found]:
-        """Compare base values, of which the same dimensions are known, if these cover all of the
-        graph's value."""
-        shape = self.p.sizes(own)
-        place: dict[int | None, views.Dim] = {}
-        for dim, theirs_dim in zip(mine, over, strict=True):
-            axis = views.whole_axis(dim, shape)
-            real = tuple(a for a in theirs_dim if a.axis != views.BROADCAST)
-            if axis is None and (real or any(a.axis != views.BROADCAST for a in dim)):
-                return
-            if axis is not None and len(real) != len(theirs_dim):
-                return  # the graph repeats what the pattern has in full
-            place[axis] = views.coalesce(theirs_dim)
-        if {*place} - {None} != {*range(len(shape))}:
-            return
-        dims = tuple(place[axis] for axis in range(len(shape)))
-        if _covers([a for dim in dims for a in dim], self.c.sizes(theirs)):
-            yield from self._value(own, theirs, dims, found)
-
-    def _between(self, base: Key, theirs: Key) -> frozenset[fx.Node]:
-        """Return the rearrangements above an operand, which a parameter leaves to the graph."""
-        leaf = isinstance(self.p.forms[base], Leaf)
-        return frozenset() if leaf else path_nodes(self.c, theirs)
-
-    def _both(
-        self,
-        pairs: Sequence[Pair],
-        at: Pair,
-        seen: Dims | None,
-        found: Found,
-    ) -> Iterator[Found]:
-        """Compare all pairs of operands; products first, which decide the axes."""
-        if not pairs:
-            yield found
-            return
-        ordered = sorted(pairs, key=self._settles)
-        (own, theirs), rest = ordered[0], ordered[1:]
-        for one in self._operand(own, theirs, at, seen, found):
-            learned = seen
-            if learned is None:
-                learned = one.values[self.p.base(own)[0]][1]
-            yield from self._both(rest, at, learned, one)
+    def _last_is_last(self, theirs: Key, seen: Dims) -> bool:
+        """Return whether the last axis of the pattern's value is that of the graph's."""
+        return bool(seen) and seen[-1:] == self.c.whole(theirs)[-1:]
 
     def _numbers(
         self, found: Found, pairs: Sequence[tuple[float, float]], nodes: frozenset[fx.Node]
@@ -454,68 +359,78 @@ class Unifier:
             numbers |= more
         return dataclasses.replace(found, numbers=numbers, nodes=found.nodes | nodes)
 
-    # -- forms ----------------------------------------------------------------------------
+    # -- operands -------------------------------------------------------------------------
 
-    def _elementwise(
-        self,
-        at: Pair,
-        pairs: Sequence[Pair],
-        seen: Dims | None,
-        found: Found,
-    ) -> Iterator[Found]:
-        """Compare all operands of an elementwise form, then record its value.
-
-        Where the axes are not known yet, a product below may decide them; else they are those of
-        the graph, tokens first.
-        """
-        if seen is None:
-            for one in self._both(pairs, at, None, found):
-                first = min(pairs, key=self._settles)[0]
-                yield _bound(one, *at, one.values[self.p.base(first)[0]][1])
-            seen = self._default(*at)
-        if seen is not None:
-            for one in self._both(pairs, at, seen, found):
-                yield _bound(one, *at, seen)
-
-    def _settles(self, pair: Pair) -> bool:
-        """Sort operands: those that may come from a product, then parameters."""
-        return isinstance(self.p.form(pair[0]), Leaf)
-
-    def _in_place(
-        self, at: Pair, pairs: Sequence[Pair], seen: Dims | None, found: Found
-    ) -> Iterator[Found]:
-        """Compare all operands of an operation of which nothing is known: every axis has to be in
-        its place."""
-        whole = self.c.whole(at[1])
-        if len(self.p.sizes(at[0])) != len(whole) or seen not in (None, whole):
-            return
-        found = _bound(found, *at, whole)
-        if not pairs:
+    def _operands(self, operands: list[Operand], found: Found) -> Iterator[Found]:
+        """Compare all operands, one after the other."""
+        if not operands:
             yield found
             return
-        (own, theirs), rest = pairs[0], pairs[1:]
-        shape, wide = self.p.sizes(own), self.c.sizes(theirs)
-        if len(shape) == len(wide):
-            for one in self._operand(own, theirs, (own, theirs), views.identity(wide), found):
-                yield from self._in_place(at, rest, seen, one)
+        for one in self._placed(*operands[0], found):
+            yield from self._operands(operands[1:], one)
 
-    def _last_is_last(self, at: Pair, found: Found) -> bool:
-        """Return whether the last axes of two values are the same."""
-        own, theirs = found.values[at[0]][1][-1:], self.c.whole(at[1])[-1:]
-        return bool(own) and own == theirs
+    def _placed(
+        self, own: Key, theirs: Key, mine: Dims, over: Dims, found: Found
+    ) -> Iterator[Found]:
+        """Compare the bases of two operands, if the dimensions cover all of the graph's value."""
+        base, other = self.p.base(own)[0], self.c.base(theirs)[0]
+        shape = self.p.sizes(base)
+        place: dict[int | None, views.Dim] = {}
+        for dim, theirs_dim in zip(mine, over, strict=True):
+            axis = views.whole_axis(dim, shape)
+            real = tuple(a for a in theirs_dim if a.axis != views.BROADCAST)
+            if axis is None and (real or any(a.axis != views.BROADCAST for a in dim)):
+                return
+            if axis is not None and len(real) != len(theirs_dim):
+                return  # the graph repeats what the pattern has in full
+            place[axis] = views.coalesce(theirs_dim)
+        if {*place} - {None} != {*range(len(shape))}:
+            return
+        dims = tuple(place[axis] for axis in range(len(shape)))
+        if not _covers([a for dim in dims for a in dim], self.c.sizes(other)):
+            return
+        if not isinstance(self.p.forms[base], Leaf):  # a parameter leaves its views to the graph
+            found = dataclasses.replace(found, nodes=found.nodes | path_nodes(self.c, theirs))
+        yield from self._value(base, other, dims, found)
 
-    def _scale(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
+    def _by_element(self, pairs: Iterable[Pair], at: Pair, seen: Dims) -> Operands:
+        """Return operands that are read element by element, or broadcast."""
+        found: list[Operand] = []
+        for own, theirs in pairs:
+            mine = views.expand(self.p.base(own)[1], self.p.sizes(at[0]))
+            over = views.expand(self.c.base(theirs)[1], self.c.sizes(at[1]))
+            moved = None if over is None else views.compose(seen, over)
+            if mine is None or moved is None:
+                return None
+            found.append((own, theirs, mine, moved))
+        return found
+
+    def _in_place(self, pairs: Sequence[Pair], at: Pair, seen: Dims) -> Operands:
+        """Return operands of an operation of which nothing is known: every axis has to be in its
+        place."""
+        ranks = (
+            (len(self.p.sizes(own)), len(self.c.sizes(theirs))) for own, theirs in (at, *pairs)
+        )
+        if seen != self.c.whole(at[1]) or any(own != theirs for own, theirs in ranks):
+            return None
+        found = [self._by_element([pair], pair, self.c.whole(pair[1])) for pair in pairs]
+        return [operand for one in found for operand in one or ()] if all(found) else None
+
+    # -- forms ----------------------------------------------------------------------------
+
+    def _scale(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
         kinds = {isinstance(one.factor, float) for one in (form, there)}
         if kinds == {True}:
-            yield [(form.value, there.value)], [(form.factor, there.factor)], _NO_NODES
+            value = self._by_element([(form.value, there.value)], at, seen)
+            yield value, [(form.factor, there.factor)], _NO_NODES
         for a, b in there.orders if kinds == {False} else ():
-            yield [(form.value, a), (form.factor, b)], [], _NO_NODES
+            yield self._by_element([(form.value, a), (form.factor, b)], at, seen), [], _NO_NODES
 
-    def _add(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
+    def _add(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
         kinds = {isinstance(one.b, float) for one in (form, there)}
         if kinds == {True}:
             numbers = [(form.alpha, there.alpha), (form.beta * form.b, there.beta * there.b)]
-            yield [(form.a, there.a)], numbers, _NO_NODES
+            yield self._by_element([(form.a, there.a)], at, seen), numbers, _NO_NODES
         if True in kinds:
             return
         (mine_a, alpha, _), (mine_b, beta, _) = (
@@ -525,24 +440,27 @@ class Unifier:
             _terms(self.c, k, n) for k, n in ((there.a, there.alpha), (there.b, there.beta))
         )
         for a, b in (*itertools.product(first, second), *itertools.product(second, first)):
-            yield [(mine_a, a[0]), (mine_b, b[0])], [(alpha, a[1]), (beta, b[1])], a[2] | b[2]
+            operands = self._by_element([(mine_a, a[0]), (mine_b, b[0])], at, seen)
+            yield operands, [(alpha, a[1]), (beta, b[1])], a[2] | b[2]
 
-    def _named(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
+    def _named(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
         """Compare activations and casts, which must be the same in all but the value."""
-        same = dataclasses.replace(form, value=there.value) == there
-        why = f"{describe(form)} is wanted, not {describe(there)}"
-        yield ([(form.value, there.value)], [], _NO_NODES) if same else why
+        if dataclasses.replace(form, value=there.value) == there:
+            yield self._by_element([(form.value, there.value)], at, seen), [], _NO_NODES
+        else:
+            yield f"{describe(form)} is wanted, not {describe(there)}"
 
-    def _norm(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
+    def _norm(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
         same = (form.kind, form.offset) == (there.kind, there.offset)
         both = [(form.weight, there.weight), (form.bias, there.bias)]
         if any((a is None) != (b is None) for a, b in both):
             yield "another set of weight and bias is wanted in a norm"
         elif same and form.eps is not None and there.eps is not None:
             vectors = [(a, b) for a, b in both if a is not None]
-            yield [(form.value, there.value), *vectors], [(form.eps, there.eps)], _NO_NODES
+            operands = self._by_element([(form.value, there.value), *vectors], at, seen)
+            yield operands, [(form.eps, there.eps)], _NO_NODES
 
-    def _opaque(self, at: Pair, form: Any, there: Any) -> Iterator[Way]:
+    def _opaque(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
         key, other = at
         if isinstance(key, Virtual) or isinstance(other, Virtual) or form.name != there.name:
             yield f"{form.name} is wanted, not {there.name}"
@@ -550,91 +468,46 @@ class Unifier:
         mine, given = call_arguments(key), call_arguments(other)
         if mine is None or given is None or set(mine) != set(given):
             return
+        along_last = isinstance(form, AlongLast)
         tensors = [n for n, v in mine.items() if isinstance(v, fx.Node)]
-        for name in set(mine) - {*tensors, *(("dim",) if isinstance(form, AlongLast) else ())}:
+        for name in set(mine) - {*tensors, *(("dim",) if along_last else ())}:
             if mine[name] != given[name]:
                 yield f"{form.name} with {name}={mine[name]} is wanted, not {given[name]}"
                 return
         if all(isinstance(given[name], fx.Node) for name in tensors):
-            yield [(mine[name], given[name]) for name in tensors], [], _NO_NODES
+            pairs = [(mine[name], given[name]) for name in tensors]
+            placed = self._by_element if along_last or is_pointwise(key) else self._in_place
+            yield placed(pairs, at, seen), [], _NO_NODES
 
-    # -- products -------------------------------------------------------------------------
-
-    def _product(
-        self, at: Pair, form: Any, there: Any, seen: Dims | None, found: Found
-    ) -> Iterator[Found]:
-        key, other = at
-        mine = roles_of(self.p, form.orders[0], form.out_labels)
+    def _product(self, at: Pair, form: Any, there: Any, seen: Dims) -> Iterator[Way]:
+        mine = summed_labels(self.p, form.orders[0], form.out_labels)
+        groups = [labels_of(dim, there, self.c.sizes(at[1])) for dim in seen]
         for sides in there.orders:
-            roles = roles_of(self.c, sides, there.out_labels)
-            if mine is None or roles is None:
-                return
-            paired = self._paired(form, mine, there, other, roles, seen)
-            if paired is None:
+            summed = summed_labels(self.c, sides, there.out_labels)
+            apart = [summed] if len(mine) == 1 else [(label,) for label in summed]
+            if None in groups or len(mine) != len(apart):
                 continue
-            pairs = list(zip(form.orders[0], sides, strict=True))
-            first, second = (self._over(own, its, paired) for own, its in pairs)
-            if first is None or second is None:
-                continue
-            out = tuple(
-                tuple(axis_of(there, other, self.c, x) for x in paired[label])
-                for label in form.out_labels
-            )
-            if any(atom is None for dim in out for atom in dim):
-                continue
-            done = _bound(found, key, other, tuple(views.coalesce(dim) for dim in out))  # type: ignore[arg-type]
-            lhs, rhs = ((self.p.base(own)[0], its) for (own, _), (its, _) in pairs)
-            nodes = done.nodes | self._between(*lhs) | self._between(*rhs)
-            done = dataclasses.replace(done, nodes=nodes)
-            for one in self._placed(lhs[0], self.c.base(lhs[1])[0], *first, done):
-                yield from self._placed(rhs[0], self.c.base(rhs[1])[0], *second, one)
-
-    def _paired(
-        self,
-        form: Product,
-        mine: Mapping[Role, Sequence[int]],
-        there: Product,
-        other: Key,
-        roles: Mapping[Role, Sequence[int]],
-        seen: Dims | None,
-    ) -> dict[int, tuple[int, ...]] | None:
-        """Return which of the graph's labels each label of the pattern stands for."""
-        paired: dict[int, tuple[int, ...]] = {}
-        for role in {**mine, **roles}:
-            wanted, given = mine.get(role, ()), tuple(roles.get(role, ()))
-            if seen is not None and role[2]:
-                used: list[int] = []
-                for label in wanted:
-                    dim = seen[form.out_labels.index(label)]
-                    group = labels_of(dim, there, self.c.sizes(other))
-                    if group is None:
-                        return None
-                    paired[label] = group
-                    used += group
-                if sorted(used) != sorted(given):
-                    return None
-            elif len(wanted) == 1:
-                paired[wanted[0]] = given
-            elif len(wanted) == len(given):
-                paired |= {a: (b,) for a, b in zip(wanted, given, strict=True)}
-            else:
-                return None
-        return paired
+            paired = dict(zip((*form.out_labels, *mine), (*groups, *apart), strict=True))
+            operands = [
+                self._over(own, its, paired) for own, its in zip(form.orders[0], sides, strict=True)
+            ]
+            yield None if None in operands else operands, [], _NO_NODES  # type: ignore[misc]
 
     def _over(
-        self, mine: Side, its: Side, paired: dict[int, tuple[int, ...]]
-    ) -> tuple[Dims, Dims] | None:
-        """Return the dims of the pattern's operand over its base, and over that of the graph's."""
+        self, mine: Side, its: Side, paired: Mapping[int, tuple[int, ...] | None]
+    ) -> Operand | None:
+        """Return an operand of a product, with the graph's labels of each of the pattern's."""
         (own, own_labels), (theirs, labels) = mine, its
         over = dict(zip(labels, self.c.base(theirs)[1], strict=True))
-        groups = [paired.get(label, (None,)) for label in own_labels]
-        if any(label not in over for group in groups for label in group):
+        groups = [paired.get(label) for label in own_labels]
+        if any(group is None or not over.keys() >= {*group} for group in groups):
             return None
-        moved = (itertools.chain(*(over[x] for x in group if x is not None)) for group in groups)
-        return self.p.base(own)[1], tuple(map(tuple, moved))
+        moved = (itertools.chain(*(over[x] for x in group or ())) for group in groups)
+        return own, theirs, self.p.base(own)[1], tuple(map(tuple, moved))
 
 
-_WAYS: dict[type[Form], Callable[[Unifier, Pair, Any, Any], Iterator[Way]]] = {
+_WAYS: dict[type[Form], Callable[[Unifier, Pair, Any, Any, Dims], Iterator[Way]]] = {
+    Product: Unifier._product,
     Scale: Unifier._scale,
     Add: Unifier._add,
     Activation: Unifier._named,
@@ -663,10 +536,6 @@ def _terms(c: Canonical, key: Key, number: float) -> list[tuple[Key, float, froz
     if isinstance(form, Scale) and isinstance(form.factor, float) and c.is_whole(key):
         terms.append((form.value, number * form.factor, path_nodes(c, key) | {owner_of(base)}))
     return terms
-
-
-def _bound(found: Found, own: Key, theirs: Key, seen: Dims) -> Found:
-    return dataclasses.replace(found, values={**found.values, own: (theirs, seen)})
 
 
 Where = Callable[..., bool | str]
