@@ -168,12 +168,5 @@ def _signature(target: Any) -> tuple[str, ...]:
 
 def inplace_flag(node: fx.Node) -> bool:
     """Return whether a Python function of torch is asked to work in place (`F.relu(x, True)`)."""
-    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.kwargs.get("inplace") is True:
-        return True
     names = _signature(node.target) if inspect.isfunction(node.target) else ()
-    if "inplace" not in names:
-        return False
-    index = names.index("inplace")
-    return index < len(node.args) and node.args[index] is True
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace") is True

@@ -179,26 +179,22 @@ def invert(inner: Dims, dims: Dims, sizes: Mapping[int, Size]) -> Dims | None:
 
     sizes: of the axes of the base. The result has a dim for each of them, in their order.
     """
-    pieces: dict[int, list[tuple[Atom, Dim]]] = {}
+    # By axis and how much of it is left there: how much is left behind a piece, and the piece.
+    pieces: dict[tuple[int, Size], tuple[Size, Dim]] = {}
     for over_base, over_tokens in zip(inner, dims, strict=True):
         split = reshape((over_tokens,), [a.size for a in over_base])
         if split is None or any(a.axis < 0 for a in over_base):
             return None
         for atom, part in zip(over_base, split, strict=True):
-            pieces.setdefault(atom.axis, []).append((atom, part))
+            pieces[atom.axis, times(atom.inner, atom.size)] = atom.inner, part
     out: list[Dim] = []
     for axis, size in sizes.items():
-        own, rest = pieces.get(axis, []), size
-        atoms: list[Atom] = []
+        rest, atoms = size, list[Atom]()
         while rest != 1:
-            index = next(
-                (i for i, (a, _) in enumerate(own) if times(a.inner, a.size) == rest), None
-            )
-            if index is None:
+            if (axis, rest) not in pieces:
                 return None
-            atom, part = own.pop(index)
-            atoms.extend(part)
-            rest = atom.inner
+            rest, part = pieces.pop((axis, rest))
+            atoms += part
         out.append(tuple(atoms))
     return tuple(out)
 
