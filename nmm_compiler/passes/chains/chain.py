@@ -35,6 +35,7 @@ from nmm_compiler.passes.graph.canonical import (
     Add,
     Canonical,
     Cast,
+    DeviceSum,
     Form,
     Key,
     Leaf,
@@ -49,7 +50,6 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.read_operations import DISTRIBUTED, is_distributed
-from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import FEATURE, Atom, Dim, Dims, Size
 
 _T = TypeVar("_T")
@@ -212,84 +212,74 @@ def _blocked(c: Canonical, form: Form, key: Key) -> Refusal:
     return Refusal(code, f"{shown} between the products", key)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Walk:
     """The position of `trace_back`: a base, its dimensions over those of the start, the steps so
-    far, and what is behind them."""
+    far, last first, and the nodes behind it."""
 
     key: Key
     dims: Dims
-    steps: list[Step]
-    nodes: set[fx.Node]
+    steps: tuple[Step, ...]
+    nodes: frozenset[fx.Node]
     activation: str = "identity"
     addend: tuple[Key, float] | None = None
 
-    def descend(self, c: Canonical, value: Key) -> bool:
-        """Move to the operand that the current base is computed from, element by element."""
+    def to(self, c: Canonical, value: Key, steps: Sequence[Step] = ()) -> Walk | None:
+        """Return the walk at the operand that the current base is computed from, element by
+        element, with steps; None where a rearrangement cannot be followed."""
         base, inner = c.base(value)
         dims = views.compose(self.dims, inner)
-        if dims is None:
-            return False
-        steps: list[Step] = []
-        for step in self.steps:
-            moved = views.compose(step.dims, inner)
-            if moved is None:
-                return False
-            steps.append(dataclasses.replace(step, dims=moved))
-        self.nodes |= {owner_of(self.key)} | c.helpers.get(self.key, frozenset())
-        self.nodes |= path_nodes(c, value)
-        self.key, self.dims, self.steps = base, dims, steps
-        return True
+        moved = _moved((*self.steps, *steps), inner)
+        if dims is None or moved is None:
+            return None
+        nodes = self.nodes | {owner_of(self.key)} | c.helpers.get(self.key, frozenset())
+        nodes |= path_nodes(c, value)
+        return dataclasses.replace(self, key=base, dims=dims, steps=moved, nodes=nodes)
 
 
-def trace_back(c: Canonical, start: Key) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
-    """Walk from a value to the product that made it; steps come last first."""
+def _moved(steps: Sequence[Step], inner: Dims) -> tuple[Step, ...] | None:
+    """Return steps on a value as steps on the base that it is a view of."""
+    over = [(step, views.compose(step.dims, inner)) for step in steps]
+    moved = [dataclasses.replace(step, dims=dims) for step, dims in over if dims is not None]
+    return tuple(moved) if len(moved) == len(over) else None
+
+
+Trace = tuple[Walk, Product] | tuple[Walk, Refusal]
+"""Where a walk ended, and the product there or why it went no further."""
+
+
+def trace_back(c: Canonical, start: Key) -> Trace:
+    """Walk from a value to the product that made it."""
     base, dims = c.base(start)
-    return trace_on(c, Walk(base, dims, [], set(path_nodes(c, start))))
+    return trace_on(c, Walk(base, dims, (), path_nodes(c, start)))
 
 
-def trace_on(c: Canonical, walk: Walk) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
-    """Go on with a walk to the product that made its value."""
+_WIDER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
+
+
+def trace_on(c: Canonical, walk: Walk) -> Trace:
+    """Go on with a walk to the product that made its value.
+
+    A kernel keeps the intermediate of a chain in float32, so steps between two products may be
+    computed wider. A cast back to the narrow dtype stops the walk unless one to float32 is behind
+    these steps.
+    """
+    narrowed: Walk | None = None
     while True:
         form = c.forms[walk.key]
-        if isinstance(form, Product):
+        if isinstance(form, Product) and narrowed is None:
             return walk, form
-        if isinstance(form, Cast) and _is_wider_for_a_while(c, walk.key):
-            found: tuple[Key, list[Step]] | None = form.value, []
-        else:
-            found = affine(c, walk.key, form)
-        if found is None:
-            return walk, _blocked(c, form, walk.key)
-        value, steps = found
-        walk.steps.extend(steps)
-        if not walk.descend(c, value):
-            return walk, _blocked(c, form, walk.key)
-
-
-_STEPS_COMPUTED_WIDER = 8
-
-
-def _is_wider_for_a_while(c: Canonical, key: Key) -> bool:
-    """Return whether a cast is one of two, to a wider dtype and back, with only steps between.
-
-    A kernel keeps the intermediate of a chain in float32, so steps between are wider there too.
-    """
-    for _ in range(_STEPS_COMPUTED_WIDER):
-        form = c.forms[key]
+        found = affine(c, walk.key, form)
         if isinstance(form, Cast):
-            own, inner = c.dtype(key), c.dtype(form.value)
-            if own == torch.float32 and inner in (torch.bfloat16, torch.float16):
-                return True
-            if inner != torch.float32 or own not in (torch.bfloat16, torch.float16):
-                return False
-            value: Key = form.value
-        else:
-            found = affine(c, key, form)
-            if found is None:
-                return False
-            value = found[0]
-        key = c.base(value)[0]
-    return False
+            change = (c.dtype(walk.key), c.dtype(form.value))
+            if change in _WIDER or change[::-1] in _WIDER:
+                narrowed = None if change in _WIDER else walk
+                found = form.value, []
+        inner = None if found is None else walk.to(c, *found)
+        if inner is None:
+            walk = narrowed or walk
+            return walk, _blocked(c, c.forms[walk.key], walk.key)
+        walk = inner
 
 
 def affine(c: Canonical, key: Key, form: Form) -> tuple[Key, list[Step]] | None:
@@ -530,17 +520,16 @@ def _behind(c: Canonical, key: Key) -> list[Key]:
 
 def is_low(c: Canonical, form: Product, second: Stage) -> bool:
     """Return whether a product and a second one would make a low-rank chain."""
-    r, n = second.weight.k, second.weight.n
     weight = form.rhs if c.is_weight(form.rhs) else form.lhs
-    shape = c.shape(c.base(weight)[0])
-    if not c.is_weight(weight) or shape is None:
-        return False
+    return c.is_weight(weight) and _saves(c.sizes(c.base(weight)[0]), second)
+
+
+def _saves(shape: tuple[Size, ...], second: Stage) -> bool:
+    """Return whether a first factor of some shape and a second one are less than one matrix."""
     sizes = [s for s in shape if isinstance(s, int) and s != 1]
-    for inner in sizes:
-        k = views.divide(views.product(sizes), inner)
-        if isinstance(k, int) and r * (k + n) < k * n and inner * (k + n) < k * n:
-            return True
-    return False
+    whole, n = views.product(sizes), second.weight.n
+    widths = [(inner, whole // inner) for inner in sizes]
+    return any(max(second.weight.k, inner) * (k + n) < k * n for inner, k in widths)
 
 
 def _tokens_mixed(c: Canonical, inner: Product, second: Stage, at: Key) -> Refusal | None:
@@ -561,14 +550,7 @@ def _first_is_given(c: Canonical, inner: Product, second: Stage) -> Refusal | No
     for key in (inner.rhs, inner.lhs):
         base = c.base(key)[0]
         shape = c.sizes(base)
-        if base not in c.input_matrices or second.weight.k not in shape:
-            continue
-        k, r, n = (
-            views.divide(views.product(shape), second.weight.k),
-            second.weight.k,
-            second.weight.n,
-        )
-        if isinstance(k, int) and k > 1 and r * (k + n) < k * n:
+        if base in c.input_matrices and second.weight.k in shape and _saves(shape, second):
             return _given(key)
     return None
 
@@ -628,7 +610,7 @@ def join_stages(
     if odd is not None:
         why = "a constant between the products varies along tokens"
         return Refusal("between", why, odd.key or walk.key)
-    nodes = frozenset(walk.nodes) | first.nodes | second.nodes
+    nodes = walk.nodes | first.nodes | second.nodes
     return Chain(first, second, steps, second.key, out_dims, nodes)
 
 
@@ -664,9 +646,10 @@ def read_with_function(
         return None
     if isinstance(function, Norm) and not _is_over_rank(c, walk, second, function):
         return None
-    if not walk.descend(c, function.value):
+    inside = walk.to(c, function.value)
+    if inside is None:
         return None
-    walk, first = trace_on(c, walk)
+    walk, first = trace_on(c, inside)
     if not isinstance(first, Product) or not is_low(c, first, second):
         return None
     found = join_stages(c, second, walk, first)
@@ -707,41 +690,20 @@ def _is_over_rank(c: Canonical, walk: Walk, second: Stage, norm: Norm) -> bool:
 def read_summed_chain(c: Canonical, key: Key, form: Product) -> Chain | None:
     """Read the chain that ends at a product and sums over the devices between its products."""
     node, dims = c.base(form.lhs)
-    source = _summed(c, node)
-    shape = c.shape(node)
-    if source is None or shape is None or dims != views.identity(shape):
+    summed = c.forms[node]
+    if not isinstance(summed, DeviceSum) or dims != c.whole(node):
         return None
     second = read_stage(c, key, form, True)
-    walk, inner = trace_back(c, source)
+    walk, inner = trace_back(c, summed.inputs[0])
     if isinstance(second, Refusal) or isinstance(inner, Refusal) or walk.steps:
         return None
-    assert isinstance(node, fx.Node)
-    walk.nodes.add(node)
+    walk = dataclasses.replace(walk, nodes=walk.nodes | {owner_of(node)})
     chain = join_stages(c, second, walk, inner)
     if isinstance(chain, Refusal) or not _cut_by_rows(c, chain):
         return None
     mesh = cast("Any", c.tensor(chain.first.x)).device_mesh
     group = str(mesh.get_group().group_name)
     return dataclasses.replace(chain, tp=int(mesh.size()), group=group)
-
-
-def _summed(c: Canonical, node: Key) -> fx.Node | None:
-    """Return the value whose sum over the devices a node is."""
-    form = c.forms[node]
-    if not (isinstance(form, Opaque) and form.name == "redistribute" and isinstance(node, fx.Node)):
-        return None
-    source = Call(node, form.name).get(0, "self")
-    if not isinstance(source, fx.Node):
-        return None
-    old, new = c.tensor(source), c.tensor(node)
-    if not (is_distributed(old) and is_distributed(new)):
-        return None
-    before, after = cast("Any", old), cast("Any", new)
-    if before.device_mesh != after.device_mesh or before.device_mesh.ndim != 1:
-        return None
-    (was,), (now,) = before.placements, after.placements
-    summed = was.is_partial() and getattr(was, "reduce_op", "") == "sum" and now.is_replicate()
-    return source if summed else None
 
 
 def _cut_by_rows(c: Canonical, chain: Chain) -> bool:
@@ -763,18 +725,17 @@ EPILOGUES = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 @_once
-def trace_end(c: Canonical, node: fx.Node) -> tuple[Walk, Product] | tuple[Walk, Refusal]:
+def trace_end(c: Canonical, node: fx.Node) -> Trace:
     """Walk back from a node, over an activation that ends a kernel and the steps before it."""
     form = c.forms.get(node)
     if not isinstance(form, Activation) or form.name not in EPILOGUES:
         return trace_back(c, node)
-    found = trace_back(c, form.value)
-    found[0].activation = form.name
-    found[0].nodes |= {node} | c.helpers.get(node, frozenset())
-    return found
+    walk = Walk(node, c.whole(node), (), frozenset(), form.name).to(c, form.value)
+    assert walk is not None
+    return trace_on(c, walk)
 
 
-def trace_addend(c: Canonical, node: fx.Node) -> tuple[Walk, Product] | tuple[Walk, Refusal] | None:
+def trace_addend(c: Canonical, node: fx.Node) -> Trace | None:
     """Walk back from a sum to the product inside of it; what is added stays outside of a kernel.
 
     None for a sum of other values.
@@ -782,27 +743,32 @@ def trace_addend(c: Canonical, node: fx.Node) -> tuple[Walk, Product] | tuple[Wa
     form = c.forms.get(node)
     if not isinstance(form, Add) or isinstance(form.b, float) or not isinstance(form.a, Virtual):
         return None
-    steps = [Step("scale", form.alpha)]
-    return trace_on(c, Walk(form.a, c.whole(form.a), steps, {node}, addend=(form.b, form.beta)))
+    at, scale = Walk(node, c.whole(node), (), frozenset(), addend=(form.b, form.beta)), form.alpha
+    walk = at.to(c, form.a, [Step("scale", scale)])
+    assert walk is not None
+    return trace_on(c, walk)
 
 
 def ended(c: Canonical, chain: Chain, walk: Walk, node: fx.Node) -> Chain | None:
     """Return a chain at the end of a walk, with what a node computes of it; None where no kernel
     does."""
-    steps = tuple(reversed(walk.steps))
-    dims = views.compose(walk.dims, chain.out_dims)
-    tensor = any(step.kind != "bias" and step.key is not None for step in steps)
+    tensor = any(step.kind != "bias" and step.key is not None for step in walk.steps)
     rounds = any(isinstance(c.forms.get(one), Cast) for one in walk.nodes)
     # a scale of the result is none of the first factor, or not of it alone
-    scaled = any(step.kind == "scale" and step.number != 1.0 for step in steps)
+    scaled = any(step.kind == "scale" and step.number != 1.0 for step in walk.steps)
     fixed = chain.base is not None or chain.more or chain.inner is not None
-    if dims is None or tensor or rounds or (scaled and fixed):
-        return None
-    if _along_tokens(steps, chain.out_dims, chain.n):
+    return None if tensor or rounds or (scaled and fixed) else _behind_walk(chain, walk, node)
+
+
+def _behind_walk(chain: Chain, walk: Walk, out: Key) -> Chain | None:
+    """Return a chain with the steps of a walk that ended at it; None for steps along tokens."""
+    steps = tuple(reversed(walk.steps))
+    dims = views.compose(walk.dims, chain.out_dims)
+    if dims is None or _along_tokens(steps, chain.out_dims, chain.n):
         return None
     return dataclasses.replace(
         chain, after=(*chain.after, *steps), activation=walk.activation, addend=walk.addend,
-        out=node, out_dims=dims, nodes=chain.nodes | walk.nodes,
+        out=out, out_dims=dims, nodes=chain.nodes | walk.nodes,
     )  # fmt: skip
 
 
@@ -813,20 +779,12 @@ def read_projection(c: Canonical, key: Key, inputs: bool = False) -> Chain | Non
     inputs: the factors of a low-rank one may be inputs of the graph.
     """
     walk, form = trace_back(c, key)
-    if isinstance(form, Refusal):
+    if isinstance(form, Refusal) or any(step.kind == "vector" for step in walk.steps):
         return None
     chain = read_chain(c, walk.key, form, inputs)
     if not isinstance(chain, Chain) or too_wide(c, chain.first, chain.u.n, chain.n, walk.key):
         chain = _dense(c, walk.key, form)
-    out_dims = None if chain is None else views.compose(walk.dims, chain.out_dims)
-    if chain is None or out_dims is None:
-        return None
-    after = tuple(reversed(walk.steps))
-    vector = any(step.kind == "vector" for step in after)
-    if vector or _along_tokens(after, chain.out_dims, chain.n):
-        return None
-    nodes = chain.nodes | frozenset(walk.nodes) | path_nodes(c, key)
-    return dataclasses.replace(chain, after=after, out=key, out_dims=out_dims, nodes=nodes)
+    return None if chain is None else _behind_walk(chain, walk, key)
 
 
 def _dense(c: Canonical, key: Key, form: Product) -> Chain | None:

@@ -208,6 +208,11 @@ class Part(Opaque):
     stop: int
 
 
+@dataclass(frozen=True)
+class DeviceSum(Opaque):
+    """The sum of the one input over the devices of a mesh with one axis, whole on each of them."""
+
+
 Form = Leaf | Product | Scale | Add | Cast | Activation | Norm | Diagonal | Opaque
 
 

@@ -40,6 +40,7 @@ from nmm_compiler.passes.graph.canonical import (
     Canonical,
     Cast,
     Concatenation,
+    DeviceSum,
     Diagonal,
     Handler,
     Key,
@@ -143,13 +144,15 @@ def _from_local(c: Canonical, call: Call) -> Result:
     if any(call.kwargs.get(name) for name in ("grad_placements", "run_check")):
         return None
     result = _unchanged(c, Call(local, "to_local").get(0, "self"), call.node)
-    if result is not None:
-        c.helpers[call.node] = frozenset((local,))
+    if not isinstance(result, tuple):
+        return None
+    c.helpers[call.node] = frozenset((local,))
     return result
 
 
 def _unchanged(c: Canonical, source: Any, node: fx.Node) -> Result:
-    """Read a node as its source where both are one tensor, cut in one way over one mesh."""
+    """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
+    over its devices where that is what each of them gets."""
     if not isinstance(source, fx.Node):
         return None
     old, new = c.tensor(source), c.tensor(node)
@@ -159,7 +162,11 @@ def _unchanged(c: Canonical, source: Any, node: fx.Node) -> Result:
     shape = c.shape(source)
     if shape is None or shape != c.shape(node) or before.mesh != after.mesh:
         return None
-    return (source, views.identity(shape)) if before.placements == after.placements else None
+    if before.placements == after.placements:
+        return source, views.identity(shape)
+    was, now = before.placements[0], after.placements[0]
+    summed = was.is_partial() and getattr(was, "reduce_op", "") == "sum" and now.is_replicate()
+    return DeviceSum("redistribute", (source,)) if summed and before.mesh.ndim == 1 else None
 
 
 DISTRIBUTED: dict[str, Handler] = {
