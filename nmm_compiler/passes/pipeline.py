@@ -31,12 +31,12 @@ from nmm_compiler.errors import (
     no_real_inputs,
 )
 from nmm_compiler.options import Options, setting
-from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform
+from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transform, moving
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
 from nmm_compiler.passes.graph import views
-from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, Leaf, owner_of
+from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
@@ -284,30 +284,24 @@ class _Search:
                 near = (found.agreed, f"at {found.node.name} {found.reason}")
                 count.nearest = max(count.nearest, near)
                 continue
-            moving = set[fx.Node]()
+            taken = set[fx.Node]()
             if isinstance(found, Match):
                 if c.faults.is_left(rule.name, found.name):
                     continue
-                moving = _moving(c, found)
-                places = [c.effects.position[n] for n in (*moving, found.node)]
-                if c.effects.crossed_transform(min(places), max(places)):
+                taken = moving(c, found.nodes)
+                places = [c.effects.position[n] for n in (*taken, found.node)]
+                if c.effects.in_transform(min(places), max(places)):
                     found = in_transform(node)
             if isinstance(found, Refusal):
                 count.refused += 1
                 if found.reason:
                     self.declined.append(Declined.of(rule.name, found, node, self.path))
                     self.kept += self.declined[-1:] if found.report_even_if_superseded else []
-            elif not moving & self.taken:
-                self.taken |= moving
+            elif not taken & self.taken:
+                self.taken |= taken
                 self.matches.append(found)
                 count.matched += 1
                 return
-
-
-def _moving(c: Canonical, match: Match) -> set[fx.Node]:
-    """Return the nodes that only one match may take over: all but weights and inputs."""
-    nodes = (n for n in match.nodes if not c.is_weight(n))
-    return {n for n in nodes if not isinstance(c.forms.get(n), Leaf)}
 
 
 def _combined(rule: Rule, given: list[Match], joined: Any) -> list[Match | Refusal]:
@@ -343,7 +337,7 @@ def matches_are_apart(attempt: Attempt) -> None:
     c = attempt.c
     owners: dict[fx.Node, Any] = {}
     for match in attempt.matches:
-        for node in _moving(c, match):
+        for node in moving(c, match.nodes):
             other = owners.setdefault(node, match)
             if other is not match:
                 both = f"{match} and {other} both take over node {node.name}"
@@ -768,7 +762,7 @@ def _children(
         if node.op == "call_module":
             bodies = [str(node.target)]
         here = outer.effects.position[node]
-        if outer.effects.crossed_transform(here, here):
+        if outer.effects.in_transform(here, here):
             left.update(bodies)
         for name in bodies:
             child = fetch_attribute(module, name)

@@ -16,7 +16,7 @@ of all times, one of `prices.kernel.PRICES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,14 +118,14 @@ def refuse(
     nodes: Iterable[fx.Node],
     final: fx.Node,
     operands: Iterable[Key],
-    allowed: Iterable[fx.Node] = (),
+    allowed: Collection[fx.Node] = (),
     redirected: Iterable[fx.Node] = (),
     also_final: Iterable[fx.Node] = (),
 ) -> Refusal | None:
     """Return why these nodes may not be replaced by one kernel at `final`, or None.
 
     Checks the same as `unsafe`, and that all operands have one dtype that kernels compute in, or
-    are cast to it as they are read (`casts_operands`).
+    are cast to it as they are read.
     """
     keys, nodes = list(operands), list(nodes)
     why = unsafe(c, nodes, final, keys, allowed, redirected, also_final)
@@ -138,9 +138,14 @@ def refuse(
             f"dtype {dtype_name(wanted)} has no kernel",
             final,
         )
-    casts = casts_operands(c, nodes)
-    products = (key for node in nodes for key in (*c.virtuals.get(node, ()), node))
-    mixed = [p for p in products if isinstance(c.forms.get(p), Product) and c.dtype(p) != wanted]
+    forms = [(key, c.forms.get(key)) for n in nodes for key in (*c.virtuals.get(n, ()), n)]
+    products = [(key, form) for key, form in forms if isinstance(form, Product)]
+    mixed = [key for key, _ in products if c.dtype(key) != wanted]
+    # Steps between two products may compute in a wider dtype, and autocast lets products read
+    # operands of other dtypes. The nodes are in one region, so one product shows it for all.
+    read = [{c.dtype(key) for key in (own, form.lhs, form.rhs)} for own, form in products]
+    casts = any(isinstance(form, Cast) for _, form in forms)
+    casts = casts or any(len(dtypes) > 1 and dtypes <= {*DTYPES} for dtypes in read)
     for key in [*mixed, *keys, *nodes]:
         value = c.tensor(key)
         if value is not None and value.dtype != wanted:
@@ -154,30 +159,12 @@ def refuse(
     return None
 
 
-def casts_operands(c: Canonical, nodes: Iterable[fx.Node]) -> bool:
-    """Return whether products of the nodes read operands of other dtypes than they compute in.
-
-    Autocast does that; without it, a product needs operands of one dtype. Nodes of one match are in
-    one region, so one product shows it for all. So does a cast among the nodes, since steps between
-    two products may compute in a wider dtype.
-    """
-    for key in (key for node in nodes for key in (*c.virtuals.get(node, ()), node)):
-        form = c.forms.get(key)
-        if isinstance(form, Cast):
-            return True
-        if isinstance(form, Product):
-            dtypes = {c.dtype(key), c.dtype(form.lhs), c.dtype(form.rhs)}
-            if len(dtypes) > 1 and dtypes <= {*DTYPES}:
-                return True
-    return False
-
-
 def unsafe(
     c: Canonical,
     nodes: Iterable[fx.Node],
     final: fx.Node,
     operands: Iterable[Key],
-    allowed: Iterable[fx.Node] = (),
+    allowed: Collection[fx.Node] = (),
     redirected: Iterable[fx.Node] = (),
     also_final: Iterable[fx.Node] = (),
 ) -> Refusal | None:
@@ -256,6 +243,36 @@ def _unfit_operand(
     return None
 
 
+def moving(c: Canonical, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that only one match may take over: all but weights and inputs."""
+    return {n for n in nodes if not (c.is_weight(n) or isinstance(c.forms.get(n), Leaf))}
+
+
+def crossed(
+    c: Canonical,
+    covered: Iterable[fx.Node],
+    final: fx.Node,
+    keys: Iterable[Key],
+    allowed: Collection[fx.Node] = (),
+) -> Refusal | None:
+    """Return a write or a region edge between the first of the nodes and the last."""
+    effects, nodes = c.effects, moving(c, covered)
+    inner = [n for n in nodes if n in effects.writers and n not in allowed]
+    if inner:
+        return Refusal("mutation", "an inner value is written in place", inner[0])
+    start, end = min(effects.position[n] for n in nodes), effects.position[final]
+    if effects.in_transform(start, end):
+        return in_transform(final)
+    barrier = effects.crossed(start, end, [*covered, *map(owner_of, keys)], allowed)
+    if barrier is None:
+        return None
+    if barrier.region:
+        edge = f"the chain crosses the edge of a region ({barrier.region})"
+        return Refusal("region", edge, barrier.node)
+    memory = "memory of an operand or an inner value is written between the products"
+    return Refusal("mutation", memory, barrier.node)
+
+
 def in_transform(node: fx.Node) -> Refusal:
     """Refuse nodes inside a functorch transform: an op there has no tangent, or is slow."""
     return Refusal(
@@ -263,42 +280,6 @@ def in_transform(node: fx.Node) -> Refusal:
         "the chain stands inside a functorch transform, or crosses one",
         node,
     )
-
-
-def crossed(
-    c: Canonical,
-    covered: set[fx.Node],
-    final: fx.Node,
-    keys: list[Key],
-    allowed: Iterable[fx.Node] = (),
-) -> Refusal | None:
-    """Return a write or a region edge between the first of the nodes and the last."""
-    effects = c.effects
-    moving = [n for n in covered if not (c.is_weight(n) or isinstance(c.forms.get(n), Leaf))]
-    harmless = set(allowed)
-    inner = [n for n in moving if n in effects.writers and n not in harmless]
-    if inner:
-        return Refusal("mutation", "an inner value is written in place", inner[0])
-    start = min(effects.position[n] for n in moving)
-    end = effects.position[final]
-    touched = covered | {owner_of(k) for k in keys}
-    if effects.crossed_transform(start, end):
-        return in_transform(final)
-    write = effects.crossed_write(start, end, touched, allowed=harmless)
-    if write is not None:
-        return Refusal(
-            "mutation",
-            "memory of an operand or an inner value is written between the products",
-            write.node,
-        )
-    edge = effects.crossed_edge(start, end)
-    if edge is not None:
-        return Refusal(
-            "region",
-            f"the chain crosses the edge of a region ({edge[1]})",
-            edge[0],
-        )
-    return None
 
 
 # Tokens that a symbolic count stands for: a short prefill.

@@ -288,7 +288,7 @@ def best_source(c: Canonical, key: Key, dims: Dims, k: int, final: fx.Node) -> S
     position = c.effects.position
     seen = [owner_of(k) for k in c.through(key)]
     start = min(position[node] for node in seen)
-    if c.effects.crossed_write(start - 1, position[final], [base, *seen]) is not None:
+    if c.effects.crossed(start - 1, position[final], [base, *seen]) is not None:
         return here
     return below
 

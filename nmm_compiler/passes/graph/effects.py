@@ -21,9 +21,8 @@ from nmm_compiler.passes.graph.torch_names import inplace_flag, is_inplace_name,
 
 # The storage identity of unknown memory.
 ANYTHING = frozenset((0,))
-# The last position of a transform that has not been left yet: beyond any graph.
-_OPEN = 1 << 62
 _PURE_UNKNOWN = frozenset({"_guards_fn", "_assert_tensor_metadata"})
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
 _FUNCTORCH = (
     "_increment_nesting",
     "_decrement_nesting",
@@ -41,12 +40,16 @@ _REGION_PREFIXES = ("_enter_", "_exit_", "_set_", "set_grad_enabled", "lazy_load
 
 
 @dataclass(frozen=True)
-class Write:
-    """A write at a position of the graph, into storages (by identity)."""
+class Barrier:
+    """What nothing may move across: a write into storages (by identity), or the edge of a region.
+
+    region: the name of the mode that the node enters or leaves; "" for a write.
+    """
 
     position: int
     node: fx.Node
     storages: frozenset[int]
+    region: str
 
 
 def storages_of(value: Any) -> frozenset[int]:
@@ -63,10 +66,7 @@ def storages_of(value: Any) -> frozenset[int]:
 
 def is_ignorable(node: fx.Node) -> bool:
     """Return whether the node only asserts, so that it is no real user of a value."""
-    if node.users:
-        return False
-    name = target_name(node) or ""
-    return name in ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
+    return not node.users and target_name(node) in _ASSERTIONS
 
 
 def is_pure(node: fx.Node, effects: Effects) -> bool:
@@ -81,10 +81,13 @@ def transform_depth(node: fx.Node) -> int | None:
 
     1 enters one, -1 leaves one, 0 works inside one; None for any other node.
     """
-    if node.op != "call_function":
-        return None
-    short = getattr(node.target, "__name__", "")
-    return _depth_change(short) if isinstance(short, str) else None
+    return _depth_change(_function_name(node))
+
+
+def _function_name(node: fx.Node) -> str:
+    """Return the name that a called function has in Python, "" for other nodes."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name if isinstance(name, str) else ""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,14 +100,12 @@ def _depth_change(short: str) -> int | None:
     return -1 if "_decrement_nesting" in short or short == "exit_dual_level" else 0
 
 
-def region_edge(node: fx.Node) -> str | None:
-    """Return the name of the mode (autocast, grad mode, ...) that the node enters or leaves."""
-    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
-        return None
-    short = getattr(node.target, "__name__", "")
-    if isinstance(short, str) and short.startswith(_REGION_PREFIXES):
-        return short
-    return None
+def region_edge(node: fx.Node) -> str:
+    """Return the name of the mode (autocast, grad mode, ...) that the node enters or leaves; "" for
+    other nodes."""
+    short = _function_name(node)
+    is_edge = short.startswith(_REGION_PREFIXES)
+    return short if is_edge and not isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def fetch_attribute(root: nn.Module, target: str) -> Any:
@@ -189,31 +190,23 @@ class Effects:
 
     def __init__(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
         self.position: dict[fx.Node, int] = {}
-        self.writes: list[Write] = []
-        self.edges: list[tuple[int, fx.Node, str]] = []
-        # Spans of functorch transforms: positions of the first and of the last node.
-        self.transforms: list[tuple[int, int]] = []
+        self.barriers: list[Barrier] = []
+        # The positions inside of functorch transforms.
+        self.transformed: list[int] = []
         depth = 0
         self._values = values
         self._storages: dict[fx.Node, frozenset[int]] = {}
         for position, node in enumerate(module.graph.nodes):
             self.position[node] = position
             change = transform_depth(node)
-            if change is not None:
-                depth += change
-                if not self.transforms or self.transforms[-1][1] is not _OPEN:
-                    self.transforms.append((position, _OPEN))
-                if depth <= 0:
-                    self.transforms[-1] = (self.transforms[-1][0], position)
-            edge = region_edge(node)
-            if edge is not None:
-                self.edges.append((position, node, edge))
-            written = written_arguments(node, module)
-            if written:
+            if change is not None or depth > 0:
+                self.transformed.append(position)
+            depth += change or 0
+            region, written = region_edge(node), written_arguments(node, module)
+            if region or written:
                 storages = frozenset().union(*(self.storages(n) or ANYTHING for n in written))
-                self.writes.append(Write(position, node, storages))
-
-        self.writers = frozenset(write.node for write in self.writes)
+                self.barriers.append(Barrier(position, node, storages, region))
+        self.writers = frozenset(barrier.node for barrier in self.barriers if barrier.storages)
 
     def storages(self, node: fx.Node) -> frozenset[int]:
         """Return the identities of the storages that the node's value lives in."""
@@ -222,32 +215,22 @@ class Effects:
             found = self._storages[node] = storages_of(self._values.get(node))
         return found
 
-    def is_written(self, node: fx.Node) -> bool:
-        """Return whether anything in the graph writes the memory that a node's value lives in."""
-        own = self.storages(node) | ANYTHING
-        return any(write.storages & own for write in self.writes)
+    def is_written(self, *nodes: fx.Node) -> bool:
+        """Return whether anything in the graph writes the memory that a value of these lives in."""
+        own = ANYTHING.union(*map(self.storages, nodes)) if self.writers else frozenset()
+        return any(barrier.storages & own for barrier in self.barriers)
 
-    def crossed_write(
-        self, start: int, end: int, nodes: Iterable[fx.Node], allowed: Iterable[fx.Node] = ()
-    ) -> Write | None:
-        """Return a write strictly between two positions that touches the memory of `nodes`."""
-        between = [w for w in self.writes if start < w.position < end]
+    def crossed(
+        self, start: int, end: int, nodes: Iterable[fx.Node], allowed: Collection[fx.Node] = ()
+    ) -> Barrier | None:
+        """Return what stands strictly between two positions and concerns the memory of `nodes`: the
+        edge of a region, or a write that is not allowed."""
+        between = [b for b in self.barriers if start < b.position < end and b.node not in allowed]
         if not between:
             return None
-        touched: frozenset[int] = frozenset().union(*(self.storages(n) for n in nodes))
-        skip = set(allowed)
-        for write in between:
-            if write.node not in skip and (write.storages & touched or write.storages >= ANYTHING):
-                return write
-        return None
+        touched = ANYTHING.union(*map(self.storages, nodes))
+        return next((b for b in between if b.region or b.storages & touched), None)
 
-    def crossed_transform(self, start: int, end: int) -> bool:
+    def in_transform(self, start: int, end: int) -> bool:
         """Return whether anything from `start` to `end` stands inside a functorch transform."""
-        return any(first <= end and start <= last for first, last in self.transforms)
-
-    def crossed_edge(self, start: int, end: int) -> tuple[fx.Node, str] | None:
-        """Return a region edge strictly between two positions."""
-        for position, node, name in self.edges:
-            if start < position < end:
-                return node, name
-        return None
+        return any(start <= position <= end for position in self.transformed)

@@ -42,7 +42,7 @@ def collect_values(
             value = fetch_attribute(module, str(node.target))
             if isinstance(value, torch.Tensor):
                 stored[node] = value
-        elif region_edge(node) is not None:
+        elif region_edge(node):
             continue
         elif traced and not node.users:
             silent.add(node)

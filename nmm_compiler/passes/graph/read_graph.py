@@ -30,7 +30,7 @@ from nmm_compiler.passes.graph.canonical import (
     View,
     Virtual,
 )
-from nmm_compiler.passes.graph.effects import ANYTHING, fetch_attribute, is_pure, storages_of
+from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of
 from nmm_compiler.passes.graph.read_operations import TABLE, read_module
 from nmm_compiler.passes.graph.spelled_out import SpelledOut, norm_around
 from nmm_compiler.passes.graph.torch_names import (
@@ -244,10 +244,7 @@ def _shares_constant(c: Canonical, node: fx.Node) -> bool:
 
 def _is_written_copy(c: Canonical, node: fx.Node, source: Key) -> bool:
     """Return whether a copy and its source may come to differ, because either is written."""
-    if not c.effects.writes or isinstance(source, Virtual):
+    if not c.effects.writers or isinstance(source, Virtual):
         return False
-    own, old = c.effects.storages(node), c.effects.storages(source)
-    if own & old:
-        return False
-    both = own | old | ANYTHING
-    return any(write.storages & both for write in c.effects.writes)
+    shared = c.effects.storages(node) & c.effects.storages(source)
+    return not shared and c.effects.is_written(node, source)
