@@ -35,14 +35,13 @@ from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transf
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
-from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
 from nmm_compiler.passes.graph.read_graph import read_added, read_graph
 from nmm_compiler.passes.layout import assign_layouts, count_transposes
-from nmm_compiler.passes.result import Explanation, RewriteResult, RuleCount, opportunities
+from nmm_compiler.passes.result import Explanation, RewriteResult, opportunities
 from nmm_compiler.passes.rules.adapters import Adapters
 from nmm_compiler.passes.rules.attention import Attention
 from nmm_compiler.passes.rules.base import Declined, Match, Rule
@@ -105,17 +104,16 @@ class Attempt:
         """Ask each rule, in order, at each node, last node first; the first match stays."""
         search = _Search(self.c, self.path)
         for rule in self.rules:
-            count = RuleCount(rule.name)
-            if not self.faults.is_built_in(rule):
-                self.result.rules[rule.name] = count
             with self.faults.only_reading(rule, self.c.graph):
                 for node in search.places(rule):
                     if node not in search.taken:
                         try:
-                            search.ask(rule, node, count)
+                            search.ask(rule, node)
                         except Exception as error:  # kept, or raised again
                             self.faults.keep(error, "matching", node, rule)
         self.matches = search.matches
+        if not self.built_in:
+            self.result.nearest[self.rules[0].name] = search.nearest
         names = {node.name for node in search.taken}
         declined = [d for d in search.declined if d.at not in names or d in search.kept]
         self.result.declined += declined
@@ -224,6 +222,9 @@ def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
     before = len(editor.added)
     new = rule.rewrite(c, match, editor)
     if not isinstance(call, Call) or not call.results()[0].unread:
+        if not isinstance(new, fx.Node):
+            said = f"rewrite returned {new!r}; return the node that takes the match's place"
+            raise TypeError(said)
         _check_replacement(c, match.node, new)
         editor.replace(match.node, new)
     finals = [one.final for one in call.results()] if isinstance(call, Call) else [match.node]
@@ -235,21 +236,6 @@ def _emit(c: Canonical, editor: Editor, match: Match, rule: Rule) -> None:
         match.info |= {"x_layout": call.x_layout, "out_layout": ",".join(made)}
 
 
-def _check_replacement(c: Canonical, old: fx.Node, new: Any) -> None:
-    """Raise TypeError or ValueError unless `new` is a node with the shape and dtype of `old`."""
-    if not isinstance(new, fx.Node):
-        raise TypeError(f"rewrite returned {new!r}; return the node that takes the match's place")
-    have, want = (
-        (c.sizes(node), c.dtype(node)) if c.tensor(node) is not None else None
-        for node in (new, old)
-    )
-    if have is not None and want is not None and have != want:
-        raise ValueError(
-            f"rewrite returned {have[1]} {list(have[0])} in place of {want[1]} {list(want[0])}; "
-            "return a value of the same shape and dtype"
-        )
-
-
 class _Search:
     """The matches in a graph so far, and the nodes that they take over."""
 
@@ -259,6 +245,7 @@ class _Search:
         self.matches: list[Match] = []
         self.declined: list[Declined] = []
         self.kept: list[Declined] = []
+        self.nearest = (0, "")
         self._nodes = list(reversed(c.graph.nodes))
         self._by_form: dict[type, list[int]] = {}
         for index, node in enumerate(self._nodes):
@@ -273,7 +260,7 @@ class _Search:
         found = {index for form in forms for index in self._by_form[form]}
         return [self._nodes[index] for index in sorted(found)]
 
-    def ask(self, rule: Rule, node: fx.Node, count: RuleCount) -> None:
+    def ask(self, rule: Rule, node: fx.Node) -> None:
         """Keep the first match of a rule at a node, or why there is none."""
         c = self.c
         for candidate in rule.pattern(c, node):
@@ -282,7 +269,7 @@ class _Search:
                 continue
             if isinstance(found, Refusal) and found.agreed:
                 near = (found.agreed, f"at {found.node.name} {found.reason}")
-                count.nearest = max(count.nearest, near)
+                self.nearest = max(self.nearest, near)
                 continue
             taken = set[fx.Node]()
             if isinstance(found, Match):
@@ -293,14 +280,12 @@ class _Search:
                 if c.effects.in_transform(min(places), max(places)):
                     found = in_transform(node)
             if isinstance(found, Refusal):
-                count.refused += 1
                 if found.reason:
                     self.declined.append(Declined.of(rule.name, found, node, self.path))
                     self.kept += self.declined[-1:] if found.report_even_if_superseded else []
             elif not taken & self.taken:
                 self.taken |= taken
                 self.matches.append(found)
-                count.matched += 1
                 return
 
 
@@ -364,20 +349,24 @@ def layouts_agree(attempt: Attempt) -> None:
             raise ValueError(f"{call.final.name} reads x as the transpose that nothing makes")
 
 
-def values_agree(attempt: Attempt) -> None:
+def _check_replacement(c: Canonical, old: fx.Node, new: fx.Node) -> None:
     """The replacement of a value has its dtype and rank, and its sizes where both are numbers."""
-    values = attempt.c.values
+    was, now = c.tensor(old), c.tensor(new)
+    if was is None or now is None:
+        return
+    pairs = zip(c.sizes(old), c.sizes(new), strict=False)
+    same = all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
+    if was.dtype != now.dtype or was.dim() != now.dim() or not same:
+        raise ValueError(
+            f"{new.name} is {now.dtype} {list(now.shape)} in place of {old.name}, {was.dtype} "
+            f"{list(was.shape)}; rewrite returns a value of the same shape and dtype"
+        )
+
+
+def values_agree(attempt: Attempt) -> None:
+    """Each replacement is like the value that it replaces."""
     for old, new in attempt.editor.replaced.items():
-        was, now = values.get(old), values.get(new)
-        if was is None or now is None or not hasattr(was, "dtype"):
-            continue
-        pairs = zip(views.sizes_of(was), views.sizes_of(now), strict=False)
-        same = all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
-        if was.dtype != now.dtype or was.dim() != now.dim() or not same:
-            raise ValueError(
-                f"{new.name} is {now.dtype} {list(now.shape)} in place of {old.name}, "
-                f"{was.dtype} {list(was.shape)}"
-            )
+        _check_replacement(attempt.c, old, new)
 
 
 def added_nodes_are_read(attempt: Attempt) -> None:
@@ -729,13 +718,8 @@ def _subclasses(
 
 def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
     """Split the rules into runs of built-in ones, rewritten together, and users' rules alone."""
-    segments: list[tuple[Rule, ...]] = []
-    for rule in order:
-        if rule in RULES and segments and segments[-1][0] in RULES:
-            segments[-1] = (*segments[-1], rule)
-        else:
-            segments.append((rule,))
-    return segments
+    alike = itertools.groupby(order, lambda rule: "built in" if rule in RULES else rule.name)
+    return [tuple(rules) for _, rules in alike]
 
 
 Child = tuple[str, fx.GraphModule, list[Any] | None, dict[str, str]]

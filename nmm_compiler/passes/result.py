@@ -245,7 +245,7 @@ def _what(node: fx.Node) -> str:
     return f"{name}{shape}" + (f"  in {where}" if where else "")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RuleCount:
     """What became of the places of a rule of the user.
 
@@ -254,15 +254,9 @@ class RuleCount:
     """
 
     rule: str
-    matched: int = 0
-    refused: int = 0
-    nearest: tuple[int, str] = (0, "")
-
-    def add(self, other: RuleCount) -> None:
-        """Add what became of the rule's places in another graph."""
-        self.matched += other.matched
-        self.refused += other.refused
-        self.nearest = max(self.nearest, other.nearest)
+    matched: int
+    refused: int
+    nearest: tuple[int, str]
 
     def __str__(self) -> str:
         """Return one sentence for people."""
@@ -289,8 +283,8 @@ _SHOWN = 3
 class RewriteResult(Shown):
     """A rewritten graph with its matches and refusals.
 
-    graph_module is a new GraphModule that shares parameters with the original. rules: what became
-    of the places of each rule of the user, by its name.
+    graph_module is a new GraphModule that shares parameters with the original. nearest: for each
+    rule of the user the nearest place that is no match, as a `RuleCount` has it.
     """
 
     graph_module: fx.GraphModule
@@ -300,7 +294,7 @@ class RewriteResult(Shown):
     original: Any = None
     transposes_before: int = 0
     transposes_after: int = 0
-    rules: dict[str, RuleCount] = field(default_factory=dict)
+    nearest: dict[str, tuple[int, str]] = field(default_factory=dict)
     target: str = "trn2"
 
     def check(self, *inputs: Any, **keywords: Any) -> float:
@@ -318,8 +312,21 @@ class RewriteResult(Shown):
         self.opportunities += part.opportunities
         self.transposes_before += part.transposes_before
         self.transposes_after += part.transposes_after
-        for name, count in part.rules.items():
-            self.rules.setdefault(name, RuleCount(name)).add(count)
+        for name, near in part.nearest.items():
+            self.nearest[name] = max(near, self.nearest.get(name, near))
+
+    @property
+    def rules(self) -> dict[str, RuleCount]:
+        """Return what became of the places of each rule of the user, by its name."""
+        return {
+            name: RuleCount(
+                name,
+                sum(match.rule == name for match in self.matches),
+                sum(one.rule == name for one in self.declined),
+                near,
+            )
+            for name, near in self.nearest.items()
+        }
 
     @property
     def chains(self) -> int:
