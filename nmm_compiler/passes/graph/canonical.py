@@ -10,7 +10,6 @@ values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.effects import Effects
-from nmm_compiler.passes.graph.torch_names import Call
 from nmm_compiler.passes.graph.views import Dims, Size
 from nmm_compiler.targets import Target
 
@@ -238,7 +236,6 @@ _SPLITS = ("getitem", "slice", "split", "split_with_sizes", "chunk", "narrow")
 View = tuple[Key, Dims]
 Result = Form | View | None
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
-Handler = Callable[["Canonical", Call], Result]
 
 
 class Canonical:

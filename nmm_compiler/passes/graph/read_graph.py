@@ -31,10 +31,9 @@ from nmm_compiler.passes.graph.canonical import (
     Virtual,
 )
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of
-from nmm_compiler.passes.graph.read_operations import TABLE, read_module
+from nmm_compiler.passes.graph.read_operations import Call, read_call, read_module
 from nmm_compiler.passes.graph.spelled_out import SpelledOut, norm_around
 from nmm_compiler.passes.graph.torch_names import (
-    Call,
     changes_gradient,
     is_inplace_name,
     target_name,
@@ -191,10 +190,9 @@ def _read(c: Canonical, spelled: SpelledOut, node: fx.Node) -> Result:
     name = target_name(node) if node.op != "output" else None
     if name is None:
         return None
-    handler = TABLE.get(name)
     result: Result = spelled.visit(node, name)
-    if result is None and handler is not None:
-        result = handler(c, Call(node, name))
+    if result is None:
+        result = read_call(c, Call(node, name), node.args, node.kwargs)
     if result is None and not is_inplace_name(name):
         result = _by_strides(c, node)
     if not isinstance(result, tuple):

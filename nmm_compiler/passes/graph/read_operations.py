@@ -1,8 +1,9 @@
 """The table: canonical name of an operation -> how to read it as a form or a view.
 
-A handler gets the graph read so far and the bound call. It returns a form, (source, dims) when the
-call only rearranges its source, or None when this use of the operation is not understood.
-`read_module` reads the modules that `symbolic_trace` leaves as calls.
+A handler gets the graph read so far, the call, and those arguments that it has parameters for
+(`ALIASES` has torch's other names of these). It returns a form, (source, dims) when the call only
+rearranges its source, or None when this use of the operation is not understood. `read_module` reads
+the modules that `symbolic_trace` leaves as calls.
 
 Every spelling of a contraction becomes labelled products of two operands, as an einsum says it.
 Labels are integers, one per dimension: those of "..." count from the right, which is how
@@ -23,10 +24,11 @@ tensor again, are rearrangements that rearrange nothing. Every other one moves d
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -42,7 +44,6 @@ from nmm_compiler.passes.graph.canonical import (
     Concatenation,
     DeviceSum,
     Diagonal,
-    Handler,
     Key,
     Norm,
     Part,
@@ -55,8 +56,49 @@ from nmm_compiler.passes.graph.canonical import (
     owner_of,
 )
 from nmm_compiler.passes.graph.effects import upstream
-from nmm_compiler.passes.graph.torch_names import Call, target_name
+from nmm_compiler.passes.graph.torch_names import target_name
 from nmm_compiler.passes.graph.views import Dim, Size, identity
+
+
+class Call(NamedTuple):
+    """A node that calls an operation, and the canonical name of the operation."""
+
+    node: fx.Node
+    name: str
+
+
+Handler = Callable[..., Result]
+# What parameters of torch are called here, where a handler has none of the same name.
+ALIASES = {
+    **dict.fromkeys(("input", "self", "a", "x", "local_tensor"), "source"),
+    **dict.fromkeys(("weight", "b", "mat2", "batch2", "vec", "tensor"), "other"),
+    **dict.fromkeys(("batch1", "mat"), "mat1"),
+    **dict.fromkeys(("min", "threshold"), "low"),
+    **dict.fromkeys(("max", "value"), "high"),
+    "axis": "dim", "key": "index", "train": "training", "dims_self": "dims", "offset": "diagonal",
+    "tensors": "operands", "matrices": "tensors",
+}  # fmt: skip
+
+
+def read_call(c: Canonical, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
+    """Return what a call is; None for an operation, or a use of it, that no handler understands."""
+    handler = TABLE.get(call.name)
+    if handler is None:
+        return None
+    names = _parameters(handler)
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        own = name if name in names else ALIASES.get(name)
+        if own in names:
+            given.setdefault(own, value)
+    return handler(c, call, **given)
+
+
+@functools.cache
+def _parameters(handler: Handler) -> tuple[str, ...]:
+    """Return the names of what a handler reads of a call."""
+    return tuple(inspect.signature(handler).parameters)[2:]
+
 
 LARGEST_ELEMENTS = 1 << 26  # of a value that is computed to be read: 8192 queries and keys
 # Functions of their arguments alone: nothing random, nothing that writes, no memory as it is.
@@ -132,35 +174,30 @@ def local_part(value: Any) -> Any:
     return value._local_tensor if is_distributed(value) else value
 
 
-def _redistribute(c: Canonical, call: Call) -> Result:
-    return _unchanged(c, call.get(0, "self"), call.node)
-
-
-def _from_local(c: Canonical, call: Call) -> Result:
+def _from_local(c: Canonical, call: Call, source: Any = None) -> Result:
     """Read a local tensor as the DTensor that it is a part of, unless gradients may change."""
-    local = call.get(0, "local_tensor")
-    if not isinstance(local, fx.Node) or target_name(local) != "to_local":
+    if not isinstance(source, fx.Node) or target_name(source) != "to_local":
         return None
-    if any(call.kwargs.get(name) for name in ("grad_placements", "run_check")):
+    if any(call.node.kwargs.get(name) for name in ("grad_placements", "run_check")):
         return None
-    result = _unchanged(c, Call(local, "to_local").get(0, "self"), call.node)
+    result = _redistribute(c, call, source.all_input_nodes[0])
     if not isinstance(result, tuple):
         return None
-    c.helpers[call.node] = frozenset((local,))
+    c.helpers[call.node] = frozenset((source,))
     return result
 
 
-def _unchanged(c: Canonical, source: Any, node: fx.Node) -> Result:
+def _redistribute(c: Canonical, call: Call, source: Any = None) -> Result:
     """Read a node as its source where both are one tensor, cut in one way over one mesh; as the sum
     over its devices where that is what each of them gets."""
     if not isinstance(source, fx.Node):
         return None
-    old, new = c.tensor(source), c.tensor(node)
+    old, new = c.tensor(source), c.tensor(call.node)
     if not is_distributed(old) or not is_distributed(new):
         return None
     before, after = old._spec, new._spec  # type: ignore[union-attr]
     shape = c.shape(source)
-    if shape is None or shape != c.shape(node) or before.mesh != after.mesh:
+    if shape is None or shape != c.shape(call.node) or before.mesh != after.mesh:
         return None
     if before.placements == after.placements:
         return source, views.identity(shape)
@@ -189,15 +226,14 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _of_one(read: Callable[[Canonical, Call, fx.Node], Result], kept: bool = False) -> Handler:
+def _of_one(read: Handler, kept: bool = False) -> Handler:
     """Return the handler of a function of one tensor; kept: which the result is like."""
 
     @functools.wraps(read)
-    def handler(c: Canonical, call: Call) -> Result:
-        source = call.get(0, "input", "self", "a", "x")
+    def handler(c: Canonical, call: Call, source: Any = None, **given: Any) -> Result:
         if not isinstance(source, fx.Node) or c.shape(source) is None:
             return None
-        return None if kept and not _kept(c, source, call.node) else read(c, call, source)
+        return None if kept and not _kept(c, source, call.node) else read(c, call, source, **given)
 
     return handler
 
@@ -205,13 +241,15 @@ def _of_one(read: Callable[[Canonical, Call, fx.Node], Result], kept: bool = Fal
 _of_kept = functools.partial(_of_one, kept=True)
 
 
-def _of_two(read: Callable[[Canonical, Call, Key, Key], Result]) -> Handler:
+def _of_two(read: Handler) -> Handler:
     """Return the handler of a function of two tensors."""
 
     @functools.wraps(read)
-    def handler(c: Canonical, call: Call) -> Result:
-        a, b = call.get(0, "input", "self", "a"), call.get(1, "weight", "other", "b")
-        return read(c, call, a, b) if _is_tensor(c, a) and _is_tensor(c, b) else None
+    def handler(
+        c: Canonical, call: Call, source: Any = None, other: Any = None, **given: Any
+    ) -> Result:
+        tensors = _is_tensor(c, source) and _is_tensor(c, other)
+        return read(c, call, source, other, **given) if tensors else None
 
     return handler
 
@@ -235,15 +273,14 @@ def _contract(c: Canonical, a: Any, b: Any) -> Product | None:
     return _product(a, b, matmul_labels(len(c.sizes(a)), len(c.sizes(b))))
 
 
-def _matmul(c: Canonical, call: Call) -> Result:
-    a = call.get(0, "input", "self", "mat")
-    return _contract(c, a, call.get(1, "other", "mat2", "vec", "tensor"))
+def _matmul(c: Canonical, call: Call, source: Any = None, other: Any = None) -> Result:
+    return _contract(c, source, other)
 
 
 @_of_two
-def _linear(c: Canonical, call: Call, x: Key, w: Key) -> Result:
-    labels = einsum_labels("...k,nk->...n", (len(c.sizes(x)), len(c.sizes(w))))
-    return with_addend(c, call.node, _product(x, w, labels), call.get(2, "bias"))
+def _linear(c: Canonical, call: Call, source: Key, other: Key, bias: Any = None) -> Result:
+    labels = einsum_labels("...k,nk->...n", (len(c.sizes(source)), len(c.sizes(other))))
+    return with_addend(c, call.node, _product(source, other, labels), bias)
 
 
 def with_addend(
@@ -265,17 +302,21 @@ def with_addend(
     return Add(value, 0.0 if addend is None else addend, float(alpha), float(beta))
 
 
-def _addmm(c: Canonical, call: Call) -> Result:
-    addend = call.get(0, "input", "self")
-    a = call.get(1, "mat1", "batch1", "mat")
-    b = call.get(2, "mat2", "batch2", "vec")
-    inner = _contract(c, a, b)
+def _addmm(
+    c: Canonical,
+    call: Call,
+    source: Any = None,
+    mat1: Any = None,
+    other: Any = None,
+    beta: Any = 1,
+    alpha: Any = 1,
+) -> Result:
+    inner = _contract(c, mat1, other)
     # torch also has the deprecated addmm(beta, input, alpha, mat1, mat2), which is not read.
-    beta, alpha = call.get(3, "beta", default=1), call.get(4, "alpha", default=1)
-    if inner is None or not _is_tensor(c, addend) or not _number(beta) or not _number(alpha):
+    if inner is None or not _is_tensor(c, source) or not _number(beta) or not _number(alpha):
         return None
     # PyTorch does not read the addend where beta is 0: it may hold NaN.
-    return with_addend(c, call.node, inner, addend if beta else None, alpha, beta)
+    return with_addend(c, call.node, inner, source if beta else None, alpha, beta)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -310,16 +351,12 @@ def einsum_labels(equation: str, ranks: tuple[int, ...]) -> Labels | None:
     return operands, (*ellipsis, *once)
 
 
-def _einsum(c: Canonical, call: Call) -> Result:
-    equation = call.get(0, "equation")
-    given = call.get(1, "operands", "tensors")
-    operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args[1:]]
-    if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in operands):
+def _einsum(c: Canonical, call: Call, equation: Any = None, operands: Any = None) -> Result:
+    given: Any = operands if isinstance(operands, (tuple, list)) else call.node.args[1:]
+    if not isinstance(equation, str) or not all(_is_tensor(c, o) for o in given):
         return None
-    read = einsum_labels(equation, tuple(len(c.sizes(o)) for o in operands))
-    if read is None or len(operands) < 2:
-        return None
-    return chain(c, call.node, operands, *read)
+    read = einsum_labels(equation, tuple(len(c.sizes(o)) for o in given))
+    return None if read is None or len(given) < 2 else chain(c, call.node, [*given], *read)
 
 
 def chain(
@@ -370,32 +407,28 @@ def chain(
     return None
 
 
-def _multi_dot(c: Canonical, call: Call) -> Result:
-    given = call.get(0, "tensors", "matrices")
-    operands: list[Any] = list(given) if isinstance(given, (tuple, list)) else [*call.args]
-    matrices = all(_is_tensor(c, one) and len(c.sizes(one)) == 2 for one in operands)
-    if len(operands) < 2 or not matrices:
+def _multi_dot(c: Canonical, call: Call, tensors: Any = None) -> Result:
+    given: Any = tensors if isinstance(tensors, (tuple, list)) else call.node.args
+    count = len(given)
+    if count < 2 or not all(_is_tensor(c, one) and len(c.sizes(one)) == 2 for one in given):
         return None
-    count = len(operands)
-    return chain(c, call.node, operands, [(i, i + 1) for i in range(count)], (0, count))
+    return chain(c, call.node, [*given], [(i, i + 1) for i in range(count)], (0, count))
 
 
 @_of_two
-def _tensordot(c: Canonical, call: Call, a: Key, b: Key) -> Result:
-    rank_a, rank_b = len(c.sizes(a)), len(c.sizes(b))
-    dims: Any = call.get(2, "dims", "dims_self", default=2)
-    if call.get(3, "dims_other") is not None:
-        dims = (dims, call.get(3, "dims_other"))
+def _tensordot(
+    c: Canonical, call: Call, source: Key, other: Key, dims: Any = 2, dims_other: Any = None
+) -> Result:
+    ranks = len(c.sizes(source)), len(c.sizes(other))
+    if dims_other is not None:
+        dims = (dims, dims_other)
     if isinstance(dims, int):
-        pairs = [(rank_a - dims + i, i) for i in range(dims)]
-    elif isinstance(dims, (tuple, list)) and len(dims) == 2:
-        first, second = dims
-        if not isinstance(first, (tuple, list)) or not isinstance(second, (tuple, list)):
-            return None
-        pairs = [(p % rank_a, q % rank_b) for p, q in zip(first, second, strict=True)]
-    else:
+        dims = [range(-dims, 0), range(dims)]
+    lists = isinstance(dims, (tuple, list)) and len(dims) == 2
+    if not lists or not all(isinstance(one, (tuple, list, range)) and len(one) for one in dims):
         return None
-    return _dot(a, b, rank_a, rank_b, pairs) if pairs else None
+    pairs = [(p % ranks[0], q % ranks[1]) for p, q in zip(*dims, strict=True)]
+    return _dot(source, other, *ranks, pairs)
 
 
 def _dot(a: Key, b: Key, rank_a: int, rank_b: int, pairs: list[tuple[int, int]]) -> Product:
@@ -414,47 +447,55 @@ def _all(value: Any, wanted: int) -> bool:
 
 
 @_of_two
-def _convolution(c: Canonical, call: Call, x: Key, w: Key) -> Result:
+def _convolution(
+    c: Canonical,
+    call: Call,
+    source: Key,
+    other: Key,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+) -> Result:
     """Read a convolution whose kernel has one element as a product over channels."""
-    padding, bias = call.get(4, "padding", default=0), call.get(2, "bias")
-    plain = _all(call.get(3, "stride", default=1), 1) and (
-        _all(padding, 0) or padding in ("same", "valid")
-    )
-    groups = call.get(6, "groups", default=1)
-    if call.name == "convolution":
-        plain = plain and not call.get(6, "transposed", default=False)
-        groups = call.get(8, "groups", default=1)
-    shape, kernel = c.sizes(x), c.sizes(w)
+    shape, kernel = c.sizes(source), c.sizes(other)
     spatial = len(kernel) - 2
-    one = spatial >= 1 and len(shape) == len(kernel) and all(s == 1 for s in kernel[2:])
-    if not plain or groups != 1 or not one:
+    if spatial < 1 or len(shape) != len(kernel) or any(size != 1 for size in kernel[2:]):
         return None
-    form = _product(x, w, einsum_labels("bk...,nk...->bn...", (len(shape), len(kernel))))
+    plain = _all(stride, 1) and (padding in ("same", "valid") or _all(padding, 0))
+    turned = call.name == "convolution" and call.node.args[6:7] != (False,)
+    if not plain or turned or shape[1] != kernel[1]:  # channels differ where they are in groups
+        return None
+    labels = einsum_labels("bk...,nk...->bn...", (len(shape), len(kernel)))
     if bias is not None:
         length = c.shape(bias)
         if length is None or len(length) != 1:
             return None
         dims: tuple[Dim, ...] = (*identity(length), *((),) * spatial)
         bias = c.viewed(call.node, "bias", bias, dims)
-    return with_addend(c, call.node, form, bias)
+    return with_addend(c, call.node, _product(source, other, labels), bias)
 
 
 @_of_two
-def _inner(c: Canonical, call: Call, a: Key, b: Key) -> Result:
-    rank_a, rank_b = len(c.sizes(a)), len(c.sizes(b))
-    whole = rank_a and rank_b
-    return _dot(a, b, rank_a, rank_b, [(rank_a - 1, rank_b - 1)]) if whole else None
+def _inner(c: Canonical, call: Call, source: Key, other: Key) -> Result:
+    ranks = len(c.sizes(source)), len(c.sizes(other))
+    return _dot(source, other, *ranks, [(ranks[0] - 1, ranks[1] - 1)]) if all(ranks) else None
 
 
-def _sum_over(c: Canonical, call: Call) -> Result:
+@_of_one
+def _sum_over(
+    c: Canonical,
+    call: Call,
+    source: fx.Node,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+) -> Result:
     """Read the sum over axes of a constant matrix times a value as their product."""
-    source, node = call.get(0, "input", "self"), call.node
-    shape = c.shape(source) if isinstance(source, fx.Node) else None
-    if shape is None or target_name(source) != "mul" or call.get(3, "dtype") is not None:
+    node, shape = call.node, c.sizes(source)
+    if target_name(source) != "mul" or dtype is not None:
         return None
     operands = source.all_input_nodes
-    given = call.get(1, "dim", "axis")
-    axes = list(given) if isinstance(given, (tuple, list)) else [given]
+    axes = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     alike = all(c.shape(o) is not None and c.dtype(o) == c.dtype(node) for o in operands)
     if len(operands) != 2 or len(source.args) != 2 or not alike:
         return None
@@ -475,7 +516,7 @@ def _sum_over(c: Canonical, call: Call) -> Result:
     out = tuple(i for i in range(len(shape)) if i not in summed)
     form = Product(operands[0], operands[1], labels[0], labels[1], out)
     c.helpers[node] = frozenset((source,))
-    if not call.get(2, "keepdim", default=False):
+    if not keepdim:
         return form
     sizes = tuple(shape[i] for i in out)
     made = c.virtual(node, "product", form, sizes)
@@ -489,17 +530,18 @@ def _is_given(c: Canonical, key: Any) -> bool:
     return c.is_constant(key) or owner_of(key) in c.derived or diagonal
 
 
-def _where(c: Canonical, call: Call) -> Result:
+def _where(
+    c: Canonical, call: Call, condition: Any = None, source: Any = None, other: Any = None
+) -> Result:
     """Read where(eye, vector over the columns, 0) as the matrix with the vector on its diagonal."""
-    mask, vector, other = (call.get(i, n) for i, n in enumerate(("condition", "input", "other")))
     shape = c.sizes(call.node)
-    if not isinstance(vector, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
+    if not isinstance(source, fx.Node) or len(shape) != 2 or shape[0] != shape[1]:
         return None
-    base, dims = c.base(vector)
+    base, dims = c.base(source)
     along = views.expand(dims, shape)
     if c.shape(base) != shape[:1] or along is None or along[1] != views.identity(shape[:1])[0]:
         return None
-    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (mask, other))
+    eye, zero = (constant_value(c, v) if isinstance(v, fx.Node) else v for v in (condition, other))
     if not isinstance(eye, torch.Tensor) or isinstance(zero, fx.Node) or not bool(zero == 0):
         return None
     return Diagonal(base) if torch.equal(eye, torch.eye(shape[0], dtype=torch.bool)) else None
@@ -551,13 +593,12 @@ def _expand(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 
 @_of_one
-def _getitem(c: Canonical, call: Call, source: fx.Node) -> Result:
+def _getitem(c: Canonical, call: Call, source: fx.Node, index: Any = None) -> Result:
     """Indexing by full slices, None and Ellipsis only adds dimensions."""
-    index = call.get(1, "key")
     entries = list(index) if isinstance(index, tuple) else [index]
     cut = [i for i, e in enumerate(entries) if not (e is None or e is Ellipsis or e in _FULL)]
     if not cut:
-        return _regroup(c, call)
+        return _regroup(c, call, source)
     if len(cut) > 1 or None in entries or not isinstance(entries[cut[0]], slice):
         return None
     rank, after = len(c.sizes(source)), entries[cut[0] + 1 :]
@@ -570,9 +611,16 @@ _FULL = (slice(None), slice(None, None, 1), slice(0, None), slice(0, None, 1))
 
 
 @_of_one
-def _slice(c: Canonical, call: Call, source: fx.Node) -> Result:
-    ends = (call.get(2, "start"), call.get(3, "end"), call.get(4, "step"))
-    return _part(c, call, source, call.get(1, "dim", default=0), ends)
+def _slice(
+    c: Canonical,
+    call: Call,
+    source: fx.Node,
+    dim: Any = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = None,
+) -> Result:
+    return _part(c, call, source, dim, (start, end, step))
 
 
 def _part(c: Canonical, call: Call, source: fx.Node, axis: Any, ends: tuple[Any, ...]) -> Result:
@@ -589,30 +637,30 @@ def _part(c: Canonical, call: Call, source: fx.Node, axis: Any, ends: tuple[Any,
     return Part(call.name, (source,), axis % len(shape), start, stop)
 
 
-def _concatenate(c: Canonical, call: Call) -> Result:
-    parts, axis = call.get(0, "tensors"), call.get(1, "dim", "axis", default=0)
-    if not isinstance(parts, (tuple, list)) or not isinstance(axis, int):
+def _concatenate(c: Canonical, call: Call, tensors: Any = None, dim: Any = 0) -> Result:
+    if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
         return None
-    return Concatenation(call.name, tuple(parts), axis % max(len(c.sizes(call.node)), 1))
+    return Concatenation(call.name, tuple(tensors), dim % max(len(c.sizes(call.node)), 1))
 
 
 @_of_one
-def _repeat(c: Canonical, call: Call, source: fx.Node) -> Result:
+def _repeat(
+    c: Canonical, call: Call, source: fx.Node, repeats: Any = None, dim: Any = None
+) -> Result:
     """Read repeat_interleave: each element of an axis several times."""
-    times, axis = call.get(1, "repeats"), call.get(2, "dim")
-    if not isinstance(times, int) or not isinstance(axis, int):
+    if not isinstance(repeats, int) or not isinstance(dim, int):
         return None
     dims = list(_same(c, source)[1])
-    dims[axis] = (*dims[axis], views.Atom(views.BROADCAST, times, 0))
+    dims[dim] = (*dims[dim], views.Atom(views.BROADCAST, repeats, 0))
     return source, tuple(dims)
 
 
 @_of_one
-def _softmax(c: Canonical, call: Call, source: fx.Node) -> Result:
-    axis, rank = call.get(1, "dim"), len(c.sizes(call.node))
-    last = isinstance(axis, int) and axis in (-1, rank - 1)
+def _softmax(c: Canonical, call: Call, source: fx.Node, dim: Any = None) -> Result:
+    if not isinstance(dim, int) or dim not in (-1, len(c.sizes(call.node)) - 1):
+        return None
     kind = AlongLast if "log" in call.name else Softmax
-    return kind(call.name, (source,)) if last else None
+    return kind(call.name, (source,))
 
 
 # -- copies, casts, and what does nothing -----------------------------------------------------
@@ -623,8 +671,8 @@ def _identity(c: Canonical, call: Call, source: fx.Node) -> Result:
     return _same(c, source) if c.shape(source) == c.shape(call.node) else None
 
 
-def _detach(c: Canonical, call: Call) -> Result:
-    return None if c.trains else _identity(c, call)
+def _detach(c: Canonical, call: Call, source: Any = None) -> Result:
+    return None if c.trains else _identity(c, call, source)
 
 
 @_of_one
@@ -637,30 +685,30 @@ def _to(c: Canonical, call: Call, source: fx.Node) -> Result:
     return _same(c, source) if old.dtype == new.dtype else Cast(source, new.dtype)
 
 
-def _dropout(c: Canonical, call: Call) -> Result:
-    off = call.get(2, "training", "train", default=True) is False
-    return _identity(c, call) if off or call.get(1, "p", default=0.5) == 0 else None
+def _dropout(
+    c: Canonical, call: Call, source: Any = None, p: Any = 0.5, training: Any = True
+) -> Result:
+    return _identity(c, call, source) if training is False or p == 0 else None
 
 
 # -- pointwise ------------------------------------------------------------------------------
 
 
-def _pair(c: Canonical, call: Call) -> tuple[Key, Any, bool] | None:
+def _pair(c: Canonical, node: fx.Node, a: Any, b: Any) -> tuple[Key, Any, bool] | None:
     """Return the operand that the result is like, the other one or a number, and whether they
     changed places; None for other operands."""
-    a, b = call.get(0, "input", "self"), call.get(1, "other")
-    turned = not _is_tensor(c, a) or (_is_tensor(c, b) and c.shape(a) != c.shape(call.node))
+    turned = not _is_tensor(c, a) or (_is_tensor(c, b) and c.shape(a) != c.shape(node))
     if turned:
         a, b = b, a
-    if not _is_tensor(c, a) or not _kept(c, a, call.node):
+    if not _is_tensor(c, a) or not _kept(c, a, node):
         return None
     if _number(b):
         return a, float(b), turned
     return (a, b, turned) if _is_tensor(c, b) else None
 
 
-def _multiply(c: Canonical, call: Call) -> Result:
-    pair = _pair(c, call)
+def _multiply(c: Canonical, call: Call, source: Any = None, other: Any = None) -> Result:
+    pair = _pair(c, call.node, source, other)
     return None if pair is None else Scale(*pair[:2])
 
 
@@ -668,13 +716,13 @@ def _kept(c: Canonical, source: Key, node: fx.Node) -> bool:
     return c.dtype(source) == c.dtype(node) and c.shape(source) == c.shape(node)
 
 
-def _divide(c: Canonical, call: Call) -> Result:
-    a, b = call.get(0, "input", "self"), call.get(1, "other")
-    if call.get(2, "rounding_mode") is not None or not isinstance(a, fx.Node):
+@_of_kept
+def _divide(
+    c: Canonical, call: Call, source: fx.Node, other: Any = None, rounding_mode: Any = None
+) -> Result:
+    if rounding_mode is not None or not _number(other) or other == 0:
         return None
-    if not _number(b) or b == 0 or not _kept(c, a, call.node):
-        return None
-    return Scale(a, 1.0 / float(b))
+    return Scale(source, 1.0 / float(other))
 
 
 @_of_kept
@@ -682,22 +730,18 @@ def _negate(c: Canonical, call: Call, source: fx.Node) -> Result:
     return Scale(source, -1.0)
 
 
-def _sum(c: Canonical, call: Call, sign: float = 1.0) -> Result:
-    alpha, pair = call.get(2, "alpha", default=1), _pair(c, call)
+def _sum(c: Canonical, call: Call, source: Any = None, other: Any = None, alpha: Any = 1) -> Result:
+    pair = _pair(c, call.node, source, other)
     if pair is None or not _number(alpha):
         return None
     a, b, turned = pair
-    factors = (1.0, sign * float(alpha))
+    factors = (1.0, float(-alpha if call.name.startswith("sub") else alpha))
     return Add(a, b, *(factors[::-1] if turned else factors))
 
 
-def _subtract(c: Canonical, call: Call) -> Result:
-    return _sum(c, call, -1.0)
-
-
 @_of_kept
-def _activation(c: Canonical, call: Call, source: fx.Node) -> Result:
-    by_tanh = call.name == "gelu" and call.get(1, "approximate", default="none") == "tanh"
+def _activation(c: Canonical, call: Call, source: fx.Node, approximate: Any = "none") -> Result:
+    by_tanh = call.name == "gelu" and approximate == "tanh"
     return Activation(source, "gelu_tanh" if by_tanh else call.name)
 
 
@@ -708,9 +752,8 @@ _ACTIVATIONS = (
 
 
 @_of_kept
-def _clamp(c: Canonical, call: Call, source: fx.Node) -> Result:
+def _clamp(c: Canonical, call: Call, source: fx.Node, low: Any = None, high: Any = None) -> Result:
     """Read a clamp from below at zero, and nothing else, as relu."""
-    low, high = call.get(1, "min", "threshold"), call.get(2, "max", "value")
     if call.name == "threshold":
         high = high or None
     return Activation(source, "relu") if _number(low) and low == 0 and high is None else None
@@ -720,29 +763,42 @@ def _clamp(c: Canonical, call: Call, source: fx.Node) -> Result:
 
 
 @_of_kept
-def _norm(c: Canonical, call: Call, source: fx.Node) -> Result:
-    """Read rms_norm and layer_norm over the last dimension alone."""
-    layer, shape, dtype = (
-        call.name == "layer_norm",
-        call.get(1, "normalized_shape"),
-        c.dtype(source),
-    )
+def _layer_norm(
+    c: Canonical,
+    call: Call,
+    source: fx.Node,
+    normalized_shape: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+) -> Result:
+    """Read layer_norm, and by its name rms_norm, over the last dimension alone."""
+    dtype, shape = c.dtype(source), normalized_shape
     if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) != 1:
         return None
-    gain, bias = call.get(2, "weight"), call.get(3, "bias") if layer else None
-    eps = call.get(4 if layer else 3, "eps", default=1e-5 if layer else None)
     eps = torch.finfo(dtype).eps if eps is None else eps
-    gain, bias = (t if isinstance(t, (fx.Node, Virtual)) else None for t in (gain, bias))
-    return Norm(source, "layer" if layer else "rms", gain, bias, eps if _number(eps) else None)
+    gain, shift = (t if isinstance(t, (fx.Node, Virtual)) else None for t in (weight, bias))
+    kind = call.name.removesuffix("_norm")
+    return Norm(source, kind, gain, shift, eps if _number(eps) else None)
+
+
+def _rms_norm(
+    c: Canonical,
+    call: Call,
+    source: Any = None,
+    normalized_shape: Any = None,
+    weight: Any = None,
+    eps: Any = None,
+) -> Result:
+    return _layer_norm(c, call, source, normalized_shape=normalized_shape, weight=weight, eps=eps)
 
 
 @_of_one
-def _diagonal(c: Canonical, call: Call, source: fx.Node) -> Result:
-    plain = all(call.get(i, n, default=0) in (0, d) for i, n, d in _DIAGONAL_DEFAULTS)
-    return Diagonal(source) if plain and len(c.sizes(source)) == 1 else None
-
-
-_DIAGONAL_DEFAULTS = ((1, "diagonal", 0), (2, "dim1", -2), (3, "dim2", -1))
+def _diagonal(
+    c: Canonical, call: Call, source: fx.Node, diagonal: Any = 0, dim1: Any = -2, dim2: Any = -1
+) -> Result:
+    plain = (diagonal, dim1, dim2) in ((0, -2, -1), (0, 0, 1)) and len(c.sizes(source)) == 1
+    return Diagonal(source) if plain else None
 
 
 TABLE: dict[str, Handler] = {
@@ -779,16 +835,17 @@ TABLE: dict[str, Handler] = {
     "div": _divide,
     "neg": _negate,
     "add": _sum,
-    "sub": _subtract,
+    "sub": _sum,
     # an in-place sum reads as the sum; the rules decide whether it may be fused
     "add_": _sum,
-    "sub_": _subtract,
+    "sub_": _sum,
     **dict.fromkeys(_ACTIVATIONS, _activation),
     **dict.fromkeys(("clamp", "clamp_min", "clip", "threshold"), _clamp),
-    **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
     **dict.fromkeys(("diag", "diag_embed"), _diagonal),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matmul),
-    "__rmatmul__": lambda c, call: _contract(c, call.get(1), call.get(0)),
+    "__rmatmul__": lambda c, call, source=None, other=None: _contract(c, other, source),
     "linear": _linear,
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_"), _addmm),
     "einsum": _einsum,
@@ -829,11 +886,10 @@ def read_module(c: Canonical, node: fx.Node, module: Any) -> Result:
         return None
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return None
-    call = Call(node, _MODULES[type(module)])
     # A parametrized weight (weight_norm) is computed on access, so it is no parameter.
     held: Any = {
         name: None if value is None else c.attribute(node, name, value)
         for name, value in module._parameters.items()
     }
-    call.args, call.kwargs = (source,), {**vars(module), **held}
-    return TABLE[call.name](c, call)
+    name = _MODULES[type(module)]
+    return read_call(c, Call(node, name), (source,), {**vars(module), **held})

@@ -2,7 +2,7 @@
 
 `operator.matmul`, `torch.matmul`, `Tensor.matmul`, `aten.matmul.default` and a method call all get
 the name "matmul"; `operator.iadd` and `aten.add_.Tensor` get "add_", and `x.T` gets "T". Names are
-those of ATen where it has one. `Call` binds arguments by position or by any of their names.
+those of ATen where it has one.
 """
 
 from __future__ import annotations
@@ -139,25 +139,6 @@ def changes_gradient(node: fx.Node) -> bool:
     """Return whether a view may change gradients: `detach`, `.data`, a hook, a custom op."""
     name = target_name(node) or "::"
     return name == "detach" or "::" in name or tuple(node.args[1:2]) == ("data",)
-
-
-class Call:
-    """The arguments of a node, by position or by any name that torch gives them."""
-
-    __slots__ = ("args", "kwargs", "name", "node")
-
-    def __init__(self, node: fx.Node, name: str) -> None:
-        self.node, self.name = node, name
-        self.args, self.kwargs = node.args, node.kwargs
-
-    def get(self, position: int, *names: str, default: Any = None) -> Any:
-        """Return the argument at `position`, or the keyword of any of `names`, or the default."""
-        if 0 <= position < len(self.args):
-            return self.args[position]
-        for name in names:
-            if name in self.kwargs:
-                return self.kwargs[name]
-        return default
 
 
 @functools.lru_cache(maxsize=1024)
