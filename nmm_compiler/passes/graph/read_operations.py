@@ -319,36 +319,31 @@ def _addmm(
     return with_addend(c, call.node, inner, source if beta else None, alpha, beta)
 
 
+_TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
+
+
 @functools.lru_cache(maxsize=1024)
 def einsum_labels(equation: str, ranks: tuple[int, ...]) -> Labels | None:
     """Return labels per operand and of the result; None for traces and unknown notation."""
-    equation = equation.replace(" ", "")
-    left, arrow, right = equation.partition("->")
+    left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != len(ranks) or not re.fullmatch(r"[A-Za-z.,]*", left + right):
+    if len(terms) != len(ranks) or not all(map(_TERM.fullmatch, (*terms, right))):
         return None
-    lead = 0
-    operands: list[tuple[int, ...]] = []
-    for term, rank in zip(terms, ranks, strict=True):
-        before, dots, after = term.partition("...")
-        extra = rank - len(before) - len(after)
-        if "." in before + after or extra < 0 or (extra and not dots):
-            return None
-        lead = max(lead, extra)
-        middle = tuple(1000 + i for i in range(extra))[::-1]
-        labels = (*map(ord, before), *middle, *map(ord, after))
-        if len(set(labels)) != len(labels):
-            return None
-        operands.append(labels)
-    ellipsis = tuple(1000 + i for i in range(lead))[::-1]
-    if arrow:
-        before, dots, after = right.partition("...")
-        if lead and not dots:
-            return None
-        return operands, (*map(ord, before), *ellipsis, *map(ord, after))
-    letters = [label for labels in operands for label in labels if label < 1000]
-    once = sorted(label for label in set(letters) if letters.count(label) == 1)
-    return operands, (*ellipsis, *once)
+    pairs = [
+        (term, rank - len(term.replace("...", ""))) for term, rank in zip(terms, ranks, strict=True)
+    ]
+    if any(extra < 0 or (extra and "..." not in term) for term, extra in pairs):
+        return None
+    # A letter for each dimension that "..." is, of which the last ones line up.
+    dots = "".join(chr(1000 + i) for i in reversed(range(max(extra for _, extra in pairs))))
+    filled = [term.replace("...", dots[len(dots) - extra :]) for term, extra in pairs]
+    if not arrow:
+        letters = "".join(terms).replace(".", "")
+        right = "..." + "".join(sorted(x for x in letters if letters.count(x) == 1))
+    if any(len({*term}) < len(term) for term in filled) or (dots and "..." not in right):
+        return None
+    operands = [tuple(map(ord, term)) for term in filled]
+    return operands, tuple(map(ord, right.replace("...", dots)))
 
 
 def _einsum(c: Canonical, call: Call, equation: Any = None, operands: Any = None) -> Result:
