@@ -278,16 +278,19 @@ _NO_NODES = frozenset[fx.Node]()
 
 
 class Unifier:
-    """Compares one pattern with one graph; `nearest` is the mismatch that came furthest."""
+    """Compares one pattern with a graph, where it would end at a node.
 
-    def __init__(self, pattern: Pattern, c: Canonical) -> None:
-        self.pattern, self.p, self.c = pattern, pattern.c, c
-        self.nearest: tuple[int, str, fx.Node] | None = None
+    nearest: the mismatch that came furthest, with how many values agreed.
+    """
 
-    def at(self, node: fx.Node) -> Iterator[Found]:
-        """Yield every way in which the pattern ends at a node."""
-        for seen in self._readings(self.c.sizes(node)):
-            yield from self._value(self.pattern.root, node, seen, NOTHING)
+    def __init__(self, pattern: Pattern, c: Canonical, node: fx.Node) -> None:
+        self.pattern, self.p, self.c, self.node = pattern, pattern.c, c, node
+        self.nearest = Refusal("pattern", "", node)
+
+    def ways(self) -> Iterator[Found]:
+        """Yield every way in which the pattern ends at the node."""
+        for seen in self._readings(self.c.sizes(self.node)):
+            yield from self._value(self.pattern.root, self.node, seen, NOTHING)
 
     def _readings(self, shape: tuple[Size, ...]) -> Iterator[Dims]:
         """Yield all readings of axes as those of the pattern's result.
@@ -339,9 +342,8 @@ class Unifier:
                 yield from self._operands(way[0], agreed)
 
     def _differs(self, found: Found, at: Key, why: str) -> None:
-        agreed = len(found.values)
-        if agreed and (self.nearest is None or agreed > self.nearest[0]):
-            self.nearest = (agreed, why, owner_of(at))
+        if len(found.values) > self.nearest.agreed:
+            self.nearest = Refusal("pattern", why, at, agreed=len(found.values))
 
     def _last_is_last(self, theirs: Key, seen: Dims) -> bool:
         """Return whether the last axis of the pattern's value is that of the graph's."""
@@ -602,10 +604,10 @@ class PatternRule(Rule):
         dtype = graph.dtype(node)
         assert dtype is not None
         refusal: Refusal | None = None
-        nearest: tuple[int, str, fx.Node] | None = None
+        nearest = Refusal("pattern", "", node)
         for pattern in self._read(dtype):
-            unifier = Unifier(pattern, graph)
-            for found in unifier.at(node):
+            unifier = Unifier(pattern, graph, node)
+            for found in unifier.ways():
                 seen = found.values[pattern.root][1]
                 out_dims = tuple(seen[axis] for axis in pattern.axes if axis is not None)
                 tensors = {name: found.values[holder] for holder, name in pattern.names.items()}
@@ -616,12 +618,8 @@ class PatternRule(Rule):
                     told["dtype"] = dtype_name(dtype)
                     return Match(self.name, node, found.nodes, data=site, info=told)
                 refusal = refusal or answer
-            if unifier.nearest is not None and (nearest is None or unifier.nearest[0] > nearest[0]):
-                nearest = unifier.nearest
-        if refusal is None and nearest is not None:
-            depth, why, at = nearest
-            return Refusal("pattern", why, at, agreed=depth)
-        return refusal
+            nearest = max(nearest, unifier.nearest, key=lambda one: one.agreed)
+        return refusal or nearest
 
     def _refused(self, graph: Canonical, node: fx.Node, found: Found, site: Site) -> Refusal | None:
         """Return why a place may not be replaced."""

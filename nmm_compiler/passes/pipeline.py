@@ -115,7 +115,7 @@ class Attempt:
         if not self.built_in:
             self.result.nearest[self.rules[0].name] = search.nearest
         names = {node.name for node in search.taken}
-        declined = [d for d in search.declined if d.at not in names or d in search.kept]
+        declined = [d for d, kept in search.declined if kept or d.at not in names]
         self.result.declined += declined
         lines = (f"declined: {d}" for d in declined)
         self.findings = itertools.chain(map(str, self.matches), lines)
@@ -243,8 +243,8 @@ class _Search:
         self.c, self.path = c, path
         self.taken: set[fx.Node] = set()
         self.matches: list[Match] = []
-        self.declined: list[Declined] = []
-        self.kept: list[Declined] = []
+        # Refusals, and whether the report has them even where another rule takes the place.
+        self.declined: list[tuple[Declined, bool]] = []
         self.nearest = (0, "")
         self._nodes = list(reversed(c.graph.nodes))
         self._by_form: dict[type, list[int]] = {}
@@ -281,8 +281,8 @@ class _Search:
                     found = in_transform(node)
             if isinstance(found, Refusal):
                 if found.reason:
-                    self.declined.append(Declined.of(rule.name, found, node, self.path))
-                    self.kept += self.declined[-1:] if found.report_even_if_superseded else []
+                    declined = Declined.of(rule.name, found, node, self.path)
+                    self.declined.append((declined, found.report_even_if_superseded))
             elif not taken & self.taken:
                 self.taken |= taken
                 self.matches.append(found)

@@ -69,26 +69,20 @@ class Opportunity(Record):
 
 def could_bring(found: Iterable[Any], target: str) -> str:
     """Return the sentence for `Opportunity`s of a graph; "" where there are none to price."""
-    priced = [times for one in found if (times := _ways_at_a_rank(one, target)) is not None]
-    if not priced:
-        return ""
+    ways_of_each = (_ways_at_a_rank(one, target) for one in found)
     said = _sentence(
-        priced,
+        [times for times in ways_of_each if times is not None],
         "in the products that could be low-rank (at 80 % of their parameters)",
         could=True,
         quality="the quality is not known before calibration",
         remedy="more tokens a call, or the larger layers alone, may gain more",
     )
-    return f"{said}; {NEXT}"
+    return f"{said}; {NEXT}" if said else ""
 
 
 def calls_bring(predicted: Iterable[dict[str, Any]]) -> str:
     """Return the sentence for the calls of a graph, from their `Match.info["predicted"]`."""
-    fields = Ways.__dataclass_fields__
-    rows = ({name: one[name] for name in fields} for one in predicted if one["dense"] is not None)
-    judged = [Ways(**row) for row in rows]
-    if not judged:
-        return ""
+    judged = [Ways(**one) for one in predicted if one["dense"] is not None]
     return _sentence(
         judged,
         "in the fused calls",
@@ -98,7 +92,9 @@ def calls_bring(predicted: Iterable[dict[str, Any]]) -> str:
 
 
 def _sentence(priced: list[Ways], what: str, **said: Any) -> str:
-    """Return the headline of computations one after the other."""
+    """Return the headline of computations one after the other; "" for none."""
+    if not priced:
+        return ""
     gain = sum(times.dense or 0.0 for times in priced) / sum(times.low for times in priced)
     tokens = max(times.tokens for times in priced)
     sources = {times.source.replace("_", " ") for times in priced}

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,18 +114,15 @@ class _Run(fx.Interpreter):
         """Run a node, with noise where a match ends."""
         value = super().run_node(node)
         if node.name in self.places:
-            value = self._noisy(*self.places[node.name], value)
+            noisy = functools.partial(self._noisy, *self.places[node.name])
+            value = pytree.tree_map_only(torch.Tensor, noisy, value)
         if node.name in self.wanted:
             self.values[self.wanted[node.name]] = _copies(value)
         return value
 
-    def _noisy(self, steps: int, length: int, value: Any) -> Any:
+    def _noisy(self, steps: int, length: int, value: torch.Tensor) -> torch.Tensor:
         """Return the value with noise, in the same memory where elements do not overlap."""
-        if isinstance(value, (tuple, list)):
-            return type(value)([self._noisy(steps, length, item) for item in value])
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        finite = value[value.isfinite()]
+        finite = value[value.isfinite()] if value.is_floating_point() else value[:0]
         if not finite.numel():
             return value
         unit = steps * torch.finfo(value.dtype).eps / 2 + length * _FP32_UNIT
@@ -173,14 +172,8 @@ def _concrete(value: Any) -> Any:
 
 def _flat(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return a call's arguments, one per placeholder."""
-    holders = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
-    codegen = module.graph._codegen
-    if isinstance(codegen, fx.graph._PyTreeCodeGen):
-        parts = codegen.pytree_info.in_spec.children()
-        names = list(parts[1].context) if len(parts) == 2 and parts[1].type is dict else []
-        if set(names) == set(kwargs):
-            return pytree.tree_leaves((tuple(args), {name: kwargs[name] for name in names}))
-    return [*args, *(kwargs[name] for name in holders[len(args) :] if name in kwargs)]
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    return list(module.graph.process_inputs(*bound.args))
 
 
 def _places(matches: Sequence[Match], graph: fx.Graph) -> dict[str, tuple[int, int]]:
