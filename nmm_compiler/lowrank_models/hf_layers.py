@@ -119,7 +119,7 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
             torch.empty(shape, device="meta", dtype=weight.dtype)
             for shape in ((rank, k), (n, rank), (n, k))
         )
-        bias = None if old.bias is None else nn.Parameter(torch.empty_like(up[:, 0], device="meta"))
+        bias = None if old.bias is None else nn.Parameter(torch.empty_like(dense[:, 0]))
         named = saved.bases.get(saved_name)
         few = None if named is None else QuantizedLinear.of(dense, named)
         layer = make_layer(down, up, bias, few, saved.formats.get(saved_name))

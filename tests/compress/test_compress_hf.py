@@ -89,6 +89,7 @@ FORMATS = [
         *((name, torch.float32, PLAIN) for name in ("qwen3", "gpt2", "bert", "t5")),
         *(("llama", torch.bfloat16, one) for one in FORMATS),
         ("llama", torch.float32, FORMATS[2]),
+        ("gpt2", torch.float32, FORMATS[3]),  # its linears have a bias
     ],
     ids=str,
 )
