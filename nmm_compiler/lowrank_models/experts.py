@@ -13,7 +13,7 @@ which the tokens that did not choose an expert are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -69,10 +69,9 @@ class SplitExperts(nn.Module):
 class StackedFactors(nn.Module):
     """The factors of all experts: down [experts, r, k] and up [experts, n, r]."""
 
-    def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
+    def __init__(self, down: torch.Tensor, up: torch.Tensor, trains: bool) -> None:
         super().__init__()
-        self.down = nn.Parameter(down, down.requires_grad)
-        self.up = nn.Parameter(up, up.requires_grad)
+        self.down, self.up = nn.Parameter(down, trains), nn.Parameter(up, trains)
 
     @property
     def rank(self) -> int:
@@ -186,12 +185,8 @@ def install(
         values = _filled(outputs(values), 2, 16 * FORMATS[base.format].bits)
         base = StackedBase(values, _filled(outputs(scale), 2, 4), base.format)
         if factors is not None:
-            down, up = (part.detach() for part in (factors.down, factors.up))
-            down = down if halved else _filled(down, 2, 128)
-            factors = StackedFactors(
-                down.requires_grad_(factors.down.requires_grad),
-                outputs(up).requires_grad_(factors.up.requires_grad),
-            )
+            down = factors.down if halved else _filled(factors.down, 2, 128)
+            factors = StackedFactors(down, outputs(factors.up), factors.down.requires_grad)
     if base is not None:
         layer.add_module(name.replace("_proj", "_base"), base)
     if factors is not None:
@@ -205,54 +200,12 @@ def _filled(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
     return functional.pad(tensor, zeros).contiguous()
 
 
-def install_empty(layer: nn.Module, name: str, rank: int, format: str | None) -> None:
-    """Give a layer of experts factors, or a base, without values, for weights to be loaded to."""
-    weight = getattr(layer, name)
-    transposed = getattr(layer, "dense_transposed", cast(Any, layer).is_transposed)
-    experts, n, k = weight.mT.shape if transposed else weight.shape
-    where = {"device": weight.device, "dtype": weight.dtype}
-    factors = base = None
-    if rank:
-        down, up = torch.empty(experts, rank, k, **where), torch.empty(experts, n, rank, **where)
-        factors = StackedFactors(down, up)
-    if format is not None:
-        one = QuantizedLinear(k, n, False, format, device="meta", dtype=weight.dtype)
-        values, scale = (
-            torch.zeros(experts, *part.shape, device=weight.device, dtype=part.dtype)
-            for part in (cast(torch.Tensor, one.values), one.scale)
-        )
-        base = StackedBase(values, scale, one.format)
-    install(layer, name, factors, base)
-
-
-def compressed_stacks(model: nn.Module) -> Iterator[tuple[str, StackedFactors | None, Any]]:
-    """Yield (name of the stacked weight, its factors, its base) of compressed experts."""
-    for name, module in model.named_modules():
-        for weight in _PROJECTIONS if isinstance(module, CompressedExperts) else ():
-            factors, base, _ = _parts(module, weight)
-            if factors is not None or base is not None:
-                yield f"{name}.{weight}", factors, base
-
-
-def expert_ranks(model: nn.Module) -> dict[str, int]:
-    """Return {name of the stacked weight: rank} of compressed experts, 0 for a base alone."""
-    return {name: low.rank if low else 0 for name, low, _ in compressed_stacks(model)}
-
-
-def expert_bases(model: nn.Module) -> dict[str, str]:
-    """Return {name of the stacked weight: format} of compressed experts that have a base."""
-    return {name: base.format for name, _, base in compressed_stacks(model) if base is not None}
-
-
-def stacked_home(model_modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-    """Return the layer of experts that a stacked weight's name is of, or None."""
-    home, _, weight = name.rpartition(".")
-    module = model_modules.get(home)
-    if module is None or weight not in _PROJECTIONS:
-        return None
-    # the other one has its factors, or its base
-    half = isinstance(module, CompressedExperts) and hasattr(module, weight)
-    return module if half or is_stacked(module) else None
+def compressed_stacks(layer: nn.Module) -> Iterator[tuple[str, StackedFactors | None, Any]]:
+    """Yield (name of the stacked weight, its factors, its base) of a layer of experts."""
+    for weight in _PROJECTIONS if isinstance(layer, CompressedExperts) else ():
+        factors, base, _ = _parts(layer, weight)
+        if factors is not None or base is not None:
+            yield weight, factors, base
 
 
 def _parts(layer: nn.Module, weight: str) -> tuple[Any, Any, Any]:
@@ -402,12 +355,12 @@ def _stacked(layers: nn.ModuleList) -> tuple[StackedFactors | None, StackedBase 
         base = StackedBase(values, scale, bases[0].format)
     low = [one for one in layers if isinstance(one, LowRankLinear)]
     if low:
-        rank, wants = max(one.rank for one in low), low[0].up.weight.requires_grad
+        rank = max(one.rank for one in low)
         down, up = (
             torch.stack([_filled(part.detach(), dim, rank) for part in parts])
             for dim, parts in (
                 (0, [one.down.weight for one in low]), (1, [one.up.weight for one in low])
             )
         )  # fmt: skip
-        factors = StackedFactors(down.requires_grad_(wants), up.requires_grad_(wants))
+        factors = StackedFactors(down, up, low[0].up.weight.requires_grad)
     return factors, base

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nmm_compiler.errors import FileError, MissingPackageError, OptionTypeError, OutputError
-from nmm_compiler.lowrank_models.experts import expert_ranks
+from nmm_compiler.lowrank_models.experts import CompressedExperts
 from nmm_compiler.lowrank_models.hf_layers import METHOD, SavedLayers
 from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.outputs import replace_directory
@@ -174,7 +174,7 @@ def save(
         model.save_pretrained(staging, **more)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        if not expert_ranks(model):
+        if not any(isinstance(module, CompressedExperts) for module in model.modules()):
             _add_code(model, staging)
         for name, text in (files or {}).items():
             (staging / name).write_text(text, encoding="utf-8")

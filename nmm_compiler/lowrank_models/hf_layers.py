@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,25 +15,34 @@ import torch
 from torch import nn
 
 from nmm_compiler.errors import FileError
-from nmm_compiler.lowrank_models.experts import (
-    compressed_stacks,
-    expert_bases,
-    expert_ranks,
-    install_empty,
-    stacked_home,
-)
-from nmm_compiler.lowrank_models.modules import lowrank_layers, put, sizes_of
+from nmm_compiler.lowrank_models import experts
+from nmm_compiler.lowrank_models.modules import LowRankLinear, put, sizes_of
 from nmm_compiler.lowrank_models.quantize import (
     FORMATS,
     QuantizedLinear,
     format_of,
     make_layer,
-    quantized_layers,
 )
 
 METHOD = "nmm_lowrank"
 # No matrix of a model is this wide; more is a damaged file.
 _LARGEST_RANK = 1 << 24
+
+
+def compressed(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each layer, and each stack of experts, that has factors, few bits, or both.
+
+    That is (name, what has the factors, the base), None for what it has not.
+    """
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LowRankLinear):
+            inside.update(module.children())
+            yield name, module, module.base
+        elif isinstance(module, QuantizedLinear) and module not in inside:
+            yield name, None, module
+        for weight, factors, base in experts.compressed_stacks(module):
+            yield f"{name}.{weight}", factors, base
 
 
 @dataclass(frozen=True)
@@ -51,15 +60,13 @@ class SavedLayers:
     @classmethod
     def of(cls, model: nn.Module) -> SavedLayers:
         """Return what a model has."""
-        low, alone = lowrank_layers(model), quantized_layers(model)
-        ranks = {name: layer.rank for name, layer in low.items()}
-        formats = {name: format_of(layer.down) for name, layer in low.items()}
-        bases = {name: format_of(layer.base) for name, layer in low.items()}
-        bases |= {name: layer.format for name, layer in alone.items()} | expert_bases(model)
-        return cls(
-            ranks | dict.fromkeys(alone, 0) | expert_ranks(model),
-            *({n: kind for n, kind in one.items() if kind is not None} for one in (formats, bases)),
-        )
+        saved = cls({}, {}, {})
+        for name, factors, base in compressed(model):
+            saved.ranks[name] = 0 if factors is None else factors.rank
+            formats = (format_of(getattr(factors, "down", None)), format_of(base))
+            for held, kind in zip((saved.formats, saved.bases), formats, strict=True):
+                held.update({} if kind is None else {name: kind})
+        return saved
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SavedLayers:
@@ -94,6 +101,7 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
 
     Returns their names in this model. Raises FileError for a name that is no linear of the model.
     """
+    experts.split(model)
     modules = dict(model.named_modules())
     base = getattr(model, "base_model_prefix", "")
     headless = getattr(model, "base_model", None) is model
@@ -102,29 +110,33 @@ def prepare(model: nn.Module, saved: SavedLayers) -> tuple[str, ...]:
         # A base model loaded from a checkpoint with a head: layers of the head have no place here.
         found = {s: n for s, n in found.items() if n or s.startswith(f"{base}.")}
     for saved_name, name in found.items():
-        rank = saved.ranks[saved_name]
-        home = None if name is None else stacked_home(modules, name)
-        if home is not None:
-            form = saved.bases.get(saved_name)
-            install_empty(home, str(name).rpartition(".")[2], rank, form)
-            continue
-        old: Any = None if name is None else modules.get(name)
-        if name is None or not sizes_of(old):
-            raise FileError(
-                f"the saved config gives rank {rank} to {saved_name!r}, which is no linear layer "
-                f"of {type(model).__name__}; load it into the architecture it was saved from"
-            )
-        weight, (n, k) = old.weight, sizes_of(old)
-        down, up, dense = (
-            torch.empty(shape, device="meta", dtype=weight.dtype)
-            for shape in ((rank, k), (n, rank), (n, k))
-        )
-        bias = None if old.bias is None else nn.Parameter(torch.empty_like(dense[:, 0]))
-        named = saved.bases.get(saved_name)
-        few = None if named is None else QuantizedLinear.of(dense, named)
-        layer = make_layer(down, up, bias, few, saved.formats.get(saved_name))
-        put(model, [name], layer if weight.is_meta else layer.to_empty(device=weight.device))
+        stack = modules.get(str(name))
+        each = len(stack) if isinstance(stack, nn.ModuleList) else 0
+        for place in [f"{name}.{i}" for i in range(each)] or [str(name)]:
+            old = modules.get(place)
+            if not sizes_of(old):
+                raise FileError(
+                    f"the saved config gives rank {saved.ranks[saved_name]} to {saved_name!r}, "
+                    f"which is no linear layer of {type(model).__name__}; load it into the "
+                    "architecture it was saved from"
+                )
+            put(model, [place], _empty(old, saved, saved_name))
+    experts.join(model)
     return tuple(name for name in found.values() if name is not None)
+
+
+def _empty(old: Any, saved: SavedLayers, name: str) -> nn.Module:
+    """Return what is saved in the place of a linear, without values, on its device."""
+    weight, (n, k), rank = old.weight, sizes_of(old), saved.ranks[name]
+    down, up, dense = (
+        torch.empty(shape, device="meta", dtype=weight.dtype)
+        for shape in ((rank, k), (n, rank), (n, k))
+    )
+    bias = None if old.bias is None else nn.Parameter(torch.empty_like(dense[:, 0]))
+    named = saved.bases.get(name)
+    few = None if named is None else QuantizedLinear.of(dense, named)
+    layer = make_layer(down, up, bias, few, saved.formats.get(name))
+    return layer if weight.is_meta else layer.to_empty(device=weight.device)
 
 
 def ignore_guards(model: Any, names: Sequence[str]) -> None:
@@ -138,10 +150,12 @@ def guarded(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict with a guard per low-rank layer, and per stack of experts."""
     state: dict[str, torch.Tensor] = dict(model.state_dict())
     dtype = getattr(model, "dtype", torch.float32)
-    layers = (*lowrank_layers(model), *quantized_layers(model))
-    guards = {f"{name}.weight": torch.zeros(1, dtype=dtype) for name in layers}
-    # Of a stack [experts, n, k] with one expert, which transformers may store as two matrices.
-    guards |= {name: torch.zeros(1, 2, 1) for name in expert_ranks(model)}
+    guards: dict[str, torch.Tensor] = {}
+    for name, factors, base in compressed(model):
+        if isinstance(factors, LowRankLinear) or isinstance(base, QuantizedLinear):
+            guards[f"{name}.weight"] = torch.zeros(1, dtype=dtype)
+        else:  # [experts, n, k] with one expert, which transformers may store as two matrices
+            guards[name] = torch.zeros(1, 2, 1)
     return state | {name: guard for name, guard in guards.items() if _is_stored(model, name, guard)}
 
 
@@ -165,9 +179,8 @@ def check_loaded(model: nn.Module) -> None:
     """
     if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
         return
-    layers: dict[str, nn.Module] = {**lowrank_layers(model), **quantized_layers(model)}
-    for name, *parts in compressed_stacks(model):
-        layers |= {f"{name} ({type(part).__name__})": part for part in parts if part is not None}
+    kinds = (LowRankLinear, QuantizedLinear, experts.StackedFactors, experts.StackedBase)
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
     for name, layer in layers.items():
         for key, tensor in layer.state_dict(keep_vars=True).items():
             if tensor.is_meta:
@@ -192,8 +205,7 @@ def _shape(tensor: torch.Tensor) -> str:
 def _find(name: str, modules: Mapping[str, nn.Module], base: str) -> str | None:
     """Return a saved name as this model has it: with or without the base model's prefix."""
     forms = [name, f"{base}.{name}", name.removeprefix(f"{base}.")]
-    known = (form for form in forms if form in modules or stacked_home(modules, form))
-    return next(known, None)
+    return next((form for form in forms if form in modules), None)
 
 
 def call_unquantized(model: Any) -> None:

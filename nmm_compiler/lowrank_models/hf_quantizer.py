@@ -15,8 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nmm_compiler.lowrank_models import hf_layers
-from nmm_compiler.lowrank_models.modules import lowrank_layers, put
-from nmm_compiler.lowrank_models.quantize import quantized_layers
+from nmm_compiler.lowrank_models.modules import LowRankLinear, put
+from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 
 
 class LowRankConfig(QuantizationConfigMixin):
@@ -57,8 +57,10 @@ class LowRankQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
-        for name, layer in (lowrank_layers(model) | quantized_layers(model)).items():
-            put(model, [name], layer.merge())
+        for name, factors, base in list(hf_layers.compressed(model)):
+            layer = base if factors is None else factors
+            if isinstance(layer, (LowRankLinear, QuantizedLinear)):
+                put(model, [name], layer.merge())
         return model
 
 

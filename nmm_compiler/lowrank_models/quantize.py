@@ -244,17 +244,6 @@ def make_layer(
     return layer
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return the quantized layers of a model that have no branch, by name."""
-    low = [m for m in model.modules() if isinstance(m, LowRankLinear)]
-    inside = {id(part) for layer in low for part in layer.children()}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLinear) and id(module) not in inside
-    }
-
-
 def format_of(linear: nn.Module | None) -> str | None:
     """Return the format of a factor or a base, None for floats."""
     return getattr(linear, "format", None)

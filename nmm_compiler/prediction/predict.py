@@ -20,9 +20,9 @@ from nmm_compiler.errors import ModelError, OptionTypeError, UnknownNameError
 from nmm_compiler.kernels.base import CORES, item_bytes
 from nmm_compiler.kernels.tiling import tiles
 from nmm_compiler.lowrank_models.apply import compress, count_parameters
-from nmm_compiler.lowrank_models.experts import StackedBase, expert_ranks
+from nmm_compiler.lowrank_models.experts import StackedBase
+from nmm_compiler.lowrank_models.hf_layers import SavedLayers
 from nmm_compiler.lowrank_models.meta_copies import MetaModel, example_inputs, shorten
-from nmm_compiler.lowrank_models.modules import lowrank_layers
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear
 from nmm_compiler.lowrank_models.select import Patterns
 from nmm_compiler.options import DTYPES, WEIGHTS
@@ -256,9 +256,7 @@ def prepare(given: Any, low: Mapping[str, Any] | None, dtype: str, tp: int) -> P
     _refuse_packed(model, tp)
     if low is not None:
         _compress(model, low)
-    factors = lowrank_layers(model.module)
-    every = [layer.rank for layer in factors.values()] + [*expert_ranks(model.module).values()]
-    ranks = tuple(sorted(set(every)))
+    ranks = tuple(sorted(set(SavedLayers.of(model.module).ranks.values()) - {0}))
     parameters = count_parameters(model.module)
     experts_as_calls(model, tp)
     shorten(model)

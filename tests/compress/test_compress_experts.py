@@ -250,5 +250,5 @@ def test_a_missing_stack_is_named(tmp_path):
     tensors = safetensors_torch.load_file(path)
     del tensors[max(name for name in tensors if name.endswith("experts.down_base.values"))]
     safetensors_torch.save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(FileError, match=r"layers\.1\.mlp\.experts\.down_proj.*values"):
+    with pytest.raises(FileError, match=r"layers\.1\.mlp\.experts\.down_base\.values"):
         nmm_compiler.load(tmp_path / "a")
