@@ -31,7 +31,12 @@ from torch.nn.utils import parametrize
 
 from nmm_compiler.errors import ModelError, OptionTypeError, closest, nearest
 from nmm_compiler.lowrank_models.experts import ExpertLinear, StackedBase, StackedFactors
-from nmm_compiler.lowrank_models.modules import LowRankLinear, distinct_modules, is_conv1d
+from nmm_compiler.lowrank_models.modules import (
+    LowRankLinear,
+    distinct_modules,
+    is_conv1d,
+    sizes_of,
+)
 from nmm_compiler.lowrank_models.quantize import QuantizedLinear, residual
 from nmm_compiler.lowrank_models.report import Skipped
 
@@ -138,16 +143,17 @@ def find_sites(
             inside.update((id(module.down), id(module.up), id(module.base)))
         if id(module) in inside:
             continue
-        shape = _shape(module)
-        if shape is None:
+        read = _read(module)
+        if read is None:
             continue
+        shape, reason = read
         seen.append(f"{name} ({type(module).__name__} {list(shape)})")
         if wanted and not any(matches(n, p) for n in all_names for p in wanted):
             continue
         if any(matches(n, p) for n in all_names for p in unwanted):
             continue
-        reason = _refusal(module, all_names, model, tied, None if wanted else head)
-        if reason is not None:
+        reason = reason or _refusal(module, name, model, tied, None if wanted else head)
+        if reason:
             skipped.append(Skipped(name=name, shape=shape, reason=reason))
             continue
         n, k = shape if not is_conv1d(module) else shape[::-1]
@@ -171,16 +177,33 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the stored shape of a linear's weight (stacked experts too), else None."""
+def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:
+    """Return the stored shape of a layer's weight, and why it is no linear, "" for one that is.
+
+    None for a module that multiplies by no weight.
+    """
+    kind = type(module).__name__
     if isinstance(module, LowRankLinear):
-        return (module.out_features, module.in_features)
+        return sizes_of(module), f"already low-rank (rank {module.rank})"
     if isinstance(module, nn.Linear) or is_conv1d(module):
         weight = cast(torch.Tensor, module.weight)
-        return () if is_lazy(weight) else tuple(weight.shape)
-    for kind in (_stacked_weights(module), _foreign_weight(module)):
-        if kind:
-            return tuple(kind[0].shape)
+        lazy = f"{kind} has no weight yet; run the model once before compressing it"
+        return ((), lazy) if is_lazy(weight) else (tuple(weight.shape), "")
+    parts = [c for c in module.children() if isinstance(c, (StackedFactors, StackedBase))]
+    stacks = [tensor for part in parts for tensor in part.state_dict().values()]
+    foreign = f"{kind} multiplies by a weight of its own and is not an nn.Linear"
+    if isinstance(module, QuantizedLinear):
+        foreign = f"already quantized ({module.format})"
+    for weights, reason in (
+        (stacks, "already compressed (stacked experts)"),
+        (
+            _stacked_weights(module),
+            f"{kind} stacks its experts in a way that transformers' experts do not (or in bytes)",
+        ),
+        (_foreign_weight(module), foreign),
+    ):
+        if weights:
+            return tuple(weights[0].shape), reason
     return None
 
 
@@ -189,10 +212,8 @@ def _stacked_weights(module: nn.Module) -> list[torch.Tensor]:
 
     3-D [experts, .., ..]; or, as in DBRX, 2-D with the experts' rows after one another.
     """
-    if "expert" not in type(module).__name__.lower() or isinstance(module, ExpertLinear):
+    if "expert" not in type(module).__name__.lower():
         return []
-    if any(isinstance(child, (StackedFactors, StackedBase)) for child in module.children()):
-        return [t for child in module.children() for t in child.state_dict().values()]
     own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
     return own if any(p.dim() == 3 for p in own) or not list(module.children()) else []
 
@@ -214,27 +235,13 @@ def _foreign_weight(module: nn.Module) -> list[torch.Tensor]:
 
 def _refusal(
     module: nn.Module,
-    names: list[str],
+    name: str,
     model: nn.Module,
     tied: dict[int, list[str]],
     head: nn.Module | None,
-) -> str | None:
-    """Return why this layer is left alone, or None when it can be factorized."""
-    name = names[0]
-    if isinstance(module, LowRankLinear):
-        return f"already low-rank (rank {module.rank})"
-    if isinstance(module, QuantizedLinear):
-        return f"already quantized ({module.format})"
-    kind = type(module).__name__
-    if any(isinstance(child, (StackedFactors, StackedBase)) for child in module.children()):
-        return "already compressed (stacked experts)"
-    if _stacked_weights(module):
-        return f"{kind} stacks its experts in a way that transformers' experts do not (or in bytes)"
-    if not isinstance(module, nn.Linear) and not is_conv1d(module):
-        return f"{kind} multiplies by a weight of its own and is not an nn.Linear"
-    weight = cast(torch.Tensor, module.weight)
-    if is_lazy(weight):
-        return f"{kind} has no weight yet; run the model once before compressing it"
+) -> str:
+    """Return why this linear is left alone, "" when it can be factorized."""
+    kind, weight = type(module).__name__, cast(torch.Tensor, module.weight)
     if parametrize.is_parametrized(module):
         changed = ", ".join(vars(module.parametrizations)["_modules"])
         return (
@@ -274,7 +281,7 @@ def _refusal(
             return f"a subclass of nn.Linear ({kind}) that {difference}"
     if module is head:
         return "the output head (name it in include= to factorize it)"
-    return None
+    return ""
 
 
 def _check_excluded(unwanted: tuple[str, ...], names: list[str], model: nn.Module) -> None:
