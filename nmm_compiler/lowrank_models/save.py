@@ -96,8 +96,9 @@ def load_factors(
     tensors, where = _read(source)
     prefix = getattr(model, "base_model_prefix", "")
     modules = dict(model.named_modules(remove_duplicate=False))
+    linears = {name: module for name, module in modules.items() if sizes_of(module)}
     for style in _STYLES:
-        factors, rest = _split(tensors, style, modules, prefix)
+        factors, rest = _split(tensors, style, linears, prefix)
         if factors:
             break
     else:
@@ -106,9 +107,10 @@ def load_factors(
             f"{where} has no factors of layers of {type(model).__name__} (first keys: {keys}); "
             "known names: NAME.down and NAME.up, *_v_proj and *_u_proj, NAME.V and NAME.U"
         )
-    layers = {name: _layer(name, parts, modules[name], where) for name, parts in factors.items()}
+    layers = {name: _layer(name, parts, linears[name], where) for name, parts in factors.items()}
     renamed = _rest(model, rest, set(layers), prefix, where)
-    _install(model, modules, layers)
+    for name, layer in layers.items():
+        put(model, [one for one, old in linears.items() if old is linears[name]], layer)
     model.load_state_dict(renamed, strict=False)
     return tuple(layers)
 
@@ -135,7 +137,7 @@ def _read(source: str | Path | Mapping[str, torch.Tensor]) -> tuple[dict[str, to
 def _split(
     tensors: Mapping[str, torch.Tensor],
     style: re.Pattern[str],
-    modules: Mapping[str, nn.Module],
+    linears: Mapping[str, nn.Module],
     prefix: str,
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Return ({module name: {"down", "up", "bias"}}, other tensors)."""
@@ -145,7 +147,7 @@ def _split(
         found = style.fullmatch(key)
         stem = found["name"] if found else ""
         forms = [f"{start}{stem}{end}" for end in ("", "_proj") for start in ("", f"{prefix}.")]
-        name = next((form for form in forms if sizes_of(modules.get(form))), None)
+        name = next((form for form in forms if form in linears), None)
         if found is None or name is None:
             rest[key] = tensor
             continue
@@ -162,7 +164,10 @@ def _split(
 def _layer(
     name: str, parts: Mapping[str, torch.Tensor], old: nn.Module, where: str
 ) -> LowRankLinear:
-    """Return the layer of a pair of factors; raise FileError for what does not fit the old one."""
+    """Return the layer of a pair of factors, on the old one's device.
+
+    Raises FileError for what does not fit the old one.
+    """
     if "inner bias" in parts:
         raise FileError(
             f"{where}: {name} has a bias between its factors, which a low-rank linear has not; "
@@ -184,7 +189,10 @@ def _layer(
         )
     if layer.bias is None:  # the file has none: the model's own stays
         layer.up.bias = cast(Any, old).bias
-    return layer
+    weight = next(old.parameters())
+    if not weight.is_meta:
+        layer.to(weight.device)
+    return layer.requires_grad_(weight.requires_grad).train(old.training)
 
 
 def _rest(
@@ -210,17 +218,3 @@ def _rest(
             )
         renamed[name] = tensor
     return renamed
-
-
-def _install(
-    model: nn.Module, modules: Mapping[str, nn.Module], layers: Mapping[str, LowRankLinear]
-) -> None:
-    """Replace the named linears by these layers, on the old ones' device."""
-    for name, layer in layers.items():
-        old: Any = modules[name]
-        weight = old.down.weight if isinstance(old, LowRankLinear) else old.weight
-        if not weight.is_meta:
-            layer.to(weight.device)
-        layer.requires_grad_(weight.requires_grad)
-        shared = [one for one, module in modules.items() if module is old]
-        put(model, shared, layer.train(old.training))
