@@ -1,8 +1,8 @@
 """Which linears the backend will compute in one kernel call, and what they take for any ranks.
 
-The calls are those of the rewriter: a copy of the model without data, its linears made low-rank,
-goes through `rewrite`, and the matches say which layers share a call. `call_us` prices a call for
-any ranks with the functions that the rules ask, so that `compress` and the backend agree.
+A copy of the model without data is traced, and `together` says which layers share a call.
+Predictions ask it of dense products, too. `call_us` prices a call for any ranks with the functions
+that the rules ask, so that `compress` and the backend agree.
 
 `Prices` answers the plan's questions, over a mix of workloads: what all layers take, which ranks
 are worth a try, and which layers are slower low-rank than dense. A search over ranks asks the
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.base import item_bytes
+from nmm_compiler.kernels.base import ACTIVATIONS, item_bytes
 from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, LowRankSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.lowrank_models.config import Workload
@@ -36,117 +36,176 @@ from nmm_compiler.lowrank_models.meta_copies import (
     shorten,
     without_data,
 )
-from nmm_compiler.lowrank_models.modules import LowRankLinear, put
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import Timed
-from nmm_compiler.passes.emit.calls import Call, GatedCall, LowRankCall, SharedCall
-from nmm_compiler.passes.graph.canonical import owner_of
+from nmm_compiler.ops.launches import dtype_name
+from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments
-from nmm_compiler.passes.pipeline import rewrite
+from nmm_compiler.passes.graph.metadata import collect_values
+from nmm_compiler.passes.graph.read_graph import read_graph
+from nmm_compiler.passes.rules.gated_mlp import gates_at
+from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prices.ways import Row, alternatives, beside, fastest
 from nmm_compiler.targets import Target
 
 Rank = int | None
 
+# -- which products are together ---------------------------------------------------------------
+
+Names = dict[fx.Node, str]
+"""The parameters among a graph's inputs, by their names in the model."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A dense product with a stored weight, or a call of ours: launches that compute it.
+
+    weights: names of the parameters that it multiplies by, "" for another constant.
+    """
+
+    node: fx.Node
+    x: Key
+    launches: Row
+    weights: tuple[str, ...]
+
+    @property
+    def spec(self) -> Any:
+        """The first launch."""
+        return self.launches[0]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Products that one kernel may compute: of one x; with an activation gate, up and down.
+
+    between: the nodes between the products of a gated MLP.
+    """
+
+    products: tuple[Computed, ...]
+    activation: str = ""
+    between: frozenset[fx.Node] = frozenset()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of launches that compute them."""
+        specs = tuple(one.spec for one in self.products)
+        if not self.activation:
+            return beside(specs)
+        gate, *_ = specs
+        sizes: dict[str, Any] = {name: getattr(gate, name) for name in ("m", "k", "n", "dtype")}
+        return alternatives(GatedMLPSpec(**sizes, activation=self.activation, down_r=0))
+
+
+def parameter_names(module: nn.Module, graph: fx.GraphModule, given: Sequence[Any]) -> Names:
+    """Return the parameters of a module among the inputs of a graph that was traced of it."""
+    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    pairs = zip(holders, given, strict=True)
+    return {holder: names[id(value)] for holder, value in pairs if id(value) in names}
+
+
+def dense_product(c: Canonical, node: fx.Node, form: Product, names: Names) -> Computed | None:
+    """Return the product of a node with a constant matrix, None for another product."""
+    weight = next((s for s in (form.rhs, form.lhs) if c.is_constant(s)), None)
+    value = c.tensor(node)
+    if value is None or weight is None or len(c.shape(c.base(weight)[0]) or ()) != 2:
+        return None
+    x = form.lhs if weight is form.rhs else form.rhs
+    summed = (set(form.lhs_labels) & set(form.rhs_labels)) - set(form.out_labels)
+    labels = form.rhs_labels if weight is form.rhs else form.lhs_labels
+    sizes = dict(zip(labels, c.shape(weight) or (), strict=True))
+    k = math.prod(int(sizes[i]) for i in summed)
+    n = math.prod(int(size) for i, size in sizes.items() if i not in summed)
+    spec = MatmulSpec(m=max(1, value.numel() // max(n, 1)), k=k, n=n, dtype=dtype_name(value))
+    name = names.get(owner_of(c.base(weight)[0]), "")
+    return Computed(node, c.base(x)[0], (spec,), (name,))
+
+
+def together(c: Canonical, products: Sequence[Computed]) -> list[Together]:
+    """Return these dense products of a graph by the kernels that may compute them."""
+    at = {one.node: one for one in products}
+    groups = [gated for one in products if (gated := _gated(c, one, at)) is not None]
+    taken = {one.node for group in groups for one in group.products}
+    by_x: dict[Any, list[Computed]] = {}
+    for one in products:
+        if one.node not in taken:
+            by_x.setdefault((one.x, one.spec.m, one.spec.k), []).append(one)
+    return [*groups, *(Together(tuple(group)) for group in by_x.values())]
+
+
+def _gated(c: Canonical, last: Computed, at: dict[fx.Node, Computed]) -> Together | None:
+    """Return gate, up and down where a product is down(act(gate x) * up x), else None."""
+    h = owner_of(last.x)
+    for _, (activation, inner, nodes), other in gates_at(c, h):
+        gate, up = (at.get(owner_of(c.base(key)[0])) for key in (inner, other))
+        if gate is None or up is None or gate is up or gate.x is not up.x:
+            continue
+        # no kernel returns other features than those of x
+        if activation in ACTIVATIONS and last.spec.n == gate.spec.k:
+            return Together((gate, up, last), activation, nodes | {h})
+    return None
+
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that one call may compute.
+    """Layers that one call may compute: of one x, or with an activation gate and up, perhaps
+    down."""
 
-    kind: "gated_mlp" (gate, up, down), "gated_mlp_up" (gate, up), "shared_x" or "lowrank".
-    """
-
-    kind: str
     layers: tuple[Shape, ...]
-    activation: str = "identity"
+    activation: str = ""
 
 
 # -- which layers are together -----------------------------------------------------------------
 
 
 def groups_of(
-    model: nn.Module,
-    layers: Sequence[Shape],
-    inputs: Mapping[str, Any] | Sequence[Any],
-    target: str,
+    model: nn.Module, layers: Sequence[Shape], inputs: Mapping[str, Any] | Sequence[Any]
 ) -> list[Group]:
     """Return the groups of these linears of a model, in the order of `layers`.
 
-    inputs: arguments of the model; their data is not read. target: what the rules decide for. A
-    layer that the trace does not show in a call is alone. Raises what the model raises where it
-    cannot be traced without data.
+    inputs: arguments of the model; their data is not read. A layer that the trace does not show is
+    alone. Raises what the model raises where it cannot be traced without data.
     """
     known = {layer.name: layer for layer in layers}
     copy = MetaModel(without_data(model), type(model).__name__)
-    for layer in layers:
-        linear = copy.module.get_submodule(layer.name)
-        rank = max(1, layer.k * layer.n // (2 * (layer.k + layer.n)))
-        dtype = next(linear.parameters()).dtype
-        bias = getattr(linear, "bias", None) is not None
-        low = LowRankLinear(layer.k, rank, layer.n, bias, device="meta", dtype=dtype)
-        put(copy.module, (layer.name,), low.requires_grad_(False))
     shorten(copy)
     found: dict[str, Group] = {}
-    for members, kind, activation in _traced(copy.module, inputs, target):
-        originals = [copy.originals(name) for name in members]
-        for names in zip(*originals, strict=True):
-            if all(name in known for name in names):
-                group = Group(kind, tuple(known[name] for name in names), activation)
-                found |= dict.fromkeys(names, group)
-    every = [found.get(layer.name) or Group("lowrank", (layer,)) for layer in layers]
+    for one in _traced(copy.module, inputs):
+        weights = [product.weights[0] for product in one.products]
+        paths = [copy.originals(name.removesuffix(".weight")) for name in weights]
+        for names in zip(*paths, strict=True) if all(weights) else ():
+            for group in _groups(one, [known.get(name) for name in names]):
+                found |= dict.fromkeys([layer.name for layer in group.layers], group)
+    every = [found.get(layer.name) or Group((layer,)) for layer in layers]
     return list(dict.fromkeys(every))
 
 
-def _traced(module: nn.Module, inputs: Any, target: str) -> list[tuple[list[str], str, str]]:
-    """Return (names, kind, activation) of the calls that the rewriter makes of a module."""
+def _traced(module: nn.Module, inputs: Any) -> list[Together]:
+    """Return the products of a module by the kernels that may compute them."""
     given: Any = arguments(inputs)
     given = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), given)
     args, kwargs = given
     forward = inspect.signature(module.forward)
     if "use_cache" in forward.parameters.keys() - forward.bind_partial(*args, **kwargs).arguments:
         kwargs["use_cache"] = False  # transformers' cache cannot be traced without data
-    names = {
-        id(parameter): name.removesuffix(".weight").removesuffix(".down").removesuffix(".up")
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
-    made: list[tuple[list[str], str, str]] = []
+    groups: list[Together] = []
     for graph, values in all_graphs(module, args, kwargs):
-        holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        at = {h.name: names.get(id(v), "") for h, v in zip(holders, values, strict=True)}
-        result = rewrite(graph, tuple(values), options={"target": target})
-        calls = [match.data for match in result.matches]
-        made += _joined([call for call in calls if isinstance(call, Call)], at)
-    return made
+        c = read_graph(graph, collect_values(graph, values))
+        names = parameter_names(module, graph, values)
+        forms = [(node, form) for node in c.graph.nodes for _, form in products_at(c, node)]
+        products = (dense_product(c, *one, names) for one in forms)
+        groups += together(c, [one for one in products if one is not None])
+    return groups
 
 
-def _joined(calls: list[Call], at: Mapping[str, str]) -> list[tuple[list[str], str, str]]:
-    """Return calls by the names of their layers; a down projection joins its gate and up.
-
-    At the traced token count the two may be faster apart, at another one together.
-    """
-    made: dict[fx.Node, tuple[list[str], str, str]] = {}
-    widths: dict[fx.Node, int] = {}  # of gates that no down projection has joined
-    for call in sorted(calls, key=lambda call: not isinstance(call, GatedCall)):
-        if isinstance(call, GatedCall):
-            members = [at.get(owner_of(p.u.key).name, "") for p in call.projections]
-            made[call.final] = members, "gated_mlp", call.activation
-            if len(members) == 2:
-                made[call.final] = members, "gated_mlp_up", call.activation
-                widths[call.final] = call.source.k
-        elif isinstance(call, SharedCall):
-            made[call.final] = [_name(one, at) for one in call.members], "shared_x", "identity"
-        elif isinstance(call, LowRankCall):
-            gate, name = owner_of(call.source.key), _name(call, at)
-            if widths.get(gate) == call.n:
-                members, _, activation = made[gate]
-                made[gate] = [*members[:2], name], "gated_mlp", activation
-            else:
-                made[call.final] = [name], "lowrank", "identity"
-    return [one for one in made.values() if all(one[0])]
-
-
-def _name(call: LowRankCall, at: Mapping[str, str]) -> str:
-    return "" if call.chain is None else at.get(owner_of(call.chain.u.key).name, "")
+def _groups(one: Together, members: Sequence[Shape | None]) -> list[Group]:
+    """Return the groups of the layers of products, None for those that stay as they are."""
+    layers = tuple(layer for layer in members if layer is not None)
+    if not one.activation:
+        return [Group(layers)] if layers else []
+    if None in members[:2]:
+        return [Group((layer,)) for layer in layers]
+    return [Group(layers, one.activation)]
 
 
 # -- what a call takes -------------------------------------------------------------------------
@@ -154,7 +213,6 @@ def _name(call: LowRankCall, at: Mapping[str, str]) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def call_us(
-    kind: str,
     sizes: tuple[tuple[int, int, Rank], ...],
     activation: str,
     tokens: int,
@@ -165,9 +223,9 @@ def call_us(
 ) -> float:
     """Return the predicted microseconds of a group for `tokens` tokens, by its fastest launches.
 
-    sizes: (k, n, rank) of each layer, rank None for a dense one. fp8: the factors are; dense
-    weights are of `dtype`. source: one of `prices.kernel.PRICES`. Infinite where there is no
-    kernel.
+    sizes: (k, n, rank) of each layer, rank None for a dense one. activation: as in `Group`. fp8:
+    the factors are; dense weights are of `dtype`. source: one of `prices.kernel.PRICES`. Infinite
+    where there is no kernel.
     """
     factors: dict[str, Any] = (
         {"dtype": FP8, "x_dtype": dtype, "scales": "channel"} if fp8 else {"dtype": dtype}
@@ -177,7 +235,7 @@ def call_us(
         else LowRankSpec(m=tokens, k=k, r=rank, n=n, **factors)
         for k, n, rank in sizes
     )  # fmt: skip
-    if kind not in ("gated_mlp", "gated_mlp_up"):
+    if not activation:
         return fastest(beside(each), target, 1, source)[1]
     (k, n, _), *_ = sizes
     ranks = [rank or 0 for _, _, rank in sizes]
@@ -284,14 +342,14 @@ def kernel_prices(
         return None
     chip = machine_target(target)
     fp8 = factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
-    groups = [Group("lowrank", (layer,)) for layer in layers]
+    groups = [Group((layer,)) for layer in layers]
     note = "each layer as a call of its own"
     least = _loaded_at_start(chip) / item_bytes(dtype)
     if inputs is None:
         inputs = example_inputs(model, 2)
     if inputs is not None and any(layer.k * layer.n > least for layer in layers):
         try:
-            groups, note = groups_of(model, layers, inputs, target), ""
+            groups, note = groups_of(model, layers, inputs), ""
         except NmmError as error:
             note += f": {error}"
         except Exception as error:  # the model's own code may not run without data
@@ -306,7 +364,7 @@ def kernel_prices(
     def of(group: Group, ranks: tuple[Rank, ...], source: str) -> tuple[float, ...]:
         sizes = tuple((x.k, x.n, rank) for x, rank in zip(group.layers, ranks, strict=True))
         return tuple(
-            call_us(group.kind, sizes, group.activation, tokens, dtype, chip, fp8, source)
+            call_us(sizes, group.activation, tokens, dtype, chip, fp8, source)
             for _, tokens, _ in workload
         )
 

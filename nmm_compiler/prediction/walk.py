@@ -21,12 +21,16 @@ from torch import fx
 
 from nmm_compiler.errors import ModelError, NmmError, SpecError, one_line
 from nmm_compiler.kernels.attention import AttentionSpec
-from nmm_compiler.kernels.base import ACTIVATIONS
-from nmm_compiler.kernels.linear.specs import GatedMLPSpec, MatmulSpec
 from nmm_compiler.lowrank_models.meta_copies import MetaModel
+from nmm_compiler.lowrank_models.predicted_time import (
+    Computed,
+    dense_product,
+    parameter_names,
+    together,
+)
 from nmm_compiler.ops.launches import dtype_name, view_turned
 from nmm_compiler.ops.lower import graph_call, lower, op_name
-from nmm_compiler.passes.graph.canonical import Add, Canonical, Key, Norm, Product, owner_of
+from nmm_compiler.passes.graph.canonical import Add, Canonical, Norm, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.metadata import collect_values
@@ -34,10 +38,9 @@ from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.pipeline import rewrite
 from nmm_compiler.passes.rules.attention import unrotated
 from nmm_compiler.passes.rules.base import module_path
-from nmm_compiler.passes.rules.gated_mlp import gates_at
 from nmm_compiler.passes.rules.lowrank import products_at
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
-from nmm_compiler.prices.ways import Row, alternatives, beside
+from nmm_compiler.prices.ways import Row
 
 _FEW_TOKENS = 128
 """Tokens of one block of a kernel: the norm of so many is computed once, while weights arrive."""
@@ -51,7 +54,7 @@ class Piece:
     """One piece of work to price, and how often the whole model does it.
 
     kind: kernel, attention, pointwise, copy, product (of two activations) or a collective.
-    module: where, with equal layers as one. weights: names of the parameters that it multiplies by.
+    module: where, with equal layers as one.
     ways: for kernels, alternatives that compute the same, each a row of specs.
     ways of an attention: our kernel, where there is one that computes it.
     apart: pieces that compute the same one after the other: of a kernel with a collective, a norm
@@ -63,7 +66,6 @@ class Piece:
     kind: str
     module: str
     count: int
-    weights: tuple[str, ...] = ()
     ways: tuple[Row, ...] = ()
     attention: tuple[int, int, int, int, int, int, bool] | None = None
     bytes: int = 0
@@ -97,15 +99,12 @@ def walk_graphs(
     lnc: physical cores of a logical one, on which the passes price what they fuse. takes_norms:
     norms, sums and rotations may be inside of kernels.
     """
-    names = {id(p): name for name, p in model.module.named_parameters(remove_duplicate=False)}
     pieces: list[Piece] = []
     for graph, given in graphs:
         result = rewrite(graph, tuple(given), options={"target": target, "lnc": lnc})
         c = _read(result.graph_module, given)
-        holders = [n for n in c.graph.nodes if n.op == "placeholder"]
-        pairs = zip(holders, given, strict=True)
-        named = {holder: names[id(value)] for holder, value in pairs if id(value) in names}
-        pieces += _Walk(model, c, named, takes_norms).pieces()
+        names = parameter_names(model.module, result.graph_module, given)
+        pieces += _Walk(model, c, names, takes_norms).pieces()
     return pieces
 
 
@@ -119,21 +118,6 @@ def walk_graph(graph: fx.GraphModule) -> list[Piece]:
 
 def _read(graph: fx.GraphModule, given: Sequence[Any] | None) -> Canonical:
     return read_graph(graph, collect_values(graph, given))
-
-
-@dataclass(frozen=True)
-class _Product:
-    """A dense product with a stored weight, or a call of ours: launches that compute it."""
-
-    node: fx.Node
-    x: Key
-    launches: Row
-    weights: tuple[str, ...]
-
-    @property
-    def spec(self) -> Any:
-        """The first launch."""
-        return self.launches[0]
 
 
 class _Walk:
@@ -155,11 +139,11 @@ class _Walk:
         self.cached = {h for h in holders if h not in self.names}
         self.depth: dict[fx.Node, int] = {}
         self.found: list[Piece] = []
-        self.dense: list[_Product] = []
-        self.calls: list[_Product] = []
+        self.dense: list[Computed] = []
+        self.calls: list[Computed] = []
         self.attention: list[fx.Node] = []
         self.pointwise: dict[fx.Node, int] = {}
-        self.exchanges: dict[tuple[str, int], list[tuple[fx.Node, int]]] = {}
+        self.covered: set[fx.Node] = set()  # pointwise nodes that a kernel computes too
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of the graph."""
@@ -169,14 +153,18 @@ class _Walk:
                 continue
             before = max((self.depth[n] for n in node.all_input_nodes), default=0)
             self.depth[node] = before + bool(self._visit(node))
-        for (name, _), together in self.exchanges.items():
-            self._add(name, together[0][0], bytes=sum(moved for _, moved in together))
         for node in self.c.graph.nodes:
             if self.c.views.get(node, (node,))[0] is node or node.op == "output":
                 for source in self._sources(node):
                     self.readers.setdefault(source, set()).add(node)
-        covered = self._dense_pieces().union(*map(self._attention, self.attention))
-        self._regions(covered)
+        for call in self.calls:
+            self._kernel((call,), (call.launches,))
+        for group in together(self.c, self.dense):
+            self.covered |= group.between
+            self._kernel(group.products, group.rows, bool(group.activation))
+        for node in self.attention:
+            self._attention(node)
+        self._regions()
         return self.found
 
     # -- one node -----------------------------------------------------------------------------
@@ -193,7 +181,8 @@ class _Walk:
             return False
         name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
         if name in COLLECTIVES:
-            self._collective(node, name)
+            moved = max(self._bytes(n) for n in (node, *node.all_input_nodes))
+            self._add(name, node, bytes=moved)
             return True
         if "scaled_dot_product" in name:
             self.attention.append(node)
@@ -201,7 +190,11 @@ class _Walk:
         products = list(products_at(c, node))
         if products:
             for _, form in products:
-                self._product(node, form)
+                dense = dense_product(c, node, form, self.names)
+                if dense is None:
+                    self._unread_product(node)
+                else:
+                    self.dense.append(dense)
             return True
         if c.base(node)[0] is not node:
             return False
@@ -227,36 +220,11 @@ class _Walk:
         specs = tuple(launch.spec for launch in lowered.launches)
         (spec, *others) = specs
         if getattr(spec, "exchanged_bytes", int)() and not others:
-            piece = self._piece("kernel", node, ways=(specs,), weights=self._weights(node))
+            piece = self._piece("kernel", node, self._weights(node), ways=(specs,))
             self.found.append(_with_sum_apart(piece, spec))
         else:
             x = self.c.base(node.args[0])[0]  # type: ignore[arg-type]
-            self.calls.append(_Product(node, x, specs, self._weights(node)))
-
-    def _collective(self, node: fx.Node, name: str) -> None:
-        """Note a collective; those that follow products of the same x are one."""
-        moved = max(self._bytes(node), *(self._bytes(n) for n in node.all_input_nodes))
-        self.exchanges.setdefault((name, self.depth[node.all_input_nodes[0]]), []).append(
-            (node, moved)
-        )
-
-    def _product(self, node: fx.Node, form: Product) -> None:
-        c = self.c
-        weight = next((s for s in (form.rhs, form.lhs) if c.is_constant(s)), None)
-        value = c.tensor(node)
-        assert value is not None
-        if weight is None or len(c.shape(c.base(weight)[0]) or ()) != 2:
-            self._unread_product(node)
-            return
-        x = form.lhs if weight is form.rhs else form.rhs
-        summed = (set(form.lhs_labels) & set(form.rhs_labels)) - set(form.out_labels)
-        labels = form.rhs_labels if weight is form.rhs else form.lhs_labels
-        sizes = dict(zip(labels, c.shape(weight) or (), strict=True))
-        k = math.prod(int(sizes[i]) for i in summed)
-        n = math.prod(int(size) for i, size in sizes.items() if i not in summed)
-        spec = MatmulSpec(m=max(1, value.numel() // max(n, 1)), k=k, n=n, dtype=dtype_name(value))
-        base = owner_of(c.base(weight)[0])
-        self.dense.append(_Product(node, c.base(x)[0], (spec,), (self.names.get(base, ""),)))
+            self.calls.append(Computed(node, x, specs, self._weights(node)))
 
     def _unread_product(self, node: fx.Node) -> None:
         """Note a product that no family here computes: two activations, a convolution."""
@@ -271,9 +239,9 @@ class _Walk:
         moved = sum(self._bytes(n) for n in inputs) + self._bytes(node)
         self._add("product", node, bytes=moved, flops=2 * out * depth)
 
-    def _attention(self, node: fx.Node) -> set[fx.Node]:
-        """Add the piece of a call of attention; return the pointwise nodes that its kernel computes
-        too: the rotation of few queries, where nothing else reads them."""
+    def _attention(self, node: fx.Node) -> None:
+        """Add the piece of a call of attention, and the rotation of few queries, where nothing else
+        reads them."""
         q, k, v = (a for a in node.args[:3] if isinstance(a, fx.Node))
         *lead, heads, queries, features = map(int, self.c.shape(q) or ())
         keys, batch = int((self.c.shape(k) or ())[-2]), math.prod(lead)
@@ -295,14 +263,12 @@ class _Walk:
         moved = self._bytes(node) * 2 + stored * self._item(node)
         piece = self._piece("attention", node, attention=sizes, bytes=moved, ways=ways)
         rope, before, _, angles = unrotated(self.c, q, k)
-        covered: set[fx.Node] = set()
         if rope == "q" and ways and self.takes_norms and queries <= _FEW_TOKENS:
             turned = [n for n in upstream([q], {before, *angles}) if n in self.pointwise]
-            covered.update(turned)
+            self.covered.update(turned)
             inside = ((dataclasses.replace(kernel, rope=rope),),)
             piece = dataclasses.replace(piece, ways=inside, apart=(self._region(turned), piece))
         self.found.append(piece)
-        return covered
 
     def _is_encoder(self) -> bool:
         config = getattr(self.model.module, "config", None)
@@ -315,59 +281,34 @@ class _Walk:
 
     # -- dense products that the strongest kernels take together --------------------------------
 
-    def _dense_pieces(self) -> set[fx.Node]:
-        """Add the dense products; return pointwise nodes that their kernels compute too."""
-        covered: set[fx.Node] = set()
-        by_x: dict[tuple[Key, int, int], list[_Product]] = {}
-        for one in self.dense:
-            by_x.setdefault((one.x, one.spec.m, one.spec.k), []).append(one)
-        taken: set[fx.Node] = set()
-        for call in self.calls:
-            covered |= self._kernel((call,), (call.launches,))
-        for last in self.dense:
-            gated = self._gated(last, by_x)
-            if gated is None:
-                continue
-            (gate, up), nodes, spec = gated
-            covered |= nodes
-            taken |= {gate.node, up.node, last.node}
-            covered |= self._kernel((gate, up, last), alternatives(spec), gated=True)
-        for group in by_x.values():
-            left = [one for one in group if one.node not in taken]
-            if left:
-                covered |= self._kernel(left, beside(tuple(one.spec for one in left)))
-        return covered
-
     def _kernel(
-        self, products: Sequence[_Product], ways: tuple[Row, ...], gated: bool = False
-    ) -> set[fx.Node]:
-        """Add the kernel of products of one x; return the pointwise nodes that it may compute.
+        self, products: Sequence[Computed], ways: tuple[Row, ...], gated: bool = False
+    ) -> None:
+        """Add the kernel of products of one x.
 
-        These are the norm of x, where nothing else reads it, and the sum behind one result, for so
-        few tokens that they take no time there; apart they are pieces of their own.
+        It may compute the norm of x, where nothing else reads it, and the sum behind one result,
+        for so few tokens that they take no time there; apart they are pieces of their own.
         """
-        names = tuple(name for one in products for name in one.weights)
-        piece = self._piece("kernel", products[-1].node, ways=ways, weights=names)
+        names = [name for one in products for name in one.weights]
+        piece = self._piece("kernel", products[-1].node, names, ways=ways)
         norm = self._norm_before(products)
         total = self._sum_behind(products[-1]) if gated or len(products) == 1 else None
-        covered: set[fx.Node] = set()
         with contextlib.suppress(SpecError, TypeError):  # kernels that take none in
             if total is not None:
                 inside = tuple(_with_residual(row) for row in ways)
-                covered.add(total)
+                self.covered.add(total)
                 ways, apart = inside, (piece, self._region([total]))
                 piece = dataclasses.replace(piece, ways=ways, apart=apart)
             if norm is not None:
                 inside = tuple(_with_norm(row, self.c.forms[norm], gated) for row in ways)
                 helpers = self.c.helpers.get(norm, frozenset())
                 before = [n for n in self.pointwise if n is norm or n in helpers]
-                covered.update(before)
+                self.covered.update(before)
                 apart = (self._region(before), piece)
                 piece = dataclasses.replace(piece, ways=inside, apart=apart)
         self.found.append(piece)
-        return covered
 
-    def _norm_before(self, products: Sequence[_Product]) -> fx.Node | None:
+    def _norm_before(self, products: Sequence[Computed]) -> fx.Node | None:
         """Return the norm that is x of products, where nothing but these reads it."""
         x = products[0].x
         final, form = owner_of(x), self.c.forms.get(x)
@@ -377,7 +318,7 @@ class _Walk:
         nodes = {one.node for one in products if one.x is x}
         return final if plain and self.readers.get(final) == nodes else None
 
-    def _sum_behind(self, last: _Product) -> fx.Node | None:
+    def _sum_behind(self, last: Computed) -> fx.Node | None:
         """Return the sum of a product with a tensor of its size, where that alone reads it."""
         readers = self.readers.get(last.node, set())
         total = next(iter(readers), None)
@@ -387,32 +328,15 @@ class _Walk:
         equal = {self._bytes(owner_of(key)) for order in form.orders for key in order}
         return total if total in self.pointwise and equal == {self._bytes(last.node)} else None
 
-    def _takes(self, one: _Product) -> bool:
+    def _takes(self, one: Computed) -> bool:
         few = self.takes_norms and getattr(one.spec, "m", math.inf) <= _FEW_TOKENS
         return few and getattr(one.spec, "x_layout", "row") == "row"
 
-    def _gated(self, last: _Product, by_x: Mapping[Any, list[_Product]]) -> Any:
-        """Return ((gate, up), pointwise nodes, spec) of down(act(gate x) * up x), or None."""
-        c, h = self.c, owner_of(last.x)
-        at = {one.node: one for group in by_x.values() for one in group}
-        for _, (act, inner, nodes), other in gates_at(c, h):
-            gate, up = (at.get(owner_of(c.base(key)[0])) for key in (inner, other))
-            if gate is None or up is None or gate is up or gate.x is not up.x:
-                continue
-            # no kernel returns other features than those of x
-            if act in ACTIVATIONS and last.spec.n == gate.spec.k:
-                spec = GatedMLPSpec(
-                    m=gate.spec.m, k=gate.spec.k, n=gate.spec.n, dtype=gate.spec.dtype,
-                    activation=act, down_r=0,
-                )  # fmt: skip
-                return (gate, up), nodes | {h}, spec
-        return None
-
     # -- pointwise regions ----------------------------------------------------------------------
 
-    def _regions(self, covered: set[fx.Node]) -> None:
+    def _regions(self) -> None:
         """Add one piece for each set of pointwise nodes that feed each other."""
-        group = [n for n in self.pointwise if n not in covered]
+        group = [n for n in self.pointwise if n not in self.covered]
         region: dict[fx.Node, set[fx.Node]] = {}
         for node in group:
             near = (s for s in self._sources(node) if self.depth[s] == self.depth[node])
@@ -455,8 +379,8 @@ class _Walk:
     def _add(self, kind: str, node: fx.Node, **sizes: Any) -> None:
         self.found.append(self._piece(kind, node, **sizes))
 
-    def _piece(self, kind: str, node: fx.Node, **sizes: Any) -> Piece:
-        names = sizes.get("weights") or ()
+    def _piece(self, kind: str, node: fx.Node, names: Sequence[str] = (), **sizes: Any) -> Piece:
+        """Return a piece of a node. names: of the parameters that it multiplies by."""
         path = _common(names) if any(names) else module_path(node)
         value = self.c.tensor(node)
         dtype = dtype_name(value) if value is not None else "bfloat16"
@@ -486,9 +410,7 @@ def _with_sum_apart(piece: Piece, spec: Any) -> Piece:
     """Return the piece of a kernel that sums over cores between its products, and these apart."""
     alone = dataclasses.replace(spec, tp=1, tp_axis="")
     first, second = (dataclasses.replace(piece, ways=((one,),)) for one in alone.as_products()[0])
-    summed = dataclasses.replace(
-        piece, kind="all_reduce", weights=(), ways=(), bytes=spec.exchanged_bytes()
-    )
+    summed = dataclasses.replace(piece, kind="all_reduce", ways=(), bytes=spec.exchanged_bytes())
     return dataclasses.replace(piece, apart=(first, summed, second))
 
 

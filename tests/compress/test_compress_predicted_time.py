@@ -49,15 +49,15 @@ def test_layers_of_one_call_are_found_in_the_graph(more):
         for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     ]  # fmt: skip
     inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long), **more}
-    groups = groups_of(model, layers, inputs, "trn1")
-    kinds = [(g.kind, g.activation, [x.name.split("layers.")[1] for x in g.layers]) for g in groups]
+    groups = groups_of(model, layers, inputs)
+    kinds = [(g.activation, [x.name.split("layers.")[1] for x in g.layers]) for g in groups]
     for i in range(2):
         attention, mlp = f"{i}.self_attn.", f"{i}.mlp."
         three = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-        assert ("shared_x", "identity", three) in kinds
-        assert ("lowrank", "identity", [attention + "o_proj"]) in kinds
+        assert ("", three) in kinds
+        assert ("", [attention + "o_proj"]) in kinds
         gated = [mlp + name for name in ("gate_proj", "up_proj", "down_proj")]
-        assert ("gated_mlp", "silu", gated) in kinds
+        assert ("silu", gated) in kinds
     assert len(kinds) == 6
 
 
@@ -90,7 +90,7 @@ BUDGETS = {
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
-    def narrow_is_slower(kind, sizes, *_):
+    def narrow_is_slower(sizes, *_):
         return sum(
             (20.0 if n == 512 else 100.0) * ((1.1 if n == 512 else 0.7) if r else 1)
             for _, n, r in sizes
@@ -113,9 +113,7 @@ def test_no_layer_is_made_slower_than_dense_unless_asked(budget, monkeypatch):
 
 def test_a_model_in_which_nothing_pays_is_refused(monkeypatch):
     slow = "nmm_compiler.lowrank_models.predicted_time.call_us"
-    monkeypatch.setattr(
-        slow, lambda kind, sizes, *_: 10.0 + 5 * sum(r is not None for *_, r in sizes)
-    )
+    monkeypatch.setattr(slow, lambda sizes, *_: 10.0 + 5 * sum(r is not None for *_, r in sizes))
     for asked in BUDGETS.values():
         with pytest.raises(ModelError, match=r"all 2 layers .* 512 tokens a call; pass allow"):
             compress(two(), align=64, **asked)
@@ -127,7 +125,7 @@ def test_a_call_is_judged_whole_and_shared_out():
     layers = (Shape("a", 1024, 1024), Shape("b", 1024, 2048))
     times = {(None, None): 10.0, (4, None): 10.2, (None, 4): 9.9, (4, 4): 10.1, (2, 2): 9.0}
     prices = Prices(
-        [Group("shared_x", layers)],
+        [Group(layers)],
         (("pass", 1, 1.0),),
         lambda group, ranks, source: (times[ranks],),
     )
@@ -169,8 +167,8 @@ def test_the_simulator_shows_no_low_rank_layer_slower(given, sizes, tokens, dtyp
         return nn.Sequential(nn.Linear(k, n, bias=False).to(dtype))
 
     def simulated(rank):
-        asked = ((k, n, rank),), "identity", tokens, str(dtype).removeprefix("torch.")
-        return call_us("lowrank", *asked, get("trn2"), False, "simulated")
+        asked = ((k, n, rank),), "", tokens, str(dtype).removeprefix("torch.")
+        return call_us(*asked, get("trn2"), False, "simulated")
 
     (layer,) = compress(model(), **given, **ASKED).layers
     assert (layer.us, layer.dense_us) == (simulated(layer.rank), simulated(None))
