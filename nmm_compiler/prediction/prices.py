@@ -14,6 +14,16 @@ A logical core is one physical core, as our kernels are launched (`kernels.base.
 are asked for, as published systems on trn2 run. Then it is our kernel of two cores, which is what
 the backend launches with `lnc=2`, with the published times of a barrier and of its exchanges; where
 a family has none for the sizes, one core's kernel, for which the other core waits.
+
+Weights of few bits have other kernels than dense weights and factors. `corrected_rows`, of MX
+weights and of those with a branch:
+
+(matmul, matmul, matmul) of one x     ->   one kernel of three linears, or three kernels
+(gated_mlp,)                          ->   one kernel of gate, up and down
+(gated_mlp_up, matmul)                ->   gate and up in one kernel, down in another
+
+`in_form`, of one kernel: experts in the form, others with fp8 weights or factors; what takes no MX
+blocks keeps the model's dtype.
 """
 
 from __future__ import annotations
@@ -22,17 +32,23 @@ import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
+from nmm_compiler.errors import ShapeError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
+from nmm_compiler.kernels.experts.spec import ExpertsSpec
+from nmm_compiler.kernels.linear.corrected import CorrectedMLPSpec, CorrectedSpec
+from nmm_compiler.kernels.linear.layer import NORMED
 from nmm_compiler.kernels.linear.spec import LinearSpec
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.options import DTYPES
-from nmm_compiler.prediction.few_bits import corrected_rows, in_form
 from nmm_compiler.prediction.forms import Form, read_form
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.prices.collectives import collective_us
 from nmm_compiler.prices.kernel import LAUNCH_GAP_US, NO_KERNEL, launch_us
+from nmm_compiler.prices.ways import Row
 from nmm_compiler.report.text import counted
 from nmm_compiler.targets import Target
 
@@ -150,7 +166,8 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     norm or a residual in one that takes none.
     """
     stored = in_form(spec, machine.form, machine.target)
-    bytes_us, floor = _bounds(stored, machine)
+    bytes_us = 1e6 * stored.minimal_hbm_bytes() / machine.bytes_per_second
+    floor = max(bytes_us, stored.roofline_us(machine.target) * stored.lnc / machine.lnc)
     source, how, summed = _kernel_source(machine), stored.short(), stored.exchanged_bytes()
     takes_in = isinstance(spec, LinearSpec) and (spec.norm != "none" or spec.residual)
     try:
@@ -158,19 +175,11 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
     except NO_KERNEL:
         us, source = math.inf if summed or takes_in else stored.roofline_us(machine.target), "bound"
     if summed:
-        said = f"{how} on {stored.world_size} cores, the sum of {summed:,} B inside"
+        how += f" on {stored.world_size} cores, the sum of {summed:,} B inside"
         source = f"{_kernel_source(machine)} + law"
-        return Price(us, source, said, bytes_us=bytes_us, floor_us=floor)
-    shared = machine.lnc > 1 and bool(dataclasses.replace(stored, lnc=machine.lnc).splits())
-    how += f" on {machine.lnc} cores" if shared else ""
+    elif machine.lnc > 1 and dataclasses.replace(stored, lnc=machine.lnc).splits():
+        how += f" on {machine.lnc} cores"
     return Price(us, source, how, bytes_us=bytes_us, floor_us=min(floor, us))
-
-
-def _bounds(spec: KernelSpec, machine: Machine) -> tuple[float, float]:
-    """Return the microseconds of a kernel's bytes at the full rate, and of its roofline."""
-    moved = 1e6 * spec.minimal_hbm_bytes() / machine.bytes_per_second
-    whole = spec.roofline_us(machine.target) * spec.lnc / machine.lnc
-    return moved, max(moved, whole)
 
 
 def _kernel_source(machine: Machine) -> str:
@@ -181,11 +190,9 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     """Return the price of our kernel; a bound or a law where there is none."""
     assert piece.attention is not None
     for (spec,) in piece.ways:
-        with contextlib.suppress(*NO_KERNEL):
-            us = launch_us(spec, machine.target, machine.lnc, machine.price)
-            moved, floor = _bounds(spec, dataclasses.replace(machine, weights=piece.dtype))
-            source = _kernel_source(machine)
-            return Price(us, source, spec.short(), bytes_us=moved, floor_us=min(floor, us))
+        ours = kernel_price(spec, machine)
+        if ours.source != "bound":
+            return ours
     batch, heads, _, queries, keys, features, causal = piece.attention
     target = machine.target
     memory = piece.bytes / machine.bytes_per_second
@@ -221,3 +228,72 @@ def _bound(piece: Piece, machine: Machine) -> Price:
     start = target.dma_start_latency_seconds + target.semaphore_seconds
     many = f"{counted(len(piece.elements), 'operation')}, " if piece.elements else ""
     return Price(1e6 * (start + longest), "bound", f"{many}{piece.bytes:,} B")
+
+
+# -- kernels of few-bit weights -------------------------------------------------------------------
+
+_PLAIN = ("m", "k", "dtype", "lnc", "x_layout", "out_layout", "activation", *NORMED)
+
+
+def in_form(spec: Any, form: Form, target: Target) -> Any:
+    """Return the spec for weights of a form, the same where no kernel of the target takes it.
+
+    x has the format of fp8 weights, too, unless its norm is inside.
+    """
+    changes: dict[str, Any] = {}
+    packed: str = getattr(spec, "weight", "")
+    if packed or not form.base:
+        return spec
+    if isinstance(spec, ExpertsSpec):
+        changes = {
+            "weight": form.base, "ranks": (form.rank, form.rank), "halves": "joined",
+            "weight_layout": "row",
+        }  # fmt: skip
+    elif form.base == "fp8" and hasattr(spec, "scales"):
+        x_dtype = None if spec.norm == "none" else spec.dtype
+        changes = {"dtype": FP8, "scales": "channel", "x_dtype": x_dtype}
+    with contextlib.suppress(ShapeError, SpecError):
+        made = dataclasses.replace(spec, **changes)
+        if isinstance(spec, ExpertsSpec):
+            made.check(target)
+        return made
+    return spec
+
+
+def corrected_rows(rows: tuple[Row, ...], form: Form) -> tuple[Row, ...]:
+    """Return the rows in a form; empty for a form that is none of few bits, and for plain fp8.
+
+    Rows of joined dense weights are left out: each has a branch of its own.
+    """
+    if form.base in ("", "fp8") and not form.rank:
+        return ()
+    gated = [row for row in rows if isinstance(row[0], GatedMLPUpSpec)]
+    most = max(map(len, rows), default=0)
+    made: list[Row] = []
+    try:
+        for row in gated or [row for row in rows if len(row) == most]:
+            made.append(tuple(_corrected((one,), form) for one in row))
+            if len(row) > 1 and not gated:
+                made.append((_corrected(row, form),))
+    except NO_KERNEL:
+        return ()
+    return tuple(made)
+
+
+def _corrected(row: Row, form: Form) -> CorrectedSpec:
+    """Return the kernel in a form of dense kernels of one x; SpecError for what has none."""
+    every: list[Any] = list(row)
+    ranks = [one.rank(branch) for one in every for branch in getattr(one, "branches", ())]
+    if any(ranks) or not all(isinstance(one, (MatmulSpec, GatedMLPUpSpec)) for one in every):
+        raise SpecError(f"{every[0].short()} is no dense kernel")
+    kept, *others = ({name: getattr(one, name) for name in _PLAIN} for one in every)
+    if any(fields != kept for fields in others):
+        raise SpecError("products of different inputs")
+    kept |= {"rank": form.rank, "weight": form.base, "branch": form.branch}
+    first = every[0]
+    if isinstance(first, GatedMLPUpSpec):
+        return CorrectedMLPSpec(**kept, n=first.n, down=isinstance(first, GatedMLPSpec))
+    if not others:
+        return CorrectedSpec(**kept, n=first.n, bias=first.bias)
+    outputs, biases = (tuple(getattr(one, name) for one in every) for name in ("n", "bias"))
+    return CorrectedSpec(**kept, n=outputs, bias=biases)
