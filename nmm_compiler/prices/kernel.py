@@ -1,6 +1,7 @@
 """Microseconds of one launch, before it is built: `launch_us(spec, target, lnc, source)`.
 
-A source is one of PRICES by name: "closed_form", from the spec alone, is the default of the passes;
+A source is one of PRICES by name: "closed_form", from the spec alone, is the default of the passes
+(its error against the simulator is in `prices.ways.ERRORS`, by tests/prices/test_estimate.py);
 "simulated" is the kernel that `build_kernel` would build, in the simulator's timing mode; "tuned"
 takes the schedules that `tune` found, where the cache has them.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from nmm_compiler.cache.key import Key
 from nmm_compiler.cache.store import Store
-from nmm_compiler.codegen.choose import choose, simulated
+from nmm_compiler.codegen.choose import choose, rank, simulated
 from nmm_compiler.codegen.code_digests import code_fields
 from nmm_compiler.codegen.machine_target import machine_target
 from nmm_compiler.codegen.tuned import tuned_choice
@@ -26,8 +27,8 @@ from nmm_compiler.kernels.experts.spec import ExpertsSpec
 from nmm_compiler.kernels.linear.spec import LinearSpec
 from nmm_compiler.options import INSTRUCTION_BUDGET, LARGEST_BUCKET
 from nmm_compiler.prices.collectives import PAIR_BARRIER_US, PAIR_EXCHANGE_US, wait_us
-from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.targets import Target, get
+from nmm_compiler.targets.collective_time import collective_alone_us
 from nmm_compiler.targets.this_machine import differences
 
 _PRICE = "price.txt"
@@ -42,6 +43,24 @@ LAUNCH_GAP_US = 2.0
 MANY_TOKENS = 256
 
 Price = Callable[[KernelSpec, str | Target], float]
+
+
+def estimate_us(spec: KernelSpec, target: str | Target) -> float:
+    """Return the least closed form of a kernel's schedules, from its first instruction to its last.
+
+    Raises CapacityError or SpecError where no schedule is legal.
+    """
+    return _estimate_us(spec, machine_target(target))
+
+
+@functools.lru_cache(maxsize=4096)
+def _estimate_us(spec: KernelSpec, chip: Target) -> float:
+    if spec.exchanged_bytes():
+        alone = dataclasses.replace(spec, tp=1, tp_axis="")  # type: ignore[call-arg]
+        return _estimate_us(alone, chip) + collective_alone_us(
+            spec.exchanged_bytes() / spec.lnc, spec.world_size, chip
+        )
+    return rank(spec, chip)[0].cost_us
 
 
 def simulated_us(spec: KernelSpec, target: str | Target) -> float:

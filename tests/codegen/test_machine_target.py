@@ -23,8 +23,7 @@ from nmm_compiler.kernels.linear.specs import (
     MatmulSpec,
 )
 from nmm_compiler.options import Options
-from nmm_compiler.prices.estimate import estimate_us
-from nmm_compiler.prices.kernel import simulated_us
+from nmm_compiler.prices.kernel import estimate_us, simulated_us
 from nmm_compiler.runtime.kernels import Kernels
 from nmm_compiler.targets.this_machine import WITHOUT
 

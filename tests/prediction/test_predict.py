@@ -26,10 +26,10 @@ from nmm_compiler.prices.collectives import (
     collective_us,
     wait_us,
 )
-from nmm_compiler.prices.estimate import estimate_us
 from nmm_compiler.prices.kernel import (
     LAUNCH_GAP_US,
     beyond_simulated_us,
+    estimate_us,
     exchanges_of,
     simulated_us,
 )

@@ -19,8 +19,7 @@ from nmm_compiler.kernels.linear.specs import (
     MatmulSpec,
 )
 from nmm_compiler.kernels.number_formats import FP8
-from nmm_compiler.prices.estimate import estimate_us
-from nmm_compiler.prices.kernel import PRICES
+from nmm_compiler.prices.kernel import PRICES, estimate_us
 from nmm_compiler.prices.ways import ERRORS, FP8_ERROR, ways
 from nmm_compiler.targets import get
 

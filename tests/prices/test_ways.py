@@ -19,8 +19,7 @@ from nmm_compiler.kernels.linear.specs import (
 from nmm_compiler.options import LARGEST_BUCKET
 from nmm_compiler.prices import kernel as prices
 from nmm_compiler.prices.collectives import PAIR_BARRIER_US, collective_us, wait_us
-from nmm_compiler.prices.estimate import estimate_us
-from nmm_compiler.prices.kernel import LAUNCH_GAP_US, launches_of, simulated_us
+from nmm_compiler.prices.kernel import LAUNCH_GAP_US, estimate_us, launches_of, simulated_us
 from nmm_compiler.prices.ways import (
     alternatives,
     dense_rows,
