@@ -19,7 +19,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,23 +80,26 @@ class Change(Record):
         )  # fmt: skip
 
 
-def settings(base: ModelPrediction) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each change of one thing: its name, and what `predict` is given instead."""
-    for form in ("bf16", "fp8", "mxfp4+32fp8"):
-        stored = {"weights": base.dtype, **read_form(form).predicted()}
-        if stored["weights"] != base.weights:
-            yield f"weights {form}", stored
+def settings(base: ModelPrediction) -> dict[str, dict[str, Any]]:
+    """Return each change of one thing by its name: what `predict` is given instead."""
+    forms = ("bf16", "fp8", "mxfp4+32fp8")
+    stored = {name: {"weights": base.dtype, **read_form(name).predicted()} for name in forms}
     other = 1 if base.lnc > 1 else 2
-    yield f"{other} physical core{'s' * (other > 1)} a logical one", {"lnc": other}
-    for tp in (2 * base.tp, base.tp // 2):
-        yield f"tp {tp}", {"tp": tp}
-    yield f"batch {4 * base.batch}", {"batch": 4 * base.batch}
     size = "prompt" if base.phase("decode") is None else "context"
     half = max(1, getattr(base, size) // 2)
-    yield f"a bucket of {half:,} tokens", {size: half}
-    for name in STACKS:
-        if name != base.stack:
-            yield f"stack {name}", {"stack": name}
+    return {
+        **{
+            f"weights {name}": given
+            for name, given in stored.items()
+            if given["weights"] != base.weights
+        },
+        f"{other} physical core{'s' * (other > 1)} a logical one": {"lnc": other},
+        f"tp {2 * base.tp}": {"tp": 2 * base.tp},
+        f"tp {base.tp // 2}": {"tp": base.tp // 2},
+        f"batch {4 * base.batch}": {"batch": 4 * base.batch},
+        f"a bucket of {half:,} tokens": {size: half},
+        **{f"stack {name}": {"stack": name} for name in STACKS if name != base.stack},
+    }
 
 
 def changes(
@@ -108,7 +111,7 @@ def changes(
     that the target lacks, is left out.
     """
     others = [(f"low rank, ratio {ratio:g}", one) for ratio, one in low_rank.items()]
-    for name, changed in settings(base):
+    for name, changed in settings(base).items():
         with contextlib.suppress(NmmError):
             others.append((name, again(**changed)))
     made = []
