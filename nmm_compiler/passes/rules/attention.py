@@ -22,7 +22,6 @@ over: the kernel's softmax is in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,15 +58,6 @@ from nmm_compiler.passes.rules.base import Match, Rule
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # Additive masks hold the smallest number of their dtype, or about its half where two were added.
 _HIDDEN = -1.0e4
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The operands of a call, the angles of a rotation inside of it, and the spec of its kernel."""
-
-    operands: tuple[fx.Node, ...]
-    angles: tuple[fx.Node, ...]
-    spec: AttentionSpec
 
 
 class Attention(Rule):
@@ -122,24 +112,19 @@ class Attention(Rule):
         read = (q, k, v, *angles)
         inner = upstream([node], {*read, mask})
         fields = ("m", "context", "heads", "d", "window", "rope", "kv_heads", "causal")
+        said = {name: getattr(spec, name) for name in ("causal", "window", "soft_cap", "scale")}
         return refuse(graph, inner, node, read) or Match(
             rule=self.name,
             node=node,
             nodes=frozenset(inner),
-            data=_Call((q, k, v), angles, spec),
+            data=said | {"q": q, "k": k, "v": v, "rope": angles, "rotates": rope},
             info={name: getattr(spec, name) for name in fields},
         )
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
-        call: _Call = match.data
-        q = editor.c.values[call.operands[0]]
-        given = {
-            name: getattr(call.spec, name) for name in ("causal", "window", "soft_cap", "scale")
-        }
-        given |= zip("qkv", call.operands, strict=True)
-        if call.angles:
-            given |= {"rope": _stacked(editor, call.angles), "rotates": call.spec.rope}
+        angles, q = match.data["rope"], editor.value(match.data["q"])
+        given = match.data | {"rope": _stacked(editor, angles) if angles else None}
         return editor.like(editor.kernel("attention", given, q.new_empty(q.shape)), match.node)
 
 
