@@ -27,7 +27,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,39 +95,37 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Mixture:
-    """What one mixture computes of x [tokens, k], index and gates [tokens, top_k].
+    """What one mixture computes.
 
-    gates is None where `scores` [tokens, experts] has them. scaled: they multiply x and not y.
-    absent: an index of the number of experts or more is no expert. writes: nodes that write in
-    place to what the mixture makes.
+    given: the arguments of nmm.experts by name. scores: [tokens, experts], which have the gates
+    where these are None. scaled: they multiply x and not y. absent: an index of the number of
+    experts or more is no expert. writes: nodes that write in place to what the mixture makes.
     """
 
-    x: fx.Node
-    index: fx.Node
-    gates: fx.Node | None
-    up: _Linear
-    down: _Linear
+    given: dict[str, Any]
     scores: fx.Node | None = None
     scaled: bool = False
     absent: bool = False
     writes: frozenset[fx.Node] = frozenset()
-    said: dict[str, Any] = field(default_factory=dict)
 
-    def operands(self) -> tuple[fx.Node, ...]:
-        """Return the nodes that the call reads."""
-        found = (
-            self.x, self.up.weight, self.down.weight, self.index, self.gates, self.scores,
-            self.up.bias, self.down.bias,
-        )  # fmt: skip
-        return tuple(one for one in found if one is not None)
-
-    def given(self) -> dict[str, Any]:
-        """Return the arguments of the call by name, as far as the graph has them."""
-        return self.said | {
-            "x": self.x, "gate_up": self.up.weight, "down": self.down.weight, "index": self.index,
-            "gates": self.gates, "gate_up_bias": self.up.bias, "down_bias": self.down.bias,
-            "weight_layout": "col" if self.down.turned else "row",
+    @classmethod
+    def of(
+        cls, x: Any, index: Any, gates: Any, up: _Linear, down: _Linear, **more: Any
+    ) -> _Mixture:
+        """Return the mixture of x [tokens, k], index and gates [tokens, top_k] and two products."""
+        _require(up.turned == down.turned)
+        given = {
+            "x": x, "gate_up": up.weight, "down": down.weight, "index": index, "gates": gates,
+            "gate_up_bias": up.bias, "down_bias": down.bias,
+            "weight_layout": "col" if down.turned else "row",
         }  # fmt: skip
+        return cls(given, **more)
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The nodes that the call reads."""
+        every = (*self.given.values(), self.scores)
+        return [one for one in every if isinstance(one, fx.Node)]
 
 
 class Experts(KernelRule):
@@ -146,50 +144,18 @@ class Experts(KernelRule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Read the picks, both products and what stands between them."""
         node = candidate
-        if _is_own(node):
-            return self._matched(graph, node, [node], EXPERTS.bound(node.args, node.kwargs))
         if _begins_loop(node):
             return Refusal(
                 "no_kernel", "a loop over the experts that tokens chose breaks the graph", node,
                 remedy='load the model with experts_implementation="grouped_mm", if it has that',
             )  # fmt: skip
         try:
-            by_pick = _given(node, 1, "dim") in (1, [1], (1,))
-            mixture = _of_picks(graph, node) if by_pick else _of_all(graph, node)
-            kinds = {one.turned for one in (mixture.up, mixture.down)}
-            _require(len(graph.sizes(mixture.down.weight)) == 3 and len(kinds) == 1)
-            between, h = _region(mixture.down.rows)
+            mixture = self._read(graph, node)
         except NotExpertsError:
             return None
-        said = _function(graph, between, h, mixture.down.rows)
-        if said is None:
-            why = "the function between the products of the experts is no gated product"
-            return Refusal("no_kernel", why, mixture.down.rows)
-        made = replace(mixture, said=said)
-        dtypes = [graph.dtype(one) for one in (made.x, made.up.weight, made.down.weight)]
-        if len({*dtypes}) > 1 or not _rounds(graph, node, dtypes[0]):
-            why = (
-                "x {}, gate_up {}, down {} and the result {} are not one dtype that kernels "
-                "compute in"
-            )
-            return Refusal("dtype", why.format(*dtypes, graph.dtype(node)), node)
-        inner = _between([node, *made.writes], {*made.operands()})
-        return self._matched(graph, node, inner, made.given(), made)
-
-    def _matched(
-        self,
-        graph: Canonical,
-        node: fx.Node,
-        inner: list[fx.Node],
-        call: dict[str, Any],
-        mixture: _Mixture | None = None,
-    ) -> Match | Refusal:
-        """Return the match of a call by its arguments, or why there is none.
-
-        mixture: what the call replaces; None for a call that the model makes itself, whatever its
-        weights are stored as.
-        """
-        given: Any = EXPERTS.bound((), fx.map_arg(call, graph.values.__getitem__))
+        if isinstance(mixture, Refusal):
+            return mixture
+        given: Any = EXPERTS.bound((), fx.map_arg(mixture.given, graph.values.__getitem__))
         dtype = given["x"].dtype
         if dtype not in DTYPES:
             return Refusal("dtype", f"no kernel computes experts in {dtype}", node)
@@ -197,15 +163,15 @@ class Experts(KernelRule):
         if given["format"] == "fp8" and branched and dtype == torch.float16:
             why = "a branch divided by small scales may leave float16; cast the model to bfloat16"
             return Refusal("no_kernel", why, node)
-        reads = node.all_input_nodes if mixture is None else mixture.operands()
-        writes = frozenset[fx.Node]() if mixture is None else mixture.writes
-        why_not = unsafe(graph, inner, node, reads, allowed=writes)
+        ends, reads = [node, *mixture.writes], mixture.operands
+        inner = [n for n in upstream(ends, {*reads}) if n.op not in ("placeholder", "get_attr")]
+        why_not = unsafe(graph, inner, node, reads, allowed=mixture.writes)
         if why_not is not None:
             return why_not
         try:
             tokens = tokens_to_judge(math.prod(given["index"].shape[:-1]))
             spec = EXPERTS.spec_of(given, tokens, dtype_name(dtype))
-            if mixture is not None and mixture.scaled:
+            if mixture.scaled:
                 spec = replace(spec, m=spec.m * spec.top_k, top_k=1)
             spec.check(graph.chip)
         except (NmmError, TypeError) as error:
@@ -214,37 +180,56 @@ class Experts(KernelRule):
         info = {**sizes, "chains": 0}  # its products are dense
         match = Match(self.name, node, frozenset(inner), data=mixture, info=info)
         priced = self.priced(graph, match, spec)
-        return match if mixture is None else priced
+        return match if _is_own(node) else priced
+
+    def _read(self, graph: Canonical, node: Any) -> _Mixture | Refusal:
+        """Return the mixture that ends at a node; NotExpertsError where there is none.
+
+        A call that the model makes itself is one, whatever its weights are stored as.
+        """
+        if _is_own(node):
+            return _Mixture(EXPERTS.bound(node.args, node.kwargs))
+        by_pick = _given(node, 1, "dim") in (1, [1], (1,))
+        mixture, rows = _of_picks(graph, node) if by_pick else _of_all(graph, node)
+        _require(len(graph.sizes(mixture.given["down"])) == 3)
+        between, h = _region(rows)
+        said = _function(graph, between, h, rows)
+        if said is None:
+            why = "the function between the products of the experts is no gated product"
+            return Refusal("no_kernel", why, rows)
+        dtypes = [graph.dtype(mixture.given[name]) for name in ("x", "gate_up", "down")]
+        if len({*dtypes}) > 1 or not _rounds(graph, node, dtypes[0]):
+            why = (
+                "x {}, gate_up {}, down {} and the result {} are not one dtype that kernels "
+                "compute in"
+            )
+            return Refusal("dtype", why.format(*dtypes, graph.dtype(node)), node)
+        return replace(mixture, given=mixture.given | said)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
         values, mixture, old = graph.values, match.data, match.node
-        if mixture is None:
-            given = EXPERTS.bound(old.args, old.kwargs)
-            return editor.like(editor.kernel(EXPERTS.name, given, values[old]), old)
-        x, index, gates = mixture.x, mixture.index, mixture.gates
-        groups = editor.shape(mixture.down.weight)[0]
+        x, index, gates = (mixture.given[name] for name in ("x", "index", "gates"))
+        groups = editor.shape(mixture.given["down"])[0]
         if mixture.scores is not None:
             gates = editor.call(aten.gather.default, mixture.scores, 1, index)
         elif mixture.absent:
             index = editor.call(aten.clamp.default, index, 0)
             elsewhere = editor.call(aten.ge.Scalar, index, groups)
             index = editor.call(aten.masked_fill.Scalar, index, elsewhere, -1)
-        elif not _is_top_k(index):
+        elif not (_is_own(old) or _is_top_k(index)):
             index = counted_from_end(editor, index, groups)
-        tokens, top_k = editor.shape(index)
-        features = editor.shape(x)[1]
         if mixture.scaled:  # a row for each pick, since each has its own x
             row = editor.call(aten.unsqueeze.default, x, 1)
             row = editor.call(aten.mul.Tensor, row, editor.call(aten.unsqueeze.default, gates, -1))
+            picks = editor.shape(row)
             x = editor.call(aten.flatten.using_ints, row, 0, 1)
             index = editor.call(aten.view.default, index, [-1, 1])
             gates = editor.call(aten.ones_like.default, index, dtype=values[x].dtype)
-        given = mixture.given() | {"x": x, "index": index, "gates": gates}
+        given = mixture.given | {"x": x, "index": index, "gates": gates}
         new = editor.kernel(EXPERTS.name, given, values[x].new_empty(values[x].shape))
         if mixture.scaled:
-            new = editor.reshape(new, (tokens, top_k, features))
-            new = editor.call(aten.sum.dim_IntList, new, [1])
+            new = editor.call(aten.sum.dim_IntList, editor.reshape(new, picks), [1])
         new = editor.reshape(new, editor.shape(old))
         wanted = values[old].dtype
         if values[new].dtype != wanted:
@@ -287,8 +272,8 @@ def _rounds(graph: Canonical, node: Any, dtype: Any) -> bool:
     return bool(readers) and all(casts)
 
 
-def _of_picks(graph: Canonical, node: Any) -> _Mixture:
-    """Read a sum over the picks of each token."""
+def _of_picks(graph: Canonical, node: Any) -> tuple[_Mixture, Any]:
+    """Read a sum over the picks of each token; return the rows of its last product, too."""
     view = _named(node.args[0], RESHAPES)
     shape = graph.sizes(view)
     _require(len(shape) == 3)
@@ -301,10 +286,9 @@ def _of_picks(graph: Canonical, node: Any) -> _Mixture:
     up = _linear(graph, _region(down.rows)[1], kind)
     read = _batched_picks if inverse is None else _grouped_picks
     mixture = read(graph, up, down, gates, inverse, shape)
-    own: tuple[Any, ...] = (mixture.index, mixture.gates)
-    _require(all(graph.sizes(one) == tuple(shape[:2]) for one in own))
-    _require(graph.sizes(mixture.x) == (shape[0], shape[2]))
-    return mixture
+    sizes = [graph.sizes(mixture.given[name]) for name in ("index", "gates", "x")]
+    _require(sizes == [tuple(shape[:2])] * 2 + [(shape[0], shape[2])])
+    return mixture, down.rows
 
 
 def _times_gates(product: Any) -> tuple[Any, Any]:
@@ -372,7 +356,7 @@ def _batched_picks(
         gates, mask, value = (*_named(gates, ("masked_fill",)).args, None)[:3]
         picks = picks.args[0]
         _require(bounds == (0, groups - 1) and value == 0 and _names_absent(mask, picks, groups))
-    return _Mixture(
+    return _Mixture.of(
         rows.args[0], _flattened(picks), _flattened(gates), up, down, absent=absent,
         writes=frozenset((*up.adds, *down.adds)),
     )  # fmt: skip
@@ -410,14 +394,15 @@ def _grouped_picks(
         bounds = _writes_to(picks, ("clamp_", "clamp_max_"))
         _require(all(_given(one, 2, "max") == groups - 1 for one in bounds))
         writes |= zeros | bounds
-    return _Mixture(
+    return _Mixture.of(
         x, _flattened(ordered.args[0]), _flattened(gates.args[0]), up, down, absent=absent,
         writes=writes,
     )  # fmt: skip
 
 
-def _of_all(graph: Canonical, node: Any) -> _Mixture:
-    """Read a sum over experts of a product of all tokens with all of them."""
+def _of_all(graph: Canonical, node: Any) -> tuple[_Mixture, Any]:
+    """Read a sum over experts of a product of all tokens with all of them; return the rows of its
+    last product, too."""
     made: Any = _behind(node.args[0], RESHAPES)
     scores: Any = None
     if name_of(made) == "mul":
@@ -438,7 +423,7 @@ def _of_all(graph: Canonical, node: Any) -> _Mixture:
     index = _sparse(scores)
     _require(graph.sizes(scores) == (size[0], groups))
     _require(math.prod(graph.sizes(node)) == math.prod(size))
-    return _Mixture(x, index, None, up, down, scores=scores, scaled=scaled)
+    return _Mixture.of(x, index, None, up, down, scores=scores, scaled=scaled), down.rows
 
 
 def _times_scores(graph: Canonical, product: Any) -> tuple[Any, Any]:
@@ -528,11 +513,6 @@ def _behind(node: Any, names: Any) -> Any:
     while name_of(node) in names:
         node = node.args[0]
     return node
-
-
-def _between(ends: list[fx.Node], stops: set[Any]) -> list[fx.Node]:
-    """Return the nodes from `stops` to these, with them."""
-    return [n for n in upstream(ends, stops) if n.op not in ("placeholder", "get_attr")]
 
 
 def _region(last: fx.Node) -> tuple[list[fx.Node], fx.Node]:
