@@ -59,7 +59,10 @@ def _decide(c: Canonical, made: Call, readers: list[Call]) -> None:
     if made.unread or is_col(made.out_dims, made.n):
         made.out_layout = "col"
         for reader in fitting:
-            reader.x_layout = "col"
+            reader.turned = True
+            for one in (reader, *reader.members):  # each has token axes of its own
+                one.source = source_over_raw(c, made, one.source) or one.source
+                one.x_layout = "col"
 
 
 def is_col(dims: Dims, n: int) -> bool:
@@ -72,7 +75,7 @@ def _absorb_transpose(c: Canonical, match: Match) -> None:
     """Let the kernel make the copy in another order that is all that reads its result."""
     call: Call = match.data
     node, passed = call.final, list[fx.Node]()
-    while not call.many:
+    while not call.members:
         users = real_users(node)
         if len(users) != 1 or not c.is_view_of(users[0], node):
             return

@@ -415,6 +415,7 @@ RULES: tuple[Rule, ...] = (
     Adapters(),
     GatedMLP(),
     GatedMLPUp(),
+    CorrectedMLP(),
     LoRA(),
     SharedU(),
     Adapter(),
@@ -423,7 +424,6 @@ RULES: tuple[Rule, ...] = (
     Quantized(),
     SharedX(),
     Attention(),
-    CorrectedMLP(),
     NormInside(),
     ResidualInside(),
 )

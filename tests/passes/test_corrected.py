@@ -335,12 +335,13 @@ def test_an_fp8_branch_is_read_as_stored_unless_it_is_written(factor, written):
             weight, down, up = (torch.randn(s) / 16 for s in ((256, 512), (32, 512), (256, 32)))
             base = QuantizedLinear.of(weight.bfloat16(), "mxfp4")
             self.low = LowRankLinear.from_factors(down.bfloat16(), up.bfloat16(), None, base)
+            self.bias = nn.Parameter(torch.randn(256, dtype=torch.bfloat16), requires_grad=False)
             round_factors(self.low, "fp8")
 
         def forward(self, x):
             if written:
                 self.low.up.scale.mul_(2)
-            return self.low.base(x) + factor * self.low.up(self.low.down(x))
+            return self.low.base(x) + factor * (self.low.up(self.low.down(x)) + self.bias)
 
     model, data = Branched(), x(8, 512)
     want = copy.deepcopy(model)(data)

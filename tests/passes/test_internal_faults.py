@@ -52,6 +52,11 @@ def final(name):
     return hit
 
 
+def of_several(call, *_):
+    """Say whether a call has several results."""
+    return bool(call.members)
+
+
 def second(hit):
     return lambda first, *rest: hit(*rest)
 
@@ -66,9 +71,11 @@ FAULTS = {
     "joining": (SharedX, "combine", {}, ["lowrank"] * 3),
     "absorbing": (layout, "_absorb_transpose", {}, ["shared_x", "lowrank"]),
     "layout": (layout, "_decide", {"when": second(final("p_b"))}, ["shared_x", "lowrank"]),
-    "emission": (calls.LowRankCall, "emit", {"when": final("s_b"), "at": "after"}, ["shared_x"]),
-    "emission of a group": (calls.SharedCall, "emit", {"at": "after"}, ["lowrank"] * 3),
-    "emission before": (calls.LowRankCall, "emit", {}, ["shared_x"]),
+    "emission": (calls.Call, "emit", {"when": final("s_b"), "at": "after"}, ["shared_x"]),
+    "emission of a group": (
+        calls.Call, "emit", {"when": of_several, "at": "after"}, ["lowrank"] * 3,
+    ),
+    "emission before": (calls.Call, "emit", {"when": final("s_b")}, ["shared_x"]),
     "lint": (fx.Graph, "lint", {"when": lambda g: _rewritten(g) > 1}, []),
     # before there is a graph to drop a place from
     "reading values": (pipeline, "collect_values", {}, []),
@@ -131,7 +138,7 @@ def test_sizes_that_stand_nowhere_are_a_refusal(monkeypatch):
         return turned, second(first(x))
 
     found = Backend({"strict": True})
-    monkeypatch.setattr(Editor, "_symbolic_sizes", lambda self: {})
+    monkeypatch.setattr(Editor, "_symbolic_sizes", lambda self, near: {})
     arguments = (X, X[:, 0] > 0, X[:, 1] > -1)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         got = torch.compile(model, backend=found, fullgraph=True)(*arguments)
@@ -155,7 +162,7 @@ def test_internal_faults_everywhere_leave_the_graph_as_it_was(monkeypatch):
 
 
 def test_internal_fault_is_in_the_backends_report_and_its_program_runs(monkeypatch):
-    monkeypatch.setattr(calls.SharedCall, "emit", breaks(calls.SharedCall.emit))
+    monkeypatch.setattr(calls.Call, "emit", breaks(calls.Call.emit, when=of_several))
     options = {"inner": "eager", "kernels": "lazy"}
     model = Three()
     backend.reset()

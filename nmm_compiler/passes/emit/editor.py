@@ -11,6 +11,7 @@ the old strides.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ class Editor:
         self.dtype: torch.dtype | None = None
         self.added: list[fx.Node] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
-        self.raw: dict[fx.Node, Any] = {}
+        # Results of calls as kernels make them, by the nodes that they take the place of.
+        self.raw: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, fx.Node] = {}
 
     @property
@@ -145,13 +147,12 @@ class Editor:
         value = self.c.values[node].dequantize()
         return self._add("call_method", "dequantize", (node,), {}, value)
 
-    def hoist(self, keys: Iterable[Key]) -> None:
+    def hoist(self) -> None:
         """Move `get_attr` nodes to the top, so that a call may stand anywhere."""
-        for key in keys:
-            if isinstance(key, fx.Node) and key.op == "get_attr":
-                first = next(iter(self.graph.nodes))
-                if first is not key:
-                    first.prepend(key)
+        first, *others = self.graph.nodes
+        for node in others:
+            if node.op == "get_attr":
+                first.prepend(node)
 
     def value(self, node: fx.Node) -> Any:
         """Return a node's metadata value."""
@@ -176,46 +177,36 @@ class Editor:
 
     def _size_arguments(self, shape: Sequence[Size], near: fx.Node) -> list[Any]:
         """Return ints, one -1 at most, and nodes for further symbolic sizes."""
-        symbolic = [s for s in shape if not isinstance(s, int)]
-        known = self._symbolic_sizes() if len(symbolic) > 1 else {}
-        sizes = enumerate(self.shape(near))
-        known |= {size: (near, dim) for dim, size in sizes if not isinstance(size, int)}
+        symbolic = [size for size in shape if not isinstance(size, int)]
+        known = self._symbolic_sizes(near) if len(symbolic) > 1 else {}
         free = next((size for size in symbolic if size not in known), (*symbolic, None)[0])
-        arguments: list[Any] = []
-        for size in shape:
+        arguments = list(shape)
+        if symbolic:
+            arguments[arguments.index(free)] = -1
+        for place, size in enumerate(arguments):
             if isinstance(size, int):
-                arguments.append(size)
-            elif size == free and -1 not in arguments:
-                arguments.append(-1)
-            elif size not in known:
-                raise NotEmittedError(
-                    Refusal(
-                        "shape",
-                        f"the sizes {free} and {size} of one reshape stand nowhere in the graph",
-                        self.at,
-                    )
-                )
-            else:
-                node, dim = known[size]
-                if dim is not None:
-                    value = self.c.values[node].shape[dim]
-                    node = self.call(aten.sym_size.int, node, dim, meta_value=value)
-                arguments.append(node)
+                continue
+            if size not in known:
+                why = f"the sizes {free} and {size} of one reshape stand nowhere in the graph"
+                raise NotEmittedError(Refusal("shape", why, self.at))
+            node, dim = known[size]
+            if dim is not None:
+                value = self.c.values[node].shape[dim]
+                node = self.call(aten.sym_size.int, node, dim, meta_value=value)
+            arguments[place] = node
         return arguments
 
-    def _symbolic_sizes(self) -> dict[Size, tuple[fx.Node, int | None]]:
-        """Return the first node above that holds each symbolic size: a SymInt, or a dimension."""
+    def _symbolic_sizes(self, near: fx.Node) -> dict[Size, tuple[fx.Node, int | None]]:
+        """Return the first node, `near` or one above, that holds each symbolic size: a SymInt, or a
+        dimension."""
         found: dict[Size, tuple[fx.Node, int | None]] = {}
-        for node in self.graph.nodes:
-            if node is self.at:
-                break
+        above = itertools.takewhile(lambda node: node is not self.at, self.graph.nodes)
+        for node in (near, *above):
             value = self.c.values.get(node)
-            if isinstance(value, torch.SymInt):
-                found.setdefault(views.as_size(value), (node, None))
-            elif isinstance(value, torch.Tensor):
-                for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt):
-                        found.setdefault(views.as_size(size), (node, dim))
+            sizes: Any = value.shape if isinstance(value, torch.Tensor) else ()
+            for dim, size in ((None, value), *enumerate(sizes)):
+                if isinstance(size, torch.SymInt):
+                    found.setdefault(views.as_size(size), (node, dim))
         return found
 
     # -- rearranging ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from nmm_compiler.passes.chains.safety import REMEDIES, Refusal, call_ways, slower
+from nmm_compiler.passes.chains.safety import REMEDIES, Refusal, call_ways, refuse, slower
 from nmm_compiler.records import Record
 
 if TYPE_CHECKING:
@@ -180,7 +180,13 @@ class Rule:
 class KernelRule(Rule):
     """A rule whose match becomes one call of a kernel; the call is `Match.data`."""
 
-    def matched(self, graph: Canonical, call: Any) -> Match | Refusal:
+    def matched(self, graph: Canonical, call: Any, **allowed: Any) -> Match | Refusal:
+        """Return the match of a call that may stand at its end, or why there is none; allowed: more
+        arguments of `refuse`."""
+        why = refuse(graph, call.covered, call.final, call.keys(), **allowed)
+        return why or self.called(graph, call)
+
+    def called(self, graph: Canonical, call: Any) -> Match | Refusal:
         """Return the match of a call, or a refusal where smaller calls are predicted to be
         faster."""
         match = Match(
@@ -189,7 +195,7 @@ class KernelRule(Rule):
             nodes=call.covered,
             data=call,
             info=call.info(),
-            notes=call.notes(),
+            notes=call.notes(graph),
         )
         return self.priced(graph, match, call.spec(graph))
 

@@ -33,7 +33,7 @@ from nmm_compiler.passes.chains.chain import (
     same_tokens,
 )
 from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse
-from nmm_compiler.passes.emit.calls import GatedCall
+from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -47,7 +47,7 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.views import Dims
 from nmm_compiler.passes.rules.base import KernelRule, Match
-from nmm_compiler.passes.rules.lora import is_adapted
+from nmm_compiler.passes.rules.lora import read_adapted
 from nmm_compiler.passes.rules.lowrank import products_at
 
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "identity")
@@ -89,9 +89,21 @@ def gates_at(
         yield node, ("identity", form.value, path_nodes(c, form.value)), form.factor
 
 
-def read_gated(
-    c: Canonical, candidate: Any, down: Chain | None = None
-) -> GatedCall | Refusal | None:
+def mlps_at(
+    c: Canonical,
+    node: fx.Node,
+    read: Callable[[Canonical, Key], Chain | None],
+    is_linear: Callable[[Canonical, Key], bool] = _is_product,
+) -> Iterator[Any]:
+    """Yield (node, the linear that ends at it, a candidate of `gates_at` that it reads)."""
+    down = read(c, node) if node in c.forms else None
+    h = None if down is None else c.base(down.first.x)[0]
+    if isinstance(h, fx.Node) and h is not node:
+        for gates in gates_at(c, h, is_linear):
+            yield node, down, gates
+
+
+def read_gated(c: Canonical, candidate: Any, down: Chain | None = None) -> Call | Refusal | None:
     """Read a candidate of `gates_at` as gate and up of one x, or None.
 
     At least one projection, `down` included, has to be low-rank, or h so narrow that gate, up and
@@ -121,7 +133,8 @@ def read_gated(
             node,
         )
     covered = gate.nodes | up.nodes | nodes | {node}
-    return GatedCall.of(c, node, activation, (gate, up), covered)
+    ends = (node, gate.out_dims, covered)
+    return Call.of(c, "gated_mlp_up", (gate, up), *ends, activation=activation)
 
 
 def _is_bottleneck(gate: Chain, down: Chain) -> bool:
@@ -140,7 +153,7 @@ def _no_projection(c: Canonical, node: fx.Node, gate: Key, up: Key) -> Refusal |
                 "gate and up are halves of one projection, and share its first factor",
                 node,
             )
-    if is_adapted(c, gate) or is_adapted(c, up):
+    if any(one is not None and one.base for one in (read_adapted(c, gate), read_adapted(c, up))):
         return Refusal(
             "no_kernel",
             "gate or up is a dense product with adapters",
@@ -162,10 +175,7 @@ class GatedMLPUp(KernelRule):
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that both factors project the same x and have no other readers."""
         call = read_gated(graph, candidate)
-        if not isinstance(call, GatedCall):
-            return call
-        why = refuse(graph, call.covered, call.final, call.keys())
-        return why or self.matched(graph, call)
+        return self.matched(graph, call) if isinstance(call, Call) else call
 
 
 class GatedMLP(KernelRule):
@@ -176,32 +186,30 @@ class GatedMLP(KernelRule):
 
     def pattern(self, graph: Canonical, node: fx.Node) -> Iterator[Any]:
         """Propose products, and sums after them, that a product of two activations feeds."""
-        here = node in graph.forms and not _is_inner(graph, node)
-        down = read_projection(graph, node) if here else None
-        h = None if down is None else graph.base(down.first.x)[0]
-        for gates in gates_at(graph, h) if isinstance(h, fx.Node) and h is not node else ():
-            yield node, down, gates
+        if not _is_inner(graph, node):
+            yield from mlps_at(graph, node, read_projection)
 
     def check(self, graph: Canonical, candidate: Any) -> Match | Refusal | None:
         """Check that only the down projection reads h, and that one kernel pays."""
         node, down, gates = candidate
         half = read_gated(graph, gates, down)
-        if not isinstance(half, GatedCall):
+        if not isinstance(half, Call):
             return None  # `gated_mlp_up` returns the reason
         out_dims = over_tokens(graph, half.out_dims, down)
         if out_dims is None or not down.only_bias():
             return None
-        down = dataclasses.replace(down, out_dims=out_dims)
         nodes = half.covered | down.nodes | path_nodes(graph, down.first.x)
-        call = GatedCall.of(graph, node, half.activation, (*half.projections, down), nodes)
+        chains = [*(one.chain for one in half.linears), down]
+        ends = (node, out_dims, nodes)
+        call = Call.of(graph, "gated_mlp", chains, *ends, activation=half.activation)
         made = (
             refuse(graph, nodes, node, call.keys())
             or _no_kernel(graph, call)
-            or self.matched(graph, call)
+            or self.called(graph, call)
         )
         if isinstance(made, Match):
             return made
-        pair = any(p.second for p in half.projections)  # reported where two calls take its place
+        pair = any(one.rank for one in half.linears)  # reported where two calls take its place
         return dataclasses.replace(made, report_even_if_superseded=True) if pair else None
 
 
@@ -226,7 +234,7 @@ def over_tokens(c: Canonical, h_dims: Dims, down: Chain) -> Dims | None:
     return dims
 
 
-def _no_kernel(c: Canonical, call: GatedCall) -> Refusal | None:
+def _no_kernel(c: Canonical, call: Call) -> Refusal | None:
     """Return why one kernel is not possible on the target, or None."""
     k = call.source.k
     if call.n != k:

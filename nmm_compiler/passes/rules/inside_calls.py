@@ -87,8 +87,8 @@ class NormInside(Rule):
             if isinstance(ends, dict):
                 call: Call = match.data
                 norm: Any = graph.form(call.source.key)
-                below: Any = under(graph, call.source)
-                for one in (call, *call.results()):
+                for one in (call, *call.members):
+                    below: Any = under(graph, one.source)
                     one.source = dataclasses.replace(below, key=norm.value)
                 call.said |= _said(norm)
                 call.ends |= ends

@@ -17,6 +17,7 @@ inputs of the graph, since the base tells which operand is x.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,20 +31,22 @@ from nmm_compiler.passes.chains.chain import (
     path_nodes,
     read_projection,
     same_tokens,
+    trace_back,
     trace_end,
 )
-from nmm_compiler.passes.chains.safety import Refusal, real_users, refuse, too_wide
-from nmm_compiler.passes.emit.calls import LowRankCall
-from nmm_compiler.passes.emit.corrected import with_base
+from nmm_compiler.passes.chains.safety import Refusal, real_users, too_wide
+from nmm_compiler.passes.emit.calls import Call, with_base
 from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.stored import Stored
+from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
     Canonical,
+    Cast,
     Key,
     Leaf,
     Scale,
-    Virtual,
     owner_of,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -82,51 +85,25 @@ class LoRA(KernelRule):
     def _read(
         self, graph: Canonical, end: fx.Node, walk: Walk, form: Add
     ) -> Match | Refusal | None:
-        """Read the terms, and check that they are one base and branches of one x."""
+        """Read the sum, and check that nothing sees what it writes."""
         node = owner_of(walk.key)
         added = _Sum([], set(), [])
-        _flatten(graph, node, form, 1.0, added)
-        read = _base_and_branches(graph, added.terms)
-        if read is None:
-            return None
-        base, branches = read
-        first, bases = branches[0], [] if base is None else [base]
-        alike = all(
-            same_tokens(graph, branch.first, branch.out_dims, one.first, one.out_dims)
-            for branch in branches
-            for one in (*bases, first)
-        )
-        if not alike:
-            why = "base and branch do not read the same x in the same way"
-            return None if base is None else Refusal("other_x", why, base.out)
-        wide = too_wide(graph, first.first, sum(c.r for c in branches), first.n, first.last.key)
-        if wide is not None:
-            return wide if base is not None else None
-        nodes = frozenset(added.nodes | {node}).union(*(c.nodes for c in (*branches, *bases)))
-        whole = dataclasses.replace(
-            first,
-            after=(*first.after, *(step for one in bases for step in one.after)),
-            out=node,
-            nodes=nodes,
-            base=None if base is None else base.first,
-            more=tuple(branches[1:]),
-        )
-        readers = _later_readers(graph, node)
+        whole = _read_sum(graph, node, form, added)
+        if not isinstance(whole, Chain):
+            return whole
+        nodes, readers = whole.nodes, _later_readers(graph, node)
         final = ended(graph, whole, walk, end)
         if final is None or (readers and end is not node):
             return None
-        refusal = _in_place(graph, node, nodes, added.writers, readers) or refuse(
-            graph,
-            final.nodes,
-            end,
-            final.operands,
-            allowed=added.writers,
-            redirected=readers,
-        )
+        allowed = {"allowed": added.writers, "redirected": readers}
+        refusal = _in_place(graph, node, nodes, added.writers, readers)
         if refusal is not None:
             return refusal
-        call = with_base(graph, LowRankCall.of(graph, final, "lowrank_matmul"))
-        return self.matched(graph, call)
+        call = Call.of_chain(graph, final)
+        made = with_base(graph, call)
+        if isinstance(made, Stored):
+            call.note = f"{made.format} weight is dequantized at each call: {made.reason}"
+        return self.matched(graph, made if isinstance(made, Call) else call, **allowed)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the fused call; readers of the memory of an in-place sum then read its value."""
@@ -135,6 +112,53 @@ class LoRA(KernelRule):
             for reader in _later_readers(graph, writer):
                 reader.replace_input_with(writer.args[0], writer)
         return match.data.emit(graph, editor)
+
+
+def _read_sum(c: Canonical, node: fx.Node, form: Add, added: _Sum) -> Chain | Refusal | None:
+    """Read a sum as a base and branches of one x; `added` gets its terms."""
+    _flatten(c, node, form, 1.0, added)
+    read = _base_and_branches(c, added.terms)
+    if read is None:
+        return None
+    base, branches = read
+    first, bases = branches[0], [] if base is None else [base]
+    alike = all(
+        same_tokens(c, branch.first, branch.out_dims, one.first, one.out_dims)
+        for branch in branches
+        for one in (*bases, first)
+    )
+    if not alike:
+        why = "base and branch do not read the same x in the same way"
+        return None if base is None else Refusal("other_x", why, base.out)
+    wide = too_wide(c, first.first, sum(one.r for one in branches), first.n, first.last.key)
+    if wide is not None:
+        return wide if base is not None else None
+    return dataclasses.replace(
+        first,
+        after=(*first.after, *(step for one in bases for step in one.after)),
+        out=node,
+        nodes=frozenset(added.nodes | {node}).union(*(one.nodes for one in (*branches, *bases))),
+        base=None if base is None else base.first,
+        more=tuple(branches[1:]),
+    )
+
+
+def read_adapted(c: Canonical, key: Key) -> Chain | None:
+    """Read a value as a dense product plus branches of the same x, or as any projection; None for
+    other values."""
+    node, dims = c.base(key)
+    form = c.forms[node]
+    if not isinstance(form, Add) or not isinstance(node, fx.Node) or isinstance(form.b, float):
+        return read_projection(c, key)
+    added = _Sum([], set(), [])
+    found = _read_sum(c, node, form, added)
+    if not isinstance(found, Chain) or found.base is None or added.writers:
+        return read_projection(c, key)
+    out_dims = views.compose(dims, found.out_dims)
+    if out_dims is None:
+        return None
+    nodes = found.nodes | path_nodes(c, key)
+    return dataclasses.replace(found, out=key, out_dims=out_dims, nodes=nodes)
 
 
 def _flatten(c: Canonical, key: Key, form: Add, factor: float, into: _Sum) -> None:
@@ -154,28 +178,24 @@ def _flatten(c: Canonical, key: Key, form: Add, factor: float, into: _Sum) -> No
             _flatten(c, inner, below, factor * own * number, into)
 
 
-def _nested(c: Canonical, value: Key) -> tuple[Key, Add, float, set[fx.Node]] | None:
+def _nested(c: Canonical, value: Key) -> tuple[fx.Node, Add, float, frozenset[fx.Node]] | None:
     """Return the sum of two activations, times a number, that a value is, if it has no other
     reader.
 
     A product plus a constant bias is no such sum: it is one term.
     """
-    number, nodes = 1.0, set()
-    while True:
-        base = c.base(value)[0]
-        form = c.forms[base]
-        if isinstance(base, Virtual) or len(real_users(base)) != 1 or not c.is_whole(value):
-            return None
-        nodes |= {base, *path_nodes(c, value)}
-        if isinstance(form, Scale) and isinstance(form.factor, float):
-            number *= form.factor
-            value = form.value
-            continue
-        if not isinstance(form, Add) or isinstance(form.b, float):
-            return None
-        if c.is_weight(form.a) or c.is_weight(form.b):
-            return None
-        return base, form, number, nodes
+    walk, _ = trace_back(c, value)
+    node, form, nodes = walk.key, c.forms[walk.key], walk.nodes | {owner_of(walk.key)}
+    numbers = [step.number for step in walk.steps if step.key is None]
+    if not isinstance(form, Add) or isinstance(form.b, float) or not isinstance(node, fx.Node):
+        return None
+    if len(numbers) < len(walk.steps) or walk.dims != c.whole(node):
+        return None
+    if any(len(real_users(n)) != 1 or isinstance(c.forms.get(n), Cast) for n in nodes):
+        return None
+    if c.is_weight(form.a) or c.is_weight(form.b):
+        return None
+    return node, form, math.prod(numbers, start=1.0), nodes
 
 
 def _base_and_branches(
@@ -202,17 +222,6 @@ def _base_and_branches(
     if not branches or (base is None and len(branches) < 2):
         return None
     return base, branches
-
-
-def is_adapted(c: Canonical, key: Key) -> bool:
-    """Return whether a value is a dense product plus adapters of the same x."""
-    found = _nested(c, key)
-    if found is None:
-        return False
-    added = _Sum([], set(), [])
-    _flatten(c, found[0], found[1], 1.0, added)
-    read = _base_and_branches(c, added.terms)
-    return read is not None and read[0] is not None
 
 
 def _later_readers(c: Canonical, node: fx.Node) -> list[fx.Node]:

@@ -31,8 +31,8 @@ from nmm_compiler.passes.chains.chain import (
     trace_addend,
     trace_end,
 )
-from nmm_compiler.passes.chains.safety import Refusal, part_of_one, refuse, too_wide
-from nmm_compiler.passes.emit.calls import LowRankCall
+from nmm_compiler.passes.chains.safety import Refusal, part_of_one, too_wide
+from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.graph.canonical import (
     Activation,
     Add,
@@ -92,8 +92,7 @@ class Adapter(KernelRule):
         whole = ended(graph, chain, walk, node)
         if wide is not None or whole is None:
             return wide or part_of_one(chain.out)
-        why = refuse(graph, whole.nodes, node, whole.operands)
-        return why or self.matched(graph, LowRankCall.of(graph, whole, "lowrank_matmul"))
+        return self.matched(graph, Call.of_chain(graph, whole))
 
 
 class MLA(Adapter):

@@ -14,8 +14,9 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import read_projection
-from nmm_compiler.passes.chains.safety import Refusal, refuse
-from nmm_compiler.passes.emit.corrected import alone
+from nmm_compiler.passes.chains.safety import Refusal
+from nmm_compiler.passes.emit.calls import Call, with_base
+from nmm_compiler.passes.emit.stored import Stored
 from nmm_compiler.passes.graph.canonical import Canonical, Product
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -35,12 +36,12 @@ class Quantized(KernelRule):
     def check(self, graph: Canonical, candidate: fx.Node) -> Match | Refusal | None:
         """Read the product, and check that its weight is of few bits and a kernel reads it."""
         chain = read_projection(graph, candidate)
-        call = None if chain is None or chain.second is not None else alone(graph, chain)
-        if chain is None or call is None:
+        if chain is None or chain.second is not None or not chain.only_bias():
             return None
-        if call.kept.format:
-            kept = call.kept
-            why = f"the {kept.format} weight is multiplied out at each call: {kept.reason}"
+        call = with_base(graph, Call.of_chain(graph, chain))
+        if isinstance(call, Stored):
+            why = f"the {call.format} weight is multiplied out at each call: {call.reason}"
             return Refusal("few_bits", why, chain.u.key)
-        unsafe = refuse(graph, chain.nodes, candidate, chain.operands)
-        return unsafe or self.matched(graph, call)
+        if call is None:
+            return None
+        return self.matched(graph, call)

@@ -19,8 +19,7 @@ from torch import fx
 
 from nmm_compiler.passes.chains.chain import Chain, ended, read_chain, trace_end
 from nmm_compiler.passes.chains.safety import Refusal, readings, refuse
-from nmm_compiler.passes.emit.calls import LowRankCall
-from nmm_compiler.passes.emit.corrected import CorrectedCall, made_of_leaves, several
+from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.graph.canonical import Canonical, Key, Product, Virtual, owner_of
 from nmm_compiler.passes.rules.base import KernelRule, Match
 from nmm_compiler.passes.rules.lowrank import products_at
@@ -35,27 +34,27 @@ def only_bias(chain: Chain) -> bool:
     return chain.only_bias() and alone and chain.inner is None
 
 
-def group(c: Canonical, rule: KernelRule, calls: list[LowRankCall]) -> Match | None:
+def group(c: Canonical, rule: KernelRule, calls: list[Call]) -> Match | None:
     """Return the match of calls that become one, None when they may not move together."""
     position = c.effects.position
     calls = sorted(calls, key=lambda call: position[call.final])
-    nodes = frozenset(n for call in calls for n in call.covered)
     finals = [call.final for call in calls]
     places = [position[f] for f in finals]
     if any(b - a > NEAR for a, b in itertools.pairwise(places)):
         return None
     if len(set(finals)) != len(finals) or len({c.dtype(f) for f in finals}) > 1:
         return None
-    keys = [key for call in calls for key in call.chain.operands]
-    own_x = {call.chain.first.x for call in calls}
-    own_x |= made_of_leaves(calls)  # the leaves are hoisted
-    for key in [*(k for k in keys if k not in own_x), calls[0].source.key]:
+    whole = Call.of_several(c, f"lowrank_matmul_{rule.name}", calls)
+    keys = whole.keys()
+    made = {call.chain.first.x for call in calls}
+    made = made.union(*(one.hidden for one in whole.linears))  # whose leaves are hoisted
+    for key in [*(k for k in keys if k not in made), calls[0].source.key]:
         owner = owner_of(key)
         if not isinstance(key, Virtual) and owner.op != "get_attr" and position[owner] >= places[0]:
             return None
-    if refuse(c, nodes, finals[-1], keys, also_final=finals) is not None:
+    if refuse(c, whole.covered, finals[-1], keys, also_final=finals) is not None:
         return None
-    match = rule.matched(c, several(c, rule.name, calls))
+    match = rule.called(c, whole)
     return match if isinstance(match, Match) else None
 
 
@@ -68,19 +67,16 @@ class SharedX(KernelRule):
     def combine(self, graph: Canonical, matches: list[Match]) -> list[Match]:
         """Join plain chains of the same x that lie near each other."""
         groups: dict[Any, list[Match]] = {}
-        alike: tuple[Any, ...]
         for match in matches:
             call = match.data
-            if not isinstance(call, LowRankCall) or call.chain.tp > 1:
+            if not isinstance(call, Call) or call.op != "lowrank_matmul" or call.chain.tp > 1:
                 continue  # no kernel of several chains sums over devices
-            if isinstance(call, CorrectedCall):
-                plain, alike = call.is_whole, tuple(call.ways.items())
-            else:
-                plain = only_bias(call.chain)
-                alike = (call.chain.u.layout, call.chain.v.layout, bool(call.kept.stored))
+            (linear,) = call.linears
+            plain = call.is_whole if linear.base else only_bias(call.chain)
+            alike = *linear.ways.items(), bool(linear.factors)
             single = all(len(dim) <= 1 for dim in call.source.dims) and len(call.source.dims) > 1
             if plain and single and (call.source.is_row() or call.source.is_col()):
-                groups.setdefault((call.source.key, *alike), []).append(match)
+                groups.setdefault((call.source.key, alike), []).append(match)
         out = list(matches)
         for members in groups.values():
             for near in _near(graph, members):
@@ -133,7 +129,7 @@ class SharedU(KernelRule):
         k, r, n = chains[0].u.k, chains[0].u.n, sum(chain.v.n for chain in chains)
         if r * (k + n) >= k * n:
             return None
-        return group(graph, self, [LowRankCall.of(graph, c, "lowrank_matmul") for c in chains])
+        return group(graph, self, [Call.of_chain(graph, c) for c in chains])
 
 
 def _readers(c: Canonical, twins: list[Key]) -> list[fx.Node]:

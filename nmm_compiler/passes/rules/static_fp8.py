@@ -11,7 +11,6 @@ whose numbers may lie beyond 240, where NKI's float8_e4m3 ends, is refused.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,25 +18,15 @@ from typing import Any
 from torch import fx
 
 from nmm_compiler.passes.chains.chain import read_projection
-from nmm_compiler.passes.chains.safety import Refusal, crossed, refuse
-from nmm_compiler.passes.emit.calls import (
-    STORED_FP8,
-    ChainCall,
-    Scaled,
-    clamped,
-    fold_chain,
-    scales_of,
-    times,
-    unscaled,
-)
-from nmm_compiler.passes.emit.editor import Editor, aten
+from nmm_compiler.passes.chains.safety import Refusal, crossed
+from nmm_compiler.passes.emit.calls import Call, best_source
+from nmm_compiler.passes.emit.stored import STORED_FP8, Scaled, clamped, read_factors, unscaled
 from nmm_compiler.passes.graph.canonical import (
     Canonical,
     Cast,
     Key,
     Opaque,
     Product,
-    dtype_name,
     owner_of,
 )
 from nmm_compiler.passes.rules.base import KernelRule, Match
@@ -71,22 +60,22 @@ class StaticFP8(KernelRule):
         if chain is None or chain.second is not None or not chain.only_bias():
             return None
         rounded = _rounded(graph, chain.first.x)
-        if rounded is None or chain.addend is not None:
+        if rounded is None:
             return None
-        call = StaticCall.of(graph, chain, "matmul", rounded.value, rounded=rounded)
-        kept = call.kept
-        why = kept.reason if kept.format else "the weight is no fp8 numbers as they are stored"
+        (stored,) = read_factors(graph, chain.factors, graph.dtype(candidate), "") or (None,)
+        why = "the weight is no fp8 numbers as they are stored" if stored is None else stored.reason
         why = why or ("" if _bounded(graph, rounded.value) else "x may lie beyond 240")
         if why:
             why = f"fp8 x is multiplied as 16 bits: {why}"
             return Refusal("few_bits", why, candidate, report_even_if_superseded=True)
-        value = owner_of(rounded.value)
-        unsafe = refuse(graph, chain.nodes, candidate, chain.operands)
-        unsafe = unsafe or crossed(graph, {*chain.nodes, value}, candidate, [rounded.value])
+        moved = {*chain.nodes, owner_of(rounded.value)}
+        unsafe = crossed(graph, moved, candidate, [rounded.value])
         if unsafe is not None:
             return unsafe
-        if not call.source.is_row():
+        source = best_source(graph, rounded.value, chain.first.x_dims, chain.u.k, candidate)
+        if not source.is_row():
             return Refusal("shape", "x is rearranged behind its rounding", candidate)
+        call = Call.of_chain(graph, chain, "matmul", source=source, rounded=rounded)
         return self.matched(graph, call)
 
 
@@ -106,45 +95,3 @@ def _bounded(c: Canonical, value: Key) -> bool:
     if not isinstance(inner, fx.Node) or c.effects.is_written(inner):
         return False
     return clamped(c, inner) is not None
-
-
-@dataclasses.dataclass
-class StaticCall(ChainCall):
-    """nmm.matmul_scaled of x and a weight of fp8 numbers."""
-
-    rounded: Scaled = dataclasses.field(kw_only=True)
-
-    @property
-    def is_whole(self) -> bool:
-        """Return that the result keeps its order: no kernel before it makes fp8 numbers turned."""
-        return False
-
-    def info(self) -> dict[str, Any]:
-        """Return what a report says about the call."""
-        more = {"r": 0, "bias": self.chain.biased, "x": self.kept.format, "chains": 1}
-        return super().info() | more
-
-    def notes(self) -> tuple[str, ...]:
-        """Return what the reader should know about rounding."""
-        return ("fp8 numbers are multiplied as they are; both scales multiply the sums",)
-
-    def x_node(self, editor: Editor) -> fx.Node:
-        """Return the node of the fp8 numbers."""
-        return editor.node(self.source.key)
-
-    def result_value(self, editor: Editor, x: fx.Node) -> Any:
-        """Return the metadata value of the result, which has another dtype than x."""
-        return super().result_value(editor, x).to(editor.dtype)
-
-    def arguments(self, editor: Editor) -> dict[str, Any]:
-        """Emit the operands behind x; return them and the keywords, named as in the schema."""
-        chain, rounded = self.chain, self.rounded
-        folded = fold_chain(editor, chain, self.kept.stored)
-        (scale,) = scales_of(editor, self.kept)
-        if rounded.scale is not None:
-            own = editor.reshape(editor.node(rounded.scale), (1,))
-            scale = editor.call(aten.mul.Tensor, scale, own)
-        return {
-            "scales": [times(editor, scale, rounded.number)], "w": folded.u, "bias": folded.bias,
-            "x_scale": 1.0, "out_dtype": dtype_name(editor.dtype), "w_layout": chain.u.layout,
-        }  # fmt: skip
