@@ -19,9 +19,10 @@ expand apart are predicted to be faster.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from nmm_compiler.passes.chains.chain import is_whole_feature, path_nodes, read_
 from nmm_compiler.passes.chains.safety import DTYPES, Refusal, tokens_to_judge, unsafe
 from nmm_compiler.passes.emit.calls import Lowering
 from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.linears import times
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Canonical,
@@ -79,17 +81,26 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class _Call:
-    x: Any
-    w: fx.Node
-    bias: fx.Node | None
-    branches: tuple[_Branch, ...] = ()
-    gathered: _Gathered | None = None
+    """A linear and the branches that are added to it, all [out, in].
 
-    def operands(self) -> list[Any]:
-        """Return the floating-point operands but for gains."""
-        pairs = [one for branch in self.branches for one in (branch.a, branch.b)]
-        pairs += [factor for factor, _ in self.gathered.factors] if self.gathered else []
-        return [one for one in (self.x, self.w, self.bias, *pairs) if one is not None]
+    factors: all of them. others: the index and the gains, where the graph has them. operands:
+    emits index, u, v and gains for an x.
+    """
+
+    linear: Any
+    factors: list[Any]
+    others: list[Any]
+    operands: Callable[[Editor, Any], dict[str, Any]]
+
+    def plain(self) -> list[Any]:
+        """Return x, the weight and the bias, None where there is none."""
+        return [*self.linear.args, *self.linear.kwargs.values(), None][:3]
+
+    def named(self, editor: Editor) -> dict[str, Any]:
+        """Emit what the op reads; return its arguments by name."""
+        x, w, bias = (None if one is None else editor.node(one) for one in self.plain())
+        given = {"x": x, "w": w, "bias": bias, "u_layout": "col", "w_layout": "col"}
+        return given | self.operands(editor, x)
 
 
 class Adapters(KernelRule):
@@ -111,9 +122,9 @@ class Adapters(KernelRule):
         node = candidate
         if name_of(node) != "linear":
             return self._gathered(graph, node)
-        x, w, bias = (*node.args, *node.kwargs.values(), None)[:3]
+        x = node.args[0]
         found = [_branch(graph, node, x, user) for user in node.users if _writes_rows(user)]
-        branches = tuple(branch for branch in found if branch is not None)
+        branches = [branch for branch in found if branch is not None]
         if len(branches) < len(found):
             return None
         rows = [row for branch in branches for row in branch.rows]
@@ -122,10 +133,12 @@ class Adapters(KernelRule):
         if len(rows) != len(set(rows)) or not all(0 <= row < size for row in rows):
             text = f"rows {rows} of a batch of {size} are not written once each"
             return Refusal("shape", text, node)
+        factors = [factor for one in branches for factor in (one.a, one.b)]
+        call = _Call(node, factors, [], functools.partial(_stacked, branches))
         inner = {node, *(n for branch in branches for n in branch.nodes)}
         last = max(inner, key=graph.effects.position.__getitem__)
         why = _read_early(graph, node, inner, last, node, "all branches")
-        return why or self._matched(graph, node, inner, last, _Call(x, w, bias, branches))
+        return why or self._matched(graph, node, inner, last, call)
 
     def _gathered(self, graph: Canonical, node: Any) -> Match | Refusal | None:
         """Read linear(x, w, b) + branches of gathered factors, which may be added in place."""
@@ -133,16 +146,17 @@ class Adapters(KernelRule):
         branch = None if base is None else _gathered_branch(graph, more, base.args[0])
         if branch is None:
             return None
-        x, w, bias = (*base.args, *base.kwargs.values(), None)[:3]
         inner = {base, *own, *branch.nodes}
-        call = _Call(x, w, bias, gathered=branch)
+        factors = [factor for factor, _ in branch.factors]
+        others = [one for one in (branch.index, branch.gains) if one is not None]
+        call = _Call(base, factors, others, functools.partial(_flat, branch))
         if name_of(node) != "setitem_" and inner.issuperset(base.users):
             return self._matched(graph, node, inner, node, call)
         if node.users:  # two names of one sum
             return Refusal("mutation", "the base is read under two names", node)
         position = graph.effects.position
-        late = [one for one in (*call.operands(), branch.index, branch.gains)
-                if one is not None and position[one] > position[base]]  # fmt: skip
+        reads = [one for one in call.plain() if one is not None] + factors + others
+        late = [one for one in reads if position[one] > position[base]]
         why = _read_early(graph, base, inner, node, node, "its branch")
         if why is None and late:
             text = f"{late[0].name} is made behind the linear to which its branch is added in place"
@@ -153,22 +167,20 @@ class Adapters(KernelRule):
         self, graph: Canonical, node: Any, inner: set[fx.Node], last: fx.Node, call: _Call
     ) -> Match | Refusal:
         """Return the match of one call, or why there is none."""
-        floats = {graph.dtype(one) for one in call.operands()}
+        reads = [one for one in call.plain() if one is not None] + call.factors
+        floats = {graph.dtype(one) for one in reads}
         if len(floats) != 1 or not floats <= {*DTYPES} or graph.dtype(node) not in floats:
             names = ", ".join(sorted(dtype_name(one) for one in floats))
             return Refusal("dtype", f"x, weights and factors are {names}", node)
-        reads = call.operands()
-        if call.gathered is not None:
-            reads += [one for one in (call.gathered.index, call.gathered.gains) if one is not None]
         writes = [one for one in inner if one in graph.effects.writers]
         also = () if last is node else (node,)
-        why = unsafe(graph, inner, last, reads, allowed=writes, also_final=also)
+        why = unsafe(graph, inner, last, reads + call.others, allowed=writes, also_final=also)
         if why is not None:
             return why
-        tokens = tokens_to_judge(views.product(graph.sizes(call.x)[:-1]))
+        tokens = tokens_to_judge(views.product(graph.sizes(call.linear.args[0])[:-1]))
         lowering = Lowering(graph, node, tokens)
         try:
-            spec = lowering.kernel(ADAPTERS.name, _named(lowering, call))
+            spec = lowering.kernel(ADAPTERS.name, call.named(lowering))
             spec.check(graph.chip)
         except (NmmError, TypeError) as error:
             return Refusal("no_kernel", str(error), node)
@@ -178,27 +190,9 @@ class Adapters(KernelRule):
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the stacked factors, the index and the call."""
-        given = _named(editor, match.data)
+        given = match.data.named(editor)
         x, w = (editor.value(given[name]) for name in "xw")
         return editor.kernel(ADAPTERS.name, given, x.new_empty((*x.shape[:-1], w.shape[0])))
-
-
-def _named(editor: Editor, call: _Call) -> dict[str, Any]:
-    """Emit the stacked factors and the index; return the arguments of the op by name."""
-    x, w = editor.node(call.x), editor.node(call.w)
-    if call.gathered is not None:
-        index, u, v, gains = _gathered_operands(editor, call.gathered, x)
-    else:
-        value = editor.value(x)
-        rows = _constant(editor, _rows_index(call, value), torch.int32, value)
-        index = _of_tokens(editor, rows, x)
-        gains = _constant(editor, [one.scale for one in call.branches], torch.float32, value)
-        u, v = _stacked(editor, call.branches)
-    return {
-        "x": x, "index": index, "u": u, "v": v, "gains": gains, "w": w,
-        "bias": None if call.bias is None else editor.node(call.bias),
-        "u_layout": "col", "v_layout": "col" if call.gathered is None else "row", "w_layout": "col",
-    }  # fmt: skip
 
 
 def _read_early(
@@ -208,12 +202,6 @@ def _read_early(
     position = graph.effects.position
     early = [u for u in base.users if u not in inner and position[u] < position[last]]
     return Refusal("other_user", f"{early[0].name} reads it before {what}", at) if early else None
-
-
-def _rows_index(call: _Call, x: torch.Tensor) -> list[Any]:
-    """Return the adapter of each token: of each row of the batch, for all tokens of it."""
-    numbers = {row: i for i, branch in enumerate(call.branches) for row in branch.rows}
-    return [numbers.get(row, -1) for row in range(int(x.shape[0]))]
 
 
 def _constant(editor: Editor, numbers: list[Any], dtype: torch.dtype, x: torch.Tensor) -> fx.Node:
@@ -233,8 +221,14 @@ def _of_tokens(editor: Editor, rows: Any, x: Any) -> fx.Node:
     return editor.call(aten.expand_as.default, node, zeros, meta_value=value)
 
 
-def _stacked(editor: Editor, branches: tuple[_Branch, ...]) -> tuple[fx.Node, fx.Node]:
-    """Return the factors of all adapters one after the other, of equal ranks."""
+def _stacked(branches: Sequence[_Branch], editor: Editor, x: Any) -> dict[str, Any]:
+    """Emit the adapter of each token, the gains, and the factors one after the other, of equal
+    ranks."""
+    value = editor.value(x)
+    numbers = {row: i for i, branch in enumerate(branches) for row in branch.rows}
+    rows = [numbers.get(row, -1) for row in range(int(value.shape[0]))]
+    index = _of_tokens(editor, _constant(editor, rows, torch.int32, value), x)
+    gains = _constant(editor, [one.scale for one in branches], torch.float32, value)
     pairs = [(editor.node(one.a), editor.node(one.b)) for one in branches]
     ranks = [editor.shape(first)[0] for first, _ in pairs]
     firsts, seconds = [], []
@@ -245,7 +239,33 @@ def _stacked(editor: Editor, branches: tuple[_Branch, ...]) -> tuple[fx.Node, fx
             second = editor.call(aten.constant_pad_nd.default, second, [0, more])
         firsts.append(first)
         seconds.append(second)
-    return editor.call(aten.cat.default, firsts, 0), editor.call(aten.cat.default, seconds, 1)
+    u, v = editor.call(aten.cat.default, firsts, 0), editor.call(aten.cat.default, seconds, 1)
+    return {"index": index, "u": u, "v": v, "gains": gains, "v_layout": "col"}
+
+
+def _flat(branch: _Gathered, editor: Editor, x: Any) -> dict[str, Any]:
+    """Emit the adapter of each token, the factors of all adapters, u [out, in], and their gains."""
+    flat: list[Any] = []
+    for factor, turned in reversed(branch.factors):
+        stack = editor.node(factor)
+        sizes = editor.shape(stack)
+        groups = sizes[0]
+        one = editor.reshape(stack, (groups, *sizes[-2:]))
+        wants = not flat  # u as [r, k] and v as [r, n]
+        if turned != wants:
+            one = editor.permute(one, (0, 2, 1))
+        sizes = editor.shape(one)
+        flat.append(editor.reshape(one, (groups * sizes[1], sizes[2])))
+    index = counted_from_end(editor, editor.node(branch.index), groups)
+    if branch.gains is not None:
+        gains = times(editor, editor.node(branch.gains), branch.scale)
+    else:
+        gains = editor.call(
+            aten.full.default, [groups], branch.scale, dtype=torch.float32,
+            device=editor.value(x).device,
+        )  # fmt: skip
+    u, v = flat
+    return {"index": _of_tokens(editor, index, x), "u": u, "v": v, "gains": gains}
 
 
 def _writes_rows(user: Any) -> bool:
@@ -255,12 +275,8 @@ def _writes_rows(user: Any) -> bool:
 
 def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     """Return base[rows] += linear(linear(x[rows], a), b) * scale, as one write ends it."""
-    target, rows, total = write.args[:3]
-    plain = target is base and all(isinstance(row, int) for row in rows)
-    if not plain or name_of(total) not in ("add", "add_") or total.kwargs:
-        return None
-    before, added = total.args[:2]
-    if name_of(before) != "getitem" or tuple(before.args) != (base, rows):
+    target, rows, added, own = _added_in_place(write)
+    if target is not base or not all(isinstance(row, int) for row in rows):
         return None
     chain = read_projection(graph, graph.uncast(added)) if isinstance(added, fx.Node) else None
     if chain is None or chain.second is None or chain.u.layout != "col" or chain.v.layout != "col":
@@ -273,9 +289,20 @@ def _branch(graph: Canonical, base: Any, x: Any, write: Any) -> _Branch | None:
     if not (straight and scaled and name_of(part) == "getitem") or tuple(part.args) != (x, rows):
         return None
     paths = path_nodes(graph, added) | path_nodes(graph, chain.first.x)
-    nodes = {write, total, before, part, *chain.nodes, *paths}
+    nodes = {*own, part, *chain.nodes, *paths}
     scale = math.prod(step.number for step in chain.after)
     return _Branch(tuple(rows), chain.u.key, chain.v.key, scale, nodes)
+
+
+def _added_in_place(write: Any) -> tuple[Any, Any, Any, list[fx.Node]]:
+    """Return base, place, branch and the nodes of base[place] += branch, as one write ends it;
+    None for the base of another write."""
+    base, place, total = write.args[:3]
+    if name_of(total) in ("add", "add_") and not total.kwargs:
+        before, more = total.args[:2]
+        if name_of(before) == "getitem" and tuple(before.args) == (base, place):
+            return base, place, more, [write, total, before]
+    return None, (), None, []
 
 
 def _base_and_branch(graph: Canonical, node: Any) -> tuple[Any, Any, list[fx.Node]]:
@@ -283,21 +310,12 @@ def _base_and_branch(graph: Canonical, node: Any) -> tuple[Any, Any, list[fx.Nod
 
     The sum may be in place: base += branch, or base[:, :n] += branch, of all of its columns.
     """
-    own = [node]
     if name_of(node) == "setitem_":
-        base, place, total = node.args[:3]
-        adds = name_of(total) in ("add", "add_") and not total.kwargs
-        if not adds or not _whole(graph, base, place):
-            return None, None, []
-        before, more = total.args[:2]
-        if name_of(before) != "getitem" or tuple(before.args) != (base, place):
-            return None, None, []
-        return base, more, [node, total, before]
+        base, place, more, own = _added_in_place(node)
+        return base if base is not None and _whole(graph, base, place) else None, more, own
     pairs = [node.args[:2]] if name_of(node) == "add_" else [node.args[:2], node.args[1::-1]]
-    if node.kwargs:
-        return None, None, []
     found = [(base, more) for base, more in pairs if name_of(base) == "linear"]
-    return (*found[0], own) if len(found) == 1 else (None, None, [])
+    return (*found[0], [node]) if len(found) == 1 and not node.kwargs else (None, None, [])
 
 
 def _whole(graph: Canonical, value: Any, place: Any) -> bool:
@@ -432,29 +450,3 @@ def _same_index(graph: Canonical, index: Any, branch: _Gathered) -> bool:
         return False
     branch.index = branch.index or index
     return branch.index is index
-
-
-def _gathered_operands(editor: Editor, branch: _Gathered, x: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the index of each token, the factors of all adapters, u [out, in], and their gains."""
-    flat: list[Any] = []
-    for factor, turned in reversed(branch.factors):
-        stack = editor.node(factor)
-        sizes = editor.shape(stack)
-        groups = sizes[0]
-        one = editor.reshape(stack, (groups, *sizes[-2:]))
-        wants = not flat  # u as [r, k] and v as [r, n]
-        if turned != wants:
-            one = editor.permute(one, (0, 2, 1))
-        sizes = editor.shape(one)
-        flat.append(editor.reshape(one, (groups * sizes[1], sizes[2])))
-    index = counted_from_end(editor, editor.node(branch.index), groups)
-    gains = None if branch.gains is None else editor.node(branch.gains)
-    if gains is None:
-        gains = editor.call(
-            aten.full.default, [groups], branch.scale, dtype=torch.float32,
-            device=editor.value(x).device,
-        )  # fmt: skip
-    elif branch.scale != 1.0:
-        gains = editor.call(aten.mul.Scalar, gains, branch.scale)
-    u, v = flat
-    return _of_tokens(editor, index, x), u, v, gains
