@@ -1,9 +1,9 @@
 """Folds one NKI function: constants in, dead branches out, names and comments kept.
 
 Statements are read in order with the known value of each name (`known_values.Value`). Constant
-tests choose their branch, loops of one iteration become their body, constants that are assigned
-inside loops are written where they are used. Loops of more iterations stay loops. Calls of helpers
-are recorded with the known values of their arguments, so that the helpers can be folded next.
+tests choose their branch, loops of one iteration become their body. Loops of more iterations stay
+loops. Calls of helpers are recorded with the known values of their arguments, so that the helpers
+can be folded next.
 """
 
 # ast names its visitor methods after node classes.
@@ -83,23 +83,14 @@ class Folder(Editor):
         self,
         environment: Environment,
         signatures: Mapping[str, list[str]] = MappingProxyType({}),
-        *,
-        named: bool = False,
         operands: Sequence[str] = (),
     ) -> None:
-        """Take the known values of the parameters, and the names of operands.
-
-        named: constants assigned outside loops keep their names (in helpers they are written out).
-        """
+        """Take the known values of the parameters, and the names of operands."""
         self.operands = operands
         self.environment = environment
         self.signatures = signatures
         self.inline = {name for name, value in environment.items() if values.constant(value)[0]}
-        # constants whose assignment is written out, and that a branch or a loop then sets anew
-        self.lost: frozenset[str] = frozenset()
         self.calls: list[Call] = []
-        self.loops = 0 if named else 1
-        self.branches = 0
 
     def fold(self, statements: Block) -> list[ast.stmt]:
         """Return the statements, folded; none of them after a `return`."""
@@ -113,12 +104,10 @@ class Folder(Editor):
 
     def visit_FunctionDef(self, statement: ast.FunctionDef) -> ast.stmt:
         """Fold the body of a loop on the device: its parameters are not known."""
-        before, inlined = dict(self.environment), set(self.inline)
-        for name in parameter_names(statement):
-            self.environment[name] = None
-            self.inline.discard(name)
+        before = dict(self.environment)
+        self.environment |= dict.fromkeys(parameter_names(statement))
         body = self.fold(statement.body)
-        self.environment, self.inline = before, inlined
+        self.environment = before
         return changed(statement, body=body)
 
     def visit_AugAssign(self, statement: ast.AugAssign) -> None:
@@ -129,13 +118,7 @@ class Folder(Editor):
         if not name:
             return self.generic_visit(statement)
         value = self.visit(value)
-        self.inline.discard(name)
-        self.lost -= {name}
         self.environment[name] = self.value(value)
-        fixed, plain = values.constant(self.environment[name])
-        if fixed and self.loops and not self.branches and isinstance(plain, (int, str, bool)):
-            self.inline.add(name)
-            return []
         return changed(statement, value=value)
 
     def visit_If(self, statement: ast.If) -> list[ast.stmt]:
@@ -143,20 +126,12 @@ class Folder(Editor):
         truth = values.truth(self.value(test))
         if truth is not None:
             return self.fold(statement.body if truth else statement.orelse)
-        before, inlined, lost = dict(self.environment), set(self.inline), self.lost
-        self.branches += 1
+        before = dict(self.environment)
         body = self.fold(statement.body)
-        after_body, inlined_body, lost_body = self.environment, self.inline, self.lost
-        self.environment = before
-        before.update(self._ruled_out(test))
-        self.inline, self.lost = set(inlined), lost
+        after_body = self.environment
+        self.environment = before | self._ruled_out(test)
         orelse = self.fold(statement.orelse)
         after_else = self.environment
-        self.branches -= 1
-        # set in one branch, and in the other still the constant that has no assignment
-        one_sided = (inlined_body ^ self.inline) & inlined
-        self.inline &= inlined_body
-        self.lost |= lost_body | one_sided
         names = set(after_body) | set(after_else)
         self.environment = {
             name: values.join([after_body.get(name), after_else.get(name)]) for name in names
@@ -192,19 +167,10 @@ class Folder(Editor):
         if count == 1 and fixed:
             self.environment[name] = known(plain)
             self.inline.add(name)
-            self.lost -= {name}
             return self.fold(statement.body)
-        for other in assigned_names(statement.body):
-            if other in self.environment:
-                self.environment[other] = None
-                self.lost |= {other} & self.inline
-                self.inline.discard(other)
+        self.environment |= dict.fromkeys(assigned_names(statement.body))
         self.environment[name] = variable
-        self.inline.discard(name)
-        self.lost -= {name}
-        self.loops += 1
         folded = self.fold(statement.body)
-        self.loops -= 1
         return [changed(statement, iter=iterator, body=folded)]
 
     def _once_for_each(
@@ -212,21 +178,14 @@ class Folder(Editor):
     ) -> list[ast.stmt]:
         """Return the body of a loop over records, once for each."""
         folded: list[ast.stmt] = []
-        self.loops += 1
         for record in records:
             self.environment[name] = known(record)
             folded += self.fold(statement.body)
-        self.loops -= 1
         return folded
 
     # Expressions
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in self.lost:
-            raise TypeError(
-                f"template: {node.id!r} is a constant in a loop that a branch or an inner "
-                "loop sets anew; give it a value in every branch, or another name"
-            )
         inline = node.id in self.inline
         return (inline and literal(self.value(node))) or node
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def specialize(
         raise TypeError(f"{path.name}: {function} has no parameters {sorted(unknown)}")
     helpers = {key: node for key, node in signatures.items() if key != function}
     environment: Environment = {key: known(value) for key, value in parameters.items()}
-    made, calls = _fold_function(entry, environment, helpers, named=True, operands=operands)
+    made, calls = _fold_function(entry, environment, helpers, operands)
     bodies: dict[str, list[ast.stmt]] = {function: without_lists(made)}
     dropped: dict[str, set[str]] = {}
     for helper in _call_order(path):
@@ -95,7 +96,7 @@ def specialize(
             continue
         given = _bind(functions[helper], sites)
         dropped[helper] = {key for key, value in given.items() if values.constant(value)[0]}
-        bodies[helper], inner = _fold_function(functions[helper], given, helpers, named=False)
+        bodies[helper], inner = _fold_function(functions[helper], given, helpers)
         calls += inner
     bodies = _without_leftovers(bodies, dropped, signatures)
     left = {name: [p for p in signatures[name] if p not in gone] for name, gone in dropped.items()}
@@ -117,17 +118,16 @@ def _fold_function(
     node: ast.FunctionDef,
     environment: Environment,
     signatures: dict[str, list[str]],
-    *,
-    named: bool,
     operands: Sequence[str] = (),
 ) -> tuple[list[ast.stmt], list[Call]]:
-    folder = Folder(dict(environment), signatures, named=named, operands=operands)
-    return without_aliases(folder.fold(node.body)), folder.calls
+    folder = Folder(dict(environment), signatures, operands)
+    return without_aliases(folder.fold(node.body), parameter_names(node)), folder.calls
 
 
 def _bind(node: ast.FunctionDef, sites: Sequence[Environment]) -> Environment:
-    """Return, for each parameter of a helper, the value that is the same in every call."""
-    return {name: values.join([site.get(name) for site in sites]) for name in parameter_names(node)}
+    """Return, for each parameter that a helper never sets, the value that it has in every call."""
+    names = set(parameter_names(node)) - assigned_names(node.body)
+    return {name: values.join([site.get(name) for site in sites]) for name in names}
 
 
 @functools.lru_cache(maxsize=32)
@@ -189,20 +189,16 @@ def _without_forwarders(
 ) -> dict[str, list[ast.stmt]]:
     """Return the bodies without helpers that only return an argument, or pass theirs to another.
 
-    Such a helper stays if one that calls it has a name of its own for that other helper.
+    One whose other helper has the name of a variable anywhere stays.
     """
-    for name in list(bodies):
-        inner = _forwarded(bodies[name]) if name in parameters else None
-        hidden = called(inner) and any(
-            called(inner) in {*parameters.get(key, ()), *assigned_names(body)}
-            for key, body in bodies.items()
-            if name in names_used(body)
-        )
-        if inner is not None and not hidden:
-            write = Inlined({name: (parameters[name], inner)})
-            del bodies[name]
-            bodies = {key: list(write.visit_all(body)) for key, body in bodies.items()}
-    return bodies
+    variables = {name for names in parameters.values() for name in names}
+    variables |= assigned_names(itertools.chain(*bodies.values()))
+    passed_on = ((name, _forwarded(bodies[name])) for name in parameters)
+    short = Inlined({
+        name: (parameters[name], value) for name, value in passed_on
+        if value is not None and called(value) not in variables
+    })  # fmt: skip
+    return {n: short.visit_all(body) for n, body in bodies.items() if n not in short.helpers}
 
 
 def _forwarded(body: list[ast.stmt]) -> ast.expr | None:

@@ -29,12 +29,13 @@ from nmm_compiler.codegen.trees import (
 )
 
 
-def without_aliases(statements: Block) -> list[ast.stmt]:
+def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> list[ast.stmt]:
     """Return the statements with `b` written for `a` where the only assignment of `a` is `a = b`.
 
-    b is a name or `name.attribute`, and is itself assigned at most once.
+    b is a constant, or a name or `name.attribute` that is itself assigned at most once. Parameters
+    of the function are assigned where it is called.
     """
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter(parameters)
     plain: dict[str, ast.expr] = {}
     for node in nodes(*statements):
         target, value = assigned(node)
@@ -66,6 +67,8 @@ def _resolved(value: ast.expr, aliases: dict[str, ast.expr]) -> ast.expr:
 
 
 def _is_plain(value: ast.expr) -> bool:
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, (int, str))
     return isinstance(value.value if isinstance(value, ast.Attribute) else value, ast.Name)
 
 
