@@ -25,8 +25,7 @@ class Comment(ast.Expr):
 def read(source: str) -> ast.Module:
     """Return the tree of a source with its comments, but for those for a formatter.
 
-    The comment at the end of an assignment, an `if` or a `for` is its `type_comment`. All others
-    stand before the statement that they are in, that of an `else` before the first in its block.
+    A comment stands before the statement that it is in, or at whose end it is.
     """
     tree = ast.parse(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -40,14 +39,9 @@ def _commented(body: Block, left: dict[int, str]) -> list[ast.stmt]:
     made: list[ast.stmt] = []
     statement: Any
     for statement in body:
-        before = _taken(left, statement.lineno - 1)
         parts = (getattr(statement, field, None) for field in ("test", "iter", "value"))
         head = next(filter(None, parts), None)
-        at_end = _taken(left, head.end_lineno) if head else []
-        if isinstance(statement, (ast.Assign, ast.If, ast.For)):
-            vars(statement)["type_comment"] = "  ".join(at_end) or None
-        else:
-            before += at_end
+        before = _taken(left, head.end_lineno if head else statement.lineno)
         made += [*map(Comment, map(name, before)), statement]
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.For, ast.If)):
             statement.body = _commented(statement.body, left)
@@ -114,7 +108,7 @@ def _parts(kind: Any) -> tuple[str, ...]:
     return tuple(field for field in kind._fields if field not in _NO_CODE)
 
 
-_NO_CODE = ("ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment")
+_NO_CODE = ("ctx", "op", "ops", "id", "attr", "arg", "kind")
 
 
 class Names(Editor):
@@ -150,10 +144,9 @@ def name(text: str) -> ast.Name:
     return ast.Name(text, ast.Load())
 
 
-def assign(target: str, value: ast.expr, like: ast.AST | None = None) -> ast.Assign:
-    """Return `target = value`, with the comment of a statement that it is written for."""
-    comment = getattr(like, "type_comment", None)
-    return ast.Assign([ast.Name(target, ast.Store())], value, comment)
+def assign(target: str, value: ast.expr) -> ast.Assign:
+    """Return `target = value`."""
+    return ast.Assign([ast.Name(target, ast.Store())], value)
 
 
 def nodes(*trees: ast.AST) -> Iterator[Any]:

@@ -139,34 +139,36 @@ LAID_OUT = '''"""A file.
 Data flow:
 - none
 """
-
 import nki
 import nki.language as nl
-
 
 @nki.jit
 def kernel(x):
     """Return x."""
-    tile = nl.ndarray((128, 4), dtype=x.dtype, buffer=nl.sbuf)  # of x
+    # of x
+    tile = nl.ndarray((128, 4), dtype=x.dtype, buffer=nl.sbuf)
 
     def body(i):
-        load(tile[0:128, i], x[128 * i : 128 * i + 128 : 2])
-
+        load(tile[0:128, i], x[128 * i:128 * i + 128:2])
     # a loop on the device
     nl.fori_loop(0, 4, body)
-    for i in range(4):  # in turn
-        if i == 0:  # the first
+    for i in range(4):
+        if i == 0:
             load(
                 first_of_many_arguments=tile[0:128, i],
-                second_of_many_arguments=x[128 * i : 128 * i + 128],
+                second_of_many_arguments=x[128 * i:128 * i + 128],
                 third=(i + 1) * 2,
             )
         elif i == 1:
-            load(tile[0:128, i], x[128 * i : 128 * i + 128], [j for j in range(4)], "a word", -1.5)
+            load(tile[0:128, i], x[128 * i:128 * i + 128], [j for j in range(4)], 'a word', -1.5)
         else:
             # the arguments have a line of their own
             load(
-                tile[0:128, i].reshape_dim(1, (2, 2)).permute((1, 0)), x[128 * i : 128 * i + 128], i
+                tile[0:128, i].reshape_dim(1, (2, 2)).permute((1, 0)), x[128 * i:128 * i + 128], 10
+            )
+            # what the last brackets hold does not fit on a line of its own
+            tile = load(tile[0:128, i].reshape_dim(1, (2, 2)).permute((1, 0)), 0, 1).reshape(
+                (128, 4, 1)
             )
     return tile
 '''

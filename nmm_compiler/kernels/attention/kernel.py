@@ -29,7 +29,8 @@ def attention(q, k, v, spec, schedule, **others):
         core = nl.program_id(0)
         part = half_of_heads(out, groups, core)
         q = half_of_heads(q, groups, core)
-    sets = groups  # a decode step takes several groups at a time
+    # a decode step takes several groups at a time
+    sets = groups
     if spec.decode and not schedule.loop and schedule.split != "query_heads":
         sets = groups // spec.at_once
     if spec.decode:

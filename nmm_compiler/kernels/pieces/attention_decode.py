@@ -362,7 +362,8 @@ def score_chunk(scores, k_t, q_t, step, spec, schedule):
 def hide_chunk(scores, step, spec):
     """Mask scores of a chunk whose key a query of its column does not see, or that is none."""
     tiles = step[3]
-    queries = spec.context - spec.m - step[2]  # the first one's distance from the first key
+    # the distance of the first query from the first key
+    queries = spec.context - spec.m - step[2]
     tile = scores[0:128, step[4] : step[4] + tiles, 0 : spec.columns]
     tile = tile.reshape_dim(2, (spec.group, spec.m))
     if spec.causal and step[5] * tiles - 1 > queries:

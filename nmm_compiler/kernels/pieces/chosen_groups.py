@@ -110,7 +110,8 @@ def groups_of_turn(listed, i, core, spec):
     """Return the groups of this core in turn i of the loop."""
     at_once = spec.at_once
     mine = listed_in_turn(listed, i, core, spec)
-    one = within(mine, spec.groups)  # first: loads of weights wait for it
+    # first: loads of weights wait for it
+    one = within(mine, spec.groups)
     row = nl.ndarray((1, at_once), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=row, src=mine)
     ones = nl.ndarray((1, 128), dtype=nl.float32, buffer=nl.sbuf)

@@ -359,7 +359,8 @@ def add_squares(squares, part, tile, start):
 
 def load_few(dst, src, own_queue):
     """Load what is small beside the weights, and what they need not wait for."""
-    if own_queue:  # that of the sync engine, idle until the first result leaves
+    if own_queue:
+        # that of the sync engine, idle until the first result leaves
         nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
     else:
         nisa.dma_copy(dst=dst, src=src)
@@ -367,7 +368,8 @@ def load_few(dst, src, own_queue):
 
 def store(dst, src, own_queue):
     """Store a tile."""
-    if own_queue:  # that of the sync engine
+    if own_queue:
+        # that of the sync engine
         nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
     else:
         nisa.dma_copy(dst=dst, src=src)

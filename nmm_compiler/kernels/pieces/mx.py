@@ -67,7 +67,8 @@ def load_mx_chunk(term: Term, k0, n0, columns):
     whole = rows // 512
     rest = rows % 512
     size = term.plan.mx_bytes
-    width = size * columns + (columns + 3) // 4 * 4  # whole elements from one tile to the next
+    # whole elements from one tile to the next
+    width = size * columns + (columns + 3) // 4 * 4
     tile = nl.ndarray((128, (rows + 511) // 512, width), dtype=nl.uint8, buffer=nl.sbuf)
     early = min(2, whole) if size * columns >= 2048 else whole
     load_tiles(tile, term, k0, n0, columns, 0, early)

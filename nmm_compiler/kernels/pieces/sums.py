@@ -67,7 +67,7 @@ def make_columns(
 ):  # fmt: skip
     """Compute a panel of y^T into dst, [128, tiles, tokens]: outputs on the partitions."""
     m_tiles = (at.tokens + 511) // 512
-    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # moved at a time
+    m_step = ((at.tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16
     spread = first.plan.spread or second.plan.spread
     n_tiles = (panel.columns + 511) // 512 * 4 if spread else (panel.columns + 127) // 128
     wide = min(512, at.tokens)
@@ -79,11 +79,13 @@ def make_columns(
         for i in range(count * m_tiles):
             if per_bank == 1:
                 sums.append(nl.ndarray((128, wide), dtype=nl.float32, buffer=nl.psum))
-            else:  # sums of few tokens share a bank, as nki-library's of MX blocks do
+            else:
+                # sums of few tokens share a bank, as nki-library's of MX blocks do
                 if i % per_bank == 0:
                     bank = nl.ndarray((128, per_bank * wide), dtype=nl.float32, buffer=nl.psum)
                 sums.append(bank[0:128, i % per_bank * wide : (i % per_bank + 1) * wide])
-        if first.plan.mx_bytes > 0:  # its loads are the last ones
+        if first.plan.mx_bytes > 0:
+            # its loads are the last ones
             if second.plan.k > 0:
                 sum_columns(sums, second_tiles, second, part, at, False)
             sum_columns(sums, first_tiles, first, part, at, second.plan.k > 0)
@@ -149,9 +151,10 @@ def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
 def add_columns(sums, w_sb, scales, step: Step, term: Term, group: Group, tokens, begun):
     """Add the products of a step of the contraction to the sums of a group."""
     m_tiles = (tokens + 511) // 512
-    m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16  # as in make_columns
+    m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16
     for i in range(group.count):
-        if term.plan.spread:  # every fourth of 512 outputs
+        if term.plan.spread:
+            # every fourth of 512 outputs
             begin = 512 * ((group.first + i) // 4)
             first = begin + (group.first + i) % 4
             width = min(128, (group.columns - begin) // 4)
