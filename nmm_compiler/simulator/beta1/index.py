@@ -38,11 +38,15 @@ def full_key(key: Any, rank: int) -> list[Any]:
 
 
 class Affine(NamedTuple):
-    """const + sum(steps[k] * i_k) for i in `shape`; an axis of size 1 has step 0."""
+    """const + sum(steps[k] * i_k) for i in `shape`; an axis of size 1 has step 0.
+
+    tile: run-time numbers that are added, a tile of one element, or of one for each row.
+    """
 
     shape: Shape
     const: int
     steps: Shape
+    tile: Any = None
 
     def aligned(self, rank: int) -> Affine:
         """Return it with leading axes of size 1 up to `rank`."""

@@ -39,7 +39,6 @@ from nmm_compiler.simulator.beta1.instructions import (
 from nmm_compiler.simulator.beta1.tensor import (
     OPERATIONS,
     Blocks,
-    Shifted,
     Tensor,
     alike,
     as_number,
@@ -306,7 +305,7 @@ def _binary(short: str) -> Callable[..., Any]:
         tensor(name, "x", tile)
         number = as_number(other)
         if isinstance(other, Index) and short == "add" and math.prod(tile.shape) == 1:
-            return Shifted(tile, affine(other))
+            return affine(other)._replace(tile=tile)
         if number is not None:
             kind = asked(dtype, promote(tile.kind, kind_of_number(other)))
             return elementwise(

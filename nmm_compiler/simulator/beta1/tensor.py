@@ -15,8 +15,8 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -142,13 +142,6 @@ def session() -> Session:
     return found
 
 
-class Shifted(NamedTuple):
-    """An affine index plus run-time numbers: a tile of one element, or of one for each row."""
-
-    tile: Tensor
-    line: Affine
-
-
 @dataclasses.dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Tensor:
     """A tile, or a tensor in HBM, or a part of one.
@@ -269,7 +262,7 @@ class Tensor:
         given = [k for k in keys if k is not None]
         if len(given) > rank:
             raise fail(OperandError, f"{len(keys)} indices into {self!r}")
-        if any(isinstance(k, (Index, Tensor, Shifted)) for k in keys):
+        if any(isinstance(k, (Index, Tensor, Affine)) for k in keys):
             return self._part(_expressions(self, keys))
         if all(k.__class__ is slice and k == slice(None) for k in keys):
             self.tile(False)
@@ -302,17 +295,15 @@ class Tensor:
         left = common_part(self.part, box_of(mask, self.shape))
         return dataclasses.replace(self, place=self.tile(), pending=None, part=left)
 
-    def _part(self, keys: Sequence[Affine | Shifted]) -> Tensor:
+    def _part(self, lines: list[Affine]) -> Tensor:
         """Return the view of an affine index per dimension, some with a run-time tile."""
         view = self.tile()  # an index of an index: the first has to be inside
         choice, on_chip = view.indirection, self.memory != "hbm"
-        lines: list[Affine] = []
-        for dim, k in enumerate(keys):
-            if isinstance(k, Shifted):
-                choice = _chosen(self, dim, k.tile, choice)
-            lines.append(k.line if isinstance(k, Shifted) else k)
+        for dim, line in enumerate(lines):
+            if line.tile is not None:
+                choice = _chosen(self, dim, line.tile, choice)
         rank = max(len(line.shape) for line in lines)
-        lines = [line if len(line.shape) == rank else line.aligned(rank) for line in lines]
+        lines = [line.aligned(rank) for line in lines]
         shape = tuple(map(max, *(line.shape for line in lines), (1,) * rank))
         if any(n != m != 1 for line in lines for m, n in zip(line.shape, shape, strict=True)):
             raise fail(OperandError, f"index shapes of {self!r} do not broadcast")
@@ -498,7 +489,7 @@ def _number(tensor: Tensor, key: Any, dim: int) -> int:
     return number % size
 
 
-def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine | Shifted]:
+def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine]:
     """Return affine indices, some with a run-time tile, after their rules."""
     if any(k is None or isinstance(k, (slice, DynamicSlice)) for k in keys):
         raise fail(
@@ -508,7 +499,7 @@ def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine | Shifted]:
             "dimension",
         )
     lines = [_line(tensor, k, dim) for dim, k in enumerate(keys)]
-    if max(len(k.line.shape if isinstance(k, Shifted) else k.shape) for k in lines) < 2:
+    if max(len(line.shape) for line in lines) < 2:
         raise fail(
             OperandError,
             f"a 1-D nl.arange as index of {tensor!r} (err_1d_arange_not_supported); add an axis, "
@@ -517,13 +508,13 @@ def _expressions(tensor: Tensor, keys: list[Any]) -> list[Affine | Shifted]:
     return lines
 
 
-def _line(tensor: Tensor, key: Any, dim: int) -> Affine | Shifted:
+def _line(tensor: Tensor, key: Any, dim: int) -> Affine:
     """Return an index of a dimension as an affine one."""
     match key:
-        case Shifted():
+        case Affine():
             return key
         case Tensor():
-            return Shifted(key, Affine((key.shape[0], 1), 0, (0, 0)))
+            return Affine((key.shape[0], 1), 0, (0, 0), key)
         case Index():
             return affine(key)
     return Affine((), _number(tensor, key, dim), ())
