@@ -20,11 +20,6 @@ def number(node: ast.AST | None) -> int | None:
     return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
-def integer(value: int) -> ast.Constant:
-    """Return a literal integer."""
-    return ast.Constant(value)
-
-
 def plus(a: ast.expr, b: ast.expr) -> ast.expr:
     """Return a + b."""
     return _folded(ast.BinOp(a, ast.Add(), b))

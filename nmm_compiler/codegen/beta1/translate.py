@@ -38,7 +38,6 @@ from nmm_compiler.codegen.beta1.expressions import (
     call,
     elements,
     indices_of,
-    integer,
     keyword,
     method,
     number,
@@ -288,7 +287,9 @@ class _Function(Editor):
         if name == "affine_select":
             shape = self._shape(dst)
             partitions = (
-                shape.elts[0] if isinstance(shape, ast.Tuple) else subscript(shape, [integer(0)])
+                shape.elts[0]
+                if isinstance(shape, ast.Tuple)
+                else subscript(shape, [ast.Constant(0)])
             )
             given = [ast.keyword("pred", predicate(made, partitions, self.names)), *given]
         value, target = self.visit(changed(made, keywords=given)), self._written(dst)
@@ -339,17 +340,11 @@ def _spread(value: ast.expr, shape: ast.expr | None) -> ast.expr:
     return value if shape is None else call(attribute(value, "broadcast_to"), shape)
 
 
-def _receiver(node: ast.expr) -> ast.expr:
-    """Return what a chain of methods is called on."""
-    while (viewed := method(node)) is not None:
-        node = viewed[0]
-    return node
-
-
 def _tensor(dst: ast.expr) -> ast.expr:
-    """Return the tensor of a destination, without its indices."""
-    base = _receiver(dst)
-    return base.value if isinstance(base, ast.Subscript) else base
+    """Return the tensor of a destination, without its methods and indices."""
+    while (viewed := method(dst)) is not None:
+        dst = viewed[0]
+    return dst.value if isinstance(dst, ast.Subscript) else dst
 
 
 # Statements

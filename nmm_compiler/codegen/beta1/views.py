@@ -17,7 +17,6 @@ from nmm_compiler.codegen.beta1.expressions import (
     call,
     elements,
     indices_of,
-    integer,
     keyword,
     method,
     minus,
@@ -46,7 +45,7 @@ class Axis:
 
     size: ast.expr
     dimension: int | None = None
-    factor: ast.expr = dataclasses.field(default_factory=lambda: integer(1))
+    factor: ast.expr = dataclasses.field(default_factory=lambda: ast.Constant(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ class View:
             Axis(size, None if number(size) == 1 else axis.dimension, factor)
             for size, factor in ((outer, times(axis.factor, inner)), (inner, axis.factor))
         ]
-        view = self._moved(axis, integer(0))
+        view = self._moved(axis, ast.Constant(0))
         return dataclasses.replace(view, axes=(*self.axes[:place], *both, *self.axes[place + 1 :]))
 
     def reshaped(self, sizes: Sequence[ast.expr]) -> View | None:
@@ -117,7 +116,7 @@ class View:
             return self.split(0, sizes)
         longer = len(sizes) == len(given) + 1 and number(sizes[-1]) == 1
         if longer and all(map(same, given, sizes)):
-            return dataclasses.replace(self, axes=(*self.axes, Axis(integer(1))))
+            return dataclasses.replace(self, axes=(*self.axes, Axis(ast.Constant(1))))
         if len(sizes) == 2 < len(given) and self.plain and same(given[0], sizes[0]):
             return self._merged(sizes[1])
         return None
@@ -125,13 +124,13 @@ class View:
     def _merged(self, size: ast.expr) -> View:
         """Return the view with its dimensions but the first as one: the tensor has them as one."""
         shape = attribute(self.base, "shape")
-        start: ast.expr = integer(0)
-        length: ast.expr = integer(1)
+        start: ast.expr = ast.Constant(0)
+        length: ast.expr = ast.Constant(1)
         for dimension in reversed(range(1, len(self.indices))):
             own = _start(self.indices[dimension])
             start = plus(times(own, length), start) if number(own) != 0 else start
-            length = times(subscript(shape, [integer(dimension)]), length)
-        rows = subscript(shape, [integer(0)])
+            length = times(subscript(shape, [ast.Constant(dimension)]), length)
+        rows = subscript(shape, [ast.Constant(0)])
         whole = call(attribute(self.base, "reshape"), several(rows, length))
         flat = f"flat_{root(self.base)}"
         return View(whole, (self.indices[0], start), (self.axes[0], Axis(size, 1)), name=flat)
@@ -169,9 +168,9 @@ class View:
         if len(indices) > 1:
             return subscript(base, indices)
         # Beta 1 indexes a tensor of one dimension as a row of two
-        length = subscript(attribute(self.base, "shape"), [integer(0)])
-        row = call(attribute(self.base, "reshape"), several(integer(1), length))
-        return subscript(row, [integer(0), *indices])
+        length = subscript(attribute(self.base, "shape"), [ast.Constant(0)])
+        row = call(attribute(self.base, "reshape"), several(ast.Constant(1), length))
+        return subscript(row, [ast.Constant(0), *indices])
 
 
 def _is_slice(index: Any) -> bool:
@@ -255,32 +254,32 @@ class Scope:
         if how != "reshape":
             return None
         # a tensor of one dimension, reshaped as a whole
-        return View.of(node, [ast.Slice(integer(0), size) for size in elements(arguments[0])])
+        return View.of(node, [ast.Slice(ast.Constant(0), size) for size in elements(arguments[0])])
 
     def _step(self, view: View, how: str, arguments: Sequence[ast.expr]) -> View:
         if how == "reshape_dim" and len(elements(arguments[1])) == 2:
-            return view.split(_constant(arguments[0]), elements(arguments[1]))
+            return view.split(self._constant(arguments[0]), elements(arguments[1]))
         if how == "permute":
-            return view.permuted([_constant(place) for place in elements(arguments[0])])
+            return view.permuted([self._constant(place) for place in elements(arguments[0])])
         if how == "select":
-            indices: list[Any] = [ast.Slice(integer(0), axis.size) for axis in view.axes]
-            indices[_constant(arguments[0])] = arguments[1]
+            indices: list[Any] = [ast.Slice(ast.Constant(0), axis.size) for axis in view.axes]
+            indices[self._constant(arguments[0])] = arguments[1]
             return view.at(indices)
         reshaped = view.reshaped(elements(arguments[0])) if how == "reshape" else None
         if reshaped is not None:
             return reshaped
         if how == "broadcast":
             sizes = [axis.size for axis in view.axes]
-            sizes[_constant(arguments[0])] = arguments[1]
+            sizes[self._constant(arguments[0])] = arguments[1]
             return dataclasses.replace(view, spread=several(*sizes))
         raise no_beta1_form(f"the view .{how}({', '.join(map(text, arguments))})")
 
-
-def _constant(node: ast.expr) -> int:
-    found = number(node)
-    if found is None:
-        raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
-    return found
+    def _constant(self, node: ast.expr) -> int:
+        value = self.values.get(node.id) if isinstance(node, ast.Name) else node
+        found = number(value)
+        if found is None:
+            raise no_beta1_form(f"a view along dimension {text(node)}, which is no constant")
+        return found
 
 
 _COMPARISONS: dict[str, Any] = {
@@ -293,20 +292,15 @@ def predicate(select: ast.Call, partitions: ast.expr, names: IndexNames) -> ast.
     pattern, multiplier = keyword(select, "pattern"), keyword(select, "channel_multiplier")
     compared = keyword(select, "cmp_op")
     comparison = _COMPARISONS.get(text(compared)) if compared is not None else None
-    if not isinstance(pattern, ast.List) or multiplier is None or comparison is None:
+    axes: list[Any] = [getattr(axis, "elts", ()) for axis in getattr(pattern, "elts", ())]
+    if set(map(len, axes)) != {2} or multiplier is None or comparison is None:
         raise no_beta1_form("nisa.affine_select without a spelled pattern and comparison")
-    total = keyword(select, "offset") or integer(0)
-    rows = [[multiplier, partitions], *map(_list, pattern.elts)]
+    total = keyword(select, "offset") or ast.Constant(0)
+    rows = [(multiplier, partitions), *axes]
     # an axis without a factor is there all the same: the comparison has the shape of the tile
     for place, (factor, size) in enumerate(rows):
         total = _added(total, factor, names.along(size, place, len(rows)))
-    return ast.Compare(total, [comparison()], [integer(0)])
-
-
-def _list(node: ast.expr) -> list[ast.expr]:
-    if not isinstance(node, ast.List) or len(node.elts) != 2:
-        raise no_beta1_form(f"nisa.affine_select with {text(node)} in its pattern")
-    return node.elts
+    return ast.Compare(total, [comparison()], [ast.Constant(0)])
 
 
 def _added(total: ast.expr, factor: ast.expr, index: ast.expr) -> ast.expr:
