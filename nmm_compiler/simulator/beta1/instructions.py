@@ -60,7 +60,8 @@ from nmm_compiler.simulator.tensors.geometry import MAX_FREE_DIMS, out_of_reach
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
 Arguments = dict[str, Any]
-ISSUE: dict[str, Callable[..., Any]] = current_isa.NAMES
+Body = Callable[..., Any]
+ISSUE: dict[str, Body] = current_isa.NAMES
 
 # Dtypes of results: the type promotion table of the NKI documentation (aws-neuron-sdk 2.26,
 # `nki.api.shared`). A float wins over an integer, the wider of two floats or integers wins, and a
@@ -167,7 +168,7 @@ def rows_of(box: Part, tile: Tensor) -> Part:
     return (box[0], *((0, size) for size in tile.shape[1:]))
 
 
-def _in_parts(issue: Callable[..., Any], dst: NkiTensor, **given: Any) -> None:
+def _in_parts(issue: Body, dst: NkiTensor, **given: Any) -> None:
     """Issue an elementwise instruction, or one for each index of an outer free dimension.
 
     Tiles of nki.language may have any number of dimensions, an instruction's access pattern four.
@@ -242,7 +243,7 @@ def elementwise(name: str, short: str, **given: Any) -> Tensor:
     return by_row(name, _ROWS[short], functools.partial(_in_parts, ISSUE[short]), "", given)
 
 
-def by_row(name: str, row: Any, issue: Callable[..., Any], rule: str, given: Arguments) -> Any:
+def by_row(name: str, row: Any, issue: Body, rule: str, given: Arguments) -> Any:
     """Issue an instruction that has a destination, or return the tile that is its destination.
 
     rule: "exact" for one that does not round, else the dtype of the result, or "".
@@ -438,9 +439,7 @@ def transposed(name: str, data: Any, engine: Any, dtype: Any = None, mask: Any =
     )  # fmt: skip
 
 
-def through(
-    dst: NkiTensor, kind: DType, region: Any, issue: Callable[..., Any], *operands: Any
-) -> None:
+def through(dst: NkiTensor, kind: DType, region: Any, issue: Body, *operands: Any) -> None:
     """Issue an instruction that writes one dtype, through a tile of its own if dst has another."""
     made = dst if dst.dtype == kind else ndarray(dst.shape, kind, region)
     issue(made, *operands)
@@ -552,7 +551,7 @@ def no_mask(name: str, mask: Any) -> None:
         raise fail(UnsupportedInstructionError, f"{name} with a mask; index the part that is meant")
 
 
-_OWN: dict[str, Callable[..., Any]] = {
+_OWN: dict[str, Body] = {
     "tensor_reduce": _reduced, "local_gather": _gathered, "nc_matmul": _product,
     "nc_transpose": transposed, "dma_transpose": _dma_transposed, "dma_copy": dma_copied,
     "affine_select": _selected, "iota": _expression, "memset": filled,
@@ -575,7 +574,7 @@ def _default(text: str | None) -> Any:
     return _DEFAULTS[text] if text in _DEFAULTS else ast.literal_eval(text)
 
 
-def documented(name: str, function: Function, body: Callable[..., Any]) -> Callable[..., Any]:
+def documented(name: str, function: Function, body: Body) -> Body:
     """Return a function of the table that passes its arguments by name, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature(
@@ -599,7 +598,7 @@ def documented(name: str, function: Function, body: Callable[..., Any]) -> Calla
 
 def functions_of(
     module: str, short: str, body_of: Callable[[str, Function], Any]
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Body]:
     """Return the functions of a module of the table; those of REFUSED refuse their calls.
 
     body_of: takes a name and what the table says, and returns a function of the full name and the
@@ -622,7 +621,7 @@ def _refused(name: str, **given: Any) -> Any:
     )
 
 
-def _body(short: str, function: Function) -> Callable[..., Any]:
+def _body(short: str, function: Function) -> Body:
     if short in _OWN:
         return _OWN[short]
     issued = _ISSUED.get(short, short)

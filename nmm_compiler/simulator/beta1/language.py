@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from nmm_compiler.simulator.beta1 import instructions
 from nmm_compiler.simulator.beta1.index import Index, Part, Shape, affine, arange, box_of, mgrid
 from nmm_compiler.simulator.beta1.instructions import (
     ISSUE,
+    Body,
     copied,
     dma_copied,
     elementwise,
@@ -69,7 +69,7 @@ _SHARED = (
 NAMES: dict[str, Any] = {name: CURRENT[name] for name in _SHARED}
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+def _named(function: Body) -> Body:
     NAMES[function.__name__] = function
     return function
 
@@ -94,7 +94,7 @@ class Allocator(NamedTuple):
     """
 
     region: MemoryRegion
-    func: Callable[..., Any]
+    func: Body
 
 
 def _shape(shape: Any) -> tuple[Shape, int]:
@@ -296,7 +296,7 @@ def device_print(prefix: str, x: Any, *, mask: Any = None) -> None:
 # Functions that compute
 
 
-def _binary(short: str) -> Callable[..., Any]:
+def _binary(short: str) -> Body:
     op = CURRENT[short]
     by_vector = op.nki_op.kind == "arith" and short != "power"
 
@@ -331,7 +331,7 @@ def _binary(short: str) -> Callable[..., Any]:
     return function
 
 
-def _unary(short: str) -> Callable[..., Any]:
+def _unary(short: str) -> Body:
     op = CURRENT[short]
     row, given = "tensor_scalar", {"op0": op, "operand0": 0}
     if op.nki_op.activation is not None:
@@ -358,7 +358,7 @@ def _matmul(name: str, x: Any, y: Any, transpose_x: bool = False, mask: Any = No
     return product(name, x, y, mask, turned=not transpose_x)
 
 
-def _composite(short: str) -> Callable[..., Any]:
+def _composite(short: str) -> Body:
     """Return a function that runs the current language's, over whole tiles."""
     current_function = CURRENT[short]
 
@@ -467,7 +467,7 @@ def _reduced(op: str, name: str, x: Any, **given: Any) -> Tensor:
     return instructions.NAMES["tensor_reduce"](CURRENT[op], x, **given)
 
 
-_OWN: dict[str, Callable[..., Any]] = {
+_OWN: dict[str, Body] = {
     "copy": _copy, "transpose": _transpose, "matmul": _matmul, "static_cast": _static_cast,
     "reciprocal": lambda name, x, **given: instructions.NAMES["reciprocal"](x, **given),
     "loop_reduce": _loop_reduce, "ndarray": _created, "full": _full,
@@ -483,7 +483,7 @@ _OWN: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _body(short: str, function: Function) -> Callable[..., Any] | None:
+def _body(short: str, function: Function) -> Body | None:
     """Return a function of the table, to be called with its name and its arguments."""
     if short in _OWN:
         return _OWN[short]

@@ -49,6 +49,7 @@ from nmm_compiler.simulator.tensors.elements import mark, poisoned_values
 from nmm_compiler.simulator.tensors.registers import DynamicSlice, Indirection, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of
 
+Outside = tuple[tuple[int, int, Affine], ...]
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind operators and methods of a tensor; the language fills it in."""
 Issue = Callable[[NkiTensor, Part], Any]
@@ -155,13 +156,13 @@ class Tensor:
     kind: DType
     memory: str
     place: NkiTensor | None = None
-    outside: tuple[tuple[int, int, Affine], ...] = ()
+    outside: Outside = ()
     pending: Pending | None = None
     part: Part = True
     par = 0  # block dimensions before the partition dimension
 
     @classmethod
-    def of(cls, view: NkiTensor, outside: tuple[tuple[int, int, Affine], ...] = ()) -> Tensor:
+    def of(cls, view: NkiTensor, outside: Outside = ()) -> Tensor:
         """Return the tensor over a view of the simulator."""
         return cls(view.shape, view.dtype, view.memory, view, outside)
 
