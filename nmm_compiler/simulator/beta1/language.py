@@ -176,11 +176,12 @@ def _created_like(call: str, /, a: Tensor, dtype: Any, **given: Any) -> Tensor:
 @_named
 def random_seed(seed: Any, *, mask: Any = None) -> None:
     """Seed the generator with a number or a tile of one element."""
-    if box_of(mask, (1, 1)) is not False:
-        session().flush()
-        tile = isinstance(seed, Tensor)
-        CURRENT["random_seed"](in_sbuf(tensor("nl.random_seed", "seed", seed).tile()) if tile
-                               else seed)  # fmt: skip
+    if box_of(mask, (1, 1)) is False:
+        return
+    session().flush()
+    if isinstance(seed, Tensor):
+        seed = in_sbuf(tensor("nl.random_seed", "seed", seed).tile())
+    CURRENT["random_seed"](seed)
 
 
 @_named
@@ -372,10 +373,8 @@ def _composite(short: str) -> Body:
         for role, value in given.items():
             if isinstance(value, Tensor):
                 views[role] = value.tile(box if value.shape == shape else True)
-            elif value is not None or role in ("x", "y"):
+            elif value is not None and (short, role) != ("softmax", "compute_dtype"):
                 views[role] = value
-        if short == "softmax" and "compute_dtype" in views:
-            del views["compute_dtype"]
         made = current_function(**views)
         if box is True or made.shape != tuple(b - a for a, b in box):
             return Tensor.of(made)
