@@ -24,7 +24,6 @@ import numpy as np
 from nmm_compiler.errors import KernelArgumentError, OperandError, UnsupportedInstructionError
 from nmm_compiler.simulator.beta1.index import (
     Affine,
-    Box,
     Index,
     Mask,
     Part,
@@ -346,18 +345,11 @@ def product(
     first = 2 if "perf_mode" in flags else 1  # of the free dimensions; before it, rows
     shape = (math.prod(left.shape[first:]), *right.shape[first:])
     kind = left.kind if flags.get("is_transpose") else dtypes.float32
-    box = box_of(mask, shape)
-    parts: tuple[Part, Part] | None = True, True
-    if (left.part, right.part, box) != (True, True, True):
-        parts = _matmul_parts(left, right, box, first)
-        box = parts is not None and (parts[0][first], *parts[1][first:])
-    if box == tuple((0, size) for size in shape):
-        box = True
+    left_part, right_part, box = _matmul_parts(left, right, box_of(mask, shape), first)
     machine = session().machine
 
     def add(dst: NkiTensor, _: Part, **how: Any) -> None:
-        assert parts is not None
-        a, b = in_sbuf(left.tile(parts[0])), in_sbuf(right.tile(parts[1]))
+        a, b = in_sbuf(left.tile(left_part)), in_sbuf(right.tile(right_part))
         if turned:
             machine.trace.awaited.add(b.storage.identity)
         ISSUE["nc_matmul"](dst, a, b, **flags, **how)
@@ -374,10 +366,11 @@ def product(
     return result(shape, kind, issue, mask=box, only=("psum",), exact=True, update=sum_into)
 
 
-def _matmul_parts(left: Tensor, right: Tensor, box: Part, first: int) -> tuple[Box, Box] | None:
-    """Return the parts of stationary and moving that give the part of the result; None for none."""
-    if False in (left.part, right.part, box):
-        return None
+def _matmul_parts(left: Tensor, right: Tensor, box: Part, first: int) -> tuple[Part, Part, Part]:
+    """Return the parts of stationary and moving, and that of the result, that masks leave."""
+    parts = left.part, right.part, box
+    if parts == (True, True, True):
+        return parts
     if len(left.shape) != first + 1:
         raise fail(
             OperandError,
@@ -386,9 +379,9 @@ def _matmul_parts(left: Tensor, right: Tensor, box: Part, first: int) -> tuple[B
     a, b = (m.part if isinstance(m.part, tuple) else tuple((0, size) for size in m.shape)
             for m in (left, right))  # fmt: skip
     rows, columns = common_part(a[:first], b[:first]), common_part((*a[first:], *b[first:]), box)
-    if not isinstance(rows, tuple) or not isinstance(columns, tuple):
-        return None
-    return (*rows, columns[0]), (*rows, *columns[1:])
+    if False in parts or not isinstance(rows, tuple) or not isinstance(columns, tuple):
+        return False, False, False
+    return (*rows, columns[0]), (*rows, *columns[1:]), columns
 
 
 def _product(name: str, perf_mode: Any, **given: Any) -> Tensor:
