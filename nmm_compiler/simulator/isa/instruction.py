@@ -79,14 +79,13 @@ INSTRUCTIONS: dict[str, Any] = {}
 class Outcome:
     """What a call came to. kind: as of `Instruction`.
 
-    reads, writes: the roles of the operands. whole: these are all that it reads and writes.
+    reads, writes: the roles of the operands.
     """
 
     engine: str
     attributes: Attributes
     reads: list[str]
     writes: list[str]
-    whole: bool
     kind: int = 0
 
 
@@ -165,15 +164,14 @@ class Call(Caller):
             arguments[role] = self.integer(role, arguments[role], allowed)
 
     def check(self) -> None:
-        """Check the operands against the row, and collect their regions."""
+        """Check the operands against the row."""
         row, arguments = self.row, self.arguments
         require_present(self, self.op)
         for role, memories in row.roles.items():
             view = arguments[role]
             if (view is None and role in row.optional) or self._is_number(role, view):
                 continue
-            access = operand(self, role, view, memories)
-            (self.writes if role in row.writes else self.reads).append(access)
+            operand(self, role, view, memories)
             if row.dtypes.get(role):
                 check_dtype(self, role, view, row.dtypes[role])
             if role in row.ranks:
@@ -240,8 +238,7 @@ class Call(Caller):
         reads, writes = (
             [role for role, _ in self.tensors(part)] for part in (row.reads, row.writes)
         )
-        whole = len(reads) == len(self.reads) and len(writes) == len(self.writes)
-        return Outcome(self.engine, attributes, reads, writes, whole)
+        return Outcome(self.engine, attributes, reads, writes)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -407,15 +404,16 @@ class instruction:  # noqa: N801 - a decorator, written as one
         call.resolve()
         if known is None:
             call.check()
-        else:
-            call.reads = [arguments[role].access() for role in known.reads]
-            call.writes = [arguments[role].access() for role in known.writes]
+        call.reads, call.writes = (
+            [view.access() for _, view in call.tensors(part)] for part in (self.reads, self.writes)
+        )
         steps = self.body(call, **call.arguments) if self.checks else None
         attributes = {} if steps is None else next(steps)
         if known is None:
             call.finish()
             known = call.outcome(attributes)
-            if key is not None and known.whole and warned == machine.warned:
+            of_row = len(known.reads) == len(call.reads)  # and nothing that it cannot name
+            if key is not None and of_row and warned == machine.warned:
                 if len(machine.outcomes) >= _KEPT:
                     machine.outcomes.clear()
                 known.kind = next(_KINDS)

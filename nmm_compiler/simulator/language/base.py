@@ -121,8 +121,10 @@ def ndarray(
     memory = "sbuf" if buffer is sbuf else "psum" if buffer is psum else "hbm"
     if shape.__class__ is not tuple:
         shape = tuple(shape) if not isinstance(shape, int) else (shape,)
-    if shape and (set(map(type, shape)) != {int} or min(shape) < 1):
-        shape = sizes_of(machine, name, shape)
+    for size in shape:
+        if size.__class__ is not int or size < 1:
+            shape = sizes_of(machine, name, shape)
+            break
     if memory != "hbm":
         if len(shape) == 1:
             shape = (*shape, 1)
