@@ -36,7 +36,7 @@ class _OwnFiles(dict[str, bool]):
         return self[filename]
 
 
-_OWN_FILES = _OwnFiles()
+OWN_FILES = _OwnFiles()
 
 
 class _Current(threading.local):
@@ -64,7 +64,7 @@ def kernel_frame() -> tuple[str, int]:
     if CURRENT.place is not None:
         return CURRENT.place
     frame: Any = sys._getframe(2)  # who calls this is the simulator
-    while frame is not None and _OWN_FILES[frame.f_code.co_filename]:
+    while frame is not None and OWN_FILES[frame.f_code.co_filename]:
         frame = frame.f_back
     if frame is None:
         return "", 0

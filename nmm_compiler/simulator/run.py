@@ -13,6 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,22 +22,30 @@ import numpy as np
 
 from nmm_compiler.errors import (
     HazardError,
+    InternalFaultError,
     KernelArgumentError,
     KernelFailedError,
     NmmError,
     SimulationError,
+    simulator_fault,
 )
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
 from nmm_compiler.report.text import as_text
 from nmm_compiler.simulator.arguments import ArraySpec as ArraySpec
 from nmm_compiler.simulator.arguments import Binder, bind
-from nmm_compiler.simulator.faults import failed
 from nmm_compiler.simulator.language.base import shared_hbm
 from nmm_compiler.simulator.language.functions import assign
 from nmm_compiler.simulator.loading.loader import resolve
 from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
-from nmm_compiler.simulator.machine import CURRENT, MAX_RANKS, Machine, Options, defined_at
+from nmm_compiler.simulator.machine import (
+    CURRENT,
+    MAX_RANKS,
+    OWN_FILES,
+    Machine,
+    Options,
+    defined_at,
+)
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.elements import poisoned_values
 from nmm_compiler.simulator.tensors.memory import check_capacity
@@ -389,3 +399,43 @@ def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
             machine.rule(HazardError, message, place)
         values = poisoned_values(tensor, mask)
     return values.astype(np.bool_) if tensor.dtype == "bool" else values
+
+
+# Whose code raised: the kernel's own, or the simulator's inside an NKI call
+
+_LONGEST_MESSAGE = 1000
+_ELSEWHERE = frozenset({"numpy", "ml_dtypes", *sys.stdlib_module_names})
+
+
+def failed(error: BaseException, what: str) -> InternalFaultError | SimulationError:
+    """Return the catalogue error for an exception of the kernel's own code, or of ours.
+
+    The innermost frame that is neither NumPy's nor the standard library's says whose code it was;
+    the first of the simulator's after the kernel's last is the NKI function that was called.
+    """
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _ELSEWHERE
+    ]
+    file, line, called = "", 0, None
+    for frame, at in frames:
+        if not OWN_FILES[frame.f_code.co_filename]:
+            file, line, called = frame.f_code.co_filename, at, None
+        elif called is None:
+            called = frame
+    if not file or called is None or isinstance(error, ImportError):
+        return KernelFailedError(f"{what}: {type(error).__name__}: {_message(error)}", file, line)
+    code = called.f_code
+    names = code.co_varnames[: code.co_argcount]
+    shown = ", ".join(f"{n}={called.f_locals[n]!r:.90}" for n in names if n in called.f_locals)
+    return simulator_fault(f"{code.co_name}({shown})", error, f"{file}:{line}")
+
+
+def _message(error: BaseException) -> str:
+    """Return the text of a kernel's own exception on one line; its `__str__` may raise as well."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as second:  # the kernel's own __str__, of any kind
+        return f"(its message raised {type(second).__name__})"
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import hashlib
+import linecache
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, TypeVar
@@ -19,7 +22,6 @@ from nmm_compiler.simulator.tensors.dtypes import DType
 from nmm_compiler.simulator.tensors.memory import Storage, check_allocation
 from nmm_compiler.simulator.tensors.registers import DynamicSlice, whole
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, kind_of, make_tensor
-from nmm_compiler.simulator.variable_names import assigned_name
 from nmm_compiler.targets import Target, get
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -144,6 +146,37 @@ def ndarray(
     if memory != "hbm":
         check_allocation(machine, storage)
     return make_tensor(storage)
+
+
+def assigned_name(file: str, line: int) -> str:
+    """Return the target of the assignment on a line of a kernel's file, or an empty string.
+
+    `tile = nl.ndarray(...)` gives "tile", `tiles[i] = ...` and `tiles.append(...)` give "tiles".
+    """
+    return _names("".join(linecache.getlines(file)) if file else "").get(line, "")
+
+
+@functools.lru_cache(32)
+def _names(text: str) -> dict[int, str]:
+    """Return line -> name for the lines of the statements that assign one; the innermost wins."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # not Python source: a cell of a notebook with magic lines, say
+        return {}
+    names: dict[int, str] = {}
+    for node in ast.walk(tree):  # outer statements come before inner ones
+        match node:
+            case (
+                ast.Assign(targets=[target])
+                | ast.AnnAssign(target=target)
+                | ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="append")))
+            ):
+                while isinstance(target, ast.Subscript):
+                    target = target.value
+                if isinstance(target, (ast.Name, ast.Attribute)):
+                    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                    names.update(dict.fromkeys(lines, ast.unparse(target)))
+    return names
 
 
 def sizes_of(machine: Machine, name: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
