@@ -159,7 +159,7 @@ TOYS = {
             (
                 "simulator/isa/elementwise.py",
                 "@instruction(\n",
-                '@instruction(\n    engines=("vector",),\n'
+                '@instruction(\n    engines="vector",\n'
                 '    operands="src[P F] -> dst[P F]",\n    cycles=cycles.copy,\n)\n'
                 "def toy_halve(call: Call, dst: Any, src: Any) -> None:\n"
                 '    """dst = src / 2."""\n'
