@@ -49,14 +49,6 @@ class Caller:
     machine: Machine
     op: str
 
-    def error(self, kind: type[SimulationError], message: str) -> SimulationError:
-        """Return an error that names the instruction and the kernel's line."""
-        return self.machine.error(kind, f"{self.module}.{self.op}: {message}")
-
-    def rule(self, kind: type[SimulationError], message: str) -> None:
-        """Raise such an error in strict mode; otherwise warn."""
-        self.machine.rule(kind, f"{self.module}.{self.op}: {message}")
-
     def warn(self, message: str) -> None:
         """Warn of the instruction."""
         self.machine.warn(f"{self.module}.{self.op}: {message}")
@@ -68,12 +60,14 @@ class Caller:
     def need(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
         """Refuse a call that breaks a rule; the message has the rule and what was given."""
         if not holds:
-            raise self.error(kind, f"{rule}; given {self.given()}")
+            says = f"{self.module}.{self.op}: {rule}; given {self.given()}"
+            raise self.machine.error(kind, says)
 
     def should(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
         """Refuse such a call in strict mode; otherwise warn."""
         if not holds:
-            self.rule(kind, f"{rule}; given {self.given()}")
+            says = f"{self.module}.{self.op}: {rule}; given {self.given()}"
+            self.machine.rule(kind, says)
 
     def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
@@ -131,18 +125,12 @@ def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
     """
     if given is None:
         return members.__members__.get("unknown", next(iter(members)))
-    for known in members:
-        if given.__class__ is int and known.value == given:
-            caller.warn(
-                f"{role}={given}; NKI 0.3 and newer take nisa.{members.__name__}.{known.name}"
-            )
-            return known
-    example = next(iter(members)).name
-    raise caller.error(
-        KernelArgumentError,
-        f"{role}={given!r:.60}; pass a member of nisa.{members.__name__}, such as "
-        f"nisa.{members.__name__}.{example}",
-    )
+    known = [m for m in members if given.__class__ is int and m.value == given]
+    name = f"nisa.{members.__name__}"
+    says = f"{role} must be a member of {name}, such as {name}.{next(iter(members)).name}"
+    caller.need(known, says, KernelArgumentError)
+    caller.warn(f"{role}={given}; NKI 0.3 and newer take {name}.{known[0].name}")
+    return known[0]
 
 
 def check_conversion(caller: Caller, dst: NkiTensor, src: NkiTensor) -> None:

@@ -222,10 +222,11 @@ def find_op(caller: Caller, op: Any) -> Op:
         found = BY_NAME.get(_NUMPY_NAMES.get(name, name))
     if found is None:
         name = getattr(op, "__name__", repr(op))
-        raise caller.error(
+        caller.need(
+            False,
+            f"operator {name!r}{closest(name, BY_NAME)}; see the math operators and activation "
+            "functions of nki.language",
             UnsupportedInstructionError,
-            f"operator {name!r}{closest(name, BY_NAME)}; see the math "
-            "operators and activation functions of nki.language",
         )
     return found
 
@@ -248,16 +249,16 @@ class Takes:
         if given is None and default is None:
             return BY_NAME.get(self.default)
         found = find_op(caller, given)
-        has = getattr(found, self.part or "name") is not None
+        has, problem = getattr(found, self.part or "name") is not None, ""
         if not has and not (self.part == "activation" and found.name == "prelu"):
             problem = _LACKS[self.part]
         elif self.names and found.name not in self.names:
             problem = f"not for {role}; use nl.{', nl.'.join(self.names)}"
         elif self.kinds and found.kind not in self.kinds:
             problem = f"not for {role}; {_KINDS[self.kinds]}"
-        else:
-            return found
-        raise caller.error(UnsupportedInstructionError, f"nl.{found.name} is {problem}")
+        says = f"nl.{found.name} is {problem}"
+        caller.need(not problem, says, UnsupportedInstructionError)
+        return found
 
 
 _BINARY, _TWO = ("arith",), ("arith", "bitvec", "bypass")
