@@ -249,7 +249,8 @@ class Takes:
         if given is None and default is None:
             return BY_NAME.get(self.default)
         found = find_op(caller, given)
-        has, problem = getattr(found, self.part or "name") is not None, ""
+        problem = ""
+        has = getattr(found, self.part or "name") is not None
         if not has and not (self.part == "activation" and found.name == "prelu"):
             problem = _LACKS[self.part]
         elif self.names and found.name not in self.names:

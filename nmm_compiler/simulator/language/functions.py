@@ -44,8 +44,7 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Enter the function under its name, as a function and as an operator."""
     function.__name__ = function.__qualname__ = name
     function.nki_op = operators.BY_NAME.get(name)  # type: ignore[attr-defined]
-    NAMES[name] = function
-    return function
+    return exported(function)
 
 
 def new_tile(like: NkiTensor, dtype: Any = None, shape: tuple[int, ...] = ()) -> NkiTensor:

@@ -91,18 +91,14 @@ class PrivateModules:
 
     def execute(self, path: Path, name: str) -> types.ModuleType:
         """Execute a file (or make a namespace package) as private module `name`."""
-        module = types.ModuleType(name)
-        self.modules[name] = module
-        module.__dict__["__builtins__"] = self.builtins
-        if path.is_dir():
-            module.__path__ = [str(path)]
-            module.__package__ = name
-            return module
-        is_package = path.name == "__init__.py"
-        module.__file__ = str(path)
+        module = self.modules[name] = types.ModuleType(name)
+        is_package = path.is_dir() or path.name == "__init__.py"
         module.__package__ = name if is_package else name.rpartition(".")[0]
         if is_package:
-            module.__path__ = [str(path.parent)]
+            module.__path__ = [str(path if path.is_dir() else path.parent)]
+        if path.is_dir():
+            return module
+        module.__file__ = str(path)
         self.stamps[path] = _stamp(path)
         return self.run_text(read_source(path), path, name, module)
 
