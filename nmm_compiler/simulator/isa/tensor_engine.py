@@ -320,10 +320,7 @@ def _scales_of_groups(scale: NkiTensor, rows: np.ndarray) -> np.ndarray:
     """
     if scale.indirection is not None:
         return _scales(scale)[rows]
-    mask = scale.missing()
-    if mask is not None and mask[rows].any():  # each partition's read is noted by itself
-        return np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
-    return _POWERS.take(scale.array()[rows].view(np.uint8).reshape(len(rows), -1))
+    return np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
 
 
 def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> None:
