@@ -109,17 +109,11 @@ def apply_scalar(function: Op, data: np.ndarray, value: Any, reverse: bool) -> n
 def check_bank(call: Call, dst: NkiTensor, banks: int) -> None:
     """Check that dst lies in as many PSUM banks as one matmul may write."""
     bank = call.machine.target.psum_bank_bytes_per_partition
-    if dst.storage.bytes_per_partition <= bank and dst.storage.address is None:
-        return
-    access = dst.access()
-    base = dst.storage.address[1] if dst.storage.address else 0
-    first = (base + access.byte_start) // bank
-    last = (base + access.byte_stop - 1) // bank
-    place = f"bytes {access.byte_start}..{access.byte_stop} of its PSUM partition"
-    call.need(
-        last - first < banks,
-        f"dst covers {place} and so crosses a bank of {bank} B; write one bank at a time",
-    )
+    access, address = dst.access(), dst.storage.address
+    base = address[1] if address else 0
+    first, last = (base + access.byte_start) // bank, (base + access.byte_stop - 1) // bank
+    says = f"dst covers banks {first}..{last} of {bank} B; it may cover {banks}"
+    call.need(last - first < banks, says)
 
 
 def accumulate_product(
