@@ -166,8 +166,7 @@ class Machine:
         self.instructions = self.trace.instructions
         self.storages = self.place << 40
         self.names: dict[tuple[str, int], str] = {}
-        self.warnings: list[str] = []
-        self.warning_keys: set[tuple[str, str, int]] = set()
+        self.warnings: dict[tuple[str, str, int], str] = {}
         self.poisoned: list[tuple[Any, Any, str]] = []
         self.accumulators: dict[str, Any] = {}
         self.identities: dict[Any, Any] = {}
@@ -228,10 +227,8 @@ class Machine:
         """Record a warning once per kernel line."""
         self.warned += 1
         file, line = place or kernel_frame()
-        key = (message.split(":")[0], file, line)
-        if key not in self.warning_keys:
-            self.warning_keys.add(key)
-            self.warnings.append(f"{message} [{file}:{line}]")
+        key = message.split(":")[0], file, line
+        self.warnings.setdefault(key, f"{message} [{file}:{line}]")
 
     def record(
         self,

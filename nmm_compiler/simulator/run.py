@@ -283,7 +283,7 @@ def _result(machines: list[Machine], binder: Binder, function: Any, options: Opt
         traces = [m.trace for m in machines]
         profiles = profile_traces(traces, machines[0].target, reorder=options.reorder)
         profile = max(profiles, key=lambda p: p.latency_us)
-    warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings))
+    warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings.values()))
     for machine in machines:
         machine.forget_tensors()
     return Simulation(
@@ -363,9 +363,8 @@ def _outputs(machine: Machine, returned: Any, function: Any) -> tuple[list[NkiTe
                 *place,
             )
         if item.buffer is not shared_hbm and not item.storage.is_input:
-            machine.warnings.append(
-                f"output {item.name!r} is in private HBM; allocate outputs in nl.shared_hbm"
-            )
+            private = f"output {item.name!r} is in private HBM; allocate outputs in nl.shared_hbm"
+            machine.warn(private, place)
     return flat, isinstance(returned, NkiTensor)
 
 

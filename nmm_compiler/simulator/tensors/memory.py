@@ -197,10 +197,12 @@ def check_capacity(machine: Machine) -> None:
         if peak <= limit or not floating:
             continue
         message = f"{peak:,} {what} are live at once at instruction {at}, {target.name} has "
+        place = machine.instructions[at].file, machine.instructions[at].line
         if memory == "sbuf" and _peak(_spans(tensors, _quarters))[0] <= 4 * limit:
-            machine.warnings.append(
+            machine.warn(
                 f"{message}{limit:,}; they fit only if the compiler places tensors of at most 64 "
-                "partitions beside each other"
+                "partitions beside each other",
+                place,
             )
             continue
         live = [a for a in tensors if a.first_index <= at <= a.last_index]
@@ -213,7 +215,6 @@ def check_capacity(machine: Machine) -> None:
             rest = sum(sorted(map(size, live), reverse=True)[_SHOWN:])
             shown[_SHOWN:] = [f"  and {len(shown) - _SHOWN} more, {rest:,} {unit} together"]
         message += f"{limit:,}; use smaller or fewer tiles. Live tensors:\n" + "\n".join(shown)
-        place = machine.instructions[at].file, machine.instructions[at].line
         if machine.dialect is not None:
             # Beta 1's compiler "inserts the necessary spills or refills" (programming model, 2.26)
             machine.warn(message, place)
