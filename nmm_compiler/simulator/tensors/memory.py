@@ -96,9 +96,9 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
     start_partition, start = storage.address or (0, 0)
     machine.need(
         partitions + start_partition <= target.partitions,
-        f"tensor {storage.name!r} {storage.shape} takes partitions from {start_partition} on, "
-        f"{target.name} has {target.partitions}; the first dimension is the partition dimension, "
-        "tile it",
+        f"tensor {storage.name!r} {storage.shape} takes partitions {start_partition}.."
+        f"{start_partition + partitions - 1}, {target.name} has {target.partitions}; the first "
+        "dimension is the partition dimension, tile it",
         OperandError,
     )
     if storage.memory == "sbuf":
