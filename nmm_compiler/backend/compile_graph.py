@@ -106,7 +106,8 @@ def nmm(
         rewritten = rewrite(work)
     with work.phase("kernels"):
         if rewritten is not gm:
-            _build_all(work, rewritten)
+            with work.tried("kernels were not built", "calls build them when they run"):
+                _build_kernels(work, rewritten)
     with work.phase("inner"):
         compiled = _compile_inner(work, rewritten, mode)
     report = work.report()
@@ -162,6 +163,24 @@ class Compilation:
         start = time.perf_counter()
         yield
         self.phases_ms[name] = round(1e3 * (time.perf_counter() - start), 3)
+
+    @contextlib.contextmanager
+    def tried(self, what: str, follows: str = "") -> Iterator[None]:
+        """Note a fault of the block, which must not fail the compilation; raise under strict.
+
+        follows: what happens then, for a warning; "" gives none.
+        """
+        try:
+            yield
+        except TO_MEND:
+            raise
+        except Exception as error:  # a fault of ours, which the note names
+            if self.options.strict:
+                raise
+            note = f"{what}: {type(error).__name__}: {error}"
+            self.notes.append(note)
+            if follows:
+                warnings.warn(f"nmm: {note}; {follows}", stacklevel=2)
 
     def give_up(self, stage: str, error: Exception) -> None:
         """Note that the graph stays as it is and warn; raise under strict."""
@@ -238,12 +257,8 @@ def rewrite(work: Compilation) -> fx.GraphModule:
     work.said["predicted"] = functools.cache(headline)
     if not found:
         return work.gm
-    try:
+    with work.tried("no pictures of the graph"):
         work.said["pictures"] = tuple(graph_parts(work.gm, rewritten, found))
-    except Exception as error:  # a fault in a picture must not fail the compilation
-        if work.options.strict:
-            raise
-        work.notes.append(f"no pictures of the graph: {type(error).__name__}: {error}")
     _carry_over(work.gm, rewritten)
     executor = executor_name(work.options)
     for node in _calls_of_matches(rewritten):
@@ -302,21 +317,6 @@ def _match_line(match: Any) -> str:
     return f"{str(match).partition(' at ')[0]} {sizes} at {match.module or match.name}"
 
 
-def _build_all(work: Compilation, rewritten: fx.GraphModule) -> None:
-    """Build the graph's kernels; where this package fails, PyTorch computes the calls, with a
-    warning."""
-    try:
-        _build_kernels(work, rewritten)
-    except TO_MEND:
-        raise
-    except Exception as error:
-        if work.options.strict:
-            raise
-        note = f"kernels were not built: {type(error).__name__}: {error}"
-        work.notes.append(note)
-        warnings.warn(f"nmm: {note}; calls build them when they run", stacklevel=2)
-
-
 def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     """Build the kernels that the graph's calls will launch, one per distinct spec.
 
@@ -330,7 +330,7 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
     backward: Counter[Any] = Counter()
     by_torch: Counter[str] = Counter()
     for node in _calls_of_matches(rewritten):
-        try:
+        with work.tried(f"no kernel for {node.name}"):  # it runs in PyTorch
             called = graph_call(node, meta_value)
             assert called is not None
             counts.update(_specs(work, called))
@@ -338,10 +338,6 @@ def _build_kernels(work: Compilation, rewritten: fx.GraphModule) -> None:
             for call in after:
                 backward.update(_launched(work, call, _is_static(called)))
             by_torch.update(products)
-        except Exception as error:  # a call without a kernel runs in PyTorch
-            if work.options.strict:
-                raise
-            work.notes.append(f"no kernel for {node.name}: {type(error).__name__}: {error}")
     counts.update(backward)
     target, device = work.options.target, _kernel_device(work)
     origins = KERNELS.origins(list(counts), target, work.options)

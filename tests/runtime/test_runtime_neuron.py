@@ -317,19 +317,20 @@ def test_a_traced_graph_uses_what_the_backend_has_checked(monkeypatch, one_kerne
         work = compile_graph.Compilation(
             torch.fx.symbolic_trace(torch.nn.Identity()), [x], Options()
         )
-        monkeypatch.setattr(compile_graph, "_calls_of_matches", lambda gm: ["a call"])
+        calls = [types.SimpleNamespace(name="call")]
+        monkeypatch.setattr(compile_graph, "_calls_of_matches", lambda gm, found=calls: found)
         monkeypatch.setattr(compile_graph, "graph_call", lambda *given: ("op", (), {}, 1))
         monkeypatch.setattr(compile_graph, "_specs", lambda *given: [SPEC])
         with warnings.catch_warnings(record=True, action="always") as said:
             monkeypatch.setattr(StandInKernel, "profile", lambda self: PROFILE, raising=False)
-            compile_graph._build_all(work, work.gm)
+            compile_graph._build_kernels(work, work.gm)
         (kernel,) = table.all()
         assert len(neuron.load(kernel).calls) == 1
         assert any("differs from the float64 reference" in str(w.message) for w in said) != traced
         if not traced:
             work.options = Options(strict=True)
             with pytest.raises(NeuronSetupError, match="failed its first run"):
-                compile_graph._build_all(work, work.gm)
+                compile_graph._build_kernels(work, work.gm)
         with (
             torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True),
             warnings.catch_warnings(action="error"),
