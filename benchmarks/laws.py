@@ -34,7 +34,7 @@ from nmm_compiler import targets
 from nmm_compiler.errors import NmmError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.timing import (
-    dma,
+    costs,
     resources,
     timeline,
 )
@@ -74,7 +74,7 @@ class _NoSums(dict[Any, float]):
 
 _CLOCK = timeline.TensorClock.__init__
 _TRANSFER = timeline._Pass._transfer
-_ISSUE = dma._issue
+_ISSUE = costs._issue
 _TAKE = resources.Pool.take
 
 
@@ -152,7 +152,7 @@ RULES: dict[str, tuple[Any, str, Any]] = {
     "a sum waits for its first column": (timeline.TensorClock, "__init__", _clock_without_sums),
     "the clock falls when idle": (timeline.TensorClock, "__init__", _clock_that_stays_warm),
     "fast modes": (cycles, "_fast_mode", lambda target, instruction, engine: 1.0),
-    "GpSimd's descriptors in one queue": (dma, "_issue", _own_queues),
+    "GpSimd's descriptors in one queue": (costs, "_issue", _own_queues),
 }
 """Rules of the model's code, with what stands in for them."""
 LAWS = (

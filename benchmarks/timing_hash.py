@@ -14,8 +14,7 @@ from collections.abc import Iterator
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.timing import resources
-from nmm_compiler.simulator.timing.costs import RULES, other_cost, tensor_cost
-from nmm_compiler.simulator.timing.dma import dma_cost
+from nmm_compiler.simulator.timing.costs import RULES, dma_cost, other_cost, tensor_cost
 from nmm_compiler.simulator.trace import Access, Instruction
 
 _CONSTANTS = (
@@ -39,7 +38,7 @@ NOT_PUBLISHED = frozenset({"core_barrier"})
 
 def constants_hash() -> str:
     """Return the digest of every constant that a prediction depends on, and of what the rules of
-    `costs.py` and `dma.py` make of them."""
+    `costs.py` makes of them."""
     values: dict[str, object] = {}
     for name in targets.names():
         target = targets.get(name)

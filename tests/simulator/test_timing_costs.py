@@ -7,8 +7,7 @@ import pytest
 from simulator_kernels import run
 from trace_builder import STEADY, TRN1, TRN2, Scene, load, matmuls, us
 
-from nmm_compiler.simulator.timing.costs import other_cost
-from nmm_compiler.simulator.timing.dma import dma_cost
+from nmm_compiler.simulator.timing.costs import dma_cost, other_cost
 from nmm_compiler.simulator.timing.timeline import time_trace, time_traces
 
 B, F = "bfloat16", "float32"

@@ -9,7 +9,7 @@ import pytest
 
 from nmm_compiler import targets
 from nmm_compiler.simulator.isa import cycles
-from nmm_compiler.simulator.timing import costs, dma, evidence, resources
+from nmm_compiler.simulator.timing import costs, evidence, resources
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -66,10 +66,10 @@ def test_the_hash_notices_a_cost_rule(op, monkeypatch, before):
         (costs, "one_pass", slower(costs.one_pass)),
         (costs, "_pipeline_cycles", slower(costs._pipeline_cycles)),
         (cycles, "_fast_mode", slower(cycles._fast_mode)),
-        (dma, "_LARGEST_DESCRIPTOR_BYTES", 32768),
-        (dma, "_split", lambda target, reads, writes, transpose: [(0, 1.0)]),
-        (dma, "_transpose_fraction", lambda target, reads, writes: 0.1),
-        (dma, "_issue", lambda target, mode, issuer, descriptors: ("software", 1e-9)),
+        (costs, "_LARGEST_DESCRIPTOR_BYTES", 32768),
+        (costs, "_split", lambda target, reads, writes, transpose: [(0, 1.0)]),
+        (costs, "_transpose_fraction", lambda target, reads, writes: 0.1),
+        (costs, "_issue", lambda target, mode, issuer, descriptors: ("software", 1e-9)),
         (costs, "tensor_dtype", lambda instruction: "bfloat16"),
     ],
 )

@@ -15,8 +15,7 @@ from typing import Any
 from nmm_compiler.records import Record
 from nmm_compiler.report.headline import not_told
 from nmm_compiler.simulator.timing.causes import critical_path, waits
-from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
-from nmm_compiler.simulator.timing.dma import dma_cost
+from nmm_compiler.simulator.timing.costs import ENGINE_NAMES, dma_cost
 from nmm_compiler.simulator.timing.evidence import band_of
 from nmm_compiler.simulator.timing.timeline import Timeline, time_trace
 from nmm_compiler.simulator.trace import Instruction, Trace

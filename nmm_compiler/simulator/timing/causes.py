@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from nmm_compiler.records import Record
-from nmm_compiler.simulator.timing.dma import stagger_us
 from nmm_compiler.simulator.timing.resources import Waited
-from nmm_compiler.simulator.timing.timeline import Timeline
+from nmm_compiler.simulator.timing.timeline import Timeline, stagger_us
 
 _SAME_US = 1e-6  # sums of floats in two orders: far above their error, far below a clock cycle
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nmm_compiler.outputs import write_text
-from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
+from nmm_compiler.simulator.timing.costs import ENGINE_NAMES
 from nmm_compiler.simulator.timing.timeline import Timeline
 
 Event = dict[str, Any]

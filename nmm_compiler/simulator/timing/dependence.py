@@ -17,18 +17,11 @@ from typing import Any
 
 from nmm_compiler.errors import HazardError
 from nmm_compiler.simulator.timing.compiler import awaited_tiles
-from nmm_compiler.simulator.timing.dma import DmaCost
+from nmm_compiler.simulator.timing.costs import DMA, ENGINES, TENSOR, DmaCost
 from nmm_compiler.simulator.timing.regions import covers, overlaps
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Pool
 from nmm_compiler.simulator.trace import Access, Instruction, Trace
 from nmm_compiler.targets import Target
-
-ENGINE_NAMES = {
-    "tensor": "TensorE", "vector": "VectorE", "scalar": "ScalarE", "gpsimd": "GpSimd",
-    "sync": "SyncE", "dma": "DMA",
-}  # fmt: skip
-ENGINES = tuple(ENGINE_NAMES)
-TENSOR, VECTOR, SCALAR, GPSIMD, SYNC, DMA = range(6)
 
 _US = 1e6
 

@@ -18,7 +18,7 @@ from nmm_compiler.simulator.timing.causes import (
     shares,
     waits,
 )
-from nmm_compiler.simulator.timing.dependence import ENGINE_NAMES
+from nmm_compiler.simulator.timing.costs import ENGINE_NAMES
 from nmm_compiler.simulator.timing.timeline import Timeline
 
 _LINES_IN_TEXT = 10

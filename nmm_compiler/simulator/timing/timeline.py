@@ -23,19 +23,18 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 
-from nmm_compiler.simulator.timing.costs import Work, work_of
-from nmm_compiler.simulator.timing.dependence import (
+from nmm_compiler.simulator.timing.costs import (
     DMA,
     ENGINES,
     GPSIMD,
     SCALAR,
     TENSOR,
     VECTOR,
-    Dependences,
-    Store,
-    Touched,
+    DmaCost,
+    Work,
+    work_of,
 )
-from nmm_compiler.simulator.timing.dma import DmaCost, DmaEngines, Part, stagger_us
+from nmm_compiler.simulator.timing.dependence import Dependences, Store, Touched
 from nmm_compiler.simulator.timing.resources import AT_ONCE, Slots, Spans
 from nmm_compiler.simulator.trace import Instruction, Trace
 from nmm_compiler.targets import Target
@@ -43,6 +42,16 @@ from nmm_compiler.targets import Target
 __all__ = ["Timeline", "Transfer", "collector_held_off", "time_trace", "time_traces"]
 
 _US = 1e6
+
+
+Part = tuple[int, float, float, int]
+"""What a DMA engine carries of a transfer: engine, start, end, and the transfer that it carried
+before if the part waited for that, else -1."""
+
+
+def stagger_us(target: Target) -> float:
+    """Return by how much each DMA engine starts later than the one before."""
+    return target.dma_stagger_seconds * _US / max(1, target.dma_engines - 1)
 
 
 @dataclasses.dataclass(slots=True)
@@ -434,3 +443,43 @@ class TensorClock:
         free = begin + interval
         self.sums[into] = free if interval > self.fill_us else begin + self.fill_us
         return begin, free, free + fill
+
+
+class DmaEngines:
+    """The DMA engines of a core; kept as one while all are booked alike.
+
+    A transfer is started on one engine after another: each begins `step_us` after the one before.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.count = target.dma_engines
+        self.step_us = stagger_us(target)
+        self.last_us = (self.count - 1) * self.step_us
+        self.alike: Slots | None = Slots()
+        self.engines: list[Slots] = []
+
+    def place(self, index: int, cost: DmaCost, ready: float) -> tuple[list[Part], float]:
+        """Book a transfer; return its parts, and when the last one ends.
+
+        While all engines are booked alike there is one part, with engine -1 and the times of
+        engine 0; engine e is e steps later.
+        """
+        if self.alike is not None:
+            if cost.uniform_us:
+                part = _booked(self.alike, index, -1, ready, cost.uniform_us)
+                return [part], part[2] + self.last_us
+            self.engines = [self.alike.later(e * self.step_us) for e in range(self.count)]
+            self.alike = None
+        parts = [
+            _booked(self.engines[engine], index, engine, ready + rank * self.step_us, duration)
+            for rank, (engine, duration) in enumerate(cost.shares)
+        ]
+        return parts, max(part[2] for part in parts)
+
+
+def _booked(slots: Slots, index: int, engine: int, ready: float, duration: float) -> Part:
+    start = slots.place(ready, duration)
+    before = slots.ended[start][1] if start > ready else -1
+    stop = start + duration
+    slots.ended[stop] = "dma engines", index, stop
+    return engine, start, stop, before
