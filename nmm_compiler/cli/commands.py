@@ -1,4 +1,4 @@
-"""Registers the commands of `nmm`, each from a file of its own.
+"""Registers the commands of `nmm`, each from a file of its kind.
 
 A command that returns an `Answer` gets the option --json, and the exit code 1 where its check did
 not pass. With --json standard output is the JSON alone: all else that is printed goes to standard
@@ -23,11 +23,9 @@ from nmm_compiler.cli import (
     compress,
     demo,
     doctor,
-    explain,
-    export,
     kernel,
     kernel_files,
-    plan,
+    on_models,
     values,
 )
 from nmm_compiler.cli.endings import FAILED, say
@@ -124,14 +122,14 @@ app = _group(
     name="nmm",
 )
 for one in (
-    demo.demo, kernel.kernel, explain.explain, plan.plan, cache.build, compress.compress,
+    demo.demo, kernel.kernel, on_models.explain, on_models.plan, cache.build, compress.compress,
 ):  # fmt: skip
     _add(app, one)
 _add(app, kernel_files.simulate, time_limit=15, memory_limit=4)
 _add(app, kernel_files.profile, time_limit=60, memory_limit=4)
 _add(app, kernel_files.lint, time_limit=60, memory_limit=2)
 _add(app, compress.evaluate, "eval")
-_add(app, export.export)
+_add(app, on_models.export)
 _add(app, doctor.doctor)
 cache_group = _group(
     "The kernel cache: list, verify, clear; nmm build fills it.",

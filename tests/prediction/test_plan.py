@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from nmm_compiler.cli import plan as plan_command
+from nmm_compiler.cli import on_models
 from nmm_compiler.errors import ModelError, OptionTypeError
 from nmm_compiler.prediction import forms as forms_module
 from nmm_compiler.prediction.forms import read_form
@@ -105,7 +105,7 @@ def test_the_command_writes_table_page_and_figures(tmp_path, monkeypatch, nmm):
     latency._simulated_us.cache_clear()
     steps = []
     noted = nullcontext(lambda *one: steps.append(one))
-    monkeypatch.setattr(plan_command, "steps", lambda first: noted)
+    monkeypatch.setattr(on_models, "steps", lambda first: noted)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     page = tmp_path / "plan.html"
