@@ -246,19 +246,14 @@ class _Search:
         # Refusals, and whether the report has them even where another rule takes the place.
         self.declined: list[tuple[Declined, bool]] = []
         self.nearest = (0, "")
-        self._nodes = list(reversed(c.graph.nodes))
-        self._by_form: dict[type, list[int]] = {}
-        for index, node in enumerate(self._nodes):
-            for key in (node, *c.virtuals.get(node, ())):
-                self._by_form.setdefault(type(c.forms.get(key)), []).append(index)
+        keys = ((n, (n, *c.virtuals.get(n, ()))) for n in reversed(c.graph.nodes))
+        self._forms = [(node, [c.forms.get(key) for key in own]) for node, own in keys]
 
     def places(self, rule: Rule) -> list[fx.Node]:
         """Return the nodes at which a match of a rule may end, last first."""
         if rule.ends_at is None:
-            return self._nodes
-        forms = (form for form in self._by_form if issubclass(form, rule.ends_at))
-        found = {index for form in forms for index in self._by_form[form]}
-        return [self._nodes[index] for index in sorted(found)]
+            return [node for node, _ in self._forms]
+        return [n for n, forms in self._forms if any(isinstance(f, rule.ends_at) for f in forms)]
 
     def ask(self, rule: Rule, node: fx.Node) -> None:
         """Keep the first match of a rule at a node, or why there is none."""
