@@ -213,33 +213,18 @@ def _unfit_operand(
             final,
         )
     for key in [*keys, *covered]:
-        value = c.tensor(key)
-        if key in c.views and c.base(key)[0] in c.quantized and c.is_weight(key):
+        value, leaf = c.tensor(key), owner_of(c.base(key)[0]) if key in c.views else None
+        if leaf in c.quantized and c.is_weight(key):
             continue  # the call reads the weight dequantized
-        odd = c.subclasses.get(owner_of(c.base(key)[0])) if key in c.views else None
-        if odd is not None and distributed != {True}:
-            return Refusal(
-                "device",
-                f"operand is a tensor subclass, {odd}",
-                owner_of(key),
-            )
+        odd = value is not None and (type(value) not in PLAIN or value.layout != torch.strided)
+        kind = c.subclasses.get(leaf, type(value).__name__ if odd else "")  # type: ignore[arg-type]
+        if kind and not (distributed == {True} and kind == "DTensor"):
+            return Refusal("device", f"operand is a tensor subclass, {kind}", owner_of(key))
         if value is None:
             continue
-        plain = type(value) in PLAIN and value.layout == torch.strided
-        cut = distributed == {True} and (is_distributed(value) or type(value) in PLAIN)
-        if not plain and not cut:
-            return Refusal(
-                "device",
-                f"operand is a tensor subclass, {type(value).__name__}",
-                owner_of(key),
-            )
         device = device or value.device
         if value.device != device:
-            return Refusal(
-                "device",
-                f"operands on {device} and {value.device}",
-                owner_of(key),
-            )
+            return Refusal("device", f"operands on {device} and {value.device}", owner_of(key))
     return None
 
 
