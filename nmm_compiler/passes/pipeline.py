@@ -60,8 +60,8 @@ from nmm_compiler.passes.rules.static_fp8 import StaticFP8
 class Attempt:
     """A copy of a graph that is being rewritten; `result` collects the findings.
 
-    path: of the graph among the graphs of higher-order operators. sources: the values of its
-    placeholders, for such a graph. odd: inputs that are tensor subclasses. refused: what this and
+    path: of the graph among the graphs of higher-order operators. stored: whether the model stores
+    the placeholders of such a graph. odd: inputs that are tensor subclasses. refused: what this and
     earlier attempts could not emit. rules: those of this attempt. The methods are the steps of
     `pipeline.PASSES`; the fields after `rules` pass their results on. findings: of the last step,
     as lines for a dump; they are made when it reads them.
@@ -72,7 +72,7 @@ class Attempt:
     options: Options
     faults: Faults
     path: str
-    sources: dict[str, str] | None
+    stored: Mapping[str, bool] | None
     odd: dict[fx.Node, torch.Tensor]
     result: RewriteResult
     refused: list[Declined]
@@ -95,7 +95,7 @@ class Attempt:
 
     def read(self) -> None:
         """Read the graph into canonical forms."""
-        self.c = read_graph(self.module, self.values, self.sources, self.options, self.faults)
+        self.c = read_graph(self.module, self.values, self.stored, self.options, self.faults)
         for node, value in self.odd.items():
             self.c.note_subclass(node, value)
         self.findings = (f"{key.name}: {form}" for key, form in self.c.forms.items())
@@ -656,7 +656,7 @@ class _Run:
         original: fx.GraphModule,
         example_inputs: Sequence[Any] | None,
         path: str = "",
-        sources: dict[str, str] | None = None,
+        stored: Mapping[str, bool] | None = None,
     ) -> fx.GraphModule:
         """Return a rewritten copy of a graph and of the graphs in it.
 
@@ -671,7 +671,7 @@ class _Run:
         self.faults.graph = path
         with self.faults.guard("reading the graph that ends at", last):
             read = collect_values(original, example_inputs)
-            for name, child, inputs, kinds in _children(original, read, sources):
+            for name, child, inputs, kinds in _children(original, read, stored):
                 children[name] = self.graph(child, inputs, f"{path}.{name}".lstrip("."), kinds)
             values = read
         self.faults.graph = path
@@ -686,7 +686,7 @@ class _Run:
                 break
             own = {new[node]: value for node, value in values.items()}
             odd = _subclasses(module, example_inputs)
-            shared = (self.options, self.faults, path, sources, odd, found, self.refused)
+            shared = (self.options, self.faults, path, stored, odd, found, self.refused)
             attempt, values = Attempt(module, own, *shared), None
             with self.faults.guard("rewriting the graph that ends at", last):
                 whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
@@ -717,13 +717,13 @@ def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
     return [tuple(rules) for _, rules in alike]
 
 
-Child = tuple[str, fx.GraphModule, list[Any] | None, dict[str, str]]
+Child = tuple[str, fx.GraphModule, list[Any] | None, dict[str, bool]]
 
 
 def _children(
-    module: fx.GraphModule, values: dict[fx.Node, Any], sources: dict[str, str] | None
+    module: fx.GraphModule, values: dict[fx.Node, Any], stored: Mapping[str, bool] | None
 ) -> list[Child]:
-    """Return the graphs that nodes of this graph run: path, graph, inputs, sources of inputs.
+    """Return the graphs that nodes of this graph run: path, graph, inputs, which are stored.
 
     A higher-order operator passes its last arguments to each of its graphs, in order.
     """
@@ -732,7 +732,7 @@ def _children(
     children = (child for name, child in module.named_children() if name != "_guards_fn")
     if not any(isinstance(child, fx.GraphModule) for child in children):
         return []
-    outer = read_graph(module, values, sources)
+    outer = read_graph(module, values, stored)
     for node in module.graph.nodes:
         if node.op not in ("call_module", "call_function"):
             continue
@@ -748,14 +748,12 @@ def _children(
             if not isinstance(child, fx.GraphModule) or name == "_guards_fn":
                 continue
             holders = [str(n.target) for n in child.graph.nodes if n.op == "placeholder"]
-            kinds: dict[str, str] = {}
+            kinds: dict[str, bool] = {}
             inputs = None
             if len(holders) <= len(flat):
                 given = flat[len(flat) - len(holders) :]
                 inputs = [values.get(a) for a in given]
-                for holder, argument in zip(holders, given, strict=True):
-                    stored = argument in outer.constant
-                    kinds[holder] = "parameter" if stored else "input"
+                kinds = {h: a in outer.constant for h, a in zip(holders, given, strict=True)}
             found.setdefault(name, (name, child, inputs, kinds))
     return [child for name, child in found.items() if name not in left]
 

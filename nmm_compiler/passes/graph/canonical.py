@@ -72,12 +72,12 @@ def owner_of(key: Key) -> fx.Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value from outside the graph: source is parameter, buffer, attribute or input.
+    """A value from outside the graph: an input, or stored by the model.
 
     part: which part of a weight it is, where it is one.
     """
 
-    source: str
+    stored: bool = True
     part: Part | None = None
 
 
@@ -263,8 +263,8 @@ class Canonical:
         self.virtuals: dict[fx.Node, list[Virtual]] = {}
         # Further nodes that make a value, for forms that consist of several nodes.
         self.helpers: dict[Key, frozenset[fx.Node]] = {}
-        # Values from outside of the graph: parameter, buffer, attribute or input.
-        self.leaves: dict[fx.Node, str] = {}
+        # Values from outside of the graph, and whether the model stores them.
+        self.leaves: dict[fx.Node, bool] = {}
         # Values that are leaves but for views, and values computed from such alone.
         self.constant: set[Key] = set()
         # Values computed from constants without a product: a cast, scaled or joined weight.
@@ -429,7 +429,7 @@ class Canonical:
         """Add a parameter of the module that `owner` calls."""
         shape = tuple(tensor.shape)
         key = Virtual(owner, name, shape, tensor.dtype, f"{owner.target}.{name}", tensor)
-        self.define(key, Leaf("parameter"), shape)
+        self.define(key, Leaf(), shape)
         self.constant.add(key)
         return key
 

@@ -9,6 +9,7 @@ understood", which leaves the node opaque.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,26 +47,25 @@ _LEAVES = ("placeholder", "get_attr")
 def read_graph(
     module: fx.GraphModule,
     values: dict[fx.Node, Any],
-    sources: dict[str, str] | None = None,
+    stored: Mapping[str, bool] | None = None,
     options: Options | None = None,
     faults: Faults | None = None,
 ) -> Canonical:
     """Return a graph in canonical forms.
 
-    values: metadata value of each node. sources: the values of placeholders, by name, in a graph of
-    a higher-order operator. faults: keeps an exception of this package at one node.
+    values: metadata value of each node. stored: in a graph of a higher-order operator, whether the
+    model stores the values of its placeholders, by their names. faults: keeps an exception of this
+    package at one node.
     """
     c = Canonical(module, values, options, faults)
-    c.leaves = {n: _source(c, n, sources or {}) for n in c.graph.nodes if n.op in _LEAVES}
+    c.leaves = {n: _is_stored(c, n, stored or {}) for n in c.graph.nodes if n.op in _LEAVES}
     trained = (*map(c.tensor, c.leaves), *module.parameters())
     c.trains = any(t is not None and t.requires_grad for t in trained)
     called = (n for n in c.graph.nodes if n.op == "call_module")
-    own = [n for n in c.leaves if c.leaves[n] != "input"]
-    stored = any(_is_matrix(c, n) or c.dtype(n) == torch.uint8 for n in own)  # blocks are bytes
-    c.inputs_are_weights = not stored and not any(_holds_matrix(c, n) for n in called)
-    c.input_matrices = {
-        n for n, kind in c.leaves.items() if kind == "input" and _is_matrix(c, n, most=2)
-    }
+    own = {n for n, is_stored in c.leaves.items() if is_stored}
+    held = any(_is_matrix(c, n) or c.dtype(n) == torch.uint8 for n in own)  # blocks are bytes
+    c.inputs_are_weights = not held and not any(_holds_matrix(c, n) for n in called)
+    c.input_matrices = {n for n in c.leaves if n not in own and _is_matrix(c, n, most=2)}
     _sweep(c)
     return c
 
@@ -74,7 +74,7 @@ def read_added(c: Canonical) -> None:
     """Read the nodes that a rewrite has added; the others keep their forms."""
     for node in c.graph.nodes:
         if node.op in _LEAVES and node not in c.leaves:
-            c.leaves[node] = _source(c, node, {})
+            c.leaves[node] = _is_stored(c, node, {})
     _sweep(c)
 
 
@@ -88,23 +88,17 @@ def _sweep(c: Canonical) -> None:
 # -- leaves -----------------------------------------------------------------------------------
 
 
-def _source(c: Canonical, node: fx.Node, given: dict[str, str]) -> str:
-    """Return where a leaf comes from: parameter, buffer, attribute or input."""
+def _is_stored(c: Canonical, node: fx.Node, given: Mapping[str, bool]) -> bool:
+    """Return whether the model stores a leaf: a parameter, a buffer or an attribute."""
     if node.op == "get_attr":
         value = fetch_attribute(c.module, str(node.target))
         if isinstance(value, torch.Tensor) and type(value) not in PLAIN:
             c.note_subclass(node, value)
-        return "parameter" if isinstance(value, nn.Parameter) else "attribute"
+        return True
     name = str(node.target)
-    if name in given:
-        return given[name]
-    if isinstance(c.values.get(node), nn.Parameter):
-        return "parameter"
-    if "_parameters_" in name or name.startswith("p_"):
-        return "parameter"
-    if "_buffers_" in name or name.startswith("b_"):
-        return "buffer"
-    return "attribute" if name.lower().startswith("l_self_") else "input"
+    named = name.startswith(("p_", "b_")) or name.lower().startswith("l_self_")
+    named = named or "_parameters_" in name or "_buffers_" in name
+    return given.get(name, named or isinstance(c.values.get(node), nn.Parameter))
 
 
 def _is_matrix(c: Canonical, node: fx.Node, most: int | None = None) -> bool:
@@ -152,12 +146,11 @@ def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
         c.note_view(node, source, result)
         return
     if (result is None or isinstance(result, Part)) and _shares_constant(c, node):
-        result = Leaf("part of a weight", result)
+        result = Leaf(True, result)
     if result is None:
         result = Opaque(_opaque_name(c, node), tuple(node.all_input_nodes))
     c.define(node, result, shape)
-    stored = isinstance(result, Leaf) and result.source != "input"
-    if stored or (isinstance(result, Leaf) and c.inputs_are_weights):
+    if isinstance(result, Leaf) and (result.stored or c.inputs_are_weights):
         c.constant.add(node)
     elif node.all_input_nodes and all(map(c.is_weight, node.all_input_nodes)):
         if c.inputs_are_weights and not isinstance(result, Cast):
