@@ -276,6 +276,8 @@ class Canonical:
         self.subclasses: dict[fx.Node, str] = {}
         # Those that hold a quantized weight and can return it as a plain tensor.
         self.quantized: set[fx.Node] = set()
+        # Values that may be a part of an activation or a norm that is spelled out.
+        self.bent: set[fx.Node] = set()
         self.trains = False
         # A graph without stored matrices has its weights among its inputs.
         self.inputs_are_weights = False

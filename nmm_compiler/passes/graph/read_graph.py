@@ -33,7 +33,7 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure, storages_of
 from nmm_compiler.passes.graph.read_operations import Call, read_call, read_module
-from nmm_compiler.passes.graph.spelled_out import SpelledOut, norm_around
+from nmm_compiler.passes.graph.spelled_out import norm_around, spelled_out
 from nmm_compiler.passes.graph.torch_names import (
     changes_gradient,
     is_inplace_name,
@@ -79,10 +79,9 @@ def read_added(c: Canonical) -> None:
 
 
 def _sweep(c: Canonical) -> None:
-    spelled = SpelledOut(c)
     for node in c.graph.nodes:
         if node not in c.views:
-            _visit(c, spelled, node)
+            _visit(c, node)
 
 
 # -- leaves -----------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ def _holds_matrix(c: Canonical, node: fx.Node) -> bool:
 # -- one node ---------------------------------------------------------------------------------
 
 
-def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
+def _visit(c: Canonical, node: fx.Node) -> None:
     shape = c.shape(node)
     if shape is None:
         c.forms[node] = Opaque(_opaque_name(c, node), ())
@@ -128,7 +127,7 @@ def _visit(c: Canonical, spelled: SpelledOut, node: fx.Node) -> None:
         return
     result: Result = None
     try:
-        result = _read(c, spelled, node)
+        result = _read(c, node)
         if isinstance(result, Product):
             result = c.without_diagonal(node, result)
         if isinstance(result, tuple):
@@ -175,7 +174,7 @@ def _opaque_name(c: Canonical, node: fx.Node) -> str:
     return target_name(node) or str(node.target)
 
 
-def _read(c: Canonical, spelled: SpelledOut, node: fx.Node) -> Result:
+def _read(c: Canonical, node: fx.Node) -> Result:
     if node.op in _LEAVES:
         return Leaf(c.leaves[node])
     if node.op == "call_module":
@@ -183,7 +182,7 @@ def _read(c: Canonical, spelled: SpelledOut, node: fx.Node) -> Result:
     name = target_name(node) if node.op != "output" else None
     if name is None:
         return None
-    result: Result = spelled.visit(node, name)
+    result: Result = spelled_out(c, node, name)
     if result is None:
         result = read_call(c, Call(node, name), node.args, node.kwargs)
     if result is None and not is_inplace_name(name):

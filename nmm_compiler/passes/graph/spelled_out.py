@@ -69,121 +69,116 @@ _NORMS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class SpelledOut:
-    """The expressions of a graph so far that may be activations or norms."""
+def spelled_out(c: Canonical, node: fx.Node, name: str) -> Activation | Norm | None:
+    """Record a node; return the activation or norm that ends there, if one does."""
+    carries = name in _CARRIES and any(n in c.bent for n in node.all_input_nodes)
+    if name not in _BENT and not carries:
+        return None
+    c.bent.add(node)
+    return _read(c, node) if name in _ENDS else None
 
-    def __init__(self, c: Canonical) -> None:
-        self._c = c
-        self._bent: set[fx.Node] = set()
 
-    def visit(self, node: fx.Node, name: str) -> Activation | Norm | None:
-        """Record a node; return the activation or norm that ends there, if one does."""
-        carries = name in _CARRIES and any(n in self._bent for n in node.all_input_nodes)
-        if name not in _BENT and not carries:
-            return None
-        self._bent.add(node)
-        return self._read(node) if name in _ENDS else None
-
-    def _read(self, end: fx.Node) -> Activation | Norm | None:
-        """Try each value that several steps read as the argument of the expression."""
-        c = self._c
-        readers: dict[View, list[fx.Node]] = {}
-        steps = [end]
-        for node in steps:
-            for operand in node.all_input_nodes:
-                value = c.views.get(operand)
-                if value is None:
-                    continue
-                readers.setdefault(value, []).append(operand)
-                step = self._step(value)
-                if step is not None and step not in steps and len(steps) < _LARGEST:
-                    steps.append(step)
-        for root, reads in readers.items():
-            if len(reads) < 2 or views.shape_of(root[1]) != c.shape(end):
+def _read(c: Canonical, end: fx.Node) -> Activation | Norm | None:
+    """Try each value that several steps read as the argument of the expression."""
+    readers: dict[View, list[fx.Node]] = {}
+    steps = [end]
+    for node in steps:
+        for operand in node.all_input_nodes:
+            value = c.views.get(operand)
+            if value is None:
                 continue
-            inner: set[fx.Node] = set()
-            form = self._form(end, reads[0], inner)
-            if form is not None:
-                inner.discard(end)
-                self._bent.discard(end)
-                c.helpers[end] = frozenset(inner)
-                return form
+            readers.setdefault(value, []).append(operand)
+            step = _step(c, value)
+            if step is not None and step not in steps and len(steps) < _LARGEST:
+                steps.append(step)
+    for root, reads in readers.items():
+        if len(reads) < 2 or views.shape_of(root[1]) != c.shape(end):
+            continue
+        inner: set[fx.Node] = set()
+        form = _form(c, end, reads[0], inner)
+        if form is not None:
+            inner.discard(end)
+            c.bent.discard(end)
+            c.helpers[end] = frozenset(inner)
+            return form
+    return None
+
+
+def _step(c: Canonical, value: View) -> fx.Node | None:
+    """Return the operation that makes a value; None for one that no expression has."""
+    base, dims = value
+    if not isinstance(base, fx.Node) or dims != c.whole(base):
         return None
+    known = target_name(base) in _STEPS or isinstance(c.forms.get(base), Cast)
+    plain = known and base.op in ("call_function", "call_method")
+    return base if plain and base not in c.effects.writers else None
 
-    def _step(self, value: View) -> fx.Node | None:
-        """Return the operation that makes a value; None for one that no expression has."""
-        base, dims = value
-        c = self._c
-        if not isinstance(base, fx.Node) or dims != c.whole(base):
-            return None
-        known = target_name(base) in _STEPS or isinstance(c.forms.get(base), Cast)
-        plain = known and base.op in ("call_function", "call_method")
-        return base if plain and base not in c.effects.writers else None
 
-    def _form(self, end: fx.Node, value: fx.Node, steps: set[fx.Node]) -> Activation | Norm | None:
-        """Return what an expression computes of a value; add its steps."""
-        c = self._c
-        rank = len(c.sizes(end))
-        if not 0 < rank <= _LARGEST_RANK:
-            return None
-        x, known = _known(rank)
-        try:
-            with _disable_current_modes():
-                result = self._evaluate(end, {c.views[value]: x}, steps)
-        except (ArithmeticError, ValueError, TypeError, RuntimeError):
-            return None  # other arguments, or no function of small tensors
-        if c.dtype(value) == c.dtype(end):
-            for name, wanted in known.items():
-                if _is_same(result, wanted):
-                    return Activation(value, name)
-        for eps in {n for step in steps for n in tree_leaves((step.args, step.kwargs))}:
-            if isinstance(eps, float) and 0.0 < eps < _LARGEST_EPS:
-                for kind, norm in _NORMS.items():
-                    if _is_same(result, norm(x, x.shape[-1:], eps=eps)):
-                        return Norm(value, kind, None, None, eps)
+def _form(
+    c: Canonical, end: fx.Node, value: fx.Node, steps: set[fx.Node]
+) -> Activation | Norm | None:
+    """Return what an expression computes of a value; add its steps."""
+    rank = len(c.sizes(end))
+    if not 0 < rank <= _LARGEST_RANK:
         return None
+    x, known = _known(rank)
+    try:
+        with _disable_current_modes():
+            result = _evaluate(c, end, {c.views[value]: x}, steps)
+    except (ArithmeticError, ValueError, TypeError, RuntimeError):
+        return None  # other arguments, or no function of small tensors
+    if c.dtype(value) == c.dtype(end):
+        for name, wanted in known.items():
+            if _is_same(result, wanted):
+                return Activation(value, name)
+    for eps in {n for step in steps for n in tree_leaves((step.args, step.kwargs))}:
+        if isinstance(eps, float) and 0.0 < eps < _LARGEST_EPS:
+            for kind, norm in _NORMS.items():
+                if _is_same(result, norm(x, x.shape[-1:], eps=eps)):
+                    return Norm(value, kind, None, None, eps)
+    return None
 
-    def _evaluate(
-        self, end: fx.Node, values: dict[View, torch.Tensor], steps: set[fx.Node]
-    ) -> torch.Tensor:
-        """Return the value of an expression; ValueError where it has other arguments.
 
-        Steps compute in one dtype; casts to it from a narrower one are none.
-        """
-        c = self._c
-        shape, dtype = c.sizes(end), c.dtype(end)
+def _evaluate(
+    c: Canonical, end: fx.Node, values: dict[View, torch.Tensor], steps: set[fx.Node]
+) -> torch.Tensor:
+    """Return the value of an expression; ValueError where it has other arguments.
 
-        def operand(node: fx.Node) -> torch.Tensor:
-            value = c.views.get(node, (node, ()))
-            if value not in values:
-                step = self._step(value)
-                if step is None:
-                    raise ValueError(f"{node} is another argument")
-                values[value] = compute(step)
-                steps.update(n for n in c.through(node) if isinstance(n, fx.Node))
-            return values[value]
+    Steps compute in one dtype; casts to it from a narrower one are none.
+    """
+    shape, dtype = c.sizes(end), c.dtype(end)
 
-        def compute(step: fx.Node) -> torch.Tensor:
-            if c.shape(step) not in (shape, (*shape[:-1], 1)) or c.dtype(step) != dtype:
-                raise ValueError(f"{step} has another shape or dtype")
-            steps.add(step)
-            form = c.forms.get(step)
-            if isinstance(form, Cast):
-                if not isinstance(form.value, fx.Node) or not _widens(c, form):
-                    raise ValueError(f"{step} rounds")
-                return operand(form.value)
-            named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
-            (first, *args), kwargs = fx.map_arg((step.args, named), operand)
-            if isinstance(first, (int, float)):
-                first = torch.tensor(first, dtype=torch.float64)
-            name = str(target_name(step))
-            function = getattr(torch, name, None) or getattr(functional, name)
-            result: torch.Tensor = function(first, *args, **kwargs)
-            return result
+    def operand(node: fx.Node) -> torch.Tensor:
+        value = c.views.get(node, (node, ()))
+        if value not in values:
+            step = _step(c, value)
+            if step is None:
+                raise ValueError(f"{node} is another argument")
+            values[value] = compute(step)
+            steps.update(n for n in c.through(node) if isinstance(n, fx.Node))
+        return values[value]
 
-        if self._step((end, views.identity(shape))) is None:
-            raise ValueError(f"{end} writes")
-        return compute(end)
+    def compute(step: fx.Node) -> torch.Tensor:
+        if c.shape(step) not in (shape, (*shape[:-1], 1)) or c.dtype(step) != dtype:
+            raise ValueError(f"{step} has another shape or dtype")
+        steps.add(step)
+        form = c.forms.get(step)
+        if isinstance(form, Cast):
+            if not isinstance(form.value, fx.Node) or not _widens(c, form):
+                raise ValueError(f"{step} rounds")
+            return operand(form.value)
+        named = {name: value for name, value in step.kwargs.items() if name != "dtype"}
+        (first, *args), kwargs = fx.map_arg((step.args, named), operand)
+        if isinstance(first, (int, float)):
+            first = torch.tensor(first, dtype=torch.float64)
+        name = str(target_name(step))
+        function = getattr(torch, name, None) or getattr(functional, name)
+        result: torch.Tensor = function(first, *args, **kwargs)
+        return result
+
+    if _step(c, (end, views.identity(shape))) is None:
+        raise ValueError(f"{end} writes")
+    return compute(end)
 
 
 @functools.cache
