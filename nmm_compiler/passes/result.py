@@ -100,7 +100,7 @@ def _sentence(priced: list[Ways], what: str, **said: Any) -> str:
     sources = {times.source.replace("_", " ") for times in priced}
     targets = {times.target for times in priced}
     where = (
-        f"({tokens:,} token{'s' * (tokens != 1)}, {', '.join(sorted(sources))}) on "
+        f"({counted(tokens, 'token')}, {', '.join(sorted(sources))}) on "
         f"{', '.join(sorted(targets))}"
     )
     error = max(times.error for times in priced)
@@ -411,13 +411,8 @@ def named_match(matches: Sequence[Match], name: str | None) -> Match:
 
 def readable(module: Any) -> str:
     """Return the code of a graph and of the graphs inside it."""
-    parts: list[str] = []
-    for name, child in [("", module), *module.named_modules()]:
-        if isinstance(child, fx.GraphModule) and (name or child is module):
-            if name == "" and parts:
-                continue
-            parts.append((f"# {name}\n" if name else "") + child.code.strip())
-    return "\n\n".join(parts)
+    graphs = [(n, one) for n, one in module.named_modules() if isinstance(one, fx.GraphModule)]
+    return "\n\n".join((f"# {name}\n" if name else "") + one.code.strip() for name, one in graphs)
 
 
 @dataclass(repr=False)

@@ -427,12 +427,9 @@ def read_chain(c: Canonical, key: Key, form: Product, inputs: bool) -> Chain | R
 
     inputs: factors may be inputs of the graph, like x.
     """
-    if _may_be_factor(c, form.rhs, inputs) and not isinstance(c.form(form.rhs), Product):
-        sides: tuple[bool, ...] = (True, False)
-    else:
-        sides = (False, True)
+    is_rhs = _may_be_factor(c, form.rhs, inputs) and not isinstance(c.form(form.rhs), Product)
     refusal: Refusal | None = None
-    for weight_is_rhs in sides:
+    for weight_is_rhs in (is_rhs, not is_rhs):
         (data, _), (weight, _) = form.orders[not weight_is_rhs]
         if c.is_constant(data):
             continue

@@ -40,6 +40,7 @@ from nmm_compiler.passes.graph.canonical import (
 from nmm_compiler.passes.graph.effects import is_ignorable
 from nmm_compiler.passes.graph.read_operations import is_distributed
 from nmm_compiler.prices.ways import Ways, ways
+from nmm_compiler.report.text import counted
 
 REMEDIES: dict[str, str] = {
     "other_user": "let only the chain read its inner values",
@@ -287,14 +288,10 @@ def slower(times: Ways, node: fx.Node) -> Refusal | None:
     one = f"{times.fused:,.1f} us" if math.isfinite(times.fused) else "no kernel of this size"
     between = f" and a sum over {times.tp} devices" if times.tp > 1 else ""
     reason = (
-        f"one call for {_counted(times.tokens)}: {one} on {times.target}, smaller calls{between} "
-        f"{times.separate:,.1f} us (predicted, {times.source})"
+        f"one call for {counted(times.tokens, 'token')}: {one} on {times.target}, smaller "
+        f"calls{between} {times.separate:,.1f} us (predicted, {times.source})"
     )
     return Refusal("slower", reason, node)
-
-
-def _counted(tokens: int) -> str:
-    return f"{tokens} token{'s' * (tokens != 1)}"
 
 
 def tokens_to_judge(count: Any) -> int:
@@ -319,7 +316,7 @@ def too_wide(c: Canonical, stage: Any, r: int, n: int, key: Key) -> Refusal | No
         if times.dense > times.low:
             return None
         text += (
-            f": {times.dense:,.1f} us for {_counted(m)} on {times.target}, one call "
+            f": {times.dense:,.1f} us for {counted(m, 'token')} on {times.target}, one call "
             f"{times.fused:,.1f}, two products {times.separate:,.1f} (predicted, {times.source})"
         )
     return Refusal("rank_too_large", text, key)

@@ -118,11 +118,11 @@ def fetch_attribute(root: nn.Module, target: str) -> Any:
 
 def upstream(nodes: Iterable[fx.Node], stops: Collection[Any] = ()) -> list[fx.Node]:
     """Return nodes and all that they are computed from, but for `stops` and what is behind them."""
-    found = dict.fromkeys(nodes)
-    queue = list(found)
+    queue = list(dict.fromkeys(nodes))
+    seen = {*queue, *stops}
     for node in queue:
-        new = [n for n in node.all_input_nodes if n not in found and n not in stops]
-        found.update(dict.fromkeys(new))
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
         queue += new
     return queue
 

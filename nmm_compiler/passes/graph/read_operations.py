@@ -57,7 +57,7 @@ from nmm_compiler.passes.graph.canonical import (
 )
 from nmm_compiler.passes.graph.effects import upstream
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import Dim, Size, identity
+from nmm_compiler.passes.graph.views import Dim, identity
 
 
 class Call(NamedTuple):
@@ -365,11 +365,9 @@ def chain(
 
     Each step takes an operand that shares a contracted label with the result so far.
     """
-    sizes: dict[int, Size] = {}
-    for operand, own in zip(operands, labels, strict=True):
-        for label, size in zip(own, c.sizes(operand), strict=True):
-            if sizes.get(label, 1) == 1:
-                sizes[label] = size
+    shapes = [size for operand in operands for size in c.sizes(operand)]
+    known = zip([label for own in labels for label in own], shapes, strict=True)
+    sizes = dict(sorted(known, key=lambda one: one[1] != 1))  # a size of 1 is that of the others
     rest = list(range(len(operands)))
     moving = [i for i in rest if not c.is_constant(operands[i])]
     if len(moving) > 1 and len(operands) > 2:
@@ -388,9 +386,7 @@ def chain(
             return None
         rest.remove(step)
         other = labels[step]
-        result = tuple(x for x in have if x in kept) + tuple(
-            x for x in other if x in kept and x not in have
-        )
+        result = tuple(x for x in dict.fromkeys((*have, *other)) if x in kept)
         summed_alone = (set(have) ^ set(other)) - kept
         if summed_alone or (not rest and set(result) != set(out)):
             return None
