@@ -117,7 +117,7 @@ def _both_us(graph: fx.GraphModule, options: Options) -> tuple[float, float]:
     low = dense = 0.0
     for piece in walk_graph(graph):
         one = price(piece, machine)
-        us = one.us + one.launches * LAUNCH_GAP_US
+        us = one.each_us + one.launches * LAUNCH_GAP_US
         before: float | None = None
         if piece.kind == "kernel" and len(piece.ways) == 1 and len(piece.ways[0]) == 1:
             before = ways(piece.ways[0][0], chip, options.lnc, source=machine.price).dense

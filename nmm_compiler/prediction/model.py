@@ -44,7 +44,8 @@ class Line(Record):
 
     source: "simulated", "bound", "published law" or "fitted". error_band: how much less and more a
     device may take, as shares of the figure. bytes_us: what the bytes that a kernel must move take
-    at the full HBM rate; floor_us: these, or its products at the peak rate, the larger.
+    at the full HBM rate; floor_us: these, or its products at the peak rate, the larger. launches:
+    of one call.
     """
 
     module: str
@@ -56,6 +57,7 @@ class Line(Record):
     what: str = ""
     bytes_us: float = 0.0
     floor_us: float = 0.0
+    launches: int = 1
 
     @property
     def us(self) -> float:

@@ -40,7 +40,7 @@ from nmm_compiler.prediction.meta_models import (
     saved_layers,
 )
 from nmm_compiler.prediction.model import Line, Memory, ModelPrediction, Phase
-from nmm_compiler.prediction.prices import BANDS, Machine, Price, fastest
+from nmm_compiler.prediction.prices import Machine, fastest, line_of
 from nmm_compiler.prediction.stacks import STACKS, stack_named
 from nmm_compiler.prediction.tensor_parallel import shard
 from nmm_compiler.prediction.walk import Graphs, Piece, graphs_of, walk_graphs
@@ -397,32 +397,19 @@ def _phase(
 ) -> Phase:
     """Return the lines of a pass: its pieces, the gaps between them, and the host."""
     lines: list[Line] = []
-    launches = 0
     for piece in pieces:
-        here = machine.of_head if head and piece.module == head else machine
-        for one, found in fastest(piece, here):
-            launches += one.count * found.launches
-            lines.append(_line(one.module or "(model)", one.kind, one.count, found))
+        lines += fastest(piece, machine.of_head if head and piece.module == head else machine)
+    launches = sum(line.calls * line.launches for line in lines)
     stack = STACKS[machine.stack]
-    gap = Price(stack.launch_gap_us, "fitted", "from one kernel or region to the next")
-    host = Price(stack.host_us, stack.host_from, "one call with its result read back")
-    lines += [_line("(program)", "gaps", launches, gap), _line("(host)", "call", 1, host)]
+    between: Any = {"module": "(program)", "kind": "gaps"}
+    gap, host = "from one kernel or region to the next", "one call with its result read back"
+    lines += [
+        line_of(stack.launch_gap_us, "fitted", gap, calls=launches, **between),
+        line_of(stack.host_us, stack.host_from, host, module="(host)", kind="call"),
+    ]
     if stack.program_gap_us:
-        between = Price(stack.program_gap_us, "published law", "from one program to the next")
-        lines.append(_line("(program)", "gaps", layers + 1, between))
+        program = "from one program to the next"
+        lines.append(
+            line_of(stack.program_gap_us, "published law", program, calls=layers + 1, **between)
+        )
     return Phase(name=name, lines=tuple(lines), tokens=batch)
-
-
-def _line(module: str, kind: str, calls: int, price: Price) -> Line:
-    below, above, _ = BANDS[price.source]
-    return Line(
-        module=module,
-        kind=kind,
-        calls=calls,
-        each_us=price.us,
-        source=price.source,
-        error_band=(-below, above),
-        what=price.how,
-        bytes_us=price.bytes_us,
-        floor_us=price.floor_us,
-    )

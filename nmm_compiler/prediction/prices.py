@@ -44,6 +44,7 @@ from nmm_compiler.kernels.linear.specs import GatedMLPSpec, GatedMLPUpSpec, Matm
 from nmm_compiler.kernels.number_formats import FP8
 from nmm_compiler.options import DTYPES
 from nmm_compiler.prediction.forms import Form, read_form
+from nmm_compiler.prediction.model import Line
 from nmm_compiler.prediction.tensor_parallel import COLLECTIVES
 from nmm_compiler.prediction.walk import Piece
 from nmm_compiler.prices.collectives import collective_us
@@ -104,62 +105,59 @@ class Machine:
         return self.target.memory_bytes_per_second * self.lnc
 
 
-@dataclass(frozen=True)
-class Price:
-    """Microseconds of one piece, computed once; their source; the specs that were priced.
-
-    bytes_us, floor_us: as in `model.Line`.
-    """
-
-    us: float
-    source: str
-    how: str = ""
-    launches: int = 1
-    bytes_us: float = 0.0
-    floor_us: float = 0.0
+def line_of(
+    us: float, source: str, what: str, *, module: str = "", kind: str = "kernel", calls: int = 1,
+    launches: int = 1, bytes_us: float = 0.0, floor_us: float = 0.0,
+) -> Line:  # fmt: skip
+    """Return the line of a figure, with the error of such figures."""
+    below, above, _ = BANDS[source]
+    return Line(
+        module=module, kind=kind, calls=calls, each_us=us, source=source, what=what,
+        error_band=(-below, above), launches=launches, bytes_us=bytes_us, floor_us=floor_us,
+    )  # fmt: skip
 
 
-def price(piece: Piece, machine: Machine) -> Price:
+def price(piece: Piece, machine: Machine) -> Line:
     """Return the price of one piece, computed once."""
     if piece.kind == "kernel":
         ways = corrected_rows(piece.ways, machine.form) or piece.ways
         return min((_row(way, machine) for way in ways), key=_with_gaps)
     if piece.kind in COLLECTIVES:
         us = collective_us(piece.kind, piece.bytes, machine.tp, machine.target)
-        return Price(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
+        return line_of(us, "published law", f"{piece.bytes:,} B over {machine.tp} cores")
     return (_attention if piece.kind == "attention" else _bound)(piece, machine)
 
 
-def fastest(piece: Piece, machine: Machine) -> list[tuple[Piece, Price]]:
-    """Return a piece with its price, or what computes it apart where that takes less, launches
-    included."""
+def fastest(piece: Piece, machine: Machine) -> list[Line]:
+    """Return the line of a piece, or those of what computes it apart where that takes less,
+    launches included."""
     whole = price(piece, machine)
-    if not piece.apart:
-        return [(piece, whole)]
     parts = [part for one in piece.apart for part in fastest(one, machine)]
-    inside, apart = _with_gaps(whole), sum(_with_gaps(p) for _, p in parts)
-    if not inside < apart:
-        return parts
-    said = f"{whole.how}; {apart:.1f} us apart"
-    return [(piece, dataclasses.replace(whole, how=said))]
+    if parts:
+        inside, apart = _with_gaps(whole), sum(map(_with_gaps, parts))
+        if not inside < apart:
+            return parts
+        whole = dataclasses.replace(whole, what=f"{whole.what}; {apart:.1f} us apart")
+    module = piece.module or "(model)"
+    return [dataclasses.replace(whole, module=module, kind=piece.kind, calls=piece.count)]
 
 
-def _with_gaps(price: Price) -> float:
-    return price.us + price.launches * LAUNCH_GAP_US
+def _with_gaps(line: Line) -> float:
+    return line.each_us + line.launches * LAUNCH_GAP_US
 
 
-def _row(specs: tuple[KernelSpec, ...], machine: Machine) -> Price:
-    prices = [kernel_price(spec, machine) for spec in specs]
-    sources = {p.source for p in prices}
+def _row(specs: Row, machine: Machine) -> Line:
+    lines = [kernel_price(spec, machine) for spec in specs]
+    sources = {line.source for line in lines}
     source = sources.pop() if len(sources) == 1 else "bound"
-    how = " + ".join(p.how for p in prices)
     us, moved, floor = (
-        sum(getattr(p, name) for p in prices) for name in ("us", "bytes_us", "floor_us")
+        sum(getattr(line, name) for line in lines) for name in ("each_us", "bytes_us", "floor_us")
     )
-    return Price(us, source, how, len(prices), moved, floor)
+    what = " + ".join(line.what for line in lines)
+    return line_of(us, source, what, launches=len(lines), bytes_us=moved, floor_us=floor)
 
 
-def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
+def kernel_price(spec: KernelSpec, machine: Machine) -> Line:
     """Return the price of a kernel on one logical core, as our backend launches it there.
 
     A sum over cores that no target computes inside of a kernel takes infinitely long, and so does a
@@ -179,14 +177,14 @@ def kernel_price(spec: KernelSpec, machine: Machine) -> Price:
         source = f"{_kernel_source(machine)} + law"
     elif machine.lnc > 1 and dataclasses.replace(stored, lnc=machine.lnc).splits():
         how += f" on {machine.lnc} cores"
-    return Price(us, source, how, bytes_us=bytes_us, floor_us=min(floor, us))
+    return line_of(us, source, how, bytes_us=bytes_us, floor_us=min(floor, us))
 
 
 def _kernel_source(machine: Machine) -> str:
     return "estimated" if machine.price == "closed_form" else "simulated"
 
 
-def _attention(piece: Piece, machine: Machine) -> Price:
+def _attention(piece: Piece, machine: Machine) -> Line:
     """Return the price of our kernel; a bound or a law where there is none."""
     assert piece.attention is not None
     for (spec,) in piece.ways:
@@ -199,7 +197,7 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     if queries == 1:
         us = 1e6 * memory / CACHE_RATE_SHARE
         how = f"{keys:,} tokens in the cache, {heads} heads"
-        return Price(us, "published law", how, bytes_us=1e6 * memory, floor_us=1e6 * memory)
+        return line_of(us, "published law", how, bytes_us=1e6 * memory, floor_us=1e6 * memory)
     scores = batch * heads * queries * keys * (0.5 if causal else 1.0) / machine.lnc
     lanes = target.partitions
     engines = SCORE_PASSES * scores / (lanes * target.vector_clock_hz)
@@ -207,10 +205,10 @@ def _attention(piece: Piece, machine: Machine) -> Price:
     tensor = passes / target.tensor_clock_hz
     how = f"{queries:,} x {keys:,} scores, {heads} heads{', causal' if causal else ''}"
     moved, floor = 1e6 * memory, 1e6 * max(memory, tensor)
-    return Price(max(floor, 1e6 * engines), "bound", how, bytes_us=moved, floor_us=floor)
+    return line_of(max(floor, 1e6 * engines), "bound", how, bytes_us=moved, floor_us=floor)
 
 
-def _bound(piece: Piece, machine: Machine) -> Price:
+def _bound(piece: Piece, machine: Machine) -> Line:
     """Return the time of a region of operations, a copy or a product: what takes longest of its
     bytes, its engine operations and its flops."""
     target = machine.target
@@ -227,7 +225,7 @@ def _bound(piece: Piece, machine: Machine) -> Price:
     )
     start = target.dma_start_latency_seconds + target.semaphore_seconds
     many = f"{counted(len(piece.elements), 'operation')}, " if piece.elements else ""
-    return Price(1e6 * (start + longest), "bound", f"{many}{piece.bytes:,} B")
+    return line_of(1e6 * (start + longest), "bound", f"{many}{piece.bytes:,} B")
 
 
 # -- kernels of few-bit weights -------------------------------------------------------------------

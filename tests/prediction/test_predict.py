@@ -375,7 +375,7 @@ def test_two_cores_are_priced_as_the_backend_launches_them_also_where_one_is_fas
     start = 1e6 * (chip.dma_start_latency_seconds + chip.semaphore_seconds)
     expected = simulated_us(dataclasses.replace(wide, lnc=2), chip) + PAIR_BARRIER_US
     assert found.us == pytest.approx(expected + PAIR_EXCHANGE_US - start, rel=1e-12)
-    assert (found.source, "2 cores" in found.how) == ("simulated", True)
+    assert (found.source, "2 cores" in found.what) == ("simulated", True)
     narrow = MatmulSpec(m=1, k=5120, n=384)
     two = simulated_us(dataclasses.replace(narrow, lnc=2), chip) + PAIR_BARRIER_US
     by_core = simulated_us(dataclasses.replace(narrow, n=192), chip) + PAIR_BARRIER_US
