@@ -254,7 +254,6 @@ def compute_block(
             result = Result(
                 out[one.place], residual, spec.residual, schedule.own_queue, None, False
             )
-            mine = panels[one.place]
             expand(
                 result, panels[one.place], low_panels[one.place], x_of, p_sb, one, ending, at,
                 others,

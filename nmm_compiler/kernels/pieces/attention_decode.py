@@ -17,7 +17,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .attention_loads import make_identity, rotate
-from .loads_and_stores import evict, store, turn_tiles
+from .loads_and_stores import evict, move, turn_tiles
 
 
 def decode_groups(outs, qs, ks, vs, rope, spec, schedule):
@@ -554,4 +554,4 @@ def finish_set(out, made, sums, spec, schedule):
                     operand1=before,
                 )  # fmt: skip
             before = result
-    store(out[0:columns, 0 : spec.d], y_sb, schedule.own_queue)
+    move(out[0:columns, 0 : spec.d], y_sb, schedule.own_queue)

@@ -18,7 +18,7 @@ from .attention_loads import (
     make_identity,
     turn_queries,
 )
-from .loads_and_stores import evict, store
+from .loads_and_stores import evict, move
 
 
 @dataclass
@@ -333,4 +333,4 @@ def finish(out, whole, step, schedule):
         op0=nl.multiply,
         operand0=inverse[0:rows, 0:1],
     )
-    store(out[step[1], step[2] : step[2] + rows, 0:d], y_sb[0:rows, 0:d], schedule.own_queue)
+    move(out[step[1], step[2] : step[2] + rows, 0:d], y_sb[0:rows, 0:d], schedule.own_queue)

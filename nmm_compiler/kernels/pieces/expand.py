@@ -7,7 +7,7 @@ each linear. A linear is x w, p v, or both in the same sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, load_rows, store, store_tiles
+from .loads_and_stores import evict, load_rows, move, store_tiles
 from .records import Block, Ends, Epilogue, Left, Panel, Part, Result, Term
 from .sums import load_panel, make_columns, make_rows
 from .two_cores import own
@@ -138,7 +138,7 @@ def store_one_turned(result: Result, y_sb, n0, at: Block):
             nisa.dma_copy(dst=more, src=lies.reshape_dim(0, (count, 128)))
             nisa.tensor_tensor(dst=rows_sb, data1=rows_sb, data2=more, op=nl.add)
         place = result.out[at.m0 : at.m0 + 1, left : left + 128 * count]
-        store(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
+        move(place.reshape_dim(1, (count, 128)), rows_sb, result.own_queue)
 
 
 def store_rows_turned(result: Result, y_sb, n0, columns, core, cores, at: Block):
@@ -165,7 +165,7 @@ def store_rows_turned(result: Result, y_sb, n0, columns, core, cores, at: Block)
     own_rows = rows_sb[0 : at.tokens, core * part : core * part + part]
     first = n0 + core * part
     place = result.out[at.m0 : at.m0 + at.tokens, first : first + part]
-    store(place, own_rows, result.own_queue)
+    move(place, own_rows, result.own_queue)
 
 
 def add_tiles(dst, more, rows):

@@ -7,7 +7,7 @@ leave its tensor, which the DMA engine reports: nothing clamps it.
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, load_few
+from .loads_and_stores import evict, move
 from .records import Block, Epilogue, Left, Panel, Term
 from .sums import make_columns
 
@@ -54,7 +54,7 @@ def group_mask(index, gains, pair, at: Block, own_queue):
     tiles = (pair.u.n + 127) // 128
     on_all = nl.ndarray((128, at.tokens), dtype=nl.int32, buffer=nl.sbuf)
     span = index[at.m0 : at.m0 + at.tokens].reshape((1, at.tokens))
-    load_few(on_all, span.broadcast(0, 128), own_queue)
+    move(on_all, span.broadcast(0, 128), own_queue)
     begin = nl.ndarray((128, at.tokens), dtype=nl.float32, buffer=nl.sbuf)
     if pair.groups.slots > 0:
         nisa.iota(dst=begin, pattern=[[-rank, at.tokens]], offset=0)

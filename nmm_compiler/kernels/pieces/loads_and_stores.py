@@ -169,7 +169,7 @@ def load_fours(dst, tile, part: Part):
         rows = part.src[part.row : part.row + 512 * whole, part.column : part.column + part.columns]
         strip = dst[0:128, tile : tile + 4 * whole, 0 : part.columns]
         fours = rows.reshape_dim(0, (whole, 128, 4)).permute((1, 0, 2, 3))
-        load_few(strip.reshape_dim(1, (whole, 4)), fours, True)
+        move(strip.reshape_dim(1, (whole, 4)), fours, True)
     if rest > 0:
         rows = part.src[
             part.row + 512 * whole : part.row + part.rows,
@@ -186,7 +186,7 @@ def load_runs(dst, tile, part: Part, total):
     first = part.row // 128
     last = (part.row + part.rows) // 128
     rows = part.src.reshape_dim(0, (128, total // 128))
-    load_few(
+    move(
         dst[0:128, tile : tile + last - first, 0 : part.columns],
         rows[0:128, first:last, part.column : part.column + part.columns], True,
     )  # fmt: skip
@@ -357,19 +357,10 @@ def add_squares(squares, part, tile, start):
         )
 
 
-def load_few(dst, src, own_queue):
-    """Load what is small beside the weights, and what they need not wait for."""
+def move(dst, src, own_queue):
+    """Store a tile, or load what is small beside the weights and need not come before them."""
     if own_queue:
         # that of the sync engine, idle until the first result leaves
-        nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
-    else:
-        nisa.dma_copy(dst=dst, src=src)
-
-
-def store(dst, src, own_queue):
-    """Store a tile."""
-    if own_queue:
-        # that of the sync engine
         nisa.dma_copy(dst=dst, src=src, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
     else:
         nisa.dma_copy(dst=dst, src=src)
@@ -381,10 +372,10 @@ def store_tiles(dst, src, own_queue, row, rows, column, columns):
     if tiles > 0:
         block = dst[row : row + 128 * tiles, column : column + columns]
         block = block.reshape_dim(0, (tiles, 128)).permute((1, 0, 2))
-        store(block, src[0:128, 0:tiles, 0:columns], own_queue)
+        move(block, src[0:128, 0:tiles, 0:columns], own_queue)
     if rows % 128 > 0:
         block = dst[row + 128 * tiles : row + rows, column : column + columns]
-        store(block, src[0 : rows % 128, tiles, 0:columns], own_queue)
+        move(block, src[0 : rows % 128, tiles, 0:columns], own_queue)
 
 
 def split(tensor, dim, blocks, size):

@@ -13,7 +13,7 @@ data of each 512 features and behind them the scales: those of tile t are on par
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, load_few
+from .loads_and_stores import evict, move
 from .records import Block, Group, Patch, Term
 
 
@@ -112,7 +112,7 @@ def load_scales_by_all(dst, src):
     rows = src.reshape_dim(0, (4, 4, 4))
     for quadrant in range(4):
         part = rows[0:4, quadrant, 0:4, 0 : 2 * half].reshape_dim(2, (2, half))
-        load_few(dst[32 * quadrant : 32 * quadrant + 32, 0:half], part.permute((2, 0, 1, 3)), True)
+        move(dst[32 * quadrant : 32 * quadrant + 32, 0:half], part.permute((2, 0, 1, 3)), True)
 
 
 def move_scales(w_sb, rows, size, columns):
@@ -143,11 +143,11 @@ def load_scales(dst, src, quadrant, whole, rest):
     if whole > 0:
         rows = src[0 : 16 * whole, 0:n].reshape_dim(0, (whole, 4, 4))
         part = dst[first : first + 4 * whole, 0:n]
-        load_few(part, rows[0:whole, quadrant, 0:4, 0:n], True)
+        move(part, rows[0:whole, quadrant, 0:4, 0:n], True)
     if quadrant < rest:
         last = 16 * whole + 4 * quadrant
         part = dst[first + 4 * whole : first + 4 * whole + 4, 0:n]
-        load_few(part, src[last : last + 4, 0:n], True)
+        move(part, src[last : last + 4, 0:n], True)
 
 
 def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):

@@ -8,7 +8,7 @@ weight is [128, 1]; one per output is a column per 128 outputs (`down`), or a ro
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import evict, load_few
+from .loads_and_stores import evict, move
 
 
 def product_scales(scale, factor, n, scales, down, has_factor, own_queue):
@@ -27,11 +27,7 @@ def product_scales(scale, factor, n, scales, down, has_factor, own_queue):
 def load_scale(scale, own_queue):
     """Load one number, [1], to every partition, [128, 1]."""
     column = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-    copies = scale.reshape((1, 1)).broadcast(0, 128)
-    if own_queue:
-        nisa.dma_copy(dst=column, src=copies, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync)
-    else:
-        nisa.dma_copy(dst=column, src=copies)
+    move(column, scale.reshape((1, 1)).broadcast(0, 128), own_queue)
     return column
 
 
@@ -67,7 +63,7 @@ def turn_run(dst, run, step, first, lanes, own_queue):
     count = dst.shape[1] // lanes
     rows = nl.ndarray((count, high * step), dtype=run.dtype, buffer=nl.sbuf)
     lies = run[0 : count * high * step].reshape_dim(0, (count, high * step))
-    load_few(rows, lies, own_queue)
+    move(rows, lies, own_queue)
     for j in range(lanes):
         turned = nl.ndarray((high, count), dtype=run.dtype, buffer=nl.psum)
         lane = rows[0:count, first + j : high * step : step]
@@ -78,7 +74,7 @@ def turn_run(dst, run, step, first, lanes, own_queue):
 def load_spread(vector, n, own_queue):
     """Load numbers, [n], and return them on every partition, [128, n]: ones times their row."""
     row = nl.ndarray((1, n), dtype=vector.dtype, buffer=nl.sbuf)
-    load_few(row, vector[0:n].reshape_dim(0, (1, n)), own_queue)
+    move(row, vector[0:n].reshape_dim(0, (1, n)), own_queue)
     ones = nl.ndarray((1, 128), dtype=row.dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0)
     spread = nl.ndarray((128, n), dtype=row.dtype, buffer=nl.sbuf)

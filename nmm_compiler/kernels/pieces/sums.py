@@ -7,7 +7,7 @@ tile of its own, so that its last read frees its memory; the first sums of a pan
 import nki.isa as nisa
 import nki.language as nl
 
-from .loads_and_stores import finish_columns, finish_rows, load, store
+from .loads_and_stores import finish_columns, finish_rows, load, move
 from .mx import add_parts, load_mx_chunk, move_scales, sum_mx_rows
 from .records import Block, Epilogue, Group, Panel, Part, Patch, Result, Step, Term
 
@@ -253,7 +253,7 @@ def make_rows(
                 if not result.kept:
                     column = panel.n0 + left
                     rows = result.out[at.m0 + ms : at.m0 + ms + mw, column : column + width]
-                    store(rows, y_sb, result.own_queue)
+                    move(rows, y_sb, result.own_queue)
 
 
 def load_residual(result: Result, patch: Patch, a, at: Block):

@@ -11,7 +11,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .chosen_groups import own_numbers, picks_of_groups, read_picks
-from .loads_and_stores import store
+from .loads_and_stores import move
 
 
 def sort_tokens(index, spec):
@@ -272,4 +272,4 @@ def sum_rows_of_picks(out, made, rows, gates, core, spec):
             )  # fmt: skip
         y = nl.ndarray((count, part), dtype=out.dtype, buffer=nl.sbuf)
         nisa.tensor_copy(dst=y, src=total)
-        store(out[m0 : m0 + count, core * part : core * part + part], y, False)
+        move(out[m0 : m0 + count, core * part : core * part + part], y, False)
