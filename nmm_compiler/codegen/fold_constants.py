@@ -165,21 +165,20 @@ class Folder(Editor):
             return []
         fixed, plain = values.constant(variable)
         if count == 1 and fixed:
-            self.environment[name] = known(plain)
-            self.inline.add(name)
-            return self.fold(statement.body)
+            return self._once_for_each(name, statement, [plain])
         self.environment |= dict.fromkeys(assigned_names(statement.body))
         self.environment[name] = variable
         folded = self.fold(statement.body)
         return [changed(statement, iter=iterator, body=folded)]
 
     def _once_for_each(
-        self, name: str, statement: ast.For, records: Sequence[Record]
+        self, name: str, statement: ast.For, constants: Sequence[Any]
     ) -> list[ast.stmt]:
-        """Return the body of a loop over records, once for each."""
+        """Return the body of a loop over constants, once for each."""
         folded: list[ast.stmt] = []
-        for record in records:
-            self.environment[name] = known(record)
+        self.inline.add(name)
+        for one in constants:
+            self.environment[name] = known(one)
             folded += self.fold(statement.body)
         return folded
 
@@ -266,10 +265,7 @@ class Folder(Editor):
             case ast.BoolOp():
                 return self._boolean(node)
             case ast.IfExp():
-                truth = values.truth(self.value(node.test))
-                if truth is None:
-                    return values.join([self.value(node.body), self.value(node.orelse)])
-                return self.value(node.body if truth else node.orelse)
+                return values.join([self.value(node.body), self.value(node.orelse)])
             case ast.Call():
                 return self._call(node)
             case ast.Subscript():

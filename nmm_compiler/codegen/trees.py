@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import operator
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -93,13 +94,9 @@ class Editor(ast.NodeVisitor):
         for node in before:
             after = self.visit(node)
             made += after if isinstance(after, list) else [after]
-        if len(made) == len(before) and all(map(_is, made, before)):
+        if len(made) == len(before) and all(map(operator.is_, made, before)):
             return before
         return [node for node in made if node is not None]
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 @functools.cache
