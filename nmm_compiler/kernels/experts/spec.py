@@ -287,7 +287,9 @@ class ExpertsSpec(KernelSpec):
         terms = sum(len(one) for one in (v, w) if one is not None)
         k = left.value.shape[1]
         if u is not None and v is not None:
-            total = left.times(u).rounded(self.dtype).times(v, terms)
+            errors = np.broadcast_to(left.error, left.value.shape)
+            plain = Estimate(left.value[:, : len(u)], errors[:, : len(u)], left.typical)
+            total = plain.times(u).rounded(self.dtype).times(v, terms)
         if w is not None:
             if self.mx:  # of blocks filled up with zeros
                 left = left.off_by(rounding_of_x(left.most))
