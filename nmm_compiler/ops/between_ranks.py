@@ -29,14 +29,10 @@ def check_group(tp: int, tp_axis: str, group: str) -> None:
 
 def summed(t: Tensor, group: str) -> Tensor:
     """Return the sum of t over the processes of the group."""
-    if _is_dtensor(t):
+    # by name: an import of the class takes most of a second
+    if type(t) is not Tensor and type(t).__name__ == "DTensor":
         return _whole(t)
     return _Summed.apply(t, group) if t.requires_grad else _all_reduce(t, group)
-
-
-def _is_dtensor(t: Tensor) -> bool:
-    """Say so without an import of the class, which takes most of a second."""
-    return type(t) is not Tensor and type(t).__name__ == "DTensor"
 
 
 def _whole(t: Any) -> Tensor:

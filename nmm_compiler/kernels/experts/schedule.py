@@ -315,13 +315,9 @@ class ExpertsSchedule(Schedule):
         """Return the expected turns of the loop whose bound the device computes."""
         turn = self.at_once * self.cores
         if self.way == "blocks":
-            return tiles(round(self.expected_blocks(spec)), turn)
+            each = spec.m * spec.top_k / spec.expected  # half of a group's last block is empty
+            return tiles(round(spec.expected * max(1.0, each / self.tokens + 0.5)), turn)
         return tiles(round(spec.expected), turn) if self.way == "distinct" else None
-
-    def expected_blocks(self, spec: ExpertsSpec) -> float:
-        """Return the blocks that tokens are expected to need: half of a last block is empty."""
-        each = spec.m * spec.top_k / spec.expected
-        return spec.expected * max(1.0, each / self.tokens + 0.5)
 
     def short(self) -> str:
         """Return the axes in a few words, for tables."""
