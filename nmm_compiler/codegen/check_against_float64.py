@@ -59,12 +59,12 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
     """
     generator = np.random.default_rng(seed)
     arrays, fan_in = [], {}
-    weights = spec.mx_weights()
+    blocks = any(tensor.mx is not None for tensor in spec.inputs())
     for tensor in spec.inputs():
         name = tensor.name.removesuffix("_scale")
-        if name in weights:  # data and scales of one weight, of few numbers that repeat
+        if tensor.mx is not None:  # data and scales of one weight, of few numbers that repeat
             stack = tensor.shape[0] if len(tensor.shape) == 3 else 0
-            arrays.append(_mx_weight(weights[name], seed, stack)[tensor.name != name])
+            arrays.append(_mx_weight(tensor.mx, seed, stack)[tensor.name != name])
             continue
         dtype = np.dtype(getattr(ml_dtypes, tensor.dtype, tensor.dtype))
         if tensor.below:
@@ -79,7 +79,7 @@ def random_arrays(spec: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
             values = np.abs(values) + np.float32(0.5)
             values /= fan_in.get(tensor.name.removesuffix("_scale"), np.float32(1.0))
         if tensor.name == "branch_scale":  # of u and, beside MX blocks, of v: else w_scale has it
-            for factor in "uv" if weights else "u":
+            for factor in "uv" if blocks else "u":
                 ends = (one for one in fan_in if one.strip("0123456789")[-1] == factor)
                 values /= max(map(fan_in.__getitem__, ends), default=np.float32(1.0))
         arrays.append(values.astype(dtype))

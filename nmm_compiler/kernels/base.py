@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
+
 from nmm_compiler.errors import CapacityError, ShapeError, SpecError, UnknownNameError
 from nmm_compiler.kernels.error_bounds import Array as Array
 from nmm_compiler.kernels.error_bounds import Estimate
@@ -27,6 +29,9 @@ LAYOUTS = ("row", "col")
 ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 
 PACKAGE = "nmm_compiler.kernels"
+
+MX_PRODUCT = "nc_matmul_mx"
+"""The instruction that multiplies weights of MX blocks."""
 
 # How two cores share a kernel: half of the tokens each, or half of every weight, with what both
 # need of intermediates exchanged.
@@ -49,13 +54,17 @@ runtime launches it."""
 class TensorSpec(Record):
     """One operand: positional name in the kernel, shape as passed, dtype name.
 
-    below: of an index, the number of groups that it chooses from; -1 chooses none.
+    below: of an index, the number of groups that it chooses from; -1 chooses none. token_dim: the
+    dimension that counts tokens, None for weights. mx: the weight of MX blocks whose data or scales
+    it is.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     below: int = 0
+    token_dim: int | None = dataclasses.field(default=None, repr=False, compare=False)
+    mx: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -89,6 +98,7 @@ class KernelSpec(Record):
     dtypes: ClassVar[tuple[str, ...]] = DTYPES
     rare: ClassVar[tuple[str, ...]] = ("lnc",)  # fields that JSON leaves out where they are plain
     shared: ClassVar[str] = "tokens or outputs"  # that two cores halve
+    many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
     # Whether each token's result depends on that token alone: then a launch may pad or split them.
     splits_tokens: ClassVar[bool] = True
 
@@ -167,17 +177,13 @@ class KernelSpec(Record):
         """Return the positional operands of the kernel, as they are passed."""
         raise NotImplementedError
 
-    def mx_weights(self) -> dict[str, Any]:
-        """Return the weights of MX blocks by the names of their operands; most specs have none."""
-        return {}
-
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return the results of the kernel."""
         raise NotImplementedError
 
     def result_layouts(self) -> tuple[str, ...]:
         """Return "row", tokens first, or "col" for each result."""
-        return (str(getattr(self, "out_layout", "row")),)
+        return tuple("col" if one.token_dim else "row" for one in self.outputs())
 
     def flops(self) -> int:
         """Return multiplications and additions of the matrix products (2 per term)."""
@@ -196,8 +202,10 @@ class KernelSpec(Record):
         raise NotImplementedError
 
     def laid(self, made: Iterable[Any]) -> Any:
-        """Return what belongs to each of `estimates` as the kernel gives its results."""
-        raise NotImplementedError
+        """Return results [m, n] laid out as their kernel gives them."""
+        each = zip(made, self.result_layouts(), strict=True)
+        results = tuple(y if way == "row" else np.ascontiguousarray(y.T) for y, way in each)
+        return results if self.many else results[0]
 
     def reference(self, *arrays: Array) -> Any:
         """Return the exact result in float64 (nothing rounded in between)."""
@@ -230,10 +238,23 @@ class KernelSpec(Record):
             raise SpecError(
                 f"{self.short()}: two cores share even numbers of {self.shared}; pass lnc=1"
             )
-        if self._dtype().startswith("float8") and not target.float8_kernels:
+        inputs = self.inputs()
+        if any(one.dtype.startswith("float8") for one in inputs) and not target.float8_kernels:
             raise SpecError(
                 f"{self.short()}: fp8 kernels are written for trn2 and trn3, whose TensorE "
                 f"doubles its rate for them; {target.name} does not, use dtype bfloat16 there"
+            )
+        if any(one.below for one in inputs) and not target.dma_generates_descriptors:
+            raise SpecError(
+                f"{self.short()}: the device writes the DMA descriptors of chosen rows on trn2 and "
+                f"trn3; {target.name} does not, so keep one weight for all tokens there"
+            )
+        blocks = {one.mx.format for one in inputs if one.mx is not None}
+        if blocks and MX_PRODUCT in target.absent_instructions:
+            other = "fp8" if target.float8_kernels else "bfloat16, multiplied out, in family matmul"
+            raise SpecError(
+                f"{self.short()}: {', '.join(blocks)} weights are multiplied by trn3, and "
+                f"{target.name} has no such product; take {other}"
             )
 
     def as_products(self) -> Products:
@@ -264,10 +285,6 @@ class KernelSpec(Record):
     @property
     def result_dtype(self) -> str:
         """The dtype of the results."""
-        return self.dtype
-
-    def _dtype(self) -> str:
-        """Return the dtype of the weights, which says at what rate they are multiplied."""
         return self.dtype
 
 

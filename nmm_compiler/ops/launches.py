@@ -31,15 +31,6 @@ class Launch:
     operands: tuple[Tensor, ...]
     token_axis: str = "m"
 
-    def token_dims(self) -> tuple[int | None, ...]:
-        """Return the dimension of each operand that counts tokens: those of x, of what is
-        chosen for it, and of a residual."""
-        x_layout = getattr(self.spec, "x_layout", "row")
-        layouts = {"x": x_layout, "residual": self.spec.result_layouts()[0]}
-        dims = {name: 0 if layout == "row" else 1 for name, layout in layouts.items()}
-        dims |= {"index": 0, "gates": 0}  # what is chosen, and how much of it, for each token
-        return tuple(dims.get(tensor.name) for tensor in inputs_of(self.spec))
-
 
 @functools.lru_cache(maxsize=4096)
 def inputs_of(spec: Any) -> tuple[Any, ...]:

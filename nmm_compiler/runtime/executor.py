@@ -33,7 +33,7 @@ from nmm_compiler.errors import (
 )
 from nmm_compiler.ops import registration
 from nmm_compiler.ops.call_options import options_of
-from nmm_compiler.ops.launches import Launch
+from nmm_compiler.ops.launches import Launch, inputs_of
 from nmm_compiler.ops.lower import lower, tokens
 from nmm_compiler.options import Options
 from nmm_compiler.runtime import neuron
@@ -105,7 +105,7 @@ class KernelExecutor:
             launch = _with_more_terms(launch, terms)
         if launch.token_axis == "k" or not launch.spec.splits_tokens:
             return self._launch(launch.spec, launch.operands, target, options)
-        dims = launch.token_dims()
+        dims = [tensor.token_dim for tensor in inputs_of(launch.spec)]
         y_tokens = [0 if layout == "row" else 1 for layout in launch.spec.result_layouts()]
         pieces: list[tuple[Tensor, ...]] = []
         start = 0

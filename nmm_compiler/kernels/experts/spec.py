@@ -30,14 +30,13 @@ from nmm_compiler.kernels.base import (
     check_name,
 )
 from nmm_compiler.kernels.error_bounds import FP32_ROUNDOFF, Estimate
-from nmm_compiler.kernels.linear.corrected import MULTIPLIED, check_mx_product
+from nmm_compiler.kernels.linear.corrected import MULTIPLIED
 from nmm_compiler.kernels.linear.layer import Weight
 from nmm_compiler.kernels.linear.spec import mx_scale_of, operand_of
-from nmm_compiler.kernels.linear.specs import GatedMLPSpec, check_gathers
+from nmm_compiler.kernels.linear.specs import GatedMLPSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
 from nmm_compiler.kernels.packed_formats import MX, from_nki, rounding_of_x
 from nmm_compiler.kernels.tiling import tiles
-from nmm_compiler.targets import Target
 
 HALVES = ("joined", "interleaved")
 FACTORS = "factors"
@@ -51,11 +50,6 @@ TOKENS = 128
 
 FEW = 32
 """Tokens that no kernel sorts; of more of them it may store the rows of their picks."""
-
-
-def distinct_groups(groups: int, top_k: int, tokens: int) -> float:
-    """Return the groups that tokens are expected to choose, if each chooses uniformly."""
-    return groups * (1 - (1 - top_k / groups) ** tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,17 +130,8 @@ class ExpertsSpec(KernelSpec):
     @property
     def expected(self) -> float:
         """The distinct groups that tokens choose: as said, or with uniform routing."""
-        uniform = distinct_groups(self.groups, self.top_k, self.m)
+        uniform = self.groups * (1 - (1 - self.top_k / self.groups) ** self.m)
         return min(self.distinct or uniform, self.groups, self.m * self.top_k)
-
-    def check(self, target: Target) -> None:
-        """Raise SpecError if the target cannot compute the spec with any schedule."""
-        super().check(target)
-        check_gathers(self, target)
-        check_mx_product(self, target)
-
-    def _dtype(self) -> str:
-        return FP8 if self.weight == "fp8" else self.dtype
 
     @property
     def mx(self) -> bool:
@@ -160,7 +145,7 @@ class ExpertsSpec(KernelSpec):
 
     def stored(self) -> dict[str, Weight]:
         """Return the matrices of a group: gate_up and down, and the factors of both."""
-        n, form = self.features, self.weight if self.mx else self._dtype()
+        n, form = self.features, FP8 if self.weight == "fp8" else self.weight
         k = 128 * tiles(self.k, 128) if self.mx else self.k
         sizes = {"gate_up": (k, 2 * n), "down": (n, self.k)}
         made = {}
@@ -168,7 +153,7 @@ class ExpertsSpec(KernelSpec):
             self.ranks, (self.k, self.n), sizes.items(), strict=True
         ):
             if self.weight != FACTORS:
-                made[name] = Weight(name=name, k=k, n=outputs, format=form)
+                made[name] = Weight(name=name, k=k, n=outputs, format=form or self.dtype)
             if rank:
                 made[f"{name}_u"] = Weight(name=f"{name}_u", k=inputs, n=rank, format=self.dtype)
                 made[f"{name}_v"] = Weight(name=f"{name}_v", k=rank, n=outputs, format=self.dtype)
@@ -194,8 +179,8 @@ class ExpertsSpec(KernelSpec):
         """Return x, the weights, scales, factors and biases of all groups, the index, the gates."""
         groups, stored = self.groups, self.stored()
         base = [one for name, one in stored.items() if name in ("gate_up", "down")]
-        made = [TensorSpec(name="x", shape=(self.m, self.k), dtype=self.dtype)]
-        made += [operand_of(one, self._dtype(), self.weight_layout, groups) for one in base]
+        made = [TensorSpec(name="x", shape=(self.m, self.k), dtype=self.dtype, token_dim=0)]
+        made += [operand_of(one, one.format, self.weight_layout, groups) for one in base]
         made += [mx_scale_of(one, groups) for one in base if one.mx]
         vectors = [(one.scale, one.n) for one in base if self.weight == "fp8"]
         biases = [("gate_up_bias", 2 * self.features)] * self.gate_up_bias
@@ -207,13 +192,9 @@ class ExpertsSpec(KernelSpec):
             *(TensorSpec(name=name, shape=(groups, n), dtype=self.dtype) for name, n in vectors),
             *(operand_of(one, self.dtype, "row", groups) for one in factors),
             *(TensorSpec(name=name, shape=(groups, n), dtype=self.dtype) for name, n in biases),
-            TensorSpec(name="index", shape=picks, dtype="int32", below=self.groups),
-            TensorSpec(name="gates", shape=picks, dtype="float32"),
+            TensorSpec(name="index", shape=picks, dtype="int32", below=self.groups, token_dim=0),
+            TensorSpec(name="gates", shape=picks, dtype="float32", token_dim=0),
         )
-
-    def mx_weights(self) -> dict[str, Weight]:
-        """Return the weights of MX blocks by the names of their operands."""
-        return {name: one for name, one in self.stored().items() if one.mx}
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return y."""
@@ -233,11 +214,6 @@ class ExpertsSpec(KernelSpec):
         whole = {one.name: one.bytes for one in (*self.inputs(), *self.outputs())}
         rest = sum(whole.pop(name) for name in ("x", "y", "index", "gates"))
         return rest + round(sum(whole.values()) * self.expected / self.groups)
-
-    def laid(self, made: Iterable[Any]) -> Any:
-        """Return y."""
-        (y,) = made
-        return y
 
     def estimates(self, arrays: tuple[Array, ...], typical: bool) -> Iterable[Estimate]:
         """Return y before it is rounded; of many tokens the rows of picks are rounded, too."""

@@ -16,7 +16,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from nmm_compiler.errors import ShapeError, SpecError
-from nmm_compiler.kernels.base import WEIGHTS, Products, check_name
+from nmm_compiler.kernels.base import MX_PRODUCT, WEIGHTS, Products, check_name
 from nmm_compiler.kernels.linear.layer import MULTIPLY, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.number_formats import FP8, X_DTYPES
@@ -24,7 +24,6 @@ from nmm_compiler.kernels.packed_formats import FORMATS, MX
 from nmm_compiler.kernels.tiling import FOURS, STRIDED
 from nmm_compiler.targets import Target
 
-MX_PRODUCT = "nc_matmul_mx"
 MULTIPLIED = (*MX, "fp8")
 """The formats of a weight that TensorE multiplies as it is stored."""
 
@@ -48,16 +47,6 @@ def first_layout(format: str, k: int, behind: bool) -> str:
     order "fours" beside MX blocks, in the order of tiles behind h, where these divide k."""
     layout, block = (FOURS, 512) if format in MX else (STRIDED if behind and format else "row", 128)
     return "row" if k % block else layout
-
-
-def check_mx_product(spec: Any, target: Target) -> None:
-    """Raise SpecError for MX weights on a target that has no product of them."""
-    if spec.weight in MX and not reads_as_stored(target, spec.weight):
-        other = "fp8" if target.float8_kernels else "bfloat16, multiplied out, in family matmul"
-        raise SpecError(
-            f"{spec.short()}: {spec.weight} weights are multiplied by trn3, and {target.name} has "
-            f"no such product; take {other}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,13 +169,6 @@ class CorrectedSpec(LinearSpec):
             for sizes, bias, activation, layout in zip(every, *each, strict=True)
         ]
         return {"linears": tuple(linears)}
-
-    def check(self, target: Target) -> None:
-        """Raise SpecError if the target cannot compute the spec with any schedule."""
-        check_mx_product(self, target)
-        super().check(target)
-        if self.branch and not target.float8_kernels:
-            raise SpecError(f"{self.short()}: {target.name} has no fp8 kernels; leave branch out")
 
     def as_products(self) -> Products:
         """Return (every product, every linear dense), each a kernel of its own."""

@@ -41,16 +41,16 @@ from nmm_compiler.kernels.tiling import RUNS, lay, rows_in_runs
 
 def operand_of(weight: Weight, dtype: str, layout: str, *groups: int) -> TensorSpec:
     """Return the operand of a weight, or of those of all groups; dtype: unless it is MX blocks."""
-    shape = lay((weight.k, weight.n), layout)
+    shape, mx = lay((weight.k, weight.n), layout), weight if weight.mx else None
     if weight.mx:
         shape, dtype = (weight.k // 4, weight.n * weight.mx_bytes), "uint8"
-    return TensorSpec(name=weight.name, shape=(*groups, *shape), dtype=dtype)
+    return TensorSpec(name=weight.name, shape=(*groups, *shape), dtype=dtype, mx=mx)
 
 
 def mx_scale_of(weight: Weight, *groups: int) -> TensorSpec:
     """Return the operand with the scales of MX blocks."""
     shape = (*groups, weight.k // 32, weight.n)
-    return TensorSpec(name=weight.scale, shape=shape, dtype="uint8")
+    return TensorSpec(name=weight.scale, shape=shape, dtype="uint8", mx=weight)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,6 @@ class LinearSpec(KernelSpec):
     rare: ClassVar[tuple[str, ...]] = (
         "lnc", "x_dtype", "scales", "out_dtype", "tp", "tp_axis", *NORMED,
     )  # fmt: skip
-    many: ClassVar[bool] = False  # whether `reference` and the errors are tuples
     adds_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -148,6 +147,10 @@ class LinearSpec(KernelSpec):
             check_name("out_dtype", wanted, allowed)
             if wanted == self._plain_dtype():
                 object.__setattr__(self, "out_dtype", None)
+
+    def _dtype(self) -> str:
+        """Return the dtype of the weights, which says at what rate they are multiplied."""
+        return self.dtype
 
     def _plain_dtype(self) -> str:
         dtype = self.x_dtype or self._dtype()
@@ -220,16 +223,15 @@ class LinearSpec(KernelSpec):
         self.check_split(split)
         return half(self.layer, split)
 
-    def result_layouts(self) -> tuple[str, ...]:
-        """Return "row", tokens first, or "col" for each result."""
-        return tuple(one.layout for one in self.layer.results)
-
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Return x, the weights, the biases, the scales of fp8 operands, the vectors of the norm
         of x, the residual."""
         layer = self.layer
         weights = layer.weights()
-        x = TensorSpec(name="x", shape=lay((self.m, self.k), layer.x_layout), dtype=self.x_format)
+        x = TensorSpec(
+            name="x", shape=lay((self.m, self.k), layer.x_layout), dtype=self.x_format,
+            token_dim=int(layer.x_layout == "col"),
+        )  # fmt: skip
         matrices = [operand_of(one, layer.format_of(one), one.layout) for one in weights]
         vectors = {one.bias: one.n for one in layer.layers}
         vectors |= {name: pair.r for pair in layer.pairs for name in (pair.bias, pair.gain)}
@@ -257,10 +259,6 @@ class LinearSpec(KernelSpec):
         ]
         return (x, *matrices, *biases, *scales, *norm, *residual)
 
-    def mx_weights(self) -> dict[str, Weight]:
-        """Return the weights of MX blocks by the names of their operands."""
-        return {one.name: one for one in self.layer.weights() if one.mx}
-
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return every y."""
         results = self.layer.results
@@ -269,6 +267,7 @@ class LinearSpec(KernelSpec):
                 name=f"y{i}" if self.many else "y",
                 shape=lay((self.m, one.n), one.layout),
                 dtype=self.result_dtype,
+                token_dim=int(not one.rows),
             )
             for i, one in enumerate(results)
         )
@@ -303,12 +302,6 @@ class LinearSpec(KernelSpec):
             if one.layout in RUNS:
                 named[one.name] = named[one.name][np.argsort(rows_in_runs(one.k, one.layout))]
         return Estimates(self, layer, named, typical).results()
-
-    def laid(self, made: Iterable[Any]) -> Any:
-        """Return results [m, n] laid out as their kernel gives them."""
-        each = zip(made, self.result_layouts(), strict=True)
-        results = tuple(y if way == "row" else np.ascontiguousarray(y.T) for y, way in each)
-        return results if self.many else results[0]
 
     def as_products(self) -> Products:
         """Return (every product, every linear dense) of the layer, what is between transposed.

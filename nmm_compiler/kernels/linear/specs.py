@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from nmm_compiler.errors import ShapeError, SpecError
-from nmm_compiler.kernels.base import WEIGHTS, KernelSpec, TensorSpec, check_name, check_sizes
+from nmm_compiler.kernels.base import WEIGHTS, TensorSpec, check_name, check_sizes
 from nmm_compiler.kernels.linear.layer import MULTIPLY, NORMED, Groups, Linear, LowRank, Weight
 from nmm_compiler.kernels.linear.spec import LinearSpec, MatmulSpec
 from nmm_compiler.kernels.tiling import item_bytes, lay
@@ -368,15 +368,6 @@ class GatedMLPSpec(GatedMLPUpSpec):
     branches: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
 
-def check_gathers(spec: KernelSpec, target: Target) -> None:
-    """Raise SpecError unless the target's DMA engines take rows that an index chooses."""
-    if not target.dma_generates_descriptors:
-        raise SpecError(
-            f"{spec.short()}: the device writes the DMA descriptors of chosen rows on trn2 and "
-            f"trn3; {target.name} does not, so keep one weight for all tokens there"
-        )
-
-
 _FEW_GATHERED = 64
 """Tokens up to which the factors of each are gathered: TensorE turns the rows of u."""
 
@@ -452,16 +443,13 @@ class AdaptersSpec(LinearSpec):
             for one in rest
         ]
         chosen = (
-            TensorSpec(name="index", shape=(self.m,), dtype="int32", below=self.groups),
+            TensorSpec(
+                name="index", shape=(self.m,), dtype="int32", below=self.groups, token_dim=0
+            ),
             TensorSpec(name="row_scale", shape=(rank,), dtype="float32"),
         )
         last = len(made) - sum((self.norm_gain, self.norm_bias, self.residual))
         return (first, *made[:last], *chosen, *made[last:])
-
-    def check(self, target: Target) -> None:
-        """Raise SpecError if the target cannot compute the spec with any schedule."""
-        super().check(target)
-        check_gathers(self, target)
 
     def minimal_hbm_bytes(self) -> int:
         """Return every operand and the result once, of adapters those that tokens can choose."""
