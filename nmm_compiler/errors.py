@@ -236,27 +236,11 @@ def user_file_error(path: str, what: str, cause: BaseException, line: int = 0) -
     return FileError(f"{place}: {what}: {text}; mend it there")
 
 
-def timeline_missing() -> SimulationError:
-    """Return the error of a profile read back from JSON, which holds figures and no timeline."""
-    return SimulationError(
-        "this Profile came from JSON and has no timeline; simulate the kernel again with "
-        "mode='timing' to get one"
-    )
-
-
 def impossible_profile(what: str, least_us: float, latency_us: float) -> InternalFaultError:
     """Return the error of a latency below what the hardware's peak allows."""
     return InternalFaultError(
         f"{what} take at least {least_us:.4g} us at the target's peak, but the profile says "
         f"{latency_us:.4g} us; this is a fault in the timing model, please report the kernel"
-    )
-
-
-def no_shapes(node: str) -> ModelError:
-    """Return the error of a graph without shape metadata that came without example inputs."""
-    return ModelError(
-        f"the graph carries no shapes (first missing: node {node!r}); pass example_inputs, "
-        "for instance nmm_compiler.rewrite(graph, (torch.empty(4, 512),))"
     )
 
 
@@ -292,17 +276,6 @@ def internal_fault(what: str) -> InternalFaultError:
     return InternalFaultError(
         f"a fault in nmm_compiler, {what}; please report it with the traceback. Without "
         "options={'strict': True} the place is left alone and the rest is rewritten"
-    )
-
-
-def simulator_fault(call: str, cause: BaseException, place: str) -> InternalFaultError:
-    """Return the error of the simulator's own code that raised in an NKI call.
-
-    call: the function with its arguments, as far as they can be shown; place: the kernel's line.
-    """
-    return InternalFaultError(
-        f"a fault of the simulator in {call}: {type(cause).__name__}: {one_line(cause)}; please "
-        f"report it with this line, and pass other arguments meanwhile [{place}]"
     )
 
 

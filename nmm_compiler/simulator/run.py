@@ -27,7 +27,7 @@ from nmm_compiler.errors import (
     KernelFailedError,
     NmmError,
     SimulationError,
-    simulator_fault,
+    one_line,
 )
 from nmm_compiler.report.parts import Grid, Line, Part
 from nmm_compiler.report.shown import Shown
@@ -428,7 +428,11 @@ def failed(error: BaseException, what: str) -> InternalFaultError | SimulationEr
     code = called.f_code
     names = code.co_varnames[: code.co_argcount]
     shown = ", ".join(f"{n}={called.f_locals[n]!r:.90}" for n in names if n in called.f_locals)
-    return simulator_fault(f"{code.co_name}({shown})", error, f"{file}:{line}")
+    return InternalFaultError(
+        f"a fault of the simulator in {code.co_name}({shown}): {type(error).__name__}: "
+        f"{one_line(error)}; please report it with this line, and pass other arguments meanwhile "
+        f"[{file}:{line}]"
+    )
 
 
 def _message(error: BaseException) -> str:

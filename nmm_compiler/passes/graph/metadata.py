@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from nmm_compiler.errors import no_shapes
+from nmm_compiler.errors import ModelError
 from nmm_compiler.passes.graph.effects import fetch_attribute, region_edge
 
 
@@ -56,7 +56,10 @@ def collect_values(
         pairs = zip(holders, example_inputs, strict=False)
         inputs = [value for holder, value in pairs if holder not in known]
     elif any(holder in missing for holder in holders):
-        raise no_shapes(missing[0].name)
+        raise ModelError(
+            f"the graph carries no shapes (first missing: node {missing[0].name!r}); pass "
+            "example_inputs, for instance nmm_compiler.rewrite(graph, (torch.empty(4, 512),))"
+        )
     return _Propagation(module, known, silent, inputs).values
 
 

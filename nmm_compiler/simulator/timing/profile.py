@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from nmm_compiler.errors import impossible_profile, timeline_missing
+from nmm_compiler.errors import SimulationError, impossible_profile
 from nmm_compiler.records import Record
 from nmm_compiler.report.parts import Grid, Line, Part, Section
 from nmm_compiler.report.shown import Shown
@@ -114,7 +114,10 @@ class Profile(Shown, Record):
     def timeline(self) -> Timeline:
         """The timeline this profile was made from; SimulationError after a JSON round trip."""
         if self._timeline is None:
-            raise timeline_missing()
+            raise SimulationError(
+                "this Profile came from JSON and has no timeline; simulate the kernel again with "
+                "mode='timing' to get one"
+            )
         return self._timeline
 
     def to_chrome_trace(self, path: str | Path) -> Path:
