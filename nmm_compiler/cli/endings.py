@@ -41,8 +41,9 @@ def ending(error: BaseException) -> tuple[int, str]:
         _drop_output()
         return NO_READER, ""
     if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError):
+        what = f"out of memory ({one_line(error)})".replace(" ()", "")
         way_out = "pass smaller sizes, or a higher --memory-limit if the command has one"
-        return REFUSED, f"error: out of memory ({one_line(error)}); {way_out}"
+        return REFUSED, f"error: {what}; {way_out}"
     if isinstance(error, NmmError):
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
