@@ -341,7 +341,7 @@ def tensor_copy_predicated(
 
 
 _IDLE = reduce_cmd.idle
-_COMMANDS = ("idle", "reset", "reduce", "reset_reduce")
+_COMMANDS = "idle reset reduce reset_reduce"
 _BIASES = (FLOATS | INTEGERS | {"bool"}) - {"tfloat32"}
 _EXP_RESULTS = VECTOR_FLOATS | {"int8", "int16", "int32", "uint8", "uint16"}
 _EXP_INPUTS = (_EXP_RESULTS | {"uint32"}) - {"tfloat32"}
@@ -490,7 +490,7 @@ def activate2(
     streams="src",
     dtypes={"dst": _EXP_RESULTS, "src": _EXP_INPUTS, "reduce_res": VECTOR_FLOATS},
     ranks={"dst": 4, "src": 4},
-    commands=("idle", "reset_reduce", "reduce", "load_reduce"),
+    commands="idle reset_reduce reduce load_reduce",
     first_value="reduce_init",
     indirect="dst src",
 )

@@ -118,7 +118,7 @@ def affine_select(
     dtypes={"on_true_tile": FLOATS},
     operators={"comp_op0": _BOUNDS, "comp_op1": _BOUNDS, "reduce_op": _MAXIMUM},
     integers={"range_start": INT32},
-    commands=("idle", "reset", "reduce", "reset_reduce"),
+    commands="idle reset reduce reset_reduce",
 )
 def range_select(
     call: Call,
@@ -169,7 +169,7 @@ def range_select(
     dtypes={"on_true": _SELECTED, "predicate": _PREDICATES, "reduce_res": FLOATS},
     pair="on_true predicate",
     operators={"reduce_op": _MAXIMUM},
-    commands=("reset_reduce", "reduce", "idle"),
+    commands="reset_reduce reduce idle",
     cycles=cycles.two_inputs,
 )
 def select_reduce(

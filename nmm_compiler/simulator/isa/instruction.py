@@ -245,7 +245,7 @@ class Call(Caller):
 class instruction:  # noqa: N801 - a decorator, written as one
     """The decorator of an instruction; its fields are the instruction's row.
 
-    Names of engines and operands are given as one text, and are split into a tuple.
+    Names of engines, operands and commands are given as one text, and are split into a tuple.
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
         the default.
     operands: the tensors that are read and, after `->`, written, each with its sizes as an
@@ -291,7 +291,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
     pair: Sequence[str] = ""
     operators: Mapping[str, Takes] = dataclasses.field(default_factory=dict)
     integers: Mapping[str, range] = dataclasses.field(default_factory=dict)
-    commands: tuple[str, ...] = ()
+    commands: Sequence[str] = ""
     first_value: str = ""
     indirect: Sequence[str] = ""
     indirect_engines: Sequence[str] = ""
@@ -323,6 +323,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.engines, self.indirect_engines = words(self.engines), words(self.indirect_engines)
         self.streams, self.indirect = words(self.streams), words(self.indirect)
         self.same_dtype, self.pair = words(self.same_dtype), words(self.pair)
+        self.commands = words(self.commands)
         self.constants = (*self.constants, *self.numbers)
         self.dtypes = {**self.numbers, **self.dtypes}
         reads = {role: self.memories.get(role, self.memory) for role in read}

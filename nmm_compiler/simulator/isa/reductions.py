@@ -144,7 +144,7 @@ def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> Steps:
         "op0": ARITHMETIC,
         "reduce_op": Takes("reduce", ("add", "multiply", "maximum", "minimum", "max", "min")),
     },
-    commands=("reset_reduce", "reduce", "load_reduce"),
+    commands="reset_reduce reduce load_reduce",
     first_value="reduce_init",
     indirect="dst data",
     cycles=cycles.linear(fixed="engine_min_cycles"),  # to read the accumulators out
@@ -186,7 +186,7 @@ def tensor_scalar_reduce(
         "op0": ARITHMETIC,
         "op1": Takes("reduce", ("add", "subtract", "multiply", "maximum", "minimum", "max", "min")),
     },
-    commands=("reset_reduce", "load_reduce", "reduce"),
+    commands="reset_reduce load_reduce reduce",
     first_value="imm1",
     indirect="dst src",
     flows={"dst": poison.onwards},
