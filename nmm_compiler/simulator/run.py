@@ -257,11 +257,10 @@ def _launch(
         ranks.append((machines, binder))
         bodies += [functools.partial(_run, m, function, args, kwargs) for m in machines]
     with contextlib.nullcontext() if data else collector_held_off():
-        with np.errstate(all="ignore"):
-            if count == 1:
-                bodies[0]()
-            else:
-                programs.run(bodies)
+        if count == 1:
+            bodies[0]()
+        else:
+            programs.run(bodies)
         return tuple(_result(machines, binder, function, options) for machines, binder in ranks)
 
 
