@@ -58,6 +58,9 @@ from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
 
 
+_SHOWN = ("output", "shape", "dtype", "least", "most", "mean")  # of each output
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulation(Shown):
     """The result of a run.
@@ -87,9 +90,8 @@ class Simulation(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data: shapes and ranges of the outputs, profile, warnings."""
-        named = ("output", "shape", "dtype", "least", "most", "mean")
         return {
-            "outputs": [dict(zip(named, row, strict=True)) for row in self._rows()],
+            "outputs": [dict(zip(_SHOWN, row, strict=True)) for row in self._rows()],
             "warnings": list(self.warnings),
             "profile": None if self.profile is None else self.profile.to_dict(),
         }
@@ -113,8 +115,7 @@ class Simulation(Shown):
             (i, tuple(shape), dtype, *("-" if f is None else f"{f:.4g}" for f in at))
             for i, shape, dtype, *at in self._rows()
         ]
-        head = ("output", "shape", "dtype", "least", "most", "mean")
-        said: list[Part] = [Grid.of(head, rows, right=head[3:])] if rows else []
+        said: list[Part] = [Grid.of(_SHOWN, rows, right=_SHOWN[3:])] if rows else []
         return said + [Line(f"warning: {warning}", "warning") for warning in self.warnings]
 
     def overview(self) -> str:
