@@ -57,7 +57,6 @@ from nmm_compiler.simulator.trace import Trace
 from nmm_compiler.targets import Target
 from nmm_compiler.targets import get as get_target
 
-
 _SHOWN = ("output", "shape", "dtype", "least", "most", "mean")  # of each output
 
 
