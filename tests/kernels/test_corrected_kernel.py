@@ -107,6 +107,14 @@ def test_parts_of_v_meet_their_rows_of_p_where_tokens_are_stationary(rank, n, pa
     prove_right(build_kernel(spec, "trn3", schedule=rows))
 
 
+def test_h_is_there_until_a_plain_weight_behind_its_factors_has_read_it():
+    """Of 14,336 features it fills half of SBUF beside the panels of down."""
+    spec = CorrectedMLPSpec(m=128, k=4096, n=14336, rank=32, weight="fp8")
+    for choice in rank_schedules(spec, get("trn3")):
+        *_, last = choice.schedule.stages(spec.layer)
+        assert last["h"] == 2 * 128 * 14336 // 128
+
+
 def test_x_is_quantized_once_and_every_product_of_a_step_is_in_one_sum():
     counts = build_kernel(dataclasses.replace(ONE, **QKV), "trn3").profile().instructions
     assert counts["vector"]["quantize_mx"] == 1

@@ -161,7 +161,7 @@ class LinearSchedule(Schedule):
         tokens, kept = self.tokens(made), item_bytes(made.kept_dtype)
         down, pair, dense = made.down, made.down.low_rank, any(one.weight.k for one in made.linears)
         of_x, last = int(dense or not made.factors), 3 if down.n else 1
-        of_h = 3 if down.weight.k else 2
+        of_h = 2 if pair.r and (made.mx or not down.weight.k) else 3
         rows = made.linears[-1].by_rows and not down.n
         # loaded ahead, panels of all linears are there at a time
         panels = [self._panels(one, made, rows=rows) for one in made.linears]
