@@ -14,7 +14,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .loads_and_stores import evict, move
-from .records import Block, Group, Patch, Term
+from .records import Block, Group, Panel, Patch, Term
 
 
 def quantize_strip(strip, size, tokens):
@@ -188,9 +188,9 @@ def sum_mx_rows(sums, tiles, term: Term, patch: Patch, at: Block):
                         )
 
 
-def add_parts(sums, w_sb, term: Term, group: Group, tokens, begun):
+def add_parts(sums, w_sb, term: Term, panel: Panel, group: Group, tokens, begun):
     """Add p v of a group to its sums: each part of a panel by its own partitions."""
-    tiles = group.columns // 128 // term.plan.parts
+    tiles = panel.columns // 128 // term.plan.parts
     for i in range(group.count):
         place = group.first + i
         base = term.plan.k * (place // tiles)

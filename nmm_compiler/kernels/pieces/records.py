@@ -92,15 +92,10 @@ class Panel(nl.NKIObject):
 
 @dataclass
 class Group(nl.NKIObject):
-    """The outputs of a panel that are summed at a time: `count` tiles from `first` on; loaded,
-    before: as of a panel."""
+    """The outputs of a panel that are summed at a time: `count` tiles from `first` on."""
 
-    n0: int
-    columns: int
     first: int
     count: int
-    loaded: int
-    before: int
 
 
 @dataclass

@@ -74,7 +74,7 @@ def make_columns(
     per_bank = min(panel.group, 512 // wide) if wide < 64 else 1
     for n1 in range(0, n_tiles, panel.group):
         count = min(panel.group, n_tiles - n1)
-        part = Group(panel.n0, panel.columns, n1, count, panel.loaded, panel.before)
+        part = Group(n1, count)
         sums = []
         for i in range(count * m_tiles):
             if per_bank == 1:
@@ -87,13 +87,13 @@ def make_columns(
         if first.plan.mx_bytes > 0:
             # its loads are the last ones
             if second.plan.k > 0:
-                sum_columns(sums, second_tiles, second, part, at, False)
-            sum_columns(sums, first_tiles, first, part, at, second.plan.k > 0)
+                sum_columns(sums, second_tiles, second, panel, part, at, False)
+            sum_columns(sums, first_tiles, first, panel, part, at, second.plan.k > 0)
         else:
             if first.plan.k > 0:
-                sum_columns(sums, first_tiles, first, part, at, False)
+                sum_columns(sums, first_tiles, first, panel, part, at, False)
             if second.plan.k > 0:
-                sum_columns(sums, second_tiles, second, part, at, first.plan.k > 0)
+                sum_columns(sums, second_tiles, second, panel, part, at, first.plan.k > 0)
         for i in range(count):
             if spread:
                 width = min(128, (panel.columns - 512 * ((n1 + i) // 4)) // 4)
@@ -108,47 +108,49 @@ def make_columns(
                 )  # fmt: skip
 
 
-def sum_columns(sums, tiles, term: Term, group: Group, at: Block, begun):
+def sum_columns(sums, tiles, term: Term, panel: Panel, group: Group, at: Block, begun):
     """Add (s w)^T of a group of tiles of outputs to its sums; weights stationary, tokens moving."""
     for k0 in range(0, term.plan.k, term.plan.chunk):
         rows = min(term.plan.chunk, term.plan.k - k0)
         if group.first == 0 and not term.plan.ahead:
-            if group.n0 == 0 and term.left.how != "none":
+            if panel.n0 == 0 and term.left.how != "none":
                 load_left(term, k0, at)
-            tiles.append(load_chunk(term, k0, group.n0, group.columns))
+            tiles.append(load_chunk(term, k0, panel.n0, panel.columns))
         w_sb = tiles[k0 // term.plan.chunk]
         if term.plan.parts > 1:
-            add_parts(sums, w_sb, term, group, at.tokens, begun)
+            add_parts(sums, w_sb, term, panel, group, at.tokens, begun)
         elif term.plan.mx_bytes > 0:
             size = term.plan.mx_bytes
-            if group.first + group.before == 0:
-                move_scales(w_sb, rows, size, group.loaded)
+            if group.first + panel.before == 0:
+                move_scales(w_sb, rows, size, panel.loaded)
             for kt in range((rows + 511) // 512):
                 parts = min(128, (rows - 512 * kt) // 4)
-                left = size * group.before
-                data = w_sb[0:parts, kt : kt + 1, left : left + size * group.columns]
+                left = size * panel.before
+                data = w_sb[0:parts, kt : kt + 1, left : left + size * panel.columns]
                 above = 4 * (kt % 4)
-                behind = size * group.loaded + group.before
-                own = w_sb[above : above + parts - 28, kt // 4, behind : behind + group.columns]
+                behind = size * panel.loaded + panel.before
+                own = w_sb[above : above + parts - 28, kt // 4, behind : behind + panel.columns]
                 block = Step(0, 1, parts, k0 // 512 + kt)
                 add_columns(
-                    sums, data.view(term.element), own, block, term, group, at.tokens, begun
+                    sums, data.view(term.element), own, block, term, panel, group, at.tokens, begun
                 )  # fmt: skip
         elif term.plan.order == "fours":
             for kt in range((rows + 511) // 512 * 4):
                 four = Step(kt, 1, min(128, (rows - 512 * (kt // 4)) // 4), k0 // 128 + kt)
-                add_columns(sums, w_sb, None, four, term, group, at.tokens, begun)
+                add_columns(sums, w_sb, None, four, term, panel, group, at.tokens, begun)
         else:
             pairs = rows // 256 if term.plan.double_row else 0
             for pair in range(pairs):
                 pair_of = Step(2 * pair, 2, 128, k0 // 128 + 2 * pair)
-                add_columns(sums, w_sb, None, pair_of, term, group, at.tokens, begun)
+                add_columns(sums, w_sb, None, pair_of, term, panel, group, at.tokens, begun)
             for kt in range(2 * pairs, (rows + 127) // 128):
                 single = Step(kt, 1, min(128, rows - 128 * kt), k0 // 128 + kt)
-                add_columns(sums, w_sb, None, single, term, group, at.tokens, begun)
+                add_columns(sums, w_sb, None, single, term, panel, group, at.tokens, begun)
 
 
-def add_columns(sums, w_sb, scales, step: Step, term: Term, group: Group, tokens, begun):
+def add_columns(
+    sums, w_sb, scales, step: Step, term: Term, panel: Panel, group: Group, tokens, begun
+):  # fmt: skip
     """Add the products of a step of the contraction to the sums of a group."""
     m_tiles = (tokens + 511) // 512
     m_step = ((tokens + m_tiles - 1) // m_tiles + 15) // 16 * 16
@@ -157,10 +159,10 @@ def add_columns(sums, w_sb, scales, step: Step, term: Term, group: Group, tokens
             # every fourth of 512 outputs
             begin = 512 * ((group.first + i) // 4)
             first = begin + (group.first + i) % 4
-            width = min(128, (group.columns - begin) // 4)
+            width = min(128, (panel.columns - begin) // 4)
         else:
             first = 128 * (group.first + i)
-            width = min(128, group.columns - first)
+            width = min(128, panel.columns - first)
         for mt in range(m_tiles):
             ms = m_step * mt
             mw = min(m_step, tokens - ms)
