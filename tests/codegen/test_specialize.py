@@ -183,29 +183,6 @@ def test_unknown_parameters(template):
         specialize(template, "double", {"rows": 3}, name="k", header=["x"], operands=["x"])
 
 
-def test_parentheses_survive(tmp_path):
-    path = tmp_path / "t.py"
-    path.write_text(
-        textwrap.dedent(
-            """
-            import nki
-            import nki.language as nl
-
-
-            @nki.jit
-            def t(x, a, zero):
-                for i in range(0, x.shape[0]):
-                    print((i + a + 60) // 2, (i + zero) * 2, (i * a) % 5)
-            """
-        )
-    )
-    source = specialize(path, "t", {"a": 67, "zero": 0}, name="t", header=["x"], operands=["x"])
-    line = next(line for line in source.splitlines() if "print" in line)
-    printed = line.strip().removeprefix("print")
-    for i in range(7):
-        assert eval(printed, {"i": i, "a": 67}) == ((i + 127) // 2, i * 2, (i * 67) % 5)
-
-
 SET_ANEW = {
     "one branch": ["if i > 1:", "    first = 3"],
     "both branches": ["if i > 1:", "    first = 3", "else:", "    first = 1"],
