@@ -163,8 +163,9 @@ class Lowering(Editor):
         """Return the spec of the kernel that an op of ours launches, of one device's parts."""
         op = DEFINITIONS[name]
         local = tree_map(lambda one: without_data(local_part(one)), dict(given))
-        own = {key: local[key] for key in op.defaults if key in local}
-        return op.lower(own["x"], (), own, self.m, view_turned)[0].spec
+        args = [local.get(one.name) for one in op.operands]
+        said = {key: local[key] for key in op.keywords if key in local}
+        return op.lower(args[0], args, said, self.m, view_turned)[0].spec
 
     def call(
         self, operator: Callable[..., Any], /, *args: Any, meta_value: Any = None, **kwargs: Any
@@ -477,7 +478,7 @@ class Call:
         said = dict.fromkeys(note for one in self.linears for note in one.notes(c))
         if self.op_name == CORRECTED_MLP.name and self.format in MX:
             said["h is rounded to mxfp8 in the kernel"] = None
-        return (*said, *filter(None, (self.note,)))
+        return (*filter(None, (self.note,)), *said)
 
     def spec(self, c: Canonical) -> KernelSpec:
         """Return what the kernel computes, with the norm and the residual that are inside.

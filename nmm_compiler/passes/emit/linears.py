@@ -93,6 +93,7 @@ class Linear:
         kinds = {s.kind for part in parts for s in part.middle}
         scales = [s for part in parts for s in part.steps if s.kind == "scale"]
         read = [key for part in parts for key in part.weights if key not in self.hidden]
+        bits = MX[self.format].bits if self.format in MX else 8
         said = {
             "a scale that is a tensor is folded into a factor at each call": "vector" in kinds
             or any(s.key is not None for s in scales),
@@ -108,21 +109,13 @@ class Linear:
             "the addend of the last product stays a separate add": chain.addend is not None,
             f"the sum over {chain.tp} devices is inside of the call": chain.tp > 1,
             "the fp8 branch is read as stored: a byte an element": self.base and self.factors,
+            f"the {self.format} weight is read as stored: {bits} bits an element": self.format,
+            "a kernel rounds x to mxfp8 beside it": self.format in MX,
+            "the scales of torchao's weight are put in order at each call": (
+                self.base is not None and self.base.is_torchao
+            ),
         }
-        return [*(note for note, holds in said.items() if holds), *self._notes_of_base()]
-
-    def _notes_of_base(self) -> list[str]:
-        """Return how the dense weight of few bits is read."""
-        if self.base is None:
-            return []
-        if self.format not in MX:
-            return [f"the {self.format} weight is read as stored: a byte an element"]
-        bits = MX[self.format].bits
-        notes = [f"the {self.format} weight is read as stored: {bits} bits an element"]
-        notes.append("a kernel rounds x to mxfp8 beside it")
-        if self.base.is_torchao:
-            notes.append("the scales of torchao's weight are put in order at each call")
-        return notes
+        return [note for note, holds in said.items() if holds]
 
 
 def fold_chain(editor: Editor, chain: Chain, stored: Sequence[Stored] = ()) -> dict[str, Any]:
