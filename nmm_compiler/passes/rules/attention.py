@@ -28,9 +28,9 @@ import torch
 from torch import fx
 
 from nmm_compiler.errors import NmmError
-from nmm_compiler.kernels.attention import AttentionSpec
 from nmm_compiler.passes.chains.safety import Refusal, refuse
-from nmm_compiler.passes.emit.editor import Editor
+from nmm_compiler.passes.emit.calls import Lowering
+from nmm_compiler.passes.emit.editor import Editor, aten
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
     Activation,
@@ -45,14 +45,13 @@ from nmm_compiler.passes.graph.canonical import (
     Product,
     Scale,
     Softmax,
-    dtype_name,
 )
 from nmm_compiler.passes.graph.effects import fetch_attribute, upstream
 from nmm_compiler.passes.graph.metadata import collect_values
 from nmm_compiler.passes.graph.read_graph import read_graph
 from nmm_compiler.passes.graph.read_operations import constant_value, matmul_labels
 from nmm_compiler.passes.graph.torch_names import target_name
-from nmm_compiler.passes.graph.views import BROADCAST
+from nmm_compiler.passes.graph.views import BROADCAST, Dims
 from nmm_compiler.passes.rules.base import Match, Rule
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -99,43 +98,41 @@ class Attention(Rule):
         if graph.shape(shared[0]) == graph.shape(shared[1]):
             k, v = shared
         rope, q, k, angles = unrotated(graph, q, k)
+        call = {
+            "q": q, "k": k, "v": v, "rope": angles, "rotates": rope, "causal": seen[0],
+            "window": seen[1], "scale": given.get("scale"), "soft_cap": given.get("soft_cap", 0.0),
+        }  # fmt: skip
+        lowering = Lowering(graph, node, shape[2])
         try:
-            spec = AttentionSpec(
-                m=shape[2], heads=shape[1], kv_heads=(graph.shape(k) or keys)[1], context=keys[2],
-                d=shape[3], batch=shape[0],
-                dtype=dtype_name(graph.dtype(q)),
-                causal=seen[0], window=seen[1], scale=given.get("scale"), rope=rope,
-                soft_cap=given.get("soft_cap", 0.0),
-            )  # fmt: skip
+            spec = lowering.kernel("attention", _named(lowering, call))
         except NmmError as error:
             return Refusal("no_kernel", str(error), node)
         read = (q, k, v, *angles)
-        inner = upstream([node], {*read, mask})
+        inner = frozenset(upstream([node], {*read, mask}))
         fields = ("m", "context", "heads", "d", "window", "rope", "kv_heads", "causal")
-        said = {name: getattr(spec, name) for name in ("causal", "window", "soft_cap", "scale")}
-        return refuse(graph, inner, node, read) or Match(
-            rule=self.name,
-            node=node,
-            nodes=frozenset(inner),
-            data=said | {"q": q, "k": k, "v": v, "rope": angles, "rotates": rope},
-            info={name: getattr(spec, name) for name in fields},
-        )
+        info = {name: getattr(spec, name) for name in fields}
+        why = refuse(graph, inner, node, read)
+        return why or Match(self.name, node, inner, data=call, info=info)
 
     def rewrite(self, graph: Canonical, match: Match, editor: Editor) -> fx.Node:
         """Emit the call."""
-        angles, q = match.data["rope"], editor.value(match.data["q"])
-        given = match.data | {"rope": _stacked(editor, angles) if angles else None}
+        given = _named(editor, match.data)
+        q = editor.value(given["q"])
         return editor.like(editor.kernel("attention", given, q.new_empty(q.shape)), match.node)
 
 
-def _stacked(editor: Editor, angles: tuple[fx.Node, ...]) -> fx.Node:
-    """Return the first halves of cos and sin [1, 1, tokens, d] as [2, tokens, d / 2]."""
+def _named(editor: Editor, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the op, with the first halves of cos and sin [1, 1, tokens, d] as
+    rope [2, tokens, d / 2]."""
     halves = []
-    for node in angles:
-        tokens, d = editor.c.values[node].shape[2:]
-        half = editor.call(torch.ops.aten.slice.Tensor, node, 3, 0, d // 2)
+    for angles in call["rope"]:
+        node = editor.node(angles)
+        tokens, d = editor.shape(node)[2:]
+        half = editor.call(aten.slice.Tensor, node, 3, 0, d // 2)
         halves.append(editor.reshape(half, (tokens, d // 2)))
-    return editor.call(torch.ops.aten.stack.default, halves)
+    operands: dict[str, Any] = {name: editor.node(call[name]) for name in "qkv"}
+    operands["rope"] = editor.call(aten.stack.default, halves) if halves else None
+    return call | operands
 
 
 def _unlike(node: fx.Node, given: dict[str, Any], q: Any, k: Any, v: Any) -> Refusal | None:
@@ -200,13 +197,17 @@ def _scores(c: Canonical, key: Key) -> dict[str, Any] | None:
         form = c.forms[inner]
     if not isinstance(form, Product) or not _is_matmul(c, form) or scale <= 0 or cap < 0:
         return None
-    turned = c.views[form.rhs]
-    for k in (*c.through(form.rhs), turned[0]):
-        base, dims = c.views[k]
-        straight = (base, views.permute(dims, (0, 1, 3, 2))) if len(dims) == 4 else None
-        if straight == turned and isinstance(k, fx.Node):
-            return {"query": form.lhs, "key": k, "scale": scale, "soft_cap": cap}
-    return None
+    k = _behind(c, form.rhs, views.permute(c.base(form.rhs)[1], (0, 1, 3, 2)))
+    if k is None:
+        return None
+    return {"query": form.lhs, "key": k, "scale": scale, "soft_cap": cap}
+
+
+def _behind(c: Canonical, key: Key, dims: Dims) -> fx.Node | None:
+    """Return the value behind a view, or its base, that has these dimensions over the base."""
+    base = c.base(key)[0]
+    found = next((one for one in (*c.through(key), base) if c.views[one] == (base, dims)), None)
+    return found if isinstance(found, fx.Node) else None
 
 
 def _factor(c: Canonical, key: Key) -> tuple[float, Key]:
@@ -255,27 +256,23 @@ def _read_mask(
     each = seen.reshape(-1, m, context)
     if bool((each != each[0]).any()):
         return Refusal("no_kernel", "the mask differs between sequences or heads", mask)
-    seen = each[0]
+    seen, ahead = each[0], context - m
     if bool(seen.all()):
         return False, 0
-    ahead, window = context - m, int(seen[-1].sum())
-    causal = torch.ones_like(seen).tril(ahead)
-    for width in (0, window) if ahead >= 0 and window else ():
-        if torch.equal(seen, causal.triu(ahead - width + 1) if width else causal):
-            return True, width
+    causal, window = torch.ones_like(seen).tril(ahead), int(seen[-1].sum())
+    for width in (context, window) if ahead >= 0 and window else ():
+        if torch.equal(seen, causal.triu(ahead - width + 1)):
+            return True, width if width < context else 0
     reason = "the mask is neither causal nor a sliding window of the last queries"
     return Refusal("no_kernel", reason, mask)
 
 
 def _before_repeat(c: Canonical, node: fx.Node) -> fx.Node:
     """Return keys or values [b, kv, t, d] that the graph repeats for all heads, else the node."""
-    base, dims = c.views[node]
+    dims = c.base(node)[1]
     if len(dims[1]) < 2 or dims[1][-1].axis != BROADCAST:
         return node
-    once = (base, (dims[0], dims[1][:-1], *dims[2:]))
-    sources = (key for key in (*c.through(node), base) if c.views[key] == once)
-    found = next(sources, node)
-    return found if isinstance(found, fx.Node) else node
+    return _behind(c, node, (dims[0], dims[1][:-1], *dims[2:])) or node
 
 
 def unrotated(
