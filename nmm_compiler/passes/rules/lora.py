@@ -250,14 +250,11 @@ def _in_place(
         why = Refusal("mutation", "the sum writes memory that others see", node)
         if not isinstance(target, fx.Node) or isinstance(c.form(target), Leaf):
             return why
-        own = c.effects.storages(target)
-        for other in c.graph.nodes:
-            if position[other] >= position[node] or not c.effects.storages(other) & own:
-                continue
-            # Views made before the sum would show it; views of its result are harmless.
-            if other not in nodes:
-                return why
-            late = [u for u in other.users if position[u] > position[node]]
-            if any(node is not final or u not in readers for u in late):
-                return why
+        own, allowed = c.effects.storages(target), readers if node is final else []
+        # Views made before the sum would show it; views of its result are harmless.
+        earlier = (other for other in c.graph.nodes if position[other] < position[node])
+        names = [other for other in earlier if c.effects.storages(other) & own]
+        late = {u for other in names for u in other.users if position[u] > position[node]}
+        if not nodes.issuperset(names) or late.difference(allowed):
+            return why
     return None
