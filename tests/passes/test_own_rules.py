@@ -114,6 +114,15 @@ def test_numbers_and_conditions():
     assert not nmm.rewrite(lambda x: x * 0.25 + 1.0, (x,), rules=[one]).matches
 
 
+def test_features_may_be_any_axis():
+    rule = nmm.rule(lambda x, g: torch.tanh(x * g), lambda x, g: torch.tanh(g * x), name="gain")
+    inputs = torch.randn(2, 16, 3), torch.rand(16)
+    turned = nmm.rewrite(
+        lambda x, g: torch.tanh(x * g[:, None]), inputs, rules=[rule], options=VERIFIED
+    )
+    assert turned.matches[0].info["operands"] == {"x": [6, 16], "g": [16]}
+
+
 def test_constants_are_stored_weights():
     rule = nmm.rule(chain, dense, constants=("u",), name="stored")
     model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 48, bias=False), nn.ReLU())
