@@ -35,7 +35,7 @@ from nmm_compiler.passes.chains.safety import TYPICAL_TOKENS, Refusal, in_transf
 from nmm_compiler.passes.emit.calls import Call
 from nmm_compiler.passes.emit.editor import Editor, NotEmittedError
 from nmm_compiler.passes.faults import Fault, Faults
-from nmm_compiler.passes.graph.canonical import PLAIN, Canonical, owner_of
+from nmm_compiler.passes.graph.canonical import Canonical, owner_of
 from nmm_compiler.passes.graph.capture import all_graphs, arguments, to_graph
 from nmm_compiler.passes.graph.effects import fetch_attribute, is_pure
 from nmm_compiler.passes.graph.metadata import collect_values, value_key
@@ -61,10 +61,10 @@ class Attempt:
     """A copy of a graph that is being rewritten; `result` collects the findings.
 
     path: of the graph among the graphs of higher-order operators. stored: whether the model stores
-    the placeholders of such a graph. odd: inputs that are tensor subclasses. refused: what this and
-    earlier attempts could not emit. rules: those of this attempt. The methods are the steps of
-    `pipeline.PASSES`; the fields after `rules` pass their results on. findings: of the last step,
-    as lines for a dump; they are made when it reads them.
+    the placeholders of such a graph. inputs: examples, which may be tensor subclasses that metadata
+    hides. refused: what this and earlier attempts could not emit. rules: those of this attempt. The
+    methods are the steps of `pipeline.PASSES`; the fields after `rules` pass their results on.
+    findings: of the last step, as lines for a dump; they are made when it reads them.
     """
 
     module: fx.GraphModule
@@ -73,7 +73,7 @@ class Attempt:
     faults: Faults
     path: str
     stored: Mapping[str, bool] | None
-    odd: dict[fx.Node, torch.Tensor]
+    inputs: Sequence[Any] | None
     result: RewriteResult
     refused: list[Declined]
     rules: tuple[Rule, ...] = ()
@@ -96,8 +96,10 @@ class Attempt:
     def read(self) -> None:
         """Read the graph into canonical forms."""
         self.c = read_graph(self.module, self.values, self.stored, self.options, self.faults)
-        for node, value in self.odd.items():
-            self.c.note_subclass(node, value)
+        holders = self.module.graph.find_nodes(op="placeholder")
+        if len(holders) == len(self.inputs or ()):
+            for holder, value in zip(holders, self.inputs or (), strict=True):
+                self.c.note_subclass(holder, value)
         self.findings = (f"{key.name}: {form}" for key, form in self.c.forms.items())
 
     def match(self) -> None:
@@ -685,8 +687,7 @@ class _Run:
             if values is None:
                 break
             own = {new[node]: value for node, value in values.items()}
-            odd = _subclasses(module, example_inputs)
-            shared = (self.options, self.faults, path, stored, odd, found, self.refused)
+            shared = (self.options, self.faults, path, stored, example_inputs, found, self.refused)
             attempt, values = Attempt(module, own, *shared), None
             with self.faults.guard("rewriting the graph that ends at", last):
                 whole = all(apply(attempt, rules, dump) for rules in _segments(self.order))
@@ -695,20 +696,6 @@ class _Run:
         module.recompile()
         self.done[id(original)] = module
         return module
-
-
-def _subclasses(
-    module: fx.GraphModule, example_inputs: Sequence[Any] | None
-) -> dict[fx.Node, torch.Tensor]:
-    """Return the inputs that are tensor subclasses, which fake tensors may hide."""
-    holders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    if example_inputs is None or len(holders) != len(example_inputs):
-        return {}
-    return {
-        holder: value
-        for holder, value in zip(holders, example_inputs, strict=True)
-        if isinstance(value, torch.Tensor) and type(value) not in PLAIN
-    }
 
 
 def _segments(order: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:

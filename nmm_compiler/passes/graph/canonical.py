@@ -289,13 +289,15 @@ class Canonical:
         self.chains: dict[Any, Any] = {}
         self.prices: dict[Any, Any] = {}
 
-    def note_subclass(self, node: fx.Node, value: torch.Tensor) -> None:
-        """Note that a leaf is a tensor subclass.
+    def note_subclass(self, node: fx.Node, value: Any) -> None:
+        """Note the class of a leaf that is a tensor subclass.
 
         A weight that rounds x, too, computes something else than a product with its plain tensor;
         kernels of MX blocks round x as such weights do.
         """
         kind = type(value)
+        if not isinstance(value, torch.Tensor) or kind in PLAIN:
+            return
         self.subclasses[node] = kind.__name__
         rounds_x = any(getattr(value, name, None) is not None for name in _ROUNDING_OF_X)
         if kind.dequantize is not torch.Tensor.dequantize and (

@@ -19,7 +19,6 @@ from nmm_compiler.options import Options
 from nmm_compiler.passes.faults import Faults
 from nmm_compiler.passes.graph import views
 from nmm_compiler.passes.graph.canonical import (
-    PLAIN,
     Canonical,
     Cast,
     Key,
@@ -90,9 +89,7 @@ def _sweep(c: Canonical) -> None:
 def _is_stored(c: Canonical, node: fx.Node, given: Mapping[str, bool]) -> bool:
     """Return whether the model stores a leaf: a parameter, a buffer or an attribute."""
     if node.op == "get_attr":
-        value = fetch_attribute(c.module, str(node.target))
-        if isinstance(value, torch.Tensor) and type(value) not in PLAIN:
-            c.note_subclass(node, value)
+        c.note_subclass(node, fetch_attribute(c.module, str(node.target)))
         return True
     name = str(node.target)
     named = name.startswith(("p_", "b_")) or name.lower().startswith("l_self_")
