@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nmm_compiler.errors import FileError, NmmError, one_line
-from nmm_compiler.lowrank_models import hf, hf_layers
+from nmm_compiler.lowrank_models import hf
 from nmm_compiler.outputs import read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -62,9 +62,6 @@ def check_files(directory: Path) -> None:
             continue
         if not isinstance(value, int) or not 0 <= value <= largest:
             raise FileError(f"config.json has {key} {value!s:.40}; restore the file")
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, dict) and quantization.get("quant_method") == hf_layers.METHOD:
-        hf_layers.SavedLayers.read(quantization)
     whole = directory / "model.safetensors"
     for path in [whole] if whole.exists() else indexed(directory):
         check_weights(path)
