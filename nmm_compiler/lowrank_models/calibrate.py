@@ -123,7 +123,7 @@ def collect(
     """
     free = available_bytes()
     for share in (True, False):
-        listener = Collector(sites, gradients, share, whole)
+        listener = Collector(gradients, share, whole)
         try:
             with frozen(model), ExitStack() as hooks, steps("calibrating") as step:
                 for site in sites:
@@ -154,21 +154,17 @@ class _NotSharedError(Exception):
 class Collector:
     """Hooks on the layers while the batches run.
 
-    leader: per layer, the first that read the same tensor.
+    share: layers that read one tensor have one moment of it, where it is kept whole.
     """
 
-    def __init__(
-        self, sites: Sequence[Site], gradients: bool, share: bool, whole: bool = False
-    ) -> None:
-        self.sites = sites
+    def __init__(self, gradients: bool, share: bool, whole: bool = False) -> None:
         self.whole = whole
         self.want_gradients = gradients
         self.share = share
         self.inputs: dict[str, SecondMoment] = {}
         self.gradients: dict[str, SecondMoment] = {}
-        self.leader: dict[str, str] = {}
-        self._shared: dict[str, str] = {}  # leader -> the layer whose moment the others share
-        self._last: tuple[str, torch.Tensor] | None = None
+        self._leader: dict[str, str] = {}  # the layer whose moment a layer shares
+        self._last: tuple[str, torch.Tensor | None] = ("", None)
         self._index = 0
         self._mask: torch.Tensor | None = None
 
@@ -177,7 +173,7 @@ class Collector:
 
         Raises ModelError for a model that cannot be differentiated.
         """
-        self._index, self._last = index, None
+        self._index, self._last = index, ("", None)
         self._mask = padding_mask(batch)
         with torch.set_grad_enabled(self.want_gradients):
             result = call(model, batch)
@@ -207,23 +203,19 @@ class Collector:
         return cast(torch.Tensor, result)
 
     def _take_input(self, site: Site, x: torch.Tensor) -> None:
-        name = site.name
-        last, tensor = self._last if self.share and self._last is not None else (None, None)
-        reader = last if tensor is x else None
-        if name not in self.leader:
-            self.leader[name] = reader or name
-            if site.n < site.k and not self.whole:
-                self.inputs[name] = SecondMoment(site.k, site.weight)
-            else:
-                first = self._shared.setdefault(self.leader[name], name)
-                self.inputs[name] = self.inputs.get(first) or SecondMoment(site.k)
-        leader = self.leader[name]
-        if leader == name:
-            self._last = (name, x)
-        elif reader != leader:
+        name, whole = site.name, self.whole or site.n >= site.k
+        reader, tensor = self._last
+        shared = whole and self.share and tensor is x
+        leader = self._leader.setdefault(name, reader if shared else name)
+        if leader != name and not (shared and leader == reader):
             raise _NotSharedError
-        if self.inputs[name].carried or self._shared[leader] == name:
+        if name not in self.inputs:
+            through = None if whole else site.weight
+            self.inputs[name] = self.inputs.get(leader) or SecondMoment(site.k, through)
+        if leader == name:
             self.inputs[name].add(self._rows(x, f"the input of {name}"))
+            if whole:
+                self._last = (name, x)
 
     def _take_gradient(self, site: Site, gradient: torch.Tensor) -> None:
         moment = self.gradients.get(site.name)
