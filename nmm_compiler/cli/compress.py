@@ -83,7 +83,7 @@ def compress(
         "ratio": ratio, "rank": rank, "include": include or None, "exclude": exclude or None,
         "target": target, "factors": factors, "base": base,
     }  # fmt: skip
-    CompressionConfig.make(None, {**settings, "calibration": text})
+    CompressionConfig(**settings, calibration=text)
     for name, rounded in (("factors", factors), ("base", base)):
         if rounded and recover_steps:
             wanted = "it without --recover: what is rounded is not trained"

@@ -49,6 +49,7 @@ from nmm_compiler.lowrank_models.quantize import (
 from nmm_compiler.lowrank_models.ranks import Shape
 from nmm_compiler.lowrank_models.report import CompressionReport, LayerReport
 from nmm_compiler.lowrank_models.select import Patterns, Site, find_sites
+from nmm_compiler.options import check_names
 
 
 def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> CompressionReport:
@@ -75,7 +76,8 @@ def compress(model: nn.Module, ratio: float | None = None, **keywords: Any) -> C
         FileError: a transformers model is quantized (or was loaded from GGUF) and could not
             be saved afterwards.
     """
-    config = CompressionConfig.make(ratio, keywords)
+    check_names(CompressionConfig, keywords)
+    config = CompressionConfig(ratio=ratio, **keywords)
     _check_model(model)
     hf.check_savable(model)
     started = time.monotonic()

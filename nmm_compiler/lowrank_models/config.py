@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import torch
 
@@ -16,7 +16,6 @@ from nmm_compiler.options import (
     TARGETS,
     Values,
     check_fields,
-    check_names,
     is_positive,
     is_target_file,
 )
@@ -126,12 +125,6 @@ class CompressionConfig:
             self.rank.values() if isinstance(self.rank, dict) else (self.rank,)
         ):
             raise OptionTypeError("rank", 0, "at least 1, or base= with it: nothing would be left")
-
-    @classmethod
-    def make(cls, ratio: float | None, keywords: Mapping[str, Any]) -> Self:
-        """Return the config of a call."""
-        check_names(cls, keywords)
-        return cls(**{"ratio": ratio, **keywords})
 
     @property
     def effective_ratio(self) -> float | None:

@@ -117,7 +117,8 @@ def spectrum(
     """Return the squared singular values of G^1/2 W A^1/2, descending, [min(n, k)] float64."""
     check_finite(weight, name)
     gram = _Problem.of(weight.detach(), moments or Moments()).gram()
-    return eigvalsh(gram).flip(0).clamp_min(0)
+    with one_thread():
+        return torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
 
 
 def factorize(
@@ -278,9 +279,3 @@ def eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with one_thread():
         torch.linalg.eigh(columns, out=(values, columns))
     return values, columns
-
-
-def eigvalsh(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the eigenvalues of a symmetric matrix, ascending."""
-    with one_thread():
-        return torch.linalg.eigvalsh(matrix)

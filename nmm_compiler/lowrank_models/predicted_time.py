@@ -344,7 +344,9 @@ def kernel_prices(
     fp8 = factors == "fp8" and dtype in X_DTYPES and chip.float8_kernels
     groups = [Group((layer,)) for layer in layers]
     note = "each layer as a call of its own"
-    least = _loaded_at_start(chip) / item_bytes(dtype)
+    # what HBM gives a core while a DMA starts and signals, by the target's sources
+    start = chip.dma_start_latency_seconds + chip.semaphore_seconds
+    least = chip.memory_bytes_per_second * start / item_bytes(dtype)
     if inputs is None:
         inputs = example_inputs(model, 2)
     if inputs is not None and any(layer.k * layer.n > least for layer in layers):
@@ -369,12 +371,3 @@ def kernel_prices(
         )
 
     return Prices(priced, workload, of, note)
-
-
-def _loaded_at_start(chip: Target) -> float:
-    """Return the bytes that HBM gives a core in the time that a DMA needs to start and to signal.
-
-    Start and signal are published (the target's sources).
-    """
-    start = chip.dma_start_latency_seconds + chip.semaphore_seconds
-    return chip.memory_bytes_per_second * start

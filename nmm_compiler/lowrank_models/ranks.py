@@ -184,20 +184,16 @@ def _usable(shapes: Sequence[Shape], align: int) -> list[Shape]:
     if not usable:
         largest = max(shapes, key=lambda s: s.largest_rank)
         limit = largest.largest_rank
+        few = 1 << max(0, limit.bit_length() - 3)  # leaves a few ranks to choose from
         raise ModelError(
             f"no matrix has a rank that is a multiple of align={align} and below break-even; the "
             f"largest, {largest.name} [{largest.n}, {largest.k}], allows ranks up to {limit}: pass "
-            f"a smaller align, e.g. align={_power_below(limit)}"
+            f"a smaller align, e.g. align={few}"
             if limit
             else f"the matrices are too small to factorize: the largest, {largest.name} "
             f"[{largest.n}, {largest.k}], breaks even below rank 1; exclude them"
         )
     return usable
-
-
-def _power_below(limit: int) -> int:
-    """Return a power of two that leaves a few ranks to choose from below `limit`."""
-    return 1 << max(0, limit.bit_length() - 3)
 
 
 def _choices(

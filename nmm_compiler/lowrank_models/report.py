@@ -98,11 +98,6 @@ class LayerReport(Record):
         return self.k * self.n if self.rank is None else self.rank * (self.k + self.n)
 
     @property
-    def removed(self) -> int:
-        """Elements that were removed; none where the factors are no smaller."""
-        return max(0, self.dense_parameters - self.parameters)
-
-    @property
     def ratio(self) -> float:
         """Share of this matrix's elements that was removed; with a base, of its bytes."""
         return 1 - self.parameters / self.dense_parameters

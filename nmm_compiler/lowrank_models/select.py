@@ -132,7 +132,7 @@ def find_sites(
     names = distinct_modules(model)
     _check_excluded(unwanted, [name for _, every in names for name in every if name], model)
     tied = _tied_parameters(model)
-    head = _output_head(model)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     sites: list[Site] = []
     skipped: list[Skipped] = []
     seen: list[str] = []
@@ -169,12 +169,6 @@ def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
         for key, parameter in module.named_parameters(recurse=False):
             holders[id(parameter)][id(module)] = f"{name}.{key}" if name else key
     return {key: list(value.values()) for key, value in holders.items() if len(value) > 1}
-
-
-def _output_head(model: nn.Module) -> nn.Module | None:
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
-    return head if isinstance(head, nn.Module) else None
 
 
 def _read(module: nn.Module) -> tuple[tuple[int, ...], str] | None:

@@ -27,6 +27,7 @@ from nmm_compiler.targets import Target
 
 QUALITY = Path(__file__).with_name("form_quality.json")
 """What `make bench-compress` measured: {model: {form: figures}}, perplexities over that of bf16."""
+_NAMES = ("fp8", "mxfp8", "mxfp4+32fp8")
 DEFAULT = ("bf16", "fp8", "lowrank:0.2", "mxfp4+32fp8")
 KEEPS = (1.1, 1.18)
 """Perplexity over that of bf16, in and out of the calibration's domain, of a form to recommend."""
@@ -62,7 +63,8 @@ class Form(Record):
     def check(self, target: Target) -> None:
         """Raise OptionTypeError for weights that a target does not multiply."""
         if self.base and not reads_as_stored(target, self.base):
-            wanted = f"a form that {target.name} multiplies: {', '.join(_forms_of(target))}"
+            read = [one for one in _NAMES if reads_as_stored(target, one.partition("+")[0])]
+            wanted = f"a form that {target.name} multiplies: {', '.join(['bf16', *read])}"
             raise OptionTypeError("weights", self.name, wanted)
         if self.base and self.ratio is not None:
             wanted = f'ranks that are known without the weights, e.g. "{self.base}+64"'
@@ -73,12 +75,6 @@ class Form(Record):
         made = check_blocks(k, self.base, f"a weight [{n}, {k}]").stored_bytes(n, k, 2)
         each = FORMATS[self.branch].bits // 8 if self.branch else 2
         return made + each * self.rank * (k + n) + 4 * self.rank * bool(self.branch)
-
-
-def _forms_of(target: Target) -> list[str]:
-    read = (form for form in ("fp8", "mxfp8", "mxfp4+32fp8")
-            if reads_as_stored(target, form.partition("+")[0]))  # fmt: skip
-    return ["bf16", *read]
 
 
 @functools.cache

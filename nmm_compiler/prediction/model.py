@@ -310,13 +310,10 @@ class ModelPrediction(Shown, Record):
         ]
         made += self.waterfall()
         for phase in self.phases:
-            made.append(Section(self._title(phase), tuple(self._phase_parts(phase)), folded=True))
+            gain = f", {self.gain[phase.name]:.2f}x over dense" if self.gain else ""
+            title = f"{phase.name}: {_ms(phase.us)} ms{gain}"
+            made.append(Section(title, tuple(self._phase_parts(phase)), folded=True))
         return made
-
-    def _title(self, phase: Phase) -> str:
-        text = f"{phase.name}: {_ms(phase.us)} ms"
-        gain = self.gain.get(phase.name)
-        return text if gain is None else f"{text}, {gain:.2f}x over dense"
 
     def _phase_parts(self, phase: Phase) -> list[Part]:
         inside, prefix = _common_layers(phase)
@@ -339,7 +336,8 @@ class ModelPrediction(Shown, Record):
         rows: list[tuple[str, ...]] = []
         drawn: list[tuple[str, list[float]]] = []
         for phase in self.phases:
-            found = [_steps(model, phase.name) for model in models.values()]
+            both = [model.phase(phase.name) or phase for model in models.values()]
+            found = [{step.name: step for step in one.steps} for one in both]
             us = [[steps[key].us if key in steps else 0.0 for key in STEPS] for steps in found]
             for name, each in zip(models, us, strict=True):
                 drawn.append((f"{phase.name} {name}".strip(), [one / 1e3 for one in each]))
@@ -364,11 +362,6 @@ class ModelPrediction(Shown, Record):
 
 
 _PHASE = {"prefill": "to first token", "decode": "per token", "pass": "a pass"}
-
-
-def _steps(model: ModelPrediction, phase: str) -> dict[str, Step]:
-    found = model.phase(phase)
-    return {} if found is None else {step.name: step for step in found.steps}
 
 
 def _shares(phase: Phase) -> str:

@@ -354,8 +354,7 @@ def _cache_bytes(model: MetaModel, cache: Any) -> int:
 
 def _head(model: MetaModel) -> str:
     """Return the name of the output head, "" without one."""
-    find = getattr(model.module, "get_output_embeddings", lambda: None)
-    head = find()
+    head = getattr(model.module, "get_output_embeddings", lambda: None)()
     found = (name for name, module in model.module.named_modules() if module is head)
     return "" if head is None else next(found, "")
 
