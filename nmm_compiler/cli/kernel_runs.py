@@ -42,6 +42,8 @@ _SHORT_NAMES = {
     "fp32": "float32", "f32": "float32", "fp8": "float8_e4m3",
 }  # fmt: skip
 _ROWS = 12
+_FIGURES = ("latency", "roofline", "mfu", "mbu", "SBUF", "PSUM", "instructions")
+"""Of those of a profile, the ones that profiles are compared by."""
 
 
 def run(kernel: str, arguments: dict[str, Any], target: str, grid: int, **more: Any) -> Any:
@@ -226,10 +228,13 @@ def _place(part: Share) -> str:
 
 
 def _figures(found: Mapping[str, Profile]) -> Grid:
-    """Return the figures of `Profile.figures`, a column for each profile."""
-    tables = [profile.figures().rows for profile in found.values()]
-    rows = [(same[0][0], *(row[1] for row in same)) for same in zip(*tables, strict=True)]
-    return Grid.of(("figure", *found), rows, right=tuple(found))
+    """Return a row of figures of each profile."""
+    tables = {
+        name: {figure: value for figure, value, _ in profile.figures().rows}
+        for name, profile in found.items()
+    }
+    rows = [(*map(table.__getitem__, _FIGURES), name) for name, table in tables.items()]
+    return Grid.of((*_FIGURES, "kernel"), rows, right=_FIGURES)
 
 
 def _differences(found: Mapping[str, Mapping[str, float]], what: str) -> Grid:
