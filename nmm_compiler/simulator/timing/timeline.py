@@ -100,7 +100,9 @@ class Timeline:
 
     def engine(self, index: int) -> str:
         """Return the engine that an instruction ran on, which the kernel may have left open."""
-        return ENGINES[self.kinds[self.trace.instructions[index].kind or -index].engine]
+        instruction = self.trace.instructions[index]
+        work = self.kinds.get(instruction.kind or -index)  # None of one that has no time yet
+        return instruction.engine if work is None else ENGINES[work.engine]
 
     @functools.cached_property
     def latency_us(self) -> float:
