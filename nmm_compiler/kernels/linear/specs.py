@@ -167,8 +167,7 @@ class LowRankSpec(LinearSpec):
 
     def exchanged_bytes(self) -> int:
         """Return the bytes of each rank that the kernel sums over the ranks."""
-        size = item_bytes(self.layer.kept_dtype)
-        return int(self.m * self.r * size) if self.tp > 1 else 0
+        return self.m * self.r * item_bytes(self.layer.kept_dtype) if self.tp > 1 else 0
 
     def check(self, target: Target) -> None:
         """Raise SpecError if the target cannot compute the spec with any schedule."""
@@ -454,8 +453,7 @@ class AdaptersSpec(LinearSpec):
     def minimal_hbm_bytes(self) -> int:
         """Return every operand and the result once, of adapters those that tokens can choose."""
         unread = max(0, self.groups - self.m) * self.r * (self.k + self.n)
-        size = next(one.bytes for one in self.inputs() if one.name == "u")
-        return super().minimal_hbm_bytes() - unread * size // (self.k * self.r * self.groups)
+        return super().minimal_hbm_bytes() - unread * item_bytes(self.dtype)
 
     def short(self) -> str:
         """Return family, sizes and dtype."""
