@@ -45,6 +45,8 @@ def without_aliases(statements: Block, parameters: Iterable[str] = ()) -> list[a
                 plain[target] = value
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):
             counts[node.target.id] += 1
+        elif isinstance(node, ast.arg):
+            counts[node.arg] += 1
     aliases = {
         alias: value
         for alias, value in plain.items()

@@ -16,6 +16,7 @@ from nmm_compiler.codegen.fold_constants import Folder
 from nmm_compiler.codegen.known_values import known
 from nmm_compiler.codegen.printed import printed
 from nmm_compiler.codegen.specialize import specialize
+from nmm_compiler.codegen.tidy import without_aliases
 from nmm_compiler.codegen.trees import parsed, read
 from nmm_compiler.records import Record
 from nmm_compiler.simulator.run import simulate
@@ -211,6 +212,11 @@ def said(source):
 def test_a_constant_that_is_set_anew_keeps_its_name(tmp_path, how):
     path = tmp_path / "t.py"
     assert said(looped(path, SET_ANEW[how])) == said(path.read_text())
+
+
+def test_the_variable_of_a_loop_on_the_device_is_no_constant():
+    source = "i = 4\n\ndef body(i):\n    print(i)\nloop(i, body)\n"
+    assert printed(ast.Module(without_aliases(read(source).body), [])) == source
 
 
 def test_a_helper_that_passes_on_stays_where_its_callee_has_a_readers_name(tmp_path):
