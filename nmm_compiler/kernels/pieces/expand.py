@@ -56,12 +56,9 @@ def load_panels(panels, low_panels, linear, left: Left, p_sb, n0, at: Block, oth
     width = min(linear.last.block, linear.n - n0)
     own_dense = dense_term(linear, left, at, others)
     own_low = low_rank_term(linear, p_sb, at, others)
-    if linear.weight.k > 0 and linear.weight.mx_bytes == 0 and n0 < linear.n:
-        panels.append(load_panel(own_dense, n0, width, at))
     if linear.low_rank.r > 0 and linear.low_rank.groups.slots == 0 and n0 < linear.n:
         low_panels.append(load_panel(own_low, n0, width, at))
-    if linear.weight.mx_bytes > 0 and n0 < linear.n:
-        # its loads are the last ones
+    if linear.weight.k > 0 and n0 < linear.n:
         panels.append(load_panel(own_dense, n0, width, at))
 
 

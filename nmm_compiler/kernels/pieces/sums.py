@@ -84,16 +84,11 @@ def make_columns(
                 if i % per_bank == 0:
                     bank = nl.ndarray((128, per_bank * wide), dtype=nl.float32, buffer=nl.psum)
                 sums.append(bank[0:128, i % per_bank * wide : (i % per_bank + 1) * wide])
-        if first.plan.mx_bytes > 0:
-            # its loads are the last ones
-            if second.plan.k > 0:
-                sum_columns(sums, second_tiles, second, panel, part, at, False)
+        if second.plan.k > 0:
+            # p is there, and the loads of the first are the last ones
+            sum_columns(sums, second_tiles, second, panel, part, at, False)
+        if first.plan.k > 0:
             sum_columns(sums, first_tiles, first, panel, part, at, second.plan.k > 0)
-        else:
-            if first.plan.k > 0:
-                sum_columns(sums, first_tiles, first, panel, part, at, False)
-            if second.plan.k > 0:
-                sum_columns(sums, second_tiles, second, panel, part, at, first.plan.k > 0)
         for i in range(count):
             if spread:
                 width = min(128, (panel.columns - 512 * ((n1 + i) // 4)) // 4)
