@@ -67,7 +67,7 @@ def test_an_ended_process_is_one_error(work, limit, shown):
     ("work", "code", "shown"),
     [
         (refuse, 2, r"^error: no \?\[2J shape \?$"),
-        (fill, 2, "^error: out of memory .* --memory-limit"),
+        (fill, 2, "^error: out of memory.* --memory-limit"),
         (lambda: 1 / 0, 2, "raised ZeroDivisionError: division by zero at .*test_limits.py"),
         (lambda: json.loads("{"), 70, "nmm itself failed: JSONDecodeError.*report it"),
     ],
