@@ -8,15 +8,13 @@ For the benchmark only.
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import load_block, product, size, slices, zeros
+from pieces import load_block, product, result_of_product, size, slices, zeros
 
 
 @nki.jit
 def dense_blocked(a, b, m_tiles_in_block=16, n_tiles_in_block=2, k_tiles_in_block=8):
     """Return c; the blocks count tiles of 128 (m, k) and 512 (n)."""
-    k, m = a.shape
-    n = b.shape[1]
-    c = nl.ndarray((m, n), dtype=a.dtype, buffer=nl.shared_hbm)
+    c, k, m, n = result_of_product(a, b)
     for ns in slices(n, 512 * n_tiles_in_block):
         results = zeros(m, size(ns), c.dtype)
         for ks in slices(k, 128 * k_tiles_in_block):

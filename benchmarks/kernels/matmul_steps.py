@@ -18,6 +18,7 @@ from pieces import (
     load,
     load_rows,
     new,
+    result_of_product,
     slices,
     summed,
 )
@@ -35,9 +36,7 @@ def loaded_inside(lhs_t, rhs, hoisted):
 
     hoisted: the tiles of lhs_t are loaded once for a row of the result, else for every product too.
     """
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
-    result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
+    result, k, m, n = result_of_product(lhs_t, rhs)
     for rows in slices(m):
         lefts = load_rows(lhs_t, rows) if hoisted else None
         for columns in slices(n, COLUMNS):
@@ -62,8 +61,7 @@ def free_dimensions_blocked(lhs_t, rhs, block_m, block_n, whole_rows):
             return list(zip(*rows, strict=True))
         return [load_rows(source, columns) for columns in slices(block.stop, width, block.start)]
 
-    m, n = lhs_t.shape[1], rhs.shape[1]
-    result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
+    result, _, m, n = result_of_product(lhs_t, rhs)
     for down in slices(m, P * block_m):
         lefts = tiles(lhs_t, down, P)
         for across in slices(n, COLUMNS * block_n):
@@ -78,10 +76,8 @@ def free_dimensions_blocked(lhs_t, rhs, block_m, block_n, whole_rows):
 @nki.jit
 def all_dimensions_blocked(lhs_t, rhs, block_m, block_n, block_k):
     """The contraction is blocked too; partial sums wait in SBUF, in the dtype of lhs_t."""
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
+    result, k, m, n = result_of_product(lhs_t, rhs, nl.float32)
     wide_m, wide_n, deep = P * block_m, COLUMNS * block_n, P * block_k
-    result = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.shared_hbm)
     for columns in slices(n, wide_n):
         sums = [filled(P, COLUMNS, dtype=lhs_t.dtype) for _ in range(m // P * block_n)]
         for depth in range(0, k, deep):

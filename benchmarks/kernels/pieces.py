@@ -15,6 +15,16 @@ def new(rows, columns, dtype=nl.float32, buffer=nl.sbuf):
     return nl.ndarray((rows, columns), dtype=dtype, buffer=buffer)
 
 
+def result_of_product(left, right, dtype=None, turned=True):
+    """Return an HBM result [m, n] of left [k, m] and right [k, n], with k, m and n.
+
+    turned=False: left is [m, k].
+    """
+    k, m = left.shape if turned else left.shape[::-1]
+    n = right.shape[1]
+    return nl.ndarray((m, n), dtype=dtype or left.dtype, buffer=nl.shared_hbm), k, m, n
+
+
 def filled(rows, columns, value=0.0, dtype=nl.float32):
     tile = new(rows, columns, dtype)
     nisa.memset(dst=tile, value=value)

@@ -21,6 +21,7 @@ from pieces import (
     load_rows,
     new,
     reduced,
+    result_of_product,
     row_of_sums,
     scaled,
     sigmoid,
@@ -57,9 +58,7 @@ def grouped(lhs_t, rhs, group_m, group_n, loads_m, loads_n):
 
     loads_m, loads_n: how many tiles one DMA brings (the published steps fuse loads).
     """
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
-    result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
+    result, k, m, n = result_of_product(lhs_t, rhs)
     places = [(i, j) for i in range(group_m) for j in range(group_n)]
     for row in range(0, m, P * group_m):
         for column in range(0, n, COLUMNS * group_n):
@@ -96,9 +95,7 @@ def resident(lhs_t, rhs, kinds):
 @nki.jit
 def transposing(lhs, rhs, identity):
     """float32 lhs [m, k] times rhs [k, n]: rows of lhs are transposed for each 1,024 columns."""
-    m, k = lhs.shape
-    n = rhs.shape[1]
-    result = nl.ndarray((m, n), dtype=lhs.dtype, buffer=nl.shared_hbm)
+    result, k, m, n = result_of_product(lhs, rhs, turned=False)
     one = load(identity)
     for columns in slices(n, WIDE):
         rights = load_rows(rhs, columns)
@@ -113,9 +110,7 @@ def transposing(lhs, rhs, identity):
 @nki.jit
 def rmsnorm_then_product(x, w, identity):
     """RMSNorm of rows of x [m, 1024], transposed on TensorE, times w [1024, n]."""
-    m, k = x.shape
-    n = w.shape[1]
-    result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
+    result, k, m, n = result_of_product(x, w, turned=False)
     one = load(identity)
     for block in slices(m, 8 * P):
         blocks, turned = slices(block.stop, P, block.start), []
@@ -161,8 +156,7 @@ def times(tile, weights, identity):
 @nki.jit
 def add_rmsnorm_then_product(x, z, g, w, identity):
     """(x + z) normed and scaled, times w, which the profiles of trn1 count as loaded once."""
-    m, n = x.shape[0], w.shape[1]
-    result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
+    result, _, m, n = result_of_product(x, w, turned=False)
     one, gain, weights = load(identity), spread(load(g)), load_rows(w, slice(0, n))
     for rows in slices(m):
         normed = rms_normed(both(load(x[rows, :]), load(z[rows, :]), nl.add), gain)
@@ -174,8 +168,7 @@ def add_rmsnorm_then_product(x, z, g, w, identity):
 @nki.jit
 def product_then_add_rmsnorm(x, w, z, g, identity):
     """x times w, which is loaded once, plus z, normed and scaled."""
-    m, n = x.shape[0], w.shape[1]
-    result = nl.ndarray((m, n), dtype=x.dtype, buffer=nl.shared_hbm)
+    result, _, m, n = result_of_product(x, w, turned=False)
     one, gain, weights = load(identity), spread(load(g)), load_rows(w, slice(0, n))
     for rows in slices(m):
         products = new(P, n)
@@ -237,11 +230,9 @@ def softmax_of(parts):
 @nki.jit
 def left_transposed(lhs_t, rhs):
     """float32 lhs_t [k, m] times rhs [k, n]; rows of one tile are k / 128 rows apart in HBM."""
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
+    result, k, m, n = result_of_product(lhs_t, rhs)
     steps = range(k // P)
     lefts_of, rights_of = lhs_t.reshape((P, k // P, m)), rhs.reshape((P, k // P, n))
-    result = nl.ndarray((m, n), dtype=lhs_t.dtype, buffer=nl.shared_hbm)
     for block in slices(m, WIDE):
         lefts = [columns_of(load(lefts_of[:, s, block])) for s in steps]
         for columns in slices(n, WIDE):
