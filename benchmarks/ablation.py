@@ -15,44 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
-from kernel_specs import MODELS, rank
+from kernel_specs import listed
 from rich.console import Console
 from rich.table import Table
 
 from nmm_compiler.codegen import choose as chooser
 from nmm_compiler.errors import CapacityError, SpecError
 from nmm_compiler.kernels.base import KernelSpec
-from nmm_compiler.kernels.linear.specs import (
-    GatedMLPSpec,
-    LowRankSharedSpec,
-    LowRankSpec,
-    MatmulSpec,
-)
 from nmm_compiler.targets import get
-
-TOKENS = (1, 16, 512)
-FORMS = ("low rank", "dense", "fp8")
-TILE = 32
-"""Ranks are multiples of it."""
-FP8: dict[str, Any] = {"dtype": "float8_e4m3", "x_dtype": "bfloat16", "scales": "channel"}
-"""fp8 weights with a scale for each output, and bfloat16 x."""
-
-
-def layer(model: str, form: str, m: int) -> list[KernelSpec]:
-    """Return the kernels of one layer: its products without attention."""
-    hidden, wide, q, kv = MODELS[model]
-    if form != "low rank":
-        fields = dict(FP8) if form == "fp8" else {}
-        sizes = (hidden, q), (hidden, kv), (hidden, kv), (q, hidden)
-        products = [MatmulSpec(m=m, k=k, n=n, **fields) for k, n in sizes]
-        return [*products, GatedMLPSpec(m=m, k=hidden, n=wide, **fields)]
-    pairs = tuple((rank(hidden, n, TILE), (n,)) for n in (q, kv, kv))
-    return [
-        LowRankSharedSpec(m=m, k=hidden, pairs=pairs),
-        LowRankSpec(m=m, k=q, r=rank(q, hidden, TILE), n=hidden),
-        GatedMLPSpec(m=m, k=hidden, n=wide, r=rank(hidden, wide, TILE)),
-    ]
-
 
 Change = Callable[[Any], Any]
 """A schedule without an axis, None where it cannot be without."""
@@ -105,16 +75,15 @@ def time_of(spec: KernelSpec, target: str, change: Change) -> float:
 
 def main(
     models: str = "Llama-3.2-1B,Llama-3.1-8B,Qwen3-8B",
-    m: str = ",".join(map(str, TOKENS)),
+    m: str = "1,16,512",
     axes: str = ",".join(AXES),
     target: str = "trn2",
 ) -> None:
     """Print what each axis is worth for the layers of models, with M tokens."""
     sizes = [int(count) for count in m.split(",")]
-    layers = {
-        f"{model} {form} m={count}": layer(model, form, count)
-        for model in models.split(",") for form in FORMS for count in sizes
-    }  # fmt: skip
+    layers: dict[str, list[KernelSpec]] = {}
+    for name, spec in listed("ablation", sizes, models.split(",")):
+        layers.setdefault(name, []).append(spec)
     specs = list(dict.fromkeys(spec for parts in layers.values() for spec in parts))
     table = Table("axis off", "worst row", *layers)
     plain: dict[KernelSpec, float] = {}

@@ -21,15 +21,18 @@ class Sizes(NamedTuple):
     keys: int
 
     def part(self, name: str, ratio: bool) -> dict[str, Any]:
-        """Return the fields of "up", "down" or "qkv"; with the ranks at RATIO, or small ones."""
+        """Return the fields of a product, or of "qkv"; with the ranks at RATIO, or small ones."""
         if name == "qkv":
             k, outputs = self.hidden, (self.queries, self.keys, self.keys)
             small = [256 if n >= k else 128 for n in outputs]
             ranks = [rank(k, n) for n in outputs] if ratio else small
             pairs = [[r, [n]] for r, n in zip(ranks, outputs, strict=True)]
             return {"k": k, "pairs": pairs}
-        up = (self.hidden, self.intermediate)
-        k, n = up if name == "up" else up[::-1]
+        k, n = {
+            "up": (self.hidden, self.intermediate), "down": (self.intermediate, self.hidden),
+            "q": (self.hidden, self.queries), "kv": (self.hidden, self.keys),
+            "out": (self.queries, self.hidden),
+        }[name]  # fmt: skip
         return {"k": k, "n": n, **({"r": rank(k, n)} if ratio else {})}
 
 
@@ -38,9 +41,9 @@ TABLES_OF_SPECS: dict[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"
 MODELS = {name: Sizes(*sizes) for name, sizes in TABLES_OF_SPECS["models"].items()}
 
 
-def rank(k: int, n: int, tile: int = 128) -> int:
-    """Return the rank that keeps 1 - RATIO of the parameters, to the nearest tile."""
-    return tile * round(k * n * (1 - RATIO) / ((k + n) * tile))
+def rank(k: int, n: int) -> int:
+    """Return the rank that keeps 1 - RATIO of the parameters, to the nearest tile of 128."""
+    return 128 * round(k * n * (1 - RATIO) / ((k + n) * 128))
 
 
 def listed(
