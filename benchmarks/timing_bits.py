@@ -40,21 +40,16 @@ FAMILIES = {
 def of_run(run: Simulation) -> str:
     """Return the digest of a run: its times, its profile, and what each instruction was."""
     line, trace = run.profile.timeline, run.trace
-    found = hashlib.sha256(run.profile.to_json().encode())
-    transfers = sorted(line.transfers.items())
-    parts = [line.start, line.end, line.interval_end, line.table_loads, transfers]
-    parts += [
-        sorted(line.busy_us.items()),
-        [line.engine(i) for i in range(len(line.end))],
-        line.dma_engine_busy_us,
-    ]
-    parts += [line.tensor_throttled_us, line.latency_us, line.sbuf_overflow_bytes]
-    parts += [trace.sbuf_peak_bytes, trace.psum_peak_banks]
-    parts += [(i.op, i.engine, i.line, i.name, i.attributes, i.reads, i.writes)
-              for i in trace.instructions]  # fmt: skip
-    for part in parts:
-        found.update(repr(part).encode())  # of a float it has all bits
-    return found.hexdigest()
+    parts = [
+        run.profile.to_json(), line.start, line.end, line.interval_end, line.table_loads,
+        sorted(line.transfers.items()), sorted(line.busy_us.items()),
+        [line.engine(i) for i in range(len(line.end))], line.dma_engine_busy_us,
+        line.tensor_throttled_us, line.latency_us, line.sbuf_overflow_bytes,
+        trace.sbuf_peak_bytes, trace.psum_peak_banks,
+        [(i.op, i.engine, i.line, i.name, i.attributes, i.reads, i.writes)
+         for i in trace.instructions],
+    ]  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()  # repr of a float has all bits
 
 
 def runs(folder: Path) -> Iterator[Run]:
