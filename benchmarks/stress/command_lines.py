@@ -44,6 +44,7 @@ from benchmarks.stress.line_values import (
     STREAMS,
 )
 from benchmarks.stress.processes import ROOT, Verdict, verdicts_of
+from benchmarks.stress.save import dense
 
 Verdicts = Iterator[Verdict]
 SECONDS_A_LINE = 60
@@ -51,12 +52,8 @@ LINES_A_WORKER = 500
 PROCESS_SHARE = 100  # one line in so many is a real process
 
 
-def command_names() -> list[str]:
+def commands() -> dict[str, Any]:
     """Return every command as typed, "kernel" or "cache list"."""
-    return sorted(_commands())
-
-
-def _commands() -> dict[str, Any]:
     import typer
 
     from nmm_compiler.cli.commands import app
@@ -71,14 +68,14 @@ def _commands() -> dict[str, Any]:
     return found
 
 
-def lines(seed: int, count: int, only: str | None = None) -> Iterator[dict[str, Any]]:
+def lines(seed: int, count: int) -> Iterator[dict[str, Any]]:
     """Yield `count` attempts: words, environment, kind of output; the same for the same seed."""
     choose = random.Random(seed)
-    commands = _commands()
-    names = sorted(commands) if only is None else [only]
+    known = commands()
+    names = sorted(known)
     for number in range(count):
         name = names[number % len(names)]
-        words = _words(choose, name, commands[name])
+        words = _words(choose, name, known[name])
         variables = choose.sample(sorted(ENVIRONMENT), choose.choice((0, 0, 0, 1, 2)))
         environment = {v: choose.choice(ENVIRONMENT[v]) for v in variables}
         stream = choose.choice(STREAMS)
@@ -146,7 +143,7 @@ def make_workshop(place: Path, with_model: bool = True) -> None:
             (place / name).symlink_to(f"/dev/{name}")
     if with_model:
         with contextlib.suppress(ImportError):  # compress then says which package is missing
-            _save_tiny_model(place / "tiny")
+            dense(0, 1).save_pretrained(place / "tiny")
         _save_verdicts(place / "verdicts.json", place / "mine.json")
 
 
@@ -170,85 +167,55 @@ def _save_verdicts(path: Path, target: Path) -> None:
     target.write_text(json.dumps(calibrate(path).file()))
 
 
-def _save_tiny_model(directory: Path) -> None:
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
-
-
-@contextlib.contextmanager
-def _output(stream: str) -> Iterator[Any]:
-    """Give what a line writes its output to: a file, a full disk, or a pipe without a reader."""
+def _output(stream: str) -> int:
+    """Return what a line writes its output to: a file, a full disk, or a pipe without a reader."""
     if stream == "full":
-        opened: Any = open("/dev/full", "wb")  # noqa: SIM115
-    elif stream == "gone":
+        return os.open("/dev/full", os.O_WRONLY)
+    if stream == "gone":
         reader, writer = os.pipe()
         os.close(reader)
-        opened = open(writer, "wb")  # noqa: SIM115
-    else:
-        opened = tempfile.TemporaryFile()  # noqa: SIM115
-    try:
-        yield opened
-    finally:
-        with contextlib.suppress(OSError):  # what is not written yet
-            opened.close()
+        return writer
+    return os.memfd_create("output")
+
+
+def _written(file: int) -> str:
+    """Close a file that `_output` made and return its text."""
+    with contextlib.suppress(OSError), open(file, "rb") as written:
+        written.seek(0)  # a pipe and a full disk refuse
+        return written.read().decode("utf-8", "replace")
+    return ""
 
 
 class TooSlow(BaseException):
     """A line ran past the limit."""
 
 
-_kept: list[Any] = []
-
-
-def _errors() -> Any:
-    """Return an empty error stream, the same one for each line as long as no line closes it.
-
-    The log handlers of libraries that a line imports keep the stream of that moment.
-    """
-    if not _kept or _kept[-1].closed:
-        _kept.append(io.TextIOWrapper(io.BytesIO(), errors="backslashreplace"))
-    _kept[-1].buffer.seek(0)
-    _kept[-1].buffer.truncate()
-    return _kept[-1]
-
-
 def run_here(words: Sequence[str], environment: dict[str, str], stream: str) -> tuple[Any, str]:
     """Run one line in this process, in the current directory; return (exit code, all output)."""
     from nmm_compiler.cli.main import main
 
-    errors, code = _errors(), None
-    said = errors.buffer
-    with _output(stream) as raw:
-        file = os.dup(raw.fileno())  # a line may close its output
-        out = open(file, "w", encoding="ascii" if stream == "ascii" else "utf-8")  # noqa: SIM115
-        with (
-            mock.patch.dict(os.environ, environment),
-            contextlib.chdir("."),
-            mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}"))),
-            # None: as Python starts with it closed
-            contextlib.redirect_stdout(None if stream == "closed" else out),
-            contextlib.redirect_stderr(errors),
-        ):
-            try:
-                main(list(words))
-            except SystemExit as ended:
-                code = ended.code
-            finally:
-                for one in (errors.flush, out.close):
-                    with contextlib.suppress(OSError, ValueError):
-                        one()
-        written = b"" if said.closed else said.getvalue()
-        if stream not in ("full", "gone"):
-            raw.seek(0)
-            written += raw.read()
-    return code, written.decode("utf-8", "replace")
+    file, code = _output(stream), None
+    said = os.memfd_create("said")
+    # a line may close its streams
+    out = open(os.dup(file), "w", encoding="ascii" if stream == "ascii" else "utf-8")  # noqa: SIM115
+    errors = open(os.dup(said), "w", errors="backslashreplace")  # noqa: SIM115
+    with (
+        mock.patch.dict(os.environ, environment),
+        contextlib.chdir("."),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}"))),
+        # None: as Python starts with it closed
+        contextlib.redirect_stdout(None if stream == "closed" else out),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            main(list(words))
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            for one in (errors.flush, out.close):
+                with contextlib.suppress(OSError, ValueError):
+                    one()
+    return code, _written(said) + _written(file)
 
 
 def fault(code: Any, said: str) -> tuple[str, str] | None:
@@ -319,7 +286,7 @@ def judge(line: dict[str, Any], guarded: Guarded, ended: tuple[Any, str]) -> tup
     return (found[0], f"{_shown(line)}: {found[1]}") if found else ("right", "")
 
 
-def work(place: str | Path, seed: int, start: int, stop: int, only: str | None = None) -> Verdicts:
+def work(place: str | Path, seed: int, start: int, stop: int) -> Verdicts:
     """Run lines number `start` to `stop` of a seed here; yield a verdict for each."""
 
     def too_slow(number: int, frame: Any) -> None:
@@ -329,7 +296,7 @@ def work(place: str | Path, seed: int, start: int, stop: int, only: str | None =
     guarded = Guarded(Path(place))
     try:
         with contextlib.chdir(place):
-            for line in itertools.islice(lines(seed, stop, only), start, None):
+            for line in itertools.islice(lines(seed, stop), start, None):
                 signal.alarm(SECONDS_A_LINE)
                 ended = run_here(**line)
                 signal.alarm(0)
@@ -347,17 +314,17 @@ def as_process(line: dict[str, Any], place: Path) -> tuple[Any, str]:
         environment["PYTHONIOENCODING"] = "ascii"
     if line["stream"] == "closed":
         command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-    with _output(line["stream"]) as out, tempfile.TemporaryFile() as said:
-        plain = line["stream"] in ("plain", "ascii")
-        try:
-            code: Any = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=said if plain else out, stderr=said,
-                cwd=place, env=environment, timeout=4 * SECONDS_A_LINE, check=False,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            code = "too slow"
-        said.seek(0)
-        return code, said.read().decode("utf-8", "replace")
+    out, said = _output(line["stream"]), os.memfd_create("said")
+    plain = line["stream"] in ("plain", "ascii")
+    try:
+        code: Any = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=said if plain else out, stderr=said,
+            cwd=place, env=environment, timeout=4 * SECONDS_A_LINE, check=False,
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        code = "too slow"
+    os.close(out)
+    return code, _written(said)
 
 
 def attempts(count: int = 3000, seed: int = 0) -> Verdicts:

@@ -27,20 +27,25 @@ _OPERATIONS = ("open", "os.", "shutil.", "tempfile.")
 _IDS = torch.arange(12).reshape(2, 6)
 
 
-def model(seed: int, layers: int) -> Any:
-    """Return a small low-rank Llama."""
+def dense(seed: int, layers: int) -> Any:
+    """Return a small Llama."""
     import transformers
-
-    from nmm_compiler.lowrank_models.apply import compress
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        vocab_size=64,
+        vocab_size=64, max_position_embeddings=32,
     )  # fmt: skip
-    made = transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def model(seed: int, layers: int) -> Any:
+    """Return a small low-rank Llama."""
+    from nmm_compiler.lowrank_models.apply import compress
+
+    made = dense(seed, layers)
     compress(made, 0.2 + 0.1 * seed, align=4)
     return made
 

@@ -24,14 +24,14 @@ def workshop(tmp_path_factory):
     return place
 
 
-def _faults(place, seed, count, only=None):
-    verdicts = list(command_lines.work(place, seed, 0, count, only))
+def _faults(place, seed, count):
+    verdicts = list(command_lines.work(place, seed, 0, count))
     assert len(verdicts) == count
     return [": ".join(verdict) for verdict in verdicts if verdict[0] != "right"]
 
 
 def test_random_lines_of_every_command(workshop):
-    assert _faults(workshop, 11, len(command_lines.command_names())) == []
+    assert _faults(workshop, 11, len(command_lines.commands())) == []
 
 
 def test_lines_are_the_same_for_the_same_seed():
