@@ -19,6 +19,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+from _pytest.mark.structures import ParameterSet
 from public_outcomes import Case, SkippedError, WrongError
 
 from nmm_compiler.simulator.isa.tensor_engine import unpack
@@ -272,17 +273,12 @@ def test_id(row: dict[str, Any], number: int) -> str:
 def mark_sets(mark: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (id, arguments) of one parametrize or coverage_parametrize mark."""
     if mark.name == "parametrize":
-        names, values = mark.args[0], mark.args[1]
-        single = isinstance(names, str) and "," not in names
-        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+        names, single = ParameterSet._parse_parametrize_args(*mark.args[:2])
+        values = ParameterSet._parse_parametrize_parameters(mark.args[1], single)
         for i, value in enumerate(values):
-            row = value.values if type(value).__name__ == "ParameterSet" else value
-            if left_out(getattr(value, "marks", ())):
-                continue
-            if single and type(value).__name__ != "ParameterSet":
-                row = (row,)
-            named = dict(zip(names, row, strict=False))
-            yield getattr(value, "id", None) or test_id(named, i), named
+            if not left_out(value.marks):
+                named = dict(zip(names, value.values, strict=False))
+                yield value.id or test_id(named, i), named
     elif mark.name == "coverage_parametrize":
         choices = {
             k: getattr(v, "values", v)
