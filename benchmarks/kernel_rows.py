@@ -17,7 +17,8 @@
     weights   the same with weights in each form that the target multiplies
     adapters  adapters beside the base alone, and beside three kernels
 
-A table is a list of named specs (data/kernel_specs.toml) and a judge. A judge returns the figures
+A table is a list of named specs, token counts and bars on means of figures
+(data/kernel_specs.toml), and a judge. A judge returns the figures
 of a kernel and the bars that it misses. Ratios are times of the other way over ours. Every time is
 predicted by the simulator, without kernel start and stop, and kept in a file (kernel_timings.py).
 """
@@ -277,35 +278,9 @@ def adapters(spec: Any, timings: Timings) -> Judged:
     return {"over the base": us / apart[0], "over three": us / sum(apart)}, []
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A table: its judge, token counts, bars on means of figures, and another table's kernels."""
-
-    judge: Callable[[Any, Timings], Judged]
-    sizes: tuple[int, ...] = (1, 16, 128, 512, 1024, 2048, 4096)
-    means: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernels_of: str = ""
-
-
-# Token counts whose next one is likely to cost: few, and those about whole tiles.
-STEPS = {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96} | {
-    m + d for m in range(128, 1100, 128) for d in (-1, 0, 1, 2, 64)
-}
-TABLES = {
-    "mlp": Table(mlp, means={"dense": 1.35, "NeuronMM": 1.15}),
-    "gated": Table(gated),
-    "dense": Table(dense, (1, 16, 128, 256, 512, 1024, 2048)),
-    "small": Table(_most_of_the_roofline, (1, 16, 100, 128, 333, 512)),
-    "fp8": Table(_most_of_the_roofline),
-    "formats": Table(formats, (1, 16, 512)),
-    "shared": Table(shared),
-    "cores": Table(cores, (1, 16, 128, 512, 1024, 2048)),
-    "ranks": Table(ranks, (1, 512)),
-    "backward": Table(backward, (512, 2048)),
-    "cliffs": Table(cliffs, tuple(sorted(STEPS))),
-    "attention": Table(attention),
-    "neuronmm": Table(neuronmm.judge, (1, 128, 512, 1024, 2048, 4096), kernels_of="mlp"),
-    "experts": Table(experts, (1, 8, 32, 512)),
-    "weights": Table(weights, (1, 8, 512)),
-    "adapters": Table(adapters, (1, 8, 32)),
-}
+JUDGES: dict[str, Callable[[Any, Timings], Judged]] = {
+    "mlp": mlp, "gated": gated, "dense": dense, "small": _most_of_the_roofline,
+    "fp8": _most_of_the_roofline, "formats": formats, "shared": shared, "cores": cores,
+    "ranks": ranks, "backward": backward, "cliffs": cliffs, "attention": attention,
+    "neuronmm": neuronmm.judge, "experts": experts, "weights": weights, "adapters": adapters,
+}  # fmt: skip

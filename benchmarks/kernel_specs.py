@@ -36,9 +36,16 @@ class Sizes(NamedTuple):
         return {"k": k, "n": n, **({"r": rank(k, n)} if ratio else {})}
 
 
-_FILE = Path(__file__).parent / "data" / "kernel_specs.toml"
-TABLES_OF_SPECS: dict[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+TABLES_OF_SPECS: dict[str, Any] = tomllib.loads(
+    (Path(__file__).parent / "data" / "kernel_specs.toml").read_text(encoding="utf-8")
+)
 MODELS = {name: Sizes(*sizes) for name, sizes in TABLES_OF_SPECS["models"].items()}
+
+
+def facts(table: str) -> dict[str, Any]:
+    """Return token counts, bars on means, and whose kernels a table of kernel_rows.py has."""
+    known = TABLES_OF_SPECS["tables"]
+    return {"kernels_of": table, **known["every"], **known.get(table, {})}
 
 
 def rank(k: int, n: int) -> int:

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from kernel_rows import TABLES
-from kernel_specs import MODELS, listed
+from kernel_rows import JUDGES
+from kernel_specs import MODELS, facts, listed
 from kernel_timings import FILE, latency_us, timings_of
 from rich.console import Console
 from rich.table import Table
@@ -56,14 +56,14 @@ class Job:
 def line_of(path: Path, checkout: Path | None, job: Job) -> dict[str, Any]:
     """Return a job with the microseconds of its kernel, its figures, and the bars it misses."""
     timings = timings_of(job.target, path, checkout)
-    figures, missed = TABLES[job.table].judge(job.spec, timings)
+    figures, missed = JUDGES[job.table](job.spec, timings)
     named = {"table": job.table, "target": job.target, "name": job.name}
     return {**named, "us": timings.us(job.spec), "figures": figures, "missed": missed}
 
 
 def show(console: Console, lines: list[dict[str, Any]]) -> int:
     """Print one table of one target; return how many bars are missed."""
-    title, means = f"{lines[0]['table']} on {lines[0]['target']}", TABLES[lines[0]["table"]].means
+    title, means = f"{lines[0]['table']} on {lines[0]['target']}", facts(lines[0]["table"])["means"]
     heads = list(dict.fromkeys(name for line in lines for name in line["figures"]))
     table = Table("kernel", title=f"{title}; predicted by the simulator")
     for head in ("us", *heads):
@@ -168,16 +168,16 @@ def main(
     TIMINGS: where times are kept; CHECKOUT: a clone with the kernels of others that a table has;
     AGAINST: a checkout of another version of this project.
     """
-    unknown = set(tables.split(",")) - set(TABLES)
+    unknown = set(tables.split(",")) - set(JUDGES)
     if unknown:
-        raise typer.BadParameter(f"no table is named {min(unknown)}; there are {', '.join(TABLES)}")
+        raise typer.BadParameter(f"no table is named {min(unknown)}; there are {', '.join(JUDGES)}")
     console = Console(width=None if sys.stdout.isatty() else 160)
     sizes = [int(count) for count in m.split(",") if count]
     jobs = []
     for table in tables.split(","):
         for target in targets.split(","):
-            one = TABLES[table]
-            named = listed(one.kernels_of or table, sizes or one.sizes, models.split(","))
+            known = facts(table)
+            named = listed(known["kernels_of"], sizes or known["sizes"], models.split(","))
             chosen = [Job(table, target, name, spec) for name, spec in named if only in name]
             jobs += chosen[:limit]
     if against:
