@@ -3,9 +3,9 @@
 What it covers, and is used for here: tensors and their views (basic and nl.arange indices,
 reshape, broadcast_to), comparisons of nl.arange, nl.ndarray, nl.zeros, nl.load, nl.store,
 nl.matmul, nl.copy, nl.multiply, the unary functions, and its rewriting of loads and stores. What it
-lacks is in `_names` and `_isa`: dtypes and memories, which it takes from neuronxcc, ranges other
-than from 0, nl.ds, and nki.isa, whose functions are said here in terms of its own. Its gelu is the
-tanh one; it knows no fp8, and fp32 has no DMA transposes.
+lacks is in `interpreter` and `_isa`: dtypes and memories, which it takes from neuronxcc, ranges
+other than from 0, nl.ds, and nki.isa, whose functions are said here in terms of its own. Its gelu
+is the tanh one; it knows no fp8, and fp32 has no DMA transposes.
 
 Needs a clone of github.com/Deep-Learning-Profiling-Tools/triton-viz; nothing of it is installed.
 
@@ -43,7 +43,11 @@ def interpreter(checkout: Path) -> tuple[Any, Any]:
     nki, nl, nisa = (sys.modules[f"neuronxcc.{n}"] for n in ("nki", "nki.language", "nki.isa"))
     sys.modules["neuronxcc"] = types.ModuleType("neuronxcc")
     sys.modules["neuronxcc"].nki, nki.language, nki.isa = nki, nl, nisa
-    vars(nl).update(_names())
+    memories = {name: name for name in ("sbuf", "psum", "hbm", "shared_hbm")}
+    ranges = {"static_range": range, "sequential_range": range}
+    dtypes = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "par_dim": int}
+    vars(nl).update(dtypes | memories | ranges | {"broadcast_to": None})
+    nl.ds = lambda start, size: slice(start, start + size)
     found = importlib.import_module("triton_viz.core.simulation.nki")
     found.nki_patch_lang()
     nl.affine_range = range  # its own takes no start
@@ -52,18 +56,6 @@ def interpreter(checkout: Path) -> tuple[Any, Any]:
     nl.minimum = lambda x, most: x - found.nki_builder.relu(x - most)
     vars(nisa).update(_isa(found))
     return found, importlib.import_module("triton_viz.core.frontend.nki_transform")
-
-
-def _names() -> dict[str, Any]:
-    """Return what the interpreter takes from neuronxcc: dtypes, memories, other ranges."""
-    memories = {name: name for name in ("sbuf", "psum", "hbm", "shared_hbm")}
-    ranges = {"static_range": range, "sequential_range": range, "ds": _part}
-    dtypes = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-    return {**dtypes, "par_dim": int, "broadcast_to": None, **memories, **ranges}
-
-
-def _part(start: int, size: int) -> slice:
-    return slice(start, start + size)
 
 
 def _isa(viz: Any) -> dict[str, Any]:

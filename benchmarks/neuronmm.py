@@ -71,13 +71,13 @@ RATIOS = {
 def judge(spec: LowRankSpec, timings: Timings) -> tuple[dict[str, float], list[str]]:
     """Return the times of the other kernels that run, and what they are over ours."""
     file = _file(timings.checkout)
-    chain = Rival(timings, file, LOW_RANK, spec)
+    chain, dense = (Rival(timings, file, kernel, spec) for kernel in (LOW_RANK, TUTORIAL))
     blocks = [chain.shipped()]
     matmul = MatmulSpec(m=spec.m, k=spec.k, n=spec.n, x_layout="col")
     found = {
         "shipped": chain.latency(spec.m, blocks[0]),
-        "tuned": chain.tuned(blocks),
-        "tutorial": Rival(timings, file, TUTORIAL, spec).tuned([]),
+        "tuned": chain.latency(spec.m, chain.fastest(blocks)),
+        "tutorial": dense.latency(spec.m, dense.fastest([])),
         "dense": timings.us(matmul),
     }
     us = {name: time for name, time in found.items() if time is not None}
@@ -115,10 +115,6 @@ class Rival:
         """Return the block sizes that its authors choose."""
         chosen = getattr(load_file(self.file), f"get_{self.kernel}_params")(self.spec.m)
         return tuple(chosen[name] for name, *_ in SIZES[self.kernel])
-
-    def tuned(self, shipped: list[Blocks]) -> float | None:
-        """Return the latency in us with the best of the blocks that a descent meets."""
-        return self.latency(self.spec.m, self.fastest(shipped))
 
     def values(self, m: int) -> list[list[int]]:
         """Return the values of each block size, in tiles: divisors of its dimension, 2 and 4."""
@@ -179,5 +175,4 @@ class Rival:
             return None if line.sbuf_overflow_bytes else line.latency_us
 
         key = digest(rooms(), target.name, self.kernel, shapes, blocks, "reused")
-        us: float | None = self.timings.of(key, run)
-        return us
+        return self.timings.of(key, run)  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from row_file import RowFile
 
 from nmm_compiler.errors import KernelFailedError, NmmError, UnsupportedInstructionError
@@ -60,8 +61,8 @@ class OutcomeFile(RowFile):
 
     def keep(self, name: str, case: str, found: Found, seconds: float) -> None:
         """Keep the outcome of a case, and its limit of CPU seconds."""
-        named = {"name": name, "case": case, "outcome": found[0], "text": found[1]}
-        self.add({**named, "seconds": seconds})
+        outcome, text = found
+        self.add({"name": name, "case": case, "outcome": outcome, "text": text, "seconds": seconds})
 
 
 class TooSlowError(BaseException):
@@ -72,13 +73,9 @@ class WrongError(Exception):
     """Values, shapes or number of outputs differ from the reference."""
 
 
-class SkippedError(Exception):
-    """A case that runs no kernel."""
-
-
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
     (WrongError, "wrong"), (TooSlowError, "too slow"), (MemoryError, "too large"),
-    (SkippedError, "skipped"), (UnsupportedInstructionError, "unsupported"),
+    (pytest.skip.Exception, "skipped"), (UnsupportedInstructionError, "unsupported"),
     (SyntaxError, "syntax error in the checkout"), (KernelFailedError, "failed"),
     (NmmError, "refused"),
 )  # fmt: skip
@@ -94,8 +91,6 @@ def classify(error: BaseException) -> str:
         return "too slow"  # the limit of time struck inside of the kernel
     if isinstance(error, KernelFailedError) and isinstance(cause, ImportError):
         return "unsupported"
-    if type(error).__name__ == "Skipped":  # pytest's
-        return "skipped"
     return next((word for kind, word in _OUTCOMES if isinstance(error, kind)), "failed")
 
 
@@ -145,7 +140,7 @@ def run_apart(
         def load() -> None:
             found.extend(cases())
             if not found:
-                raise SkippedError("no cases")
+                pytest.skip("no cases")
 
         loaded = outcome("", load, limits.process_seconds)
         if loaded[0] != "pass":  # the checkout's own files
