@@ -20,14 +20,10 @@ from pieces import (
     new,
     result_of_product,
     slices,
+    store_product,
     summed,
+    within,
 )
-
-
-def store_product(result, product, rows, columns):
-    """Copy one PSUM tile out through SBUF, in the dtype of the result."""
-    tile = copied(product, new(P, COLUMNS, result.dtype))
-    nisa.dma_copy(dst=result[rows, columns], src=tile)
 
 
 @nki.jit
@@ -59,16 +55,15 @@ def free_dimensions_blocked(lhs_t, rhs, block_m, block_n, whole_rows):
         if whole_rows:
             rows = [columns_of(row, width) for row in load_rows(source, block)]
             return list(zip(*rows, strict=True))
-        return [load_rows(source, columns) for columns in slices(block.stop, width, block.start)]
+        return [load_rows(source, columns) for columns in within(block, width)]
 
     result, _, m, n = result_of_product(lhs_t, rhs)
     for down in slices(m, P * block_m):
         lefts = tiles(lhs_t, down, P)
         for across in slices(n, COLUMNS * block_n):
             rights = tiles(rhs, across, COLUMNS)
-            for left, rows in zip(lefts, slices(down.stop, P, down.start), strict=True):
-                places = slices(across.stop, COLUMNS, across.start)
-                for right, columns in zip(rights, places, strict=True):
+            for left, rows in zip(lefts, within(down), strict=True):
+                for right, columns in zip(rights, within(across, COLUMNS), strict=True):
                     store_product(result, summed(left, right), rows, columns)
     return result
 

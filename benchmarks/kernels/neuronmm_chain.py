@@ -9,7 +9,7 @@ current NKI; edge tiles by slice bounds where the original masks and pads. For t
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from pieces import load_block, product, size, slices, zeros
+from pieces import load_block, product, size, slices, within, zeros
 
 
 @nki.jit
@@ -41,6 +41,6 @@ def neuronmm_chain(x, u, v, k_in_block=4, r_in_block=4, m_in_block=4, n_in_block
                         part, held = result[:, ns], strip[:, depth.start // 128 :, :]
                         sums = product(held, ms, v_sb, ns, size(depth))
                         nisa.tensor_tensor(dst=part, data1=part, data2=sums, op=nl.add)
-            for rows, result in zip(slices(block.stop, 128, block.start), results, strict=True):
+            for rows, result in zip(within(block), results, strict=True):
                 nisa.dma_copy(dst=y[rows, panel], src=result)
     return y

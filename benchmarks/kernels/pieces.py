@@ -68,6 +68,12 @@ def summed(lefts, rights):
     return total
 
 
+def store_product(result, product, rows, columns):
+    """Copy one PSUM tile out through SBUF, in the dtype of the result."""
+    tile = copied(product, new(P, COLUMNS, result.dtype))
+    nisa.dma_copy(dst=result[rows, columns], src=tile)
+
+
 def row_of_sums(lefts, rights):
     """Return sums of products in SBUF, 512 columns at a time."""
     out = new(lefts[0].shape[1], rights[0].shape[1])
@@ -117,13 +123,18 @@ def both(left, right, op, out=None):
     return out
 
 
+def within(part, step=P):
+    """Return slices of `step` of a slice."""
+    return slices(part.stop, step, part.start)
+
+
 def size(part):
     return part.stop - part.start
 
 
 def load_block(source, rows, columns):
     """Return an SBUF block [128, tiles, columns] of slices of a matrix, a DMA a tile of rows."""
-    tiles = slices(rows.stop, P, rows.start)
+    tiles = within(rows)
     shape = (P, len(tiles), size(columns))
     block = nl.ndarray(shape, dtype=source.dtype, buffer=nl.sbuf)
     for index, tile in enumerate(tiles):

@@ -27,7 +27,9 @@ from pieces import (
     sigmoid,
     slices,
     spread,
+    store_product,
     summed,
+    within,
 )
 
 
@@ -69,9 +71,8 @@ def grouped(lhs_t, rhs, group_m, group_n, loads_m, loads_n):
                 for i, j in places:
                     nisa.nc_matmul(dst=sums[i, j], stationary=lefts[i], moving=rights[j])
             for i, j in places:
-                out = copied(sums[i, j], new(P, COLUMNS, result.dtype))
                 at, to = row + i * P, column + j * COLUMNS
-                nisa.dma_copy(dst=result[at : at + P, to : to + COLUMNS], src=out)
+                store_product(result, sums[i, j], slice(at, at + P), slice(to, to + COLUMNS))
     return result
 
 
@@ -113,7 +114,7 @@ def rmsnorm_then_product(x, w, identity):
     result, k, m, n = result_of_product(x, w, turned=False)
     one = load(identity)
     for block in slices(m, 8 * P):
-        blocks, turned = slices(block.stop, P, block.start), []
+        blocks, turned = within(block), []
         for rows in blocks:
             sums, columns = new(P, 2), new(P, k)
             halves = columns_of(load(x[rows, :]), COLUMNS)
@@ -195,7 +196,7 @@ def batched(lhs, rhs, identity, softmax):
             right = load(rhs[b, :, columns])
             for block in slices(m, WIDE):
                 turned = columns_of(new(k, WIDE))
-                blocks = slices(block.stop, P, block.start)
+                blocks = within(block)
                 for rows, to in zip(blocks, turned, strict=True):
                     transposed(load(lhs[b, rows, :]), one, to)
                 for rows, left in zip(blocks, turned, strict=True):
@@ -237,7 +238,7 @@ def left_transposed(lhs_t, rhs):
         lefts = [columns_of(load(lefts_of[:, s, block])) for s in steps]
         for columns in slices(n, WIDE):
             rights = [load(rights_of[:, s, columns]) for s in steps]
-            for rows, *tiles in zip(slices(block.stop, P, block.start), *lefts, strict=True):
+            for rows, *tiles in zip(within(block), *lefts, strict=True):
                 nisa.dma_copy(dst=result[rows, columns], src=row_of_sums(tiles, rights))
     return result
 
@@ -245,7 +246,7 @@ def left_transposed(lhs_t, rhs):
 def turned_rows(x, block, identity):
     """Transpose a slice of 512 rows of x [m, 1024]; return eight tiles [128, 512]."""
     out = [new(P, COLUMNS) for _ in range(8)]
-    for i, rows in enumerate(slices(block.stop, P, block.start)):
+    for i, rows in enumerate(within(block)):
         tile = load(x[rows, :])
         for part, turned in zip(columns_of(tile), out, strict=True):
             transposed(part, identity, columns_of(turned)[i])
@@ -280,6 +281,6 @@ def swiglu(x, up, down, gate, identity):
     weights = load_rows(down, slice(0, k))
     for index, block in enumerate(blocks):
         parts = [columns_of(load(middle[piece, index])) for piece in range(hidden // P)]
-        for rows, *tiles in zip(slices(block.stop, P, block.start), *parts, strict=True):
+        for rows, *tiles in zip(within(block), *parts, strict=True):
             nisa.dma_copy(dst=result[rows, :], src=row_of_sums(tiles, weights))
     return result
