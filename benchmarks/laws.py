@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import statistics
 import sys
+import tomllib
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,44 +108,8 @@ def _own_queues(target: Target, mode: str, issuer: str, descriptors: int) -> tup
     return (f"software-{mode}" if queue == "software" else queue), seconds
 
 
-# Constants of a target, with the values that say nothing.
-SILENT = {
-    # What the compiler does to a kernel
-    "beta1_product_awaits_load": False,
-    "unset_engine_prefers_scalar": False,
-    # TensorE
-    "tensor_ramp_seconds": 0.0,
-    "tensor_interval_overhead_cycles": 0,
-    "tensor_fp32_overhead_cycles": 0,
-    "tensor_fp32_min_columns": 0,
-    "tensor_fp32_short_rows": 0,
-    "tensor_latency_seconds": 0.0,
-    # VectorE, ScalarE, GpSimd
-    "engine_streaming_overhead_cycles": 0,
-    "engine_isolated_overhead_cycles": 64,
-    "scalar_isolated_overhead_cycles": 64,
-    "scalar_operand_read_cycles": 0,
-    "vector_two_input_passes": 1.0,
-    "vector_reciprocal_cycles": 1.0,
-    "vector_memset_cycles": 1.0,
-    "wide_stride_factor": 1.0,
-    "activation_table_load_seconds": 0.0,
-    # DMA
-    "dma_issue_seconds": 0.6e-6,
-    "dma_issue_descriptor_seconds": 0.0,
-    "dma_static_issue_seconds": 0.5e-6,
-    "dma_software_gpsimd_seconds": 0.0,
-    "dma_descriptor_seconds": 0.0,
-    "dma_descriptor_min_seconds": 0.0,
-    "dma_short_row_bytes": 0,
-    "dma_read_latency_fraction": 0.0,
-    "dma_stagger_seconds": 0.0,
-    "dma_transpose_wide_fraction": 0.9,
-    # Signals
-    "semaphore_seconds": 0.1e-6,
-    "engine_semaphore_seconds": 0.0,
-    "kernel_start_stop_seconds": 10e-6,
-}
+SILENT = tomllib.loads((timing_texts.DATA / "silent_laws.toml").read_text())
+"""Constants of a target, with the values that say nothing."""
 RULES: dict[str, tuple[Any, str, Any]] = {
     "stores put off": (timeline._Pass, "_transfer", _no_store_put_off),
     "room waits for stores put off": (resources.Pool, "take", _take_without_stores),
@@ -162,8 +127,6 @@ LAWS = (
 
 
 def _figure(point: Point, line: Timeline) -> float:
-    if point.figure == "device us":
-        return line.latency_us + line.target.kernel_start_stop_seconds * 1e6
     return timing_points.FIGURES[point.figure](profile_timeline(line))
 
 
