@@ -66,6 +66,7 @@ RESULTS = DATA / "smollm.json"
 LENGTH = 512
 CALIBRATED, JUDGED = 32, 40
 """Windows of LENGTH tokens that calibrate methods, and that judge them, of each domain."""
+JUDGED_TOKENS = JUDGED * (LENGTH - 1)
 COUNTS = {"calibration": 16, "manual": JUDGED, "plays": JUDGED}
 """The same of forms, which other texts calibrate too."""
 BESIDE = 8
@@ -92,33 +93,6 @@ PARTS = (*(f"smollm-{ratio:g}" for ratio in LM_RATIOS), "corrected", "llama")
 def sentences(purpose: str) -> list[str]:
     """Return everyday sentences: "calibration", or "judged", in pairs of like meaning."""
     return (DATA / f"{purpose}_sentences.txt").read_text(encoding="utf-8").splitlines()
-
-
-def encoder_batches(tokenizer: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (batches that calibrate an encoder, held-out sentences as one batch)."""
-    held_out, text = sentences("judged"), sentences("calibration") + manual_sentences()[:450]
-    assert not set(held_out) & set(text)
-    # Sentences of one kind lie together: interleave them, so that each batch has both.
-    text = [line for start in range(25) for line in text[start::25]]
-    options = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
-    batches = [dict(tokenizer(text[i : i + 16], **options)) for i in range(0, len(text), 16)]
-    return batches, dict(tokenizer(held_out, padding=True, return_tensors="pt"))
-
-
-def embed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return unit embeddings [sentences, hidden]: the mean over real tokens, normalized."""
-    with torch.no_grad():
-        hidden = model(**batch).last_hidden_state
-    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
-
-
-def manual_sentences() -> list[str]:
-    """Return sentences of what `help()` prints of the language, in a fixed random order."""
-    prose = " ".join(re.sub(r"\s+", " ", text) for text in topics.values())
-    found = [s for s in re.split(r"(?<=[.!?]) ", prose) if 30 < len(s) < 300]
-    random.Random(0).shuffle(found)
-    return found
 
 
 def library() -> str:
@@ -160,17 +134,18 @@ def smollm_windows() -> dict[str, list[torch.Tensor]]:
 @torch.no_grad()
 def losses(model: nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
     """Return the mean loss of each window."""
-    found = []
-    for ids in rows:
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        found.append(nn.functional.cross_entropy(logits, ids[0, 1:]))
+    found = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in rows]
     return torch.stack(found)
 
 
+@torch.no_grad()
 def outputs(model: nn.Module, rows: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the losses of windows by domain, or the embeddings of sentences."""
+    """Return the losses of windows by domain, or the unit embeddings of sentences."""
     if "judged" in rows:
-        return {"judged": embed(model, rows["judged"]).float()}
+        hidden = model(**rows["judged"]).last_hidden_state
+        mask = rows["judged"]["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        means = (hidden * mask).sum(1) / mask.sum(1)  # over real tokens
+        return {"judged": nn.functional.normalize(means, dim=1).float()}
     return {"in": losses(model, rows["manual"]), "out": losses(model, rows["plays"])}
 
 
@@ -194,10 +169,16 @@ def keep(file: Path, known: dict[str, Any], rows: dict[str, Any], key: str, row:
     console.print(f"{key}: {row}")
 
 
-def shown(entry: dict[str, Any], key: str, digits: int) -> str:
-    """Return a mean and its interval."""
-    mean, low, high = (f"{value:.{digits}f}" for value in entry[key])
-    return f"{mean} [{low}, {high}]"
+def show(
+    title: str, heads: dict[str, str], rows: Iterable[tuple[str, dict[str, Any]]], digits: int
+) -> None:
+    """Print a line an entry: its bytes, and the mean and interval of each quality of `heads`."""
+    table = Table("", "bytes", *heads.values(), title=title)
+    for name, entry in rows:
+        intervals = ([f"{value:.{digits}f}" for value in entry[key]] for key in heads)
+        cells = [f"{mean} [{low}, {high}]" for mean, low, high in intervals]
+        table.add_row(name, f"{entry['bytes']:.3f}", *cells)
+    console.print(table)
 
 
 # Methods on SmolLM2-135M
@@ -220,10 +201,10 @@ def by_compress(ratio: float, **keywords: Any) -> Made:
     return model, (1.0 - report.achieved_ratio) * (FORMATS[factors].bits / 16 if factors else 1.0)
 
 
-def whole(_: float, form: str) -> Made:
-    """Return the dense model in a form, without a branch."""
-    model, keywords = copy.deepcopy(smollm()[0]).bfloat16(), read_form(form).keywords()
-    return model, 1.0 - compress(model, **keywords).achieved_ratio if keywords else 1.0
+def in_form(model: nn.Module, form: str, **more: Any) -> Made:
+    """Return a copy of a model in a form."""
+    model, keywords = copy.deepcopy(model), read_form(form).keywords()
+    return model, 1.0 - compress(model, **keywords, **more).achieved_ratio if keywords else 1.0
 
 
 def uniform(ratio: float, moments: Callable[[SecondMoment], Moment]) -> Made:
@@ -247,11 +228,6 @@ def asvd(moment: SecondMoment) -> Moment:
     return Moment((power / moment.tokens).clamp_min(1e-12).sqrt().diag())
 
 
-def svd_llm(moment: SecondMoment) -> Moment:
-    """SVD-LLM (arXiv 2403.07378): the moment as it is."""
-    return regularize(moment, shrinkage=0.0)
-
-
 def recovered(ratio: float) -> Made:
     """The default, then fine-tuning of the factors against the original's logits."""
     model, stored = by_compress(ratio)
@@ -264,7 +240,8 @@ def recovered(ratio: float) -> Made:
 METHODS: dict[str, Callable[[float], Made]] = {
     "plain SVD": partial(by_compress, method="svd"),
     "ASVD": partial(uniform, moments=asvd),
-    "SVD-LLM whitening": partial(uniform, moments=svd_llm),
+    # SVD-LLM (arXiv 2403.07378): the moment as it is
+    "SVD-LLM whitening": partial(uniform, moments=partial(regularize, shrinkage=0.0)),
     "whitening, global ranks": partial(by_compress, method="whitened"),
     "default": by_compress,
     "default + recovery": recovered,
@@ -272,8 +249,8 @@ METHODS: dict[str, Callable[[float], Made]] = {
     "default + int8 factors": partial(by_compress, factors="int8"),
 }
 WHOLE: dict[str, Callable[[float], Made]] = {
-    "dense": partial(whole, form="bf16"),
-    **{f"dense, {form}": partial(whole, form=form) for form in ("int8", "fp8", "int4")},
+    f"dense{name}": lambda _, form=form: in_form(packaged()[0], form)
+    for name, form in (("", "bf16"), (", int8", "int8"), (", fp8", "fp8"), (", int4", "int4"))
 }
 
 
@@ -288,16 +265,11 @@ def run_methods(ratio: float, methods: list[str], fresh: bool) -> None:
         model = as_floats(model.bfloat16(), rounded=False)
         row = {"bytes": stored, **compared(outputs(model, smollm_windows()), {})}
         keep(RESULTS, known, known, key, row)
-    judged = JUDGED * (LENGTH - 1)
-    table = Table(title=f"SmolLM2-135M, ratio {ratio:g}; {judged} tokens judged per domain")
-    for column in ("method", "bytes", "perplexity, manual (in domain)", "plays (other domain)"):
-        table.add_column(column)
-    for key, entry in known.items():
-        at, _, name = key.partition(" ")
-        if at in ("0", f"{ratio:g}"):
-            cells = [shown(entry, domain, 2) for domain in ("in", "out")]
-            table.add_row(name, f"{entry['bytes']:.3f}", *cells)
-    console.print(table)
+    heads = {"in": "perplexity, manual (in domain)", "out": "plays (other domain)"}
+    title = f"SmolLM2-135M, ratio {ratio:g}; {JUDGED_TOKENS} tokens judged per domain"
+    named = ((*key.split(" ", 1), entry) for key, entry in known.items())
+    rows = ((name, entry) for at, name, entry in named if at in ("0", f"{ratio:g}"))
+    show(title, heads, rows, 2)
 
 
 # Forms of three models
@@ -364,18 +336,27 @@ def trained() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
 @cache
 def packaged() -> tuple[nn.Module, dict[str, list[torch.Tensor]]]:
     """Return SmolLM2-135M and its windows."""
-    known = smollm_windows()
-    rows = {name: known[name][:: len(known[name]) // n][:n] for name, n in COUNTS.items()}
-    ids = torch.tensor(smollm()[1](library())["input_ids"])[: BESIDE * LENGTH]
-    rows["calibration"] += list(ids.reshape(-1, LENGTH).split(1))
-    return copy.deepcopy(smollm()[0]).bfloat16().eval(), rows
+    rows = smollm_windows()
+    beside = windows(smollm()[1](library())["input_ids"][: BESIDE * LENGTH], BESIDE)
+    learned = rows["calibration"][:: CALIBRATED // COUNTS["calibration"]]
+    model = copy.deepcopy(smollm()[0]).bfloat16().eval()
+    return model, {**rows, "calibration": [*learned, *beside]}
 
 
 @cache
 def sentence_encoder() -> tuple[nn.Module, dict[str, Any]]:
     """Return all-MiniLM-L6-v2, and sentences that calibrate it and that judge."""
     model, tokenizer = models.with_weights(models.ENCODER)
-    batches, judged = encoder_batches(tokenizer)
+    prose = " ".join(re.sub(r"\s+", " ", text) for text in topics.values())
+    manual = [s for s in re.split(r"(?<=[.!?]) ", prose) if 30 < len(s) < 300]
+    random.Random(0).shuffle(manual)
+    held_out, text = sentences("judged"), sentences("calibration") + manual[:450]
+    assert not set(held_out) & set(text)
+    # Sentences of one kind lie together: interleave them, so that each batch has both.
+    text = [line for start in range(25) for line in text[start::25]]
+    options = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
+    batches = [dict(tokenizer(text[i : i + 16], **options)) for i in range(0, len(text), 16)]
+    judged = dict(tokenizer(held_out, padding=True, return_tensors="pt"))
     return model.bfloat16().eval(), {"calibration": batches, "judged": judged}
 
 
@@ -404,19 +385,15 @@ def measured(
     """Yield the rows of a form, with inputs in 16 bits and for MX weights also rounded: the share
     of bytes, and the quality over the dense model's outputs."""
     model, rows = MODELS[name]()
-    kept = copy.deepcopy(model)
     keywords = read_form(form).keywords()
-    stored = 1.0
-    if keywords:
-        few = FORMATS[keywords["base"]].block is not None or keywords.get("rank")
-        made = {"calibration": form_statistics(name), "method": "whitened"} if few else {}
-        report = compress(kept, **keywords, **made, exclude=UNUSED.get(name))
-        stored = 1.0 - report.achieved_ratio
+    few = keywords and (FORMATS[keywords["base"]].block is not None or keywords.get("rank"))
+    made = {"calibration": form_statistics(name), "method": "whitened"} if few else {}
+    kept, stored = in_form(model, form, **made, exclude=UNUSED.get(name))
     for key in keys(form):
         own = outputs(as_floats(kept, key.endswith(ROUNDED)), rows)
         row = {"bytes": round(stored, 4)} | compared(own, dense)
         if "judged" not in own:
-            row["tokens"] = COUNTS["manual"] * (LENGTH - 1)
+            row["tokens"] = JUDGED_TOKENS
             row |= compared(own, {}) if form == "bf16" else {}
         yield key, row
 
@@ -436,14 +413,11 @@ def run_forms(names: list[str], forms: list[str], fresh: bool) -> None:
         for form in missing:
             for key, row in measured(name, form, dense):
                 keep(QUALITY, known, rows, key, row)
-        columns = ("cosine",) if name == models.ENCODER else ("in", "out")
         heads = {"in": "perplexity over bf16, in domain", "out": "other domain"}
-        table = Table("weights", "bytes", *(heads.get(key, key) for key in columns), "tokens",
-                      title=name)  # fmt: skip
-        for form, row in rows.items():
-            cells = [shown(row, key, 3) for key in columns]
-            table.add_row(form, f"{row['bytes']:.3f}", *cells, str(row.get("tokens", "")))
-        console.print(table)
+        title = f"{name}; {JUDGED_TOKENS} tokens judged per domain"
+        if name == models.ENCODER:
+            title, heads = name, {"cosine": "cosine"}
+        show(title, heads, rows.items(), 3)
 
 
 # Cost
@@ -451,21 +425,15 @@ def run_forms(names: list[str], forms: list[str], fresh: bool) -> None:
 
 def llama() -> bool:
     """Print time and memory for a Llama-3.2-1B-shaped model; return whether they keep the bars."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     shape = LlamaConfig(
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
         num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(shape).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.02, generator=generator)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(shape)  # its buffers were empty
-    rows = torch.randint(shape.vocab_size, (16, 1, 512), generator=generator)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    rows = torch.randint(shape.vocab_size, (16, 1, 512))
     batches = [{"input_ids": ids} for ids in rows]
     cpu = time.process_time()
     report = compress(model, 0.2, calibration=batches)
