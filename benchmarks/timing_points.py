@@ -134,17 +134,27 @@ def table(results: list[Result]) -> list[str]:
     return markdown(heads, rows)
 
 
+def scaled(group: Iterable[Result]) -> list[float]:
+    """Return the errors of the texts of a kernel if all were predicted times one number, the best:
+    how the texts differ from each other, which no constant mends."""
+    ratios = [1 + one.error for one in group]
+    return min(([abs(r / by - 1) for r in ratios] for by in ratios), key=statistics.mean)
+
+
 def by_problem(results: list[Result]) -> list[str]:
     """Return a table with a row for the counted texts of each kernel."""
     rows = []
     for name, group in of_problems(results).items():
         found = errors(group)
-        worst = max(group, key=lambda r: abs(r.error)).error
         times = sorted(r.point.measured for r in group)
         span = " to ".join(f"{us:,.5g}" for us in dict.fromkeys((times[0], times[-1])))
         kinds = ", ".join(k for k in CLASSES if errors(group, k))
-        rows.append((name, str(len(found)), span, *middle(found), f"{worst:+.1%}", kinds))
-    heads = ("kernel", "texts", "measured, us", "mean error", "median", "worst", "class")
+        worst = f"{max((r.error for r in group), key=abs):+.1%}"
+        rows.append(
+            (name, str(len(found)), span, *middle(found), worst, *middle(scaled(group))[:1], kinds)
+        )
+    heads = ("kernel", "texts", "measured, us", "mean error", "median", "worst",
+             "mean, times one number", "class")  # fmt: skip
     return markdown(heads, rows)
 
 
@@ -208,24 +218,6 @@ def gains(results: list[Result]) -> str:
         f"gains of a held-out text over another of its problem: {len(pairs)} pairs, off by {mean} "
         f"in the mean, {median} in the median"
     )
-
-
-def bound(results: Iterable[Result]) -> str:
-    """Return how near held-out predictions would come with a factor for each kernel and target.
-
-    The factors are chosen on these figures themselves, so that no constant does better: what is
-    left is how the texts of one kernel differ from each other.
-    """
-    groups: dict[Any, list[float]] = {}
-    for one in but_for_conflicts(r for r in results if r.held_out and r.point.counted)[1]:
-        name = getattr(one.point, "problem", one.point.name)
-        groups.setdefault((name, one.point.target), []).append(1 + one.error)
-    left: list[float] = []
-    for ratios in groups.values():
-        tries = ([abs(ratio / by - 1) for ratio in ratios] for by in ratios)
-        left += min(tries, key=statistics.mean)
-    mean, median = middle(left or [0.0])
-    return f"with the best factor for each held-out kernel: {mean} in the mean, {median} median"
 
 
 def bands(results: list[Result]) -> list[ErrorBand]:
@@ -309,7 +301,6 @@ def main(
             raise typer.BadParameter("--write needs all points and texts: give every clone")
         write(results)
     print(gains([r for r in results if r.table == TABLES[3]]))
-    print(bound(results))
     sentences, code = verdict(results)
     print("\n".join(sentences))
     known = evidence.bands()
