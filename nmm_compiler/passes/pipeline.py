@@ -249,13 +249,16 @@ class _Search:
         self.declined: list[tuple[Declined, bool]] = []
         self.nearest = (0, "")
         keys = ((n, (n, *c.virtuals.get(n, ()))) for n in reversed(c.graph.nodes))
-        self._forms = [(node, [c.forms.get(key) for key in own]) for node, own in keys]
+        self._kinds = [
+            (node, {kind for key in own for kind in type(c.forms.get(key)).__mro__})
+            for node, own in keys
+        ]
 
     def places(self, rule: Rule) -> list[fx.Node]:
         """Return the nodes at which a match of a rule may end, last first."""
         if rule.ends_at is None:
-            return [node for node, _ in self._forms]
-        return [n for n, forms in self._forms if any(isinstance(f, rule.ends_at) for f in forms)]
+            return [node for node, _ in self._kinds]
+        return [node for node, kinds in self._kinds if not kinds.isdisjoint(rule.ends_at)]
 
     def ask(self, rule: Rule, node: fx.Node) -> None:
         """Keep the first match of a rule at a node, or why there is none."""
