@@ -10,7 +10,7 @@ import pytest
 
 from nmm_compiler.cli.kernel_runs import arguments_of
 from nmm_compiler.cli.limited import run_limited
-from nmm_compiler.errors import ShapeError, WorkerError
+from nmm_compiler.errors import InternalFaultError, ShapeError, WorkerError
 from nmm_compiler.nki_api.lint import lint_source
 
 HEAD = (
@@ -32,6 +32,10 @@ def fill():
     held = []
     while True:
         held.append(bytearray(1 << 24))
+
+
+def blame():
+    raise InternalFaultError("a fault of ours")
 
 
 def refuse():
@@ -69,6 +73,7 @@ def test_an_ended_process_is_one_error(work, limit, shown):
         (refuse, 2, r"^error: no \?\[2J shape \?$"),
         (fill, 2, "^error: out of memory.* --memory-limit"),
         (lambda: 1 / 0, 2, "raised ZeroDivisionError: division by zero at .*test_limits.py"),
+        (blame, 70, "^error: a fault of ours$"),
         (lambda: json.loads("{"), 70, "nmm itself failed: JSONDecodeError.*report it"),
     ],
 )
