@@ -134,7 +134,7 @@ def _mx_product(path: Path, kind: str, offline: bool) -> None:
     else:
         name, given = "kernel_on_device_quantize_matmul_mx", [wide.astype(BF16)]
         b, b_scale = golden.quantize_mx_golden(wide, other)
-    types = [dtypes.ALL[f"{kind}_x4"], *([] if offline else [dtypes.float8_e4m3fn_x4])]
+    types = [dtypes.ALL[f"{kind}_x4"], *([] if offline else [dtypes.ALL["float8_e4m3fn_x4"]])]
     result = simulate(f"{path}:{name}", a, a_scale, *given, *types, target="trn3",
                       mode="functional")  # fmt: skip
     wanted = golden.nc_matmul_mx_golden(a, b, a_scale, b_scale, dtype, other)
@@ -145,7 +145,7 @@ def _mx_product(path: Path, kind: str, offline: bool) -> None:
 def _mx_strided(path: Path, how: str) -> None:
     a, b = normal(512, 128, dtype=BF16), normal(512, 512, dtype=BF16)
     result = simulate(
-        f"{path}:kernel_copy_strided_quantize_matmul_mx", a, b, dtypes.float8_e4m3fn_x4,
+        f"{path}:kernel_copy_strided_quantize_matmul_mx", a, b, dtypes.ALL["float8_e4m3fn_x4"],
         how == "tensor_copy", target="trn3", mode="functional",
     )  # fmt: skip
     x, y = a.astype(np.float64), b.astype(np.float64)

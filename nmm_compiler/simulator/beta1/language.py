@@ -574,4 +574,4 @@ NAMES.update(
 for _name in ["int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32"]:
     NAMES[_name] = getattr(np, _name)
 for _name in ["bfloat16", "float8_e4m3", "float8_e5m2", "tfloat32"]:
-    NAMES[_name] = numpy_dtype(getattr(dtypes, _name))
+    NAMES[_name] = numpy_dtype(dtypes.ALL[_name])

@@ -51,28 +51,31 @@ class DType(str):
         return (DType, (str(self),))
 
 
-float32 = DType("float32", np.float32, "float")
-tfloat32 = DType("tfloat32", np.float32, "float")
-bfloat16 = DType("bfloat16", ml_dtypes.bfloat16, "float")
-float16 = DType("float16", np.float16, "float")
-float8_e4m3 = DType("float8_e4m3", ml_dtypes.float8_e4m3, "float")
-float8_e4m3fn = DType("float8_e4m3fn", ml_dtypes.float8_e4m3fn, "float")
-float8_e5m2 = DType("float8_e5m2", ml_dtypes.float8_e5m2, "float")
-float8_e8m0fnu = DType("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, "float")
-int8 = DType("int8", np.int8, "int")
-int16 = DType("int16", np.int16, "int")
-int32 = DType("int32", np.int32, "int")
-uint8 = DType("uint8", np.uint8, "int")
-uint16 = DType("uint16", np.uint16, "int")
-uint32 = DType("uint32", np.uint32, "int")
-int64 = DType("int64", np.int64, "int")
-uint64 = DType("uint64", np.uint64, "int")
-bool_ = DType("bool", np.uint8, "bool")
-float8_e5m2_x4 = DType("float8_e5m2_x4", np.uint32, "packed")
-float8_e4m3fn_x4 = DType("float8_e4m3fn_x4", np.uint32, "packed")
-float4_e2m1fn_x4 = DType("float4_e2m1fn_x4", np.uint16, "packed")
-
-ALL: dict[str, DType] = {kind: kind for kind in list(vars().values()) if isinstance(kind, DType)}
+_STORED: dict[str, dict[str, Any]] = {
+    "float": {
+        "float32": np.float32, "tfloat32": np.float32, "bfloat16": ml_dtypes.bfloat16,
+        "float16": np.float16, "float8_e4m3": ml_dtypes.float8_e4m3,
+        "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2,
+        "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
+    },
+    "int": {
+        "int8": np.int8, "int16": np.int16, "int32": np.int32, "uint8": np.uint8,
+        "uint16": np.uint16, "uint32": np.uint32, "int64": np.int64, "uint64": np.uint64,
+    },
+    "bool": {"bool": np.uint8},
+    "packed": {
+        "float8_e5m2_x4": np.uint32, "float8_e4m3fn_x4": np.uint32, "float4_e2m1fn_x4": np.uint16,
+    },
+}  # fmt: skip
+"""The NumPy storage of each dtype, by kind."""
+ALL: dict[str, DType] = {
+    name: DType(name, storage, kind)
+    for kind, stored in _STORED.items()
+    for name, storage in stored.items()
+}
+float32, bfloat16, int32, uint8, uint16, bool_ = (
+    ALL[name] for name in ("float32", "bfloat16", "int32", "uint8", "uint16", "bool")
+)
 ALL["bool_"] = bool_
 
 FLOATS = frozenset(d for d in ALL.values() if d.kind == "float")
