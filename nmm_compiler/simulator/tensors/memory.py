@@ -11,6 +11,7 @@ fit together. A tensor is live from the first to the last instruction that touch
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -122,39 +123,18 @@ def check_allocation(machine: Machine, storage: Storage) -> None:
         )
 
 
-Span = tuple[int, int, int]
-"""First and last instruction of a live range, and its size."""
-
-
-def _peak(spans: list[Span]) -> tuple[int, int]:
+def _peak(tensors: list[Allocation], size: Callable[[Allocation], int]) -> tuple[int, int]:
     """Return (largest sum of sizes live at once, an instruction where it is reached)."""
-    if not spans:
+    if not tensors:
         return 0, 0
-    first, last, sizes = zip(*spans, strict=True)
-    count = max(last) + 2
+    sizes = [size(a) for a in tensors]
+    ends = np.asarray([a.last_index for a in tensors]) + 1
+    count = int(ends.max()) + 1
     # sums of whole numbers below 2**53, so exact
-    ended = np.bincount(np.asarray(last) + 1, sizes, count)
-    live = np.cumsum(np.bincount(first, sizes, count) - ended)
+    begun = np.bincount([a.first_index for a in tensors], sizes, count)
+    live = np.cumsum(begun - np.bincount(ends, sizes, count))
     at = int(live.argmax())
     return int(live[at]), at
-
-
-def _spans(tensors: list[Allocation], size: Callable[[Allocation], int]) -> list[Span]:
-    return [(a.first_index, a.last_index, size(a)) for a in tensors]
-
-
-def _bank_spans(placed: list[Allocation], bank: int) -> list[Span]:
-    """Return when PSUM banks of placed tensors are in use; a bank that some share counts once."""
-    spans: list[Span] = []
-    ends: dict[int, int] = {}
-    for a in sorted(placed, key=lambda a: a.first_index):
-        start = a.address[1] if a.address else 0
-        for number in range(start // bank, (start + max(a.bytes_per_partition, 1) - 1) // bank + 1):
-            free = max(a.first_index, ends.get(number, -1) + 1)
-            if free <= a.last_index:
-                spans.append((free, a.last_index, 1))
-                ends[number] = a.last_index
-    return spans
 
 
 def _quarters(a: Allocation) -> int:
@@ -171,59 +151,65 @@ def check_capacity(machine: Machine) -> None:
     """Compute peak SBUF bytes and PSUM banks over live ranges; refuse an overflow.
 
     SBUF is added up per partition as if every tensor started at partition 0. A sum that exceeds it
-    is only a warning if tensors of few partitions can lie beside each other.
+    is only a warning if tensors of few partitions can lie beside each other. Where all tensors have
+    addresses, the last of those counts.
     """
     target, trace = machine.target, machine.trace
     bank = target.psum_bank_bytes_per_partition
-    used = [a for a in trace.allocations.values() if a.first_index >= 0]
-    for memory, limit in (
-        ("sbuf", target.sbuf_usable_bytes_per_partition),
-        ("psum", target.psum_banks),
+    peaks = []
+    for memory, limit, step, unit, what in (
+        ("sbuf", target.sbuf_usable_bytes_per_partition, 1, "B", "SBUF bytes per partition"),
+        ("psum", target.psum_banks, bank, "bank(s)", "PSUM banks"),
     ):
-        tensors = [a for a in used if a.memory == memory]
-        placed = [a for a in tensors if a.address is not None]
-        floating = [a for a in tensors if a.address is None]
-        _check_addresses(machine, placed, memory)
-        if memory == "sbuf":
-            unit, what, size = "B", "SBUF bytes per partition", _bytes
-            peak, at = _peak(_spans(tensors, size))
-            if placed and not floating:
-                peak = max(a.address[1] + a.bytes_per_partition for a in placed if a.address)
-            trace.sbuf_peak_bytes = peak
-        else:
-            unit, what, size = "bank(s)", "PSUM banks", lambda a: -(-a.bytes_per_partition // bank)
-            peak, at = _peak(_spans(floating, size) + _bank_spans(placed, bank))
-            trace.psum_peak_banks = peak
-        if peak <= limit or not floating:
-            continue
-        message = f"{peak:,} {what} are live at once at instruction {at}, {target.name} has "
-        place = machine.instructions[at].file, machine.instructions[at].line
-        if memory == "sbuf" and _peak(_spans(tensors, _quarters))[0] <= 4 * limit:
-            machine.warn(
-                f"{message}{limit:,}; they fit only if the compiler places tensors of at most 64 "
-                "partitions beside each other",
-                place,
-            )
-            continue
-        live = [a for a in tensors if a.first_index <= at <= a.last_index]
-        shown = [
-            f"  {a.name} {a.shape} {a.dtype}: {size(a):,} {unit}, allocated on line {a.line}, live "
-            f"in instructions {a.first_index}..{a.last_index}"
-            for a in sorted(live, key=size, reverse=True)
+        tensors = [
+            a for a in trace.allocations.values() if a.memory == memory and a.first_index >= 0
         ]
-        if len(shown) > _SHOWN:
-            rest = sum(sorted(map(size, live), reverse=True)[_SHOWN:])
-            shown[_SHOWN:] = [f"  and {len(shown) - _SHOWN} more, {rest:,} {unit} together"]
-        message += f"{limit:,}; use smaller or fewer tiles. Live tensors:\n" + "\n".join(shown)
-        if machine.dialect is not None:
-            # Beta 1's compiler "inserts the necessary spills or refills" (programming model, 2.26)
-            machine.warn(message, place)
-        else:
-            machine.rule(OnChipCapacityError, message, place)
+        size = functools.partial(_size, step)
+        peak, at = _peak(tensors, size)
+        ends = [a.address[1] + a.bytes_per_partition for a in tensors if a.address is not None]
+        _check_addresses(machine, [a for a in tensors if a.address is not None], memory)
+        if len(ends) == len(tensors):
+            peak = -(-max(ends, default=0) // step)
+        peaks.append(peak)
+        if peak > limit and len(ends) < len(tensors):
+            says = f"{peak:,} {what} are live at once at instruction {at}, {target.name} has "
+            place = machine.instructions[at].file, machine.instructions[at].line
+            if memory == "sbuf" and _peak(tensors, _quarters)[0] <= 4 * limit:
+                machine.warn(
+                    f"{says}{limit:,}; they fit only if the compiler places tensors of at most 64 "
+                    "partitions beside each other",
+                    place,
+                )
+                continue
+            live = [a for a in tensors if a.first_index <= at <= a.last_index]
+            says += (
+                f"{limit:,}; use smaller or fewer tiles. Live tensors:\n{_listed(live, size, unit)}"
+            )
+            if machine.dialect is not None:
+                # Beta 1's compiler "inserts ... spills or refills" (programming model, 2.26)
+                machine.warn(says, place)
+            else:
+                machine.rule(OnChipCapacityError, says, place)
+    trace.sbuf_peak_bytes, trace.psum_peak_banks = peaks
 
 
-def _bytes(a: Allocation) -> int:
-    return a.bytes_per_partition
+def _size(step: int, a: Allocation) -> int:
+    """Return the bytes of a tensor in a partition, or its PSUM banks."""
+    return -(-a.bytes_per_partition // step)
+
+
+def _listed(live: list[Allocation], size: Callable[[Allocation], int], unit: str) -> str:
+    """Return a line for each of the largest tensors, and one for the others."""
+    ordered = sorted(live, key=size, reverse=True)
+    shown = [
+        f"  {a.name} {a.shape} {a.dtype}: {size(a):,} {unit}, allocated on line {a.line}, live "
+        f"in instructions {a.first_index}..{a.last_index}"
+        for a in ordered[:_SHOWN]
+    ]
+    rest = ordered[_SHOWN:]
+    if rest:
+        shown.append(f"  and {len(rest)} more, {sum(map(size, rest)):,} {unit} together")
+    return "\n".join(shown)
 
 
 def _check_addresses(machine: Machine, placed: list[Allocation], memory: str) -> None:
