@@ -28,15 +28,10 @@ MAX_RANKS = 64
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-class _OwnFiles(dict[str, bool]):
-    """Whether a file is of this package: looked up once, in no call of Python."""
-
-    def __missing__(self, filename: str) -> bool:
-        self[filename] = filename.startswith((_PACKAGE, "<frozen"))
-        return self[filename]
-
-
-OWN_FILES = _OwnFiles()
+@functools.cache
+def is_own(filename: str) -> bool:
+    """Return whether a file is of this package, or of Python's own frozen modules."""
+    return filename.startswith((_PACKAGE, "<frozen"))
 
 
 class _Current(threading.local):
@@ -64,7 +59,7 @@ def kernel_frame() -> tuple[str, int]:
     if CURRENT.place is not None:
         return CURRENT.place
     frame: Any = sys._getframe(2)  # who calls this is the simulator
-    while frame is not None and OWN_FILES[frame.f_code.co_filename]:
+    while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "", 0

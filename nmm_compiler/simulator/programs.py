@@ -16,7 +16,7 @@ from typing import Any
 
 from nmm_compiler.errors import SimulationError
 from nmm_compiler.simulator.machine import Machine
-from nmm_compiler.simulator.tensors.elements import Uses
+from nmm_compiler.simulator.tensors.elements import Marks
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.tensor import NkiTensor, make_tensor
 
@@ -32,8 +32,7 @@ class Programs:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.lock = threading.Condition()
-        self.turn = 0
+        self.turns = [threading.Semaphore(0) for _ in range(count)]
         self.finished = [False] * count
         self.events = 0
         self.failure: BaseException | None = None
@@ -44,7 +43,7 @@ class Programs:
         )
         # by rank, since its programs last met: who used each storage in shared HBM, and how many
         # writes each program has begun
-        self.uses: dict[int, dict[int, Uses]] = collections.defaultdict(dict)
+        self.uses: dict[int, dict[int, Marks]] = collections.defaultdict(dict)
         self.writes: dict[int, collections.Counter[int]] = collections.defaultdict(
             collections.Counter
         )
@@ -79,16 +78,15 @@ class Programs:
     def _hand_over(self, program: int) -> None:
         """Give the baton to the next program after this one that is not done."""
         others = ((program + step) % self.count for step in range(1, self.count + 1))
-        self.turn = next((other for other in others if not self.finished[other]), self.turn)
-        self.lock.notify_all()
+        waiting = [other for other in others if not self.finished[other]]
+        if waiting:
+            self.turns[waiting[0]].release()
 
-    def _pass_on(self, program: int) -> None:
-        """Give the baton to the next program that is not done, and wait for it back."""
-        with self.lock:
-            self._hand_over(program)
-            self.lock.wait_for(lambda: self.turn == program or self.failure is not None)
-            if self.failure is not None:
-                raise Stopped
+    def _wait(self, program: int) -> None:
+        """Wait for the baton."""
+        self.turns[program].acquire()
+        if self.failure is not None:
+            raise Stopped
 
     def _number(self, *key: Any) -> int:
         """Return how often this was called with the key before."""
@@ -121,7 +119,8 @@ class Programs:
                     "the other program never reaches; all programs must take the same path",
                 )
             seen = self.events
-            self._pass_on(machine.place)
+            self._hand_over(machine.place)
+            self._wait(machine.place)
         return met
 
     def agree(self, machine: Machine, what: str, value: Any) -> None:
@@ -143,20 +142,14 @@ class Programs:
 
         def body_of(program: int) -> None:
             try:
-                with self.lock:
-                    self.lock.wait_for(lambda: self.turn == program or self.failure is not None)
-                if self.failure is None:
-                    bodies[program]()
-            except Stopped:
-                pass
-            except BaseException as error:
-                if self.failure is None:
-                    self.failure = error
+                self._wait(program)
+                bodies[program]()
+            except BaseException as error:  # Stopped comes after the failure that stops it
+                self.failure = self.failure or error
             finally:
-                with self.lock:
-                    self.finished[program] = True
-                    self.events += 1
-                    self._hand_over(-1)
+                self.finished[program] = True
+                self.events += 1
+                self._hand_over(-1)
 
         threads = [
             threading.Thread(target=body_of, args=(p,), name=f"nki-program-{p}", daemon=True)
@@ -164,14 +157,13 @@ class Programs:
         ]
         for thread in threads:
             thread.start()
+        self._hand_over(-1)
         try:
             for thread in threads:
                 while thread.is_alive():
                     thread.join(_LOOK_SECONDS)
         except BaseException as error:
-            with self.lock:
-                self.failure = error
-                self.lock.notify_all()
+            self.failure = error
             raise
         if self.failure is not None:
             raise self.failure

@@ -41,10 +41,10 @@ from nmm_compiler.simulator.loading.standins import JitKernel, run_kernels_with
 from nmm_compiler.simulator.machine import (
     CURRENT,
     MAX_RANKS,
-    OWN_FILES,
     Machine,
     Options,
     defined_at,
+    is_own,
 )
 from nmm_compiler.simulator.programs import Programs, Stopped
 from nmm_compiler.simulator.tensors.elements import poisoned_values
@@ -395,7 +395,7 @@ def _export(machine: Machine, tensor: NkiTensor) -> np.ndarray:
             machine.warn(message, place)
         else:
             machine.rule(HazardError, message, place)
-        values = poisoned_values(tensor, mask)
+        values = poisoned_values(tensor, values, mask)
     return values.astype(np.bool_) if tensor.dtype == "bool" else values
 
 
@@ -418,7 +418,7 @@ def failed(error: BaseException, what: str) -> InternalFaultError | SimulationEr
     ]
     file, line, called = "", 0, None
     for frame, at in frames:
-        if not OWN_FILES[frame.f_code.co_filename]:
+        if not is_own(frame.f_code.co_filename):
             file, line, called = frame.f_code.co_filename, at, None
         elif called is None:
             called = frame

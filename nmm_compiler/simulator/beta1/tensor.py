@@ -586,7 +586,7 @@ def leave_undefined(dst: Tensor) -> None:
     view = dst.tile(False)
     missing = None if dst.memory == "hbm" or dst.outside else view.missing()
     if missing is not None:
-        view.array()[...] = poisoned_values(view, missing)
+        view.array()[...] = poisoned_values(view, view.array(), missing)
         mark(view, False)
 
 

@@ -7,21 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from nmm_compiler.errors import KernelArgumentError, UnsupportedInstructionError
+from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa.enums import dge_mode, engine, oob_mode
-from nmm_compiler.simulator.isa.instruction import Call, Steps, instruction
+from nmm_compiler.simulator.isa.instruction import Steps, instruction
 from nmm_compiler.simulator.isa.operands import (
     DMA_MEMORIES,
     SBUF,
+    Call,
     check_conversion,
-    check_hazard,
     check_priority,
     require,
 )
 from nmm_compiler.simulator.isa.operators import Takes
 from nmm_compiler.simulator.isa.values import F32, put
-from nmm_compiler.simulator.tensors.dtypes import cast
-from nmm_compiler.simulator.tensors.elements import gather, scatter, store_some
+from nmm_compiler.simulator.tensors.elements import read
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 TURNED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
@@ -83,17 +82,12 @@ def dma_copy(
     if chosen_rows:
         issuer = "gpsimd"
     yield {"issuer": issuer, "dge_mode": mode, "transpose": False, "indirect": chosen_rows}
-    values, valid = gather(src, oob_mode is _SKIP)
+    values, valid = read(src, skip=oob_mode is _SKIP)
     if not same:
         values = values.astype(F32)
-    if dst.indirection is not None:
-        scatter(dst, values, oob_mode is _SKIP)
-    elif valid is not None:  # rows whose index was out of bounds keep what they had
-        keep = np.repeat(valid, values.size // src.shape[0]).reshape(dst.shape)
-        stored = cast(values.reshape(dst.shape), dst.dtype)
-        store_some(dst, keep, stored[keep])
-    else:
-        put(dst, values, exact=same)
+    # rows whose index was out of bounds keep what they had
+    where = None if valid is None else np.repeat(valid, values.size // src.shape[0])
+    put(dst, values, exact=same, where=where, skip=oob_mode is _SKIP)
 
 
 def _chooses_rows(view: NkiTensor) -> bool:
@@ -129,7 +123,6 @@ def dma_transpose(
     expected = tuple(src.shape[a] for a in order)
     call.need(dst.shape == expected, f"the shape of dst must be {expected}")
     check_priority(call, priority)
-    _check_alignment(call, dst)
     mode = dge_mode.name
     indirect = _chooses_rows(src)
     call.need(dst.indirection is None, "dst has a runtime address; copy it later")
@@ -141,28 +134,12 @@ def dma_transpose(
     _check_transpose_mode(call, src, mode, indirect)
     issuer = "gpsimd" if indirect else "sync"
     yield {"issuer": issuer, "dge_mode": mode, "transpose": True, "indirect": indirect}
-    values, valid = gather(src, oob_mode is _SKIP)
+    values, valid = read(src, skip=oob_mode is _SKIP)
     if valid is not None:
         rows = valid.reshape((-1,) + (1,) * (rank - 1))
         values = np.where(rows, values, np.zeros((), values.dtype))
     call.move = lambda elements: elements.transpose(order)
     put(dst, call.move(values), exact=True)
-
-
-def _check_alignment(call: Call, dst: NkiTensor) -> None:
-    """Warn of rows of dst that start at no multiple of 32 bytes.
-
-    No document says so, nki-library does: "DMA_transpose requires align=32" (qkv_cte.py).
-    """
-    size = dst.dtype.item_bytes
-    rows = zip(dst.shape[:-1], dst.strides[:-1], strict=True)
-    apart = [stride * size for extent, stride in rows if extent > 1]
-    if any(distance % 32 for distance in apart):
-        call.warn(
-            f"rows of dst {dst.name!r} lie {max(apart)} bytes apart, and "
-            "AWS's kernels keep them at multiples of 32; give dst a longer last dimension and pass "
-            "a slice of it"
-        )
 
 
 def _check_transpose_mode(call: Call, src: NkiTensor, mode: str, indirect: bool) -> None:
@@ -235,8 +212,10 @@ def _check_read_modify_write(call: Call, dst: NkiTensor, srcs: list[NkiTensor]) 
 
 @instruction(
     engines="dma",
-    operands="-> dst",
+    operands="srcs -> dst",
+    lists="srcs",
     memory=DMA_MEMORIES,
+    streams="srcs",
     operators={"reduce_op": Takes("", ("add",))},
 )
 def dma_compute(
@@ -249,16 +228,13 @@ def dma_compute(
     oob_mode: Any = oob_mode.error,
 ) -> Steps:
     """dst = sum of srcs in float32, computed by the DMA engines."""
-    call.need(isinstance(srcs, (list, tuple)), "srcs must be a list", KernelArgumentError)
-    srcs = list(srcs)
-    call.need(1 <= len(srcs) <= 16, "it takes 1 to 16 sources")
+    call.need(len(srcs) <= 16, "it takes 1 to 16 sources")
     call.need(
         scales is None or (isinstance(scales, (list, tuple)) and all(s == 1.0 for s in scales)),
         "all scales must be 1.0",
         UnsupportedInstructionError,
     )
     for s in srcs:
-        call.read("src", s, DMA_MEMORIES)
         call.need(s.size == dst.size, "sources and dst must have one size")
     for view in (dst, *srcs):
         call.need(
@@ -269,16 +245,12 @@ def dma_compute(
     if indirect:
         call.need(unique_indices, "unique_indices must be True", UnsupportedInstructionError)
         _check_dynamic(call, (dst, *srcs), "swdge")
-        _check_read_modify_write(call, dst, srcs)
+        _check_read_modify_write(call, dst, list(srcs))
     else:
         call.need(oob_mode is not _SKIP, "oob_mode.skip without row indices; leave it unset")
-    for s in srcs:
-        check_hazard(call, dst, s, True)
     issuer, mode = ("gpsimd", "swdge") if indirect else ("sync", "none")
     yield {"issuer": issuer, "dge_mode": mode, "transpose": False, "indirect": indirect}
-    parts = [gather(s, oob_mode is _SKIP)[0].astype(F32).reshape(dst.shape) for s in srcs]
+    skips = oob_mode is _SKIP
+    parts = [read(s, skip=skips)[0].astype(F32).reshape(dst.shape) for s in srcs]
     total = functools.reduce(np.add, parts)
-    if dst.indirection is not None:
-        scatter(dst, total, oob_mode is _SKIP, adds=True)
-    else:
-        put(dst, total)
+    put(dst, total, skip=skips, adds=True)

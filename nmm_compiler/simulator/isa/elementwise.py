@@ -13,14 +13,10 @@ import numpy as np
 from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import engine, reduce_cmd
-from nmm_compiler.simulator.isa.instruction import (
-    INSTRUCTIONS,
-    Call,
-    Steps,
-    instruction,
-)
+from nmm_compiler.simulator.isa.instruction import INSTRUCTIONS, Steps, instruction
 from nmm_compiler.simulator.isa.operands import (
     ANY_DTYPE,
+    Call,
     check_conversion,
     check_dtype,
     require,
@@ -38,18 +34,14 @@ from nmm_compiler.simulator.isa.operators import (
 )
 from nmm_compiler.simulator.isa.values import (
     F32,
-    OTHER,
     apply_scalar,
     f32,
-    note_writer,
     put,
-    raw,
     scalar_value,
     write_sum,
 )
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS, VECTOR_FLOATS
-from nmm_compiler.simulator.tensors.elements import store_some
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _UNKNOWN = engine.unknown
@@ -88,7 +80,7 @@ def tensor_copy(
         )  # fmt: skip
     yield _UNSET if engine is _UNKNOWN else {}
     same = dst.dtype == src.dtype
-    put(dst, raw(src) if same else f32(src), exact=same)
+    put(dst, src.load() if same else f32(src), exact=same)
 
 
 def _check_constant(call: Call, role: str, value: Any, dst: NkiTensor) -> None:
@@ -114,8 +106,12 @@ def memset(call: Call, dst: Any, value: Any, engine: Any = _UNKNOWN) -> Steps:
     """Fill dst with a compile-time constant."""
     _check_constant(call, "value", value, dst)
     yield _NONZERO if value != 0 else {}
-    is_float = dst.dtype.kind == "float"
-    put(dst, np.full(dst.shape, value, F32 if is_float else dst.dtype.numpy), exact=not is_float)
+    put(dst, _filled(dst, value))
+
+
+def _filled(dst: NkiTensor, value: Any) -> np.ndarray:
+    """Return values of a constant that `_check_constant` has passed."""
+    return np.full(dst.shape, value, F32 if dst.dtype.kind == "float" else dst.dtype.numpy)
 
 
 def _check_bitvec(call: Call, chosen: str, *operands: Any) -> None:
@@ -181,25 +177,12 @@ def tensor_tensor(
         _check_bitvec(call, chosen, *views)
     yield {"function": op.name}
     exact = integers and chosen == "gpsimd"
-    load = raw if bitvec or exact else f32
+    load = NkiTensor.load if bitvec or exact else f32
     a, b = load(data1).reshape(dst.shape), load(data2).reshape(dst.shape)
     if exact:
         put(dst, _exact(op.alu, a, b, dst.dtype))
     else:
         put(dst, np.asarray(op.alu(a, b.astype(a.dtype) if bitvec else b)))
-
-
-def _apply_bits(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np.ndarray:
-    if "unary" in function.kind:
-        return np.asarray(function.alu(data))
-    if value.__class__ is NkiTensor:
-        other = raw(value).reshape((value.shape[0],) + (1,) * (data.ndim - 1))
-    else:
-        other = np.asarray(int(value) & ((1 << (8 * data.dtype.itemsize)) - 1), np.uint64)
-    other = other.astype(f"u{data.dtype.itemsize}").view(data.dtype) if other.dtype.kind in "iu" \
-        else other  # fmt: skip
-    other = np.broadcast_to(other, data.shape)
-    return np.asarray(function.alu(other, data) if reverse else function.alu(data, other))
 
 
 @instruction(
@@ -253,14 +236,10 @@ def tensor_scalar(
     if bitvec:
         _check_bitvec(call, chosen, dst, data, *(v for v in (operand0, operand1) if v is not None))
     yield {"function": op0.name, "function1": op1.name if op1 else "", "unset": engine is _UNKNOWN}
-    if bitvec:
-        result = _apply_bits(op0, raw(data), operand0, reverse0)
-        if op1 is not None and op1.kind != "bypass":
-            result = _apply_bits(op1, result, operand1, reverse1)
-    else:
-        result = apply_scalar(op0, f32(data), operand0, reverse0)
-        if op1 is not None:
-            result = apply_scalar(op1, result, operand1, reverse1)
+    values = data.load() if bitvec else f32(data)
+    result = apply_scalar(op0, values, operand0, reverse0)
+    if op1 is not None:
+        result = apply_scalar(op1, result, operand1, reverse1)
     put(dst, result)
 
 
@@ -327,17 +306,11 @@ def tensor_copy_predicated(
     if src.__class__ is not NkiTensor:
         _check_constant(call, "src", src, dst)
     yield {}
-    chosen = raw(predicate).reshape(dst.shape) != 0
+    chosen = predicate.load().reshape(dst.shape) != 0
     if reverse_pred:
         chosen = ~chosen
     call.kept = chosen
-    if src.__class__ is NkiTensor:
-        values = raw(src).reshape(dst.shape)[chosen]
-    else:
-        values = F32(src) if dst.dtype.kind == "float" else int(src)
-    store_some(dst, chosen, values)
-    if dst.memory == "psum":
-        note_writer(dst, OTHER)
+    put(dst, src.load() if src.__class__ is NkiTensor else _filled(dst, src), where=chosen)
 
 
 _IDLE = reduce_cmd.idle

@@ -13,14 +13,10 @@ import numpy as np
 from nmm_compiler.errors import HazardError, KernelArgumentError, OutOfBoundsError
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.enums import reduce_cmd
-from nmm_compiler.simulator.isa.instruction import (
-    Call,
-    Steps,
-    instruction,
-)
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF
+from nmm_compiler.simulator.isa.instruction import Steps, instruction
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, INT32, SBUF, Call
 from nmm_compiler.simulator.isa.operators import Takes
-from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value, write_sum
+from nmm_compiler.simulator.isa.values import F32, f32, put, scalar_value, write_sum
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -101,13 +97,7 @@ def affine_select(
     number = call.number("on_false_value", on_false_value)
     yield {}
     call.kept = chosen = np.asarray(cmp_op.alu(values, 0)) != 0
-    if dst.dtype == on_true_tile.dtype and dst.dtype.kind == "float":
-        source = raw(on_true_tile).reshape(values.shape)
-        fill = np.asarray(F32(number)).astype(dst.dtype.numpy)
-        put(dst, np.where(chosen, source, fill))
-    else:
-        source = f32(on_true_tile).reshape(values.shape)
-        put(dst, np.where(chosen, source, F32(number)))
+    put(dst, np.where(chosen, f32(on_true_tile).reshape(values.shape), F32(number)))
 
 
 @instruction(
@@ -186,7 +176,7 @@ def select_reduce(
     """dst = on_true where predicate, else on_false (number or [P, 1]), with an optional max."""
     partitions = dst.shape[0]
     yield {"reduces": reduce_res is not None}
-    chosen = raw(predicate).reshape(partitions, -1) != 0
+    chosen = predicate.load().reshape(partitions, -1) != 0
     if reverse_pred:
         chosen = ~chosen
     if on_false.__class__ is not NkiTensor:
@@ -220,7 +210,7 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
         return np.take_along_axis(values.reshape(rows, -1), chosen, axis=1).reshape(dst.shape)
 
     call.move = chosen_of
-    put(dst, chosen_of(raw(data)), exact=True)
+    put(dst, chosen_of(data.load()), exact=True)
 
 
 @instruction(
@@ -260,7 +250,7 @@ def local_gather(
         "each element",
     )
     yield {"indices": valid, "elements": num_elem_per_idx}
-    values = raw(src_buffer).reshape(partitions, -1)
+    values = src_buffer.load().reshape(partitions, -1)
     rows = index.load("index of nisa.local_gather").reshape(partitions, width).astype(np.int64)
     result = np.zeros((partitions, size), values.dtype)
     for start in range(0, partitions, 16):
@@ -317,7 +307,7 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
         return result.reshape(dst.shape)
 
     call.move = shuffle
-    moved = shuffle(raw(src))
+    moved = shuffle(src.load())
     for p in kept:
         put(dst[p : p + 1], moved[p : p + 1], exact=True)
 
@@ -342,7 +332,7 @@ def nonzero_with_count(
         mask = src[p : p + 1].missing()
         if mask is not None and mask.all():
             continue  # a group that is not used: its results stay unwritten
-        row = raw(src[p : p + 1]).reshape(-1)
+        row = src[p : p + 1].load().reshape(-1)
         found = np.flatnonzero(row) + index_offset
         result = np.full(row.size + 1, padding_val, np.int64)
         result[: found.size] = found
@@ -360,7 +350,7 @@ def nonzero_with_count(
 def sequence_bounds(call: Call, dst: Any, segment_ids: Any) -> None:
     """dst[0, 0, i], dst[0, 1, i] = first and past-the-end index of the segment of element i."""
     count = segment_ids.free_size
-    ids = raw(segment_ids).reshape(-1)
+    ids = segment_ids.load().reshape(-1)
     result = np.zeros((2, count), F32)
     for i, value in enumerate(ids):
         same = np.flatnonzero(ids == value)
@@ -395,7 +385,7 @@ def topk(call: Call, val_dst: Any, idx_dst: Any, src: Any, n: Any) -> Steps:
         "8 <= n < 65536, it finds at most n values, and src has ceil(n / 16) elements in each row",
     )
     yield {"n": n, "k": k}
-    values = raw(src).reshape(partitions, -1)
+    values = src.load().reshape(partitions, -1)
     best = np.zeros((partitions, k), values.dtype)
     places = np.zeros((partitions, k), np.int64)
     for start in range(0, partitions, 16):

@@ -1,7 +1,7 @@
 """`@instruction`: what an instruction declares, and the one `issue` behind all of `nki.isa`.
 
 An instruction is its row and a function. The row says which operands it takes, in which memories,
-of which dtypes and shapes, and what may be written over what is read; `Call.check` holds a call to
+of which dtypes and shapes, and what may be written over what is read; a call is held to
 it. The function computes. It is a generator if it has rules or a cost of its own: up to its `yield`
 it checks, and it yields the attributes that the cost depends on. The instruction is recorded when
 all rules hold, so a refused one is never in the trace. With data, the function then computes.
@@ -18,7 +18,7 @@ import dataclasses
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Concatenate, ParamSpec
 
@@ -33,7 +33,7 @@ from nmm_compiler.simulator.isa import enums
 from nmm_compiler.simulator.isa.cycles import Cycles, one_pass
 from nmm_compiler.simulator.isa.operands import (
     ON_CHIP,
-    Caller,
+    Call,
     Equation,
     check_destination,
     check_dtype,
@@ -51,7 +51,7 @@ from nmm_compiler.simulator.machine import CURRENT, Machine, current
 from nmm_compiler.simulator.tensors.memory import Storage
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
-from nmm_compiler.simulator.trace import Access, Instruction
+from nmm_compiler.simulator.trace import Instruction
 
 Attributes = dict[str, Any]
 Arguments = dict[str, Any]
@@ -72,7 +72,7 @@ MEMBERS: dict[str, type[Enum]] = {
 }
 """The enumeration of each parameter that takes a member of one."""
 INSTRUCTIONS: dict[str, Any] = {}
-"""Every decorated instruction by its name: a function with its `row`."""
+"""Every instruction of nki.isa by its name: a function with its `row`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,163 +89,12 @@ class Outcome:
     kind: int = 0
 
 
-class Call(Caller):
-    """One call of an instruction, until it is recorded.
-
-    arguments: by role, with operators resolved to `Op`. engine: its name, "" until it is chosen.
-    reads, writes: the regions of the operands; an instruction adds those that its row cannot name.
-    kept: mask of the inputs that it reads, None for all of them.
-    move: what makes the result of elements of the only operand that it reads, if it moves those.
-    """
-
-    def __init__(self, machine: Machine, row: instruction, arguments: Arguments) -> None:
-        self.machine, self.row, self.arguments = machine, row, arguments
-        self.op, self.packed, self.engine = row.op, row.packed, ""
-        self.reads: list[Access] = []
-        self.writes: list[Access] = []
-        self.move: Callable[[np.ndarray], np.ndarray] | None = None
-        self.kept: np.ndarray | None = None
-
-    def given(self) -> str:
-        """Return the arguments that are not the defaults."""
-        defaults = self.row.defaults
-        shown = [(n, v) for n, v in self.arguments.items() if v is not defaults.get(n)]
-        return ", ".join(f"{name}={value!r:.90}" for name, value in shown)
-
-    def tensors(self, roles: Iterable[str]) -> list[tuple[str, NkiTensor]]:
-        """Return the operands among some roles that are tensors."""
-        given = ((role, self.arguments[role]) for role in roles)
-        return [(role, view) for role, view in given if isinstance(view, NkiTensor)]
-
-    def read(self, role: str, view: Any, memories: tuple[str, ...] = ON_CHIP) -> None:
-        """Check a tensor that is read and that no role of the row names, and add it."""
-        self.reads.append(operand(self, role, view, memories))
-        if view.indirection is not None:
-            self.reads += indirect_operand(self, role, view, "", ())
-
-    def number(self, role: str, value: Any) -> float:
-        """Return a compile-time number of the instruction's float32 field."""
-        self.need(
-            isinstance(value, (int, float, np.number, np.bool_)),
-            f"{role} must be a compile-time number",
-        )
-        return float(value)
-
-    def choose(self, default: str = "") -> str:
-        """Choose the engine now: the one that the kernel gave, or the default."""
-        allowed, given = self.row.engines, self.arguments.get("engine")
-        name = default or allowed[0]
-        if given is not None and given is not enums.engine.unknown:
-            name = given._name_ if given.__class__ is enums.engine else ""
-        self.need(
-            name in allowed,
-            f"it cannot run on {getattr(given, 'name', given)}; use {', '.join(allowed)} or leave "
-            "engine unset",
-        )
-        views = self.tensors(self.row.roles)
-        self.need(
-            name != "gpsimd" or all(view.memory != "psum" for _, view in views),
-            "GpSimd cannot access PSUM; use the vector engine or copy to SBUF first",
-        )
-        self.engine = name
-        return name
-
-    def resolve(self) -> None:
-        """Replace arguments by what they mean: members, operators, integers."""
-        row, arguments = self.row, self.arguments
-        for role, members in row.members:
-            if arguments[role].__class__ is not members:
-                arguments[role] = member(self, role, arguments[role], members)
-        for role, takes in row.operators.items():
-            arguments[role] = found = takes.resolve(self, role, arguments[role], row.defaults[role])
-            if takes.part == "alu" and found is not None and found.name in YOUNG_ALU_OPERATORS:
-                require_present(self, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
-        for role, allowed in row.integers.items():
-            arguments[role] = self.integer(role, arguments[role], allowed)
-
-    def check(self) -> None:
-        """Check the operands against the row."""
-        row, arguments = self.row, self.arguments
-        require_present(self, self.op)
-        for role, memories in row.roles.items():
-            view = arguments[role]
-            if (view is None and role in row.optional) or self._is_number(role, view):
-                continue
-            operand(self, role, view, memories)
-            if row.dtypes.get(role):
-                check_dtype(self, role, view, row.dtypes[role])
-            if role in row.ranks:
-                most = f"{role} has at most {row.ranks[role]} dimensions; flatten some"
-                self.should(len(view.shape) <= row.ranks[role], most)
-        row.equation.check(self, self.tensors(row.roles))
-        self.need(
-            len({view.dtype for _, view in self.tensors(row.same_dtype)}) < 2,
-            f"the dtypes of {' and '.join(row.same_dtype)} must be the same",
-        )
-        both = [view for _, view in self.tensors(row.pair)]
-        if len(both) == 2:
-            check_pair(self, row.pair, *both)
-        if row.commands:
-            self._check_command(arguments["reduce_cmd"])
-
-    def _is_number(self, role: str, value: Any) -> bool:
-        """Return whether a role that takes a number or a tensor got a number."""
-        if role not in self.row.constants or isinstance(value, NkiTensor):
-            return False
-        self.need(isinstance(value, _NUMBERS), f"{role} must be a number or a tensor")
-        return True
-
-    def _check_command(self, command: Any) -> None:
-        """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
-        row, name = self.row, command.name
-        self.need(
-            name in row.commands,
-            f"reduce_cmd must be {' or '.join(row.commands)}",
-            UnsupportedInstructionError,
-        )
-        if not row.first_value:
-            return
-        given, default = self.arguments[row.first_value], row.defaults[row.first_value]
-        unset = given is default or (not isinstance(given, NkiTensor) and given == default)
-        if name == "load_reduce":
-            says, fits = f"load_reduce needs {row.first_value}, the first value", given is not None
-        else:
-            says, fits = f"only load_reduce reads {row.first_value}; leave it unset", unset
-        self.need(fits, says, KernelArgumentError)
-
-    def finish(self) -> None:
-        """Check what the engine decides, and that nothing is overwritten before it is read."""
-        row = self.row
-        if not self.engine:
-            self.engine = self.choose() if len(row.engines) > 1 else row.engines[0]
-        require_present(self, f"{self.op}(engine={self.engine})")
-        written, read = self.tensors(row.writes), self.tensors(row.reads)
-        for _, dst in written:
-            check_destination(self, dst)
-        for role, view in (*read, *written):
-            if view.indirection is not None:
-                engines = row.indirect_engines or row.engines if role in row.indirect else ()
-                self.reads += indirect_operand(self, role, view, self.engine, engines)
-        for (to, dst), (of, src) in itertools.product(written, read):
-            streams = of in row.numbers or (of in row.streams and to == row.first)
-            check_hazard(self, dst, src, streams)
-        for (of, one), (also, other) in itertools.combinations(written, 2):
-            check_two_results(self, (of, also), one, other)
-
-    def outcome(self, attributes: Attributes) -> Outcome:
-        """Return what the call came to, for the calls that it answers for."""
-        row = self.row
-        reads, writes = (
-            [role for role, _ in self.tensors(part)] for part in (row.reads, row.writes)
-        )
-        return Outcome(self.engine, attributes, reads, writes)
-
-
 @dataclasses.dataclass(kw_only=True)
 class instruction:  # noqa: N801 - a decorator, written as one
     """The decorator of an instruction; its fields are the instruction's row.
 
     Names of engines, operands and commands are given as one text, and are split into a tuple.
+    module, op: where it is, and its name, that of the function unless given.
     engines: those that can run it; of several, the parameter `engine` chooses and the first is
         the default.
     operands: the tensors that are read and, after `->`, written, each with its sizes as an
@@ -267,6 +116,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
     commands: members of reduce_cmd; first_value: the parameter that load_reduce starts from.
     indirect: operands that may be `.indirect()` views. indirect_engines: the engines for that, all
         unless said.
+    lists: operands that are lists of tensors. exchanges: what it writes comes from other programs,
+        after all of them have read.
     packed: it takes x4-packed operands, which it only moves, or is made for.
     flows: for each result, which of its elements depend on unwritten ones that it reads; those of
         the same place in the first result and of the same partition in others unless said.
@@ -277,6 +128,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
     """
 
     engines: Sequence[str]
+    module: str = "nisa"
+    op: str = ""
     operands: str = "->"
     memory: tuple[str, ...] = ON_CHIP
     memories: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -295,6 +148,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
     first_value: str = ""
     indirect: Sequence[str] = ""
     indirect_engines: Sequence[str] = ""
+    lists: Sequence[str] = ""
+    exchanges: bool = False
     packed: bool = False
     flows: Mapping[str, Flow] = dataclasses.field(default_factory=dict)
     compares: bool = False
@@ -304,7 +159,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
 
     def __call__(self, body: Callable[Concatenate[Call, P], Any]) -> Callable[P, Any]:
         """Return the instruction: a function that issues calls of it."""
-        self.op = body.__name__
+        self.op = self.op or body.__name__
         self.body: Callable[..., Any] = body
         self.checks = inspect.isgeneratorfunction(body)
         parameters = list(inspect.signature(body).parameters.values())[1:]
@@ -323,7 +178,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
         self.engines, self.indirect_engines = words(self.engines), words(self.indirect_engines)
         self.streams, self.indirect = words(self.streams), words(self.indirect)
         self.same_dtype, self.pair = words(self.same_dtype), words(self.pair)
-        self.commands = words(self.commands)
+        self.commands, self.lists = words(self.commands), words(self.lists)
         self.constants = (*self.constants, *self.numbers)
         self.dtypes = {**self.numbers, **self.dtypes}
         reads = {role: self.memories.get(role, self.memory) for role in read}
@@ -338,7 +193,8 @@ class instruction:  # noqa: N801 - a decorator, written as one
         issue.__name__ = issue.__qualname__ = self.op
         issue.__doc__, issue.__module__ = body.__doc__, body.__module__
         issue.__signature__, issue.row = self.signature, self  # type: ignore[attr-defined]
-        INSTRUCTIONS[self.op] = issue
+        if self.module == "nisa":
+            INSTRUCTIONS[self.op] = issue
         return issue
 
     def issue(self, given: tuple[Any, ...], named: Arguments) -> Instruction | None:
@@ -349,7 +205,7 @@ class instruction:  # noqa: N801 - a decorator, written as one
             values = {**dict(zip(self.signature.parameters, given, strict=False)), **named}
         lost = len(values) < len(given) + len(named)  # too many arguments, or one of them twice
         name = values.pop("name", None) if self.named else None
-        key = None if self.waits or lost else self.key_of(values)
+        key = None if self.waits or self.lists or lost else self.key_of(values)
         try:
             known = machine.outcomes.get(key)
         except TypeError:  # an argument that cannot be hashed, such as a register
@@ -359,7 +215,9 @@ class instruction:  # noqa: N801 - a decorator, written as one
                 self.signature.bind_partial(**named)  # a misspelled name, before what it leaves out
                 self.signature.bind(*given, **named)
             except TypeError as error:
-                raise machine.error(KernelFailedError, f"nisa.{self.op}: {error}") from None
+                raise machine.error(
+                    KernelFailedError, f"{self.module}.{self.op}: {error}"
+                ) from None
         if machine.turn is not None:
             machine.turn.note(self.op, tuple({**self.defaults, **values}.values()))
         if known is None or machine.data:
@@ -402,25 +260,29 @@ class instruction:  # noqa: N801 - a decorator, written as one
     ) -> Instruction | None:
         """Check a call as far as no earlier one answers for it, record it and compute."""
         call, warned = Call(machine, self, arguments), machine.warned
-        call.resolve()
+        self._resolve(call)
         if known is None:
-            call.check()
+            self._check(call)
         call.reads, call.writes = (
             [view.access() for _, view in call.tensors(part)] for part in (self.reads, self.writes)
         )
         steps = self.body(call, **call.arguments) if self.checks else None
         attributes = {} if steps is None else next(steps)
         if known is None:
-            call.finish()
-            known = call.outcome(attributes)
-            of_row = len(known.reads) == len(call.reads)  # and nothing that it cannot name
-            if key is not None and of_row and warned == machine.warned:
+            self._finish(call)
+            reads, writes = (
+                [role for role, _ in call.tensors(part)] for part in (self.reads, self.writes)
+            )
+            known = Outcome(call.engine, attributes, reads, writes)
+            if key is not None and warned == machine.warned:
                 if len(machine.outcomes) >= _KEPT:
                     machine.outcomes.clear()
                 known.kind = next(_KINDS)
                 machine.outcomes[key] = known
-        reads, writes = tuple(call.reads), tuple(call.writes)
-        record = machine.record(self.op, known.engine, reads, writes, attributes, name, known.kind)
+        record = machine.record(
+            self.op, known.engine, tuple(call.reads), tuple(call.writes), attributes, name,
+            known.kind,
+        )  # fmt: skip
         if steps is not None and (machine.data or self.waits):
             next(steps, None)
         elif machine.data:
@@ -428,6 +290,91 @@ class instruction:  # noqa: N801 - a decorator, written as one
         if machine.poisoned:
             spread(call)
         return record if self.named else None
+
+    def _resolve(self, call: Call) -> None:
+        """Replace arguments by what they mean: members, operators, integers."""
+        arguments = call.arguments
+        for role, members in self.members:
+            if arguments[role].__class__ is not members:
+                arguments[role] = member(call, role, arguments[role], members)
+        for role, takes in self.operators.items():
+            found = takes.resolve(call, role, arguments[role], self.defaults[role])
+            arguments[role] = found
+            if takes.part == "alu" and found is not None and found.name in YOUNG_ALU_OPERATORS:
+                require_present(call, "nl.abs_max, nl.abs_min, nl.square, nl.relu on the ALU")
+        for role, allowed in self.integers.items():
+            arguments[role] = call.integer(role, arguments[role], allowed)
+        for role in self.lists:
+            fits = isinstance(arguments[role], _SEQUENCES) and len(arguments[role]) > 0
+            call.need(fits, f"{role} must be a list of tensors", KernelArgumentError)
+
+    def _check(self, call: Call) -> None:
+        """Check the operands against the row."""
+        require_present(call, self.op)
+        for role in self.roles:
+            for view in call.each(role):
+                if not (view is None and role in self.optional):
+                    self._check_operand(call, role, view)
+        self.equation.check(call, call.tensors(self.roles))
+        call.need(
+            len({view.dtype for _, view in call.tensors(self.same_dtype)}) < 2,
+            f"the dtypes of {' and '.join(self.same_dtype)} must be the same",
+        )
+        both = [view for _, view in call.tensors(self.pair)]
+        if len(both) == 2:
+            check_pair(call, self.pair, *both)
+        if self.commands:
+            self._check_command(call, call.arguments["reduce_cmd"])
+
+    def _check_operand(self, call: Call, role: str, view: Any) -> None:
+        """Check one operand, a tensor or a number, against the row."""
+        if role in self.constants and not isinstance(view, NkiTensor):
+            call.need(isinstance(view, _NUMBERS), f"{role} must be a number or a tensor")
+            return
+        operand(call, role, view, self.roles[role])
+        if self.dtypes.get(role):
+            check_dtype(call, role, view, self.dtypes[role])
+        if role in self.ranks:
+            most = f"{role} has at most {self.ranks[role]} dimensions; flatten some"
+            call.should(len(view.shape) <= self.ranks[role], most)
+
+    def _check_command(self, call: Call, command: Any) -> None:
+        """Check reduce_cmd, and that a first value comes with load_reduce and only with it."""
+        name, first = command.name, self.first_value
+        call.need(
+            name in self.commands,
+            f"reduce_cmd must be {' or '.join(self.commands)}",
+            UnsupportedInstructionError,
+        )
+        if not first:
+            return
+        given, default = call.arguments[first], self.defaults[first]
+        unset = given is default or (not isinstance(given, NkiTensor) and given == default)
+        if name == "load_reduce":
+            says, fits = f"load_reduce needs {first}, the first value", given is not None
+        else:
+            says, fits = f"only load_reduce reads {first}; leave it unset", unset
+        call.need(fits, says, KernelArgumentError)
+
+    def _finish(self, call: Call) -> None:
+        """Check what the engine decides, and that nothing is overwritten before it is read."""
+        if not call.engine:
+            call.engine = call.choose() if len(self.engines) > 1 else self.engines[0]
+        require_present(call, f"{self.op}(engine={call.engine})")
+        written, read = call.tensors(self.writes), call.tensors(self.reads)
+        for _, dst in written:
+            check_destination(call, dst)
+        for role, view in (*read, *written):
+            if view.indirection is not None:
+                engines = self.indirect_engines or self.engines if role in self.indirect else ()
+                call.reads += indirect_operand(call, role, view, call.engine, engines)
+        if self.exchanges:
+            return
+        for (to, dst), (of, src) in itertools.product(written, read):
+            streams = of in self.numbers or (of in self.streams and to == self.first)
+            check_hazard(call, dst, src, streams)
+        for (of, one), (also, other) in itertools.combinations(written, 2):
+            check_two_results(call, (of, also), one, other)
 
 
 def words(text: Any) -> tuple[str, ...]:

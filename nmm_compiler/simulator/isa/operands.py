@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from operator import index as as_index
 from typing import Any
@@ -22,6 +22,7 @@ from nmm_compiler.errors import (
     OperandError,
     SimulationError,
 )
+from nmm_compiler.simulator.isa import enums
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import INTEGERS
 from nmm_compiler.simulator.tensors.elements import positions
@@ -39,35 +40,80 @@ ANY_DTYPE: frozenset[str] = frozenset()
 """Of an operand that may have any dtype."""
 
 
-class Caller:
-    """Who is checked: an instruction of a module of NKI, on a machine.
+class Call:
+    """One call of an instruction, until it is recorded.
 
-    packed: it takes x4-packed operands.
+    row: the instruction. arguments: by role, with operators resolved to `Op`.
+    engine: its name, "" until it is chosen.
+    reads, writes: the regions of the operands.
+    kept: mask of the inputs that it reads, None for all of them.
+    move: what makes the result of elements of the only operand that it reads, if it moves those.
     """
 
-    module, packed = "nisa", False
-    machine: Machine
-    op: str
+    def __init__(self, machine: Machine, row: Any, arguments: dict[str, Any]) -> None:
+        self.machine, self.row, self.arguments = machine, row, arguments
+        self.op, self.name, self.engine = row.op, f"{row.module}.{row.op}", ""
+        self.reads: list[Access] = []
+        self.writes: list[Access] = []
+        self.move: Callable[[np.ndarray], np.ndarray] | None = None
+        self.kept: np.ndarray | None = None
 
     def warn(self, message: str) -> None:
         """Warn of the instruction."""
-        self.machine.warn(f"{self.module}.{self.op}: {message}")
+        self.machine.warn(f"{self.name}: {message}")
 
-    def given(self) -> str:
-        """Return what the call was given, for messages."""
-        raise NotImplementedError
+    def given(self, rule: str) -> str:
+        """Return a rule and the arguments that are not the defaults."""
+        defaults = self.row.defaults
+        shown = [(n, v) for n, v in self.arguments.items() if v is not defaults.get(n)]
+        return f"{self.name}: {rule}; given " + ", ".join(f"{n}={v!r:.90}" for n, v in shown)
 
     def need(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
         """Refuse a call that breaks a rule; the message has the rule and what was given."""
         if not holds:
-            says = f"{self.module}.{self.op}: {rule}; given {self.given()}"
-            raise self.machine.error(kind, says)
+            raise self.machine.error(kind, self.given(rule))
 
     def should(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
         """Refuse such a call in strict mode; otherwise warn."""
         if not holds:
-            says = f"{self.module}.{self.op}: {rule}; given {self.given()}"
-            self.machine.rule(kind, says)
+            self.machine.rule(kind, self.given(rule))
+
+    def each(self, role: str) -> Sequence[Any]:
+        """Return the operands of a role: one, or those of a list."""
+        given = self.arguments[role]
+        return given if role in self.row.lists else (given,)
+
+    def tensors(self, roles: Iterable[str]) -> list[tuple[str, NkiTensor]]:
+        """Return the operands among some roles that are tensors."""
+        given = ((role, view) for role in roles for view in self.each(role))
+        return [(role, view) for role, view in given if isinstance(view, NkiTensor)]
+
+    def number(self, role: str, value: Any) -> float:
+        """Return a compile-time number of the instruction's float32 field."""
+        self.need(
+            isinstance(value, (int, float, np.number, np.bool_)),
+            f"{role} must be a compile-time number",
+        )
+        return float(value)
+
+    def choose(self, default: str = "") -> str:
+        """Choose the engine now: the one that the kernel gave, or the default."""
+        allowed, given = self.row.engines, self.arguments.get("engine")
+        name = default or allowed[0]
+        if given is not None and given is not enums.engine.unknown:
+            name = given._name_ if given.__class__ is enums.engine else ""
+        self.need(
+            name in allowed,
+            f"it cannot run on {getattr(given, 'name', given)}; use {', '.join(allowed)} or leave "
+            "engine unset",
+        )
+        views = self.tensors(self.row.roles)
+        self.need(
+            name != "gpsimd" or all(view.memory != "psum" for _, view in views),
+            "GpSimd cannot access PSUM; use the vector engine or copy to SBUF first",
+        )
+        self.engine = name
+        return name
 
     def integer(self, role: str, value: Any, allowed: range = INT32) -> int:
         """Return a compile-time integer of the instruction's field, int32 unless said."""
@@ -85,39 +131,39 @@ class Caller:
         return number
 
 
-def operand(caller: Caller, role: str, view: Any, memories: tuple[str, ...]) -> Access:
+def operand(call: Call, role: str, view: Any, memories: tuple[str, ...]) -> Access:
     """Check that `view` is a tensor in one of `memories` at a legal partition; its Access."""
-    caller.need(view.__class__ is NkiTensor, f"{role} must be a tensor")
+    call.need(view.__class__ is NkiTensor, f"{role} must be a tensor")
     access = view.access()
     places = " or ".join(m.upper() for m in memories)
     says = f"{role} is in {access.memory.upper()}, it must be in {places}; copy it there first"
-    caller.need(access.memory in memories, says)
+    call.need(access.memory in memories, says)
     start, count = access.partition_start, access.partitions
     if role.endswith("_scale") and start % 32 in (4, 8, 12):
         # scales of MX blocks may be at an offset in each quadrant (mxfp-matmul: packing scales)
         start -= start % 32
-    caller.need(
-        view.dtype.kind != "packed" or caller.packed,
+    call.need(
+        view.dtype.kind != "packed" or call.row.packed,
         f"engines move {view.dtype} but do not compute with it; multiply it with nisa.nc_matmul_mx,"
         f" or pass .view(nl.uint8) as {role}",
     )
     if "hbm" not in memories:
-        caller.should(
+        call.should(
             start % 32 == 0 and count <= (128, 32, 64, 32)[start // 32 % 4],
             f"{role} starts at partition {start} with {count} partitions; up to 32 partitions may "
             "start at 0, 32, 64, 96, up to 64 at 0, 64, more at 0",
         )
-        caller.should(not view.geometry.far, f"{role} has {view.geometry.far}")
+        call.should(not view.geometry.far, f"{role} has {view.geometry.far}")
     return access
 
 
-def check_dtype(caller: Caller, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
+def check_dtype(call: Call, role: str, view: NkiTensor, allowed: frozenset[str]) -> None:
     """Check that the operand is of an allowed dtype."""
     if view.dtype not in allowed:
-        caller.should(False, f"{role} is {view.dtype}; use {' or '.join(sorted(allowed))}")
+        call.should(False, f"{role} is {view.dtype}; use {' or '.join(sorted(allowed))}")
 
 
-def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
+def member(call: Call, role: str, given: Any, members: type[Enum]) -> Enum:
     """Return the member of an enumeration that a parameter means, or refuse it.
 
     None means `unknown`, or the first member where the enumeration has no such one.
@@ -128,20 +174,20 @@ def member(caller: Caller, role: str, given: Any, members: type[Enum]) -> Enum:
     known = [m for m in members if given.__class__ is int and m.value == given]
     name = f"nisa.{members.__name__}"
     says = f"{role} must be a member of {name}, such as {name}.{next(iter(members)).name}"
-    caller.need(known, says, KernelArgumentError)
-    caller.warn(f"{role}={given}; NKI 0.3 and newer take {name}.{known[0].name}")
+    call.need(known, says, KernelArgumentError)
+    call.warn(f"{role}={given}; NKI 0.3 and newer take {name}.{known[0].name}")
     return known[0]
 
 
-def check_conversion(caller: Caller, dst: NkiTensor, src: NkiTensor) -> None:
+def check_conversion(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     """Refuse to convert x4-packed elements, each of which holds four numbers."""
-    caller.need(
+    call.need(
         "packed" not in (dst.dtype.kind, src.dtype.kind),
         "x4-packed elements are moved, not converted; make the dtypes equal",
     )
 
 
-def check_pair(caller: Caller, roles: Sequence[str], first: NkiTensor, second: NkiTensor) -> None:
+def check_pair(call: Call, roles: Sequence[str], first: NkiTensor, second: NkiTensor) -> None:
     """Check two inputs that an engine reads at once: not both in PSUM, in SBUF on equal partitions.
 
     The second rule is the hardware's: nki-library's rope.py copies half of a tile for it.
@@ -149,9 +195,9 @@ def check_pair(caller: Caller, roles: Sequence[str], first: NkiTensor, second: N
     places = [view.access() for view in (first, second)]
     memories = {place.memory for place in places}
     names = " and ".join(roles)
-    caller.need(memories != {"psum"}, f"{names} are both in PSUM; copy one to SBUF first")
+    call.need(memories != {"psum"}, f"{names} are both in PSUM; copy one to SBUF first")
     starts = {place.partition_start for place in places}
-    caller.should(
+    call.should(
         memories != {"sbuf"} or len(starts) == 1,
         f"{names} start at partitions {sorted(starts)}; two SBUF inputs start at the same "
         "partition, copy one with nisa.tensor_copy",
@@ -159,7 +205,7 @@ def check_pair(caller: Caller, roles: Sequence[str], first: NkiTensor, second: N
 
 
 def indirect_operand(
-    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
+    call: Call, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
 ) -> tuple[Access, ...]:
     """Check a view whose address is known at run time only; return the Access of its index.
 
@@ -169,21 +215,21 @@ def indirect_operand(
     if kind != "columns" and index.__class__ is VirtualRegister:
         return ()
     where = f"the index of {role}, {index!r:.90},"
-    caller.need(
+    call.need(
         index.__class__ is NkiTensor,
         f"{where} must be an SBUF tensor or a register",
         KernelArgumentError,
     )
-    caller.need(
+    call.need(
         index.memory == "sbuf" and index.dtype in INTEGERS,
         f"{where} must be in SBUF and have an integer dtype; copy it first",
     )
     if kind == "columns":
-        _check_tensor_indirection(caller, role, view, chosen, allowed)
+        _check_tensor_indirection(call, role, view, chosen, allowed)
     elif kind == "scalar":
-        caller.need(index.size == 1, f"{where} must have one element")
-    elif caller.op != "dma_transpose":
-        caller.need(
+        call.need(index.size == 1, f"{where} must have one element")
+    elif call.op != "dma_transpose":
+        call.need(
             index.shape[1:] == (1,),
             f"{where} must have the shape ({view.shape[0]}, 1), one index per row",
         )
@@ -191,50 +237,50 @@ def indirect_operand(
 
 
 def _check_tensor_indirection(
-    caller: Caller, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
+    call: Call, role: str, view: NkiTensor, chosen: str, allowed: Sequence[str]
 ) -> None:
     index, where = view.indirection.index, f"{role} is an .indirect() view"
-    caller.need(
+    call.need(
         chosen in allowed, f"{where}, which it takes on {' or '.join(allowed) or 'no engine'}"
     )
-    caller.need(
+    call.need(
         not (role == "dst" and chosen == "scalar" and view.memory == "psum"),
         f"{where} in PSUM; on ScalarE a scattered dst must be in SBUF",
     )
-    caller.need(
+    call.need(
         index.shape[0] == view.shape[0],
         f"{where}; its index {index!r:.90} needs {view.shape[0]} partitions",
     )
     start, first = index.access().partition_start, view.access().partition_start
-    caller.should(
+    call.should(
         start % 32 == 0 and (role == "dst" or view.memory != "sbuf" or start == first),
         f"{where} from partition {first} on; its index starts at {start}: it must be a multiple of "
         "32, the same for what is read of SBUF",
     )
 
 
-def check_priority(caller: Caller, priority: Any) -> None:
+def check_priority(call: Call, priority: Any) -> None:
     """Check the class of service of a DMA."""
     if priority is not None:
-        caller.integer("priority", priority, range(4))
-        require_present(caller, "dma priority")
+        call.integer("priority", priority, range(4))
+        require_present(call, "dma priority")
 
 
-def require_present(caller: Caller, what: str, remedy: str = "") -> None:
+def require_present(call: Call, what: str, remedy: str = "") -> None:
     """Check that the target has an instruction, or a form of one as `absent_forms` names it."""
-    require(caller, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms), remedy)
+    require(call, what, lambda t: what not in (*t.absent_instructions, *t.absent_forms), remedy)
 
 
-def require(caller: Caller, what: str, has: Callable[[Target], bool], remedy: str = "") -> None:
+def require(call: Call, what: str, has: Callable[[Target], bool], remedy: str = "") -> None:
     """Check that the target has `what`: an instruction, or a mode of one.
 
     remedy: what to do on this target, a newer one unless said.
     """
-    if not has(caller.machine.target):
+    if not has(call.machine.target):
         needed = oldest_with(has)
-        caller.machine.rule(
+        call.machine.rule(
             OperandError,
-            f"nisa.{what} needs {needed} or newer, the target is {caller.machine.target.name}; "
+            f"nisa.{what} needs {needed} or newer, the target is {call.machine.target.name}; "
             + (remedy or f'pass target="{needed}"'),
         )
 
@@ -258,7 +304,7 @@ def same_view(a: Any, b: Any) -> bool:
     return (i.kind, i.dim, i.step) == (j.kind, j.dim, j.step) and same_view(i.index, j.index)
 
 
-def check_hazard(caller: Caller, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
+def check_hazard(call: Call, dst: NkiTensor, src: NkiTensor, streams: bool) -> None:
     """Refuse an instruction that overwrites an element before it reads it.
 
     streams: elements of src are read in the order in which those of dst are written, so that an
@@ -266,20 +312,18 @@ def check_hazard(caller: Caller, dst: NkiTensor, src: NkiTensor, streams: bool) 
         behind the reading position is safe to write, also by a reduction, which reads several
         elements before it writes one. DMAs move elements in no order.
     """
-    in_order = streams and not caller.op.startswith("dma_")
-    if not (streams and same_view(dst, src)) and _collide(caller.machine, dst, src, in_order):
+    in_order = streams and not call.op.startswith("dma_")
+    if not (streams and same_view(dst, src)) and _collide(call.machine, dst, src, in_order):
         places = f"from element {dst.offset} on over {src.get_pattern()} from {src.offset} on"
         says = f"it writes {dst.name!r} {places}, which it still has to read"
-        caller.should(False, f"{says}; write to another tensor", HazardError)
+        call.should(False, f"{says}; write to another tensor", HazardError)
 
 
-def check_two_results(
-    caller: Caller, roles: tuple[str, str], one: NkiTensor, other: NkiTensor
-) -> None:
+def check_two_results(call: Call, roles: tuple[str, str], one: NkiTensor, other: NkiTensor) -> None:
     """Refuse an instruction that writes two results to one place: no order decides which stays."""
-    if _collide(caller.machine, one, other, False):
+    if _collide(call.machine, one, other, False):
         both = f"{' and '.join(roles)} to the same elements of {one.name!r}"
-        caller.should(False, f"it writes {both}; write one to another tensor", HazardError)
+        call.should(False, f"it writes {both}; write one to another tensor", HazardError)
 
 
 def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool) -> bool:
@@ -313,12 +357,12 @@ def _collide(machine: Machine, dst: NkiTensor, other: NkiTensor, in_order: bool)
     return bool((hit & (write_step < reading)).any())
 
 
-def check_destination(caller: Caller, dst: NkiTensor) -> None:
+def check_destination(call: Call, dst: NkiTensor) -> None:
     """Refuse to write a constant.
 
     A broadcast dst is legal: several elements go to one place and the last one stays.
     """
-    caller.need(
+    call.need(
         not dst.storage.constant, f"{dst.name!r} is a shared constant; copy it first", HazardError
     )
 
@@ -353,7 +397,7 @@ class Equation:
             + [f"{letter} in {_shown(allowed)}" for letter, allowed in limits.items()]
         )
 
-    def check(self, caller: Caller, given: list[tuple[str, NkiTensor]]) -> None:
+    def check(self, call: Call, given: list[tuple[str, NkiTensor]]) -> None:
         """Refuse operands that do not fit together."""
         sizes: dict[str, int] = {}
         fit = True
@@ -364,7 +408,7 @@ class Equation:
                 known = sizes.setdefault(letter, (size - plus) // times) if letter else 0
                 fit = fit and known >= 0 and known * times + plus == size
         fit = fit and all(sizes.get(x, known.start) in known for x, known in self.limits.items())
-        caller.need(fit, f"shapes, as partitions and elements per partition, must be {self.says}")
+        call.need(fit, f"shapes, as partitions and elements per partition, must be {self.says}")
 
 
 def _shown(allowed: range) -> str:

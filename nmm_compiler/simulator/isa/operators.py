@@ -8,6 +8,7 @@ integers as they are. Comparisons and logical operators give 1.0 or 0.0.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import UnsupportedInstructionError, closest
-from nmm_compiler.simulator.isa.operands import Caller
+from nmm_compiler.simulator.isa.operands import Call
 
 _F = np.float32
 
@@ -52,16 +53,8 @@ def _truth(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y: function(x, y).astype(_F)
 
 
-def _logical(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, y: function(np.asarray(x) != 0, np.asarray(y) != 0).astype(_F)
-
-
-def _abs_max(x: Any, y: Any) -> Any:
-    return np.where(np.abs(x) > np.abs(y), x, y)
-
-
-def _abs_min(x: Any, y: Any) -> Any:
-    return np.where(np.abs(x) < np.abs(y), x, y)
+def _by_size(compare: Callable[..., Any], x: Any, y: Any) -> Any:
+    return np.where(compare(np.abs(x), np.abs(y)), x, y)
 
 
 _ERF = np.frompyfunc(math.erf, 1, 1)
@@ -83,15 +76,19 @@ def _sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + np.exp(-x))
 
 
-@_wide
-def _silu(x: Any) -> Any:
-    return np.where(np.isneginf(x), 0.0, x * _sigmoid(x))
+def _swish(scale: float) -> Callable[..., Any]:
+    """Return x sigmoid(scale x)."""
+    return _wide(lambda x: np.where(np.isneginf(x), 0.0, x * _sigmoid(scale * x)))
 
 
-@_wide
-def _silu_dx(x: Any) -> Any:
-    s = _sigmoid(x)
-    return s * (1.0 + x * (1.0 - s))
+def _swish_dx(scale: float) -> Callable[..., Any]:
+    """Return the derivative of `_swish`."""
+
+    def function(x: Any) -> Any:
+        s = _sigmoid(scale * x)
+        return s * (1.0 + scale * x * (1.0 - s))
+
+    return _wide(function)
 
 
 @_wide
@@ -108,17 +105,6 @@ def _gelu_dx(x: Any) -> Any:
 @_wide
 def _gelu_tanh(x: Any) -> Any:
     return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-
-
-@_wide
-def _gelu_sigmoid(x: Any) -> Any:
-    return x * _sigmoid(1.702 * x)
-
-
-@_wide
-def _gelu_sigmoid_dx(x: Any) -> Any:
-    s = _sigmoid(1.702 * x)
-    return s * (1.0 + 1.702 * x * (1.0 - s))
 
 
 @_wide
@@ -172,7 +158,7 @@ _LIST = [
         ("bitwise_and", np.bitwise_and, -1), ("bitwise_or", np.bitwise_or, 0),
         ("bitwise_xor", np.bitwise_xor, 0),
     )),
-    *(Op(name, "arith", _logical(function), None, function, identity)
+    *(Op(name, "arith", _truth(function), None, function, identity)
       for name, function, identity in (
         ("logical_and", np.logical_and, 1.0), ("logical_or", np.logical_or, 0.0),
         ("logical_xor", np.logical_xor, 0.0),
@@ -182,8 +168,8 @@ _LIST = [
     )),
     *(Op(name, "arith", getattr(np, name)) for name in ("divide", "power", "mod", "fmod")),
     Op("average", "arith", None, None, np.add, 0.0),
-    Op("abs_max", "arith", _abs_max),
-    Op("abs_min", "arith", _abs_min),
+    Op("abs_max", "arith", functools.partial(_by_size, np.greater)),
+    Op("abs_min", "arith", functools.partial(_by_size, np.less)),
     Op("left_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.left_shift)),
     Op("right_shift", "bitvec", lambda x, y: _logical_shift(x, y, np.right_shift)),
     Op("invert", "bitvec unary", np.invert),
@@ -202,8 +188,8 @@ _LIST = [
     *(Op(name, activation=function) for name, function in {
         "copy": lambda x: x, "exp": np.exp, "sign": np.sign, "tanh": _wide(np.tanh),
         "sigmoid": _sigmoid, "prelu": None, "gelu": _gelu, "gelu_dx": _gelu_dx,
-        "gelu_apprx_tanh": _gelu_tanh, "gelu_apprx_sigmoid": _gelu_sigmoid,
-        "gelu_apprx_sigmoid_dx": _gelu_sigmoid_dx, "silu": _silu, "silu_dx": _silu_dx,
+        "gelu_apprx_tanh": _gelu_tanh, "gelu_apprx_sigmoid": _swish(1.702),
+        "gelu_apprx_sigmoid_dx": _swish_dx(1.702), "silu": _swish(1.0), "silu_dx": _swish_dx(1.0),
         "softplus": _softplus, "mish": _mish, "erf": erf, "erf_dx": _erf_dx,
     }.items()),
 ]  # fmt: skip
@@ -213,16 +199,12 @@ BY_NAME: dict[str, Op] = {op.name: op for op in _LIST}
 _NUMPY_NAMES = {"absolute": "abs", "true_divide": "divide", "max": "maximum", "min": "minimum"}
 
 
-def find_op(caller: Caller, op: Any) -> Op:
+def find_op(call: Call, op: Any) -> Op:
     """Return the Op of an `nki.language` function (or NumPy ufunc) given as an operator."""
-    try:
-        found = op.nki_op
-    except AttributeError:
-        name = getattr(op, "__name__", str(op))
-        found = BY_NAME.get(_NUMPY_NAMES.get(name, name))
+    name = getattr(op, "__name__", str(op))
+    found: Any = op.nki_op if hasattr(op, "nki_op") else BY_NAME.get(_NUMPY_NAMES.get(name, name))
     if found is None:
-        name = getattr(op, "__name__", repr(op))
-        caller.need(
+        call.need(
             False,
             f"operator {name!r}{closest(name, BY_NAME)}; see the math operators and activation "
             "functions of nki.language",
@@ -244,11 +226,11 @@ class Takes:
     default: str = ""
     kinds: tuple[str, ...] = ()
 
-    def resolve(self, caller: Caller, role: str, given: Any, default: Any) -> Op | None:
+    def resolve(self, call: Call, role: str, given: Any, default: Any) -> Op | None:
         """Return the operator that an argument means; refuse one that the parameter lacks."""
         if given is None and default is None:
             return BY_NAME.get(self.default)
-        found = find_op(caller, given)
+        found = find_op(call, given)
         problem = ""
         has = getattr(found, self.part or "name") is not None
         if not has and not (self.part == "activation" and found.name == "prelu"):
@@ -258,7 +240,7 @@ class Takes:
         elif self.kinds and found.kind not in self.kinds:
             problem = f"not for {role}; {_KINDS[self.kinds]}"
         says = f"nl.{found.name} is {problem}"
-        caller.need(not problem, says, UnsupportedInstructionError)
+        call.need(not problem, says, UnsupportedInstructionError)
         return found
 
 

@@ -27,26 +27,36 @@ KNOWN = ("predicate", "indices", "index", "src_seeds")
 """Operands whose values an instruction needs, whatever instruction it is."""
 
 
-def _by_shape(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """Element to element, or all elements of a partition to all of the same partition."""
-    if mask.size == dst.size:
-        return mask.reshape(dst.shape)
-    return by_partition(mask, dst)
+def _blocks(mask: np.ndarray, dst: NkiTensor, rows: int, columns: int) -> np.ndarray:
+    """All elements of a block of partitions and elements to all of the same block."""
+    if mask.size % dst.shape[0]:
+        return np.asarray(mask.any())
+    grid = mask.reshape(dst.shape[0] // rows, rows, -1, columns).any(axis=(1, 3))
+    wide = grid.repeat(rows, axis=0).repeat(dst.free_size // grid.shape[1], axis=1)
+    return wide.reshape(dst.shape)
 
 
 def by_partition(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """All elements of a partition to all of the same partition."""
-    if mask.shape[0] != dst.shape[0]:
-        return np.asarray(mask.any())
-    return mask.reshape(len(mask), -1).any(axis=1).reshape(-1, *[1] * (len(dst.shape) - 1))
+    return _blocks(mask, dst, 1, mask.size // dst.shape[0])
+
+
+def by_place(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """Element to element, or the elements that a reduction sums to their sum; else by partition."""
+    if mask.size % dst.size:
+        return by_partition(mask, dst)
+    return _blocks(mask, dst, 1, mask.size // dst.size)
+
+
+def quantized(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
+    """A group of 8 partitions x 4 values to the same group."""
+    return _blocks(mask, dst, 8, 4)
 
 
 def onwards(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A scan: from the first such element on."""
-    if mask.size != dst.size:
-        return by_partition(mask, dst)
-    flat = np.logical_or.accumulate(mask.reshape(len(mask), -1), axis=1)
-    return flat.reshape(dst.shape)
+    flat = by_place(mask, dst).reshape(dst.shape[0], -1)
+    return np.logical_or.accumulate(flat, axis=1).reshape(dst.shape)
 
 
 def _product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
@@ -63,29 +73,14 @@ def _product(arguments: Arguments, view: Any, mask: np.ndarray, dst: NkiTensor) 
     return np.broadcast_to(shaped, (m, n)).reshape(dst.shape)
 
 
-def reduced(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """Any element of those that a reduction sums to their sum."""
-    return mask.reshape(dst.shape[0], dst.free_size, -1).any(axis=-1).reshape(dst.shape)
-
-
 def across(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """Any partition to the one of the result."""
     return mask.reshape(len(mask), -1).any(axis=0).reshape(dst.shape)
 
 
-def _groups(mask: np.ndarray) -> np.ndarray:
-    """Return which groups of 8 partitions x 4 values have such an element."""
-    return np.asarray(mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3)))
-
-
-def quantized(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
-    """A group of 8 partitions x 4 values to the same group."""
-    return np.repeat(_groups(mask), 8, axis=0).reshape(dst.shape)
-
-
 def scaled(mask: np.ndarray, dst: NkiTensor) -> np.ndarray:
     """A group of 8 partitions x 4 values to its scale."""
-    groups = _groups(mask)
+    groups = np.asarray(mask.reshape(len(mask) // 8, 8, -1, 4).any(axis=(1, 3)))
     scales = np.zeros((dst.shape[0], groups.shape[1]), np.bool_)
     number = np.arange(len(groups))
     scales[number // 4 * 32 + number % 4] = groups
@@ -111,7 +106,7 @@ def spread(call: Any) -> None:
             continue
         for role, dst in results:
             flow, keep = row.flows.get(role), call.kept
-            flow = flow or (_by_shape if role == row.first else by_partition)
+            flow = flow or (by_place if role == row.first else by_partition)
             here = call.move(mask) if call.move else flow(mask, dst)
             if "stationary" in arguments:
                 here = _product(arguments, view, mask, dst)

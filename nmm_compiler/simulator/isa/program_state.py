@@ -13,13 +13,15 @@ import numpy as np
 from nmm_compiler.errors import HazardError, OperandError, SimulationError
 from nmm_compiler.simulator.isa import cycles
 from nmm_compiler.simulator.isa.enums import dma_engine, engine, nc_version
-from nmm_compiler.simulator.isa.instruction import (
+from nmm_compiler.simulator.isa.instruction import Steps, instruction
+from nmm_compiler.simulator.isa.operands import (
+    DMA_MEMORIES,
+    SBUF,
     Call,
-    Steps,
-    instruction,
+    check_dtype,
+    require_present,
 )
-from nmm_compiler.simulator.isa.operands import DMA_MEMORIES, SBUF, check_dtype, require_present
-from nmm_compiler.simulator.isa.values import F32, f32, put, raw, scalar_value
+from nmm_compiler.simulator.isa.values import F32, f32, put, scalar_value
 from nmm_compiler.simulator.machine import CURRENT, current
 from nmm_compiler.simulator.tensors.dtypes import FLOAT32, FLOATS, INTEGERS, VECTOR_FLOATS
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
@@ -50,7 +52,7 @@ def set_rng_seed(call: Call, src_seeds: Any) -> Steps:
     """Seed VectorE's generator with a [1, 1] 32-bit value."""
     call.need(src_seeds.dtype.item_bytes == 4, "src_seeds must be a 32-bit value")
     yield {}
-    seed = int(np.ascontiguousarray(raw(src_seeds)).reshape(-1).view(np.uint32)[0])
+    seed = int(np.ascontiguousarray(src_seeds.load()).reshape(-1).view(np.uint32)[0])
     call.machine.random_state = np.random.default_rng(seed)
 
 
@@ -74,7 +76,7 @@ def rand_set_state(call: Call, src_seeds: Any, engine: Any = engine.gpsimd) -> S
     """Seed an engine's generators from a uint32 tile."""
     machine, chosen = call.machine, _check_state(call, src_seeds)
     yield {}
-    seeds = raw(src_seeds)
+    seeds = src_seeds.load()
     machine.accumulators["random " + chosen] = seeds.copy()
     machine.random_state = np.random.default_rng([int(s) for s in seeds.reshape(-1)])
 
@@ -269,7 +271,7 @@ def sendrecv(
         "pipe": str(pipe_id),
         "engine": dma_engine.name,
     }
-    sent = (raw(src).copy(), machine.poisoned) if machine.data else None
+    sent = (src.load().copy(), machine.poisoned) if machine.data else None
     machine.poisoned = []
     me, what = machine.program_id, f"nisa.sendrecv on pipe {pipe_id}"
     # the peer has the same key only if each sends to the other and receives from it

@@ -12,12 +12,8 @@ from nmm_compiler.errors import UnsupportedInstructionError
 from nmm_compiler.simulator.isa import cycles, poison
 from nmm_compiler.simulator.isa.elementwise import check_unary
 from nmm_compiler.simulator.isa.enums import reduce_cmd
-from nmm_compiler.simulator.isa.instruction import (
-    Call,
-    Steps,
-    instruction,
-)
-from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF
+from nmm_compiler.simulator.isa.instruction import Steps, instruction
+from nmm_compiler.simulator.isa.operands import ANY_DTYPE, SBUF, Call
 from nmm_compiler.simulator.isa.operators import ARITHMETIC, BINARY, REDUCTION, Op, Takes
 from nmm_compiler.simulator.isa.values import (
     F32,
@@ -26,7 +22,6 @@ from nmm_compiler.simulator.isa.values import (
     f32,
     keep,
     put,
-    raw,
     scalar_value,
     write_sum,
 )
@@ -74,7 +69,6 @@ def _reduce(function: Op, values: np.ndarray) -> np.ndarray:
     streams="data",
     operators={"op": REDUCTION},
     indirect="dst data",
-    flows={"dst": poison.reduced},
     cycles=cycles.reduce,
 )
 def tensor_reduce(
@@ -111,7 +105,7 @@ def tensor_reduce(
         UnsupportedInstructionError,
     )  # fmt: skip
     yield {"function": op.name}
-    values = (raw(data) if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
+    values = (data.load() if bitvec else f32(data)).reshape(data.shape[0], kept, -1)
     result = _reduce(op, values)
     put(dst, -result if negate else result)
 
@@ -129,7 +123,7 @@ def tensor_partition_reduce(call: Call, dst: Any, op: Any, data: Any) -> Steps:
     """Reduce across partitions on GpSimd; dst has one partition."""
     _check_bits(call, op, dst, data)
     yield {"function": op.name}
-    values = raw(data) if op.kind == "bitvec" else f32(data)
+    values = data.load() if op.kind == "bitvec" else f32(data)
     flat = values.reshape(data.shape[0], -1).T
     put(dst, _reduce(op, flat[None]).reshape(dst.shape))
 

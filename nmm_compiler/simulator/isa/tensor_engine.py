@@ -16,14 +16,11 @@ import numpy as np
 from nmm_compiler.errors import HazardError, KernelArgumentError
 from nmm_compiler.simulator.isa import poison
 from nmm_compiler.simulator.isa.enums import engine, matmul_perf_mode
-from nmm_compiler.simulator.isa.instruction import (
-    Call,
-    Steps,
-    instruction,
-)
-from nmm_compiler.simulator.isa.operands import PSUM, SBUF, require, require_present
-from nmm_compiler.simulator.isa.values import F32, accumulate_product, check_bank, f32, put, raw
+from nmm_compiler.simulator.isa.instruction import Steps, instruction
+from nmm_compiler.simulator.isa.operands import PSUM, SBUF, Call, require, require_present
+from nmm_compiler.simulator.isa.values import F32, accumulate_product, check_bank, f32, put
 from nmm_compiler.simulator.tensors.dtypes import FLOAT8, FLOATS
+from nmm_compiler.simulator.tensors.elements import read
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
 _OPERANDS = FLOATS - {"float8_e8m0fnu"}
@@ -178,7 +175,7 @@ def _pass_through(call: Call, stationary: NkiTensor, selector: np.ndarray) -> np
         "nl.shared_identity_matrix, or leave is_transpose unset for a product",
         HazardError,
     )
-    rows = raw(stationary).reshape(stationary.shape[0], -1)
+    rows = stationary.load().reshape(stationary.shape[0], -1)
     return rows[(selector != 0).argmax(axis=0), :].T.copy()
 
 
@@ -269,7 +266,7 @@ def nc_transpose(call: Call, dst: Any, data: Any, engine: Any = engine.unknown) 
         "onezero": False,
     }
     call.move = lambda values: values.reshape(p, f).T.reshape(dst.shape)
-    put(dst, call.move(raw(data)), exact=True, product=True)
+    put(dst, call.move(data.load()), exact=True, product=True)
 
 
 _ELEMENT = {
@@ -309,18 +306,14 @@ with np.errstate(over="ignore"):
 """The value of each code of a scale; 255 overflows."""
 
 
-def _scales(view: NkiTensor) -> np.ndarray:
-    return _POWERS.take(raw(view).view(np.uint8).reshape(view.shape[0], -1))
-
-
 def _scales_of_groups(scale: NkiTensor, rows: np.ndarray) -> np.ndarray:
     """Return the scales of each group of 8 partitions; `rows` says which partitions hold them.
 
     Nothing is read of the partitions between them: nobody has to write those.
     """
-    if scale.indirection is not None:
-        return _scales(scale)[rows]
-    return np.stack([_scales(scale[int(r) : int(r) + 1])[0] for r in rows])
+    held = np.isin(np.arange(scale.shape[0]), rows)
+    codes = read(scale, where=held.reshape(-1, *[1] * (len(scale.shape) - 1)))[0]
+    return _POWERS.take(codes.view(np.uint8).reshape(scale.shape[0], -1)[rows])
 
 
 def _check_scales(call: Call, role: str, view: NkiTensor, scale: NkiTensor) -> None:
@@ -416,7 +409,7 @@ def nc_matmul_mx(
     rows = scale_rows(k)
     sides = []
     for view, scale in ((stationary, stationary_scale), (moving, moving_scale)):
-        values = unpack(raw(view).reshape(k, -1), view.dtype).reshape(k // 8, 8, -1, 4)
+        values = unpack(view.load().reshape(k, -1), view.dtype).reshape(k // 8, 8, -1, 4)
         factor = _scales_of_groups(scale, rows)
         scaled = np.empty((k // 8, 8, 4, values.shape[2]), F32)
         np.multiply(values.transpose(0, 1, 3, 2), factor[:, None, None, :], out=scaled)

@@ -11,17 +11,11 @@ from typing import Any
 import numpy as np
 
 from nmm_compiler.errors import HazardError, SimulationError
-from nmm_compiler.simulator.isa.instruction import Call
+from nmm_compiler.simulator.isa.operands import Call
 from nmm_compiler.simulator.isa.operators import Op
 from nmm_compiler.simulator.machine import Machine
 from nmm_compiler.simulator.tensors.dtypes import cast, round_tfloat32
-from nmm_compiler.simulator.tensors.elements import (
-    gather,
-    mark,
-    note_unwritten,
-    scatter,
-    settled,
-)
+from nmm_compiler.simulator.tensors.elements import mark, read, store
 from nmm_compiler.simulator.tensors.registers import VirtualRegister
 from nmm_compiler.simulator.tensors.tensor import NkiTensor
 
@@ -33,74 +27,68 @@ def f32(view: NkiTensor) -> np.ndarray:
 
     A tfloat32 view may lie over float32 data: an engine reads ten bits of its mantissas.
     """
-    values = raw(view)
+    values = view.load()
     if view.dtype == "tfloat32":
         return round_tfloat32(values)
     return values if values.dtype == F32 else values.astype(F32)
 
 
-def raw(view: NkiTensor) -> np.ndarray:
-    """Return the view's values in their storage dtype."""
-    return gather(view)[0]
-
-
-def put(dst: NkiTensor, values: np.ndarray, *, exact: bool = False, product: bool = False) -> None:
+def put(
+    dst: NkiTensor,
+    values: np.ndarray,
+    *,
+    exact: bool = False,
+    product: bool = False,
+    where: np.ndarray | None = None,
+    skip: bool = False,
+    adds: bool = False,
+) -> None:
     """Write values to dst: the one place where an instruction does.
 
     exact: they are stored elements of dst's dtype; else they are cast to it.
     product: TensorE writes them, so a later product may add to them.
+    where, skip, adds: as of `store`.
     """
     dtype, storage = dst.dtype, dst.storage
-    if dst.indirection is not None:
-        scatter(dst, values)
+    if dst.indirection is not None or storage.shared or where is not None:
+        store(dst, values, where, skip=skip, adds=adds)
     else:
         if values.shape != dst.shape:
             values = values.reshape(dst.shape)
         rounds = values.dtype == F32 and dtype.kind == "float" and dtype != "tfloat32"
-        if not exact and (storage.shared or not rounds):
+        if not exact and not rounds:
             values = cast(values, dtype)
-        if storage.shared:
-            values = settled(dst, values)
         dst.array()[...] = values
         mark(dst, False)
     if storage.memory == "psum":
-        note_writer(dst, TENSOR if product else OTHER)
+        storage.products = None
+        storage.writers = storage.writers or storage.marks(NOBODY)
+        storage.writers.put(dst, TENSOR if product else OTHER)
 
 
 NOBODY, TENSOR, OTHER = (np.uint8(who) for who in range(3))
 """Who wrote an element of PSUM."""
 
 
-def writers_of(dst: NkiTensor) -> np.ndarray:
-    """Return who wrote each element of a view of PSUM."""
-    marks = dst.storage.writers
-    return np.zeros(dst.shape, np.uint8) if marks is None else marks.of(dst)[..., 0]
-
-
-def note_writer(dst: NkiTensor, who: np.uint8) -> None:
-    """Note who wrote a view of PSUM."""
-    storage = dst.storage
-    storage.products = None
-    storage.writers = storage.writers or storage.marks(NOBODY)
-    storage.writers.put(dst, who)
-
-
-def scalar_value(value: Any, rank: int) -> Any:
-    """Return a float32 scalar, or float32 [P, 1, ...] to broadcast over the free dimensions."""
+def scalar_value(value: Any, rank: int, kind: Any = F32) -> Any:
+    """Return a scalar of a NumPy dtype, or [P, 1, ...] to broadcast over the free dimensions."""
     if value.__class__ is NkiTensor:
-        return f32(value).reshape((value.shape[0],) + (1,) * (rank - 1))
+        values = f32(value) if kind == F32 else value.load()
+        return values.astype(kind, copy=False).reshape((value.shape[0],) + (1,) * (rank - 1))
     if isinstance(value, VirtualRegister):
         value = value.read()
-    return F32(value)
+    return F32(value) if kind == F32 else np.asarray(int(value)).astype(kind)
 
 
 def apply_scalar(function: Op, data: np.ndarray, value: Any, reverse: bool) -> np.ndarray:
-    """Return data <op> value (or reversed) in float32; unary and bypass ignore the value."""
-    if function.kind in ("unary", "bypass"):
-        return np.asarray(function.alu(data), dtype=F32)
-    operand_value = scalar_value(value, data.ndim)
-    result = function.alu(operand_value, data) if reverse else function.alu(data, operand_value)
-    return np.asarray(result, dtype=F32)
+    """Return data <op> value (or reversed) in data's dtype: float32, or integers for bits.
+
+    Unary operators and bypass ignore the value.
+    """
+    operands = [data]
+    if "unary" not in function.kind and function.kind != "bypass":
+        operands.append(scalar_value(value, data.ndim, data.dtype))
+    return np.asarray(function.alu(*operands[:: -1 if reverse else 1]), dtype=data.dtype)
 
 
 # Products in PSUM
@@ -129,12 +117,14 @@ def accumulate_product(
         target = dst.array()  # the same region as the matmul before has the same writers
         target += product
         return
-    writers = writers_of(dst)
+    marks = storage.writers
+    writers = np.full(dst.shape, NOBODY) if marks is None else marks.of(dst)[..., 0]
     adds = accumulate is not False and (accumulate or bool(writers.any()))
     _note_sum(machine, accumulate, adds)
     if adds:
         _check_sum(machine, dst, writers, accumulate)
-        product = _earlier(dst, writers) + product
+        written = writers != NOBODY  # what nobody has written is zero
+        product = np.where(written, read(dst, where=written)[0].astype(F32), F32(0)) + product
     put(dst, product, product=True)
     storage.products = key
 
@@ -153,25 +143,11 @@ def _check_sum(machine: Machine, dst: NkiTensor, writers: np.ndarray, accumulate
             "another engine wrote: undefined before trn3; pass accumulate=False for the first "
             "matmul"
         )
-        if accumulate is None and (_stored(dst)[writers == OTHER] == 0).all():
+        other = writers == OTHER
+        if accumulate is None and (read(dst, where=other)[0][other] == 0).all():
             machine.warn(text)  # overwriting and adding to zeros are the same
         else:
             machine.rule(SimulationError, text)
-
-
-def _stored(dst: NkiTensor) -> np.ndarray:
-    return dst.array() if dst.indirection is None else gather(dst)[0]
-
-
-def _earlier(dst: NkiTensor, writers: np.ndarray) -> np.ndarray:
-    """Return what a product is added to: zeros where nobody has written."""
-    if writers.all():
-        return f32(dst)
-    written = writers != 0
-    mask = dst.missing() if dst.indirection is None else None
-    if mask is not None:
-        note_unwritten(dst, mask & written)
-    return np.where(written, _stored(dst).astype(F32), F32(0))
 
 
 def _note_sum(machine: Machine, accumulate: Any, adds: bool) -> None:

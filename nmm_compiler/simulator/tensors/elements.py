@@ -129,7 +129,7 @@ class Marks:
     def __init__(self, size_bytes: int, granule: int, value: Any) -> None:
         self.granule, self.origin = granule, ""
         self.values = np.full(size_bytes // granule, value)
-        self.left = size_bytes * int(value)
+        self.left = size_bytes if value is True else 0
 
     def _each(self, view: NkiTensor) -> int:
         """Return how many marks an element of a view has."""
@@ -224,9 +224,9 @@ def note_unwritten(view: NkiTensor, mask: np.ndarray, what: str = "") -> None:
         machine.poisoned.append((view, mask, origin))
 
 
-def poisoned_values(view: NkiTensor, mask: np.ndarray) -> np.ndarray:
-    """Return a copy of the stored elements with NaN, or 4 in integers, where none was written."""
-    values = view.array().copy()
+def poisoned_values(view: NkiTensor, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return a copy of a view's values with NaN, or 4 in integers, where none was written."""
+    values = values.copy()
     values[mask] = FILL.get(view.dtype.kind, FILL["int"])
     return values
 
@@ -240,38 +240,29 @@ def refuse_poison(machine: Machine, what: str, origin: str, mask: np.ndarray) ->
     )
 
 
-Uses = tuple[np.ndarray, np.ndarray]
-"""Who used each element of a storage since the two programs met, a row for each program: the number
-of its last write, 0 for none, and whether it read the element before that."""
+_UNUSED = np.zeros((), [("written", np.int32, 2), ("read", np.bool_, 2)])
+"""Who used an element since the two programs met, by program: the number of its last write, 0 for
+none, and whether it read the element before that."""
 
 
-def _uses(view: NkiTensor, places: np.ndarray | None) -> tuple[Uses, np.ndarray]:
-    """Return the record of a view's storage, and which of its elements an access covers.
-
-    places: the elements of the storage, in the view's dtype; None for those of the view. An element
-    of a wider dtype covers several along the last axis.
-    """
-    storage, item, machine = view.storage, view.dtype.item_bytes, current()
-    unit = storage.dtype.item_bytes
+def _uses(view: NkiTensor, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the marks of who used a view's storage, and where those of some elements are."""
+    storage, machine = view.storage, current()
     known = machine.programs.uses[machine.rank]
     if storage.identity not in known:
-        shape = 2, storage.raw.size // unit
-        known[storage.identity] = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
-    if places is None:
-        places = positions(view)[0].reshape(view.shape)
-    covered = places[..., None] * item // unit + np.arange(max(item // unit, 1))
-    return known[storage.identity], covered
+        known[storage.identity] = storage.marks(_UNUSED)
+    marks = known[storage.identity]
+    at = marks.places(view, places)
+    return marks.values, at
 
 
-def note_read(view: NkiTensor, places: np.ndarray | None = None) -> None:
-    """Remember a read of shared HBM; warn if another program has written there.
-
-    places: the elements of the storage, in the view's dtype; by default those of the view.
-    """
-    me, ((written, read), covered) = current().program_id, _uses(view, places)
-    first = written[me, covered] == 0  # after its own write, only other values would race
-    read[me, covered] |= first
-    theirs = first & (written[1 - me, covered] > 0)
+def _note_read(view: NkiTensor, places: np.ndarray) -> None:
+    """Remember a read of shared HBM; warn if another program has written there."""
+    me, (uses, at) = current().program_id, _uses(view, places)
+    written = uses["written"][at]
+    first = written[..., me] == 0  # after its own write, only other values would race
+    uses["read"][at, me] |= first
+    theirs = first & (written[..., 1 - me] > 0)
     _warn_of(theirs.any(axis=-1), view, "reads from", "were written by another program")
 
 
@@ -286,69 +277,94 @@ def _warn_of(clash: np.ndarray, view: NkiTensor, does: str, what: str, use: str 
         )
 
 
-def settled(dst: NkiTensor, values: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
+def _settled(dst: NkiTensor, stored: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Return what stays of a write to shared HBM that is about to happen; warn if it is of a race.
 
-    values: what is written, in the dtype of dst. places: the elements of the storage that an
-    indirect write chooses, in the shape of values; by default those of dst.
+    places: the elements of the storage that get the stored values.
     """
-    machine, storage = current(), dst.storage
+    machine = current()
     me, begun = machine.program_id, machine.programs.writes[machine.rank]
     begun[me] += 1
-    (written, read), covered = _uses(dst, places)
-    theirs, mine = (written[p, covered].max(axis=-1) for p in (1 - me, me))
-    seen = read[1 - me, covered].any(axis=-1)
+    uses, at = _uses(dst, places)
+    theirs, mine = (uses["written"][at, p].max(axis=-1) for p in (1 - me, me))
+    seen = uses["read"][at, 1 - me].any(axis=-1)
     if theirs.any() or seen.any():
-        old = dst.array() if places is None else storage.raw.view(dst.dtype.numpy)[places]
-        values = np.broadcast_to(values, old.shape).astype(old.dtype)
-        bits = np.dtype(f"u{old.dtype.itemsize}")
-        other = np.ascontiguousarray(old).view(bits) != values.view(bits)
+        old = dst.storage.raw.view(dst.dtype.numpy)[places]
+        other = _bits(old) != _bits(stored)
         _warn_of((theirs > mine) & other, dst, "writes to", "have other values", "write to")
         _warn_of(seen & other, dst, "writes to", "were read by another program")
-        values = np.where(theirs > begun[me], old, values)
-    written[me, covered] = begun[me]
-    return values
+        stored = np.where(theirs > begun[me], old, stored)
+    uses["written"][at, me] = begun[me]
+    return stored
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(f"u{values.itemsize}")
 
 
 # How they are read and written
 
 
-def gather(view: NkiTensor, skip: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return (values in the view's shape, valid rows) that a view reads; None: all are valid."""
+def read(
+    view: NkiTensor, what: str = "", skip: bool = False, where: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return (values in the view's shape, valid rows) that a view reads; None: all are valid.
+
+    Unwritten elements are NaN (4 in integers), and are noted. what: needs values, so that they are
+    refused. skip: rows out of bounds are no error. where: the elements that count.
+    """
+    storage, valid, mask = view.storage, None, view.missing()
     if view.indirection is None:
-        return view.load(), None
-    table, valid = positions(view)
-    _check_valid(view, valid, skip)
-    storage, mask = view.storage, view.missing()
-    if storage.shared:
-        note_read(view, table[valid])
-    values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
+        values = view.array()
+        if storage.shared:
+            _note_read(view, positions(view)[0])
+    else:
+        table, valid = positions(view)
+        _check_valid(view, valid, skip)
+        values = storage.raw.view(view.dtype.numpy)[table].reshape(view.shape)
+        if storage.shared:
+            _note_read(view, table[valid])
+        where = valid.reshape(-1, *[1] * (len(view.shape) - 1)) if where is None else where
     if mask is not None:
-        mask &= valid.reshape(-1, *[1] * (mask.ndim - 1))
-        note_unwritten(view, mask)
-        values[mask] = FILL.get(view.dtype.kind, FILL["int"])
-    return values, None if valid.all() else valid
+        mask = mask if where is None else mask & where
+        note_unwritten(view, mask, what)
+        values = poisoned_values(view, values, mask)
+    return values, None if valid is None or valid.all() else valid
 
 
-def scatter(view: NkiTensor, values: np.ndarray, skip: bool = False, adds: bool = False) -> None:
-    """Write values through an indirect view; rows out of bounds raise or are skipped.
+def store(
+    view: NkiTensor,
+    values: np.ndarray,
+    where: np.ndarray | None = None,
+    *,
+    skip: bool = False,
+    adds: bool = False,
+) -> None:
+    """Write computed values to the elements of a view one by one, in the dtype of the view.
 
-    adds: the values are sums with what was there, so no two rows may be the same.
+    where: those that are written. skip: rows out of bounds are not, and are no error. adds: the
+    values are sums with what was there, so no two rows may be the same.
     """
     table, valid = positions(view)
     _check_valid(view, valid, skip)
-    table, stored = table[valid], cast(values.reshape(table.shape), view.dtype)[valid]
-    if view.indirection.kind == "vector" and len(table) > 1:
-        _check_unique(view, table, stored, adds)
-    _store(view, table, stored)
-    mark(view, False)
+    stored = cast(values.reshape(table.shape), view.dtype)
+    if view.is_indirect() and view.indirection.kind == "vector":
+        _check_unique(view, table[valid], stored[valid], adds)
+    chosen = np.repeat(valid[:, None], table.shape[1], axis=1)
+    if where is not None:
+        chosen &= where.reshape(table.shape)
+    places, stored = table[chosen], stored[chosen]
+    if view.storage.shared:
+        stored = _settled(view, stored, places)
+    view.storage.raw.view(view.dtype.numpy)[places] = stored
+    mark(view, False, chosen.reshape(view.shape))
 
 
 def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: bool) -> None:
     """Refuse rows that write different values to one place: their order is not defined."""
     _, first, inverse = np.unique(table[:, 0], return_index=True, return_inverse=True)
     twin = first[inverse.reshape(-1)]
-    bits = np.ascontiguousarray(stored).view(np.uint8).reshape(len(table), -1)
+    bits = _bits(stored)
     clash = twin != np.arange(len(table)) if adds else (bits != bits[twin]).any(axis=1)
     if clash.any():
         row = int(np.argmax(clash))
@@ -357,18 +373,3 @@ def _check_unique(view: NkiTensor, table: np.ndarray, stored: np.ndarray, adds: 
             f"a scatter into {view.name!r} {view.storage.shape} writes rows {int(twin[row])} and "
             f"{row} to the same place; which one stays is undefined, make the indices unique",
         )
-
-
-def store_some(view: NkiTensor, where: np.ndarray, values: Any) -> None:
-    """Write stored values to the elements of a view that a mask says."""
-    places = positions(view)[0].reshape(view.shape)[where]
-    _store(view, places, values)
-    mark(view, False, where)
-
-
-def _store(view: NkiTensor, places: np.ndarray, stored: Any) -> None:
-    """Write stored values to some elements of the view's storage, which `places` numbers."""
-    storage = view.storage
-    if storage.shared:
-        stored = settled(view, stored, places)
-    storage.raw.view(view.dtype.numpy)[places] = stored

@@ -33,16 +33,11 @@ class VirtualRegister:
 
     def read(self) -> int:
         """Return the value; an error when there is none."""
-        if not self.known:
-            machine = current()
-            machine.need(
-                not machine.data, "a register is used before it has a value; load it first"
-            )
-            machine.need(
-                False,
-                "a register loaded from a tensor has no value in timing mode, which computes no "
-                'data; use mode="full"',
-            )
+        current().need(
+            self.known,
+            "a register is used before it has a value: load it first; one loaded from a tensor has "
+            'no value in timing mode, which computes no data, so use mode="full"',
+        )
         return self.value
 
     def write(self, value: int, known: bool = True) -> None:

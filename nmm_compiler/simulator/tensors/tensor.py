@@ -25,11 +25,7 @@ from nmm_compiler.simulator.loading.nki_object import NKIObject
 from nmm_compiler.simulator.machine import current
 from nmm_compiler.simulator.tensors import dtypes
 from nmm_compiler.simulator.tensors.dtypes import DType
-from nmm_compiler.simulator.tensors.elements import (
-    note_read,
-    note_unwritten,
-    poisoned_values,
-)
+from nmm_compiler.simulator.tensors.elements import read
 from nmm_compiler.simulator.tensors.geometry import (
     FIXED,
     KEPT,
@@ -454,19 +450,13 @@ class NkiTensor(NKIObject):
         return self._replaced(dim, 1, tuple(zip(sizes, steps, strict=True)))
 
     def _infer(self, shape: tuple[int, ...], total: int) -> tuple[int, ...]:
-        shape = tuple(self._number(s) for s in shape)
-        if -1 in shape:
-            rest = math.prod(s for s in shape if s != -1)
-            self.need(
-                shape.count(-1) == 1 and rest and total % rest == 0,
-                f"cannot infer -1 in {shape} for {total} elements",
-            )
-            shape = tuple(total // rest if s == -1 else s for s in shape)
-        self.need(
-            math.prod(shape) == total and min(shape, default=1) > 0,
-            f"{shape} does not have {total} elements; keep their number",
-        )
-        return shape
+        """Return a shape of `total` elements, of which one size may be -1."""
+        sizes = tuple(self._number(size) for size in shape)
+        try:
+            return np.broadcast_to(0, total).reshape(sizes).shape
+        except ValueError:
+            self.need(False, f"{shape} does not have {total} elements; keep their number")
+            raise
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
         """Merge dimensions start_dim..end_dim (inclusive), which must be contiguous."""
@@ -582,13 +572,7 @@ class NkiTensor(NKIObject):
 
         what: needs values, so that unwritten ones are refused.
         """
-        if self.storage.shared:
-            note_read(self)
-        mask = self.missing()
-        if mask is None:
-            return self.array()
-        note_unwritten(self, mask, what)
-        return poisoned_values(self, mask)
+        return read(self, what)[0]
 
 
 class UnusableView(NkiTensor):
