@@ -32,14 +32,14 @@ def affine_values(
     call: Call, dst: NkiTensor, pattern: Any, offset: int, multiplier: int
 ) -> np.ndarray:
     """Return int64 offset + partition * multiplier + sum(index * step), [P, elements]."""
-    given = list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
     call.need(
-        all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in given),
+        isinstance(pattern, (list, tuple))
+        and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pattern),
         "pattern must be a list of [step, num] pairs",
         KernelArgumentError,
     )
     counts = range(1, 2**31)
-    pairs = [(call.integer("step", s), call.integer("num", num, counts)) for s, num in given]
+    pairs = [(call.integer("step", s), call.integer("num", num, counts)) for s, num in pattern]
     call.need(
         len(pairs) < 5 and math.prod(c for _, c in pairs) == dst.free_size,
         "pattern has at most 4 [step, num] pairs whose nums multiply to the elements that dst has "
@@ -102,10 +102,9 @@ def affine_select(
 
 @instruction(
     engines="vector",
-    operands="on_true_tile[P F] -> dst[P F], reduce_res[P 1]",
-    numbers={"bound0": FLOAT32, "bound1": FLOAT32},
+    operands="on_true_tile[P F], bound0[P 1], bound1[P 1] -> dst[P F], reduce_res[P 1]",
     streams="on_true_tile",
-    dtypes={"on_true_tile": FLOATS},
+    dtypes={"on_true_tile": FLOATS, "bound0": FLOAT32, "bound1": FLOAT32},
     operators={"comp_op0": _BOUNDS, "comp_op1": _BOUNDS, "reduce_op": _MAXIMUM},
     integers={"range_start": INT32},
     commands="idle reset reduce reset_reduce",
@@ -126,10 +125,6 @@ def range_select(
 ) -> Steps:
     """dst = on_true_tile where both comparisons of the free index hold, else FP32_MIN."""
     call.need(
-        len(call.tensors(("bound0", "bound1"))) == 2,
-        "bound0 and bound1 must be (P, 1) float32 tensors",
-    )
-    call.need(
         -(2**24) <= range_start <= range_start + on_true_tile.free_size - 1 <= 2**24,
         "float32 compares indices, so they stay within 2**24",
         HazardError,
@@ -145,8 +140,7 @@ def range_select(
     low, high = scalar_value(bound0, 2), scalar_value(bound1, 2)
     above, below = comp_op0.alu(index, low) != 0, comp_op1.alu(index, high) != 0
     call.kept = chosen = np.asarray(above & below)
-    fill = FP32_MIN if on_false_value is Ellipsis else on_false_value
-    result = np.where(chosen, values, F32(fill))
+    result = np.where(chosen, values, F32(FP32_MIN))
     put(dst, result)
     write_sum(call, "vector", reduce_cmd, reduce_op, result, reduce_res)
 
@@ -205,12 +199,8 @@ def nc_n_gather(call: Call, dst: Any, data: Any, indices: Any) -> None:
     chosen = indices.load("indices of nisa.nc_n_gather").reshape(rows, -1).astype(np.int64)
     most = int(chosen.max())
     call.need(most < data.free_size, f"index {most} leaves data", OutOfBoundsError)
-
-    def chosen_of(values: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(values.reshape(rows, -1), chosen, axis=1).reshape(dst.shape)
-
-    call.move = chosen_of
-    put(dst, chosen_of(data.load()), exact=True)
+    call.move = lambda v: np.take_along_axis(v.reshape(rows, -1), chosen, axis=1).reshape(dst.shape)
+    put(dst, call.move(data.load()), exact=True)
 
 
 @instruction(
@@ -293,23 +283,17 @@ def nc_stream_shuffle(call: Call, dst: Any, src: Any, shuffle_mask: Any) -> Step
     _check_quadrants(call, dst, src)
     call.need(len(mask) == 32 and set(mask) <= {*range(32), 255}, says)
     yield {}
-    kept = [p for p in range(dst.shape[0]) if mask[p % 32] != 255]
-    origins = [mask[p % 32] + (p - p % 32) * (src.shape[0] > 32) for p in kept]
+    partition = np.arange(dst.shape[0]).reshape(-1, *[1] * (len(dst.shape) - 1))
+    entry = np.asarray(mask)[partition % 32]
+    call.kept = np.broadcast_to(entry != 255, dst.shape)
+    origins = np.where(entry == 255, 0, entry + partition // 32 * 32 * (src.shape[0] > 32)).ravel()
     call.need(
-        max(origins, default=0) < src.shape[0],
-        f"it reads partitions up to {max(origins, default=0)}; give src enough of them",
+        origins.max() < src.shape[0],
+        f"it reads partitions up to {origins.max()}; give src enough of them",
         OutOfBoundsError,
     )
-
-    def shuffle(values: np.ndarray) -> np.ndarray:
-        result = np.zeros((dst.shape[0], src.free_size), values.dtype)
-        result[kept] = values.reshape(len(values), -1)[origins]
-        return result.reshape(dst.shape)
-
-    call.move = shuffle
-    moved = shuffle(src.load())
-    for p in kept:
-        put(dst[p : p + 1], moved[p : p + 1], exact=True)
+    call.move = lambda values: values[origins].reshape(dst.shape)
+    put(dst, call.move(src.load()), exact=True, where=call.kept)
 
 
 @instruction(
