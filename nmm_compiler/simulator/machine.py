@@ -184,12 +184,6 @@ class Machine:
         if self.turn is not None:
             self.turn.note(what, values)
 
-    def forget_tensors(self) -> None:
-        """Let go of all tensors, which know their machine: so no cycle keeps a trace in memory."""
-        self.outputs = self.dialect = self.programs = None
-        self.identities.clear()
-        self.poisoned.clear()
-
     @property
     def place(self) -> int:
         """The number of this program among those of all ranks."""

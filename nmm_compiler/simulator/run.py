@@ -283,8 +283,6 @@ def _result(machines: list[Machine], binder: Binder, function: Any, options: Opt
         profiles = profile_traces(traces, machines[0].target, reorder=options.reorder)
         profile = max(profiles, key=lambda p: p.latency_us)
     warnings = tuple(dict.fromkeys(w for m in machines for w in m.warnings.values()))
-    for machine in machines:
-        machine.forget_tensors()
     return Simulation(
         outputs, profile, machines[0].trace, warnings, tuple(m.trace for m in machines), specs,
         single,

@@ -39,7 +39,7 @@ class Storage:
 
     __slots__ = (
         "address", "allocation", "bytes_per_partition", "constant", "dtype",
-        "identity", "is_input", "machine", "memory", "name", "products",
+        "identity", "is_input", "memory", "name", "products",
         "raw", "region", "shape", "shared", "unwritten", "writers",
     )  # fmt: skip
 
@@ -55,7 +55,6 @@ class Storage:
         raw: Any = None,
         line: int = -1,
     ) -> None:
-        self.machine = machine
         self.name = name
         self.region = region
         self.memory = memory

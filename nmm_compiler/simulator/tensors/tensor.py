@@ -96,7 +96,7 @@ class NkiTensor(NKIObject):
 
     def __str__(self) -> str:
         """Return the description and, where a kernel runs with data, the values below it."""
-        known = self.storage.machine.data and self.indirection is None
+        known = self.storage.raw is not None and self.indirection is None
         return f"{self!r}\n{self.array()}" if known else repr(self)
 
     def need(self, holds: object, rule: str, kind: type[SimulationError] = OperandError) -> None:
@@ -260,7 +260,7 @@ class NkiTensor(NKIObject):
             f"0:{self.shape[d]} (clip an edge tile with min())"
         )
         if empty and self.storage.memory == "hbm":
-            return UnusableView(self.storage.machine, text)
+            return UnusableView(text)
         raise current().error(OutOfBoundsError, text)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -345,7 +345,7 @@ class NkiTensor(NKIObject):
         moved = self._moved_in(kind.item_bytes)
         view = view_of(storage, dims, start, kind, indirection, moved)
         problem = "" if indirection is not None else view.leaves()
-        return UnusableView(storage.machine, problem) if problem else view
+        return UnusableView(problem) if problem else view
 
     def view(self, dtype: Any) -> NkiTensor:
         """Reinterpret the bits as another dtype; the last dimension is rescaled."""
@@ -582,13 +582,13 @@ class UnusableView(NkiTensor):
     end. AWS's kernels make such views before they see that there is nothing to do.
     """
 
-    __slots__ = ("machine", "refusal")
+    __slots__ = ("refusal",)
 
-    def __init__(self, machine: Any, refusal: str) -> None:
-        self.machine, self.refusal = machine, refusal
+    def __init__(self, refusal: str) -> None:
+        self.refusal = refusal
 
     def __getattr__(self, name: str) -> Any:  # no other attribute is set
-        raise self.machine.error(OutOfBoundsError, self.refusal)
+        raise current().error(OutOfBoundsError, self.refusal)
 
 
 def view_of(
